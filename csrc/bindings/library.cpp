@@ -1,0 +1,24 @@
+#include "h2o_prefill/library.h"
+
+#include <torch/library.h>
+
+#include "kernels/cpu/attend_rows.h"
+
+namespace h2o_prefill {
+
+void init() {}
+
+std::string version() { return H2O_VERSION; }
+
+bool has_cuda() { return false; }
+
+std::string cpu_isa() { return cpu_kernels().isa; }
+
+// Functions without tensors: the same for every device, and for TorchScript.
+TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
+  m.def("version() -> str", [] { return version(); });
+  m.def("has_cuda() -> bool", [] { return has_cuda(); });
+  m.def("cpu_isa() -> str", [] { return cpu_isa(); });
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,19 @@
+// h2o_prefill._C: what this build is. It links nothing of PyTorch, so that it can be asked before the ops are loaded.
+#include <pybind11/pybind11.h>
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Build facts of h2o_prefill.";
+  m.def(
+      "build_info",
+      [] {
+        pybind11::dict info;
+        info["version"] = H2O_VERSION;
+        info["torch"] = H2O_TORCH_VERSION;
+        info["compiler"] = H2O_COMPILER;
+        info["build_type"] = H2O_BUILD_TYPE;
+        info["cpu_isas"] = H2O_ISAS;
+        info["cuda"] = false;
+        return info;
+      },
+      "Return version, PyTorch version, compiler, build type, compiled instruction sets and whether CUDA is in.");
+}

@@ -1,0 +1,43 @@
+# Finds PyTorch.
+#
+# find_package(Torch) of a CUDA build demands a CUDA toolkit, even from a project that has no CUDA code. So the libraries
+# and headers are located here, next to TorchConfig.cmake, and become one imported target: h2o_torch.
+#
+# Needs CMAKE_PREFIX_PATH to hold torch.utils.cmake_prefix_path or an unpacked LibTorch, as find_package(Torch) does.
+
+find_path(H2O_TORCH_CMAKE_DIR TorchConfig.cmake PATH_SUFFIXES Torch share/cmake/Torch)
+if(NOT H2O_TORCH_CMAKE_DIR)
+  message(FATAL_ERROR "PyTorch was not found: set CMAKE_PREFIX_PATH to the output of "
+                      "python -c 'import torch; print(torch.utils.cmake_prefix_path)'")
+endif()
+get_filename_component(H2O_TORCH_ROOT "${H2O_TORCH_CMAKE_DIR}/../../.." ABSOLUTE)
+set(H2O_TORCH_LIB_DIR "${H2O_TORCH_ROOT}/lib")
+
+file(STRINGS "${H2O_TORCH_CMAKE_DIR}/TorchConfigVersion.cmake" h2o_torch_version REGEX "PACKAGE_VERSION \"[0-9]")
+string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" H2O_TORCH_VERSION "${h2o_torch_version}")
+if(H2O_TORCH_VERSION VERSION_LESS 2.11)
+  message(FATAL_ERROR "PyTorch 2.11 or newer is needed, found ${H2O_TORCH_VERSION} in ${H2O_TORCH_ROOT}")
+endif()
+
+foreach(library torch_cpu c10)
+  find_library(H2O_LIB_${library} ${library} PATHS "${H2O_TORCH_LIB_DIR}" NO_DEFAULT_PATH REQUIRED)
+endforeach()
+
+add_library(h2o_torch INTERFACE IMPORTED GLOBAL)
+target_include_directories(h2o_torch SYSTEM INTERFACE "${H2O_TORCH_ROOT}/include"
+                                                      "${H2O_TORCH_ROOT}/include/torch/csrc/api/include")
+target_link_libraries(h2o_torch INTERFACE "${H2O_LIB_torch_cpu}" "${H2O_LIB_c10}")
+# The rest of what the PyTorch libraries themselves need is found beside them.
+target_link_options(h2o_torch INTERFACE "LINKER:-rpath-link,${H2O_TORCH_LIB_DIR}" "LINKER:--allow-shlib-undefined")
+
+# OpenMP as PyTorch was built with it: a second copy of the runtime in one process would start a second thread pool.
+find_package(OpenMP REQUIRED)
+file(GLOB h2o_gomp "${H2O_TORCH_LIB_DIR}/libgomp*.so*" "${H2O_TORCH_ROOT}/../torch.libs/libgomp*.so*")
+add_library(h2o_openmp INTERFACE IMPORTED)
+target_compile_options(h2o_openmp INTERFACE ${OpenMP_CXX_FLAGS})
+if(h2o_gomp)
+  list(GET h2o_gomp 0 h2o_gomp)
+  target_link_libraries(h2o_openmp INTERFACE "${h2o_gomp}")
+else()
+  target_link_libraries(h2o_openmp INTERFACE OpenMP::OpenMP_CXX)
+endif()

@@ -1,0 +1,29 @@
+// Where tensors become pointers: views for kernels, and how results are laid out.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cmath>
+#include <optional>
+
+#include "kernels/params.h"
+
+namespace h2o_prefill {
+
+// float32 for what is accumulated beside 16-bit and float32 tensors, float64 for float64.
+at::ScalarType accumulate_type(const at::Tensor& t);
+
+// The tensor itself if its last dimension is contiguous, else a contiguous copy.
+at::Tensor with_contiguous_rows(const at::Tensor& t);
+
+// Describes a [B, H, T, D] tensor of float32, bfloat16 or float16 with contiguous rows.
+HeadsView heads_view(const at::Tensor& t);
+
+// Uninitialised [B, H, T, D] whose transpose(1, 2) is contiguous: the layout that models reshape without a copy.
+at::Tensor empty_heads(int64_t batch, int64_t heads, int64_t length, int64_t dim, const at::Tensor& like);
+
+inline double scale_or_default(std::optional<double> scale, int64_t head_dim) {
+  return scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,23 @@
+// The library itself: loading and build facts.
+#pragma once
+
+#include <string>
+
+#include "h2o_prefill/export.h"
+
+namespace h2o_prefill {
+
+// Forces the shared library to be linked and loaded, so that torch.ops.h2o_prefill.* and torch.classes.h2o_prefill.* are
+// registered. A program that only loads TorchScript modules calls this; calling it twice does nothing.
+H2O_API void init();
+
+// The version of the library, "major.minor.patch".
+H2O_API std::string version();
+
+// Whether CUDA kernels were compiled in.
+H2O_API bool has_cuda();
+
+// The instruction set that the CPU kernels of this process run with: "avx512", "avx2" or "scalar".
+H2O_API std::string cpu_isa();
+
+}  // namespace h2o_prefill

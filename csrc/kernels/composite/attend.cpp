@@ -1,0 +1,50 @@
+#include "kernels/composite/attend.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+
+#include "common/tensors.h"
+
+namespace h2o_prefill::composite {
+
+constexpr double kNegativeInfinity = -std::numeric_limits<double>::infinity();
+
+Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& visible,
+                double scale, bool reduce_max) {
+  const auto type = accumulate_type(q);
+  const int64_t kv_heads = k.size(1);
+  const int64_t group = q.size(1) / kv_heads;
+  const auto query = q.to(type).reshape({q.size(0), kv_heads, group, q.size(2), q.size(3)}) * scale;
+  auto logits = at::matmul(query, k.to(type).unsqueeze(2).transpose(-1, -2));
+  if (visible) logits = logits.masked_fill(visible->logical_not(), kNegativeInfinity);
+  const auto lse = at::logsumexp(logits, -1);
+  const auto shift = at::where(lse == kNegativeInfinity, at::zeros_like(lse), lse);
+  const auto weights = at::exp(logits - shift.unsqueeze(-1));
+  const auto out = at::matmul(weights, v.to(type).unsqueeze(2));
+  const auto by_head = weights.sum(-2);
+  return {out.flatten(1, 2), lse.flatten(1, 2), reduce_max ? by_head.amax(2) : by_head.sum(2)};
+}
+
+Attended merge(const Attended& a, const Attended& b) {
+  const auto highest = at::maximum(a.lse, b.lse);
+  const auto shift = at::where(highest == kNegativeInfinity, at::zeros_like(highest), highest);
+  const auto weight_a = at::exp(a.lse - shift);
+  const auto weight_b = at::exp(b.lse - shift);
+  const auto total = weight_a + weight_b;
+  const auto out = a.out * (weight_a / total).unsqueeze(-1) + b.out * (weight_b / total).unsqueeze(-1);
+  return {out.masked_fill((total == 0).unsqueeze(-1), 0), shift + at::log(total), a.colsum};
+}
+
+at::Tensor causal_mask(int64_t rows, const at::Tensor& like) {
+  return at::ones({rows, rows}, like.options().dtype(at::kBool)).tril();
+}
+
+at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+  const int64_t rows = q.size(2);
+  const int64_t keys = k.size(2);
+  const auto mask = at::ones({rows, keys}, q.options().dtype(at::kBool)).tril(keys - rows);
+  return at::scaled_dot_product_attention(q, k, v, mask, 0.0, false, scale, q.size(1) != k.size(1));
+}
+
+}  // namespace h2o_prefill::composite

@@ -1,0 +1,77 @@
+// Vectors of float32, as wide as the instruction set that this translation unit is compiled for.
+//
+// Written with the vector types of GCC and Clang, so that one source serves AVX-512, AVX2, NEON and the compiler's
+// baseline; a * b + c becomes one fused instruction where there is one (compile with -ffp-contract=fast).
+// Everything is in the namespace H2O_ISA, one per instruction set, and includes nothing of the standard library: an
+// inline function compiled here with wide instructions must never be the copy that the linker keeps for others.
+#pragma once
+
+#include <cstdint>
+
+#ifndef H2O_ISA
+#error "H2O_ISA must name the instruction set, as in -DH2O_ISA=avx2"
+#endif
+
+namespace h2o_prefill::H2O_ISA {
+
+#define H2O_INLINE inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+// 16 of 32 registers accumulate: enough to hide the latency of two FMA units.
+constexpr int kTileRows = 8;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+// 12 of 16 registers accumulate, two hold keys, one a broadcast query.
+constexpr int kTileRows = 6;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kTileRows = 6;
+#endif
+
+constexpr int kLanes = kVectorBytes / 4;
+
+typedef float Vec __attribute__((vector_size(kVectorBytes)));
+typedef int32_t IntVec __attribute__((vector_size(kVectorBytes)));
+typedef float UnalignedVec __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+
+H2O_INLINE Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+H2O_INLINE void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
+H2O_INLINE Vec broadcast(float x) { return x - Vec{}; }
+H2O_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+H2O_INLINE float reduce_max(Vec x) {
+  float m = x[0];
+  for (int i = 1; i < kLanes; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+H2O_INLINE float reduce_add(Vec x) {
+  float sum = x[0];
+  for (int i = 1; i < kLanes; ++i) sum += x[i];
+  return sum;
+}
+
+// 2^x for x <= 0; 0 below -126. Relative error under 2e-7.
+// x = n + f with f in [-1/2, 1/2]; 2^f by the Taylor polynomial of exp(f ln 2) of degree 6, whose remainder is below
+// 1.3e-8; 2^n by adding n to the exponent bits.
+H2O_INLINE Vec exp2_nonpositive(Vec x) {
+  const Vec lowest = broadcast(-126.0F);
+  const Vec clamped = x < lowest ? lowest : x;  // a NaN passes
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the mantissa.
+  const Vec magic = broadcast(12582912.0F);
+  const Vec shifted = clamped + magic;
+  const Vec f = clamped - (shifted - magic);
+  Vec p = broadcast(1.5403530393381608e-4F);
+  p = p * f + 1.3333558146428443e-3F;
+  p = p * f + 9.6181291076284772e-3F;
+  p = p * f + 5.5504108664821580e-2F;
+  p = p * f + 2.4022650695910072e-1F;
+  p = p * f + 6.9314718055994531e-1F;
+  p = p * f + 1.0F;
+  const IntVec n = reinterpret_cast<IntVec>(shifted) << 23;  // the magic constant's own bits are shifted out
+  const Vec result = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(p) + n);
+  return x < lowest ? Vec{} : result;
+}
+
+}  // namespace h2o_prefill::H2O_ISA

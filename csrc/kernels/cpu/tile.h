@@ -1,0 +1,45 @@
+// The matrix product that all attention work is made of, and its tile sizes.
+#pragma once
+
+#include "kernels/cpu/simd.h"
+
+namespace h2o_prefill::H2O_ISA {
+
+// Columns of a tile: two vectors, so that each broadcast query value feeds two fused multiply-adds.
+constexpr int kTileVectors = 2;
+constexpr int kPanel = kTileVectors * kLanes;
+
+// Query rows that go through QK^T, softmax and PV together. With 1024 keys their logits take 128 KiB: inside L2, beside
+// the packed keys. A multiple of kTileRows.
+constexpr int kRowBlock = 32 / kTileRows * kTileRows + (32 % kTileRows ? kTileRows : 0);
+
+// Keys of one PV pass: kRowBlock probabilities and a panel of values of this depth stay in L1.
+constexpr int kKeyBlock = 128;
+
+// c[kTileRows, kPanel] (+)= a[kTileRows, depth] b[depth, kPanel]; lda and ldc in floats, b is dense.
+template <bool kAccumulate>
+H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc) {
+  Vec acc[kTileRows][kTileVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) acc[i][v] = kAccumulate ? load(c + i * ldc + v * kLanes) : Vec{};
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    const Vec b0 = load(b + k * kPanel);
+    const Vec b1 = load(b + k * kPanel + kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileRows; ++i) {
+      const Vec value = broadcast(a[i * lda + k]);
+      acc[i][0] = value * b0 + acc[i][0];
+      acc[i][1] = value * b1 + acc[i][1];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
+  }
+}
+
+}  // namespace h2o_prefill::H2O_ISA

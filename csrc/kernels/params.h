@@ -1,0 +1,30 @@
+// What kernels are told about tensors: pointers, sizes and strides. No PyTorch type crosses this line.
+#pragma once
+
+#include <cstdint>
+
+namespace h2o_prefill {
+
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// A [B, H, T, D] tensor whose last dimension is contiguous. Strides are counted in elements.
+struct HeadsView {
+  void* data;
+  DType dtype;
+  int64_t batch;
+  int64_t heads;
+  int64_t length;
+  int64_t dim;
+  int64_t stride_batch;
+  int64_t stride_head;
+  int64_t stride_row;
+
+  // First element of row t of head h of batch row b.
+  void* row(int64_t b, int64_t h, int64_t t) const {
+    return static_cast<char*>(data) + (b * stride_batch + h * stride_head + t * stride_row) * size_of(dtype);
+  }
+};
+
+}  // namespace h2o_prefill

@@ -1,0 +1,45 @@
+// The one definition of how partial softmax results are finished and fused.
+//
+// A partial result over a key set is a maximum m of the logits, the denominator l = sum of exp(z - m), and the numerator
+// o = sum of exp(z - m) v. Kernels keep logits in base 2 (z times log2(e)), so that an exponential is one exp2; lse leaves
+// a kernel as a natural logarithm. A row without keys has m = -inf, l = 0, o = 0: output 0, lse -inf.
+#pragma once
+
+#ifdef __CUDACC__
+#define H2O_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+// Forced inline: this header is compiled for several instruction sets, and no copy may serve another one's callers.
+#define H2O_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace h2o_prefill {
+
+constexpr float kLog2E = 1.44269504088896340736F;
+constexpr float kLn2 = 0.69314718055994530942F;
+constexpr float kNegInf = -__builtin_inff();
+
+// Factors that bring two partial results to the common maximum m.
+struct MergeFactors {
+  float m;
+  float a;
+  float b;
+};
+
+// (m_a, .) with (m_b, .), logits in base 2. An empty side gets factor 0; exp2 never sees -inf minus -inf.
+H2O_HOST_DEVICE MergeFactors merge_factors(float m_a, float m_b) {
+  const float m = m_a > m_b ? m_a : m_b;
+  if (m == kNegInf) return {m, 0.0F, 0.0F};
+  const float a = m_a == kNegInf ? 0.0F : __builtin_exp2f(m_a - m);
+  const float b = m_b == kNegInf ? 0.0F : __builtin_exp2f(m_b - m);
+  return {m, a, b};
+}
+
+// 1 / l, and 0 for an empty row. A NaN stays one.
+H2O_HOST_DEVICE float inverse_denominator(float l) { return l == 0.0F ? 0.0F : 1.0F / l; }
+
+// Natural logarithm of the denominator, for logits in base 2.
+H2O_HOST_DEVICE float natural_lse(float m, float l) {
+  return l == 0.0F ? kNegInf : (m + __builtin_log2f(l)) * kLn2;
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,42 @@
+# The only list of sources. Every build of the library, with or without CUDA, reads it.
+
+set(H2O_SOURCES
+    bindings/library.cpp
+    bindings/register_classes.cpp
+    common/checks.cpp
+    common/tensors.cpp
+    core/chunk_manager.cpp
+    core/chunked_kv_cache.cpp
+    core/chunked_sparse_attention.cpp
+    core/config.cpp
+    core/memory_set_tracker.cpp
+    kernels/composite/attend.cpp
+    kernels/composite/chunked_sparse_attention.cpp
+    kernels/composite/gather_rows.cpp
+    kernels/composite/intra_chunk_attention.cpp
+    kernels/composite/memory_attention.cpp
+    kernels/composite/merge_states.cpp
+    kernels/composite/select_memory.cpp
+    kernels/cpu/attend_chunk.cpp
+    kernels/cpu/chunked_sparse_attention_kernel.cpp
+    kernels/cpu/gather_rows_kernel.cpp
+    kernels/cpu/intra_chunk_attention_kernel.cpp
+    kernels/cpu/isa_dispatch.cpp
+    kernels/cpu/lexical_recall_kernel.cpp
+    kernels/cpu/memory_attention_kernel.cpp
+    kernels/cpu/memory_count.cpp
+    kernels/cpu/merge_states_kernel.cpp
+    kernels/cpu/select_memory_kernel.cpp
+    ops/chunked_sparse_attention.cpp
+    ops/gather_rows.cpp
+    ops/inference_only.cpp
+    ops/intra_chunk_attention.cpp
+    ops/lexical_recall.cpp
+    ops/memory_attention.cpp
+    ops/merge_states.cpp
+    ops/select_memory.cpp)
+
+# Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
+set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp)
+
+set(H2O_PYTHON_SOURCES bindings/python_module.cpp)

@@ -1,0 +1,60 @@
+"""Cheap prefill of long prompts: chunked sparse attention with an H2O memory set.
+
+`enable(model)` makes a Hugging Face model prefill sparsely; `ops` are the operators, `reference` is the method in
+readable PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from h2o_prefill._library import build_info, load_library
+
+load_library()
+
+from h2o_prefill import _meta as _meta  # noqa: E402
+from h2o_prefill import ops  # noqa: E402
+from h2o_prefill.attention import ChunkedSparseAttention  # noqa: E402
+from h2o_prefill.config import PrefillConfig  # noqa: E402
+from h2o_prefill.state import PrefillState  # noqa: E402
+
+if TYPE_CHECKING:
+    from h2o_prefill import reference
+    from h2o_prefill.eval import evaluate_perplexity
+    from h2o_prefill.hf import ChunkedPrefillCache, chunked_prefill, enable
+
+__version__: str = build_info()["version"]
+
+# Loaded on first use, so that importing this package imports neither transformers nor what evaluation needs.
+_LAZY = {
+    "ChunkedPrefillCache": "h2o_prefill.hf",
+    "chunked_prefill": "h2o_prefill.hf",
+    "enable": "h2o_prefill.hf",
+    "evaluate_perplexity": "h2o_prefill.eval",
+    "reference": "h2o_prefill.reference",
+}
+
+__all__ = [
+    "ChunkedPrefillCache",
+    "ChunkedSparseAttention",
+    "PrefillConfig",
+    "PrefillState",
+    "build_info",
+    "chunked_prefill",
+    "enable",
+    "evaluate_perplexity",
+    "ops",
+    "reference",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'h2o_prefill' has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    return module if _LAZY[name] == f"h2o_prefill.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,58 @@
+"""Finds and loads the native library, or says what is wrong with it in one error."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+LIBRARY = Path(__file__).parent / "lib" / "libh2o_prefill.so"
+_REBUILD = "rebuild it against this PyTorch: pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+def build_info() -> dict[str, Any]:
+    """Return what this build is: version, PyTorch version, compiler, instruction sets, CUDA.
+
+    Raises
+    ------
+    ImportError
+        If the native library was never built for this Python.
+    """
+    try:
+        module = importlib.import_module("h2o_prefill._C")
+    except ImportError as error:
+        raise ImportError(
+            f"the native library of h2o_prefill is not built for this Python ({error}): "
+            "run `pip install --no-build-isolation .` in its source tree"
+        ) from error
+    return dict(module.build_info())
+
+
+def load_library() -> None:
+    """Load the operators and classes into `torch.ops.h2o_prefill` and `torch.classes.h2o_prefill`.
+
+    Raises
+    ------
+    ImportError
+        If PyTorch is missing, if the library was built with another minor version of it or for another ABI, or if it
+        was not built at all. The message says which, and what to do.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError("h2o_prefill needs PyTorch: pip install 'torch>=2.11'") from error
+    built_with = build_info()["torch"]
+    if _minor_version(built_with) != _minor_version(torch.__version__):
+        raise ImportError(
+            f"h2o_prefill was built with PyTorch {built_with}, but {torch.__version__} is installed: {_REBUILD}"
+        )
+    if not LIBRARY.exists():
+        raise ImportError(f"the native library of h2o_prefill is missing at {LIBRARY}: {_REBUILD}")
+    try:
+        torch.ops.load_library(LIBRARY)
+    except OSError as error:
+        raise ImportError(f"the native library of h2o_prefill cannot be loaded ({error}): {_REBUILD}") from error
+
+
+def _minor_version(version: str) -> tuple[str, ...]:
+    return tuple(str(version).split(".")[:2])

@@ -1,0 +1,160 @@
+"""The settings of one sparse prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+
+GQA_REDUCTIONS = ("sum", "max")
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Settings of chunked sparse prefill. The defaults are the algorithm as specified, with no option on.
+
+    Parameters
+    ----------
+    chunk_size : int
+        S, tokens of a chunk; inside a chunk attention is exact and causal.
+    local_window : int
+        L, the last positions before a chunk that its memory set always holds.
+    heavy_budget : int
+        H, the positions that a memory set holds because earlier queries attended to them most.
+    sink_tokens : int
+        K, the first positions of the prompt, always held beside L and H.
+    dense_tail : int
+        The last queries of a call that attend to every key, exactly.
+    dense_layers : tuple of int
+        Layers that stay dense.
+    gqa_reduce : {"sum", "max"}
+        How the column sums of the query heads that share a KV head become one score.
+    min_prefill : int, optional
+        Calls with fewer new tokens are dense over the whole cache. Default: one chunk.
+    recall : int
+        Earlier places recalled for a token by lexical recall; 0 turns it off.
+    recall_block : int
+        Rows that share one list of recalled keys; `chunk_size` is a multiple of it.
+    recall_suffix : int
+        The longest suffix, in tokens, that lexical recall looks up.
+    recall_span : int
+        Keys recalled from a place on: 2 means the place and the one after.
+    recall_max_count : int
+        A single token is looked up only if it stood at most this often so far.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of its range. The message names the argument, the rule and the value.
+
+    Warns
+    -----
+    UserWarning
+        If the memory set is not smaller than a chunk: legal, but beyond the regime where the method pays.
+    """
+
+    chunk_size: int = 1024
+    local_window: int = 256
+    heavy_budget: int = 256
+    sink_tokens: int = 0
+    dense_tail: int = 0
+    dense_layers: tuple[int, ...] = ()
+    gqa_reduce: str = "sum"
+    min_prefill: int | None = None
+    recall: int = 0
+    recall_block: int = 128
+    recall_suffix: int = 3
+    recall_span: int = 2
+    recall_max_count: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for name, least in _LEAST.items():
+            _check_at_least(name, getattr(self, name), least)
+        if self.min_prefill is not None:
+            _check_at_least("min_prefill", self.min_prefill, 1)
+        for layer in self.dense_layers:
+            _check_at_least("dense_layers", layer, 0)
+        if self.gqa_reduce not in GQA_REDUCTIONS:
+            raise ValueError(f"gqa_reduce must be one of {GQA_REDUCTIONS}, got {self.gqa_reduce!r}")
+        if self.recall and self.chunk_size % self.recall_block:
+            raise ValueError(
+                f"chunk_size must be a multiple of recall_block, got {self.chunk_size} and {self.recall_block}"
+            )
+        if self.memory_size >= self.chunk_size:
+            warnings.warn(
+                f"the memory set ({self.memory_size} positions) is not smaller than chunk_size "
+                f"({self.chunk_size}): sparse prefill saves less than it could",
+                stacklevel=3,
+            )
+
+    @property
+    def memory_size(self) -> int:
+        """Positions that a memory set holds at most: K + L + H."""
+        return self.sink_tokens + self.local_window + self.heavy_budget
+
+    @property
+    def sparse_from(self) -> int:
+        """New tokens from which on a call is sparse."""
+        return self.chunk_size if self.min_prefill is None else self.min_prefill
+
+    def next_chunk_begin(self, past: int, new: int) -> int:
+        """Return where the last chunk of a call begins.
+
+        Parameters
+        ----------
+        past, new : int
+            Tokens before the call, and tokens of the call (at least 1).
+        """
+        return past + (new - 1) // self.chunk_size * self.chunk_size
+
+    def replace(self, **changes: object) -> PrefillConfig:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+# The smallest legal value of every plain integer field.
+_LEAST = {
+    "chunk_size": 1,
+    "local_window": 0,
+    "heavy_budget": 0,
+    "sink_tokens": 0,
+    "dense_tail": 0,
+    "recall": 0,
+    "recall_block": 1,
+    "recall_suffix": 1,
+    "recall_span": 1,
+    "recall_max_count": 1,
+}
+
+
+def _check_at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")
+
+
+def dense_dot_products(num_tokens: int) -> int:
+    """Count the query-key products of causal attention over one head: N (N + 1) / 2."""
+    return num_tokens * (num_tokens + 1) // 2
+
+
+def sparse_dot_products(num_tokens: int, config: PrefillConfig) -> int:
+    """Count the query-key products of one head when a prompt is prefilled sparsely in one call.
+
+    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| what a memory set can hold
+    by then. Recalled keys and a dense tail come on top and are not counted.
+
+    Parameters
+    ----------
+    num_tokens : int
+        N, the length of the prompt.
+    config : PrefillConfig
+        Gives S, and the size of the memory set.
+    """
+    total = 0
+    for begin in range(0, num_tokens, config.chunk_size):
+        rows = min(config.chunk_size, num_tokens - begin)
+        total += dense_dot_products(rows) + rows * min(config.memory_size, begin)
+    return total

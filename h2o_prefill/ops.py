@@ -1,0 +1,229 @@
+"""The operators, as documented Python functions over `torch.ops.h2o_prefill`.
+
+Symbols: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), T tokens, D key dim, Dv value dim, M memory size.
+Tensors are float32, bfloat16, float16 or float64, all of one dtype and device, with any strides. `lse` is the natural
+logarithm of a softmax's denominator. lse, column sums and scores are float32 (float64 for float64 inputs). `scale`
+defaults to D ** -0.5. The operators are for inference: inputs that require gradients are refused while gradients are on.
+A wrong argument raises ValueError.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.h2o_prefill
+
+
+def intra_chunk_attention(
+    q: Tensor, k: Tensor, v: Tensor, chunk_size: int, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend causally inside every chunk (phase 1).
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        [B, Hq, T, D], [B, Hkv, T, D], [B, Hkv, T, Dv].
+    chunk_size : int
+        S; the last chunk may be shorter.
+
+    Returns
+    -------
+    out : Tensor
+        [B, Hq, T, Dv]; `out.transpose(1, 2)` is contiguous.
+    lse : Tensor
+        [B, Hq, T].
+    colsum : Tensor
+        [B, Hkv, T]: attention that key j received, the sum of exp(z_ij - lse_i) over the chunk's queries i and the
+        group's query heads.
+    """
+    return _ops.intra_chunk_attention(q, k, v, chunk_size, scale)
+
+
+def memory_attention(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend with all queries to the listed keys, without a mask (phase 2).
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        [B, Hq, T, D]; k and v are the whole history, [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv].
+    indices : Tensor
+        int32 [B, Hkv, M], positions in the history; -1 marks absent entries and stands only behind all others.
+
+    Returns
+    -------
+    out, lse : Tensor
+        [B, Hq, T, Dv] and [B, Hq, T]; 0 and -inf where there is no key.
+    colsum : Tensor
+        [B, Hkv, M], 0 at absent entries.
+    """
+    return _ops.memory_attention(q, k, v, indices, scale)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Fuse two attention results over disjoint key sets, exactly as if one softmax had run over both.
+
+    Parameters
+    ----------
+    out_a, out_b : Tensor
+        [B, H, T, Dv].
+    lse_a, lse_b : Tensor
+        [B, H, T]; a row with -inf contributes nothing.
+
+    Returns
+    -------
+    out, lse : Tensor
+        As the inputs; 0 and -inf where both are empty.
+    """
+    return _ops.merge_states(out_a, lse_a, out_b, lse_b)
+
+
+def select_memory(
+    scores: Tensor,
+    memory: Tensor,
+    chunk_begin: int,
+    chunk_end: int,
+    local_window: int,
+    heavy_budget: int,
+    sink_tokens: int,
+) -> Tensor:
+    """Build the memory set that the chunk after `chunk_end` attends to.
+
+    Parameters
+    ----------
+    scores : Tensor
+        [B, Hkv, Ts]; positions from Ts on have score 0.
+    memory : Tensor
+        int32 [B, Hkv, any]: the set that the last chunk attended to, ascending, then -1.
+    chunk_begin, chunk_end : int
+        The last chunk's positions [chunk_begin, chunk_end).
+    local_window, heavy_budget, sink_tokens : int
+        L, H and K. Kept are the first K positions, the last L before chunk_end, and the H other candidates with the
+        highest scores; of equal scores the lower position wins.
+
+    Returns
+    -------
+    Tensor
+        int32 [B, Hkv, K + L + H], ascending, then -1.
+    """
+    return _ops.select_memory(scores, memory, chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens)
+
+
+def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """Copy the listed rows of every head.
+
+    Parameters
+    ----------
+    x : Tensor
+        [B, H, T, D].
+    indices : Tensor
+        int32 [B, H, M]; -1 gives a row of zeros.
+
+    Returns
+    -------
+    Tensor
+        [B, H, M, D].
+    """
+    return _ops.gather_rows(x, indices)
+
+
+def chunked_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Tensor | None,
+    memory: Tensor | None,
+    recall_offsets: Tensor | None,
+    recall_positions: Tensor | None,
+    recall_visible_from: Tensor | None,
+    last_chunk_begin: int,
+    chunk_size: int,
+    local_window: int,
+    heavy_budget: int,
+    sink_tokens: int = 0,
+    dense_tail: int = 0,
+    gqa_reduce: str = "sum",
+    recall_block: int = 128,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the whole sparse prefill of one layer.
+
+    Parameters
+    ----------
+    q : Tensor
+        [B, Hq, Tq, D], the queries of the call.
+    k, v : Tensor
+        [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv]: the whole history, which ends with the call's tokens.
+    scores, memory : Tensor, optional
+        [B, Hkv, <= T_total] and int32 [B, Hkv, any], as the previous call of the prompt returned them; None at first.
+        Positions without a score have 0.
+    recall_offsets, recall_positions, recall_visible_from : Tensor, optional
+        What `lexical_recall` returned for the call: keys that a block of rows also sees. All or none.
+    last_chunk_begin : int
+        Where the last chunk of the previous call began; 0 at first.
+    chunk_size, local_window, heavy_budget, sink_tokens : int
+        S, L, H and K.
+    dense_tail : int
+        The last queries of the call that attend to every key before them; the scores do not change by it.
+    gqa_reduce : {"sum", "max"}
+        How the column sums of a group's query heads become one score.
+    recall_block : int
+        Rows that share a list of recalled keys; chunk_size is a multiple of it.
+
+    Returns
+    -------
+    out : Tensor
+        [B, Hq, Tq, Dv]; `out.transpose(1, 2)` is contiguous.
+    scores : Tensor
+        [B, Hkv, T_total].
+    memory : Tensor
+        int32 [B, Hkv, K + L + H]: the set that the last chunk attended to, -1 throughout if there was none. The set
+        behind the last chunk is built when a next call asks for it.
+    """
+    return _ops.chunked_sparse_attention(
+        q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from, last_chunk_begin,
+        chunk_size, local_window, heavy_budget, sink_tokens, dense_tail, gqa_reduce, recall_block, scale,
+    )  # fmt: skip
+
+
+def lexical_recall(
+    token_ids: Tensor,
+    begin: int,
+    chunk_size: int,
+    block: int,
+    k: int,
+    max_suffix: int = 3,
+    span: int = 2,
+    max_count: int = 16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the earlier places where the words before each new token stood.
+
+    Strictly causal: what a row recalls depends on no token after it.
+
+    Parameters
+    ----------
+    token_ids : Tensor
+        int64 [B, T_total] on the CPU: all tokens of the prompt so far.
+    begin : int
+        First new token.
+    chunk_size, block : int
+        S, and the rows of a block; S is a multiple of it.
+    k : int
+        Places recalled for a token at most, the latest first.
+    max_suffix : int
+        Longest run of tokens that is looked up; the longest that stood before the chunk counts.
+    span : int
+        Keys recalled from each place on.
+    max_count : int
+        A single token is looked up only if it stood at most this often so far.
+
+    Returns
+    -------
+    offsets : Tensor
+        int32 [B * n_blocks + 1]: block i's entries are [offsets[i], offsets[i + 1]).
+    positions, visible_from : Tensor
+        int32 [nnz]: a position, and the first token that sees it; rising visible_from inside a block.
+    """
+    return _ops.lexical_recall(token_ids, begin, chunk_size, block, k, max_suffix, span, max_count)

@@ -1,0 +1,58 @@
+"""Builds the native library with CMake; metadata is in pyproject.toml, the sources in csrc/sources.cmake."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+def find_torch() -> str:
+    """Return the CMake prefix of the PyTorch that is installed."""
+    try:
+        import torch
+    except ImportError as error:
+        raise SystemExit(
+            "h2o_prefill is built against the PyTorch that is installed, and none was found. Install torch >= 2.11 "
+            "first, then: pip install --no-build-isolation ."
+        ) from error
+    return str(torch.utils.cmake_prefix_path)
+
+
+def find_tool(name: str) -> str:
+    """Return the path of a build tool, the one of this Python environment first."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        raise SystemExit(f"{name} is needed to build h2o_prefill: pip install cmake ninja")
+    return found
+
+
+class CMakeBuild(build_ext):
+    """Runs CMake; installs the library, its headers and its CMake package into the Python package."""
+
+    def build_extension(self, ext: Extension) -> None:
+        package_dir = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        build_dir = Path(self.build_temp).resolve() / "cmake"
+        cmake = find_tool("cmake")
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        configure = [
+            cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
+            f"-DCMAKE_BUILD_TYPE={os.environ.get('H2O_BUILD_TYPE', 'Release')}",
+            f"-DCMAKE_PREFIX_PATH={find_torch()}",
+            f"-DCMAKE_INSTALL_PREFIX={package_dir}",
+            "-DCMAKE_INSTALL_LIBDIR=lib",
+            "-DH2O_BUILD_PYTHON=ON",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        ]  # fmt: skip
+        subprocess.check_call(configure)
+        subprocess.check_call([cmake, "--build", str(build_dir), "--parallel", jobs])
+        subprocess.check_call([cmake, "--install", str(build_dir)])
+
+
+setup(ext_modules=[Extension("h2o_prefill._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
