@@ -1,7 +1,5 @@
 """Sparse prefill attention as a module: settings inside, state handed in and out."""
 
-from __future__ import annotations
-
 from typing import Optional
 
 import torch

@@ -32,8 +32,11 @@ Attended merge(const Attended& a, const Attended& b) {
   const auto weight_a = at::exp(a.lse - shift);
   const auto weight_b = at::exp(b.lse - shift);
   const auto total = weight_a + weight_b;
-  const auto out = a.out * (weight_a / total).unsqueeze(-1) + b.out * (weight_b / total).unsqueeze(-1);
-  return {out.masked_fill((total == 0).unsqueeze(-1), 0), shift + at::log(total), a.colsum};
+  // An empty side's output may be anything, a NaN included: it is left out, not multiplied by 0.
+  const auto share = [&](const at::Tensor& out, const at::Tensor& weight) {
+    return (out * (weight / total).unsqueeze(-1)).masked_fill((weight == 0).unsqueeze(-1), 0);
+  };
+  return {share(a.out, weight_a) + share(b.out, weight_b), shift + at::log(total), a.colsum};
 }
 
 at::Tensor causal_mask(int64_t rows, const at::Tensor& like) {

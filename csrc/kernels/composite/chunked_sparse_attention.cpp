@@ -75,9 +75,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention(
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
   auto new_scores = at::zeros({k.size(0), k.size(1), total}, q.options().dtype(accumulate_type(q)));
   if (scores) new_scores.narrow(2, 0, scores->size(2)).copy_(*scores);
-  auto set = length || !memory ? at::full({k.size(0), k.size(1), width}, -1, q.options().dtype(at::kInt))
-                               : memory->clone(at::MemoryFormat::Contiguous);
-  if (memory && past) set = memory->clone(at::MemoryFormat::Contiguous);
+  const bool continues = memory && past > 0;
+  auto set = continues ? memory->clone(at::MemoryFormat::Contiguous)
+                       : at::full({k.size(0), k.size(1), width}, -1, q.options().dtype(at::kInt));
+  // A call without tokens hands the set on, in the width of these settings.
+  if (length == 0) set = at::constant_pad_nd(set, {0, width - set.size(2)}, -1);
   Recall recall;
   if (recall_offsets) recall = {recall_offsets->cpu(), *recall_positions, *recall_visible_from, recall_block, past};
 

@@ -30,8 +30,11 @@ void merge_rows(const at::Tensor& out_a, const float* lse_a, const at::Tensor& o
       const T* a = row(out_a, i);
       const T* b = row(out_b, i);
       T* to = row(out, i);
+      // An empty side's output may be anything, a NaN included: it is left out, not multiplied by 0.
       for (int64_t d = 0; d < dim; ++d) {
-        to[d] = static_cast<T>(static_cast<float>(a[d]) * weight_a + static_cast<float>(b[d]) * weight_b);
+        const float from_a = weight_a == 0.0F ? 0.0F : static_cast<float>(a[d]) * weight_a;
+        const float from_b = weight_b == 0.0F ? 0.0F : static_cast<float>(b[d]) * weight_b;
+        to[d] = static_cast<T>(from_a + from_b);
       }
       lse[i] = natural_lse(factors.m, total);
     }

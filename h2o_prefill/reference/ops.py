@@ -1,0 +1,320 @@
+"""Oracles of the operators, under their names: written to be read, not to be fast.
+
+Each builds the mask of what a query may see over *all* keys and takes one softmax. Nothing is
+gathered, blocked or merged, so a mistake in gathering, blocking or merging cannot be in both.
+Selection is that of `memory_selection`.
+
+Shapes: q [B, Hq, Tq, D]; k [B, Hkv, T, D]; v [B, Hkv, T, Dv]; Hq is a multiple of Hkv, and query
+head h belongs to KV head h // (Hq / Hkv). fp64 computes in fp64, everything else in fp32. `out` has
+the dtype of q; lse (natural log), column sums and scores have the dtype computed in. `scale`
+defaults to D^-0.5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.reference.gather import gather_rows
+from h2o_prefill.reference.memory_selection import build_memory_set
+from h2o_prefill.reference.recall import lexical_recall
+
+__all__ = [
+    "chunked_sparse_attention",
+    "gather_rows",
+    "intra_chunk_attention",
+    "lexical_recall",
+    "memory_attention",
+    "merge_states",
+    "select_memory",
+]
+
+
+def intra_chunk_attention(
+    q: Tensor, k: Tensor, v: Tensor, chunk_size: int, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend causally inside chunks: query i sees keys j with chunk start <= j <= i.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        [B, Hq, T, D], [B, Hkv, T, D], [B, Hkv, T, Dv]: all tokens of one call.
+    chunk_size : int
+        S.
+    scale : float, optional
+        Factor of the logits.
+
+    Returns
+    -------
+    out, lse, colsum : Tensor
+        [B, Hq, T, Dv]; [B, Hq, T]; [B, Hkv, T]: the attention that key j got from all queries of
+        the group.
+    """
+    mask = _chunk_mask(0, q.shape[2], chunk_size, q.device).expand(*k.shape[:2], -1, -1)
+    weights, lse = _softmax_over(q, k, mask, scale)
+    return _mix(weights, v, q.dtype), lse, _column_sums(weights, k.shape[1], "sum")
+
+
+def memory_attention(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend to the keys of a memory set, all visible to every query.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        [B, Hq, Tq, D], [B, Hkv, T, D], [B, Hkv, T, Dv]: k and v are the full history.
+    indices : Tensor
+        int32 [B, Hkv, M], distinct positions of k, -1 where absent.
+    scale : float, optional
+        Factor of the logits.
+
+    Returns
+    -------
+    out, lse, colsum : Tensor
+        [B, Hq, Tq, Dv]; [B, Hq, Tq]; [B, Hkv, M], 0 where the index is -1. A query that sees
+        nothing has out 0 and lse -inf.
+    """
+    mask = _membership(indices, k.shape[2]).unsqueeze(2).expand(-1, -1, q.shape[2], -1)
+    weights, lse = _softmax_over(q, k, mask, scale)
+    sums = _column_sums(weights, k.shape[1], "sum")
+    return _mix(weights, v, q.dtype), lse, gather_rows(sums.unsqueeze(-1), indices).squeeze(-1)
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge attention over two disjoint key sets into attention over both.
+
+    Parameters
+    ----------
+    out_a, out_b : Tensor
+        [B, H, T, Dv].
+    lse_a, lse_b : Tensor
+        [B, H, T], natural log; -inf contributes nothing.
+
+    Returns
+    -------
+    out, lse : Tensor
+        The shapes and dtypes of `out_a` and `lse_a`; out 0 and lse -inf where both lse are -inf.
+    """
+    dtype = _compute_dtype(out_a)
+    lse = torch.logaddexp(lse_a.to(dtype), lse_b.to(dtype))
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    share_a = (lse_a.to(dtype) - finite).exp().unsqueeze(-1)
+    share_b = (lse_b.to(dtype) - finite).exp().unsqueeze(-1)
+    # A side without a key has the share 0 and may hold anything, so it must not be multiplied.
+    part_a = torch.where(share_a > 0, share_a * out_a.to(dtype), 0)
+    part_b = torch.where(share_b > 0, share_b * out_b.to(dtype), 0)
+    return (part_a + part_b).to(out_a.dtype), lse.to(lse_a.dtype)
+
+
+def select_memory(
+    scores: Tensor,
+    memory: Tensor,
+    chunk_begin: int,
+    chunk_end: int,
+    local_window: int,
+    heavy_budget: int,
+    sink_tokens: int,
+) -> Tensor:
+    """Select the memory set of the chunk that follows [chunk_begin, chunk_end).
+
+    Parameters
+    ----------
+    scores : Tensor
+        [B, Hkv, Ts]; positions from Ts on count as 0.
+    memory : Tensor
+        int32 [B, Hkv, any width], the set before, -1 where absent.
+    chunk_begin, chunk_end : int
+        The chunk that joins the candidates.
+    local_window, heavy_budget, sink_tokens : int
+        L, H and K.
+
+    Returns
+    -------
+    Tensor
+        int32 [B, Hkv, K + L + H], ascending, padded with -1 at the end.
+    """
+    return build_memory_set(
+        memory, chunk_begin, chunk_end, scores, local_window, heavy_budget, sink_tokens
+    )
+
+
+def chunked_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Tensor | None,
+    memory: Tensor | None,
+    recall_offsets: Tensor | None,
+    recall_positions: Tensor | None,
+    recall_visible_from: Tensor | None,
+    last_chunk_begin: int,
+    chunk_size: int,
+    local_window: int,
+    heavy_budget: int,
+    sink_tokens: int = 0,
+    dense_tail: int = 0,
+    gqa_reduce: str = "sum",
+    recall_block: int = 128,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one layer's sparse prefill of the Tq newest tokens.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        [B, Hq, Tq, D], [B, Hkv, T_total, D], [B, Hkv, T_total, Dv]: k and v are the full history,
+        the new tokens included, so T_past = T_total - Tq.
+    scores : Tensor, optional
+        [B, Hkv, Ts <= T_total]; the missing tail, or None, is 0.
+    memory : Tensor, optional
+        int32 [B, Hkv, M], the set that the last chunk before this call attended to. None is the
+        empty set.
+    recall_offsets, recall_positions, recall_visible_from : Tensor, optional
+        Lists as `lexical_recall` returns them, or three times None.
+    last_chunk_begin : int
+        Where that last chunk began: [last_chunk_begin, T_past) joins the candidates.
+    chunk_size, local_window, heavy_budget, sink_tokens : int
+        S, L, H and K.
+    dense_tail : int
+        The last queries, whose output is that of dense attention. Scores and sets do not notice.
+    gqa_reduce : {"sum", "max"}
+        How the column sums of a group's query heads become one score.
+    recall_block : int
+        R, rows that share one list of recalled keys.
+    scale : float, optional
+        Factor of the logits.
+
+    Returns
+    -------
+    out, scores, memory : Tensor
+        [B, Hq, Tq, Dv]; [B, Hkv, T_total]; int32 [B, Hkv, K + L + H], the set that the last chunk
+        of this call attended to (all -1 if it was the first of the text).
+    """
+    batch, heads, total = k.shape[:3]
+    past = total - q.shape[2]
+    visible = _chunk_mask(past, total, chunk_size, q.device).repeat(batch, heads, 1, 1)
+
+    # Phase 1: every chunk looks at itself, and that gives its tokens their first score.
+    weights, _ = _softmax_over(q, k, visible, scale)
+    new_scores = torch.zeros(batch, heads, total, dtype=weights.dtype, device=q.device)
+    if scores is not None:
+        new_scores[:, :, : scores.shape[2]] = scores
+    new_scores[:, :, past:] = _column_sums(weights, heads, gqa_reduce)[:, :, past:]
+
+    # Phase 2: chunk after chunk looks back at its memory set and votes for what it finds there.
+    width = sink_tokens + local_window + heavy_budget
+    attended = torch.full((batch, heads, width), -1, dtype=torch.int32, device=q.device)
+    if q.shape[2] == 0 and past and memory is not None:
+        # A call without tokens hands the set on, in the width of these settings.
+        kept = min(width, memory.shape[2])
+        attended[:, :, :kept] = memory[:, :, :kept]
+    previous = attended if memory is None else memory
+    for begin in range(past, total, chunk_size):
+        rows = slice(begin - past, begin - past + chunk_size)
+        if begin > 0:
+            attended = select_memory(
+                new_scores,
+                previous,
+                last_chunk_begin,
+                begin,
+                local_window,
+                heavy_budget,
+                sink_tokens,
+            )
+            in_memory = _membership(attended, total).unsqueeze(2)
+            chunk_q = q[:, :, rows]
+            weights, _ = _softmax_over(
+                chunk_q, k, in_memory.expand(-1, -1, chunk_q.shape[2], -1), scale
+            )
+            new_scores += _column_sums(weights, heads, gqa_reduce)
+            visible[:, :, rows] |= in_memory
+        previous, last_chunk_begin = attended, begin
+
+    if recall_offsets is not None:
+        recalled = _recall_mask(
+            [recall_offsets, recall_positions, recall_visible_from],
+            (batch, q.shape[2], total),
+            chunk_size,
+            recall_block,
+        )
+        visible |= recalled.to(q.device).unsqueeze(1)
+    if dense_tail > 0:
+        dense = _chunk_mask(past, total, total + 1, q.device)
+        dense[:, :past] = True
+        visible[:, :, -dense_tail:] = dense[-dense_tail:]
+
+    # The output: one softmax over whatever a row sees, however it came to see it.
+    weights, _ = _softmax_over(q, k, visible, scale)
+    return _mix(weights, v, q.dtype), new_scores, attended
+
+
+def _chunk_mask(past: int, total: int, chunk_size: int, device: torch.device) -> Tensor:
+    """Return bool [total - past, total]: key j is in the chunk of row i and not after it."""
+    row = torch.arange(past, total, device=device).unsqueeze(1)
+    key = torch.arange(total, device=device)
+    chunk_begin = past + (row - past) // chunk_size * chunk_size
+    return (chunk_begin <= key) & (key <= row)
+
+
+def _membership(indices: Tensor, length: int) -> Tensor:
+    """Return bool [..., length]: whether a position is among the indices."""
+    mask = torch.zeros(*indices.shape[:-1], length + 1, dtype=torch.bool, device=indices.device)
+    mask.scatter_(-1, indices.long().masked_fill(indices < 0, length), True)
+    return mask[..., :length]
+
+
+def _recall_mask(
+    lists: list[Tensor | None],
+    shape: tuple[int, int, int],
+    chunk_size: int,
+    block: int,
+) -> Tensor:
+    """Return bool [B, Tq, T_total]: key j is recalled for row i."""
+    offsets, positions, visible_from = ([] if x is None else x.tolist() for x in lists)
+    batch, num_rows, total = shape
+    past = total - num_rows
+    num_blocks = -(-num_rows // block)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for b in range(batch):
+        for row in range(num_rows):
+            chunk_begin = past + row // chunk_size * chunk_size
+            owner = b * num_blocks + row // block
+            for entry in range(offsets[owner], offsets[owner + 1]):
+                if visible_from[entry] <= past + row and 0 <= positions[entry] < chunk_begin:
+                    mask[b, row, positions[entry]] = True
+    return mask
+
+
+def _softmax_over(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return weights [B, Hq, Tq, T] and lse [B, Hq, Tq] where mask [B, Hkv, Tq, T] is True."""
+    dtype = _compute_dtype(q)
+    group = q.shape[1] // k.shape[1]
+    keys = k.to(dtype).repeat_interleave(group, dim=1)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = factor * (q.to(dtype) @ keys.transpose(-1, -2))
+    logits = logits.masked_fill(~mask.repeat_interleave(group, dim=1), -torch.inf)
+    lse = logits.logsumexp(dim=-1)
+    finite = lse.masked_fill(lse == -torch.inf, 0)  # a row that sees nothing has weights 0, not nan
+    return (logits - finite.unsqueeze(-1)).exp(), lse
+
+
+def _mix(weights: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    group = weights.shape[1] // v.shape[1]
+    return (weights @ v.to(weights.dtype).repeat_interleave(group, dim=1)).to(dtype)
+
+
+def _column_sums(weights: Tensor, heads: int, reduce: str) -> Tensor:
+    """Return [B, Hkv, T]: what each key got from all queries, reduced over the group's heads."""
+    per_head = weights.sum(dim=2).unflatten(1, (heads, -1))
+    if reduce == "sum":
+        return per_head.sum(dim=2)
+    if reduce == "max":
+        return per_head.amax(dim=2)
+    raise ValueError(f"gqa_reduce must be 'sum' or 'max', got {reduce!r}")
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

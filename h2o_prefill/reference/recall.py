@@ -1,0 +1,115 @@
+"""Lexical recall: earlier places of the text that a token is likely to ask for.
+
+Where the last few tokens have stood before, what stood there is a good guess at what matters now.
+The search reads token ids only, never activations, so one search serves all layers and heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def lexical_recall(
+    token_ids: Tensor,
+    begin: int,
+    chunk_size: int,
+    block: int,
+    k: int,
+    max_suffix: int = 3,
+    span: int = 2,
+    max_count: int = 16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the earlier places where the suffix that ends at each new token stood.
+
+    Parameters
+    ----------
+    token_ids : Tensor
+        int64 [B, T_total], the whole text so far.
+    begin : int
+        Tokens before the call; the new ones are [begin, T_total).
+    chunk_size : int
+        S. Only places before the chunk of a token are recalled: the chunk itself is visible anyway.
+    block : int
+        R, rows of the call that share one list; S is a multiple of it.
+    k : int
+        Places recalled for a token, the most recent first.
+    max_suffix : int
+        The longest suffix looked up. The longest that has any place wins, alone.
+    span : int
+        Positions recalled from a place on.
+    max_count : int
+        A suffix of one token counts only if the token stood at most this often up to here, itself
+        included.
+
+    Returns
+    -------
+    offsets : Tensor
+        int32 [B * n_blocks + 1]. Block b of batch row r owns the entries from offsets[r * n_blocks
+        + b] on.
+    positions : Tensor
+        int32 [nnz], recalled positions; within a block each appears once.
+    visible_from : Tensor
+        int32 [nnz], the first row (absolute position) that may see the entry. Entries of a block
+        rise by (visible_from, position).
+
+    Raises
+    ------
+    ValueError
+        If a size is out of its range or S is no multiple of R.
+    """
+    _check_sizes(chunk_size, block, k, max_suffix, span, max_count)
+    total = token_ids.shape[1]
+    if not 0 <= begin <= total:
+        raise ValueError(f"begin must be in [0, {total}], got {begin}")
+    offsets, positions, visible_from = [0], [], []
+    for text in token_ids.tolist():
+        for first in range(begin, total, block):
+            chunk_begin = begin + (first - begin) // chunk_size * chunk_size
+            seen: dict[int, int] = {}
+            for p in range(first, min(first + block, total)):
+                for e in _places(text, p, chunk_begin, k, max_suffix, max_count):
+                    for position in range(e, min(e + span, chunk_begin)):
+                        seen.setdefault(position, p)  # p rises: the first is the smallest
+            for position, p in sorted(seen.items(), key=lambda entry: (entry[1], entry[0])):
+                positions.append(position)
+                visible_from.append(p)
+            offsets.append(len(positions))
+    return (
+        torch.tensor(offsets, dtype=torch.int32),
+        torch.tensor(positions, dtype=torch.int32),
+        torch.tensor(visible_from, dtype=torch.int32),
+    )
+
+
+def _places(
+    text: list[int], p: int, chunk_begin: int, k: int, max_suffix: int, max_count: int
+) -> list[int]:
+    """Return where the longest suffix known before the chunk ended, the latest place first."""
+    for n in range(min(max_suffix, p + 1), 0, -1):
+        if n == 1 and text[: p + 1].count(text[p]) > max_count:
+            return []
+        suffix = text[p - n + 1 : p + 1]
+        places = [e for e in range(n - 1, chunk_begin) if text[e - n + 1 : e + 1] == suffix]
+        if places:
+            return places[::-1][:k]
+    return []
+
+
+def _check_sizes(
+    chunk_size: int, block: int, k: int, max_suffix: int, span: int, max_count: int
+) -> None:
+    least = {"chunk_size": 1, "block": 1, "k": 1, "max_suffix": 1, "span": 1, "max_count": 1}
+    given = {
+        "chunk_size": chunk_size,
+        "block": block,
+        "k": k,
+        "max_suffix": max_suffix,
+        "span": span,
+        "max_count": max_count,
+    }
+    for name, value in given.items():
+        if value < least[name]:
+            raise ValueError(f"{name} must be >= {least[name]}, got {value}")
+    if chunk_size % block:
+        raise ValueError(f"chunk_size must be a multiple of block, got {chunk_size} and {block}")

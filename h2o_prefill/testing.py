@@ -1,0 +1,124 @@
+"""What tests and benchmarks of the operators share: devices, shapes, inputs, and how close is close."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Absolute tolerance of float32 results against the float64 oracle.
+FLOAT32_TOLERANCE = 1e-5
+
+
+def devices() -> list[str]:
+    """Return the devices that operators are tested on: the CPU, and CUDA where there is one."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one attention problem; see `h2o_prefill.ops` for the symbols."""
+
+    batch: int
+    query_heads: int
+    kv_heads: int
+    length: int
+    head_dim: int
+    value_dim: int
+
+    def __str__(self) -> str:
+        return (
+            f"B{self.batch}-Hq{self.query_heads}-Hkv{self.kv_heads}-T{self.length}"
+            f"-D{self.head_dim}-Dv{self.value_dim}"
+        )
+
+
+def make_qkv(
+    shape: Shape,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    layout: str = "transposed",
+    past: int = 0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make random inputs of an attention op.
+
+    Parameters
+    ----------
+    layout : {"contiguous", "transposed", "sliced", "column"}
+        "transposed" is how Hugging Face models pass them, [B, T, H, D] seen as [B, H, T, D]; "sliced" is a window of a
+        larger buffer; "column" has a last dimension that is not contiguous.
+    past : int
+        Tokens of the history before the queries.
+
+    Returns
+    -------
+    tuple of Tensor
+        q [B, Hq, T, D], k [B, Hkv, past + T, D], v [B, Hkv, past + T, Dv].
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(heads: int, length: int, dim: int) -> Tensor:
+        x = torch.randn(shape.batch, heads, length, dim, generator=generator).to(device, dtype)
+        if layout == "transposed":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "sliced":
+            room = x.new_full((shape.batch, heads + 1, length + 3, dim + 8), float("nan"))
+            room[:, 1:, 2 : 2 + length, :dim] = x
+            return room[:, 1:, 2 : 2 + length, :dim]
+        if layout == "column":
+            return x.transpose(2, 3).contiguous().transpose(2, 3)
+        return x
+
+    total = past + shape.length
+    return (
+        make(shape.query_heads, shape.length, shape.head_dim),
+        make(shape.kv_heads, total, shape.head_dim),
+        make(shape.kv_heads, total, shape.value_dim),
+    )
+
+
+def make_indices(shape: Shape, length: int, size: int, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Make ascending position lists, int32 [B, Hkv, size]: some full, some short, some empty."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.full((shape.batch * shape.kv_heads, size), -1, dtype=torch.int32)
+    for i in range(indices.shape[0]):
+        count = min(length, size, [size, size // 2, 0, 1][i % 4])
+        chosen = torch.randperm(length, generator=generator)[:count]
+        indices[i, :count] = chosen.sort().values.int()
+    return indices.view(shape.batch, shape.kv_heads, size).to(device)
+
+
+def assert_close_to_reference(
+    actual: Tensor, expected: Tensor, same_dtype: Tensor | None = None, what: str = "result"
+) -> None:
+    """Assert that a result is as near to the float64 oracle as its dtype allows.
+
+    float32 results must be within `FLOAT32_TOLERANCE`, relative to the largest magnitude above 1. 16-bit results may
+    have twice the error that plain PyTorch makes in the same dtype, plus one rounding of the result.
+
+    Parameters
+    ----------
+    actual, expected : Tensor
+        The result, and the oracle's in float64. Infinities must agree.
+    same_dtype : Tensor, optional
+        What plain PyTorch gives in the dtype of `actual`; needed for 16-bit results.
+    """
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    finite = torch.isfinite(expected)
+    assert torch.equal(torch.isfinite(actual), finite), f"{what}: infinities or NaNs differ"
+    if not finite.any():
+        return
+    truth = expected[finite].double()
+    error = (actual[finite].double() - truth).abs().max().item()
+    magnitude = max(1.0, truth.abs().max().item())
+    if actual.dtype in (torch.float32, torch.float64):
+        limit = FLOAT32_TOLERANCE * magnitude
+    else:
+        assert same_dtype is not None, f"{what}: 16-bit results need PyTorch's own result to compare with"
+        peer_error = (same_dtype[finite].double() - truth).abs().max().item()
+        limit = 2 * peer_error + torch.finfo(actual.dtype).eps * magnitude / 2
+    assert error <= limit, f"{what}: error {error:.3g} > {limit:.3g}"

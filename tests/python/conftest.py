@@ -1,0 +1,56 @@
+"""Shared fixtures: poisoned memory, one thread unless a test asks for more, and the --runslow switch."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from h2o_prefill import testing
+
+
+def pytest_addoption(parser):
+    parser.addoption("--runslow", action="store_true", help="run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--runslow"):
+        return
+    skip = pytest.mark.skip(reason="takes minutes: run with --runslow")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Fill uninitialised tensors with NaN, so that reading what nothing wrote is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request):
+    """Small problems run fastest, and most repeatably, on one thread."""
+    if "model" in request.keywords:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=testing.devices())
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def wikitext2():
+    """The path of WikiText-2's wiki.test.raw."""
+    path = os.environ.get("H2O_PREFILL_WIKITEXT2")
+    if not path or not Path(path).exists():
+        pytest.skip("needs WikiText-2: set H2O_PREFILL_WIKITEXT2 to wiki.test.raw")
+    return Path(path)

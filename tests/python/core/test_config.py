@@ -1,0 +1,55 @@
+"""Settings: defaults, rules, counts."""
+
+import dataclasses
+
+import pytest
+
+from h2o_prefill.config import PrefillConfig, dense_dot_products, sparse_dot_products
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("chunk_size", 0, "chunk_size must be >= 1, got 0"),
+        ("local_window", -3, "local_window must be >= 0, got -3"),
+        ("heavy_budget", -1, "heavy_budget must be >= 0, got -1"),
+        ("sink_tokens", -1, "sink_tokens must be >= 0, got -1"),
+        ("dense_tail", -1, "dense_tail must be >= 0, got -1"),
+        ("dense_layers", (0, -1), "dense_layers must be >= 0, got -1"),
+        ("min_prefill", 0, "min_prefill must be >= 1, got 0"),
+        ("chunk_size", 10.5, "chunk_size must be an int, got 10.5"),
+        ("chunk_size", True, "chunk_size must be an int, got True"),
+        ("gqa_reduce", "mean", "gqa_reduce must be one of .* got 'mean'"),
+        ("recall", -1, "recall must be >= 0, got -1"),
+    ],
+)
+def test_wrong_values_name_the_field_the_rule_and_the_value(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        PrefillConfig(**{field: value})
+
+
+def test_recall_blocks_tile_chunks():
+    with pytest.raises(ValueError, match="chunk_size must be a multiple of recall_block, got 1000 and 128"):
+        PrefillConfig(chunk_size=1000, recall=2)
+
+
+def test_a_memory_set_as_large_as_a_chunk_warns():
+    with pytest.warns(UserWarning, match=r"memory set \(512 positions\) is not smaller than chunk_size \(512\)"):
+        PrefillConfig(chunk_size=512)
+
+
+def test_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PrefillConfig().chunk_size = 3
+    assert PrefillConfig().replace(sink_tokens=4).memory_size == 516
+
+
+@pytest.mark.parametrize(("tokens", "sparse", "dense"), [(4096, 3_672_064, 8_390_656), (1024, 524_800, 524_800)])
+def test_dot_products_are_those_of_the_specification(tokens, sparse, dense):
+    assert sparse_dot_products(tokens, PrefillConfig()) == sparse
+    assert dense_dot_products(tokens) == dense
+
+
+def test_last_chunk_of_a_call():
+    config = PrefillConfig(chunk_size=10, local_window=2, heavy_budget=2)
+    assert [config.next_chunk_begin(5, n) for n in (1, 10, 11, 20, 21)] == [5, 5, 15, 15, 25]

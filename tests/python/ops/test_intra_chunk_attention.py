@@ -1,0 +1,85 @@
+"""Phase 1 against the oracle: every dtype, layout and awkward length."""
+
+import pytest
+import torch
+
+from h2o_prefill import ops
+from h2o_prefill.reference import ops as oracle
+from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
+
+CHUNK = 32
+
+
+def check(q, k, v, chunk_size, scale=None):
+    actual = ops.intra_chunk_attention(q, k, v, chunk_size, scale)
+    expected = oracle.intra_chunk_attention(q.double(), k.double(), v.double(), chunk_size, scale)
+    peer = oracle.intra_chunk_attention(q, k, v, chunk_size, scale) if q.dtype != torch.float32 else expected
+    assert actual[0].dtype == q.dtype
+    for name, a, e, p in zip(("out", "lse", "colsum"), actual, expected, peer, strict=True):
+        assert_close_to_reference(a, e, p, name)
+    return actual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "column"])
+def test_agrees_with_the_oracle(device, dtype, heads, layout):
+    check(*make_qkv(Shape(2, *heads, 77, 64, 64), dtype, device, layout), CHUNK)
+
+
+@pytest.mark.parametrize(
+    "length", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 128]
+)
+def test_awkward_lengths(device, length):
+    check(*make_qkv(Shape(1, 4, 2, length, 16, 16), device=device), CHUNK)
+
+
+@pytest.mark.parametrize("head_dim", range(32, 257, 8))
+def test_head_dims(device, head_dim):
+    check(*make_qkv(Shape(1, 2, 1, 70, head_dim, 256 - head_dim + 8), device=device), 64)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 113, 300, 1 << 40])
+def test_chunk_sizes_that_fit_no_tile(device, chunk_size):
+    check(*make_qkv(Shape(1, 2, 2, 203, 24, 40), device=device), chunk_size)
+
+
+def test_scale_is_used(device):
+    check(*make_qkv(Shape(1, 2, 1, 50, 32, 32), device=device), CHUNK, scale=0.9)
+
+
+def test_column_sums_add_up_to_the_queries_of_the_group(device):
+    q, k, v = make_qkv(Shape(1, 6, 2, 100, 32, 32), device=device)
+    _, _, colsum = ops.intra_chunk_attention(q, k, v, CHUNK)
+    for begin in range(0, 100, CHUNK):
+        rows = min(CHUNK, 100 - begin)
+        total = colsum[:, :, begin : begin + rows].sum(-1)
+        torch.testing.assert_close(total, torch.full_like(total, 3 * rows), rtol=1e-5, atol=0)
+
+
+def test_one_chunk_is_causal_attention(device):
+    q, k, v = make_qkv(Shape(1, 4, 2, 90, 64, 64), device=device)
+    out, _, _ = ops.intra_chunk_attention(q, k, v, 128)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, dense, rtol=0, atol=1e-5)
+
+
+def test_extreme_logits_stay_finite(device):
+    q, k, v = make_qkv(Shape(1, 2, 2, 96, 16, 16), device=device)
+    logits_scale = 100 / (q @ k.transpose(-1, -2)).abs().max().item()
+    out, lse, colsum = check(q, k, v, CHUNK, scale=logits_scale)
+    assert torch.isfinite(torch.cat([out.flatten(), lse.flatten(), colsum.flatten()])).all()
+
+
+def test_a_nan_is_not_swallowed(device):
+    q, k, v = make_qkv(Shape(1, 1, 1, 8, 8, 8), device=device)
+    q[0, 0, 3, 0] = float("nan")
+    out, _, _ = ops.intra_chunk_attention(q, k, v, 8)
+    assert out[0, 0, 3].isnan().all()
+    assert out[0, 0, [0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+
+
+def test_output_layout_lets_models_reshape_without_a_copy(device):
+    q, k, v = make_qkv(Shape(2, 4, 2, 20, 16, 24), device=device)
+    out, _, _ = ops.intra_chunk_attention(q, k, v, 8)
+    assert out.transpose(1, 2).is_contiguous()

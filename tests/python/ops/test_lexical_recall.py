@@ -1,0 +1,58 @@
+"""Lexical recall: equal to the brute-force oracle, and strictly causal."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from h2o_prefill import ops
+from h2o_prefill.reference import ops as oracle
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_agrees_with_the_oracle(data):
+    length = data.draw(st.integers(0, 120), "length")
+    begin = data.draw(st.integers(0, length), "begin")
+    block = data.draw(st.sampled_from([1, 4, 8]), "block")
+    chunk_size = block * data.draw(st.integers(1, 5), "blocks of a chunk")
+    words = data.draw(st.integers(1, 12), "vocabulary")
+    seed = data.draw(st.integers(0, 1000), "seed")
+    tokens = torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(seed)) * 10**12
+    k, suffix, span = (data.draw(st.integers(1, 4), name) for name in ("k", "max_suffix", "span"))
+    max_count = data.draw(st.integers(1, 40), "max_count")
+    arguments = (tokens, begin, chunk_size, block, k, suffix, span, max_count)
+    for actual, expected in zip(ops.lexical_recall(*arguments), oracle.lexical_recall(*arguments), strict=True):
+        assert actual.dtype == torch.int32 and torch.equal(actual, expected)
+
+
+def test_what_a_token_recalls_depends_on_no_later_token():
+    tokens = torch.randint(0, 20, (1, 200), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[0, 150:] = torch.randint(0, 20, (50,), generator=torch.Generator().manual_seed(2))
+
+    def seen_before(ids):
+        offsets, positions, visible_from = ops.lexical_recall(ids, 0, 64, 16, 3)
+        block = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+        early = visible_from < 150
+        return torch.stack([block[early], positions[early], visible_from[early]])
+
+    assert torch.equal(seen_before(tokens), seen_before(changed))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((11, 8, 4, 1), r"begin must be in \[0, 10\], got 11"),
+        ((0, 8, 3, 1), "chunk_size must be a multiple of block, got 8 and 3"),
+        ((0, 8, 4, 0), "k must be >= 1, got 0"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ops.lexical_recall(torch.zeros(1, 10, dtype=torch.int64), *arguments)
+
+
+def test_token_ids_must_be_int64():
+    with pytest.raises(ValueError, match="token_ids must be Long, got Int"):
+        ops.lexical_recall(torch.zeros(1, 10, dtype=torch.int32), 0, 8, 4, 1)

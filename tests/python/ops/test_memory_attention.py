@@ -1,0 +1,70 @@
+"""Phase 2 against the oracle."""
+
+import pytest
+import torch
+
+from h2o_prefill import ops
+from h2o_prefill.reference import ops as oracle
+from h2o_prefill.testing import (
+    DTYPES,
+    Shape,
+    assert_close_to_reference,
+    make_indices,
+    make_qkv,
+)
+
+
+def check(q, k, v, indices):
+    actual = ops.memory_attention(q, k, v, indices)
+    expected = oracle.memory_attention(q.double(), k.double(), v.double(), indices)
+    peer = oracle.memory_attention(q, k, v, indices) if q.dtype != torch.float32 else expected
+    for name, a, e, p in zip(("out", "lse", "colsum"), actual, expected, peer, strict=True):
+        assert_close_to_reference(a, e, p, name)
+    return actual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "column"])
+def test_agrees_with_the_oracle(device, dtype, heads, layout):
+    shape = Shape(2, *heads, 45, 64, 48)
+    check(*make_qkv(shape, dtype, device, layout, past=60), make_indices(shape, 105, 33, device))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 31, 32, 33, 200])
+def test_memory_sizes(device, size):
+    shape = Shape(1, 4, 4, 20, 32, 32)
+    check(*make_qkv(shape, device=device, past=10), make_indices(shape, 30, size, device))
+
+
+def test_without_keys_the_output_is_zero_and_lse_minus_infinity(device):
+    shape = Shape(1, 2, 1, 5, 16, 16)
+    q, k, v = make_qkv(shape, device=device)
+    indices = torch.full((1, 1, 4), -1, dtype=torch.int32, device=device)
+    out, lse, colsum = ops.memory_attention(q, k, v, indices)
+    assert (out == 0).all() and (lse == float("-inf")).all() and (colsum == 0).all()
+
+
+def test_column_sums_add_up_to_the_queries_of_the_group(device):
+    shape = Shape(1, 6, 2, 50, 32, 32)
+    q, k, v = make_qkv(shape, device=device, past=50)
+    indices = torch.arange(40, dtype=torch.int32, device=device).expand(1, 2, 40)
+    _, _, colsum = ops.memory_attention(q, k, v, indices)
+    torch.testing.assert_close(colsum.sum(-1), torch.full_like(colsum.sum(-1), 150), rtol=1e-5, atol=0)
+
+
+def test_no_queries(device):
+    shape = Shape(1, 2, 1, 0, 16, 16)
+    q, k, v = make_qkv(shape, device=device, past=9)
+    out, lse, colsum = ops.memory_attention(q, k, v, make_indices(shape, 9, 3, device))
+    assert out.shape == (1, 2, 0, 16) and lse.shape == (1, 2, 0) and (colsum == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [([[[0, 9, -1]]], "below 9, got 9"), ([[[0, -1, 3]]], "-1 only behind"), ([[[-2]]], "got -2")],
+)
+def test_bad_positions_are_refused(indices, message):
+    q, k, v = make_qkv(Shape(1, 2, 1, 4, 8, 8), past=5)
+    with pytest.raises(ValueError, match=message):
+        ops.memory_attention(q, k, v, torch.tensor(indices, dtype=torch.int32))
