@@ -1,4 +1,4 @@
-"""Builds the native library with CMake; metadata is in pyproject.toml, the sources in csrc/sources.cmake."""
+"""Builds the native library with CMake; sources are in csrc/sources.cmake."""
 
 import os
 import shutil
@@ -18,8 +18,8 @@ def find_torch() -> str:
         import torch
     except ImportError as error:
         raise SystemExit(
-            "h2o_prefill is built against the PyTorch that is installed, and none was found. Install torch >= 2.11 "
-            "first, then: pip install --no-build-isolation ."
+            "h2o_prefill is built against the PyTorch that is installed, and none was found. "
+            "Install torch >= 2.11 first, then: pip install --no-build-isolation ."
         ) from error
     return str(torch.utils.cmake_prefix_path)
 
@@ -33,11 +33,11 @@ def find_tool(name: str) -> str:
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake; installs the library, its headers and its CMake package into the Python package."""
+    """Runs CMake and installs library, headers and CMake package into the Python package."""
 
     def build_extension(self, ext: Extension) -> None:
         package_dir = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
-        build_dir = Path(self.build_temp).resolve() / "cmake"
+        build_dir = Path(os.environ.get("H2O_BUILD_DIR", f"{self.build_temp}/cmake")).resolve()
         cmake = find_tool("cmake")
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
         configure = [

@@ -1,7 +1,7 @@
 """Cheap prefill of long prompts: chunked sparse attention with an H2O memory set.
 
-`enable(model)` makes a Hugging Face model prefill sparsely; `ops` are the operators, `reference` is the method in
-readable PyTorch.
+`enable(model)` makes a Hugging Face model prefill sparsely; `ops` are the operators, `reference` is
+the method in readable PyTorch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __version__: str = build_info()["version"]
 
-# Loaded on first use, so that importing this package imports neither transformers nor what evaluation needs.
+# Loaded on first use, so that importing this package imports neither transformers nor what
+# evaluation needs.
 _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
     "chunked_prefill": "h2o_prefill.hf",

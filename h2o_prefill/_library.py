@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 LIBRARY = Path(__file__).parent / "lib" / "libh2o_prefill.so"
-_REBUILD = "rebuild it against this PyTorch: pip install --no-build-isolation --force-reinstall --no-deps ."
+_REBUILD = (
+    "rebuild it against this PyTorch: "
+    "pip install --no-build-isolation --force-reinstall --no-deps ."
+)
 
 
 def build_info() -> dict[str, Any]:
@@ -34,8 +37,8 @@ def load_library() -> None:
     Raises
     ------
     ImportError
-        If PyTorch is missing, if the library was built with another minor version of it or for another ABI, or if it
-        was not built at all. The message says which, and what to do.
+        If PyTorch is missing, if the library was built with another minor version of it or for
+        another ABI, or if it was not built at all. The message says which, and what to do.
     """
     try:
         import torch
@@ -44,14 +47,17 @@ def load_library() -> None:
     built_with = build_info()["torch"]
     if _minor_version(built_with) != _minor_version(torch.__version__):
         raise ImportError(
-            f"h2o_prefill was built with PyTorch {built_with}, but {torch.__version__} is installed: {_REBUILD}"
+            f"h2o_prefill was built with PyTorch {built_with}, but {torch.__version__} is "
+            f"installed: {_REBUILD}"
         )
     if not LIBRARY.exists():
         raise ImportError(f"the native library of h2o_prefill is missing at {LIBRARY}: {_REBUILD}")
     try:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
-        raise ImportError(f"the native library of h2o_prefill cannot be loaded ({error}): {_REBUILD}") from error
+        raise ImportError(
+            f"the native library of h2o_prefill cannot be loaded ({error}): {_REBUILD}"
+        ) from error
 
 
 def _minor_version(version: str) -> tuple[str, ...]:

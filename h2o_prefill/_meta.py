@@ -1,4 +1,4 @@
-"""What every operator returns, by shape and dtype alone: for torch.compile, torch.export and fake tensors."""
+"""What every operator returns, by shape and dtype alone: for torch.compile and torch.export."""
 
 from __future__ import annotations
 

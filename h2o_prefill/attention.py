@@ -11,8 +11,8 @@ from h2o_prefill.config import PrefillConfig
 class ChunkedSparseAttention(nn.Module):
     """Attend under chunked sparse prefill, one layer and one call at a time.
 
-    The module holds settings and no state: what a prompt leaves behind goes in and out as tensors, so that it can be
-    scripted, copied, and shared by prompts.
+    The module holds settings and no state: what a prompt leaves behind goes in and out as tensors,
+    so that it can be scripted, copied, and shared by prompts.
 
     Parameters
     ----------
@@ -60,9 +60,11 @@ class ChunkedSparseAttention(nn.Module):
         q : Tensor
             [B, Hq, Tq, D], after RoPE.
         k, v : Tensor
-            [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv], the whole history with the call's tokens.
+            [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv], the whole history with the call's
+            tokens.
         scores, memory, last_chunk_begin
-            What the previous call of the prompt returned, and `next_chunk_begin` of it; nothing at first.
+            What the previous call of the prompt returned, and `next_chunk_begin` of it; nothing at
+            first.
 
         Returns
         -------
@@ -70,10 +72,24 @@ class ChunkedSparseAttention(nn.Module):
             Output [B, Hq, Tq, Dv], scores [B, Hkv, T_total], memory int32 [B, Hkv, K + L + H].
         """
         return torch.ops.h2o_prefill.chunked_sparse_attention(
-            q, k, v, scores, memory, None, None, None, last_chunk_begin,
-            self.chunk_size, self.local_window, self.heavy_budget, self.sink_tokens, self.dense_tail,
-            self.gqa_reduce, 1, scale,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            scores,
+            memory,
+            None,
+            None,
+            None,
+            last_chunk_begin,
+            self.chunk_size,
+            self.local_window,
+            self.heavy_budget,
+            self.sink_tokens,
+            self.dense_tail,
+            self.gqa_reduce,
+            1,
+            scale,
+        )
 
     @torch.jit.export
     def next_chunk_begin(self, past: int, new: int) -> int:

@@ -11,7 +11,8 @@ GQA_REDUCTIONS = ("sum", "max")
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Settings of chunked sparse prefill. The defaults are the algorithm as specified, with no option on.
+    """Settings of chunked sparse prefill. The defaults are the algorithm as specified, with no
+    option on.
 
     Parameters
     ----------
@@ -50,7 +51,8 @@ class PrefillConfig:
     Warns
     -----
     UserWarning
-        If the memory set is not smaller than a chunk: legal, but beyond the regime where the method pays.
+        If the memory set is not smaller than a chunk: legal, but beyond the regime where the method
+        pays.
     """
 
     chunk_size: int = 1024
@@ -79,7 +81,8 @@ class PrefillConfig:
             raise ValueError(f"gqa_reduce must be one of {GQA_REDUCTIONS}, got {self.gqa_reduce!r}")
         if self.recall and self.chunk_size % self.recall_block:
             raise ValueError(
-                f"chunk_size must be a multiple of recall_block, got {self.chunk_size} and {self.recall_block}"
+                "chunk_size must be a multiple of recall_block, got "
+                f"{self.chunk_size} and {self.recall_block}"
             )
         if self.memory_size >= self.chunk_size:
             warnings.warn(
@@ -143,8 +146,8 @@ def dense_dot_products(num_tokens: int) -> int:
 def sparse_dot_products(num_tokens: int, config: PrefillConfig) -> int:
     """Count the query-key products of one head when a prompt is prefilled sparsely in one call.
 
-    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| what a memory set can hold
-    by then. Recalled keys and a dense tail come on top and are not counted.
+    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| what a memory set
+    can hold by then. Recalled keys and a dense tail come on top and are not counted.
 
     Parameters
     ----------

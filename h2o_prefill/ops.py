@@ -1,10 +1,11 @@
 """The operators, as documented Python functions over `torch.ops.h2o_prefill`.
 
-Symbols: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), T tokens, D key dim, Dv value dim, M memory size.
-Tensors are float32, bfloat16, float16 or float64, all of one dtype and device, with any strides. `lse` is the natural
-logarithm of a softmax's denominator. lse, column sums and scores are float32 (float64 for float64 inputs). `scale`
-defaults to D ** -0.5. The operators are for inference: inputs that require gradients are refused while gradients are on.
-A wrong argument raises ValueError.
+Symbols: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), T tokens, D key dim, Dv value
+dim, M memory size. Tensors are float32, bfloat16, float16 or float64, all of one dtype and device,
+with any strides. `lse` is the natural logarithm of a softmax's denominator. lse, column sums and
+scores are float32 (float64 for float64 inputs). `scale` defaults to D ** -0.5. The operators are
+for inference: inputs that require gradients are refused while gradients are on. A wrong argument
+raises ValueError.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def intra_chunk_attention(
     lse : Tensor
         [B, Hq, T].
     colsum : Tensor
-        [B, Hkv, T]: attention that key j received, the sum of exp(z_ij - lse_i) over the chunk's queries i and the
-        group's query heads.
+        [B, Hkv, T]: attention that key j received, the sum of exp(z_ij - lse_i) over the chunk's
+        queries i and the group's query heads.
     """
     return _ops.intra_chunk_attention(q, k, v, chunk_size, scale)
 
@@ -48,9 +49,11 @@ def memory_attention(
     Parameters
     ----------
     q, k, v : Tensor
-        [B, Hq, T, D]; k and v are the whole history, [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv].
+        [B, Hq, T, D]; k and v are the whole history, [B, Hkv, T_total, D] and [B, Hkv, T_total,
+        Dv].
     indices : Tensor
-        int32 [B, Hkv, M], positions in the history; -1 marks absent entries and stands only behind all others.
+        int32 [B, Hkv, M], positions in the history; -1 marks absent entries and stands only behind
+        all others.
 
     Returns
     -------
@@ -62,8 +65,10 @@ def memory_attention(
     return _ops.memory_attention(q, k, v, indices, scale)
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Fuse two attention results over disjoint key sets, exactly as if one softmax had run over both.
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Fuse two attention results over disjoint key sets, as if one softmax had run over both.
 
     Parameters
     ----------
@@ -100,15 +105,17 @@ def select_memory(
     chunk_begin, chunk_end : int
         The last chunk's positions [chunk_begin, chunk_end).
     local_window, heavy_budget, sink_tokens : int
-        L, H and K. Kept are the first K positions, the last L before chunk_end, and the H other candidates with the
-        highest scores; of equal scores the lower position wins.
+        L, H and K. Kept are the first K positions, the last L before chunk_end, and the H other
+        candidates with the highest scores; of equal scores the lower position wins.
 
     Returns
     -------
     Tensor
         int32 [B, Hkv, K + L + H], ascending, then -1.
     """
-    return _ops.select_memory(scores, memory, chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens)
+    return _ops.select_memory(
+        scores, memory, chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens
+    )
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
@@ -155,18 +162,21 @@ def chunked_sparse_attention(
     q : Tensor
         [B, Hq, Tq, D], the queries of the call.
     k, v : Tensor
-        [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv]: the whole history, which ends with the call's tokens.
+        [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv]: the whole history, which ends with the
+        call's tokens.
     scores, memory : Tensor, optional
-        [B, Hkv, <= T_total] and int32 [B, Hkv, any], as the previous call of the prompt returned them; None at first.
-        Positions without a score have 0.
+        [B, Hkv, <= T_total] and int32 [B, Hkv, any], as the previous call of the prompt returned
+        them; None at first. Positions without a score have 0.
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
-        What `lexical_recall` returned for the call: keys that a block of rows also sees. All or none.
+        What `lexical_recall` returned for the call: keys that a block of rows also sees. All or
+        none.
     last_chunk_begin : int
         Where the last chunk of the previous call began; 0 at first.
     chunk_size, local_window, heavy_budget, sink_tokens : int
         S, L, H and K.
     dense_tail : int
-        The last queries of the call that attend to every key before them; the scores do not change by it.
+        The last queries of the call that attend to every key before them; the scores do not change
+        by it.
     gqa_reduce : {"sum", "max"}
         How the column sums of a group's query heads become one score.
     recall_block : int
@@ -179,13 +189,28 @@ def chunked_sparse_attention(
     scores : Tensor
         [B, Hkv, T_total].
     memory : Tensor
-        int32 [B, Hkv, K + L + H]: the set that the last chunk attended to, -1 throughout if there was none. The set
-        behind the last chunk is built when a next call asks for it.
+        int32 [B, Hkv, K + L + H]: the set that the last chunk attended to, -1 throughout if there
+        was none. The set behind the last chunk is built when a next call asks for it.
     """
     return _ops.chunked_sparse_attention(
-        q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from, last_chunk_begin,
-        chunk_size, local_window, heavy_budget, sink_tokens, dense_tail, gqa_reduce, recall_block, scale,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        scores,
+        memory,
+        recall_offsets,
+        recall_positions,
+        recall_visible_from,
+        last_chunk_begin,
+        chunk_size,
+        local_window,
+        heavy_budget,
+        sink_tokens,
+        dense_tail,
+        gqa_reduce,
+        recall_block,
+        scale,
+    )
 
 
 def lexical_recall(
@@ -224,6 +249,7 @@ def lexical_recall(
     offsets : Tensor
         int32 [B * n_blocks + 1]: block i's entries are [offsets[i], offsets[i + 1]).
     positions, visible_from : Tensor
-        int32 [nnz]: a position, and the first token that sees it; rising visible_from inside a block.
+        int32 [nnz]: a position, and the first token that sees it; rising visible_from inside a
+        block.
     """
     return _ops.lexical_recall(token_ids, begin, chunk_size, block, k, max_suffix, span, max_count)

@@ -16,7 +16,8 @@ class PrefillState:
     scores : Tensor
         fp32 [B, Hkv, length]: attention that each position received so far.
     memory : Tensor
-        int32 [B, Hkv, K + L + H]: the set that the last sparse chunk attended to, ascending, -1 where absent.
+        int32 [B, Hkv, K + L + H]: the set that the last sparse chunk attended to, ascending, -1
+        where absent.
     length : int
         Tokens that the scores cover.
     last_chunk_begin : int

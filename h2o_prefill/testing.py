@@ -1,4 +1,4 @@
-"""What tests and benchmarks of the operators share: devices, shapes, inputs, and how close is close."""
+"""What operator tests and benchmarks share: devices, shapes, inputs, and how close is close."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def make_qkv(
     Parameters
     ----------
     layout : {"contiguous", "transposed", "sliced", "column"}
-        "transposed" is how Hugging Face models pass them, [B, T, H, D] seen as [B, H, T, D]; "sliced" is a window of a
-        larger buffer; "column" has a last dimension that is not contiguous.
+        "transposed" is how Hugging Face models pass them, [B, T, H, D] seen as [B, H, T, D];
+        "sliced" is a window of a larger buffer; "column" has a last dimension that is not
+        contiguous.
     past : int
         Tokens of the history before the queries.
 
@@ -81,7 +82,9 @@ def make_qkv(
     )
 
 
-def make_indices(shape: Shape, length: int, size: int, device: str = "cpu", seed: int = 0) -> Tensor:
+def make_indices(
+    shape: Shape, length: int, size: int, device: str = "cpu", seed: int = 0
+) -> Tensor:
     """Make ascending position lists, int32 [B, Hkv, size]: some full, some short, some empty."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.full((shape.batch * shape.kv_heads, size), -1, dtype=torch.int32)
@@ -97,8 +100,9 @@ def assert_close_to_reference(
 ) -> None:
     """Assert that a result is as near to the float64 oracle as its dtype allows.
 
-    float32 results must be within `FLOAT32_TOLERANCE`, relative to the largest magnitude above 1. 16-bit results may
-    have twice the error that plain PyTorch makes in the same dtype, plus one rounding of the result.
+    float32 results must be within `FLOAT32_TOLERANCE`, relative to the largest magnitude above 1.
+    16-bit results may have twice the error that plain PyTorch makes in the same dtype, plus one
+    rounding of the result.
 
     Parameters
     ----------
@@ -107,7 +111,9 @@ def assert_close_to_reference(
     same_dtype : Tensor, optional
         What plain PyTorch gives in the dtype of `actual`; needed for 16-bit results.
     """
-    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {actual.shape}, expected {expected.shape}"
+    )
     finite = torch.isfinite(expected)
     assert torch.equal(torch.isfinite(actual), finite), f"{what}: infinities or NaNs differ"
     if not finite.any():
@@ -118,7 +124,9 @@ def assert_close_to_reference(
     if actual.dtype in (torch.float32, torch.float64):
         limit = FLOAT32_TOLERANCE * magnitude
     else:
-        assert same_dtype is not None, f"{what}: 16-bit results need PyTorch's own result to compare with"
+        assert same_dtype is not None, (
+            f"{what}: 16-bit results need PyTorch's own result to compare with"
+        )
         peer_error = (same_dtype[finite].double() - truth).abs().max().item()
         limit = 2 * peer_error + torch.finfo(actual.dtype).eps * magnitude / 2
     assert error <= limit, f"{what}: error {error:.3g} > {limit:.3g}"

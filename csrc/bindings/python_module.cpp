@@ -1,4 +1,5 @@
-// h2o_prefill._C: what this build is. It links nothing of PyTorch, so that it can be asked before the ops are loaded.
+// h2o_prefill._C: what this build is. It links nothing of PyTorch, so that it can be asked before
+// the ops are loaded.
 #include <pybind11/pybind11.h>
 
 PYBIND11_MODULE(_C, m) {
@@ -15,5 +16,6 @@ PYBIND11_MODULE(_C, m) {
         info["cuda"] = false;
         return info;
       },
-      "Return version, PyTorch version, compiler, build type, compiled instruction sets and whether CUDA is in.");
+      "Return version, PyTorch version, compiler, build type, compiled instruction sets and "
+      "whether CUDA is in.");
 }

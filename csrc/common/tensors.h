@@ -19,8 +19,10 @@ at::Tensor with_contiguous_rows(const at::Tensor& t);
 // Describes a [B, H, T, D] tensor of float32, bfloat16 or float16 with contiguous rows.
 HeadsView heads_view(const at::Tensor& t);
 
-// Uninitialised [B, H, T, D] whose transpose(1, 2) is contiguous: the layout that models reshape without a copy.
-at::Tensor empty_heads(int64_t batch, int64_t heads, int64_t length, int64_t dim, const at::Tensor& like);
+// Uninitialised [B, H, T, D] whose transpose(1, 2) is contiguous: the layout that models reshape
+// without a copy.
+at::Tensor empty_heads(int64_t batch, int64_t heads, int64_t length, int64_t dim,
+                       const at::Tensor& like);
 
 inline double scale_or_default(std::optional<double> scale, int64_t head_dim) {
   return scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));

@@ -1,4 +1,5 @@
-// What kernels are told about tensors: pointers, sizes and strides. No PyTorch type crosses this line.
+// What kernels are told about tensors: pointers, sizes and strides. No PyTorch type crosses this
+// line.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,8 @@ struct HeadsView {
 
   // First element of row t of head h of batch row b.
   void* row(int64_t b, int64_t h, int64_t t) const {
-    return static_cast<char*>(data) + (b * stride_batch + h * stride_head + t * stride_row) * size_of(dtype);
+    return static_cast<char*>(data) +
+           (b * stride_batch + h * stride_head + t * stride_row) * size_of(dtype);
   }
 };
 

@@ -1,14 +1,16 @@
 // The one definition of how partial softmax results are finished and fused.
 //
-// A partial result over a key set is a maximum m of the logits, the denominator l = sum of exp(z - m), and the numerator
-// o = sum of exp(z - m) v. Kernels keep logits in base 2 (z times log2(e)), so that an exponential is one exp2; lse leaves
-// a kernel as a natural logarithm. A row without keys has m = -inf, l = 0, o = 0: output 0, lse -inf.
+// A partial result over a key set is a maximum m of the logits, the denominator l = sum of exp(z -
+// m), and the numerator o = sum of exp(z - m) v. Kernels keep logits in base 2 (z times log2(e)),
+// so that an exponential is one exp2; lse leaves a kernel as a natural logarithm. A row without
+// keys has m = -inf, l = 0, o = 0: output 0, lse -inf.
 #pragma once
 
 #ifdef __CUDACC__
 #define H2O_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-// Forced inline: this header is compiled for several instruction sets, and no copy may serve another one's callers.
+// Forced inline: this header is compiled for several instruction sets, and no copy may serve
+// another one's callers.
 #define H2O_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
@@ -25,7 +27,8 @@ struct MergeFactors {
   float b;
 };
 
-// (m_a, .) with (m_b, .), logits in base 2. An empty side gets factor 0; exp2 never sees -inf minus -inf.
+// (m_a, .) with (m_b, .), logits in base 2. An empty side gets factor 0; exp2 never sees -inf minus
+// -inf.
 H2O_HOST_DEVICE MergeFactors merge_factors(float m_a, float m_b) {
   const float m = m_a > m_b ? m_a : m_b;
   if (m == kNegInf) return {m, 0.0F, 0.0F};

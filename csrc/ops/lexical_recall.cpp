@@ -2,9 +2,11 @@
 
 namespace h2o_prefill {
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall(
-    const at::Tensor& token_ids, int64_t begin, int64_t chunk_size, int64_t block, int64_t k, int64_t max_suffix,
-    int64_t span, int64_t max_count) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall(const at::Tensor& token_ids,
+                                                              int64_t begin, int64_t chunk_size,
+                                                              int64_t block, int64_t k,
+                                                              int64_t max_suffix, int64_t span,
+                                                              int64_t max_count) {
   static const auto op = find_op<decltype(lexical_recall)>("h2o_prefill::lexical_recall");
   return op.call(token_ids, begin, chunk_size, block, k, max_suffix, span, max_count);
 }
@@ -12,7 +14,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall(
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   m.set_python_module("h2o_prefill._meta");
   m.def(
-      "lexical_recall(Tensor token_ids, int begin, int chunk_size, int block, int k, int max_suffix=3, int span=2, "
+      "lexical_recall(Tensor token_ids, int begin, int chunk_size, int block, int k, int "
+      "max_suffix=3, int span=2, "
       "int max_count=16) -> (Tensor offsets, Tensor positions, Tensor visible_from)");
 }
 

@@ -2,9 +2,11 @@
 
 namespace h2o_prefill {
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& indices,
-    std::optional<double> scale) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(const at::Tensor& q,
+                                                                const at::Tensor& k,
+                                                                const at::Tensor& v,
+                                                                const at::Tensor& indices,
+                                                                std::optional<double> scale) {
   static const auto op = find_op<decltype(memory_attention)>("h2o_prefill::memory_attention");
   return op.call(q, k, v, indices, scale);
 }

@@ -1,4 +1,4 @@
-"""Shared fixtures: poisoned memory, one thread unless a test asks for more, and the --runslow switch."""
+"""Shared fixtures: poisoned memory, one thread unless a test asks for more, --runslow."""
 
 import os
 from pathlib import Path

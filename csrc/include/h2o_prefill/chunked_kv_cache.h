@@ -11,34 +11,43 @@
 
 namespace h2o_prefill {
 
-// Keys and values live in separate buffers [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv] per layer, allocated at the
-// first append with the dtype and device of what is appended. A buffer that is full grows by doubling, up to
-// max_capacity tokens; beyond that append throws and changes nothing.
+// Keys and values live in separate buffers [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv] per
+// layer, allocated at the first append with the shape, dtype and device of what is appended; later
+// appends must agree with it while the layer holds tokens. A buffer that is full grows by doubling,
+// up to max_capacity tokens; beyond that append throws. An append that throws changes nothing. For
+// inference: a key or value that requires a gradient while gradients are on is an error.
 class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
  public:
-  // initial_capacity: tokens that the first allocation holds; max_capacity: tokens that a layer may hold at most.
+  // initial_capacity: tokens that the first allocation holds; max_capacity: tokens that a layer may
+  // hold at most.
   ChunkedKVCache(int64_t num_layers, int64_t initial_capacity, int64_t max_capacity);
 
-  // Appends key [B, Hkv, T, D] and value [B, Hkv, T, Dv] to a layer. Returns views of the whole history,
-  // [B, Hkv, length, D] and [B, Hkv, length, Dv]; they stay valid until the next append that grows the buffers.
-  std::tuple<at::Tensor, at::Tensor> append(int64_t layer, const at::Tensor& key, const at::Tensor& value);
+  // Appends key [B, Hkv, T, D] and value [B, Hkv, T, Dv] to a layer. Returns views of the whole
+  // history, [B, Hkv, length, D] and [B, Hkv, length, Dv]; later appends to the layer leave what
+  // they show as it is, tokens that replace truncated ones do not.
+  std::tuple<at::Tensor, at::Tensor> append(int64_t layer, const at::Tensor& key,
+                                            const at::Tensor& value);
 
-  // Views of what a layer holds, [B, Hkv, length, *]. Throws if nothing was appended yet.
+  // Views of what a layer holds, [B, Hkv, length, *]. Throws if it holds no token.
   at::Tensor key(int64_t layer) const;
   at::Tensor value(int64_t layer) const;
 
-  int64_t num_layers() const;
-  int64_t length(int64_t layer) const;
-  int64_t capacity(int64_t layer) const;
+  int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
+  int64_t length(int64_t layer) const { return layer_at(layer).length; }
+  int64_t initial_capacity() const { return initial_capacity_; }
   int64_t max_capacity() const { return max_capacity_; }
 
-  // Drops every token behind the first `length` of every layer that is longer.
+  // Tokens that the buffers of a layer have room for; 0 before its first append.
+  int64_t capacity(int64_t layer) const;
+
+  // Drops every token behind the first `length` of every layer that is longer, or of one layer.
   void truncate(int64_t length);
+  void truncate_layer(int64_t layer, int64_t length);
 
   // Forgets all tokens; the buffers stay allocated.
   void reset();
 
-  // Everything as plain tensors, and back: the pickled form.
+  // Everything as plain tensors, and back: the pickled form. Both copy, and only what is in use.
   std::vector<at::Tensor> state_tensors() const;
   static c10::intrusive_ptr<ChunkedKVCache> from_tensors(const std::vector<at::Tensor>& tensors);
 
@@ -50,7 +59,7 @@ class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
   };
 
   const Layer& layer_at(int64_t layer) const;
-  void reserve(Layer& layer, int64_t length, const at::Tensor& key, const at::Tensor& value) const;
+  int64_t capacity_for(const Layer& layer, int64_t length) const;
 
   int64_t initial_capacity_;
   int64_t max_capacity_;

@@ -1,4 +1,5 @@
-// Settings of one sparse prefill; the Python class of the same name has the same fields.
+// Settings of one sparse prefill. The Python class of the same name has these fields, and those of
+// lexical_recall.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,8 @@ struct H2O_API PrefillConfig {
   std::optional<int64_t> min_prefill;  // calls with fewer new tokens are dense; default: one chunk
   int64_t recall_block = 128;          // rows that share one list of recalled keys
 
-  // Throws c10::ValueError that names the field, the rule and the value.
+  // Throws c10::ValueError that names the field, the rule and the value. Warns, once a process, of
+  // a memory set that is not smaller than a chunk: legal, but beyond where the method pays.
   void validate() const;
 
   // Positions that a memory set holds at most: K + L + H.

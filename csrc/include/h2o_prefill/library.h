@@ -7,8 +7,9 @@
 
 namespace h2o_prefill {
 
-// Forces the shared library to be linked and loaded, so that torch.ops.h2o_prefill.* and torch.classes.h2o_prefill.* are
-// registered. A program that only loads TorchScript modules calls this; calling it twice does nothing.
+// Forces the shared library to be linked and loaded, so that torch.ops.h2o_prefill.* and
+// torch.classes.h2o_prefill.* are registered. A program that only loads TorchScript modules calls
+// this; calling it twice does nothing.
 H2O_API void init();
 
 // The version of the library, "major.minor.patch".

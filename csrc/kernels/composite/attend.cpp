@@ -10,8 +10,8 @@ namespace h2o_prefill::composite {
 
 constexpr double kNegativeInfinity = -std::numeric_limits<double>::infinity();
 
-Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& visible,
-                double scale, bool reduce_max) {
+Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const std::optional<at::Tensor>& visible, double scale, bool reduce_max) {
   const auto type = accumulate_type(q);
   const int64_t kv_heads = k.size(1);
   const int64_t group = q.size(1) / kv_heads;
@@ -43,7 +43,8 @@ at::Tensor causal_mask(int64_t rows, const at::Tensor& like) {
   return at::ones({rows, rows}, like.options().dtype(at::kBool)).tril();
 }
 
-at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           double scale) {
   const int64_t rows = q.size(2);
   const int64_t keys = k.size(2);
   const auto mask = at::ones({rows, keys}, q.options().dtype(at::kBool)).tril(keys - rows);

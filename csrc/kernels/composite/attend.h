@@ -13,11 +13,11 @@ struct Attended {
   at::Tensor colsum;  // [B, Hkv, N]
 };
 
-// Attends with q [B, Hq, T, D] to k [B, Hkv, N, D], v [B, Hkv, N, Dv]. visible: bool, broadcast to [B, Hkv, 1, T, N];
-// absent: all keys. Without a visible key a row gives 0 and lse -inf. reduce_max: column sums of a group are their
-// maximum over its heads instead of their sum.
-Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& visible,
-                double scale, bool reduce_max = false);
+// Attends with q [B, Hq, T, D] to k [B, Hkv, N, D], v [B, Hkv, N, Dv]. visible: bool, broadcast to
+// [B, Hkv, 1, T, N]; absent: all keys. Without a visible key a row gives 0 and lse -inf.
+// reduce_max: column sums of a group are their maximum over its heads instead of their sum.
+Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const std::optional<at::Tensor>& visible, double scale, bool reduce_max = false);
 
 // Fuses two results over disjoint key sets; colsum stays that of `a`.
 Attended merge(const Attended& a, const Attended& b);
@@ -25,8 +25,9 @@ Attended merge(const Attended& a, const Attended& b);
 // bool [rows, rows], true where key <= query.
 at::Tensor causal_mask(int64_t rows, const at::Tensor& like);
 
-// Exact attention of the last queries to all keys up to each of them. q [B, Hq, T, D] holds only those queries,
-// k and v the whole history -> [B, Hq, T, Dv].
-at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale);
+// Exact attention of the last queries to all keys up to each of them. q [B, Hq, T, D] holds only
+// those queries, k and v the whole history -> [B, Hq, T, Dv].
+at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           double scale);
 
 }  // namespace h2o_prefill::composite

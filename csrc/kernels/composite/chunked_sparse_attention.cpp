@@ -10,7 +10,8 @@
 namespace h2o_prefill::composite {
 namespace {
 
-// Attention of one chunk's queries to the keys that its blocks recall, or nothing where no block recalls any.
+// Attention of one chunk's queries to the keys that its blocks recall, or nothing where no block
+// recalls any.
 struct Recall {
   at::Tensor offsets;  // on the host
   at::Tensor positions;
@@ -18,9 +19,11 @@ struct Recall {
   int64_t block;
   int64_t past;
 
-  // q: the chunk's queries, first_row the call's row of the first of them. memory: the heads' sets, or undefined.
-  Attended attend_chunk(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& memory,
-                        int64_t first_row, int64_t call_rows, double scale) const {
+  // q: the chunk's queries, first_row the call's row of the first of them. memory: the heads' sets,
+  // or undefined.
+  Attended attend_chunk(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                        const at::Tensor& memory, int64_t first_row, int64_t call_rows,
+                        double scale) const {
     const int64_t blocks_of_row = (call_rows + block - 1) / block;
     const int64_t chunk_begin = past + first_row;
     std::vector<at::Tensor> rows_of_batch_out, rows_of_batch_lse;
@@ -32,7 +35,8 @@ struct Recall {
         const int64_t from = offsets[list].item<int>();
         const int64_t count = offsets[list + 1].item<int>() - from;
         const auto keys = positions.narrow(0, from, count);
-        const auto row_positions = at::arange(chunk_begin + row, chunk_begin + row + rows, keys.options());
+        const auto row_positions =
+            at::arange(chunk_begin + row, chunk_begin + row + rows, keys.options());
         auto visible = (visible_from.narrow(0, from, count) <= row_positions.unsqueeze(-1))
                            .logical_and(keys < chunk_begin)
                            .expand({1, k.size(1), 1, rows, count});
@@ -41,8 +45,11 @@ struct Recall {
           visible = visible.logical_and(held.logical_not().view({1, k.size(1), 1, 1, count}));
         }
         const auto index = keys.to(at::kLong);
-        const auto select = [&](const at::Tensor& t) { return t.narrow(0, b, 1).index_select(2, index); };
-        const auto attended = attend(q.narrow(0, b, 1).narrow(2, row, rows), select(k), select(v), visible, scale);
+        const auto select = [&](const at::Tensor& t) {
+          return t.narrow(0, b, 1).index_select(2, index);
+        };
+        const auto attended =
+            attend(q.narrow(0, b, 1).narrow(2, row, rows), select(k), select(v), visible, scale);
         outs.push_back(attended.out);
         lses.push_back(attended.lse);
       }
@@ -55,16 +62,20 @@ struct Recall {
 
 }  // namespace
 
-// Chunk by chunk: the memory set from the scores so far, phase 1 and phase 2 of the chunk, the scores they give.
+// Chunk by chunk: the memory set from the scores so far, phase 1 and phase 2 of the chunk, the
+// scores they give.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& scores,
-    const std::optional<at::Tensor>& memory, const std::optional<at::Tensor>& recall_offsets,
-    const std::optional<at::Tensor>& recall_positions, const std::optional<at::Tensor>& recall_visible_from,
-    int64_t last_chunk_begin, int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens,
-    int64_t dense_tail, std::string_view gqa_reduce, int64_t recall_block, std::optional<double> scale_argument) {
-  check_chunked_sparse_attention(q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from,
-                                 last_chunk_begin, chunk_size, local_window, heavy_budget, sink_tokens, dense_tail,
-                                 gqa_reduce, recall_block);
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
+    const std::optional<at::Tensor>& recall_offsets,
+    const std::optional<at::Tensor>& recall_positions,
+    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
+    int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens,
+    int64_t dense_tail, std::string_view gqa_reduce, int64_t recall_block,
+    std::optional<double> scale_argument) {
+  check_chunked_sparse_attention(q, k, v, scores, memory, recall_offsets, recall_positions,
+                                 recall_visible_from, last_chunk_begin, chunk_size, local_window,
+                                 heavy_budget, sink_tokens, dense_tail, gqa_reduce, recall_block);
   const double scale = scale_or_default(scale_argument, q.size(3));
   const bool reduce_max = gqa_reduce == "max";
   const int64_t total = k.size(2);
@@ -81,19 +92,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention(
   // A call without tokens hands the set on, in the width of these settings.
   if (length == 0) set = at::constant_pad_nd(set, {0, width - set.size(2)}, -1);
   Recall recall;
-  if (recall_offsets) recall = {recall_offsets->cpu(), *recall_positions, *recall_visible_from, recall_block, past};
+  if (recall_offsets)
+    recall = {recall_offsets->cpu(), *recall_positions, *recall_visible_from, recall_block, past};
 
   int64_t previous_begin = last_chunk_begin;
   for (int64_t row = 0; row < length; row += chunk_size) {
     const int64_t rows = std::min(chunk_size, length - row);
     const int64_t begin = past + row;
     const auto queries = q.narrow(2, row, rows);
-    auto attended = attend(queries, k.narrow(2, begin, rows), v.narrow(2, begin, rows), causal_mask(rows, q), scale,
-                           reduce_max);
+    auto attended = attend(queries, k.narrow(2, begin, rows), v.narrow(2, begin, rows),
+                           causal_mask(rows, q), scale, reduce_max);
     new_scores.narrow(2, begin, rows).copy_(attended.colsum);
     if (begin > 0) {
-      set = h2o_prefill::select_memory(new_scores.narrow(2, 0, begin), set, previous_begin, begin, local_window,
-                                       heavy_budget, sink_tokens);
+      set = h2o_prefill::select_memory(new_scores.narrow(2, 0, begin), set, previous_begin, begin,
+                                       local_window, heavy_budget, sink_tokens);
       const auto present = set >= 0;
       const auto remembered =
           attend(queries, h2o_prefill::gather_rows(k, set), h2o_prefill::gather_rows(v, set),
@@ -108,7 +120,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention(
     previous_begin = begin;
   }
   if (const int64_t tail = std::min(dense_tail, length); tail > 0) {
-    out.narrow(2, length - tail, tail).copy_(dense_attention(q.narrow(2, length - tail, tail), k, v, scale));
+    out.narrow(2, length - tail, tail)
+        .copy_(dense_attention(q.narrow(2, length - tail, tail), k, v, scale));
   }
   return {out, new_scores, set};
 }

@@ -1,5 +1,5 @@
-// Every op in plain ATen calls: what runs for devices, dtypes and head dims without a kernel of their own. Accumulates in
-// float32, or float64 for float64 inputs.
+// Every op in plain ATen calls: what runs for devices, dtypes and head dims without a kernel of
+// their own. Accumulates in float32, or float64 for float64 inputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,27 +10,35 @@
 
 namespace h2o_prefill::composite {
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t chunk_size, std::optional<double> scale);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention(const at::Tensor& q,
+                                                                     const at::Tensor& k,
+                                                                     const at::Tensor& v,
+                                                                     int64_t chunk_size,
+                                                                     std::optional<double> scale);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& indices,
-    std::optional<double> scale);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(const at::Tensor& q,
+                                                                const at::Tensor& k,
+                                                                const at::Tensor& v,
+                                                                const at::Tensor& indices,
+                                                                std::optional<double> scale);
 
-std::tuple<at::Tensor, at::Tensor> merge_states(
-    const at::Tensor& out_a, const at::Tensor& lse_a, const at::Tensor& out_b, const at::Tensor& lse_b);
+std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a, const at::Tensor& lse_a,
+                                                const at::Tensor& out_b, const at::Tensor& lse_b);
 
-at::Tensor select_memory(
-    const at::Tensor& scores, const at::Tensor& memory, int64_t chunk_begin, int64_t chunk_end, int64_t local_window,
-    int64_t heavy_budget, int64_t sink_tokens);
+at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& memory, int64_t chunk_begin,
+                         int64_t chunk_end, int64_t local_window, int64_t heavy_budget,
+                         int64_t sink_tokens);
 
 at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& scores,
-    const std::optional<at::Tensor>& memory, const std::optional<at::Tensor>& recall_offsets,
-    const std::optional<at::Tensor>& recall_positions, const std::optional<at::Tensor>& recall_visible_from,
-    int64_t last_chunk_begin, int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens,
-    int64_t dense_tail, std::string_view gqa_reduce, int64_t recall_block, std::optional<double> scale);
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
+    const std::optional<at::Tensor>& recall_offsets,
+    const std::optional<at::Tensor>& recall_positions,
+    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
+    int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens,
+    int64_t dense_tail, std::string_view gqa_reduce, int64_t recall_block,
+    std::optional<double> scale);
 
 }  // namespace h2o_prefill::composite

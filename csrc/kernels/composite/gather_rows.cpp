@@ -14,6 +14,8 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices) {
   return x.gather(2, rows).masked_fill((indices < 0).unsqueeze(-1), 0);
 }
 
-TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) { m.impl("gather_rows", &gather_rows); }
+TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
+  m.impl("gather_rows", &gather_rows);
+}
 
 }  // namespace h2o_prefill::composite

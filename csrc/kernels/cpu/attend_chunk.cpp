@@ -11,11 +11,12 @@
 namespace h2o_prefill {
 namespace {
 
-// Rows of a task: small enough that three KV heads and one chunk keep many cores busy, two row blocks at least.
+// Rows of a task: small enough that three KV heads and one chunk keep many cores busy, two row
+// blocks at least.
 constexpr int64_t kTaskRows = 64;
 
-// Runs task(i, thread) for i in [0, n); threads take the next task as they become free. Each task writes only what is its
-// own, so the result does not depend on who runs it.
+// Runs task(i, thread) for i in [0, n); threads take the next task as they become free. Each task
+// writes only what is its own, so the result does not depend on who runs it.
 template <typename Task>
 void parallel_tasks(int64_t n, const Task& task) {
   std::atomic<int64_t> next{0};
@@ -27,7 +28,9 @@ void parallel_tasks(int64_t n, const Task& task) {
   });
 }
 
-at::Tensor float_workspace(int64_t n) { return at::empty({n}, at::TensorOptions().dtype(at::kFloat)); }
+at::Tensor float_workspace(int64_t n) {
+  return at::empty({n}, at::TensorOptions().dtype(at::kFloat));
+}
 
 }  // namespace
 
@@ -48,17 +51,21 @@ struct AttendChunk::Impl {
   at::Tensor thread_ints;
   int64_t thread_int_count;
 
-  int64_t key_count(const KeySource& set, int64_t unit) const { return set.counts ? set.counts[unit] : set.count; }
+  int64_t key_count(const KeySource& set, int64_t unit) const {
+    return set.counts ? set.counts[unit] : set.count;
+  }
 
   void pack(const AttendChunkArgs& args);
-  void attend_task(const AttendChunkArgs& args, int64_t task, int64_t tasks_of_unit, int64_t thread);
-  KeySet pack_recalled(const AttendChunkArgs& args, int64_t b, int64_t h, int64_t row, int64_t rows, float* packed,
-                       int32_t* ints) const;
+  void attend_task(const AttendChunkArgs& args, int64_t task, int64_t tasks_of_unit,
+                   int64_t thread);
+  KeySet pack_recalled(const AttendChunkArgs& args, int64_t b, int64_t h, int64_t row, int64_t rows,
+                       float* packed, int32_t* ints) const;
   void reduce(const AttendChunkArgs& args, int set, int64_t unit, int64_t tasks_of_unit);
 };
 
 AttendChunk::AttendChunk(const HeadsView& query, const HeadsView& key, const HeadsView& value,
-                         const RecallSource& recall, int64_t max_rows, int64_t max_keys0, int64_t max_keys1)
+                         const RecallSource& recall, int64_t max_rows, int64_t max_keys0,
+                         int64_t max_keys1)
     : impl_(std::make_unique<Impl>()) {
   Impl& m = *impl_;
   const int64_t units = key.batch * key.heads;
@@ -80,7 +87,8 @@ AttendChunk::AttendChunk(const HeadsView& query, const HeadsView& key, const Hea
       m.max_recalled = std::max<int64_t>(m.max_recalled, recall.offsets[i + 1] - recall.offsets[i]);
     }
   }
-  m.thread_floats = m.kernels.scratch_floats(key.dim, value.dim, std::max({max_keys0, max_keys1, m.max_recalled})) +
+  m.thread_floats = m.kernels.scratch_floats(key.dim, value.dim,
+                                             std::max({max_keys0, max_keys1, m.max_recalled})) +
                     m.kernels.packed_key_floats(m.max_recalled, key.dim) +
                     m.kernels.packed_value_floats(m.max_recalled, value.dim);
   m.thread_int_count = m.max_recalled + 2 * m.task_rows;
@@ -91,7 +99,8 @@ AttendChunk::AttendChunk(const HeadsView& query, const HeadsView& key, const Hea
 
 AttendChunk::~AttendChunk() = default;
 
-// Packs both sets of every (batch row, KV head): the conversion to float32 happens here, once for all heads of a group.
+// Packs both sets of every (batch row, KV head): the conversion to float32 happens here, once for
+// all heads of a group.
 void AttendChunk::Impl::pack(const AttendChunkArgs& args) {
   const int64_t units = args.key.batch * args.key.heads;
   parallel_tasks(units * args.num_sets * 2, [&](int64_t i, int64_t) {
@@ -117,14 +126,16 @@ void AttendChunk::Impl::pack(const AttendChunkArgs& args) {
   });
 }
 
-// The keys that rows [row, row + rows) recall: those of their block that lie before this range and are not in the head's
-// memory set. Rows see a prefix, since the list rises with visible_from.
-KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t b, int64_t h, int64_t row, int64_t rows,
-                                        float* packed, int32_t* ints) const {
+// The keys that rows [row, row + rows) recall: those of their block that lie before this range and
+// are not in the head's memory set. Rows see a prefix, since the list rises with visible_from.
+KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t b, int64_t h,
+                                        int64_t row, int64_t rows, float* packed,
+                                        int32_t* ints) const {
   const RecallSource& recall = args.recall;
   const int64_t block = b * recall.blocks + row / recall.block;
   const int64_t unit = b * args.key.heads + h;
-  const int32_t* memory = args.num_sets > 1 ? args.sets[1].indices + unit * args.sets[1].count : nullptr;
+  const int32_t* memory =
+      args.num_sets > 1 ? args.sets[1].indices + unit * args.sets[1].count : nullptr;
   const int64_t memory_count = args.num_sets > 1 ? key_count(args.sets[1], unit) : 0;
   int32_t* kept = ints;
   int32_t* limits = ints + max_recalled;
@@ -132,7 +143,8 @@ KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t b, 
   int64_t r = 0;
   for (int64_t i = recall.offsets[block]; i < recall.offsets[block + 1]; ++i) {
     const int32_t position = recall.positions[i];
-    while (r < rows && args.past + row + r < recall.visible_from[i]) limits[r++] = static_cast<int32_t>(count);
+    while (r < rows && args.past + row + r < recall.visible_from[i])
+      limits[r++] = static_cast<int32_t>(count);
     if (r == rows) break;
     if (position >= args.past + args.begin) continue;
     if (std::binary_search(memory, memory + memory_count, position)) continue;
@@ -140,9 +152,11 @@ KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t b, 
   }
   while (r < rows) limits[r++] = static_cast<int32_t>(count);
 
-  PackArgs pack{args.key.row(b, h, 0), args.key.dtype, args.key.stride_row, kept, count, args.key.dim, packed};
+  PackArgs pack{args.key.row(b, h, 0), args.key.dtype, args.key.stride_row, kept, count,
+                args.key.dim,          packed};
   kernels.pack_keys(pack);
-  KeySet set{packed, packed + kernels.packed_key_floats(count, args.key.dim), count, limits, nullptr};
+  KeySet set{packed, packed + kernels.packed_key_floats(count, args.key.dim), count, limits,
+             nullptr};
   pack.data = args.value.row(b, h, 0);
   pack.dtype = args.value.dtype;
   pack.stride_row = args.value.stride_row;
@@ -153,7 +167,8 @@ KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t b, 
 }
 
 // One task: task_rows rows of every query head of one KV head.
-void AttendChunk::Impl::attend_task(const AttendChunkArgs& args, int64_t task, int64_t tasks_of_unit, int64_t thread) {
+void AttendChunk::Impl::attend_task(const AttendChunkArgs& args, int64_t task,
+                                    int64_t tasks_of_unit, int64_t thread) {
   const int64_t unit = task / tasks_of_unit;
   const int64_t b = unit / args.key.heads;
   const int64_t h = unit % args.key.heads;
@@ -172,9 +187,10 @@ void AttendChunk::Impl::attend_task(const AttendChunkArgs& args, int64_t task, i
   int num_sets = 0;
   for (; num_sets < args.num_sets; ++num_sets) {
     const KeySource& set = args.sets[num_sets];
-    sets[num_sets] = {packed_keys[num_sets].const_data_ptr<float>() + unit * key_floats[num_sets],
-                      packed_values[num_sets].const_data_ptr<float>() + unit * value_floats[num_sets],
-                      key_count(set, unit), set.causal ? causal_limits : nullptr, nullptr};
+    sets[num_sets] = {
+        packed_keys[num_sets].const_data_ptr<float>() + unit * key_floats[num_sets],
+        packed_values[num_sets].const_data_ptr<float>() + unit * value_floats[num_sets],
+        key_count(set, unit), set.causal ? causal_limits : nullptr, nullptr};
   }
   if (args.recall.offsets) {
     float* packed = scratch;
@@ -212,22 +228,26 @@ void AttendChunk::Impl::attend_task(const AttendChunkArgs& args, int64_t task, i
 }
 
 // Adds up the partial column sums of one (batch row, KV head), always in the same order.
-void AttendChunk::Impl::reduce(const AttendChunkArgs& args, int set, int64_t unit, int64_t tasks_of_unit) {
+void AttendChunk::Impl::reduce(const AttendChunkArgs& args, int set, int64_t unit,
+                               int64_t tasks_of_unit) {
   const KeySource& source = args.sets[set];
   float* sums = source.colsum + unit * source.colsum_stride;
   const int64_t count = key_count(source, unit);
   const int64_t stride = partial_stride[set];
-  const float* all = partial[set].const_data_ptr<float>() + unit * tasks_of_unit * partials * stride;
+  const float* all =
+      partial[set].const_data_ptr<float>() + unit * tasks_of_unit * partials * stride;
   std::fill_n(sums, source.count, 0.0F);
   // In place: the sums of head g over the tasks gather in its partial of the first task.
-  float* by_head = partial[set].mutable_data_ptr<float>() + unit * tasks_of_unit * partials * stride;
+  float* by_head =
+      partial[set].mutable_data_ptr<float>() + unit * tasks_of_unit * partials * stride;
   for (int64_t g = 0; g < partials; ++g) {
     float* total = by_head + g * stride;
     for (int64_t t = 1; t < tasks_of_unit; ++t) {
       const float* part = all + (t * partials + g) * stride;
       for (int64_t j = 0; j < count; ++j) total[j] += part[j];
     }
-    for (int64_t j = 0; j < count; ++j) sums[j] = args.reduce_max ? std::max(sums[j], total[j]) : sums[j] + total[j];
+    for (int64_t j = 0; j < count; ++j)
+      sums[j] = args.reduce_max ? std::max(sums[j], total[j]) : sums[j] + total[j];
   }
 }
 
@@ -236,8 +256,9 @@ void AttendChunk::run(const AttendChunkArgs& args) {
   const int64_t units = args.key.batch * args.key.heads;
   const int64_t tasks_of_unit = (args.rows + m.task_rows - 1) / m.task_rows;
   m.pack(args);
-  parallel_tasks(units * tasks_of_unit,
-                 [&](int64_t task, int64_t thread) { m.attend_task(args, task, tasks_of_unit, thread); });
+  parallel_tasks(units * tasks_of_unit, [&](int64_t task, int64_t thread) {
+    m.attend_task(args, task, tasks_of_unit, thread);
+  });
   parallel_tasks(units * args.num_sets, [&](int64_t i, int64_t) {
     const int set = static_cast<int>(i % args.num_sets);
     if (args.sets[set].colsum) m.reduce(args, set, i / args.num_sets, tasks_of_unit);

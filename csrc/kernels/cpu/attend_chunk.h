@@ -1,5 +1,5 @@
-// Attention of a range of queries, over all heads, to up to two key sets and recalled keys: the step that every CPU
-// attention op repeats.
+// Attention of a range of queries, over all heads, to up to two key sets and recalled keys: the
+// step that every CPU attention op repeats.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,12 @@ namespace h2o_prefill {
 struct KeySource {
   int64_t begin = 0;  // [begin, begin + count) of the history ...
   int64_t count = 0;
-  const int32_t* indices = nullptr;  // ... or indices[b, h, 0 .. counts[b, h]), with `count` as row stride
+  const int32_t* indices =
+      nullptr;  // ... or indices[b, h, 0 .. counts[b, h]), with `count` as row stride
   const int64_t* counts = nullptr;
   bool causal = false;      // row r sees the first r + 1 keys
-  float* colsum = nullptr;  // set to the column sums: element [b, h, j] at (b Hkv + h) * colsum_stride + j; null: not wanted
+  float* colsum = nullptr;  // set to the column sums: element [b, h, j] at (b Hkv + h) *
+                            // colsum_stride + j; null: not wanted
   int64_t colsum_stride = 0;
 };
 
@@ -49,8 +51,8 @@ struct AttendChunkArgs {
 class AttendChunk {
  public:
   // max_keys: the most keys that a range's set 0 and set 1 will have.
-  AttendChunk(const HeadsView& query, const HeadsView& key, const HeadsView& value, const RecallSource& recall,
-              int64_t max_rows, int64_t max_keys0, int64_t max_keys1);
+  AttendChunk(const HeadsView& query, const HeadsView& key, const HeadsView& value,
+              const RecallSource& recall, int64_t max_rows, int64_t max_keys0, int64_t max_keys1);
   ~AttendChunk();
 
   void run(const AttendChunkArgs& args);

@@ -1,5 +1,6 @@
-// Softmax attention of row blocks over packed key sets, whole rows at a time: all logits of a row, its exact maximum, the
-// exponentials and their sum, the column sums in the same sweep, then PV. Compiled once per instruction set.
+// Softmax attention of row blocks over packed key sets, whole rows at a time: all logits of a row,
+// its exact maximum, the exponentials and their sum, the column sums in the same sweep, then PV.
+// Compiled once per instruction set.
 #include "kernels/cpu/attend_rows.h"
 
 #include "kernels/cpu/float16.h"
@@ -10,9 +11,12 @@
 namespace h2o_prefill::H2O_ISA {
 namespace {
 
-H2O_INLINE int64_t pad_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+H2O_INLINE int64_t pad_to(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
-// Score rows are this much longer than their keys, so that the rows of a tile do not share cache sets.
+// Score rows are this much longer than their keys, so that the rows of a tile do not share cache
+// sets.
 constexpr int64_t kRowGap = 16;
 
 H2O_INLINE int64_t score_stride(int64_t count) { return pad_to(count, kPanel) + kRowGap; }
@@ -48,7 +52,8 @@ H2O_INLINE int64_t source_offset(const PackArgs& args, int64_t i) {
 }
 
 void pack_keys(const PackArgs& args) {
-  constexpr int64_t kSlice = 32;  // dims transposed at a time, so that the panel's lines are written while in L1
+  constexpr int64_t kSlice =
+      32;  // dims transposed at a time, so that the panel's lines are written while in L1
   float row[kSlice];
   for (int64_t panel = 0; panel * kPanel < args.count; ++panel) {
     float* out = args.packed + panel * kPanel * args.dim;
@@ -81,12 +86,12 @@ void pack_values(const PackArgs& args) {
 }
 
 // Logits of a row block over the first `keys` keys: scores[r, j] = query[r] . key[j].
-void multiply_queries(const float* query, int64_t head_dim, int row_tiles, const float* keys, int64_t num_keys,
-                      float* scores, int64_t stride) {
+void multiply_queries(const float* query, int64_t head_dim, int row_tiles, const float* keys,
+                      int64_t num_keys, float* scores, int64_t stride) {
   for (int64_t j = 0; j < num_keys; j += kPanel) {
     for (int tile = 0; tile < row_tiles; ++tile) {
-      multiply_tile<false>(query + tile * kTileRows * head_dim, head_dim, keys + j * head_dim, head_dim,
-                           scores + tile * kTileRows * stride + j, stride);
+      multiply_tile<false>(query + tile * kTileRows * head_dim, head_dim, keys + j * head_dim,
+                           head_dim, scores + tile * kTileRows * stride + j, stride);
     }
   }
 }
@@ -110,7 +115,8 @@ void exponentiate_row(float* z, int64_t limit, int64_t padded, float* m_out, flo
 }
 
 // colsum[j] += sum over rows of p[r, j] / l[r].
-void add_column_sums(const float* p, int64_t stride, int rows, const float* inverse_l, int64_t padded, float* colsum) {
+void add_column_sums(const float* p, int64_t stride, int rows, const float* inverse_l,
+                     int64_t padded, float* colsum) {
   for (int64_t j = 0; j < padded; j += kPanel) {
     Vec sum0 = load(colsum + j);
     Vec sum1 = load(colsum + j + kLanes);
@@ -125,8 +131,8 @@ void add_column_sums(const float* p, int64_t stride, int rows, const float* inve
 }
 
 // acc[r, :] = sum over keys of p[r, j] value[j]; acc has rows of padded value dims.
-void multiply_values(const float* p, int64_t stride, int row_tiles, const float* values, int64_t num_keys,
-                     int64_t padded_keys, int64_t acc_stride, float* acc) {
+void multiply_values(const float* p, int64_t stride, int row_tiles, const float* values,
+                     int64_t num_keys, int64_t padded_keys, int64_t acc_stride, float* acc) {
   for (int64_t j = 0; j < num_keys; j += kKeyBlock) {
     const int64_t depth = num_keys - j < kKeyBlock ? num_keys - j : kKeyBlock;
     for (int64_t d = 0; d < acc_stride; d += kPanel) {
@@ -151,8 +157,8 @@ struct RowBlockState {
 };
 
 // Attends with one row block to one key set: leaves exp2 sums in `state` and the numerators in acc.
-void attend_key_set(const AttendRowsArgs& args, const KeySet& set, int64_t first_row, int rows, const float* query,
-                    float* scores, float* acc, RowBlockState& state) {
+void attend_key_set(const AttendRowsArgs& args, const KeySet& set, int64_t first_row, int rows,
+                    const float* query, float* scores, float* acc, RowBlockState& state) {
   const int row_tiles = (rows + kTileRows - 1) / kTileRows;
   const int64_t stride = score_stride(set.count);
   const int64_t num_keys = set.limits ? set.limits[first_row + rows - 1] : set.count;
@@ -171,7 +177,8 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, int64_t first
     inverse_l[r] = inverse_denominator(state.l[r]);
   }
   if (set.colsum) add_column_sums(scores, stride, rows, inverse_l, padded, set.colsum);
-  multiply_values(scores, stride, row_tiles, set.values, num_keys, pad_to(set.count, kPanel), acc_stride, acc);
+  multiply_values(scores, stride, row_tiles, set.values, num_keys, pad_to(set.count, kPanel),
+                  acc_stride, acc);
 }
 
 // Fuses what a further key set gave into the first.
@@ -198,10 +205,11 @@ void attend_rows(const AttendRowsArgs& args) {
   float* other_acc = acc + kRowBlock * acc_stride;
   float* scores = other_acc + kRowBlock * acc_stride;
   for (int64_t first = 0; first < args.rows; first += kRowBlock) {
-    const int rows = static_cast<int>(args.rows - first < kRowBlock ? args.rows - first : kRowBlock);
+    const int rows =
+        static_cast<int>(args.rows - first < kRowBlock ? args.rows - first : kRowBlock);
     for (int r = 0; r < rows; ++r) {
-      load_row(args.query, args.dtype, (first + r) * args.query_stride, args.head_dim, args.scale * kLog2E,
-               query + r * args.head_dim);
+      load_row(args.query, args.dtype, (first + r) * args.query_stride, args.head_dim,
+               args.scale * kLog2E, query + r * args.head_dim);
     }
     // Rows that only fill a tile: their results are never read, but no NaN may slow them down.
     const int tile_rows = (rows + kTileRows - 1) / kTileRows * kTileRows;
@@ -215,8 +223,8 @@ void attend_rows(const AttendRowsArgs& args) {
       merge_key_set(rows, acc_stride, other, other_acc, state, acc);
     }
     for (int r = 0; r < rows; ++r) {
-      store_row(acc + r * acc_stride, args.value_dim, inverse_denominator(state.l[r]), args.out, args.dtype,
-                (first + r) * args.out_stride);
+      store_row(acc + r * acc_stride, args.value_dim, inverse_denominator(state.l[r]), args.out,
+                args.dtype, (first + r) * args.out_stride);
       args.lse[first + r] = natural_lse(state.m[r], state.l[r]);
     }
   }
@@ -228,6 +236,7 @@ void attend_rows(const AttendRowsArgs& args) {
 #define H2O_STRING(x) H2O_STRING_OF(x)
 
 extern const CpuKernels kCpuKernels;
-const CpuKernels kCpuKernels = {H2O_STRING(H2O_ISA), kPanel, pack_keys, pack_values, attend_rows, scratch_floats};
+const CpuKernels kCpuKernels = {H2O_STRING(H2O_ISA), kPanel,      pack_keys,
+                                pack_values,         attend_rows, scratch_floats};
 
 }  // namespace h2o_prefill::H2O_ISA

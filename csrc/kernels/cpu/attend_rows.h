@@ -1,6 +1,7 @@
 // The inner part of every CPU attention kernel: rows of one query head against packed key sets.
 //
-// It is compiled once per instruction set (attend_rows.cpp); cpu_kernels() names the copy that this CPU runs.
+// It is compiled once per instruction set (attend_rows.cpp); cpu_kernels() names the copy that this
+// CPU runs.
 #pragma once
 
 #include <cstdint>
@@ -22,11 +23,13 @@ struct PackArgs {
 
 // Keys and values in packed form.
 struct KeySet {
-  const float* keys;      // written by pack_keys
-  const float* values;    // written by pack_values
-  int64_t count;          // keys of the set
-  const int32_t* limits;  // row r sees keys [0, limits[r]), never falling with r; null: every row sees all
-  float* colsum;          // fp32 [padded_count(count)], added to: sum over rows of the softmax over this set; null: not wanted
+  const float* keys;    // written by pack_keys
+  const float* values;  // written by pack_values
+  int64_t count;        // keys of the set
+  const int32_t*
+      limits;     // row r sees keys [0, limits[r]), never falling with r; null: every row sees all
+  float* colsum;  // fp32 [padded_count(count)], added to: sum over rows of the softmax over this
+                  // set; null: not wanted
 };
 
 struct AttendRowsArgs {
@@ -58,12 +61,17 @@ struct CpuKernels {
   int64_t (*scratch_floats)(int64_t head_dim, int64_t value_dim, int64_t max_count);
 
   int64_t padded(int64_t n) const { return (n + panel - 1) / panel * panel; }
-  int64_t packed_key_floats(int64_t count, int64_t head_dim) const { return padded(count) * head_dim; }
-  int64_t packed_value_floats(int64_t count, int64_t value_dim) const { return padded(count) * padded(value_dim); }
+  int64_t packed_key_floats(int64_t count, int64_t head_dim) const {
+    return padded(count) * head_dim;
+  }
+  int64_t packed_value_floats(int64_t count, int64_t value_dim) const {
+    return padded(count) * padded(value_dim);
+  }
 };
 
-// The widest instruction set that this CPU has, or the one that the environment variable H2O_PREFILL_ISA names. Chosen
-// once. Throws std::runtime_error if the variable names one that is unknown, not compiled in, or not there.
+// The widest instruction set that this CPU has, or the one that the environment variable
+// H2O_PREFILL_ISA names. Chosen once. Throws std::runtime_error if the variable names one that is
+// unknown, not compiled in, or not there.
 const CpuKernels& cpu_kernels();
 
 }  // namespace h2o_prefill

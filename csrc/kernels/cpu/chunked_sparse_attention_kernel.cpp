@@ -18,9 +18,10 @@ namespace {
 // The memory sets of all heads of one layer, and the scores that they are built from.
 class MemoryChain {
  public:
-  // scores: fp32 [B, Hkv, T_total], contiguous, updated in place. memory: the sets to start from, or undefined.
-  MemoryChain(const at::Tensor& scores, const at::Tensor& memory, int64_t local_window, int64_t heavy_budget,
-              int64_t sink_tokens, int64_t max_chunk)
+  // scores: fp32 [B, Hkv, T_total], contiguous, updated in place. memory: the sets to start from,
+  // or undefined.
+  MemoryChain(const at::Tensor& scores, const at::Tensor& memory, int64_t local_window,
+              int64_t heavy_budget, int64_t sink_tokens, int64_t max_chunk)
       : scores_(scores),
         heads_(scores.size(0) * scores.size(1)),
         width_(sink_tokens + local_window + heavy_budget),
@@ -48,10 +49,12 @@ class MemoryChain {
     at::parallel_for(0, heads_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t head = begin; head < end; ++head) {
         counts[head] = select_memory_head(
-            {from.const_data_ptr<int32_t>() + head * from_width, from_counts[head], chunk_begin, chunk_end,
-             local_window_, heavy_budget_, sink_tokens_, next_.mutable_data_ptr<int32_t>() + head * width_},
+            {from.const_data_ptr<int32_t>() + head * from_width, from_counts[head], chunk_begin,
+             chunk_end, local_window_, heavy_budget_, sink_tokens_,
+             next_.mutable_data_ptr<int32_t>() + head * width_},
             scores_.const_data_ptr<float>() + head * length, length,
-            reinterpret_cast<ScoredPosition*>(workspace_.mutable_data_ptr<float>() + head * candidates_ * 2));
+            reinterpret_cast<ScoredPosition*>(workspace_.mutable_data_ptr<float>() +
+                                              head * candidates_ * 2));
       }
     });
     std::swap(memory_, next_);
@@ -70,7 +73,13 @@ class MemoryChain {
   }
 
   KeySource key_source() {
-    return {0, width_, memory_.const_data_ptr<int32_t>(), counts_.data(), false, colsum_.mutable_data_ptr<float>(), width_};
+    return {0,
+            width_,
+            memory_.const_data_ptr<int32_t>(),
+            counts_.data(),
+            false,
+            colsum_.mutable_data_ptr<float>(),
+            width_};
   }
 
   const at::Tensor& memory() const { return memory_; }
@@ -95,34 +104,40 @@ class MemoryChain {
 };
 
 // The lists, checked: a bad one would read outside of k and v.
-RecallSource recall_source(const at::Tensor& offsets, const at::Tensor& positions, const at::Tensor& visible_from,
-                           int64_t block, int64_t blocks, int64_t total) {
+RecallSource recall_source(const at::Tensor& offsets, const at::Tensor& positions,
+                           const at::Tensor& visible_from, int64_t block, int64_t blocks,
+                           int64_t total) {
   const auto first = offsets.const_data_ptr<int32_t>();
   const int64_t count = positions.size(0);
-  TORCH_CHECK_VALUE(first[0] == 0 && first[offsets.size(0) - 1] == count && std::is_sorted(first, first + offsets.size(0)),
+  TORCH_CHECK_VALUE(first[0] == 0 && first[offsets.size(0) - 1] == count &&
+                        std::is_sorted(first, first + offsets.size(0)),
                     "recall_offsets must rise from 0 to the number of recalled positions, ", count);
   const auto entry = positions.const_data_ptr<int32_t>();
-  TORCH_CHECK_VALUE(std::all_of(entry, entry + count, [&](int32_t p) { return p >= 0 && p < total; }),
-                    "recall_positions must be in [0, ", total, ")");
+  TORCH_CHECK_VALUE(
+      std::all_of(entry, entry + count, [&](int32_t p) { return p >= 0 && p < total; }),
+      "recall_positions must be in [0, ", total, ")");
   return {first, entry, visible_from.const_data_ptr<int32_t>(), block, blocks};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_cpu(
     const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
     const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
-    const std::optional<at::Tensor>& recall_offsets, const std::optional<at::Tensor>& recall_positions,
-    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin, int64_t chunk_size,
-    int64_t local_window, int64_t heavy_budget, int64_t sink_tokens, int64_t dense_tail, std::string_view gqa_reduce,
-    int64_t recall_block, std::optional<double> scale_argument) {
+    const std::optional<at::Tensor>& recall_offsets,
+    const std::optional<at::Tensor>& recall_positions,
+    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
+    int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens,
+    int64_t dense_tail, std::string_view gqa_reduce, int64_t recall_block,
+    std::optional<double> scale_argument) {
   if (q_argument.scalar_type() == at::kDouble || q_argument.size(2) == 0) {
     return composite::chunked_sparse_attention(
-        q_argument, k_argument, v_argument, scores, memory, recall_offsets, recall_positions, recall_visible_from,
-        last_chunk_begin, chunk_size, local_window, heavy_budget, sink_tokens, dense_tail, gqa_reduce, recall_block,
-        scale_argument);
+        q_argument, k_argument, v_argument, scores, memory, recall_offsets, recall_positions,
+        recall_visible_from, last_chunk_begin, chunk_size, local_window, heavy_budget, sink_tokens,
+        dense_tail, gqa_reduce, recall_block, scale_argument);
   }
-  check_chunked_sparse_attention(q_argument, k_argument, v_argument, scores, memory, recall_offsets, recall_positions,
-                                 recall_visible_from, last_chunk_begin, chunk_size, local_window, heavy_budget,
-                                 sink_tokens, dense_tail, gqa_reduce, recall_block);
+  check_chunked_sparse_attention(q_argument, k_argument, v_argument, scores, memory, recall_offsets,
+                                 recall_positions, recall_visible_from, last_chunk_begin,
+                                 chunk_size, local_window, heavy_budget, sink_tokens, dense_tail,
+                                 gqa_reduce, recall_block);
   const auto q = with_contiguous_rows(q_argument);
   const auto k = with_contiguous_rows(k_argument);
   const auto v = with_contiguous_rows(v_argument);
@@ -136,8 +151,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_cpu(
   auto lse = at::empty({q.size(0), q.size(1), length}, q.options().dtype(at::kFloat));
   auto new_scores = at::zeros({k.size(0), k.size(1), total}, lse.options());
   if (scores) new_scores.narrow(2, 0, scores->size(2)).copy_(*scores);
-  MemoryChain chain(new_scores, memory && past ? *memory : at::Tensor(), local_window, heavy_budget, sink_tokens,
-                    std::max(largest, past - last_chunk_begin));
+  MemoryChain chain(new_scores, memory && past ? *memory : at::Tensor(), local_window, heavy_budget,
+                    sink_tokens, std::max(largest, past - last_chunk_begin));
   if (q.size(0) == 0) return {out, new_scores, chain.memory()};
 
   at::Tensor lists[3];
@@ -166,7 +181,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_cpu(
     const int64_t begin = past + row;
     args.begin = row;
     args.rows = std::min(chunk_size, length - row);
-    args.sets[0] = {begin, args.rows, nullptr, nullptr, true, new_scores.mutable_data_ptr<float>() + begin, total};
+    args.sets[0] = {begin,   args.rows, nullptr,
+                    nullptr, true,      new_scores.mutable_data_ptr<float>() + begin,
+                    total};
     args.num_sets = 1;
     if (begin > 0) {
       chain.select(previous_begin, begin);
@@ -178,12 +195,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_cpu(
     previous_begin = begin;
   }
   if (const int64_t tail = std::min(dense_tail, length); tail > 0) {
-    out.narrow(2, length - tail, tail).copy_(composite::dense_attention(q.narrow(2, length - tail, tail), k, v, scale));
+    out.narrow(2, length - tail, tail)
+        .copy_(composite::dense_attention(q.narrow(2, length - tail, tail), k, v, scale));
   }
   return {out, new_scores, chain.memory()};
 }
 
-TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) { m.impl("chunked_sparse_attention", &chunked_sparse_attention_cpu); }
+TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
+  m.impl("chunked_sparse_attention", &chunked_sparse_attention_cpu);
+}
 
 }  // namespace
 }  // namespace h2o_prefill

@@ -5,13 +5,16 @@
 
 namespace h2o_prefill {
 
-// Forced inline: this header is compiled for several instruction sets, and no copy may serve another one's callers.
+// Forced inline: this header is compiled for several instruction sets, and no copy may serve
+// another one's callers.
 #define H2O_INLINE inline __attribute__((always_inline))
 
 H2O_INLINE float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 H2O_INLINE uint32_t float_to_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 
-H2O_INLINE float bfloat16_to_float(uint16_t x) { return bits_to_float(static_cast<uint32_t>(x) << 16); }
+H2O_INLINE float bfloat16_to_float(uint16_t x) {
+  return bits_to_float(static_cast<uint32_t>(x) << 16);
+}
 
 H2O_INLINE uint16_t float_to_bfloat16(float x) {
   const uint32_t bits = float_to_bits(x);
@@ -19,8 +22,8 @@ H2O_INLINE uint16_t float_to_bfloat16(float x) {
   return static_cast<uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
 }
 
-// The 10 mantissa and 5 exponent bits are moved to float32's places; the product with 2^112 corrects the exponent's
-// bias, subnormals included.
+// The 10 mantissa and 5 exponent bits are moved to float32's places; the product with 2^112
+// corrects the exponent's bias, subnormals included.
 H2O_INLINE float float16_to_float(uint16_t x) {
   const uint32_t sign = static_cast<uint32_t>(x & 0x8000U) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(x & 0x7FFFU) << 13;
@@ -37,7 +40,8 @@ H2O_INLINE uint16_t float_to_float16(float x) {
   if (magnitude > 0x7F800000U) return sign | 0x7E00U;   // NaN
   if (magnitude >= 0x477FF000U) return sign | 0x7C00U;  // rounds to 65536 or more: inf
   if (magnitude < 0x38800000U) {
-    // Subnormal in float16: adding 0.5 puts its last bit, 2^-24, at the end of the float's mantissa, rounded.
+    // Subnormal in float16: adding 0.5 puts its last bit, 2^-24, at the end of the float's
+    // mantissa, rounded.
     const uint32_t rounded = float_to_bits(bits_to_float(magnitude) + 0.5F) - float_to_bits(0.5F);
     return sign | static_cast<uint16_t>(rounded);
   }

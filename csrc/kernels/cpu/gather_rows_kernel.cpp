@@ -25,13 +25,14 @@ at::Tensor gather_rows_cpu(const at::Tensor& x_argument, const at::Tensor& indic
     for (int64_t i = begin; i < end; ++i) {
       const int64_t head = i / count;
       const int64_t position = positions[i];
-      TORCH_CHECK_VALUE(position >= -1 && position < x.size(2), "indices must be -1 or in [0, ", x.size(2), "), got ",
-                        position);
+      TORCH_CHECK_VALUE(position >= -1 && position < x.size(2), "indices must be -1 or in [0, ",
+                        x.size(2), "), got ", position);
       if (position < 0) {
         std::memset(to + i * row_bytes, 0, row_bytes);
         continue;
       }
-      const int64_t offset = head / heads * x.stride(0) + head % heads * x.stride(1) + position * x.stride(2);
+      const int64_t offset =
+          head / heads * x.stride(0) + head % heads * x.stride(1) + position * x.stride(2);
       std::memcpy(to + i * row_bytes, from + offset * x.element_size(), row_bytes);
     }
   });

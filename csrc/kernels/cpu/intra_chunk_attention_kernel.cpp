@@ -12,8 +12,8 @@ namespace h2o_prefill {
 namespace {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention_cpu(
-    const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument, int64_t chunk_size,
-    std::optional<double> scale) {
+    const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
+    int64_t chunk_size, std::optional<double> scale) {
   if (q_argument.scalar_type() == at::kDouble) {
     return composite::intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size, scale);
   }
@@ -40,13 +40,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention_cpu(
   for (int64_t begin = 0; begin < length; begin += chunk_size) {
     args.begin = begin;
     args.rows = std::min(chunk_size, length - begin);
-    args.sets[0] = {begin, args.rows, nullptr, nullptr, true, colsum.mutable_data_ptr<float>() + begin, length};
+    args.sets[0] = {
+        begin, args.rows, nullptr, nullptr, true, colsum.mutable_data_ptr<float>() + begin, length};
     attend.run(args);
   }
   return {out, lse, colsum};
 }
 
-TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) { m.impl("intra_chunk_attention", &intra_chunk_attention_cpu); }
+TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
+  m.impl("intra_chunk_attention", &intra_chunk_attention_cpu);
+}
 
 }  // namespace
 }  // namespace h2o_prefill

@@ -8,9 +8,9 @@
 
 namespace h2o_prefill {
 
-#define H2O_DECLARE_ISA(isa)              \
-  namespace isa {                         \
-  extern const CpuKernels kCpuKernels;    \
+#define H2O_DECLARE_ISA(isa)           \
+  namespace isa {                      \
+  extern const CpuKernels kCpuKernels; \
   }
 H2O_DECLARE_ISA(scalar)
 #ifdef H2O_HAVE_X86_ISAS
@@ -30,8 +30,9 @@ auto candidates() {
 #ifdef H2O_HAVE_X86_ISAS
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
   return std::array{Candidate{&avx512::kCpuKernels, avx512}, Candidate{&avx2::kCpuKernels, avx2},
                     Candidate{&scalar::kCpuKernels, true}};
 #else
@@ -49,12 +50,14 @@ const CpuKernels& choose() {
       continue;
     }
     if (name == wanted) {
-      if (!candidate.supported) throw std::runtime_error("H2O_PREFILL_ISA=" + name + " is not supported by this CPU");
+      if (!candidate.supported)
+        throw std::runtime_error("H2O_PREFILL_ISA=" + name + " is not supported by this CPU");
       return *candidate.kernels;
     }
     known += (known.empty() ? "" : ", ") + name;
   }
-  throw std::runtime_error("H2O_PREFILL_ISA must be one of " + known + ", got " + std::string(wanted));
+  throw std::runtime_error("H2O_PREFILL_ISA must be one of " + known + ", got " +
+                           std::string(wanted));
 }
 
 }  // namespace

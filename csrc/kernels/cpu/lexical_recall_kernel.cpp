@@ -21,8 +21,9 @@ struct RecallSettings {
   int64_t max_count;
 };
 
-// The runs of n tokens of one text, numbered: two places have the same number if the same n tokens end there. Places are
-// linked to the one before with the same number, up to a limit that moves with the chunks.
+// The runs of n tokens of one text, numbered: two places have the same number if the same n tokens
+// end there. Places are linked to the one before with the same number, up to a limit that moves
+// with the chunks.
 class SuffixPlaces {
  public:
   // numbers[p]: the run that ends at p, -1 where it would begin before the text.
@@ -39,7 +40,8 @@ class SuffixPlaces {
     }
   }
 
-  // The latest published place where the run that ends at p ended, -1 if none; earlier() goes on from there.
+  // The latest published place where the run that ends at p ended, -1 if none; earlier() goes on
+  // from there.
   int32_t latest(int64_t p) const { return numbers_[p] < 0 ? -1 : latest_[numbers_[p]]; }
   int32_t earlier(int32_t place) const { return earlier_[place]; }
 
@@ -52,8 +54,10 @@ class SuffixPlaces {
   int64_t published_ = 0;
 };
 
-// Numbers the runs of every length from 1 to max_suffix: a run of n is one of n - 1 and a token behind it.
-std::vector<SuffixPlaces> number_suffixes(const int64_t* tokens, int64_t length, int64_t max_suffix) {
+// Numbers the runs of every length from 1 to max_suffix: a run of n is one of n - 1 and a token
+// behind it.
+std::vector<SuffixPlaces> number_suffixes(const int64_t* tokens, int64_t length,
+                                          int64_t max_suffix) {
   std::vector<SuffixPlaces> by_length;
   std::vector<int32_t> words(length);
   std::vector<int32_t> numbers(length);
@@ -62,7 +66,8 @@ std::vector<SuffixPlaces> number_suffixes(const int64_t* tokens, int64_t length,
     known.reserve(length);
     std::vector<int32_t> longer(length, -1);
     for (int64_t p = n - 1; p < length; ++p) {
-      const int64_t key = n == 1 ? tokens[p] : (static_cast<int64_t>(numbers[p - 1]) << 32) | words[p];
+      const int64_t key =
+          n == 1 ? tokens[p] : (static_cast<int64_t>(numbers[p - 1]) << 32) | words[p];
       longer[p] = known.try_emplace(key, static_cast<int32_t>(known.size())).first->second;
     }
     numbers = longer;
@@ -102,7 +107,8 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const RecallSettings&
       const SuffixPlaces& places = suffixes[n - 1];
       int32_t place = places.latest(p);
       for (int64_t i = 0; i < s.places && place >= 0; ++i, place = places.earlier(place)) {
-        for (int64_t position = place; position < std::min(place + s.span, chunk_begin); ++position) {
+        for (int64_t position = place; position < std::min(place + s.span, chunk_begin);
+             ++position) {
           found.push_back(static_cast<int32_t>(position));
         }
       }
@@ -120,9 +126,10 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const RecallSettings&
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall_cpu(
-    const at::Tensor& token_ids_argument, int64_t begin, int64_t chunk_size, int64_t block, int64_t k,
-    int64_t max_suffix, int64_t span, int64_t max_count) {
-  check_lexical_recall(token_ids_argument, begin, chunk_size, block, k, max_suffix, span, max_count);
+    const at::Tensor& token_ids_argument, int64_t begin, int64_t chunk_size, int64_t block,
+    int64_t k, int64_t max_suffix, int64_t span, int64_t max_count) {
+  check_lexical_recall(token_ids_argument, begin, chunk_size, block, k, max_suffix, span,
+                       max_count);
   const auto token_ids = token_ids_argument.contiguous();
   const int64_t batch = token_ids.size(0);
   const int64_t length = token_ids.size(1);
@@ -142,7 +149,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall_cpu(
     positions.insert(positions.end(), row.positions.begin(), row.positions.end());
     visible_from.insert(visible_from.end(), row.visible_from.begin(), row.visible_from.end());
   }
-  return {at::tensor(offsets, at::kInt), at::tensor(positions, at::kInt), at::tensor(visible_from, at::kInt)};
+  return {at::tensor(offsets, at::kInt), at::tensor(positions, at::kInt),
+          at::tensor(visible_from, at::kInt)};
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) { m.impl("lexical_recall", &lexical_recall_cpu); }

@@ -40,7 +40,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention_cpu(
   args.rows = length;
   args.scale = static_cast<float>(scale_or_default(scale, q.size(3)));
   args.num_sets = 1;
-  args.sets[0] = {0,      width, indices.const_data_ptr<int32_t>(), counts.data(), false, colsum.mutable_data_ptr<float>(),
+  args.sets[0] = {0,
+                  width,
+                  indices.const_data_ptr<int32_t>(),
+                  counts.data(),
+                  false,
+                  colsum.mutable_data_ptr<float>(),
                   width};
   const int64_t longest = counts.empty() ? 0 : *std::max_element(counts.begin(), counts.end());
   AttendChunk(args.query, args.key, args.value, {}, length, longest, 0).run(args);

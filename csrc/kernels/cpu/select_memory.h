@@ -21,9 +21,9 @@ struct ScoredPosition {
   int32_t position;
 };
 
-// scores: [num_scores], 0 behind. workspace: memory_count + chunk_end - chunk_begin entries. Returns how many positions
-// were selected; they stand first, ascending, then -1.
-int64_t select_memory_head(const SelectMemoryParams& params, const float* scores, int64_t num_scores,
-                           ScoredPosition* workspace);
+// scores: [num_scores], 0 behind. workspace: memory_count + chunk_end - chunk_begin entries.
+// Returns how many positions were selected; they stand first, ascending, then -1.
+int64_t select_memory_head(const SelectMemoryParams& params, const float* scores,
+                           int64_t num_scores, ScoredPosition* workspace);
 
 }  // namespace h2o_prefill

@@ -38,13 +38,16 @@ int64_t select_memory_head(const SelectMemoryParams& p, const float* scores, int
   for (int64_t position = p.chunk_begin; position < p.chunk_end; ++position) consider(position);
 
   const int64_t heavy = std::min(p.heavy_budget, candidates);
-  if (heavy < candidates) std::nth_element(workspace, workspace + heavy, workspace + candidates, better);
+  if (heavy < candidates)
+    std::nth_element(workspace, workspace + heavy, workspace + candidates, better);
   int32_t* end = p.selected;
-  for (int64_t position = 0; position < sink_end; ++position) *end++ = static_cast<int32_t>(position);
+  for (int64_t position = 0; position < sink_end; ++position)
+    *end++ = static_cast<int32_t>(position);
   int32_t* const first_heavy = end;
   for (int64_t i = 0; i < heavy; ++i) *end++ = workspace[i].position;
   std::sort(first_heavy, end);
-  for (int64_t position = local_begin; position < p.chunk_end; ++position) *end++ = static_cast<int32_t>(position);
+  for (int64_t position = local_begin; position < p.chunk_end; ++position)
+    *end++ = static_cast<int32_t>(position);
   const int64_t selected = end - p.selected;
   std::fill(end, p.selected + p.sink_tokens + p.local_window + p.heavy_budget, -1);
   return selected;
@@ -52,13 +55,15 @@ int64_t select_memory_head(const SelectMemoryParams& p, const float* scores, int
 
 namespace {
 
-at::Tensor select_memory_cpu(
-    const at::Tensor& scores, const at::Tensor& memory, int64_t chunk_begin, int64_t chunk_end, int64_t local_window,
-    int64_t heavy_budget, int64_t sink_tokens) {
+at::Tensor select_memory_cpu(const at::Tensor& scores, const at::Tensor& memory,
+                             int64_t chunk_begin, int64_t chunk_end, int64_t local_window,
+                             int64_t heavy_budget, int64_t sink_tokens) {
   if (scores.scalar_type() != at::kFloat) {
-    return composite::select_memory(scores, memory, chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens);
+    return composite::select_memory(scores, memory, chunk_begin, chunk_end, local_window,
+                                    heavy_budget, sink_tokens);
   }
-  check_select_memory(scores, memory, chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens);
+  check_select_memory(scores, memory, chunk_begin, chunk_end, local_window, heavy_budget,
+                      sink_tokens);
   const auto dense_scores = scores.contiguous();
   const auto dense_memory = memory.contiguous();
   const int64_t heads = memory.size(0) * memory.size(1);
@@ -70,11 +75,13 @@ at::Tensor select_memory_cpu(
   const auto counts = memory_counts(dense_memory, chunk_end, "memory");
   at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t head = begin; head < end; ++head) {
-      select_memory_head({dense_memory.const_data_ptr<int32_t>() + head * old_width, counts[head], chunk_begin,
-                          chunk_end, local_window, heavy_budget, sink_tokens,
+      select_memory_head({dense_memory.const_data_ptr<int32_t>() + head * old_width, counts[head],
+                          chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens,
                           selected.mutable_data_ptr<int32_t>() + head * width},
-                         dense_scores.const_data_ptr<float>() + head * scores.size(2), scores.size(2),
-                         reinterpret_cast<ScoredPosition*>(workspace.mutable_data_ptr<float>() + head * candidates * 2));
+                         dense_scores.const_data_ptr<float>() + head * scores.size(2),
+                         scores.size(2),
+                         reinterpret_cast<ScoredPosition*>(workspace.mutable_data_ptr<float>() +
+                                                           head * candidates * 2));
     }
   });
   return selected;

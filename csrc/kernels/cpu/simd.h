@@ -1,9 +1,10 @@
 // Vectors of float32, as wide as the instruction set that this translation unit is compiled for.
 //
-// Written with the vector types of GCC and Clang, so that one source serves AVX-512, AVX2, NEON and the compiler's
-// baseline; a * b + c becomes one fused instruction where there is one (compile with -ffp-contract=fast).
-// Everything is in the namespace H2O_ISA, one per instruction set, and includes nothing of the standard library: an
-// inline function compiled here with wide instructions must never be the copy that the linker keeps for others.
+// Written with the vector types of GCC and Clang, so that one source serves AVX-512, AVX2, NEON and
+// the compiler's baseline; a * b + c becomes one fused instruction where there is one (compile with
+// -ffp-contract=fast). Everything is in the namespace H2O_ISA, one per instruction set, and
+// includes nothing of the standard library: an inline function compiled here with wide instructions
+// must never be the copy that the linker keeps for others.
 #pragma once
 
 #include <cstdint>
@@ -53,8 +54,8 @@ H2O_INLINE float reduce_add(Vec x) {
 }
 
 // 2^x for x <= 0; 0 below -126. Relative error under 2e-7.
-// x = n + f with f in [-1/2, 1/2]; 2^f by the Taylor polynomial of exp(f ln 2) of degree 6, whose remainder is below
-// 1.3e-8; 2^n by adding n to the exponent bits.
+// x = n + f with f in [-1/2, 1/2]; 2^f by the Taylor polynomial of exp(f ln 2) of degree 6, whose
+// remainder is below 1.3e-8; 2^n by adding n to the exponent bits.
 H2O_INLINE Vec exp2_nonpositive(Vec x) {
   const Vec lowest = broadcast(-126.0F);
   const Vec clamped = x < lowest ? lowest : x;  // a NaN passes
@@ -69,7 +70,8 @@ H2O_INLINE Vec exp2_nonpositive(Vec x) {
   p = p * f + 2.4022650695910072e-1F;
   p = p * f + 6.9314718055994531e-1F;
   p = p * f + 1.0F;
-  const IntVec n = reinterpret_cast<IntVec>(shifted) << 23;  // the magic constant's own bits are shifted out
+  const IntVec n = reinterpret_cast<IntVec>(shifted)
+                   << 23;  // the magic constant's own bits are shifted out
   const Vec result = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(p) + n);
   return x < lowest ? Vec{} : result;
 }

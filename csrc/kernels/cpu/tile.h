@@ -9,21 +9,24 @@ namespace h2o_prefill::H2O_ISA {
 constexpr int kTileVectors = 2;
 constexpr int kPanel = kTileVectors * kLanes;
 
-// Query rows that go through QK^T, softmax and PV together. With 1024 keys their logits take 128 KiB: inside L2, beside
-// the packed keys. A multiple of kTileRows.
+// Query rows that go through QK^T, softmax and PV together. With 1024 keys their logits take 128
+// KiB: inside L2, beside the packed keys. A multiple of kTileRows.
 constexpr int kRowBlock = 32 / kTileRows * kTileRows + (32 % kTileRows ? kTileRows : 0);
 
 // Keys of one PV pass: kRowBlock probabilities and a panel of values of this depth stay in L1.
 constexpr int kKeyBlock = 128;
 
-// c[kTileRows, kPanel] (+)= a[kTileRows, depth] b[depth, kPanel]; lda and ldc in floats, b is dense.
+// c[kTileRows, kPanel] (+)= a[kTileRows, depth] b[depth, kPanel]; lda and ldc in floats, b is
+// dense.
 template <bool kAccumulate>
-H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c, int64_t ldc) {
+H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c,
+                              int64_t ldc) {
   Vec acc[kTileRows][kTileVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kTileRows; ++i) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v) acc[i][v] = kAccumulate ? load(c + i * ldc + v * kLanes) : Vec{};
+    for (int v = 0; v < kTileVectors; ++v)
+      acc[i][v] = kAccumulate ? load(c + i * ldc + v * kLanes) : Vec{};
   }
   for (int64_t k = 0; k < depth; ++k) {
     const Vec b0 = load(b + k * kPanel);

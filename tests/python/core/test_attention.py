@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -41,9 +43,10 @@ def save_and_load(attention):
 
 
 @pytest.mark.parametrize(
-    "again", [torch.jit.script, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load],
+    "again",
+    [torch.jit.script, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load],
     ids=["script", "deepcopy", "pickle", "save"],
-)  # fmt: skip
+)
 def test_copies_and_scripts_agree(qkv, again):
     attention = ChunkedSparseAttention(CONFIG)
     for a, e in zip(run(again(attention), *qkv), run(attention, *qkv), strict=True):
@@ -51,10 +54,7 @@ def test_copies_and_scripts_agree(qkv, again):
 
 
 def test_import_brings_no_transformers():
-    code = "import sys, h2o_prefill; sys.exit('transformers' in sys.modules or 'pandas' in sys.modules)"
-    import subprocess
-    import sys
-
+    code = "import sys, h2o_prefill; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -29,12 +29,16 @@ def test_wrong_values_name_the_field_the_rule_and_the_value(field, value, messag
 
 
 def test_recall_blocks_tile_chunks():
-    with pytest.raises(ValueError, match="chunk_size must be a multiple of recall_block, got 1000 and 128"):
+    with pytest.raises(
+        ValueError, match="chunk_size must be a multiple of recall_block, got 1000 and 128"
+    ):
         PrefillConfig(chunk_size=1000, recall=2)
 
 
 def test_a_memory_set_as_large_as_a_chunk_warns():
-    with pytest.warns(UserWarning, match=r"memory set \(512 positions\) is not smaller than chunk_size \(512\)"):
+    with pytest.warns(
+        UserWarning, match=r"memory set \(512 positions\) is not smaller than chunk_size \(512\)"
+    ):
         PrefillConfig(chunk_size=512)
 
 
@@ -44,7 +48,9 @@ def test_is_frozen():
     assert PrefillConfig().replace(sink_tokens=4).memory_size == 516
 
 
-@pytest.mark.parametrize(("tokens", "sparse", "dense"), [(4096, 3_672_064, 8_390_656), (1024, 524_800, 524_800)])
+@pytest.mark.parametrize(
+    ("tokens", "sparse", "dense"), [(4096, 3_672_064, 8_390_656), (1024, 524_800, 524_800)]
+)
 def test_dot_products_are_those_of_the_specification(tokens, sparse, dense):
     assert sparse_dot_products(tokens, PrefillConfig()) == sparse
     assert dense_dot_products(tokens) == dense

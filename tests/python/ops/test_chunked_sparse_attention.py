@@ -14,8 +14,12 @@ OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}]
 
 def check(q, k, v, *arguments, **options):
     actual = ops.chunked_sparse_attention(q, k, v, *arguments, **options)
-    # The oracle decides ties of its own float64 scores: sets are compared through what they lead to.
-    wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+    # The oracle decides ties of its own float64 scores: sets are compared through what they lead
+    # to.
+    wide = [
+        a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in arguments
+    ]
     expected = oracle.chunked_sparse_attention(q.double(), k.double(), v.double(), *wide, **options)
     peer = expected
     if q.dtype not in (torch.float32, torch.float64):
@@ -66,7 +70,9 @@ def test_calls_in_multiples_of_the_chunk_equal_one_call(device, options):
 
 def test_tokens_from_outside_prefill_are_candidates_with_score_zero(device):
     q, k, v = make_qkv(Shape(1, 4, 2, 3 * S, 16, 16), device=device)
-    first = ops.chunked_sparse_attention(q[:, :, :S], k[:, :, :S], v[:, :, :S], *NO_STATE, 0, S, 4, 8)
+    first = ops.chunked_sparse_attention(
+        q[:, :, :S], k[:, :, :S], v[:, :, :S], *NO_STATE, 0, S, 4, 8
+    )
     # Five tokens are decoded in between: the scores end before them.
     past = S + 5
     _, scores, memory = check(
@@ -74,7 +80,9 @@ def test_tokens_from_outside_prefill_are_candidates_with_score_zero(device):
     )
     decoded = scores[:, :, S:past]
     assert (memory[..., -4:] == torch.arange(2 * S + 5 - 4, 2 * S + 5, device=device)).all()
-    assert (decoded[:, :, -4:] > 0).all(), "the local window holds the decoded tokens, which earn scores"
+    assert (decoded[:, :, -4:] > 0).all(), (
+        "the local window holds the decoded tokens, which earn scores"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,7 +114,9 @@ def test_scores_never_fall_and_count_every_query_twice_at_most(device):
             assert (scores[:, :, : end - S] >= earlier).all()
         # Every query votes once in phase 1, and once in phase 2 unless it is of the first chunk.
         total = scores.sum(-1)
-        torch.testing.assert_close(total, torch.full_like(total, 2 * (2 * end - S)), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            total, torch.full_like(total, 2 * (2 * end - S)), rtol=1e-5, atol=0
+        )
         earlier = scores
 
 
@@ -156,9 +166,13 @@ def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
 
 def test_inputs_are_left_as_they_were(device):
     q, k, v = make_qkv(Shape(1, 2, 1, 3 * S, 16, 16), device=device)
-    first = ops.chunked_sparse_attention(q[:, :, :S], k[:, :, :S], v[:, :, :S], *NO_STATE, 0, S, 4, 4)
+    first = ops.chunked_sparse_attention(
+        q[:, :, :S], k[:, :, :S], v[:, :, :S], *NO_STATE, 0, S, 4, 4
+    )
     state = [first[1].clone(), first[2].clone()]
-    ops.chunked_sparse_attention(q[:, :, S:], k, v, first[1], first[2], None, None, None, 0, S, 4, 4)
+    ops.chunked_sparse_attention(
+        q[:, :, S:], k, v, first[1], first[2], None, None, None, 0, S, 4, 4
+    )
     assert torch.equal(first[1], state[0]) and torch.equal(first[2], state[1])
 
 
@@ -211,4 +225,6 @@ def test_bad_recall_lists_are_refused():
         {"recall_visible_from": torch.tensor([5])},
     ):
         with pytest.raises(ValueError, match="recall_"):
-            ops.chunked_sparse_attention(**arguments | {n: t.int() for n, t in (lists | change).items()})
+            ops.chunked_sparse_attention(
+                **arguments | {n: t.int() for n, t in (lists | change).items()}
+            )

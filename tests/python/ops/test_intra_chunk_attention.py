@@ -13,7 +13,11 @@ CHUNK = 32
 def check(q, k, v, chunk_size, scale=None):
     actual = ops.intra_chunk_attention(q, k, v, chunk_size, scale)
     expected = oracle.intra_chunk_attention(q.double(), k.double(), v.double(), chunk_size, scale)
-    peer = oracle.intra_chunk_attention(q, k, v, chunk_size, scale) if q.dtype != torch.float32 else expected
+    peer = (
+        oracle.intra_chunk_attention(q, k, v, chunk_size, scale)
+        if q.dtype != torch.float32
+        else expected
+    )
     assert actual[0].dtype == q.dtype
     for name, a, e, p in zip(("out", "lse", "colsum"), actual, expected, peer, strict=True):
         assert_close_to_reference(a, e, p, name)
@@ -60,7 +64,9 @@ def test_column_sums_add_up_to_the_queries_of_the_group(device):
 def test_one_chunk_is_causal_attention(device):
     q, k, v = make_qkv(Shape(1, 4, 2, 90, 64, 64), device=device)
     out, _, _ = ops.intra_chunk_attention(q, k, v, 128)
-    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     torch.testing.assert_close(out, dense, rtol=0, atol=1e-5)
 
 

@@ -18,11 +18,15 @@ def test_agrees_with_the_oracle(data):
     chunk_size = block * data.draw(st.integers(1, 5), "blocks of a chunk")
     words = data.draw(st.integers(1, 12), "vocabulary")
     seed = data.draw(st.integers(0, 1000), "seed")
-    tokens = torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(seed)) * 10**12
+    tokens = (
+        torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(seed)) * 10**12
+    )
     k, suffix, span = (data.draw(st.integers(1, 4), name) for name in ("k", "max_suffix", "span"))
     max_count = data.draw(st.integers(1, 40), "max_count")
     arguments = (tokens, begin, chunk_size, block, k, suffix, span, max_count)
-    for actual, expected in zip(ops.lexical_recall(*arguments), oracle.lexical_recall(*arguments), strict=True):
+    for actual, expected in zip(
+        ops.lexical_recall(*arguments), oracle.lexical_recall(*arguments), strict=True
+    ):
         assert actual.dtype == torch.int32 and torch.equal(actual, expected)
 
 

@@ -50,7 +50,9 @@ def test_column_sums_add_up_to_the_queries_of_the_group(device):
     q, k, v = make_qkv(shape, device=device, past=50)
     indices = torch.arange(40, dtype=torch.int32, device=device).expand(1, 2, 40)
     _, _, colsum = ops.memory_attention(q, k, v, indices)
-    torch.testing.assert_close(colsum.sum(-1), torch.full_like(colsum.sum(-1), 150), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        colsum.sum(-1), torch.full_like(colsum.sum(-1), 150), rtol=1e-5, atol=0
+    )
 
 
 def test_no_queries(device):

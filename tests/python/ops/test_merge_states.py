@@ -32,7 +32,10 @@ def test_equals_one_softmax_over_both_key_sets(device, dtype):
 
 def test_does_not_depend_on_the_order(device):
     (out_a, lse_a, out_b, lse_b), _ = two_parts(torch.float32, device)
-    first, second = ops.merge_states(out_a, lse_a, out_b, lse_b), ops.merge_states(out_b, lse_b, out_a, lse_a)
+    first, second = (
+        ops.merge_states(out_a, lse_a, out_b, lse_b),
+        ops.merge_states(out_b, lse_b, out_a, lse_a),
+    )
     torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
 
 
@@ -41,7 +44,10 @@ def test_an_empty_side_contributes_nothing(device, dtype):
     (out_a, lse_a, out_b, _), _ = two_parts(dtype, device)
     empty = torch.full_like(lse_a, float("-inf"))
     poison = torch.full_like(out_b, float("nan"))
-    for merged in (ops.merge_states(out_a, lse_a, poison, empty), ops.merge_states(poison, empty, out_a, lse_a)):
+    for merged in (
+        ops.merge_states(out_a, lse_a, poison, empty),
+        ops.merge_states(poison, empty, out_a, lse_a),
+    ):
         torch.testing.assert_close(merged[0], out_a, rtol=0, atol=1e-6)
         torch.testing.assert_close(merged[1], lse_a, rtol=0, atol=1e-6)
     out, lse = ops.merge_states(poison, empty, poison, empty)
@@ -60,7 +66,9 @@ def test_layouts(device, layout):
     out_a, out_b, _ = make_qkv(Shape(1, 3, 3, 10, 8, 8), device=device, layout=layout)
     lse = torch.randn(1, 3, 10, device=device)
     actual = ops.merge_states(out_a, lse, out_b, lse.flip(2))
-    expected = oracle.merge_states(out_a.double(), lse.double(), out_b.double(), lse.flip(2).double())
+    expected = oracle.merge_states(
+        out_a.double(), lse.double(), out_b.double(), lse.flip(2).double()
+    )
     for a, e in zip(actual, expected, strict=True):
         assert_close_to_reference(a, e)
 

@@ -17,7 +17,9 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
     q, k, v = make_qkv(shape, dtype, layout=layout)
     long_q, long_k, long_v = make_qkv(shape, dtype, layout=layout, past=9)
     indices = make_indices(shape, length + 9, 6)
-    lse = torch.randn(1, 4, length, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    lse = torch.randn(
+        1, 4, length, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+    )
     scores = torch.rand(1, 2, length, dtype=lse.dtype)
     memory = torch.tensor([[[0, 2, -1], [1, 3, 4]]], dtype=torch.int32)
     ids = torch.randint(0, 5, (1, length + 9))
@@ -28,9 +30,24 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
         "merge_states": (q, lse, q.flip(2), lse.flip(2)),
         "select_memory": (scores, memory, 5, max(length, 5), 3, 4, 1),
         "gather_rows": (long_k, indices),
-        "chunked_sparse_attention": (long_q, long_k, long_v, scores[..., :9], memory, *recall, 2, 16, 3, 4, 1, 2, "sum", 8),
+        "chunked_sparse_attention": (
+            long_q,
+            long_k,
+            long_v,
+            scores[..., :9],
+            memory,
+            *recall,
+            2,
+            16,
+            3,
+            4,
+            1,
+            2,
+            "sum",
+            8,
+        ),
         "lexical_recall": (ids, 9, 16, 8, 2),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", samples())
@@ -52,7 +69,9 @@ def test_documented_function_is_the_operator(name):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [n for n in samples() if n not in ("select_memory", "lexical_recall")])
+@pytest.mark.parametrize(
+    "name", [n for n in samples() if n not in ("select_memory", "lexical_recall")]
+)
 def test_an_input_that_requires_a_gradient_is_refused(name):
     arguments = list(samples()[name])
     arguments[0] = arguments[0].clone().requires_grad_()

@@ -31,7 +31,9 @@ def test_agrees_with_the_oracle(dtype, data):
     memory = torch.full((1, 3, width), -1, dtype=torch.int32)
     for head in range(3):
         count = min(width, begin, int(torch.randint(0, 13, (1,), generator=generator)))
-        memory[0, head, :count] = torch.randperm(begin, generator=generator)[:count].sort().values.int()
+        memory[0, head, :count] = (
+            torch.randperm(begin, generator=generator)[:count].sort().values.int()
+        )
     selected = select_both(scores, memory, begin, end, local, heavy, sinks)
     assert selected.shape == (1, 3, sinks + local + heavy) and selected.dtype == torch.int32
 
@@ -74,4 +76,6 @@ def test_wrong_arguments(device, arguments, message):
 def test_memory_must_be_int32(device):
     scores = torch.zeros(1, 2, 4, device=device)
     with pytest.raises(ValueError, match="memory must be Int"):
-        ops.select_memory(scores, torch.zeros(1, 2, 1, dtype=torch.int64, device=device), 0, 4, 1, 1, 0)
+        ops.select_memory(
+            scores, torch.zeros(1, 2, 1, dtype=torch.int64, device=device), 0, 4, 1, 1, 0
+        )

