@@ -22,7 +22,9 @@ from h2o_prefill.state import PrefillState  # noqa: E402
 if TYPE_CHECKING:
     from h2o_prefill import reference
     from h2o_prefill.eval import evaluate_perplexity
-    from h2o_prefill.hf import ChunkedPrefillCache, chunked_prefill, enable
+    from h2o_prefill.hf.cache import ChunkedPrefillCache
+    from h2o_prefill.hf.enable import enable
+    from h2o_prefill.hf.prefill import chunked_prefill
 
 __version__: str = build_info()["version"]
 

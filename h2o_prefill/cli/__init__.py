@@ -1,0 +1,19 @@
+"""The command line, `h2o-prefill`."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from .app import app
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"error: the command line needs the package {error.name}: "
+            "pip install 'h2o_prefill[eval]'"
+        )
+    app(prog_name="h2o-prefill")

@@ -1,0 +1,81 @@
+"""`h2o-prefill generate`: continue a prompt with sparse prefill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import options
+from .console import error_console, output_console, quiet_libraries
+from .presets import preset_config
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt.", show_default=False)] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from this file."),
+    ] = None,
+    model: options.ModelOption = "smollm2-135m",
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Tokens to add.")
+    ] = 128,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat/--raw",
+            help="Put the prompt into the model's chat template, or take it as it is.",
+        ),
+    ] = True,
+    preset: options.PresetOption = "spec",
+    chunk_size: options.ChunkSizeOption = None,
+    local_window: options.LocalWindowOption = None,
+    heavy_budget: options.HeavyBudgetOption = None,
+    sink_tokens: options.SinkTokensOption = None,
+    dtype: options.DtypeOption = "float32",
+    threads: options.ThreadsOption = None,
+) -> None:
+    """Continue a prompt greedily; a prompt of a chunk's tokens or more is prefilled sparsely."""
+    from ..eval import load_model
+    from ..eval.generation import encode_prompt, generate_timed
+    from ..eval.text import read_text
+    from ..hf import enable
+
+    with quiet_libraries():
+        config = preset_config(
+            preset,
+            chunk_size=chunk_size,
+            local_window=local_window,
+            heavy_budget=heavy_budget,
+            sink_tokens=sink_tokens,
+        )
+        if (prompt is None) == (prompt_file is None):
+            raise ValueError("give a prompt or --prompt-file, one of the two")
+        text = prompt if prompt_file is None else read_text(prompt_file, "--prompt-file")
+        if not text or not text.strip():
+            raise ValueError("prompt must not be empty")
+        options.use_threads(threads)
+        with error_console().status(f"loading {model}"):
+            network, tokenizer = load_model(model, dtype)
+        input_ids = encode_prompt(tokenizer, text, chat=chat)
+        console = output_console()
+
+        def show(piece: str) -> None:
+            console.print(piece, end="", markup=False, soft_wrap=True)
+
+        with enable(network, config):
+            timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)
+        console.print()
+        error_console().print(_summary(timing, config), style="dim", soft_wrap=True)
+
+
+def _summary(timing: Any, config: Any) -> str:
+    way = "sparse"
+    if timing.prompt_tokens < config.sparse_from:
+        way = f"dense, since shorter than {config.sparse_from} tokens"
+    return (
+        f"prefill {timing.prompt_tokens} tokens in {timing.prefill_seconds:.2f} s ({way}), "
+        f"then {timing.new_tokens} tokens in {timing.decode_seconds:.2f} s"
+    )

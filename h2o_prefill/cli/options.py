@@ -1,0 +1,98 @@
+"""Options that more than one command has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..eval import DTYPES
+from .presets import PRESETS
+
+_SIZES = "Sparse prefill"
+
+
+def choices(names: Iterable[str]) -> str:
+    """Return names as a help text lists them."""
+    return ", ".join(names)
+
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="smollm2-135m, a folder, a .gguf file, or a model id of the Hugging Face hub.",
+    ),
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help=f"Of the weights: {choices(DTYPES)}.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="CPU threads. Default: PyTorch's choice.")
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
+]
+PresetOption = Annotated[
+    str,
+    typer.Option(
+        "--preset", help=f"Settings to start from: {choices(PRESETS)}.", rich_help_panel=_SIZES
+    ),
+]
+ChunkSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--chunk-size", help="S, tokens of a chunk.", rich_help_panel=_SIZES, show_default="preset"
+    ),
+]
+LocalWindowOption = Annotated[
+    int | None,
+    typer.Option(
+        "--local-window",
+        help="L, last positions always kept.",
+        rich_help_panel=_SIZES,
+        show_default="preset",
+    ),
+]
+HeavyBudgetOption = Annotated[
+    int | None,
+    typer.Option(
+        "--heavy-budget",
+        help="H, most attended positions kept.",
+        rich_help_panel=_SIZES,
+        show_default="preset",
+    ),
+]
+SinkTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--sink-tokens",
+        help="K, first positions always kept.",
+        rich_help_panel=_SIZES,
+        show_default="preset",
+    ),
+]
+
+
+def use_threads(threads: int | None) -> None:
+    """Set the number of CPU threads, if one is given."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def check_output_file(path: Path | None, option: str, suffixes: tuple[str, ...] = ()) -> None:
+    """Refuse a file that could not be written, before the work and not after it.
+
+    Raises
+    ------
+    ValueError
+        If the folder is not there, the path is a folder, or the suffix is not one of `suffixes`.
+    """
+    if path is None:
+        return
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ValueError(f"{option} must end in one of {suffixes}, got {str(path)!r}")

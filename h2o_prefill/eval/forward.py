@@ -1,0 +1,130 @@
+"""One forward pass of a prompt, timed, whose logits are computed later and slice by slice."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PROBE_TOKENS = 8
+
+
+class PromptLogits:
+    """Logits of every row of a prompt, made on demand.
+
+    Parameters
+    ----------
+    rows : Tensor
+        [T, C]: hidden states, or the logits themselves.
+    head : callable, optional
+        Turns rows of hidden states into logits.
+    """
+
+    def __init__(self, rows: Tensor, head: Callable[[Tensor], Tensor] | None) -> None:
+        self._rows = rows
+        self._head = head
+
+    def slice(self, begin: int, end: int) -> Tensor:
+        """Return the fp32 logits of rows begin .. end - 1, [end - begin, vocabulary]."""
+        rows = self._rows[begin:end]
+        return (rows if self._head is None else self._head(rows)).float()
+
+
+class PromptForward:
+    """Runs a causal language model over one prompt.
+
+    A window's logits are far larger than anything else (4096 x 49152 in fp32: 805 MB). So, where
+    the model is a base model followed by a plain output layer, the call computes the logits of the
+    last token only, as a prefill does, and the base model's hidden states are kept instead. Where a
+    probe shows that the output layer alone does not give the model's logits (softcap, scaling), the
+    full logits are kept.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Takes `input_ids` [1, T]; returns logits [1, T, vocabulary] or an object with `.logits`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._base: Any = getattr(model, "base_model", None)
+        self._head: Any = None
+        if self._can_keep_hidden_states():
+            self._head = self._output_layer()
+            if not self._head_gives_logits():
+                self._head = None
+
+    def __call__(self, input_ids: Tensor) -> tuple[PromptLogits, float]:
+        """Run the prompt.
+
+        Parameters
+        ----------
+        input_ids : Tensor
+            int64 [1, T], on the model's device.
+
+        Returns
+        -------
+        logits : PromptLogits
+        seconds : float
+            Of the call alone.
+        """
+        if self._head is None:
+            output, seconds = self._timed(input_ids)
+            return PromptLogits(_logits(output)[0], None), seconds
+        hidden, _, seconds = self._hidden_states(input_ids, logits_to_keep=1)
+        return PromptLogits(hidden, self._head), seconds
+
+    def _timed(self, input_ids: Tensor, **options: Any) -> tuple[Any, float]:
+        _synchronize(input_ids.device)
+        start = time.perf_counter()
+        output = self._model(input_ids=input_ids, **options)
+        _synchronize(input_ids.device)
+        return output, time.perf_counter() - start
+
+    def _hidden_states(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Any, float]:
+        kept: list[Tensor] = []
+        # A hook, not a call of the base model: what is attached to the whole model must see it.
+        handle = self._base.register_forward_hook(
+            lambda module, args, output: kept.append(output.last_hidden_state)
+        )
+        try:
+            output, seconds = self._timed(input_ids, **options)
+        finally:
+            handle.remove()
+        return kept[-1][0], output, seconds
+
+    def _can_keep_hidden_states(self) -> bool:
+        model = self._model
+        return (
+            isinstance(self._base, nn.Module)
+            and self._base is not model
+            and isinstance(self._output_layer(), nn.Module)
+            and "logits_to_keep" in inspect.signature(model.forward).parameters
+        )
+
+    def _output_layer(self) -> Any:
+        get: Any = getattr(self._model, "get_output_embeddings", None)
+        return get() if callable(get) else None
+
+    def _head_gives_logits(self) -> bool:
+        parameter = next(self._model.parameters())
+        ids = torch.arange(_PROBE_TOKENS, device=parameter.device).unsqueeze(0)
+        try:
+            hidden, output, _ = self._hidden_states(ids)
+        except (AttributeError, IndexError):  # a base model that returns something else
+            return False
+        # Same call, same shapes: equal to the bit unless the model does more with its output layer.
+        return torch.equal(self._head(hidden.unsqueeze(0)), _logits(output))
+
+
+def _logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

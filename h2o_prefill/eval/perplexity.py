@@ -1,0 +1,229 @@
+"""Perplexity of a model under sparse prefill, beside the same model dense."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import PrefillConfig, dense_dot_products, sparse_dot_products
+from .forward import PromptForward, PromptLogits
+from .models import load_model
+from .protocols import first_token, parse_windows, scored_rows, select_windows
+from .result import PerplexityResult
+from .scoring import WindowScores, score_window
+from .summary import summarize
+from .text import DATASETS, Corpus, encode, load_text
+
+Progress = Callable[[int, int, str], None]
+
+
+def evaluate_perplexity(
+    model: nn.Module | str,
+    dataset: Tensor | Sequence[int] | Corpus | str,
+    chunk_config: PrefillConfig | None = None,
+    *,
+    tokenizer: Any = None,
+    context: int = 4096,
+    windows: str = "0:6",
+    protocol: str = "gptq",
+    on_progress: Progress | None = None,
+) -> PerplexityResult:
+    """Measure a model's perplexity dense and sparse, window by window on the same windows.
+
+    The text is tokenised once as a whole and cut into windows that do not overlap. Both runs of a
+    window follow each other, each first in turn, so their times can be compared.
+
+    Parameters
+    ----------
+    model : nn.Module or str
+        A causal language model with dense attention, or a name that `load_model` knows.
+    dataset : Tensor, sequence of int, Corpus or str
+        Tokens of a text; or a text, or the name of one that `load_text` knows, which need a
+        tokenizer.
+    chunk_config : PrefillConfig, optional
+        Settings of the sparse run. Default: the algorithm as specified.
+    tokenizer : optional
+        The model's. A model given by name brings its own.
+    context : int
+        Tokens of a window: at least two chunks.
+    windows : str
+        A slice "begin:end" of the windows.
+    protocol : {"gptq", "llamacpp"}
+        Which tokens are scored, see `protocols.scored_rows`. "llamacpp" also puts the tokenizer's
+        BOS token, if it adds one, in the place of each window's first token.
+    on_progress : callable, optional
+        Called with (forward passes done, passes in all, what runs next).
+
+    Returns
+    -------
+    PerplexityResult
+        With `.dense.ppl` and `.sparse.ppl`; as a float it is the sparse perplexity.
+
+    Raises
+    ------
+    ValueError
+        If a window is shorter than two chunks, the text is too short for the windows, an argument
+        is out of its range, or the model already runs sparsely.
+    ArithmeticError
+        If a run gives logits that are not finite.
+    """
+    config = PrefillConfig() if chunk_config is None else chunk_config
+    check_settings(config, context, windows, protocol)
+    rows = scored_rows(protocol, context)
+    if isinstance(model, str):
+        network, own_tokenizer = load_model(model)
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
+    else:
+        network = model
+    _check_model(network, context)
+    tokens = _tokens(dataset, tokenizer)
+    selected, batches = select_windows(tokens, context, windows)
+    replacement = first_token(tokenizer, protocol)
+    if replacement is not None:
+        batches = batches.clone()
+        batches[:, 0] = replacement
+
+    scores: list[WindowScores] = []
+    seconds: list[tuple[float, float]] = []
+    total = 2 * len(batches)
+    with torch.no_grad(), _eval_mode(network):
+        forward = PromptForward(network)
+        device = next(network.parameters()).device
+        for index, batch in zip(selected, batches, strict=True):
+            input_ids = batch.to(device)
+            outputs: dict[str, tuple[PromptLogits, float]] = {}
+            # Each goes first in turn: what a first call pays for must not fall on one of the two.
+            order = ("dense", "sparse") if len(scores) % 2 == 0 else ("sparse", "dense")
+            for name in order:
+                _report(
+                    on_progress, 2 * len(scores) + len(outputs), total, f"window {index} {name}"
+                )
+                with _run_mode(name, network, config):
+                    outputs[name] = forward(input_ids.unsqueeze(0))
+            dense, sparse = outputs["dense"], outputs["sparse"]
+            window = score_window(dense[0], sparse[0], input_ids, rows)
+            for name, nll in (("dense", window.dense_nll), ("sparse", window.sparse_nll)):
+                if not bool(nll.isfinite().all()):
+                    raise ArithmeticError(
+                        f"the {name} run of window {index} gave logits that are not finite"
+                    )
+            scores.append(window)
+            seconds.append((dense[1], sparse[1]))
+    _report(on_progress, total, total, "done")
+    return summarize(
+        scores,
+        seconds,
+        rows=rows,
+        config=config,
+        protocol=protocol,
+        context=context,
+        windows=list(selected),
+        attention_flops_ratio=attention_flops_ratio(context, config, _layers(network)),
+    )
+
+
+def attention_flops_ratio(num_tokens: int, config: PrefillConfig, num_layers: int = 1) -> float:
+    """Return the query-key products of dense attention over those of the sparse one, for a prompt.
+
+    Layers of `config.dense_layers` count as dense. Recalled keys and a dense tail are not counted.
+
+    Parameters
+    ----------
+    num_tokens : int
+        N, the length of the prompt.
+    config : PrefillConfig
+    num_layers : int
+        Layers of the model.
+    """
+    dense = dense_dot_products(num_tokens)
+    if num_tokens < config.sparse_from:
+        return 1.0
+    dense_layers = sum(layer < num_layers for layer in set(config.dense_layers))
+    sparse = sparse_dot_products(num_tokens, config)
+    return num_layers * dense / (dense_layers * dense + (num_layers - dense_layers) * sparse)
+
+
+def check_settings(config: PrefillConfig, context: int, windows: str, protocol: str) -> None:
+    """Refuse settings that `evaluate_perplexity` would refuse, without a model and a text.
+
+    Parameters
+    ----------
+    config : PrefillConfig
+    context, windows, protocol
+        As `evaluate_perplexity` takes them.
+
+    Raises
+    ------
+    ValueError
+        If one is out of its range, or a window is shorter than two chunks.
+    """
+    scored_rows(protocol, context)
+    parse_windows(windows)
+    if context < 2 * config.chunk_size:
+        raise ValueError(
+            f"context must be at least two chunks of {config.chunk_size} tokens, because within "
+            f"the first chunk attention is dense, got {context}"
+        )
+
+
+def _check_model(model: nn.Module, context: int) -> None:
+    settings = getattr(model, "config", None)
+    if getattr(settings, "_attn_implementation", None) == "h2o_prefill":
+        raise ValueError(
+            "model must have dense attention: it is under h2o_prefill.enable() already"
+        )
+    longest = getattr(settings, "max_position_embeddings", None)
+    if isinstance(longest, int) and context > longest:
+        raise ValueError(
+            f"context must be <= {longest}, the longest that the model takes, got {context}"
+        )
+
+
+def _tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
+    if isinstance(dataset, str) and dataset in DATASETS:
+        dataset = load_text(dataset)
+    if isinstance(dataset, (str, Corpus)):
+        text = dataset if isinstance(dataset, str) else dataset.text
+        if not text.strip():
+            raise ValueError("dataset must not be empty text")
+        if tokenizer is None:
+            raise ValueError("dataset is text, so a tokenizer must be given")
+        return encode(tokenizer, text)
+    tokens = torch.as_tensor(dataset)
+    if tokens.is_floating_point() or tokens.dim() != 1:
+        raise ValueError(
+            f"dataset must be a sequence of token ids, got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    return tokens.to(torch.int64)
+
+
+def _run_mode(name: str, model: Any, config: PrefillConfig) -> AbstractContextManager[Any]:
+    if name == "dense":
+        return contextlib.nullcontext()
+    from ..hf import enable
+
+    return enable(model, config)
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _layers(model: nn.Module) -> int:
+    return getattr(getattr(model, "config", None), "num_hidden_layers", 1) or 1
+
+
+def _report(on_progress: Progress | None, done: int, total: int, what: str) -> None:
+    if on_progress is not None:
+        on_progress(done, total, what)

@@ -1,0 +1,95 @@
+"""Which windows of a text are scored, and which tokens of a window."""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor
+
+PROTOCOLS = ("gptq", "llamacpp")
+
+_WINDOWS = re.compile(r"(\d*):(\d*)")
+
+
+def scored_rows(protocol: str, context: int) -> range:
+    """Return the rows of a window whose next token is scored.
+
+    "gptq" scores every token but the first (IST-DASLab/gptq, llama.py); "llamacpp" the second half,
+    so that each scored token has at least half a window before it (ggml-org/llama.cpp,
+    tools/perplexity).
+
+    Parameters
+    ----------
+    protocol : {"gptq", "llamacpp"}
+    context : int
+        Tokens of a window.
+
+    Returns
+    -------
+    range
+        Row i predicts token i + 1.
+    """
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"protocol must be one of {PROTOCOLS}, got {protocol!r}")
+    return range(context // 2 if protocol == "llamacpp" else 0, context - 1)
+
+
+def first_token(tokenizer: object, protocol: str) -> int | None:
+    """Return the token that replaces the first one of every window, None for none.
+
+    llama.cpp puts the BOS token there if the model's tokenizer adds one by itself.
+    """
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if protocol != "llamacpp" or bos is None:
+        return None
+    ids = tokenizer("a")["input_ids"]  # type: ignore[operator]
+    return bos if ids and ids[0] == bos else None
+
+
+def parse_windows(windows: str) -> tuple[int, int | None]:
+    """Return begin and end of a slice "begin:end" of windows; an end of None is the text's."""
+    match = _WINDOWS.fullmatch(windows.strip())
+    begin = int(match[1] or 0) if match else 0
+    end = int(match[2]) if match and match[2] else None
+    if match is None or (end is not None and begin >= end):
+        raise ValueError(f"windows must be a slice like 0:6, got {windows!r}")
+    return begin, end
+
+
+def select_windows(tokens: Tensor, context: int, windows: str) -> tuple[range, Tensor]:
+    """Cut tokens into windows that do not overlap, and take a slice of them; a rest is dropped.
+
+    Parameters
+    ----------
+    tokens : Tensor
+        int64 [tokens]
+    context : int
+        Tokens of a window.
+    windows : str
+        A slice "begin:end" of the windows; either side may be empty.
+
+    Returns
+    -------
+    selected : range
+        The windows' indices.
+    tokens : Tensor
+        int64 [windows, context]
+
+    Raises
+    ------
+    ValueError
+        If the text is shorter than a window, or the slice is malformed, empty or beyond the text.
+    """
+    available = len(tokens) // context
+    if available == 0:
+        raise ValueError(
+            f"text must hold at least one window of {context} tokens, got {len(tokens)} tokens"
+        )
+    begin, end = parse_windows(windows)
+    end = available if end is None else end
+    if not begin < end <= available:
+        raise ValueError(
+            f"windows must be a slice within 0:{available}, all that the text holds at context "
+            f"{context}, got {windows!r}"
+        )
+    return range(begin, end), tokens[begin * context : end * context].view(-1, context)

@@ -1,0 +1,48 @@
+"""The JSON file of an evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from .environment import environment
+from .result import PerplexityResult
+
+
+def build_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
+    """Return the report of an evaluation.
+
+    Parameters
+    ----------
+    result : PerplexityResult
+    origin
+        What the result does not know and a reader needs to repeat it: model, dtype, text.
+
+    Returns
+    -------
+    dict
+        `{environment, config, dense: {ppl, ppl_by_chunk, seconds, ...}, sparse: {the same},
+        delta_percent, stderr_percent, ...}`
+    """
+    values = result.to_dict()
+    config = {**origin, **{key: values.pop(key) for key in ("protocol", "context", "windows")}}
+    config.update(values.pop("config"))
+    return {"environment": environment(), "config": config, **values}
+
+
+def write_json(values: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write plain values as JSON. Numbers that JSON does not know (NaN) become null."""
+    Path(path).write_text(json.dumps(_plain(values), indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

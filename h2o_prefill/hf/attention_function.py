@@ -1,0 +1,64 @@
+"""The attention function of the name `h2o_prefill`: sparse where allowed, else dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from h2o_prefill.hf.dense import dense_attention
+from h2o_prefill.hf.eligibility import Call, dense_reason
+from h2o_prefill.hf.run import current_run
+from h2o_prefill.hf.settings import DEFAULT_SETTINGS, is_switched
+from h2o_prefill.hf.sparse import sparse_attention
+
+OUTSIDE = "a model shares its config with an enabled model, or was called past its hooks"
+
+
+def h2o_prefill_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend, in the form that transformers calls attention functions in.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The attention layer.
+    query, key, value : Tensor
+        [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv] after RoPE; key and value are what the
+        cache's `update` returned.
+    attention_mask : object
+        What the mask function made: None for plain causal attention.
+    dropout : float
+        Dropout probability.
+    scaling : float, optional
+        Factor of the logits, default D^-0.5.
+    **kwargs
+        What else the model passes; the decision table looks at it.
+
+    Returns
+    -------
+    out : Tensor
+        [B, Tq, Hq, Dv], contiguous.
+    weights : Tensor or None
+        None when sparse.
+    """
+    hf_config = getattr(module, "config", None)
+    run = current_run(hf_config)
+    settings = DEFAULT_SETTINGS if run is None else run.settings
+    call = Call(module, query, key, value, attention_mask, dropout, kwargs, settings.config, run)
+    reason = dense_reason(call)
+    if reason is None and run is None and is_switched(hf_config):
+        reason = OUTSIDE
+    if reason is None:
+        return sparse_attention(call, scaling), None
+    if reason:
+        settings.report(f"dense attention: {reason}")
+    return dense_attention(call, scaling)

@@ -1,0 +1,192 @@
+"""A Hugging Face cache that lets several calls of one prompt go on sparsely."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from h2o_prefill.state import PrefillState
+
+
+class ChunkedPrefillLayer(DynamicLayer):
+    """Keys and values of one layer, and beside them the scores and memory set of its prefill.
+
+    Attributes
+    ----------
+    state : PrefillState or None
+        None before the first sparse call.
+    """
+
+    state: PrefillState | None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.state = None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.state = None
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, from the state too (see `truncate_state`)."""
+        super().crop(tokens_to_remove)
+        if self.state is not None:
+            self.state = truncate_state(self.state, self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows of the batch."""
+        super().reorder_cache(beam_idx)
+        self._map_state(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        super().batch_repeat_interleave(repeats)
+        self._map_state(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows of the batch."""
+        super().batch_select_indices(indices)
+        self._map_state(lambda x: x[indices, ...])
+
+    def offload(self) -> None:
+        """Move the layer to the CPU."""
+        super().offload()
+        self._map_state(lambda x: x.to("cpu"))
+
+    def prefetch(self) -> None:
+        """Move an offloaded layer back to its device."""
+        super().prefetch()
+        if self.is_initialized:
+            self._map_state(lambda x: x.to(self.device))
+
+    def _map_state(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.state is not None:
+            self.state = dataclasses.replace(
+                self.state, scores=change(self.state.scores), memory=change(self.state.memory)
+            )
+
+
+class ChunkedPrefillCache(DynamicCache):
+    """A `DynamicCache` whose full-attention layers remember where sparse prefill stands.
+
+    With it, calls of one prompt in multiples of the chunk size give what one call gives, so
+    `generate(prefill_chunk_size=...)`, a shared prefix (`copy.deepcopy`) and chat turns stay
+    sparse. It holds the token ids as well, which lexical recall searches.
+
+    Parameters
+    ----------
+    config : PretrainedConfig, optional
+        The model's; without it every layer counts as full attention.
+    **kwargs
+        Passed on to `DynamicCache`, as `offloading=True`.
+    """
+
+    def __init__(self, config: Any = None, **kwargs: Any) -> None:
+        super().__init__(config=config, **kwargs)
+        # Only plain layers: those of sliding, linear or indexed attention are never prefilled
+        # sparsely.
+        self.layers = [
+            ChunkedPrefillLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
+        ]
+        if self.layer_class_to_replicate is DynamicLayer:
+            self.layer_class_to_replicate = ChunkedPrefillLayer
+        self._token_ids: list[Tensor] | None = []
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """The ids of the cached tokens, int64 [B, T]; None if there are none, or some unknown."""
+        return self.token_ids_with(None)
+
+    def token_ids_with(self, new: Tensor | None) -> Tensor | None:
+        """Return the ids of the cached tokens and of `new` [B, Tq]; None if some are unknown."""
+        if self._token_ids is None:
+            return None
+        pieces = self._token_ids if new is None else [*self._token_ids, new]
+        return torch.cat(pieces, dim=1) if pieces else None
+
+    def append_token_ids(self, new: Tensor | None) -> None:
+        """Keep the ids of the tokens that a forward has just added.
+
+        Parameters
+        ----------
+        new : Tensor, optional
+            int64 [B, Tq]. None, or another number of tokens than the cache grew by, makes the ids
+            unknown until `reset`.
+        """
+        ids = self.token_ids_with(new)
+        length = 0 if ids is None else ids.shape[1]
+        known = new is not None and ids is not None and length == self.get_seq_length()
+        self._token_ids = [ids] if known and ids is not None else None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self._token_ids = []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, from keys, values, states and ids."""
+        super().crop(tokens_to_remove)
+        length = self.get_seq_length()
+        if length == 0:
+            self._token_ids = []
+        self._map_ids(lambda ids: ids[:, :length])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows of the batch."""
+        super().reorder_cache(beam_idx)
+        self._map_ids(lambda ids: ids.index_select(0, beam_idx.to(ids.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        super().batch_repeat_interleave(repeats)
+        self._map_ids(lambda ids: ids.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows of the batch."""
+        super().batch_select_indices(indices)
+        self._map_ids(lambda ids: ids[indices.to(ids.device), ...])
+
+    def _map_ids(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self._token_ids is not None:
+            self._token_ids = [change(piece) for piece in self._token_ids]
+
+
+def truncate_state(state: PrefillState, length: int) -> PrefillState | None:
+    """Cut a state down to the first tokens, so that nothing in it refers to a removed position.
+
+    The scores of the tokens that stay are kept as they are: what removed queries added cannot be
+    told apart. A cut inside the last chunk leaves the memory set alone, since all of it lies before
+    that chunk. A cut before it removes what the set was chosen for, so the set is emptied and every
+    token that stays is a candidate again.
+
+    Parameters
+    ----------
+    state : PrefillState
+        Left as it is.
+    length : int
+        Tokens that stay.
+
+    Returns
+    -------
+    PrefillState or None
+        None if no token stays.
+    """
+    if length <= 0:
+        return None
+    if length >= state.length:
+        return state
+    inside = length > state.last_chunk_begin
+    return PrefillState(
+        scores=state.scores[..., :length],
+        memory=state.memory if inside else torch.full_like(state.memory, -1),
+        length=length,
+        last_chunk_begin=state.last_chunk_begin if inside else 0,
+    )

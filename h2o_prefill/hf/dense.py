@@ -1,0 +1,157 @@
+"""The dense way: the attention function that the model had before, with the mask that it takes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from h2o_prefill.hf.eligibility import Call, is_causal
+from h2o_prefill.hf.registration import NAME
+from h2o_prefill.hf.run import Run
+
+# What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
+EAGER_ONLY = ("s_aux", "softcap")
+
+
+def dense_attention(call: Call, scaling: float | None) -> tuple[Tensor, Tensor | None]:
+    """Attend to every key that the mask shows, as the model would without us.
+
+    Parameters
+    ----------
+    call : Call
+        The call.
+    scaling : float, optional
+        Factor of the logits.
+
+    Returns
+    -------
+    out, weights
+        [B, Tq, Hq, Dv], and what the function gives beside it.
+    """
+    name = _implementation(call)
+    function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    out: tuple[Tensor, Tensor | None] = function(
+        call.module,
+        call.query,
+        call.key,
+        call.value,
+        _mask(call, name),
+        dropout=call.dropout,
+        scaling=scaling,
+        **call.kwargs,
+    )
+    return out
+
+
+def eager_function(module: nn.Module) -> Callable[..., Any]:
+    """Return the `eager_attention_forward` of the file that defines an attention class.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    for base in type(module).__mro__:
+        found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if found is not None:
+            function: Callable[..., Any] = found
+            return function
+    raise ValueError(f"{type(module).__name__} has no eager_attention_forward to fall back to")
+
+
+def _implementation(call: Call) -> str:
+    """Return the name of the attention implementation to fall back to."""
+    name = None
+    if call.run is not None:
+        name = call.run.settings.previous_of(getattr(call.module, "config", None))
+    if name is None or name == NAME:
+        name = _default_implementation(call.module)
+    if name == "sdpa" and (call.given(*EAGER_ONLY) or _sdpa_drops_position_bias(call)):
+        return "eager"
+    if name not in ("sdpa", "eager") and isinstance(call.mask, Tensor) and call.mask.ndim == 4:
+        # A mask made outside of the forward has sdpa's format, and no other implementation takes
+        # it.
+        return "eager" if call.given(*EAGER_ONLY) else "sdpa"
+    return name
+
+
+def _default_implementation(module: nn.Module) -> str:
+    """Return sdpa if the models of a layer's file support it, as transformers chooses."""
+    home = sys.modules.get(type(module).__module__)
+    models = [
+        thing
+        for thing in vars(home).values()
+        if isinstance(thing, type) and issubclass(thing, PreTrainedModel)
+    ]
+    return "sdpa" if any(model._supports_sdpa for model in models) else "eager"
+
+
+def _sdpa_drops_position_bias(call: Call) -> bool:
+    parameters = inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters
+    return call.given("position_bias") and "position_bias" not in parameters
+
+
+def _mask(call: Call, name: str) -> Any:
+    """Return the call's mask in the format of the implementation."""
+    mask = call.mask
+    if mask is None and _needs_causal_mask(call):
+        make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+        if make is None:
+            return None
+        key = (name, call.query.shape[2], call.key.shape[2], call.query.device, call.query.dtype)
+        return _shared(call.run, key, lambda: _causal_mask(call, make))
+    if name == "eager" and isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        dtype = call.query.dtype
+        # The mask itself is in the value, so that its id cannot be taken by another.
+        return _shared(call.run, (id(mask), dtype), lambda: (mask, _additive(mask, dtype)))[1]
+    return mask
+
+
+def _needs_causal_mask(call: Call) -> bool:
+    """Return whether no mask means causal up to the last key.
+
+    Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an empty
+    static cache, and eager as no mask at all.
+    """
+    made_here = call.run is None or call.run.masks_made
+    return made_here and call.new > 1 and call.past >= 0 and is_causal(call.module, call.kwargs)
+
+
+def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:
+    return make(
+        # Masks that are tensors broadcast over the batch; flex attention's do not.
+        batch_size=1 if make in (sdpa_mask, eager_mask) else call.query.shape[0],
+        q_length=call.new,
+        kv_length=call.key.shape[2],
+        q_offset=call.past,
+        kv_offset=0,
+        mask_function=causal_mask_function,
+        attention_mask=None,
+        allow_is_causal_skip=True,
+        dtype=call.query.dtype,
+        config=call.module.config,
+        use_vmap=False,
+        device=call.query.device,
+    )
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)
+
+
+def _shared(run: Run | None, key: Any, make: Callable[[], Any]) -> Any:
+    return make() if run is None else run.shared(key, make)

@@ -1,0 +1,218 @@
+"""When an attention call is prefilled sparsely: the decision table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.cache import ChunkedPrefillLayer
+from h2o_prefill.hf.run import Run
+
+PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
+INDEX_ARGUMENTS = ("indices", "block_indices")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the attention function.
+
+    Attributes
+    ----------
+    module : nn.Module
+        The attention layer.
+    query, key, value : Tensor
+        [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv].
+    mask : object
+        What the mask function, or the user, made.
+    dropout : float
+        Dropout probability.
+    kwargs : dict
+        Everything else that the model passed.
+    config : PrefillConfig
+        Of the enabled model.
+    run : Run or None
+        The forward that this call belongs to; None if the model was never enabled.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    dropout: float
+    kwargs: dict[str, Any]
+    config: PrefillConfig
+    run: Run | None
+
+    @property
+    def new(self) -> int:
+        """Tokens of this call, Tq."""
+        return self.query.shape[2]
+
+    @property
+    def past(self) -> int:
+        """Tokens before this call."""
+        return self.key.shape[2] - self.query.shape[2]
+
+    @property
+    def cache_layer(self) -> ChunkedPrefillLayer | None:
+        """The layer of a `ChunkedPrefillCache`, if the caller passed one."""
+        layer = None if self.run is None else self.run.layer_of(self.module)
+        return layer if isinstance(layer, ChunkedPrefillLayer) else None
+
+    def given(self, *names: str) -> bool:
+        """Return whether the model passed one of these arguments."""
+        return any(self.kwargs.get(name) is not None for name in names)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reason for dense attention.
+
+    Attributes
+    ----------
+    applies : callable
+        Tells whether a call is one of these.
+    reason : str, or callable that makes it
+        What the user reads. Empty for calls that are dense by design: nobody is told of those.
+    """
+
+    applies: Callable[[Call], bool]
+    reason: str | Callable[[Call], str] = ""
+
+
+def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether a layer is causal: the argument if given, else what module and config say."""
+    given = kwargs.get("is_causal")
+    if given is not None:
+        return bool(given)
+    config = getattr(module, "config", None)
+    return bool(getattr(module, "is_causal", True)) and bool(getattr(config, "is_causal", True))
+
+
+def layer_type(module: nn.Module) -> str:
+    """Return the kind of an attention layer, in the words of a config's `layer_types`.
+
+    Llama 4 marks its chunked layers nowhere else; Mistral and Phi 3 have no `layer_types` and one
+    window for all layers.
+    """
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if types is not None and isinstance(index, int) and index < len(types):
+        kind = str(types[index])
+    elif getattr(config, "sliding_window", None) is not None:
+        kind = "sliding_attention"
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        kind = "chunked_attention"
+    else:
+        kind = "full_attention"
+    if kind == "full_attention" and getattr(module, "sliding_window", None) is not None:
+        return "sliding_attention"
+    return kind
+
+
+def can_be_sparse(module: nn.Module) -> bool:
+    """Return whether an attention layer is of the kind that is ever prefilled sparsely."""
+    return is_causal(module, {}) and layer_type(module) == "full_attention"
+
+
+def _is_short(call: Call) -> bool:
+    is_decode = call.new == 1 and call.past > 0
+    if is_decode or call.new < call.config.sparse_from:
+        return True
+    # One chunk without history is plain causal attention; only a cache that goes on needs its
+    # scores.
+    return call.past == 0 and call.new <= call.config.chunk_size and call.cache_layer is None
+
+
+def _needs_gradients(call: Call) -> bool:
+    tensors = (call.query, call.key, call.value)
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _wants_weights(call: Call) -> bool:
+    wanted = call.kwargs.get("output_attentions")
+    return bool(getattr(_config(call), "output_attentions", False) if wanted is None else wanted)
+
+
+def _shares_keys(call: Call) -> bool:
+    if getattr(call.module, "is_kv_shared_layer", False):
+        return True
+    shared = getattr(_config(call), "num_kv_shared_layers", None) or 0
+    layers = getattr(_config(call), "num_hidden_layers", None) or 0
+    return shared > 0 and getattr(call.module, "layer_idx", 0) >= layers - shared
+
+
+def _is_static(call: Call) -> bool:
+    layer = None if call.run is None else call.run.layer_of(call.module)
+    return bool(getattr(layer, "is_compileable", False))
+
+
+def _is_plain(call: Call) -> bool:
+    run = call.run
+    return run is None or run.plain == (call.query.shape[2], call.key.shape[2])
+
+
+def _mask_reason(call: Call) -> str:
+    made = None if call.run is None else call.run.mask_reason
+    return made or "a custom attention mask is not supported"
+
+
+def _config(call: Call) -> Any:
+    return getattr(call.module, "config", None)
+
+
+RULES = (
+    Rule(_is_short),
+    Rule(lambda call: not is_causal(call.module, call.kwargs)),
+    Rule(lambda call: layer_type(call.module) != "full_attention"),
+    Rule(lambda call: call.given("sliding_window")),
+    Rule(lambda call: getattr(call.module, "layer_idx", None) in call.config.dense_layers),
+    Rule(
+        lambda call: not isinstance(getattr(call.module, "layer_idx", None), int),
+        "the attention layers do not know their index",
+    ),
+    Rule(
+        lambda call: bool(getattr(_config(call), "is_encoder_decoder", False)),
+        "encoder-decoder models are not supported",
+    ),
+    Rule(lambda call: call.module.training, "the model is in training mode; call model.eval()"),
+    Rule(_needs_gradients, "gradients are on; run under torch.no_grad() or torch.inference_mode()"),
+    Rule(lambda call: call.dropout > 0, "attention dropout is not supported"),
+    Rule(_wants_weights, "output_attentions is not supported"),
+    Rule(lambda call: call.given("cache"), "paged caches are not supported"),
+    Rule(
+        lambda call: getattr(_config(call), "kv_lora_rank", None) is not None,
+        "multi-head latent attention (MLA) is not supported",
+    ),
+    Rule(_shares_keys, "layers that share the keys of another layer are not supported"),
+    Rule(lambda call: call.given("s_aux"), "attention sinks (s_aux) are not supported"),
+    Rule(lambda call: call.given("softcap"), "soft-capped logits (softcap) are not supported"),
+    Rule(lambda call: call.given("position_bias"), "position_bias is not supported"),
+    Rule(lambda call: call.given(*PACKING_ARGUMENTS), "packed sequences are not supported"),
+    Rule(lambda call: call.given(*INDEX_ARGUMENTS), "the model chooses its own keys already"),
+    Rule(_is_static, "static caches are not supported"),
+    Rule(lambda call: call.mask is not None, _mask_reason),
+    Rule(
+        lambda call: not _is_plain(call),
+        "the model makes its own masks, so that attention is not known to be causal",
+    ),
+    Rule(
+        lambda call: call.past > 0 and call.cache_layer is None,
+        "a long call goes on from a plain cache; pass past_key_values=ChunkedPrefillCache(...)",
+    ),
+)
+
+
+def dense_reason(call: Call) -> str | None:
+    """Return why a call is dense: None if it is sparse, empty if it is dense by design."""
+    for rule in RULES:
+        if rule.applies(call):
+            return rule.reason(call) if callable(rule.reason) else rule.reason
+    return None

@@ -1,0 +1,233 @@
+"""Switch a model over to sparse prefill, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import TracebackType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.eligibility import can_be_sparse
+from h2o_prefill.hf.registration import NAME, register
+from h2o_prefill.hf.run import ForwardHook, discard_runs, is_hooked
+from h2o_prefill.hf.settings import Settings, is_switched
+
+
+class PrefillHandle:
+    """Sparse prefill of one model, on until `disable` is called or its `with` ends.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    config : PrefillConfig
+        How to prefill.
+    strict : bool
+        Raise instead of falling back to dense attention with a warning.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: PrefillConfig, strict: bool) -> None:
+        self.model = model
+        self.config = config
+        self.strict = strict
+        self.active = False
+        self._entered = False
+        self._settings = Settings(config, strict)
+        self._hooks: list[Any] = []
+
+    def enable(self) -> PrefillHandle:
+        """Switch the model over.
+
+        Raises
+        ------
+        ValueError
+            If the model is enabled already, shares its config object with an enabled model, or does
+            not use transformers' attention interface.
+        NotImplementedError
+            If `strict` and no layer can be sparse.
+        """
+        if any(is_hooked(module) for module in self.model.modules()):
+            raise ValueError(f"{_name(self.model)} is enabled already; disable that handle first")
+        configs = _configs_of(self.model)
+        if any(is_switched(config) for config in configs):
+            raise ValueError(
+                f"{_name(self.model)} shares its config object with a model that is enabled; "
+                "give each model its own (copy.deepcopy)"
+            )
+        previous = [(c, c._attn_implementation) for c in configs]
+        self._settings = Settings(
+            self.config, self.strict, previous, reported=self._settings.reported
+        )
+        try:
+            _switch(self.model)
+            _check_switched(self.model)
+            _check_some_layer(self.model, self._settings)
+            for module in self.model.modules():
+                if module is self.model or isinstance(module, PreTrainedModel):
+                    self._hooks += ForwardHook(module, self._settings).attach(module)
+            self._settings.mark_switched()
+            self.active = True
+        finally:
+            if not self.active:
+                self._restore()
+        return self
+
+    def disable(self) -> None:
+        """Give the model back the attention that it had. Does nothing if it is not enabled."""
+        if self.active:
+            self.active = False
+            self._settings.unmark_switched()
+            self._restore()
+            discard_runs(self._settings)
+
+    def __enter__(self) -> PrefillHandle:
+        if self._entered:
+            raise ValueError("the handle is entered already; nested use is not possible")
+        if not self.active:
+            self.enable()
+        self._entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._entered = False
+        self.disable()
+
+    def _restore(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for config, name in self._settings.previous:
+            # Not the public setter: it would spread the choice of a config over its sub-configs.
+            config._attn_implementation_internal = name
+
+
+def enable(
+    model: PreTrainedModel,
+    config: PrefillConfig | None = None,
+    *,
+    strict: bool = False,
+    **overrides: Any,
+) -> PrefillHandle:
+    """Make the prefill of a Hugging Face model sparse, until disabled or the `with` ends.
+
+    Calls with at least one chunk of new tokens go sparse; decoding, short calls and everything
+    unsupported stay dense, by the attention that the model had before. What is unsupported is said
+    once, as a warning.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder. It is on when this function returns; `with` is for turning it off.
+    config : PrefillConfig, optional
+        Default: `PrefillConfig()`.
+    strict : bool
+        Raise NotImplementedError where a long call would fall back to dense attention.
+    **overrides
+        Fields of `PrefillConfig` to change.
+
+    Returns
+    -------
+    PrefillHandle
+        A context manager with `enable()` and `disable()`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is wrong, the model is enabled already or does not use transformers'
+        attention interface.
+    NotImplementedError
+        If `strict` and no layer of the model can be sparse.
+
+    Examples
+    --------
+    >>> with enable(model, chunk_size=1024, local_window=256, heavy_budget=256):
+    ...     model.generate(**inputs)
+    """
+    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"model must be a transformers PreTrainedModel, got {_name(model)}")
+    chosen = chosen_config(config, overrides)
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if layers is not None and any(layer >= layers for layer in chosen.dense_layers):
+        raise ValueError(f"dense_layers must be < {layers}, got {chosen.dense_layers}")
+    return PrefillHandle(model, chosen, strict).enable()
+
+
+def chosen_config(config: PrefillConfig | None, overrides: dict[str, Any]) -> PrefillConfig:
+    """Return a config, or the default one, with some fields changed.
+
+    Raises
+    ------
+    ValueError
+        If the config is of another type, or an override names no field of it.
+    """
+    if config is not None and not isinstance(config, PrefillConfig):
+        raise ValueError(f"config must be a PrefillConfig, got {_name(config)}")
+    known = [field.name for field in dataclasses.fields(PrefillConfig)]
+    for name in overrides:
+        if name not in known:
+            raise ValueError(f"{name} is no option of PrefillConfig, whose options are {known}")
+    if config is None:
+        return PrefillConfig(**overrides)
+    return config.replace(**overrides) if overrides else config
+
+
+def _configs_of(model: PreTrainedModel) -> list[Any]:
+    """Return every Hugging Face config inside a model, each once."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [
+        model.config,
+        *(getattr(module, "config", None) for module in model.modules()),
+    ]
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        found[id(config)] = config
+        waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+def _switch(model: PreTrainedModel) -> None:
+    """Set our implementation on the text decoder, and only there: a vision tower keeps its own."""
+    name: str | dict[str, str] = register()
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        keys = [key for key in config.sub_configs if getattr(config, key, None) is text]
+        name = {keys[0]: NAME} if keys else NAME
+    model.set_attn_implementation(name)
+
+
+def _check_switched(model: PreTrainedModel) -> None:
+    """Transformers only logs a warning when a model cannot be switched over."""
+    text = model.config.get_text_config(decoder=True)
+    if text._attn_implementation != NAME:
+        raise ValueError(
+            f"{_name(model)} does not use transformers' attention interface, so its attention "
+            "cannot be replaced"
+        )
+
+
+def _check_some_layer(model: PreTrainedModel, settings: Settings) -> None:
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
+        and "attention" in type(module).__name__.lower()
+    ]
+    if layers and not any(can_be_sparse(layer) for layer in layers):
+        settings.report(
+            f"no layer of {_name(model)} can be sparse: all are sliding, chunked or not causal"
+        )
+
+
+def _name(thing: object) -> str:
+    return type(thing).__name__

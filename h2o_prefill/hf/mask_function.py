@@ -1,0 +1,127 @@
+"""The mask function of the name `h2o_prefill`: no mask where attention is plain causal.
+
+Contract with the attention function: a mask of None made here means that query i of Tq sees the
+keys up to Tkv - Tq + i, and all of them. Everything else is the mask that the model's own
+implementation would have got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+from h2o_prefill.hf.registration import NAME
+from h2o_prefill.hf.run import Run, current_run
+
+PADDING = "attention_mask holds padding; rows must be of equal length and unpadded"
+NOT_CAUSAL = "the attention mask is not plain causal (packed sequences, or an overlaid mask)"
+
+
+def h2o_prefill_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return None for plain causal attention, else the mask that the previous implementation takes.
+
+    Called by transformers once for each mask type of a forward.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length : int
+        B, Tq, Tkv.
+    q_offset : int or Tensor
+        Position of the first query; a tensor for a static cache.
+    kv_offset : int
+        Position of the first key.
+    mask_function : callable
+        What transformers wants masked.
+    attention_mask : Tensor, optional
+        bool [B, Tkv], False at padding.
+    **kwargs
+        `local_size`, `allow_is_causal_skip`, `use_vmap`, `dtype`, `config`, `device` and what
+        comes.
+    """
+    run = current_run(kwargs.get("config"))
+    if run is not None:
+        run.masks_made = True
+    if _is_causal_history(q_length, kv_length, q_offset, kv_offset, mask_function, kwargs):
+        if _is_unpadded(attention_mask, kv_length):
+            if run is not None:
+                run.plain = (q_length, kv_length)
+            return None
+        if run is not None:
+            run.mask_reason = PADDING
+    elif (
+        run is not None
+        and mask_function is not causal_mask_function
+        and kwargs.get("local_size") is None
+    ):
+        run.mask_reason = NOT_CAUSAL
+    make = _previous_mask_function(run, kwargs.get("config"))
+    arguments = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        **kwargs,
+    }
+    mask = make(**arguments)
+    if mask is None and _ends_differ(q_length, kv_length, q_offset, kv_offset):
+        # A static cache with free places: this None is top-left causal, which ours is not.
+        mask = make(**{**arguments, "allow_is_causal_skip": False})
+    return mask
+
+
+def _is_causal_history(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Return whether the keys are exactly the tokens up to the last query, causally masked."""
+    return (
+        mask_function is causal_mask_function
+        and kwargs.get("local_size") is None
+        and kwargs.get("allow_is_causal_skip", True)
+        and not kwargs.get("use_vmap", False)
+        and not _ends_differ(q_length, kv_length, q_offset, kv_offset)
+        and kv_offset == 0
+    )
+
+
+def _ends_differ(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> bool:
+    """Return whether the last key is another token than the last query."""
+    return not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
+
+
+def _is_unpadded(attention_mask: Tensor | None, kv_length: int) -> bool:
+    """Return whether no key is padding; a mask shorter than the keys means padding after it."""
+    if attention_mask is None:
+        return True
+    return attention_mask.shape[-1] >= kv_length and bool(attention_mask[:, :kv_length].all())
+
+
+def _previous_mask_function(run: Run | None, hf_config: Any) -> Callable[..., Any]:
+    name = None if run is None else run.settings.previous_of(hf_config)
+    if name is None or name == NAME:
+        return sdpa_mask
+    make: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)
+    return make

@@ -1,0 +1,87 @@
+"""Prefill a long prompt in several calls."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.enable import chosen_config, enable
+
+
+def chunked_prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    config: PrefillConfig | None = None,
+    *,
+    chunks_per_call: int = 4,
+    past_key_values: ChunkedPrefillCache | None = None,
+    strict: bool = False,
+    **overrides: Any,
+) -> Any:
+    """Prefill a prompt sparsely, a few chunks at a time, so that activations stay small.
+
+    Gives what one call over the whole prompt gives, but for `dense_tail`, which then ends the last
+    call only.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder that is not enabled; it is for the duration of this call.
+    input_ids : Tensor
+        int64 [B, T], without padding.
+    config : PrefillConfig, optional
+        Default: `PrefillConfig()`.
+    chunks_per_call : int
+        Chunks that go through the model at once.
+    past_key_values : ChunkedPrefillCache, optional
+        A cache to go on from. Default: a new one.
+    strict : bool
+        As for `enable`.
+    **overrides
+        Fields of `PrefillConfig` to change.
+
+    Returns
+    -------
+    ModelOutput
+        What the model returned for the last call: `logits` of the last token, `past_key_values`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is wrong, or for the reasons of `enable`.
+    """
+    chosen = chosen_config(config, overrides)
+    if chunks_per_call < 1:
+        raise ValueError(f"chunks_per_call must be >= 1, got {chunks_per_call}")
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids must be [B, T] with T >= 1, got {list(input_ids.shape)}")
+    if past_key_values is None:
+        past_key_values = ChunkedPrefillCache(config=model.config)
+    elif not isinstance(past_key_values, ChunkedPrefillCache):
+        raise ValueError(
+            f"past_key_values must be a ChunkedPrefillCache, got {type(past_key_values).__name__}"
+        )
+    sizes = _call_sizes(input_ids.shape[1], chunks_per_call * chosen.chunk_size, chosen.sparse_from)
+    parameters = inspect.signature(model.forward).parameters
+    last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    with enable(model, chosen, strict=strict), torch.no_grad():
+        for piece in input_ids.split(sizes, dim=1):
+            output = model(piece, past_key_values=past_key_values, use_cache=True, **last)
+    return output
+
+
+def _call_sizes(length: int, step: int, sparse_from: int) -> list[int]:
+    """Cut a length into steps; a rest too short to be sparse by itself joins the last one."""
+    sizes = [step] * (length // step)
+    rest = length % step
+    if rest and sizes and rest < sparse_from:
+        sizes[-1] += rest
+    elif rest:
+        sizes.append(rest)
+    return sizes

@@ -1,0 +1,31 @@
+"""The names under which transformers finds the attention function and the mask function."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+# No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
+NAME = "h2o_prefill"
+
+
+def register() -> str:
+    """Register the attention function and the mask function with transformers.
+
+    `enable` does this. Call it yourself to load a model with `attn_implementation="h2o_prefill"`:
+    it runs with the default `PrefillConfig` until it is enabled with another.
+
+    Returns
+    -------
+    str
+        The name to pass as `attn_implementation`.
+    """
+    from h2o_prefill.hf.attention_function import h2o_prefill_attention
+    from h2o_prefill.hf.mask_function import h2o_prefill_mask
+
+    # Dynamo cannot trace context variables: a compiled model breaks its graph at these functions.
+    AttentionInterface.register(NAME, torch.compiler.disable(h2o_prefill_attention))
+    # Without a mask function of this name every layer would get no mask at all, padded rows
+    # included.
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
+    return NAME

@@ -1,0 +1,53 @@
+"""Put a Hugging Face cache back to what it was before a forward that failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from h2o_prefill.hf.cache import ChunkedPrefillLayer
+
+
+class CacheSnapshot:
+    """The state of a cache: full layers by their length, sliding layers by reference.
+
+    Layers that change their tensors in place (static caches) and layers of unknown classes are left
+    out.
+
+    Parameters
+    ----------
+    cache : Cache
+        The cache to remember.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        # The list itself, even if empty: a cache may get its layers only as it grows.
+        self._layers: list[Any] = getattr(cache, "layers", [])
+        self._count = len(self._layers)
+        self._full = [
+            (layer, layer.get_seq_length(), getattr(layer, "state", None))
+            for layer in self._layers
+            if type(layer) in (DynamicLayer, ChunkedPrefillLayer)
+        ]
+        self._sliding = [
+            (layer, vars(layer).copy())
+            for layer in self._layers
+            if type(layer) is DynamicSlidingWindowLayer
+        ]
+
+    def restore(self) -> None:
+        """Put every remembered layer back and drop the layers that came since."""
+        # Lengths, not references: the old keys of all layers would double the memory of the cache.
+        for layer, length, state in self._full:
+            if length == 0:
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+            elif layer.keys.shape[-2] > length:
+                layer.keys = layer.keys[..., :length, :]
+                layer.values = layer.values[..., :length, :]
+            if isinstance(layer, ChunkedPrefillLayer):
+                layer.state = state
+        for layer, attributes in self._sliding:
+            vars(layer).update(attributes)
+        del self._layers[self._count :]

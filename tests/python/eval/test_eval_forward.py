@@ -1,0 +1,95 @@
+"""The forward pass that keeps hidden states instead of logits."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from h2o_prefill.eval.forward import PromptForward
+
+
+class _Softcapped(nn.Module):
+    """A model whose logits are more than its output layer."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = model
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self.inner.base_model
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.inner.get_output_embeddings()
+
+    def forward(self, input_ids: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
+        return torch.tanh(self.inner(input_ids, logits_to_keep=logits_to_keep).logits)
+
+
+class _OnlyLogits(nn.Module):
+    """A model with no base model to speak of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(257, 257)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table(input_ids)
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(0, 257, (1, 40), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_logits_of_slices_equal_the_models(tiny_model: Any, ids: torch.Tensor) -> None:
+    full = tiny_model(ids).logits[0]
+    logits, seconds = PromptForward(tiny_model)(ids)
+    torch.testing.assert_close(logits.slice(3, 17), full[3:17])
+    torch.testing.assert_close(logits.slice(0, 40), full)
+    assert seconds > 0
+
+
+@torch.no_grad()
+def test_the_whole_model_is_called_for_one_row_of_logits(
+    tiny_model: Any, ids: torch.Tensor
+) -> None:
+    forward = PromptForward(tiny_model)
+    calls, rows = [], []
+    tiny_model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    tiny_model.lm_head.register_forward_hook(
+        lambda module, args, output: rows.append(output.shape[1])
+    )
+    forward(ids)
+    assert [tuple(call.shape) for call in calls] == [(1, 40)]
+    assert rows == [1]
+
+
+@torch.no_grad()
+def test_no_hook_stays_on_the_model(tiny: ModuleType, ids: torch.Tensor) -> None:
+    model = tiny.make_model()
+    PromptForward(model)(ids)
+    assert not model.base_model._forward_hooks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["softcapped", "only logits"])
+def test_other_models_keep_their_full_logits(tiny_model: Any, ids: torch.Tensor, kind: str) -> None:
+    model = _Softcapped(tiny_model) if kind == "softcapped" else _OnlyLogits()
+    logits, _ = PromptForward(model)(ids)
+    torch.testing.assert_close(logits.slice(0, 40), model(ids)[0])
+
+
+@torch.no_grad()
+def test_sixteen_bit_logits_are_given_in_fp32(tiny_model: Any, ids: torch.Tensor) -> None:
+    model = tiny_model.to(torch.bfloat16)
+    logits, _ = PromptForward(model)(ids)
+    assert logits.slice(0, 2).dtype == torch.float32
+    torch.testing.assert_close(logits.slice(0, 40), model(ids).logits[0].float(), atol=0.1, rtol=0)

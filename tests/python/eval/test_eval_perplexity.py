@@ -1,0 +1,197 @@
+"""Perplexity of dense and sparse runs, against the model called directly."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import h2o_prefill
+from h2o_prefill.config import PrefillConfig, dense_dot_products, sparse_dot_products
+from h2o_prefill.eval import attention_flops_ratio, evaluate_perplexity
+
+CONTEXT = 64
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(1, 257, (3 * CONTEXT + 5,), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def _direct_nll(model: Any, window: torch.Tensor) -> torch.Tensor:
+    logits = model(window.unsqueeze(0)).logits[0].double()
+    return functional.cross_entropy(logits[:-1], window[1:], reduction="none")
+
+
+@pytest.mark.parametrize("protocol", ["gptq", "llamacpp"])
+def test_both_runs_equal_the_model_called_directly(
+    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig, protocol: str
+) -> None:
+    result = evaluate_perplexity(
+        tiny_model, tokens, small_config, context=CONTEXT, windows="1:3", protocol=protocol
+    )
+    windows = tokens[CONTEXT : 3 * CONTEXT].view(2, CONTEXT)
+    first = CONTEXT // 2 if protocol == "llamacpp" else 0
+    dense = torch.stack([_direct_nll(tiny_model, window)[first:] for window in windows])
+    with h2o_prefill.enable(tiny_model, small_config):
+        sparse = torch.stack([_direct_nll(tiny_model, window)[first:] for window in windows])
+
+    assert (sparse - dense).abs().max() > 0.01, (
+        "a sparse run that equals the dense one shows nothing"
+    )
+    assert result.dense.ppl == pytest.approx(math.exp(dense.mean(1).mean()), rel=1e-4)
+    assert result.sparse.ppl == pytest.approx(math.exp(sparse.mean(1).mean()), rel=1e-4)
+    assert float(result) == result.sparse.ppl
+    assert result.sparse.ppl_by_window == pytest.approx(sparse.mean(1).exp().tolist(), rel=1e-4)
+    assert result.delta_percent == pytest.approx(
+        100 * (result.sparse.ppl / result.dense.ppl - 1), rel=1e-6
+    )
+    assert result.scored_tokens == dense.numel()
+    assert result.windows == [1, 2]
+
+
+def test_perplexity_by_chunk_is_that_of_the_chunks_rows(
+    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1"}
+    result = evaluate_perplexity(tiny_model, tokens, small_config, **options)
+    nll = _direct_nll(tiny_model, tokens[:CONTEXT])
+    expected = [math.exp(rows.mean()) for rows in nll.split(small_config.chunk_size)]
+    assert result.dense.ppl_by_chunk == pytest.approx(expected, rel=1e-4)
+    assert result.sparse.ppl_by_chunk[0] == pytest.approx(expected[0], rel=1e-4)
+    assert result.by_position.begin == list(range(CONTEXT))
+    assert result.by_position.dense[5] == pytest.approx(math.exp(nll[5]), rel=1e-4)
+    later = nll[small_config.chunk_size :].split(small_config.chunk_size)
+    fourth = torch.stack([rows[3] for rows in later]).mean()
+    assert result.by_chunk_position.dense[3] == pytest.approx(math.exp(fourth), rel=1e-4)
+    half = evaluate_perplexity(tiny_model, tokens, small_config, **options, protocol="llamacpp")
+    assert half.dense.ppl_by_chunk[:2] == [None, None]
+    assert half.dense.ppl_by_chunk[2:] == pytest.approx(expected[2:], rel=1e-4)
+
+
+def test_a_memory_set_of_everything_changes_nothing(tiny_model: Any, tokens: torch.Tensor) -> None:
+    with pytest.warns(UserWarning, match="memory set"):
+        everything = PrefillConfig(chunk_size=16, local_window=CONTEXT, heavy_budget=0)
+    result = evaluate_perplexity(tiny_model, tokens, everything, context=CONTEXT, windows="0:2")
+    assert result.delta_percent == pytest.approx(0, abs=1e-3)
+    assert result.kl_mean == pytest.approx(0, abs=1e-5)
+    assert result.top1_agreement == 1
+
+
+def test_llamacpp_puts_bos_first(tiny: ModuleType, tiny_model: Any) -> None:
+    tokenizer = tiny.make_tokenizer(add_bos=True)
+    text = tiny.SENTENCE * 6
+    config = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
+    result = evaluate_perplexity(
+        tiny_model,
+        text,
+        config,
+        tokenizer=tokenizer,
+        context=CONTEXT,
+        windows="1:2",
+        protocol="llamacpp",
+    )
+    window = torch.tensor(tokenizer(text, verbose=False)["input_ids"])[CONTEXT : 2 * CONTEXT]
+    window[0] = tokenizer.bos_token_id
+    expected = _direct_nll(tiny_model, window)[CONTEXT // 2 :].mean().exp().item()
+    assert result.dense.ppl == pytest.approx(expected, rel=1e-4)
+
+
+def test_windows_follow_each_other_and_take_turns(
+    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    seen: list[tuple[int, int, str]] = []
+    result = evaluate_perplexity(
+        tiny_model,
+        tokens,
+        small_config,
+        context=CONTEXT,
+        windows="0:2",
+        on_progress=lambda *step: seen.append(step),
+    )
+    assert seen == [
+        (0, 4, "window 0 dense"),
+        (1, 4, "window 0 sparse"),
+        (2, 4, "window 1 sparse"),
+        (3, 4, "window 1 dense"),
+        (4, 4, "done"),
+    ]
+    assert len(result.dense.seconds_by_window) == 2
+    assert result.dense.seconds == pytest.approx(sum(result.dense.seconds_by_window))
+
+
+def test_the_model_is_left_as_it_was(
+    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    tiny_model.train()
+    evaluate_perplexity(tiny_model, tokens, small_config, context=CONTEXT, windows="0:1")
+    assert tiny_model.training
+    assert tiny_model.config._attn_implementation == "sdpa"
+    assert all(parameter.grad is None for parameter in tiny_model.parameters())
+
+
+def test_a_list_of_ids_is_a_dataset(
+    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1"}
+    one = evaluate_perplexity(tiny_model, tokens, small_config, **options)
+    other = evaluate_perplexity(tiny_model, tokens.tolist(), small_config, **options)
+    assert one.dense.ppl == other.dense.ppl
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 31}, "context must be at least two chunks of 16 tokens.*got 31"),
+        ({"context": 0}, "context must be at least two chunks"),
+        ({"context": 1024}, "context must be <= 512, the longest that the model takes, got 1024"),
+        ({"windows": "0:9"}, "windows must be a slice within 0:3"),
+        ({"windows": "x"}, "windows must be a slice like 0:6"),
+        ({"protocol": "mine"}, "protocol must be one of"),
+        ({"dataset": torch.ones(300)}, "dataset must be a sequence of token ids"),
+        ({"dataset": torch.ones(2, 300, dtype=torch.int64)}, "dataset must be a sequence of token"),
+        ({"dataset": list(range(40))}, "text must hold at least one window of 64 tokens, got 40"),
+        ({"dataset": " \n"}, "dataset must not be empty text"),
+        ({"dataset": "some text"}, "a tokenizer must be given"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    tiny_model: Any,
+    tokens: torch.Tensor,
+    small_config: PrefillConfig,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    arguments = {"dataset": tokens, "context": CONTEXT, "windows": "0:1", **changes}
+    with pytest.raises(ValueError, match=message):
+        evaluate_perplexity(tiny_model, chunk_config=small_config, **arguments)
+
+
+def test_a_model_that_runs_sparsely_already_is_refused(
+    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    already = pytest.raises(ValueError, match=r"under h2o_prefill.enable\(\) already")
+    with h2o_prefill.enable(tiny_model, small_config), already:
+        evaluate_perplexity(tiny_model, tokens, small_config, context=CONTEXT, windows="0:1")
+
+
+def test_logits_that_are_not_finite_are_no_result(
+    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    tiny_model.model.norm.weight.data[0] = math.nan
+    with pytest.raises(ArithmeticError, match="the dense run of window 0"):
+        evaluate_perplexity(tiny_model, tokens, small_config, context=CONTEXT, windows="0:1")
+
+
+def test_attention_flops_ratio() -> None:
+    config = PrefillConfig()
+    dense, sparse = dense_dot_products(4096), sparse_dot_products(4096, config)
+    assert attention_flops_ratio(4096, config) == pytest.approx(dense / sparse)
+    one_of_two = config.replace(dense_layers=(0,))
+    assert attention_flops_ratio(4096, one_of_two, 2) == pytest.approx(2 * dense / (dense + sparse))
+    assert attention_flops_ratio(1000, config) == 1
