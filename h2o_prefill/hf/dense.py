@@ -100,8 +100,9 @@ def _default_implementation(module: nn.Module) -> str:
 
 
 def _sdpa_drops_position_bias(call: Call) -> bool:
-    parameters = inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters
-    return call.given("position_bias") and "position_bias" not in parameters
+    if not call.given("position_bias"):
+        return False
+    return "position_bias" not in inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters
 
 
 def _mask(call: Call, name: str) -> Any:

@@ -12,13 +12,13 @@
 namespace h2o_prefill {
 
 struct H2O_API PrefillConfig {
-  int64_t chunk_size = 1024;           // S, tokens of a chunk
-  int64_t local_window = 256;          // L, last positions before a chunk, always in its memory set
-  int64_t heavy_budget = 256;          // H, positions kept for their score
-  int64_t sink_tokens = 0;             // K, first positions of the prompt, always kept
-  int64_t dense_tail = 0;              // last queries of a call that attend to every key
-  std::vector<int64_t> dense_layers;   // layers that stay dense
-  std::string gqa_reduce = "sum";      // "sum" or "max" over the query heads of a KV head
+  int64_t chunk_size = 1024;   // S, tokens of a chunk
+  int64_t local_window = 256;  // L, last positions before a chunk, always in its memory set
+  int64_t heavy_budget = 256;  // H, positions kept for their score
+  int64_t sink_tokens = 0;     // K, first positions of the prompt, always kept
+  int64_t dense_tail = 0;      // last queries of a call that attend to every key
+  std::vector<int64_t> dense_layers = {};  // layers that stay dense
+  std::string gqa_reduce = "sum";          // "sum" or "max" over the query heads of a KV head
   std::optional<int64_t> min_prefill;  // calls with fewer new tokens are dense; default: one chunk
   int64_t recall_block = 128;          // rows that share one list of recalled keys
 

@@ -1,0 +1,39 @@
+#include "h2o_prefill/chunk_manager.h"
+
+#include <algorithm>
+
+#include "core/arguments.h"
+
+namespace h2o_prefill {
+
+ChunkManager::ChunkManager(int64_t past, int64_t num_tokens, int64_t chunk_size)
+    : past_(past), num_tokens_(num_tokens), chunk_size_(chunk_size) {
+  check_at_least("past", past, 0);
+  check_at_least("num_tokens", num_tokens, 0);
+  check_at_least("chunk_size", chunk_size, 1);
+}
+
+int64_t ChunkManager::num_chunks() const {
+  return num_tokens_ / chunk_size_ + (num_tokens_ % chunk_size_ != 0);
+}
+
+int64_t ChunkManager::begin(int64_t chunk) const {
+  check_chunk(chunk);
+  return past_ + chunk * chunk_size_;
+}
+
+int64_t ChunkManager::end(int64_t chunk) const {
+  const int64_t first = begin(chunk);
+  return first + std::min(chunk_size_, past_ + num_tokens_ - first);
+}
+
+int64_t ChunkManager::last_chunk_begin() const {
+  return num_tokens_ == 0 ? past_ : begin(num_chunks() - 1);
+}
+
+void ChunkManager::check_chunk(int64_t chunk) const {
+  TORCH_CHECK_VALUE(chunk >= 0 && chunk < num_chunks(), "chunk must be in [0, ", num_chunks(),
+                    "), got ", chunk);
+}
+
+}  // namespace h2o_prefill

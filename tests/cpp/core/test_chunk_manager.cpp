@@ -1,0 +1,60 @@
+#include "h2o_prefill/chunk_manager.h"
+
+#include <limits>
+
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+TEST(ChunkManager, ChunksTileTheCall) {
+  for (const int64_t past : {0, 7, 100}) {
+    for (const int64_t chunk_size : {1, 3, 8, 100}) {
+      for (const int64_t tokens : {0, 1, 7, 8, 9, 16, 17, 250}) {
+        const ChunkManager chunks(past, tokens, chunk_size);
+        int64_t expected_begin = past;
+        for (int64_t c = 0; c < chunks.num_chunks(); ++c) {
+          EXPECT_EQ(chunks.begin(c), expected_begin);
+          EXPECT_GT(chunks.end(c), chunks.begin(c));
+          EXPECT_LE(chunks.end(c) - chunks.begin(c), chunk_size);
+          if (c + 1 < chunks.num_chunks()) EXPECT_EQ(chunks.end(c) - chunks.begin(c), chunk_size);
+          expected_begin = chunks.end(c);
+        }
+        EXPECT_EQ(expected_begin, past + tokens);
+      }
+    }
+  }
+}
+
+TEST(ChunkManager, LastChunkBegin) {
+  EXPECT_EQ(ChunkManager(0, 8, 8).last_chunk_begin(), 0);
+  EXPECT_EQ(ChunkManager(0, 9, 8).last_chunk_begin(), 8);
+  EXPECT_EQ(ChunkManager(5, 16, 8).last_chunk_begin(), 13);
+  EXPECT_EQ(ChunkManager(5, 17, 8).last_chunk_begin(), 21);
+  EXPECT_EQ(ChunkManager(5, 3, 1).last_chunk_begin(), 7);
+}
+
+TEST(ChunkManager, CallWithoutTokensHasNoChunk) {
+  const ChunkManager chunks(12, 0, 1);
+  EXPECT_EQ(chunks.num_chunks(), 0);
+  EXPECT_EQ(chunks.last_chunk_begin(), 12);
+  EXPECT_VALUE_ERROR(chunks.begin(0), "chunk must be in [0, 0), got 0");
+}
+
+TEST(ChunkManager, LargestChunkSizeDoesNotOverflow) {
+  const ChunkManager chunks(10, 5, std::numeric_limits<int64_t>::max());
+  EXPECT_EQ(chunks.num_chunks(), 1);
+  EXPECT_EQ(chunks.end(0), 15);
+}
+
+TEST(ChunkManager, ErrorsNameArgumentRuleAndValue) {
+  EXPECT_VALUE_ERROR(ChunkManager(-1, 8, 8), "past must be >= 0, got -1");
+  EXPECT_VALUE_ERROR(ChunkManager(0, -8, 8), "num_tokens must be >= 0, got -8");
+  EXPECT_VALUE_ERROR(ChunkManager(0, 8, 0), "chunk_size must be >= 1, got 0");
+  const ChunkManager chunks(4, 17, 8);
+  EXPECT_VALUE_ERROR(chunks.begin(3), "chunk must be in [0, 3), got 3");
+  EXPECT_VALUE_ERROR(chunks.end(-1), "chunk must be in [0, 3), got -1");
+}
+
+}  // namespace
+}  // namespace h2o_prefill

@@ -1,0 +1,259 @@
+#include "h2o_prefill/chunked_kv_cache.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+using testing::random_qkv;
+using testing::same;
+
+TEST(ChunkedKVCache, AppendReturnsTheWholeHistory) {
+  const auto x = random_qkv(50);
+  ChunkedKVCache cache(2, 8, 64);
+  int64_t end = 0;
+  for (const int64_t tokens : {5, 0, 1, 30, 14}) {
+    const auto added = x.tokens(end, end + tokens);
+    end += tokens;
+    const auto [key, value] = cache.append(1, added.k, added.v);
+    EXPECT_TRUE(same(key, x.k.slice(2, 0, end)));
+    EXPECT_TRUE(same(value, x.v.slice(2, 0, end)));
+    EXPECT_EQ(cache.length(1), end);
+  }
+  EXPECT_TRUE(same(cache.key(1), x.k));
+  EXPECT_TRUE(same(cache.value(1), x.v));
+  EXPECT_EQ(cache.length(0), 0);
+}
+
+TEST(ChunkedKVCache, AppendCopies) {
+  auto x = random_qkv(6);
+  const auto expected = x.k.clone();
+  ChunkedKVCache cache(1, 8, 8);
+  cache.append(0, x.k, x.v);
+  x.k.fill_(0);
+  EXPECT_TRUE(same(cache.key(0), expected));
+}
+
+TEST(ChunkedKVCache, TakesAnyStrides) {
+  const auto x = random_qkv(6);
+  const auto by_token = x.k.transpose(1, 2).contiguous().transpose(1, 2);
+  ChunkedKVCache cache(1, 8, 8);
+  cache.append(0, by_token, x.v);
+  EXPECT_TRUE(same(cache.key(0), x.k));
+}
+
+TEST(ChunkedKVCache, GrowsByDoublingUpToTheLimit) {
+  const auto x = random_qkv(100);
+  ChunkedKVCache cache(1, 8, 50);
+  EXPECT_EQ(cache.capacity(0), 0);
+  const auto append = [&](int64_t begin, int64_t end) {
+    const auto added = x.tokens(begin, end);
+    cache.append(0, added.k, added.v);
+  };
+  append(0, 3);
+  EXPECT_EQ(cache.capacity(0), 8);
+  append(3, 8);
+  EXPECT_EQ(cache.capacity(0), 8);
+  append(8, 9);
+  EXPECT_EQ(cache.capacity(0), 16);
+  append(9, 33);  // more than twice as much
+  EXPECT_EQ(cache.capacity(0), 33);
+  append(33, 34);  // twice as much would pass the limit
+  EXPECT_EQ(cache.capacity(0), 50);
+  append(34, 50);
+  EXPECT_TRUE(same(cache.key(0), x.k.slice(2, 0, 50)));
+}
+
+TEST(ChunkedKVCache, EarlierViewsOutliveGrowth) {
+  const auto x = random_qkv(20);
+  ChunkedKVCache cache(1, 4, 32);
+  const auto [key, value] = cache.append(0, x.tokens(0, 4).k, x.tokens(0, 4).v);
+  cache.append(0, x.tokens(4, 20).k, x.tokens(4, 20).v);
+  EXPECT_TRUE(same(key, x.k.slice(2, 0, 4)));
+}
+
+TEST(ChunkedKVCache, BeyondTheLimitThrowsAndChangesNothing) {
+  const auto x = random_qkv(20);
+  ChunkedKVCache cache(3, 8, 16);
+  cache.append(2, x.tokens(0, 10).k, x.tokens(0, 10).v);
+  const auto more = x.tokens(10, 20);
+  EXPECT_VALUE_ERROR(cache.append(2, more.k, more.v),
+                     "max_capacity must be >= 20, the tokens of layer 2 after this append, got 16");
+  EXPECT_EQ(cache.length(2), 10);
+  EXPECT_TRUE(same(cache.key(2), x.k.slice(2, 0, 10)));
+  cache.append(2, more.k.slice(2, 0, 6), more.v.slice(2, 0, 6));
+  EXPECT_TRUE(same(cache.key(2), x.k.slice(2, 0, 16)));
+}
+
+TEST(ChunkedKVCache, UnlikeEarlierAppendsThrowsAndChangesNothing) {
+  const auto x = random_qkv(4, 4, 2);
+  ChunkedKVCache cache(2, 8, 16);
+  cache.append(0, x.k, x.v);
+  EXPECT_VALUE_ERROR(cache.append(0, x.k.slice(3, 0, 4), x.v),
+                     "key must be like what layer 0 holds, [2, 2, *, 8] Float on cpu, got [2, 2, "
+                     "4, 4] Float on cpu");
+  EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k, x.v.slice(3, 0, 4)),
+                          "value must be like what layer 0 holds");
+  EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k.slice(0, 0, 1), x.v.slice(0, 0, 1)),
+                          "key must be like");
+  EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k.slice(1, 0, 1), x.v.slice(1, 0, 1)),
+                          "key must be like");
+  EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k.to(at::kDouble), x.v.to(at::kDouble)),
+                          "got [2, 2, 4, 8] Double on cpu");
+  EXPECT_EQ(cache.length(0), 4);
+  EXPECT_TRUE(same(cache.key(0), x.k));
+  EXPECT_TRUE(same(cache.value(0), x.v));
+  cache.append(1, x.k.to(at::kHalf), x.v.to(at::kHalf));  // layers are independent
+}
+
+TEST(ChunkedKVCache, KeyAndValueMustAgree) {
+  const auto x = random_qkv(4);
+  ChunkedKVCache cache(1, 8, 16);
+  EXPECT_VALUE_ERROR(
+      cache.append(0, x.k, x.v.slice(2, 0, 3)),
+      "value must have batch, heads and length of key [2, 2, 4, 8], got shape [2, 2, 3, 6]");
+  EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k, x.v.to(at::kDouble)),
+                          "value must have dtype and device of key");
+  EXPECT_VALUE_ERROR(cache.append(0, x.k[0], x.v), "key must have 4 dimensions, got 3");
+  EXPECT_VALUE_ERROR(cache.append(0, at::Tensor(), x.v), "key must have 4 dimensions, got 0");
+  EXPECT_EQ(cache.capacity(0), 0);
+}
+
+TEST(ChunkedKVCache, RefusesGradients) {
+  const auto x = random_qkv(4);
+  const auto key = x.k.clone().requires_grad_();
+  ChunkedKVCache cache(1, 8, 16);
+  EXPECT_VALUE_ERROR_WITH(cache.append(0, key, x.v), "key must not require a gradient");
+  EXPECT_EQ(cache.length(0), 0);
+  const at::NoGradGuard no_grad;
+  const auto [held, value] = cache.append(0, key, x.v);
+  EXPECT_FALSE(held.requires_grad());
+}
+
+TEST(ChunkedKVCache, AppendsAfterInferenceMode) {
+  const auto x = random_qkv(12);
+  ChunkedKVCache cache(1, 8, 16);
+  {
+    const c10::InferenceMode inference;
+    cache.append(0, x.tokens(0, 4).k.clone(), x.tokens(0, 4).v.clone());
+  }
+  cache.append(0, x.tokens(4, 6).k, x.tokens(4, 6).v);  // in place
+  {
+    const c10::InferenceMode inference;
+    cache.append(0, x.tokens(6, 10).k.clone(), x.tokens(6, 10).v.clone());  // grows
+  }
+  cache.append(0, x.tokens(10, 12).k, x.tokens(10, 12).v);
+  EXPECT_TRUE(same(cache.key(0), x.k));
+}
+
+TEST(ChunkedKVCache, TruncateDropsTheEnd) {
+  const auto x = random_qkv(12);
+  ChunkedKVCache cache(2, 16, 16);
+  cache.append(0, x.k, x.v);
+  cache.append(1, x.tokens(0, 3).k, x.tokens(0, 3).v);
+  cache.truncate(5);
+  EXPECT_EQ(cache.length(0), 5);
+  EXPECT_EQ(cache.length(1), 3);
+  cache.truncate_layer(0, 4);
+  EXPECT_EQ(cache.length(0), 4);
+  EXPECT_EQ(cache.length(1), 3);
+  cache.append(0, x.tokens(4, 12).k, x.tokens(4, 12).v);
+  EXPECT_TRUE(same(cache.key(0), x.k));
+}
+
+TEST(ChunkedKVCache, TwoPromptsEqualTwoFreshCaches) {
+  ChunkedKVCache cache(2, 4, 64);
+  for (const int64_t length : {40, 7}) {
+    // Another batch size and another dtype than the prompt before.
+    const auto x = length == 7 ? random_qkv(length, 4, 2, at::kBFloat16, 1) : random_qkv(length);
+    cache.reset();
+    ChunkedKVCache fresh(2, 4, 64);
+    for (auto* each : {&cache, &fresh}) {
+      each->append(0, x.tokens(0, 5).k, x.tokens(0, 5).v);
+      each->append(0, x.tokens(5, length).k, x.tokens(5, length).v);
+    }
+    EXPECT_TRUE(same(cache.key(0), fresh.key(0)));
+    EXPECT_TRUE(same(cache.value(0), fresh.value(0)));
+    EXPECT_EQ(cache.length(1), 0);
+  }
+}
+
+TEST(ChunkedKVCache, ResetKeepsTheBuffers) {
+  const auto x = random_qkv(8);
+  ChunkedKVCache cache(1, 8, 64);
+  cache.append(0, x.k, x.v);
+  const auto* buffer = cache.key(0).const_data_ptr();
+  cache.reset();
+  EXPECT_EQ(cache.capacity(0), 8);
+  EXPECT_VALUE_ERROR(cache.key(0), "layer must hold tokens, layer 0 has none");
+  cache.append(0, x.k, x.v);
+  EXPECT_EQ(cache.key(0).const_data_ptr(), buffer);
+}
+
+TEST(ChunkedKVCache, StateRoundTrips) {
+  const auto x = random_qkv(12);
+  ChunkedKVCache cache(3, 8, 64);
+  cache.append(0, x.k, x.v);
+  cache.append(2, x.tokens(0, 3).k.to(at::kHalf), x.tokens(0, 3).v.to(at::kHalf));
+  const auto restored = ChunkedKVCache::from_tensors(cache.state_tensors());
+  EXPECT_EQ(restored->num_layers(), 3);
+  EXPECT_EQ(restored->initial_capacity(), 8);
+  EXPECT_EQ(restored->max_capacity(), 64);
+  for (int64_t layer = 0; layer < 3; ++layer) {
+    EXPECT_EQ(restored->length(layer), cache.length(layer));
+    EXPECT_EQ(restored->capacity(layer), cache.capacity(layer));
+    if (cache.length(layer) == 0) continue;
+    EXPECT_TRUE(same(restored->key(layer), cache.key(layer)));
+    EXPECT_TRUE(same(restored->value(layer), cache.value(layer)));
+  }
+  restored->append(0, x.k, x.v);
+  EXPECT_EQ(cache.length(0), 12) << "the two must not share memory";
+}
+
+TEST(ChunkedKVCache, StateHoldsOnlyWhatIsInUse) {
+  const auto x = random_qkv(4);
+  ChunkedKVCache cache(1, 1000, 1000);
+  cache.append(0, x.k, x.v);
+  const auto tensors = cache.state_tensors();
+  ASSERT_EQ(tensors.size(), 3U);
+  EXPECT_EQ(tensors[1].storage().nbytes(), x.k.numel() * sizeof(float));
+}
+
+TEST(ChunkedKVCache, FromTensorsRefusesWhatIsNoState) {
+  const auto x = random_qkv(4);
+  ChunkedKVCache cache(1, 8, 16);
+  cache.append(0, x.k, x.v);
+  const auto good = cache.state_tensors();
+  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors({}),
+                          "tensors must begin with an int64 header");
+  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors({x.k}),
+                          "tensors must begin with an int64 header");
+  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors({good[0]}),
+                          "tensors must hold key and value of layer 0");
+  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors({good[0], good[1], good[2], x.k}),
+                          "tensors must end");
+  EXPECT_VALUE_ERROR_WITH(
+      ChunkedKVCache::from_tensors({good[0], x.k.slice(2, 0, 2), x.v.slice(2, 0, 2)}),
+      "tensors must hold 4 tokens of layer 0, got 2");
+  auto header = good[0].clone();
+  header[2] = 9;  // more tokens than the capacity, 8
+  EXPECT_VALUE_ERROR_WITH(ChunkedKVCache::from_tensors({header, good[1], good[2]}),
+                          "got length 9 and capacity 8");
+}
+
+TEST(ChunkedKVCache, ErrorsNameArgumentRuleAndValue) {
+  EXPECT_VALUE_ERROR(ChunkedKVCache(0, 8, 16), "num_layers must be >= 1, got 0");
+  EXPECT_VALUE_ERROR(ChunkedKVCache(1, 0, 16), "initial_capacity must be >= 1, got 0");
+  EXPECT_VALUE_ERROR(ChunkedKVCache(1, 32, 16),
+                     "max_capacity must be >= initial_capacity (32), got 16");
+  const auto x = random_qkv(4);
+  ChunkedKVCache cache(4, 8, 16);
+  EXPECT_VALUE_ERROR(cache.append(7, x.k, x.v), "layer must be in [0, 4), got 7");
+  EXPECT_VALUE_ERROR(cache.length(-1), "layer must be in [0, 4), got -1");
+  EXPECT_VALUE_ERROR(cache.truncate(-1), "length must be >= 0, got -1");
+}
+
+}  // namespace
+}  // namespace h2o_prefill

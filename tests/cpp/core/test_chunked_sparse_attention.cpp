@@ -1,0 +1,379 @@
+#include "h2o_prefill/chunked_sparse_attention.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include "h2o_prefill/ops.h"
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+using testing::attend_causally;
+using testing::close;
+using testing::Qkv;
+using testing::random_qkv;
+using testing::same;
+
+constexpr int64_t kLayers = 2;
+
+PrefillConfig small_config() {
+  return {.chunk_size = 16, .local_window = 3, .heavy_budget = 4, .sink_tokens = 1};
+}
+
+// One prompt under way.
+struct Prompt {
+  explicit Prompt(const PrefillConfig& settings = small_config(), int64_t max_capacity = 4096)
+      : config(settings),
+        attention(settings),
+        cache(c10::make_intrusive<ChunkedKVCache>(kLayers, 8, max_capacity)),
+        tracker(c10::make_intrusive<MemorySetTracker>(
+            kLayers, settings.local_window, settings.heavy_budget, settings.sink_tokens)) {}
+
+  at::Tensor forward(const Qkv& tokens, int64_t layer = 0,
+                     const std::optional<RecallLists>& recall = std::nullopt) {
+    return attention.forward(layer, tokens.q, tokens.k, tokens.v, cache, tracker, recall);
+  }
+
+  PrefillConfig config;
+  ChunkedSparseAttention attention;
+  c10::intrusive_ptr<ChunkedKVCache> cache;
+  c10::intrusive_ptr<MemorySetTracker> tracker;
+};
+
+using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+Result run_op(const PrefillConfig& c, const Qkv& call,
+              const std::optional<at::Tensor>& scores = std::nullopt,
+              const std::optional<at::Tensor>& memory = std::nullopt,
+              int64_t last_chunk_begin = 0) {
+  return chunked_sparse_attention(call.q, call.k, call.v, scores, memory, {}, {}, {},
+                                  last_chunk_begin, c.chunk_size, c.local_window, c.heavy_budget,
+                                  c.sink_tokens, c.dense_tail, c.gqa_reduce);
+}
+
+TEST(ChunkedSparseAttention, LongCallIsTheOp) {
+  auto config = small_config();
+  config.dense_tail = 5;
+  config.gqa_reduce = "max";
+  const auto x = random_qkv(70);
+  Prompt prompt(config);
+  const auto [out, scores, memory] = run_op(config, x);
+  EXPECT_TRUE(same(prompt.forward(x), out));
+  EXPECT_TRUE(same(prompt.tracker->scores(0), scores));
+  EXPECT_TRUE(same(prompt.tracker->indices(0), memory));
+  EXPECT_EQ(prompt.tracker->last_chunk_begin(0), 64);
+  EXPECT_TRUE(same(prompt.cache->key(0), x.k));
+  EXPECT_TRUE(same(prompt.cache->value(0), x.v));
+  EXPECT_EQ(prompt.cache->length(1), 0);
+  EXPECT_FALSE(prompt.tracker->has_scores(1));
+}
+
+TEST(ChunkedSparseAttention, CallsInMultiplesOfTheChunkEqualOneCall) {
+  const auto x = random_qkv(70);
+  Prompt whole, parts;
+  const auto expected = whole.forward(x);
+  const auto first = parts.forward(x.tokens(0, 32)), second = parts.forward(x.tokens(32, 48)),
+             third = parts.forward(x.tokens(48, 70));
+  EXPECT_TRUE(close(at::cat({first, second, third}, 2), expected));
+  EXPECT_TRUE(close(parts.tracker->scores(0), whole.tracker->scores(0)));
+  EXPECT_TRUE(same(parts.tracker->indices(0), whole.tracker->indices(0)));
+  EXPECT_EQ(parts.tracker->last_chunk_begin(0), whole.tracker->last_chunk_begin(0));
+}
+
+TEST(ChunkedSparseAttention, DecodeIsDenseAndLeavesTheTrackerAlone) {
+  const auto x = random_qkv(43);
+  Prompt prompt;
+  prompt.forward(x.tokens(0, 40));
+  const auto state = prompt.tracker->state_tensors();
+  for (int64_t i = 40; i < 43; ++i) {
+    EXPECT_TRUE(close(prompt.forward(x.tokens(i, i + 1)), attend_causally(x.call(i, i + 1)).out));
+  }
+  const auto after = prompt.tracker->state_tensors();
+  ASSERT_EQ(after.size(), state.size());
+  for (size_t i = 0; i < state.size(); ++i) EXPECT_TRUE(same(after[i], state[i]));
+  EXPECT_TRUE(same(prompt.cache->key(0), x.k));
+}
+
+TEST(ChunkedSparseAttention, ShortCallIsDenseAndCausal) {
+  const auto x = random_qkv(55);
+  Prompt prompt;
+  EXPECT_TRUE(close(prompt.forward(x.tokens(0, 15)), attend_causally(x.call(0, 15)).out));
+  EXPECT_FALSE(prompt.tracker->has_scores(0));
+  prompt.forward(x.tokens(15, 45));
+  EXPECT_TRUE(prompt.tracker->has_scores(0));
+  EXPECT_TRUE(close(prompt.forward(x.tokens(45, 55)), attend_causally(x.call(45, 55)).out));
+  EXPECT_EQ(prompt.tracker->scores(0).size(2), 45);
+}
+
+TEST(ChunkedSparseAttention, SparseCallAfterTokensFromElsewhere) {
+  const auto x = random_qkv(90);
+  Prompt prompt;
+  prompt.forward(x.tokens(0, 40));
+  prompt.forward(x.tokens(40, 50));
+  const auto out = prompt.forward(x.tokens(50, 90));
+  const auto [out1, scores1, memory1] = run_op(prompt.config, x.call(0, 40));
+  const auto [out2, scores2, memory2] = run_op(prompt.config, x.call(50, 90), scores1, memory1, 32);
+  EXPECT_TRUE(same(out, out2));
+  EXPECT_TRUE(same(prompt.tracker->scores(0), scores2));
+  EXPECT_TRUE(same(prompt.tracker->indices(0), memory2));
+  EXPECT_EQ(prompt.tracker->last_chunk_begin(0), 82);
+}
+
+TEST(ChunkedSparseAttention, SparseCallAfterDenseStart) {
+  const auto x = random_qkv(60);
+  Prompt prompt;
+  prompt.forward(x.tokens(0, 10));
+  EXPECT_TRUE(
+      same(prompt.forward(x.tokens(10, 60)), std::get<0>(run_op(prompt.config, x.call(10, 60)))));
+}
+
+TEST(ChunkedSparseAttention, OneChunkIsPlainCausalAttentionAndLeavesScores) {
+  const auto x = random_qkv(16);
+  Prompt prompt;
+  EXPECT_TRUE(close(prompt.forward(x), attend_causally(x).out));
+  EXPECT_TRUE(close(prompt.tracker->scores(0), attend_causally(x).colsum));
+  EXPECT_TRUE(same(prompt.tracker->indices(0), at::full({2, 2, 8}, -1, at::kInt)));
+}
+
+TEST(ChunkedSparseAttention, MinPrefillMovesTheBorder) {
+  auto config = small_config();
+  config.min_prefill = 40;
+  Prompt prompt(config);
+  const auto x = random_qkv(79);
+  EXPECT_TRUE(close(prompt.forward(x.tokens(0, 39)), attend_causally(x.call(0, 39)).out));
+  EXPECT_FALSE(prompt.tracker->has_scores(0));
+  prompt.forward(x.tokens(39, 79));
+  EXPECT_TRUE(prompt.tracker->has_scores(0));
+}
+
+TEST(ChunkedSparseAttention, DenseLayersStayDense) {
+  auto config = small_config();
+  config.dense_layers = {1};
+  Prompt prompt(config);
+  const auto x = random_qkv(60);
+  EXPECT_TRUE(close(prompt.forward(x, 1), attend_causally(x).out));
+  EXPECT_FALSE(prompt.tracker->has_scores(1));
+  EXPECT_FALSE(close(prompt.forward(x, 0), attend_causally(x).out))
+      << "a sparse layer should differ here";
+}
+
+TEST(ChunkedSparseAttention, LongDenseCallWithHistoryIsCausal) {
+  // Longer than the queries that share one mask.
+  auto config = small_config();
+  config.dense_layers = {0};
+  Prompt prompt(config);
+  const auto x = random_qkv(1200, 2, 1);
+  prompt.forward(x.tokens(0, 30));
+  EXPECT_TRUE(close(prompt.forward(x.tokens(30, 1200)), attend_causally(x.call(30, 1200)).out));
+}
+
+TEST(ChunkedSparseAttention, LargeBudgetsEqualDenseAttention) {
+  const PrefillConfig config{.chunk_size = 16, .local_window = 60, .heavy_budget = 60};
+  for (const auto type : {at::kFloat, at::kDouble}) {
+    const auto x = random_qkv(100, 4, 2, type);
+    Prompt prompt(config);
+    const auto first = prompt.forward(x.tokens(0, 37)), second = prompt.forward(x.tokens(37, 100));
+    EXPECT_TRUE(close(at::cat({first, second}, 2), attend_causally(x).out));
+  }
+}
+
+TEST(ChunkedSparseAttention, SixteenBitStaysCloseToItsOwnDense) {
+  const PrefillConfig config{.chunk_size = 16, .local_window = 60, .heavy_budget = 60};
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    const auto x = random_qkv(60, 4, 2, type);
+    Prompt prompt(config);
+    const auto expected = attend_causally(x).out;
+    const auto sparse = prompt.forward(x, 0);
+    EXPECT_EQ(sparse.scalar_type(), type);
+    EXPECT_EQ(prompt.tracker->scores(0).scalar_type(), at::kFloat);
+    const auto plain =
+        at::scaled_dot_product_attention(x.q, x.k, x.v, {}, 0.0, true, std::nullopt, true);
+    const auto error = [&](const at::Tensor& t) {
+      return (t.to(at::kDouble) - expected).abs().max().item<double>();
+    };
+    EXPECT_LE(error(sparse), 2 * error(plain));
+  }
+}
+
+TEST(ChunkedSparseAttention, CallWithoutTokensChangesNothing) {
+  const auto x = random_qkv(40);
+  Prompt prompt;
+  EXPECT_EQ(prompt.forward(x.tokens(0, 0)).sizes(), at::IntArrayRef({2, 4, 0, 6}));
+  prompt.forward(x);
+  EXPECT_EQ(prompt.forward(x.tokens(0, 0)).sizes(), at::IntArrayRef({2, 4, 0, 6}));
+  EXPECT_EQ(prompt.cache->length(0), 40);
+}
+
+TEST(ChunkedSparseAttention, RecallListsReachTheOp) {
+  auto config = small_config();
+  config.recall_block = 8;
+  const auto x = random_qkv(60, 4, 2, at::kFloat, 1);
+  const auto tokens = at::arange(60).remainder(11).unsqueeze(0);
+  const auto lists = lexical_recall(tokens, 0, config.chunk_size, config.recall_block, 2);
+  Prompt prompt(config);
+  const auto expected = chunked_sparse_attention(
+      x.q, x.k, x.v, {}, {}, std::get<0>(lists), std::get<1>(lists), std::get<2>(lists), 0,
+      config.chunk_size, config.local_window, config.heavy_budget, config.sink_tokens, 0, "sum",
+      config.recall_block);
+  const auto out = prompt.forward(x, 0, lists);
+  EXPECT_TRUE(same(out, std::get<0>(expected)));
+  EXPECT_FALSE(same(out, std::get<0>(run_op(config, x)))) << "recall should change the output here";
+}
+
+TEST(ChunkedSparseAttention, TwoPromptsEqualTwoFreshObjects) {
+  Prompt reused;
+  for (const int64_t length : {90, 50}) {
+    const auto x = random_qkv(length, 4, 2, at::kFloat, length == 90 ? 2 : 1);
+    reused.cache->reset();
+    reused.tracker->reset();
+    Prompt fresh;
+    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 32}, {32, 35}, {35, length}}) {
+      EXPECT_TRUE(same(reused.forward(x.tokens(begin, end)), fresh.forward(x.tokens(begin, end))));
+    }
+    EXPECT_TRUE(same(reused.tracker->scores(0), fresh.tracker->scores(0)));
+    EXPECT_TRUE(same(reused.tracker->indices(0), fresh.tracker->indices(0)));
+  }
+}
+
+TEST(ChunkedSparseAttention, ResumesFromPickledState) {
+  const auto x = random_qkv(80);
+  Prompt prompt;
+  prompt.forward(x.tokens(0, 40));
+  Prompt resumed;
+  resumed.cache = ChunkedKVCache::from_tensors(prompt.cache->state_tensors());
+  resumed.tracker = MemorySetTracker::from_tensors(prompt.tracker->state_tensors());
+  EXPECT_TRUE(same(resumed.forward(x.tokens(40, 80)), prompt.forward(x.tokens(40, 80))));
+}
+
+TEST(ChunkedSparseAttention, DecodesAfterInferenceMode) {
+  const auto x = random_qkv(70);
+  Prompt prompt, expected;
+  {
+    const c10::InferenceMode inference;
+    prompt.forward(x.tokens(0, 40));
+  }
+  expected.forward(x.tokens(0, 40));
+  EXPECT_TRUE(same(prompt.forward(x.tokens(40, 41)), expected.forward(x.tokens(40, 41))));
+  EXPECT_TRUE(same(prompt.forward(x.tokens(41, 70)), expected.forward(x.tokens(41, 70))));
+}
+
+// What a failed call must leave as it was.
+class Snapshot {
+ public:
+  explicit Snapshot(const Prompt& prompt)
+      : cache_(prompt.cache->state_tensors()), tracker_(prompt.tracker->state_tensors()) {
+    for (int64_t layer = 0; layer < kLayers; ++layer)
+      lengths_.push_back(prompt.cache->length(layer));
+  }
+
+  void expect_unchanged(const Prompt& prompt) const {
+    const Snapshot now(prompt);
+    EXPECT_EQ(now.lengths_, lengths_);
+    ASSERT_EQ(now.tracker_.size(), tracker_.size());
+    for (size_t i = 0; i < tracker_.size(); ++i) EXPECT_TRUE(same(now.tracker_[i], tracker_[i]));
+    if (now.cache_.size() != cache_.size()) return;  // buffers may have come into being
+    for (size_t i = 1; i < cache_.size(); ++i) EXPECT_TRUE(same(now.cache_[i], cache_[i]));
+  }
+
+ private:
+  std::vector<int64_t> lengths_;
+  std::vector<at::Tensor> cache_;
+  std::vector<at::Tensor> tracker_;
+};
+
+TEST(ChunkedSparseAttention, OpThatThrowsLeavesCacheAndTrackerAsTheyWere) {
+  const auto x = random_qkv(80);
+  const auto bad_offsets = at::zeros({3}, at::kInt), none = at::zeros({0}, at::kInt);
+  const RecallLists bad_lists{bad_offsets, none, none};
+  auto config = small_config();
+  config.recall_block = 8;
+  for (const int64_t begin : {0, 40}) {
+    Prompt prompt(config), untouched(config);
+    if (begin > 0) {
+      for (int64_t layer = 0; layer < kLayers; ++layer) {
+        prompt.forward(x.tokens(0, begin), layer);
+        untouched.forward(x.tokens(0, begin), layer);
+      }
+    }
+    const Snapshot before(prompt);
+    EXPECT_VALUE_ERROR_WITH(prompt.forward(x.tokens(begin, 80), 1, bad_lists),
+                            "recall_offsets must have");
+    before.expect_unchanged(prompt);
+    EXPECT_TRUE(
+        same(prompt.forward(x.tokens(begin, 80), 1), untouched.forward(x.tokens(begin, 80), 1)));
+  }
+}
+
+TEST(ChunkedSparseAttention, FirstCallThatThrowsDoesNotFixTheShape) {
+  const auto wrong = random_qkv(40, 4, 2), right = random_qkv(40, 3, 3, at::kHalf, 1);
+  const RecallLists bad_lists{at::zeros({3}, at::kInt), at::zeros({0}, at::kInt),
+                              at::zeros({0}, at::kInt)};
+  auto config = small_config();
+  config.recall_block = 8;
+  Prompt prompt(config);
+  EXPECT_VALUE_ERROR_WITH(prompt.forward(wrong, 0, bad_lists), "recall_offsets must have");
+  EXPECT_NO_THROW(prompt.forward(right));
+  EXPECT_EQ(prompt.cache->key(0).scalar_type(), at::kHalf);
+}
+
+TEST(ChunkedSparseAttention, WrongArgumentsAreNamedAndChangeNothing) {
+  const auto x = random_qkv(40);
+  Prompt prompt;
+  prompt.forward(x);
+  const Snapshot before(prompt);
+  EXPECT_VALUE_ERROR(prompt.forward(x, 7), "layer must be in [0, 2), got 7");
+  EXPECT_VALUE_ERROR(prompt.forward({x.q[0], x.k, x.v}), "query must have 4 dimensions, got 3");
+  EXPECT_VALUE_ERROR(
+      prompt.forward({x.q.slice(2, 0, 9), x.k, x.v}),
+      "query must have batch, length and head dim of key [2, 2, 40, 8], got shape [2, 4, 9, 8]");
+  EXPECT_VALUE_ERROR(prompt.forward({x.q.slice(1, 0, 3), x.k, x.v}),
+                     "the query heads must be a multiple of the KV heads, got 3 and 2");
+  EXPECT_VALUE_ERROR(prompt.forward({x.q.to(at::kLong), x.k.to(at::kLong), x.v.to(at::kLong)}),
+                     "query must be float32, bfloat16, float16 or float64, got Long");
+  EXPECT_VALUE_ERROR_WITH(prompt.forward({x.q, x.k.to(at::kDouble), x.v}),
+                          "key must have dtype and device of query");
+  EXPECT_VALUE_ERROR_WITH(prompt.forward({x.q, x.k, x.v.to(at::kDouble)}),
+                          "value must have dtype and device of key");
+  EXPECT_VALUE_ERROR_WITH(prompt.forward({x.q.clone().requires_grad_(), x.k, x.v}),
+                          "query must not require a gradient");
+  EXPECT_VALUE_ERROR_WITH(prompt.forward(random_qkv(20, 4, 2, at::kDouble)),
+                          "key must be like what layer 0 holds");
+  before.expect_unchanged(prompt);
+}
+
+TEST(ChunkedSparseAttention, BeyondTheCapacityThrowsAndChangesNothing) {
+  const auto x = random_qkv(60);
+  Prompt prompt(small_config(), /*max_capacity=*/50);
+  prompt.forward(x.tokens(0, 40));
+  const Snapshot before(prompt);
+  EXPECT_VALUE_ERROR(prompt.forward(x.tokens(40, 60)),
+                     "max_capacity must be >= 60, the tokens of layer 0 after this append, got 50");
+  before.expect_unchanged(prompt);
+}
+
+TEST(ChunkedSparseAttention, CacheAndTrackerMustBelongTogether) {
+  const auto x = random_qkv(40);
+  Prompt prompt, other;
+  EXPECT_VALUE_ERROR(prompt.attention.forward(0, x.q, x.k, x.v, prompt.cache, {}),
+                     "cache and tracker must be given, got none");
+  EXPECT_VALUE_ERROR(prompt.attention.forward(0, x.q, x.k, x.v, prompt.cache,
+                                              c10::make_intrusive<MemorySetTracker>(3, 3, 4, 1)),
+                     "tracker must have the layers of cache (2), got 3");
+  EXPECT_VALUE_ERROR(prompt.attention.forward(0, x.q, x.k, x.v, prompt.cache,
+                                              c10::make_intrusive<MemorySetTracker>(2, 3, 5, 1)),
+                     "tracker must have local_window, heavy_budget and sink_tokens of the config "
+                     "(3, 4, 1), got (3, 5, 1)");
+  other.forward(x);
+  EXPECT_VALUE_ERROR(prompt.attention.forward(0, x.q, x.k, x.v, prompt.cache, other.tracker),
+                     "tracker must belong to the prompt of cache, which holds 0 tokens of layer 0, "
+                     "got scores of 40");
+  EXPECT_EQ(prompt.cache->length(0), 0);
+}
+
+TEST(ChunkedSparseAttention, ConstructorValidates) {
+  EXPECT_VALUE_ERROR(ChunkedSparseAttention(PrefillConfig{.chunk_size = 0}),
+                     "chunk_size must be >= 1, got 0");
+}
+
+}  // namespace
+}  // namespace h2o_prefill

@@ -1,0 +1,58 @@
+#include "h2o_prefill/library.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/custom_class.h>
+
+#include <set>
+
+#include "h2o_prefill/ops.h"
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+TEST(Library, InitMayBeCalledTwice) {
+  init();
+  init();
+}
+
+TEST(Library, VersionIsThatOfTheProject) { EXPECT_EQ(version(), H2O_EXPECTED_VERSION); }
+
+TEST(Library, IsaIsOneThatIsCompiled) {
+  EXPECT_TRUE((std::set<std::string>{"avx512", "avx2", "neon", "scalar"}.count(cpu_isa())))
+      << cpu_isa();
+}
+
+TEST(Library, OpsAreRegistered) {
+  for (const char* name :
+       {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory", "gather_rows",
+        "chunked_sparse_attention", "lexical_recall"}) {
+    const auto op =
+        c10::Dispatcher::singleton().findSchema({std::string("h2o_prefill::") + name, ""});
+    EXPECT_TRUE(op.has_value()) << name;
+  }
+}
+
+TEST(Library, ClassesAreRegistered) {
+  for (const char* name : {"PrefillConfig", "ChunkManager", "ChunkedKVCache", "MemorySetTracker",
+                           "ChunkedSparseAttention"}) {
+    EXPECT_TRUE(torch::getCustomClass(std::string("__torch__.torch.classes.h2o_prefill.") + name))
+        << name;
+  }
+}
+
+TEST(Library, OpsCanBeCalledByName) {
+  const auto x = testing::random_qkv(20);
+  const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("h2o_prefill::intra_chunk_attention", "");
+  torch::jit::Stack stack{x.q, x.k, x.v, int64_t{16}, c10::IValue()};
+  op.callBoxed(stack);
+  ASSERT_EQ(stack.size(), 3U);
+  const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, 16);
+  EXPECT_TRUE(testing::same(stack[0].toTensor(), out));
+  EXPECT_TRUE(testing::same(stack[1].toTensor(), lse));
+  EXPECT_TRUE(testing::same(stack[2].toTensor(), colsum));
+}
+
+}  // namespace
+}  // namespace h2o_prefill

@@ -1,0 +1,230 @@
+#include "h2o_prefill/memory_set_tracker.h"
+
+#include "h2o_prefill/chunk_manager.h"
+#include "h2o_prefill/ops.h"
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+using testing::close;
+using testing::positions;
+using testing::Qkv;
+using testing::random_qkv;
+using testing::same;
+
+constexpr int64_t kChunk = 16;
+constexpr int64_t kLocal = 3;
+constexpr int64_t kHeavy = 4;
+constexpr int64_t kSinks = 1;
+
+MemorySetTracker make_tracker(int64_t layers = 2) { return {layers, kLocal, kHeavy, kSinks}; }
+
+at::Tensor row(const std::vector<float>& values) { return at::tensor(values).view({1, 1, -1}); }
+
+// Prefills with the ops of single chunks, and gives the tracker the column sums.
+void prefill_by_chunks(MemorySetTracker& tracker, int64_t layer, const Qkv& x, int64_t begin,
+                       int64_t end) {
+  const ChunkManager chunks(begin, end - begin, kChunk);
+  for (int64_t c = 0; c < chunks.num_chunks(); ++c) {
+    const auto chunk = x.tokens(chunks.begin(c), chunks.end(c));
+    const auto colsum = std::get<2>(intra_chunk_attention(chunk.q, chunk.k, chunk.v, kChunk));
+    if (chunks.begin(c) == 0) {
+      tracker.init_chunk_scores(layer, 0, colsum);
+      continue;
+    }
+    const auto memory = tracker.build_memory_set(layer, chunks.begin(c));
+    tracker.init_chunk_scores(layer, chunks.begin(c), colsum);
+    tracker.accumulate_memory_scores(layer,
+                                     std::get<2>(memory_attention(chunk.q, x.k, x.v, memory)));
+  }
+}
+
+TEST(MemorySetTracker, ByChunksEqualsTheWholeOp) {
+  const auto x = random_qkv(5 * kChunk + 7);
+  auto tracker = make_tracker();
+  prefill_by_chunks(tracker, 1, x, 0, x.q.size(2));
+  const auto [out, scores, memory] = chunked_sparse_attention(x.q, x.k, x.v, {}, {}, {}, {}, {}, 0,
+                                                              kChunk, kLocal, kHeavy, kSinks);
+  EXPECT_TRUE(close(tracker.scores(1), scores));
+  EXPECT_TRUE(same(tracker.indices(1), memory));
+  EXPECT_EQ(tracker.last_chunk_begin(1), 5 * kChunk);
+  EXPECT_FALSE(tracker.has_scores(0));
+}
+
+TEST(MemorySetTracker, ByChunksEqualsTheOpAcrossCallsAndForeignTokens) {
+  // A call, ten tokens from elsewhere, another call.
+  const auto x = random_qkv(84);
+  auto tracker = make_tracker();
+  prefill_by_chunks(tracker, 0, x, 0, 40);
+  prefill_by_chunks(tracker, 0, x, 50, 84);
+
+  const auto first = x.call(0, 40), second = x.call(50, 84);
+  const auto [out, scores, memory] = chunked_sparse_attention(
+      first.q, first.k, first.v, {}, {}, {}, {}, {}, 0, kChunk, kLocal, kHeavy, kSinks);
+  const auto [out2, scores2, memory2] = chunked_sparse_attention(
+      second.q, second.k, second.v, scores, memory, {}, {}, {}, 32, kChunk, kLocal, kHeavy, kSinks);
+  EXPECT_TRUE(close(tracker.scores(0), scores2));
+  EXPECT_TRUE(same(tracker.indices(0), memory2));
+}
+
+TEST(MemorySetTracker, WorkedExample) {
+  MemorySetTracker tracker(1, /*local_window=*/1, /*heavy_budget=*/2, /*sink_tokens=*/0);
+  tracker.init_chunk_scores(0, 0, row({5, 1, 3, 2}));
+  EXPECT_TRUE(same(tracker.indices(0), positions({-1, -1, -1})));
+  EXPECT_TRUE(same(tracker.build_memory_set(0, 4), positions({0, 2, 3})));
+  tracker.init_chunk_scores(0, 4, row({4, 1, 1, 6}));
+  tracker.accumulate_memory_scores(0, row({1, 2, 3}));
+  EXPECT_TRUE(same(tracker.scores(0), row({6, 1, 5, 5, 4, 1, 1, 6})));
+  // Candidates are {0, 2, 3} and [4, 8): position 1 left and does not return. Of 2 and 3 the lower
+  // wins.
+  EXPECT_TRUE(same(tracker.build_memory_set(0, 8), positions({0, 2, 7})));
+}
+
+TEST(MemorySetTracker, TokensFromElsewhereHaveScoreZero) {
+  MemorySetTracker tracker(1, 1, 2, 0);
+  tracker.init_chunk_scores(0, 0, row({1, 2}));
+  EXPECT_TRUE(same(tracker.build_memory_set(0, 5), positions({0, 1, 4})));
+  tracker.accumulate_memory_scores(
+      0, row({0, 0, 9}));  // position 4 was attended to before the chunk has its scores
+  tracker.init_chunk_scores(0, 5, row({3}));
+  EXPECT_TRUE(same(tracker.scores(0), row({1, 2, 0, 0, 9, 3})));
+  tracker.init_chunk_scores(0, 8, row({4}));
+  EXPECT_TRUE(same(tracker.scores(0), row({1, 2, 0, 0, 9, 3, 0, 0, 4})));
+}
+
+TEST(MemorySetTracker, BuildingTwiceChangesNothing) {
+  const auto x = random_qkv(2 * kChunk);
+  auto tracker = make_tracker();
+  prefill_by_chunks(tracker, 0, x, 0, 2 * kChunk);
+  const auto once = tracker.build_memory_set(0, 2 * kChunk);
+  EXPECT_TRUE(same(tracker.build_memory_set(0, 2 * kChunk), once));
+}
+
+TEST(MemorySetTracker, AbsentEntriesGetNoScore) {
+  MemorySetTracker tracker(1, 1, 4, 0);
+  tracker.init_chunk_scores(0, 0, row({1, 1}));
+  EXPECT_TRUE(same(tracker.build_memory_set(0, 2), positions({0, 1, -1, -1, -1})));
+  tracker.accumulate_memory_scores(0, row({1, 1, 7, 7, 7}));
+  EXPECT_TRUE(same(tracker.scores(0), row({2, 2})));
+}
+
+TEST(MemorySetTracker, NeverWritesToTensorsItWasGivenOrGaveOut) {
+  MemorySetTracker tracker(1, 1, 1, 0);
+  const auto colsum = row({1, 2});
+  tracker.init_chunk_scores(0, 0, colsum);
+  const auto scores = tracker.scores(0);
+  const auto memory = tracker.build_memory_set(0, 2);
+  tracker.init_chunk_scores(0, 2, row({3}));
+  tracker.accumulate_memory_scores(0, row({5, 5}));
+  tracker.build_memory_set(0, 3);
+  EXPECT_TRUE(same(colsum, row({1, 2})));
+  EXPECT_TRUE(same(scores, row({1, 2})));
+  EXPECT_TRUE(same(memory, positions({0, 1})));
+}
+
+TEST(MemorySetTracker, UpdateTakesWhatTheOpReturned) {
+  const auto x = random_qkv(40);
+  const auto [out, scores, memory] = chunked_sparse_attention(x.q, x.k, x.v, {}, {}, {}, {}, {}, 0,
+                                                              kChunk, kLocal, kHeavy, kSinks);
+  auto tracker = make_tracker();
+  tracker.update(1, scores, memory, 32);
+  EXPECT_TRUE(same(tracker.scores(1), scores));
+  EXPECT_TRUE(same(tracker.indices(1), memory));
+  EXPECT_EQ(tracker.last_chunk_begin(1), 32);
+  EXPECT_TRUE(same(tracker.build_memory_set(1, 40),
+                   select_memory(scores, memory, 32, 40, kLocal, kHeavy, kSinks)));
+}
+
+TEST(MemorySetTracker, TwoPromptsEqualTwoFreshTrackers) {
+  auto tracker = make_tracker();
+  for (const int64_t length : {70, 40}) {
+    const auto x = random_qkv(length, 4, length == 70 ? 2 : 1);
+    tracker.reset();
+    EXPECT_FALSE(tracker.has_scores(0));
+    auto fresh = make_tracker();
+    for (auto* each : {&tracker, &fresh}) prefill_by_chunks(*each, 0, x, 0, length);
+    EXPECT_TRUE(same(tracker.scores(0), fresh.scores(0)));
+    EXPECT_TRUE(same(tracker.indices(0), fresh.indices(0)));
+    EXPECT_EQ(tracker.last_chunk_begin(0), fresh.last_chunk_begin(0));
+  }
+}
+
+TEST(MemorySetTracker, StateRoundTrips) {
+  const auto x = random_qkv(40);
+  auto tracker = make_tracker(3);
+  prefill_by_chunks(tracker, 1, x, 0, 40);
+  const auto restored = MemorySetTracker::from_tensors(tracker.state_tensors());
+  EXPECT_EQ(restored->num_layers(), 3);
+  EXPECT_EQ(restored->local_window(), kLocal);
+  EXPECT_EQ(restored->heavy_budget(), kHeavy);
+  EXPECT_EQ(restored->sink_tokens(), kSinks);
+  EXPECT_FALSE(restored->has_scores(0));
+  EXPECT_TRUE(same(restored->scores(1), tracker.scores(1)));
+  EXPECT_TRUE(same(restored->indices(1), tracker.indices(1)));
+  EXPECT_EQ(restored->last_chunk_begin(1), 32);
+  restored->scores(1).fill_(0);
+  EXPECT_GT(tracker.scores(1).sum().item<float>(), 0) << "the two must not share memory";
+}
+
+TEST(MemorySetTracker, FromTensorsRefusesWhatIsNoState) {
+  auto tracker = make_tracker(1);
+  prefill_by_chunks(tracker, 0, random_qkv(20), 0, 20);
+  const auto good = tracker.state_tensors();
+  EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({}),
+                          "tensors must begin with an int64 header");
+  EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({good[0]}),
+                          "tensors must hold scores and memory of layer 0");
+  EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({good[0], good[1], good[2], good[2]}),
+                          "tensors must end");
+  EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({good[0], good[2], good[1]}),
+                          "scores must be float32");
+}
+
+TEST(MemorySetTracker, ErrorsNameArgumentRuleAndValueAndChangeNothing) {
+  EXPECT_VALUE_ERROR(MemorySetTracker(0, 1, 1, 0), "num_layers must be >= 1, got 0");
+  EXPECT_VALUE_ERROR(MemorySetTracker(1, -3, 1, 0), "local_window must be >= 0, got -3");
+  EXPECT_VALUE_ERROR(MemorySetTracker(1, 1, -1, 0), "heavy_budget must be >= 0, got -1");
+  EXPECT_VALUE_ERROR(MemorySetTracker(1, 1, 1, -1), "sink_tokens must be >= 0, got -1");
+
+  MemorySetTracker tracker(4, 1, 2, 0);
+  const auto one = row({1});
+  EXPECT_VALUE_ERROR(tracker.scores(7), "layer must be in [0, 4), got 7");
+  EXPECT_VALUE_ERROR(tracker.indices(2), "layer must have scores, layer 2 has none");
+  EXPECT_VALUE_ERROR(tracker.build_memory_set(2, 4), "layer must have scores, layer 2 has none");
+  EXPECT_VALUE_ERROR(tracker.accumulate_memory_scores(2, one),
+                     "layer must have scores, layer 2 has none");
+  EXPECT_VALUE_ERROR(tracker.init_chunk_scores(0, -1, one), "chunk_begin must be >= 0, got -1");
+  EXPECT_VALUE_ERROR(tracker.init_chunk_scores(0, 0, one[0]),
+                     "colsum must have 3 dimensions, got 2");
+  EXPECT_VALUE_ERROR(tracker.init_chunk_scores(0, 0, one.to(at::kHalf)),
+                     "colsum must be float32 or float64, got Half");
+  EXPECT_FALSE(tracker.has_scores(0));
+
+  const auto scores = row({1, 2, 3});
+  tracker.init_chunk_scores(0, 0, scores);
+  EXPECT_VALUE_ERROR(tracker.init_chunk_scores(0, 2, one), "chunk_begin must be >= 3, got 2");
+  EXPECT_VALUE_ERROR_WITH(tracker.init_chunk_scores(0, 3, one.expand({1, 2, 1})),
+                          "colsum must have batch and heads of scores");
+  EXPECT_VALUE_ERROR_WITH(tracker.init_chunk_scores(0, 3, one.to(at::kDouble)),
+                          "colsum must have dtype and device");
+  EXPECT_VALUE_ERROR(tracker.build_memory_set(0, 2), "chunk_end must be >= 3, got 2");
+  EXPECT_VALUE_ERROR(tracker.accumulate_memory_scores(0, one),
+                     "colsum must have the shape of the memory set [1, 1, 3], got [1, 1, 1]");
+  const auto memory = positions({0, 1, -1});
+  EXPECT_VALUE_ERROR(tracker.update(0, scores, memory, 4),
+                     "last_chunk_begin must be in [0, 3], got 4");
+  EXPECT_VALUE_ERROR(tracker.update(0, scores, memory.slice(2, 0, 2), 0),
+                     "memory must have room for K + L + H positions (3), got shape [1, 1, 2]");
+  EXPECT_VALUE_ERROR_WITH(tracker.update(0, scores, memory.to(at::kLong), 0),
+                          "memory must be int32");
+  EXPECT_VALUE_ERROR_WITH(tracker.update(0, scores.expand({2, 1, 3}), memory, 0),
+                          "memory must have batch and heads");
+  EXPECT_VALUE_ERROR(tracker.update(9, scores, memory, 0), "layer must be in [0, 4), got 9");
+  EXPECT_TRUE(same(tracker.scores(0), scores));
+  EXPECT_TRUE(same(tracker.indices(0), positions({-1, -1, -1})));
+  EXPECT_EQ(tracker.last_chunk_begin(0), 0);
+}
+
+}  // namespace
+}  // namespace h2o_prefill

@@ -1,0 +1,149 @@
+// The classes as registered: pickled, and used from TorchScript.
+#include <ATen/core/jit_type.h>
+#include <torch/csrc/jit/serialization/import.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/custom_class.h>
+#include <torch/script.h>
+
+#include <filesystem>
+#include <sstream>
+
+#include "h2o_prefill/chunk_manager.h"
+#include "h2o_prefill/chunked_sparse_attention.h"
+#include "h2o_prefill/ops.h"
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+using testing::random_qkv;
+using testing::same;
+
+PrefillConfig small_config() {
+  return {.chunk_size = 16,
+          .local_window = 3,
+          .heavy_budget = 4,
+          .dense_layers = {1},
+          .min_prefill = 20};
+}
+
+// Lets scripts name the ops and the classes.
+struct Names : torch::jit::Resolver {
+  std::shared_ptr<torch::jit::SugaredValue> resolveValue(
+      const std::string& name, torch::jit::GraphFunction& function,
+      const torch::jit::SourceRange& at) override {
+    if (name == "h2o_prefill") return std::make_shared<torch::jit::BuiltinModule>("h2o_prefill");
+    return torch::jit::nativeResolver()->resolveValue(name, function, at);
+  }
+
+  c10::TypePtr resolveType(const std::string& name, const torch::jit::SourceRange&) override {
+    return torch::getCustomClass("__torch__.torch.classes.h2o_prefill." + name);
+  }
+};
+
+// Through an archive in memory, with whatever attributes and code the module has.
+torch::jit::Module save_and_load(const torch::jit::Module& module) {
+  std::stringstream archive;
+  module.save(archive);
+  return torch::jit::load(archive);
+}
+
+template <typename Class>
+c10::intrusive_ptr<Class> round_trip(const c10::intrusive_ptr<Class>& object) {
+  torch::jit::Module holder("Holder");
+  holder.register_attribute("held", c10::getCustomClassType<c10::intrusive_ptr<Class>>(), object);
+  return save_and_load(holder).attr("held").toCustomClass<Class>();
+}
+
+TEST(RegisteredClasses, ChunkManagerIsSavedWhole) {
+  const auto chunks = round_trip(c10::make_intrusive<ChunkManager>(5, 17, 8));
+  EXPECT_EQ(chunks->past(), 5);
+  EXPECT_EQ(chunks->num_tokens(), 17);
+  EXPECT_EQ(chunks->chunk_size(), 8);
+}
+
+TEST(RegisteredClasses, AttentionIsSavedWithEverySetting) {
+  const PrefillConfig config{32, 3, 4, 5, 6, {7, 8}, "max", 9, 10};
+  const auto loaded = round_trip(c10::make_intrusive<ChunkedSparseAttention>(config))->config();
+  EXPECT_EQ(loaded.chunk_size, 32);
+  EXPECT_EQ(loaded.local_window, 3);
+  EXPECT_EQ(loaded.heavy_budget, 4);
+  EXPECT_EQ(loaded.sink_tokens, 5);
+  EXPECT_EQ(loaded.dense_tail, 6);
+  EXPECT_EQ(loaded.dense_layers, (std::vector<int64_t>{7, 8}));
+  EXPECT_EQ(loaded.gqa_reduce, "max");
+  EXPECT_EQ(loaded.min_prefill, 9);
+  EXPECT_EQ(loaded.recall_block, 10);
+}
+
+TEST(RegisteredClasses, CacheAndTrackerAreSavedWhole) {
+  const auto x = random_qkv(40);
+  const auto cache = c10::make_intrusive<ChunkedKVCache>(2, 8, 64);
+  const auto tracker = c10::make_intrusive<MemorySetTracker>(2, 3, 4, 0);
+  ChunkedSparseAttention(small_config()).forward(0, x.q, x.k, x.v, cache, tracker);
+  const auto loaded_cache = round_trip(cache);
+  EXPECT_TRUE(same(loaded_cache->key(0), x.k));
+  EXPECT_EQ(loaded_cache->length(1), 0);
+  EXPECT_EQ(loaded_cache->max_capacity(), 64);
+  const auto loaded_tracker = round_trip(tracker);
+  EXPECT_TRUE(same(loaded_tracker->scores(0), tracker->scores(0)));
+  EXPECT_TRUE(same(loaded_tracker->indices(0), tracker->indices(0)));
+  EXPECT_EQ(loaded_tracker->last_chunk_begin(0), 32);
+}
+
+TEST(RegisteredClasses, ScriptCallsTheOps) {
+  torch::jit::Module module("Script");
+  module.define(R"(
+    def forward(self, q, k, v):
+        return h2o_prefill.chunked_sparse_attention(q, k, v, None, None, None, None, None, 0, 16, 3, 4)
+  )",
+                std::make_shared<Names>());
+  const auto x = random_qkv(50);
+  auto loaded = save_and_load(module);
+  const auto results = loaded.forward({x.q, x.k, x.v}).toTuple();
+  const auto [out, scores, memory] =
+      chunked_sparse_attention(x.q, x.k, x.v, {}, {}, {}, {}, {}, 0, 16, 3, 4);
+  EXPECT_TRUE(same(results->elements()[0].toTensor(), out));
+  EXPECT_TRUE(same(results->elements()[1].toTensor(), scores));
+  EXPECT_TRUE(same(results->elements()[2].toTensor(), memory));
+}
+
+TEST(RegisteredClasses, ScriptUsesTheClasses) {
+  torch::jit::Module module("Script");
+  module.register_attribute("attention",
+                            c10::getCustomClassType<c10::intrusive_ptr<ChunkedSparseAttention>>(),
+                            c10::make_intrusive<ChunkedSparseAttention>(small_config()));
+  module.define(R"(
+    def forward(self, q, k, v, cache: ChunkedKVCache, tracker: MemorySetTracker):
+        out = self.attention.forward(0, q, k, v, cache, tracker)
+        return out, tracker.scores(0), cache.length(0)
+  )",
+                std::make_shared<Names>());
+  const auto x = random_qkv(50);
+  const auto cache = c10::make_intrusive<ChunkedKVCache>(1, 8, 64);
+  const auto tracker = c10::make_intrusive<MemorySetTracker>(1, 3, 4, 0);
+  auto loaded = save_and_load(module);
+  const auto results = loaded.forward({x.q, x.k, x.v, cache, tracker}).toTuple();
+  const auto [out, scores, memory] =
+      chunked_sparse_attention(x.q, x.k, x.v, {}, {}, {}, {}, {}, 0, 16, 3, 4);
+  EXPECT_TRUE(same(results->elements()[0].toTensor(), out));
+  EXPECT_TRUE(same(results->elements()[1].toTensor(), scores));
+  EXPECT_EQ(results->elements()[2].toInt(), 50);
+  EXPECT_EQ(cache->length(0), 50) << "the caller's cache, not a copy";
+}
+
+// The file that the example run_scripted is run with, where the build asks for it.
+TEST(RegisteredClasses, WritesTheScriptOfTheExample) {
+  const auto file = std::filesystem::path(H2O_TEST_OUTPUT_DIR) / "scripted.pt";
+  torch::jit::Module module("Attention");
+  module.define(R"(
+    def forward(self, q, k, v):
+        return h2o_prefill.chunked_sparse_attention(q, k, v, None, None, None, None, None, 0, 128, 16, 16)
+  )",
+                std::make_shared<Names>());
+  module.save(file.string());
+  EXPECT_NO_THROW(torch::jit::load(file.string()));
+}
+
+}  // namespace
+}  // namespace h2o_prefill

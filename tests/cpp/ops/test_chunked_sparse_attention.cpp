@@ -1,0 +1,314 @@
+#include <ATen/Parallel.h>
+#include <c10/core/DeviceType.h>
+
+#include <optional>
+
+#include "h2o_prefill/chunk_manager.h"
+#include "h2o_prefill/ops.h"
+#include "oracle.h"
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+using testing::attend;
+using testing::attend_causally;
+using testing::Budgets;
+using testing::causal_mask;
+using testing::close;
+using testing::membership;
+using testing::Qkv;
+using testing::random_qkv;
+using testing::same;
+using testing::select;
+
+constexpr int64_t kChunk = 16;
+
+using Lists = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+struct Options {
+  Budgets budgets{3, 4, 1};
+  int64_t dense_tail = 0;
+  std::string gqa_reduce = "sum";
+  int64_t recall_block = 8;
+  std::optional<Lists> recall = std::nullopt;
+};
+
+// What a prompt's calls leave behind.
+struct State {
+  at::Tensor out;
+  std::optional<at::Tensor> scores = std::nullopt;
+  std::optional<at::Tensor> memory = std::nullopt;
+  int64_t last_chunk_begin = 0;
+};
+
+State run(const Qkv& x, const State& from = {}, const Options& o = {}) {
+  std::optional<at::Tensor> recall[3];
+  if (o.recall) std::tie(recall[0], recall[1], recall[2]) = *o.recall;
+  const auto [out, scores, memory] = chunked_sparse_attention(
+      x.q, x.k, x.v, from.scores, from.memory, recall[0], recall[1], recall[2],
+      from.last_chunk_begin, kChunk, o.budgets.local_window, o.budgets.heavy_budget,
+      o.budgets.sink_tokens, o.dense_tail, o.gqa_reduce, o.recall_block);
+  const int64_t past = x.k.size(2) - x.q.size(2);
+  return {out, scores, memory, ChunkManager(past, x.q.size(2), kChunk).last_chunk_begin()};
+}
+
+// Which positions before a chunk its rows see by recall: bool [B, 1, rows, begin].
+at::Tensor recall_mask(const Options& o, int64_t batch, int64_t past, int64_t length, int64_t begin,
+                       int64_t rows) {
+  auto mask = at::zeros({batch, 1, rows, begin}, at::kBool);
+  if (!o.recall) return mask;
+  const auto& [offsets, positions, visible_from] = *o.recall;
+  const int64_t blocks = (length + o.recall_block - 1) / o.recall_block;
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t block = b * blocks + (begin - past + i) / o.recall_block;
+      for (int64_t j = offsets[block].item<int64_t>(); j < offsets[block + 1].item<int64_t>();
+           ++j) {
+        const int64_t position = positions[j].item<int64_t>();
+        if (position < begin && visible_from[j].item<int64_t>() <= begin + i)
+          mask[b][0][i][position] = true;
+      }
+    }
+  }
+  return mask;
+}
+
+// The method with masks over all keys, one chunk after the other.
+State expected(const Qkv& x, const State& from = {}, const Options& o = {}) {
+  const int64_t batch = x.k.size(0), heads = x.k.size(1), total = x.k.size(2), length = x.q.size(2);
+  const int64_t past = total - length;
+  const bool reduce_max = o.gqa_reduce == "max";
+  auto scores = at::zeros({batch, heads, total}, at::kDouble);
+  if (from.scores) scores.narrow(2, 0, from.scores->size(2)).copy_(*from.scores);
+  auto memory =
+      from.memory ? *from.memory : at::full({batch, heads, o.budgets.size()}, -1, at::kInt);
+  int64_t previous = from.last_chunk_begin;
+  std::vector<at::Tensor> outs;
+  const ChunkManager chunks(past, length, kChunk);
+  for (int64_t c = 0; c < chunks.num_chunks(); ++c) {
+    const int64_t begin = chunks.begin(c), end = chunks.end(c), rows = end - begin;
+    const Qkv chunk{x.q.slice(2, begin - past, end - past), x.k.slice(2, 0, end),
+                    x.v.slice(2, 0, end)};
+    const auto nothing_before = at::zeros({rows, begin}, at::kBool);
+    const auto own = causal_mask(rows, rows);
+    if (begin > 0) memory = select(scores, memory, previous, begin, o.budgets);
+    const auto held = membership(memory, begin).unsqueeze(2).expand({batch, heads, rows, begin});
+    const auto before = held.logical_or(recall_mask(o, batch, past, length, begin, rows));
+    const auto wide = [&](const at::Tensor& m) {
+      return m.expand({batch, heads, rows, m.size(-1)});
+    };
+    outs.push_back(attend(chunk, at::cat({before, wide(own)}, 3)).out);
+    scores.slice(2, 0, end).add_(
+        attend(chunk, at::cat({nothing_before, own}, 1), reduce_max).colsum);
+    scores.slice(2, 0, end).add_(
+        attend(chunk, at::cat({held, wide(at::zeros_like(own))}, 3), reduce_max).colsum);
+    previous = begin;
+  }
+  auto out = at::cat(outs, 2);
+  if (const int64_t tail = std::min(o.dense_tail, length); tail > 0) {
+    out.slice(2, length - tail).copy_(attend_causally({x.q.slice(2, length - tail), x.k, x.v}).out);
+  }
+  return {out, scores, memory, previous};
+}
+
+void expect_close(const State& got, const State& wanted, double tolerance = 2e-5) {
+  EXPECT_TRUE(close(got.out, wanted.out, tolerance));
+  EXPECT_TRUE(close(*got.scores, *wanted.scores, tolerance));
+  EXPECT_TRUE(same(*got.memory, *wanted.memory));
+  EXPECT_EQ(got.last_chunk_begin, wanted.last_chunk_begin);
+}
+
+TEST(ChunkedSparseAttentionOp, EqualsTheMethodWithMasks) {
+  for (const int64_t kv_heads : {4, 2, 1}) {
+    for (const int64_t length : {1, 15, 16, 17, 31, 90}) {
+      const auto x = random_qkv(length, 4, kv_heads);
+      expect_close(run(x), expected(x));
+    }
+  }
+}
+
+TEST(ChunkedSparseAttentionOp, Float64IsExact) {
+  const auto x = random_qkv(90, 4, 2, at::kDouble);
+  expect_close(run(x), expected(x), 1e-11);
+}
+
+TEST(ChunkedSparseAttentionOp, EveryBudget) {
+  const auto x = random_qkv(70);
+  for (const Budgets& budgets :
+       {Budgets{0, 0, 0}, Budgets{5, 0, 0}, Budgets{0, 5, 0}, Budgets{0, 0, 5}, Budgets{1, 1, 1},
+        Budgets{20, 20, 20}, Budgets{40, 2, 0}}) {
+    Options o;
+    o.budgets = budgets;
+    expect_close(run(x, {}, o), expected(x, {}, o));
+  }
+}
+
+TEST(ChunkedSparseAttentionOp, SeveralCallsCarryTheState) {
+  const auto x = random_qkv(100);
+  State got, wanted;
+  int64_t begin = 0;
+  for (const int64_t end : {20, 21, 70, 100}) {
+    const auto call = x.call(begin, end);
+    got = run(call, got);
+    wanted = expected(call, wanted);
+    expect_close(got, wanted);
+    begin = end;
+  }
+}
+
+TEST(ChunkedSparseAttentionOp, TokensFromElsewhereHaveScoreZero) {
+  const auto x = random_qkv(90);
+  const auto first = run(x.call(0, 40));
+  expect_close(run(x.call(55, 90), first), expected(x.call(55, 90), expected(x.call(0, 40))));
+  expect_close(run(x.call(25, 90)), expected(x.call(25, 90)));  // nothing known of the first 25
+}
+
+TEST(ChunkedSparseAttentionOp, MultiplesOfTheChunkEqualOneCall) {
+  const auto x = random_qkv(90);
+  const auto whole = run(x), first = run(x.call(0, 48)), second = run(x.call(48, 90), first);
+  EXPECT_TRUE(close(at::cat({first.out, second.out}, 2), whole.out, 1e-6));
+  EXPECT_TRUE(close(*second.scores, *whole.scores));
+  EXPECT_TRUE(same(*second.memory, *whole.memory));
+}
+
+TEST(ChunkedSparseAttentionOp, BudgetsAsLongAsTheHistoryEqualDenseAttention) {
+  const auto x = random_qkv(90);
+  for (const Budgets& budgets :
+       {Budgets{100, 0, 0}, Budgets{0, 100, 0}, Budgets{0, 0, 100}, Budgets{30, 30, 30}}) {
+    Options o;
+    o.budgets = budgets;
+    EXPECT_TRUE(close(run(x, {}, o).out, attend_causally(x).out));
+  }
+}
+
+TEST(ChunkedSparseAttentionOp, ScoresAddUpToTheRowsOfBothPhases) {
+  const int64_t length = 90, group = 2;
+  const auto x = random_qkv(length, 4, 2);
+  EXPECT_TRUE(
+      close(run(x).scores->sum(2), at::full({2, 2}, group * (length + (length - kChunk))), 1e-3));
+}
+
+TEST(ChunkedSparseAttentionOp, ScoresNeverFall) {
+  const auto x = random_qkv(90);
+  const auto first = run(x.call(0, 48)), second = run(x.call(48, 90), first);
+  EXPECT_TRUE(at::all(second.scores->slice(2, 0, 48) >= *first.scores).item<bool>());
+}
+
+TEST(ChunkedSparseAttentionOp, OneChunkIsPhaseOneAndBuildsNoMemory) {
+  const auto x = random_qkv(kChunk);
+  const auto got = run(x);
+  const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunk);
+  EXPECT_TRUE(same(got.out, out));
+  EXPECT_TRUE(same(*got.scores, colsum));
+  EXPECT_TRUE(same(*got.memory, at::full({2, 2, 8}, -1, at::kInt)));
+}
+
+TEST(ChunkedSparseAttentionOp, DenseTailIsExactAndOffTheChain) {
+  const auto x = random_qkv(90);
+  const auto plain = run(x);
+  for (const int64_t tail : {1, 10, 30, 200}) {
+    Options o;
+    o.dense_tail = tail;
+    const auto got = run(x, {}, o);
+    expect_close(got, expected(x, {}, o));
+    EXPECT_TRUE(same(*got.scores, *plain.scores));
+    EXPECT_TRUE(same(*got.memory, *plain.memory));
+  }
+}
+
+TEST(ChunkedSparseAttentionOp, MaxOverTheGroup) {
+  Options o;
+  o.gqa_reduce = "max";
+  for (const auto type : {at::kFloat, at::kDouble}) {
+    const auto x = random_qkv(90, 6, 2, type);
+    expect_close(run(x, {}, o), expected(x, {}, o));
+  }
+}
+
+TEST(ChunkedSparseAttentionOp, RecalledKeysAreSeenOnceAndOffTheChain) {
+  Options o;
+  for (const auto type : {at::kFloat, at::kDouble}) {
+    const auto x = random_qkv(90, 4, 2, type);
+    const auto tokens = at::randint(0, 12, {2, 90}, at::kLong);
+    o.recall = lexical_recall(tokens, 0, kChunk, o.recall_block, 2);
+    ASSERT_GT(std::get<1>(*o.recall).numel(), 0);
+    const auto got = run(x, {}, o), plain = run(x);
+    expect_close(got, expected(x, {}, o));
+    EXPECT_TRUE(same(*got.scores, *plain.scores));
+
+    const auto first = run(x.call(0, 40));
+    o.recall = lexical_recall(tokens, 40, kChunk, o.recall_block, 2);
+    expect_close(run(x.call(40, 90), first, o),
+                 expected(x.call(40, 90), expected(x.call(0, 40)), o));
+  }
+}
+
+TEST(ChunkedSparseAttentionOp, CausalThroughTheSelection) {
+  // Other tokens from 50 on: nothing before may change, though both prompts select memory sets
+  // after that.
+  auto x = random_qkv(90);
+  const auto before = run(x).out.slice(2, 0, 50).clone();
+  for (auto* t : {&x.q, &x.k, &x.v}) t->slice(2, 50).normal_();
+  EXPECT_TRUE(same(run(x).out.slice(2, 0, 50), before));
+}
+
+TEST(ChunkedSparseAttentionOp, SameForAnyNumberOfThreads) {
+  const auto x = random_qkv(90);
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  const auto one = run(x);
+  at::set_num_threads(4);
+  const auto four = run(x);
+  at::set_num_threads(threads);
+  EXPECT_TRUE(same(four.out, one.out));
+  EXPECT_TRUE(same(*four.scores, *one.scores));
+  EXPECT_TRUE(same(*four.memory, *one.memory));
+}
+
+TEST(ChunkedSparseAttentionOp, InputsStayAsTheyWere) {
+  const auto x = random_qkv(90);
+  const auto first = run(x.call(0, 40));
+  const auto scores = first.scores->clone(), memory = first.memory->clone(), k = x.k.clone();
+  run(x.call(40, 90), first);
+  EXPECT_TRUE(same(*first.scores, scores));
+  EXPECT_TRUE(same(*first.memory, memory));
+  EXPECT_TRUE(same(x.k, k));
+}
+
+TEST(ChunkedSparseAttentionOp, WrongArguments) {
+  const auto x = random_qkv(40);
+  const auto scores = at::zeros({2, 2, 20});
+  const auto memory = at::full({2, 2, 8}, -1, at::kInt);
+  const auto second = x.call(20, 40);
+  const auto with_budgets = [&](const Budgets& budgets) {
+    Options o;
+    o.budgets = budgets;
+    run(x, {}, o);
+  };
+  EXPECT_VALUE_ERROR(with_budgets({-3, 1, 1}), "local_window must be >= 0, got -3");
+  EXPECT_VALUE_ERROR(with_budgets({3, -1, 1}), "heavy_budget must be >= 0, got -1");
+  EXPECT_VALUE_ERROR(with_budgets({3, 1, -1}), "sink_tokens must be >= 0, got -1");
+  EXPECT_VALUE_ERROR_WITH(run({x.q, x.k.slice(2, 0, 30), x.v.slice(2, 0, 30)}),
+                          "at least as long as q (40), got 30");
+  EXPECT_VALUE_ERROR_WITH(run(second, {{}, at::zeros({2, 2, 41}), memory}),
+                          "scores must not be longer than k (40)");
+  EXPECT_VALUE_ERROR_WITH(run(second, {{}, scores.to(at::kDouble), memory}),
+                          "scores must be Float, got Double");
+  EXPECT_VALUE_ERROR_WITH(run(second, {{}, scores, memory.to(at::kLong)}),
+                          "memory must be Int, got Long");
+  EXPECT_VALUE_ERROR_WITH(run(second, {{}, scores, memory, 21}),
+                          "last_chunk_begin must be in [0, 20]");
+  Options o;
+  o.gqa_reduce = "mean";
+  EXPECT_VALUE_ERROR(run(x, {}, o), "gqa_reduce must be \"sum\" or \"max\", got \"mean\"");
+  o = {};
+  o.recall_block = 6;
+  o.recall = lexical_recall(at::zeros({2, 40}, at::kLong), 0, kChunk, 8, 1);
+  EXPECT_VALUE_ERROR(run(x, {}, o), "chunk_size must be a multiple of recall_block, got 16 and 6");
+  o.recall_block = 16;
+  EXPECT_VALUE_ERROR_WITH(run(x, {}, o), "recall_offsets must have");
+}
+
+}  // namespace
+}  // namespace h2o_prefill

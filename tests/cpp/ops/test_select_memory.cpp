@@ -1,0 +1,93 @@
+#include "h2o_prefill/ops.h"
+#include "oracle.h"
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+using testing::Budgets;
+using testing::positions;
+using testing::same;
+using testing::select;
+
+at::Tensor call(const at::Tensor& scores, const at::Tensor& memory, int64_t begin, int64_t end,
+                const Budgets& b) {
+  return select_memory(scores, memory, begin, end, b.local_window, b.heavy_budget, b.sink_tokens);
+}
+
+at::Tensor no_memory(int64_t batch = 1, int64_t heads = 1) {
+  return at::empty({batch, heads, 0}, at::kInt);
+}
+
+TEST(SelectMemory, EqualsTheOracleOverManyChunks) {
+  for (const auto type : {at::kFloat, at::kDouble}) {
+    for (const Budgets& budgets :
+         {Budgets{3, 5, 0}, Budgets{0, 6, 2}, Budgets{4, 0, 1}, Budgets{0, 0, 0}, Budgets{1, 1, 1},
+          Budgets{30, 3, 0}, Budgets{3, 200, 0}, Budgets{2, 2, 30}}) {
+      at::manual_seed(3);
+      // Few distinct values: most scores tie with others.
+      const auto scores = at::randint(0, 5, {2, 3, 100}, at::kDouble).to(type);
+      auto memory = no_memory(2, 3);
+      int64_t begin = 0;
+      for (const int64_t end : {1, 2, 20, 33, 50, 97}) {
+        const auto expected = select(scores, memory, begin, end, budgets);
+        memory = call(scores, memory, begin, end, budgets);
+        EXPECT_TRUE(same(memory, expected)) << "chunk [" << begin << ", " << end << ")";
+        begin = end;
+      }
+    }
+  }
+}
+
+TEST(SelectMemory, OfEqualScoresTheLowerPositionWins) {
+  EXPECT_TRUE(
+      same(call(at::ones({1, 1, 8}), no_memory(), 0, 8, {1, 3, 0}), positions({0, 1, 2, 7})));
+}
+
+TEST(SelectMemory, PositionsWithoutAScoreHaveScoreZero) {
+  const auto scores = at::tensor(std::vector<float>{0, 2, 0}).view({1, 1, 3});
+  EXPECT_TRUE(same(call(scores, no_memory(), 0, 6, {1, 2, 0}), positions({0, 1, 5})));
+  const auto none = at::empty({1, 1, 0});
+  EXPECT_TRUE(same(call(none, no_memory(), 0, 6, {1, 2, 0}), positions({0, 1, 5})));
+}
+
+TEST(SelectMemory, WhatLeftDoesNotReturn) {
+  const auto scores = at::tensor(std::vector<float>{1, 9, 2, 1, 1, 1, 1, 1}).view({1, 1, 8});
+  EXPECT_TRUE(same(call(scores, positions({0, 2, 3}), 4, 8, {1, 2, 0}), positions({0, 2, 7})));
+}
+
+TEST(SelectMemory, ShortHistoryIsPaddedBehind) {
+  EXPECT_TRUE(same(call(at::ones({1, 1, 2}), no_memory(), 0, 2, {3, 2, 1}),
+                   positions({0, 1, -1, -1, -1, -1})));
+}
+
+TEST(SelectMemory, EmptyChunkKeepsTheMemory) {
+  const auto scores = at::tensor(std::vector<float>{5, 1, 4, 2}).view({1, 1, 4});
+  EXPECT_TRUE(same(call(scores, positions({0, 2, 3}), 4, 4, {1, 2, 0}), positions({0, 2, 3})));
+  EXPECT_TRUE(
+      same(call(at::empty({1, 1, 0}), no_memory(), 0, 0, {1, 2, 0}), positions({-1, -1, -1})));
+}
+
+TEST(SelectMemory, WrongArguments) {
+  const auto scores = at::ones({1, 2, 8});
+  const auto memory = positions({1, 2}, 1, 2);
+  EXPECT_VALUE_ERROR(select_memory(scores, memory, -1, 8, 1, 1, 0),
+                     "chunk_begin must be >= 0, got -1");
+  EXPECT_VALUE_ERROR(select_memory(scores, memory, 5, 4, 1, 1, 0),
+                     "chunk_end must be >= chunk_begin (5), got 4");
+  EXPECT_VALUE_ERROR(select_memory(scores, memory, 0, 8, -3, 1, 0),
+                     "local_window must be >= 0, got -3");
+  EXPECT_VALUE_ERROR(select_memory(scores, memory, 0, 8, 1, -1, 0),
+                     "heavy_budget must be >= 0, got -1");
+  EXPECT_VALUE_ERROR(select_memory(scores, memory, 0, 8, 1, 1, -2),
+                     "sink_tokens must be >= 0, got -2");
+  EXPECT_VALUE_ERROR_WITH(select_memory(scores.to(at::kInt), memory, 0, 8, 1, 1, 0),
+                          "scores must be float32");
+  EXPECT_VALUE_ERROR_WITH(select_memory(scores, memory.to(at::kLong), 0, 8, 1, 1, 0),
+                          "memory must be Int");
+  EXPECT_VALUE_ERROR_WITH(select_memory(scores, memory.slice(1, 0, 1), 0, 8, 1, 1, 0),
+                          "memory must have the KV heads");
+}
+
+}  // namespace
+}  // namespace h2o_prefill

@@ -1,0 +1,152 @@
+"""Tiny random models of every kind of attention that the integration meets."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 61
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    # Large weights: with the usual 0.02 attention is nearly uniform and hides mistakes.
+    "initializer_range": 0.2,
+}
+WINDOW = 24
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+MOE = {"num_local_experts": 2, "num_experts_per_tok": 1}
+LATENT = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+CHUNKED = {
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": WINDOW,
+    "intermediate_size_mlp": 48,
+}
+
+# name: (config class, model class, what differs from COMMON)
+ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"n_positions": 512, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+    "mistral-window": ("MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW}),
+    "phi3-window": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {"sliding_window": WINDOW, "head_dim": None},
+    ),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", MIXED),
+    "gemma2-uncapped": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**MIXED, "attn_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", MIXED),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", {**MIXED, **MOE}),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {**CHUNKED, **MOE}),
+    "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {}),
+}
+
+Build = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    """Run every test without gradients; a warning of ours that no test expects is an error."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="h2o_prefill: ")
+        warnings.filterwarnings("ignore", message="the memory set .* is not smaller")
+        yield
+
+
+@pytest.fixture
+def build() -> Build:
+    """Return a function that builds a model of the zoo, the same weights for the same name."""
+
+    def make(name: str, attn_implementation: str | None = None, **changes: Any) -> Any:
+        config_name, model_name, differs = ZOO[name]
+        if not hasattr(transformers, model_name):
+            pytest.skip(f"transformers {transformers.__version__} has no {model_name}")
+        values = {**COMMON, **differs, **changes}
+        values = {key: value for key, value in values.items() if key != "head_dim" or value}
+        config = getattr(transformers, config_name)(**values)
+        config._attn_implementation = attn_implementation
+        torch.manual_seed(7)
+        return getattr(transformers, model_name)(config).eval()
+
+    return make
+
+
+@pytest.fixture
+def llama(build: Build) -> Any:
+    """Return the plainest model there is."""
+    return build("llama")
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    """Return one prompt of 72 tokens: four chunks of 16 and a half."""
+    return random_ids(1, 72)
+
+
+@pytest.fixture
+def sparse_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of new tokens of every layer that goes sparse."""
+    from h2o_prefill import ops
+
+    seen: list[int] = []
+    original = ops.chunked_sparse_attention
+
+    def watched(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(q.shape[2])
+        return original(q, *args, **kwargs)
+
+    monkeypatch.setattr(ops, "chunked_sparse_attention", watched)
+    return seen
+
+
+def random_ids(batch: int, length: int, seed: int = 3) -> torch.Tensor:
+    """Return int64 [batch, length] without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (batch, length), generator=generator)
+
+
+@pytest.fixture
+def make_ids() -> Callable[..., torch.Tensor]:
+    """Return `random_ids`."""
+    return random_ids

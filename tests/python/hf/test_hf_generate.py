@@ -1,0 +1,146 @@
+"""`generate` in all its forms, with sparse prefill and dense decoding."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from h2o_prefill import ChunkedPrefillCache, enable
+
+EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
+SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "llama4", "gpt2"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate_with_room_for_everything_equals_stock(build, ids, sparse_layers, name, use_cache):
+    model = build(name)
+    stock = model.generate(ids, use_cache=use_cache, **GREEDY)
+    with enable(model, **EXACT):
+        ours = model.generate(ids, use_cache=use_cache, **GREEDY)
+    assert torch.equal(ours, stock)
+    assert sparse_layers
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_decoding_after_sparse_prefill_sees_every_key(build, ids, sparse_layers, implementation):
+    """Decode by hand with the keys of the sparse prefill and stock attention: the same logits."""
+    model = build("llama", implementation)
+    token = torch.tensor([[5]])
+    with enable(model, **SPARSE):
+        cache = model(ids).past_key_values
+        keys = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        ours = model(token, past_key_values=cache).logits
+    from transformers import DynamicCache
+
+    stock_cache = DynamicCache(keys, config=model.config)
+    stock = model(token, past_key_values=stock_cache).logits
+    assert torch.equal(ours, stock)
+    assert sparse_layers == [72, 72]
+
+
+def test_beam_search(llama, ids, sparse_layers):
+    arguments = {**GREEDY, "num_beams": 2, "num_return_sequences": 2}
+    stock = llama.generate(ids, **arguments)
+    with enable(llama, **EXACT):
+        assert torch.equal(llama.generate(ids, **arguments), stock)
+        cache = ChunkedPrefillCache(config=llama.config)
+        assert torch.equal(llama.generate(ids, past_key_values=cache, **arguments), stock)
+    assert sparse_layers == [72] * 4
+
+
+def test_assisted_decoding(build, ids, sparse_layers):
+    model, assistant = build("llama"), build("llama", num_hidden_layers=1)
+    stock = model.generate(ids, **GREEDY)
+    with enable(model, **EXACT), enable(assistant, **SPARSE):
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **GREEDY), stock)
+        cache = ChunkedPrefillCache(config=model.config)
+        helped = model.generate(ids, assistant_model=assistant, past_key_values=cache, **GREEDY)
+        assert torch.equal(helped, stock)
+    # The first call of the model verifies candidates along with the prompt.
+    assert len(sparse_layers) == 6 and min(sparse_layers) >= 72
+    assert cache.token_ids.shape[1] == cache.get_seq_length()
+    assert torch.equal(cache.token_ids, stock[:, : cache.get_seq_length()])
+
+
+def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(build, ids):
+    model, assistant = build("llama"), build("llama", num_hidden_layers=1)
+    with enable(model, **SPARSE):
+        plain = model.generate(ids, **GREEDY)
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **GREEDY), plain)
+
+
+def test_prompt_lookup_decoding(llama, make_ids):
+    ids = make_ids(1, 24).repeat(1, 3)
+    greedy = {**GREEDY, "eos_token_id": 2}
+    with enable(llama, **SPARSE):
+        plain = llama.generate(ids, **greedy)
+        assert torch.equal(llama.generate(ids, prompt_lookup_num_tokens=3, **greedy), plain)
+
+
+def test_left_padding(llama, make_ids, sparse_layers):
+    ids, mask = make_ids(2, 72), torch.ones(2, 72, dtype=torch.long)
+    ids[0, :7], mask[0, :7] = 0, 0
+    stock = llama.generate(ids, attention_mask=mask, **GREEDY)
+    with enable(llama, **SPARSE), pytest.warns(UserWarning, match="padding"):
+        ours = llama.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(ours, stock)
+    assert sparse_layers == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_prefill_chunk_size_with_a_plain_cache_is_dense_and_right(build, make_ids, name):
+    model, ids = build(name), make_ids(1, 70)
+    stock = model.generate(ids, **GREEDY)
+    with enable(model, **SPARSE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="h2o_prefill: dense attention")
+        ours = model.generate(ids, prefill_chunk_size=16, **GREEDY)
+    assert torch.equal(ours, stock)
+
+
+@pytest.mark.parametrize("step", [16, 32])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_prefill_chunk_size_with_our_cache_equals_one_call(build, ids, sparse_layers, step, name):
+    model = build(name)
+    layers = 2 if name == "llama" else 1
+    with enable(model, min_prefill=2, **SPARSE):
+        whole = model.generate(ids, **GREEDY)
+        assert sparse_layers == [72] * layers
+        cache = ChunkedPrefillCache(config=model.config)
+        pieces = model.generate(ids, past_key_values=cache, prefill_chunk_size=step, **GREEDY)
+    assert torch.equal(pieces, whole)
+    assert sum(sparse_layers) == 2 * 72 * layers
+
+
+def test_static_cache_generation_is_dense(llama, ids, sparse_layers):
+    stock = llama.generate(ids, **GREEDY)
+    with enable(llama, **SPARSE), pytest.warns(UserWarning, match="static|custom attention mask"):
+        ours = llama.generate(ids, cache_implementation="static", **GREEDY)
+    assert torch.equal(ours, stock)
+    assert sparse_layers == []
+
+
+def test_chat_turns_stay_sparse(llama, make_ids, sparse_layers):
+    """A second long turn goes on from the first and from the tokens decoded between."""
+    first, second = make_ids(1, 40), make_ids(1, 40, seed=4)
+    with enable(llama, **EXACT):
+        cache = ChunkedPrefillCache(config=llama.config)
+        text = llama.generate(first, past_key_values=cache, **GREEDY)
+        text = torch.cat([text, second], dim=1)
+        ours = llama.generate(text, past_key_values=cache, **GREEDY)
+    assert sparse_layers == [40, 40, 41, 41]
+    assert torch.equal(ours, llama.generate(text, **GREEDY))
+
+
+def test_compiled_model(llama, ids, sparse_layers):
+    """The graph breaks at our functions; what it computes stays the same."""
+    with enable(llama, **SPARSE):
+        eager = llama(ids).logits
+        compiled = torch.compile(llama, backend="eager")
+        torch.testing.assert_close(compiled(ids).logits, eager, atol=1e-5, rtol=1e-5)
+    assert sparse_layers == [72] * 4

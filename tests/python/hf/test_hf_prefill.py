@@ -1,0 +1,55 @@
+"""`chunked_prefill`: a prompt in several calls, as one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from h2o_prefill import ChunkedPrefillCache, chunked_prefill, enable
+
+SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4, "recall": 2, "recall_block": 8}
+
+
+@pytest.mark.parametrize("length", [5, 16, 64, 72, 79, 80])
+@pytest.mark.parametrize("chunks_per_call", [1, 2, 9])
+def test_it_equals_one_call(llama, make_ids, length, chunks_per_call):
+    ids = make_ids(1, length)
+    with enable(llama, **SPARSE):
+        cache = ChunkedPrefillCache(config=llama.config)
+        whole = llama(ids, past_key_values=cache).logits
+    ours = chunked_prefill(llama, ids, chunks_per_call=chunks_per_call, **SPARSE)
+    torch.testing.assert_close(ours.logits, whole[:, -1:], atol=1e-5, rtol=1e-5)
+    for a, b in zip(ours.past_key_values.layers, cache.layers, strict=True):
+        torch.testing.assert_close(a.keys, b.keys, atol=1e-5, rtol=1e-5)
+        assert (a.state is None) == (b.state is None) == (length < 16)
+        assert a.state is None or torch.equal(a.state.memory, b.state.memory)
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_calls_are_as_long_as_asked_for_and_never_too_short_to_be_sparse(
+    llama, make_ids, sparse_layers
+):
+    chunked_prefill(llama, make_ids(1, 79), chunks_per_call=2, **SPARSE)
+    assert sparse_layers == [32, 32, 47, 47]
+
+
+def test_it_goes_on_from_a_cache(llama, ids):
+    cache = chunked_prefill(llama, ids[:, :32], **SPARSE).past_key_values
+    ours = chunked_prefill(llama, ids[:, 32:], past_key_values=cache, **SPARSE)
+    assert ours.past_key_values is cache
+    whole = chunked_prefill(llama, ids, **SPARSE)
+    torch.testing.assert_close(ours.logits, whole.logits, atol=1e-5, rtol=1e-5)
+
+
+def test_wrong_arguments(llama, ids):
+    with pytest.raises(ValueError, match="chunks_per_call must be >= 1, got 0"):
+        chunked_prefill(llama, ids, chunks_per_call=0)
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, T\] with T >= 1, got \[72\]"):
+        chunked_prefill(llama, ids[0])
+    with pytest.raises(ValueError, match="must be a ChunkedPrefillCache, got DynamicCache"):
+        chunked_prefill(llama, ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="is no option"):
+        chunked_prefill(llama, ids, chunk=3)
+    with enable(llama, **SPARSE), pytest.raises(ValueError, match="enabled already"):
+        chunked_prefill(llama, ids, **SPARSE)
