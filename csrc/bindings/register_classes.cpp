@@ -20,7 +20,7 @@ using torch::arg;
 
 // A registered class is held by reference count, which the plain aggregate is not.
 struct ConfigHolder : torch::CustomClassHolder {
-  explicit ConfigHolder(PrefillConfig fields) : config(std::move(fields)) { config.validate(); }
+  explicit ConfigHolder(PrefillConfig settings) : config(std::move(settings)) { config.validate(); }
   const PrefillConfig config;
 };
 using Config = c10::intrusive_ptr<ConfigHolder>;
@@ -29,17 +29,24 @@ using Cache = c10::intrusive_ptr<ChunkedKVCache>;
 using Tracker = c10::intrusive_ptr<MemorySetTracker>;
 using Attention = c10::intrusive_ptr<ChunkedSparseAttention>;
 
-// The fields of PrefillConfig, in order: what its constructor takes and its pickled form holds.
-using ConfigFields = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::vector<int64_t>,
-                                std::string, std::optional<int64_t>, int64_t>;
+// The pickled form of PrefillConfig: its numbers in order, min_prefill 0 for none, then
+// dense_layers and gqa_reduce.
+using ConfigState = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::string>;
 
-ConfigFields to_fields(const PrefillConfig& c) {
-  return {c.chunk_size,   c.local_window, c.heavy_budget, c.sink_tokens, c.dense_tail,
-          c.dense_layers, c.gqa_reduce,   c.min_prefill,  c.recall_block};
+ConfigState to_state(const PrefillConfig& c) {
+  return {{c.chunk_size, c.local_window, c.heavy_budget, c.sink_tokens, c.dense_tail,
+           c.min_prefill.value_or(0), c.recall_block},
+          c.dense_layers,
+          c.gqa_reduce};
 }
 
-PrefillConfig from_fields(const ConfigFields& fields) {
-  return std::apply([](const auto&... field) { return PrefillConfig{field...}; }, fields);
+PrefillConfig from_state(const ConfigState& state) {
+  const auto& [numbers, dense_layers, gqa_reduce] = state;
+  TORCH_CHECK_VALUE(numbers.size() == 7, "state must hold the 7 numbers of a PrefillConfig, got ",
+                    numbers.size());
+  const auto min_prefill = numbers[5] == 0 ? std::nullopt : std::optional<int64_t>(numbers[5]);
+  return {numbers[0],   numbers[1], numbers[2],  numbers[3], numbers[4],
+          dense_layers, gqa_reduce, min_prefill, numbers[6]};
 }
 
 // A read-only attribute for each field.
@@ -83,9 +90,9 @@ void register_config(torch::Library& m) {
       .def("is_dense_layer",
            [](const Config& self, int64_t layer) { return self->config.is_dense_layer(layer); },
            "Return whether a layer stays dense.", {arg("layer")})
-      .def_pickle([](const Config& self) { return to_fields(self->config); },
-                  [](ConfigFields fields) {
-                    return c10::make_intrusive<ConfigHolder>(from_fields(fields));
+      .def_pickle([](const Config& self) { return to_state(self->config); },
+                  [](const ConfigState& state) {
+                    return c10::make_intrusive<ConfigHolder>(from_state(state));
                   });
 }
 
@@ -145,9 +152,10 @@ void register_cache(torch::Library& m) {
            "Return everything as plain tensors: copies.")
       .def_static("from_tensors", &ChunkedKVCache::from_tensors,
                   "Build a cache from what state_tensors returned.")
-      .def_pickle(
-          [](const Cache& self) { return self->state_tensors(); },
-          [](std::vector<at::Tensor> tensors) { return ChunkedKVCache::from_tensors(tensors); });
+      .def_pickle([](const Cache& self) { return self->state_tensors(); },
+                  [](const std::vector<at::Tensor>& tensors) {
+                    return ChunkedKVCache::from_tensors(tensors);
+                  });
 }
 
 void register_tracker(torch::Library& m) {
@@ -186,9 +194,10 @@ void register_tracker(torch::Library& m) {
            "Return everything as plain tensors: copies.")
       .def_static("from_tensors", &MemorySetTracker::from_tensors,
                   "Build a tracker from what state_tensors returned.")
-      .def_pickle(
-          [](const Tracker& self) { return self->state_tensors(); },
-          [](std::vector<at::Tensor> tensors) { return MemorySetTracker::from_tensors(tensors); });
+      .def_pickle([](const Tracker& self) { return self->state_tensors(); },
+                  [](const std::vector<at::Tensor>& tensors) {
+                    return MemorySetTracker::from_tensors(tensors);
+                  });
 }
 
 void register_attention(torch::Library& m) {
@@ -213,9 +222,9 @@ void register_attention(torch::Library& m) {
           "config",
           [](const Attention& self) { return c10::make_intrusive<ConfigHolder>(self->config()); },
           "Return the settings.")
-      .def_pickle([](const Attention& self) { return to_fields(self->config()); },
-                  [](ConfigFields fields) {
-                    return c10::make_intrusive<ChunkedSparseAttention>(from_fields(fields));
+      .def_pickle([](const Attention& self) { return to_state(self->config()); },
+                  [](const ConfigState& state) {
+                    return c10::make_intrusive<ChunkedSparseAttention>(from_state(state));
                   });
 }
 

@@ -7,9 +7,9 @@
 #include <h2o_prefill/library.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <exception>
 #include <iostream>
+#include <string>
 
 namespace {
 
@@ -76,7 +76,7 @@ void run(int64_t prompt) {
   config.local_window = 128;
   config.heavy_budget = 128;
   const auto cache = c10::make_intrusive<h2o_prefill::ChunkedKVCache>(
-      /*num_layers=*/1, /*initial_capacity=*/4096, /*max_capacity=*/prompt + 1);
+      /*num_layers=*/1, /*initial_capacity=*/2048, /*max_capacity=*/prompt + 1);
   const auto tracker = c10::make_intrusive<h2o_prefill::MemorySetTracker>(
       /*num_layers=*/1, config.local_window, config.heavy_budget, config.sink_tokens);
   const DecoderLayer layer(config);
@@ -101,7 +101,7 @@ void run(int64_t prompt) {
 
 int main(int argc, char** argv) {
   try {
-    const int64_t prompt = argc > 1 ? std::atoll(argv[1]) : 6000;
+    const int64_t prompt = argc > 1 ? std::stoll(argv[1]) : 6000;
     if (prompt < 2048) {
       std::cerr << "the prompt must have at least 2048 tokens, got " << prompt << '\n';
       return 2;
@@ -109,6 +109,9 @@ int main(int argc, char** argv) {
     std::cout << "h2o_prefill " << h2o_prefill::version()
               << ", CPU kernels: " << h2o_prefill::cpu_isa() << '\n';
     run(prompt);
+  } catch (const c10::Error& error) {
+    std::cerr << "error: " << error.what_without_backtrace() << '\n';
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << "error: " << error.what() << '\n';
     return 1;

@@ -11,9 +11,9 @@
 #include <h2o_prefill/library.h>
 #include <torch/script.h>
 
-#include <cstdlib>
 #include <exception>
 #include <iostream>
+#include <string>
 
 namespace {
 
@@ -40,7 +40,10 @@ int main(int argc, char** argv) {
     return 2;
   }
   try {
-    run(argv[1], argc > 2 ? std::atoll(argv[2]) : 4096);
+    run(argv[1], argc > 2 ? std::stoll(argv[2]) : 4096);
+  } catch (const c10::Error& error) {
+    std::cerr << "error: " << error.what_without_backtrace() << '\n';
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << "error: " << error.what() << '\n';
     return 1;

@@ -19,8 +19,9 @@ struct H2O_API PrefillConfig {
   int64_t dense_tail = 0;      // last queries of a call that attend to every key
   std::vector<int64_t> dense_layers = {};  // layers that stay dense
   std::string gqa_reduce = "sum";          // "sum" or "max" over the query heads of a KV head
-  std::optional<int64_t> min_prefill;  // calls with fewer new tokens are dense; default: one chunk
-  int64_t recall_block = 128;          // rows that share one list of recalled keys
+  std::optional<int64_t> min_prefill =
+      {};                      // calls with fewer new tokens are dense; default: one chunk
+  int64_t recall_block = 128;  // rows that share one list of recalled keys
 
   // Throws c10::ValueError that names the field, the rule and the value. Warns, once a process, of
   // a memory set that is not smaller than a chunk: legal, but beyond where the method pays.

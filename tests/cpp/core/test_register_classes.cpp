@@ -95,7 +95,8 @@ TEST(RegisteredClasses, ScriptCallsTheOps) {
   torch::jit::Module module("Script");
   module.define(R"(
     def forward(self, q, k, v):
-        return h2o_prefill.chunked_sparse_attention(q, k, v, None, None, None, None, None, 0, 16, 3, 4)
+        return h2o_prefill.chunked_sparse_attention(
+            q, k, v, None, None, None, None, None, 0, 16, 3, 4)
   )",
                 std::make_shared<Names>());
   const auto x = random_qkv(50);
@@ -138,7 +139,8 @@ TEST(RegisteredClasses, WritesTheScriptOfTheExample) {
   torch::jit::Module module("Attention");
   module.define(R"(
     def forward(self, q, k, v):
-        return h2o_prefill.chunked_sparse_attention(q, k, v, None, None, None, None, None, 0, 128, 16, 16)
+        return h2o_prefill.chunked_sparse_attention(
+            q, k, v, None, None, None, None, None, 0, 128, 16, 16)
   )",
                 std::make_shared<Names>());
   module.save(file.string());

@@ -1,5 +1,5 @@
 #include "h2o_prefill/ops.h"
-#include "oracle.h"
+#include "ops/oracle.h"
 #include "testing.h"
 
 namespace h2o_prefill {

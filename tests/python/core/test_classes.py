@@ -1,0 +1,331 @@
+"""The C++ classes as Python and TorchScript see them, `torch.classes.h2o_prefill`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import h2o_prefill
+from h2o_prefill import ops
+
+classes = torch.classes.h2o_prefill
+SETTINGS = {"chunk_size": 16, "local_window": 3, "heavy_budget": 4, "sink_tokens": 1}
+LAYERS = 2
+
+
+def torch_save_and_load(value: Any, weights_only: bool = False) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+COPIES = pytest.mark.parametrize(
+    "duplicate",
+    [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, torch_save_and_load],
+    ids=["pickle", "deepcopy", "torch.save"],
+)
+
+
+def random_qkv(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, tokens, 8) for heads in (4, 2, 2))
+    return q, k, v
+
+
+def span(qkv: tuple[Tensor, ...], begin: int, end: int) -> tuple[Tensor, ...]:
+    return tuple(t[:, :, begin:end] for t in qkv)
+
+
+def make_attention(**settings: Any) -> Any:
+    return classes.ChunkedSparseAttention(classes.PrefillConfig(**(SETTINGS | settings)))
+
+
+def make_state() -> tuple[Any, Any]:
+    return classes.ChunkedKVCache(LAYERS, 8, 128), classes.MemorySetTracker(LAYERS, 3, 4, 1)
+
+
+def run_op(qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.chunked_sparse_attention(*qkv, *[None] * 5, 0, **SETTINGS)
+
+
+def assert_same_config(got: Any, expected: Any) -> None:
+    for name in CONFIG_FIELDS:
+        assert getattr(got, name) == getattr(expected, name), name
+
+
+CONFIG_FIELDS = [
+    "chunk_size",
+    "local_window",
+    "heavy_budget",
+    "sink_tokens",
+    "dense_tail",
+    "dense_layers",
+    "gqa_reduce",
+    "min_prefill",
+    "recall_block",
+]
+
+
+def test_config_defaults_are_those_of_python() -> None:
+    config, expected = classes.PrefillConfig(), h2o_prefill.PrefillConfig()
+    for name in CONFIG_FIELDS:
+        value = getattr(config, name)
+        assert (tuple(value) if isinstance(value, list) else value) == getattr(expected, name), name
+    assert config.memory_size() == expected.memory_size
+    assert config.sparse_from() == expected.sparse_from
+
+
+def test_config_takes_every_field_by_name() -> None:
+    values = [32, 3, 4, 5, 6, [7, 8], "max", 9, 16]
+    config = classes.PrefillConfig(**dict(zip(CONFIG_FIELDS, values, strict=True)))
+    assert [getattr(config, name) for name in CONFIG_FIELDS] == values
+    assert config.memory_size() == 12
+    assert config.sparse_from() == 9
+    assert config.is_dense_layer(8) and not config.is_dense_layer(0)
+
+
+def test_config_is_read_only() -> None:
+    with pytest.raises(RuntimeError, match="can't set attribute"):
+        classes.PrefillConfig().chunk_size = 4
+
+
+def test_attention_is_the_op() -> None:
+    qkv = random_qkv(70)
+    cache, tracker = make_state()
+    out, scores, memory = run_op(qkv)
+    got = make_attention().forward(0, *qkv, cache, tracker)
+    assert torch.equal(got, out)
+    assert torch.equal(tracker.scores(0), scores)
+    assert torch.equal(tracker.indices(0), memory)
+    assert tracker.last_chunk_begin(0) == 64
+    assert cache.length(0) == 70
+    assert cache.length(1) == 0
+
+
+def test_attention_takes_recall() -> None:
+    qkv = random_qkv(70)
+    cache, tracker = make_state()
+    lists = ops.lexical_recall(torch.arange(70).remainder(9)[None], 0, 16, 8, 2)
+    expected = ops.chunked_sparse_attention(*qkv, None, None, *lists, 0, **SETTINGS, recall_block=8)
+    got = make_attention(recall_block=8).forward(0, *qkv, cache, tracker, recall=lists)
+    assert torch.equal(got, expected[0])
+    assert not torch.equal(got, run_op(qkv)[0])
+
+
+@COPIES
+def test_config_copies_whole(duplicate: Callable[[Any], Any]) -> None:
+    config = classes.PrefillConfig(32, 3, 4, 5, 6, [7, 8], "max", 9, 16)
+    assert_same_config(duplicate(config), config)
+    assert duplicate(classes.PrefillConfig()).min_prefill is None
+    assert_same_config(duplicate(classes.ChunkedSparseAttention(config)).config(), config)
+
+
+@COPIES
+def test_chunk_manager_copies_whole(duplicate: Callable[[Any], Any]) -> None:
+    chunks = duplicate(classes.ChunkManager(past=5, num_tokens=17, chunk_size=8))
+    assert (chunks.past(), chunks.num_tokens(), chunks.chunk_size()) == (5, 17, 8)
+    assert [(chunks.begin(c), chunks.end(c)) for c in range(chunks.num_chunks())] == [
+        (5, 13),
+        (13, 21),
+        (21, 22),
+    ]
+
+
+@COPIES
+def test_cache_and_tracker_copies_go_on_alone(duplicate: Callable[[Any], Any]) -> None:
+    qkv = random_qkv(80)
+    attention = make_attention()
+    cache, tracker = make_state()
+    attention.forward(0, *span(qkv, 0, 40), cache, tracker)
+    copied_cache, copied_tracker = duplicate(cache), duplicate(tracker)
+    assert copied_cache.capacity(0) == cache.capacity(0)
+    assert copied_cache.max_capacity() == 128
+    assert copied_cache.length(1) == 0
+    assert not copied_tracker.has_scores(1)
+
+    expected = attention.forward(0, *span(qkv, 40, 80), cache, tracker)
+    assert copied_cache.length(0) == 40
+    assert copied_tracker.scores(0).shape[2] == 40
+    got = attention.forward(0, *span(qkv, 40, 80), copied_cache, copied_tracker)
+    assert torch.equal(got, expected)
+    assert torch.equal(copied_tracker.scores(0), tracker.scores(0))
+    assert torch.equal(copied_tracker.indices(0), tracker.indices(0))
+
+    cache.key(0).zero_()
+    assert torch.equal(copied_cache.key(0), qkv[1])
+
+
+def test_saved_cache_holds_only_what_is_in_use() -> None:
+    cache = classes.ChunkedKVCache(1, 100_000, 100_000)
+    cache.append(0, *random_qkv(4)[1:])
+    assert len(pickle.dumps(cache)) < 20_000
+
+
+def test_state_tensors_load_with_weights_only() -> None:
+    qkv = random_qkv(40)
+    cache, tracker = make_state()
+    make_attention().forward(0, *qkv, cache, tracker)
+    state = {"cache": cache.state_tensors(), "tracker": tracker.state_tensors()}
+    state = torch_save_and_load(state, weights_only=True)
+    loaded_cache = classes.ChunkedKVCache.from_tensors(state["cache"])
+    loaded_tracker = classes.MemorySetTracker.from_tensors(state["tracker"])
+    assert torch.equal(loaded_cache.value(0), qkv[2])
+    assert torch.equal(loaded_tracker.scores(0), tracker.scores(0))
+    assert loaded_tracker.last_chunk_begin(0) == 32
+
+
+def test_inference_mode_prompt_decodes_outside() -> None:
+    qkv = random_qkv(41)
+    attention = make_attention()
+    cache, tracker = make_state()
+    with torch.inference_mode():
+        attention.forward(0, *(t.clone() for t in span(qkv, 0, 40)), cache, tracker)
+    got = attention.forward(0, *span(qkv, 40, 41), cache, tracker)
+    expected = nn.functional.scaled_dot_product_attention(
+        qkv[0][:, :, 40:], *qkv[1:], enable_gqa=True
+    )
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def prefill_in_two_calls(
+    attention: torch.classes.h2o_prefill.ChunkedSparseAttention,
+    cache: torch.classes.h2o_prefill.ChunkedKVCache,
+    tracker: torch.classes.h2o_prefill.MemorySetTracker,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    first = attention.forward(0, q[:, :, :32], k[:, :, :32], v[:, :, :32], cache, tracker)
+    second = attention.forward(0, q[:, :, 32:], k[:, :, 32:], v[:, :, 32:], cache, tracker)
+    return torch.cat([first, second], dim=2)
+
+
+class Prefill(nn.Module):
+    """Keeps the settings as an attribute and makes the state inside."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.attention = make_attention(**settings)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        config = self.attention.config()
+        cache = torch.classes.h2o_prefill.ChunkedKVCache(1, 64, 1024)
+        tracker = torch.classes.h2o_prefill.MemorySetTracker(
+            1, config.local_window, config.heavy_budget, config.sink_tokens
+        )
+        out = self.attention.forward(0, q, k, v, cache, tracker)
+        return out, tracker.scores(0), cache.length(0)
+
+
+def test_scripted_function_takes_the_classes() -> None:
+    scripted = torch.jit.script(prefill_in_two_calls)
+    qkv = random_qkv(70)
+    cache, tracker = make_state()
+    got = scripted(make_attention(), cache, tracker, *qkv)
+    out, scores, memory = run_op(qkv)
+    torch.testing.assert_close(got, out, rtol=0, atol=1e-6)
+    torch.testing.assert_close(tracker.scores(0), scores, rtol=0, atol=1e-5)
+    assert torch.equal(tracker.indices(0), memory)
+    assert cache.length(0) == 70
+
+
+def test_scripted_module_is_saved_with_the_classes() -> None:
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(Prefill()), buffer)
+    buffer.seek(0)
+    loaded = torch.jit.load(buffer)
+    qkv = random_qkv(70)
+    out, scores, _ = run_op(qkv)
+    for _ in range(2):  # the state is made anew
+        got_out, got_scores, length = loaded(*qkv)
+        assert torch.equal(got_out, out)
+        assert torch.equal(got_scores, scores)
+        assert length == 70
+
+
+def test_script_raises_what_the_class_raises() -> None:
+    scripted = torch.jit.script(prefill_in_two_calls)
+    q, k, v = random_qkv(70)
+    cache, tracker = make_state()
+    with pytest.raises(Exception, match="query must have batch, length and head dim of key"):
+        scripted(make_attention(), cache, tracker, q[..., :4], k, v)
+    assert cache.length(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: classes.PrefillConfig(chunk_size=0), "chunk_size must be >= 1, got 0"),
+        (lambda: classes.PrefillConfig(local_window=-3), "local_window must be >= 0, got -3"),
+        (
+            lambda: classes.PrefillConfig(gqa_reduce="mean"),
+            'gqa_reduce must be "sum" or "max", got "mean"',
+        ),
+        (lambda: classes.ChunkManager(0, 5, 0), "chunk_size must be >= 1, got 0"),
+        (lambda: classes.ChunkManager(0, 5, 4).begin(2), r"chunk must be in \[0, 2\), got 2"),
+        (lambda: classes.ChunkedKVCache(0, 8, 8), "num_layers must be >= 1, got 0"),
+        (
+            lambda: classes.ChunkedKVCache(1, 9, 8),
+            r"max_capacity must be >= initial_capacity \(9\), got 8",
+        ),
+        (lambda: classes.ChunkedKVCache(4, 8, 8).length(7), r"layer must be in \[0, 4\), got 7"),
+        (
+            lambda: classes.ChunkedKVCache(4, 8, 8).append(1, *random_qkv(9)[1:]),
+            "max_capacity must be >= 9, the tokens of layer 1 after this append, got 8",
+        ),
+        (
+            lambda: classes.ChunkedKVCache(4, 8, 8).key(1),
+            "layer must hold tokens, layer 1 has none",
+        ),
+        (
+            lambda: classes.ChunkedKVCache.from_tensors([torch.zeros(3)]),
+            "tensors must begin with an int64 header",
+        ),
+        (lambda: classes.MemorySetTracker(1, 1, -2), "heavy_budget must be >= 0, got -2"),
+        (
+            lambda: classes.MemorySetTracker(4, 1, 2).scores(1),
+            "layer must have scores, layer 1 has none",
+        ),
+        (
+            lambda: classes.MemorySetTracker.from_tensors([]),
+            "tensors must begin with an int64 header",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_value_errors(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
+
+
+def test_failed_call_changes_nothing() -> None:
+    qkv = random_qkv(60)
+    attention = make_attention(recall_block=8)
+    cache, tracker = make_state()
+    attention.forward(0, *span(qkv, 0, 40), cache, tracker)
+    before = cache.state_tensors() + tracker.state_tensors()
+    q, k, v = span(qkv, 40, 60)
+    bad_recall = (torch.zeros(1, dtype=torch.int32),) * 3
+    for arguments, message in [
+        ((q[:, :3], k, v, cache, tracker), "query heads must be a multiple of the KV heads"),
+        ((q.double(), k, v, cache, tracker), "key must have dtype and device of query"),
+        ((q.clone().requires_grad_(), k, v, cache, tracker), "query must not require a gradient"),
+        ((q, k, v, cache, tracker, bad_recall), "recall_offsets must have"),
+        ((q, k, v, cache, classes.MemorySetTracker(LAYERS, 9, 4, 1)), "tracker must have local_"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            attention.forward(0, *arguments)
+        after = cache.state_tensors() + tracker.state_tensors()
+        assert len(after) == len(before)
+        for got, expected in zip(after, before, strict=True):
+            # The header's capacity may have grown; lengths and contents may not.
+            if got.dtype != torch.int64:
+                assert torch.equal(got, expected)
+        assert cache.length(0) == 40
