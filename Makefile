@@ -42,7 +42,7 @@ $(BIN)/.installed: pyproject.toml | system
 	touch $@
 
 $(BIN)/.built: $(BIN)/.installed $(SOURCES)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -W ignore -m pip install --quiet --no-build-isolation --editable '.[dev]'
 	touch $@
 
 # The pretrained model of the demo and of the model tests; it pins an old runtime that is not needed.

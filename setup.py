@@ -36,23 +36,34 @@ class CMakeBuild(build_ext):
     """Runs CMake and installs library, headers and CMake package into the Python package."""
 
     def build_extension(self, ext: Extension) -> None:
-        package_dir = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
-        build_dir = Path(os.environ.get("H2O_BUILD_DIR", f"{self.build_temp}/cmake")).resolve()
-        cmake = find_tool("cmake")
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
         configure = [
-            cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja",
+            "-S", str(ROOT), "-B", self.build_dir, "-G", "Ninja",
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('H2O_BUILD_TYPE', 'Release')}",
             f"-DCMAKE_PREFIX_PATH={find_torch()}",
-            f"-DCMAKE_INSTALL_PREFIX={package_dir}",
             "-DCMAKE_INSTALL_LIBDIR=lib",
             "-DH2O_BUILD_PYTHON=ON",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]  # fmt: skip
-        subprocess.check_call(configure)
-        subprocess.check_call([cmake, "--build", str(build_dir), "--parallel", jobs])
-        subprocess.check_call([cmake, "--install", str(build_dir)])
+        self.cmake(*configure)
+        self.cmake("--build", self.build_dir, "--parallel", jobs)
+        self.install(Path(self.get_ext_fullpath(ext.name)).parent.resolve())
+
+    def copy_extensions_to_source(self) -> None:
+        """Serve editable and in-place installs, which run from the source tree."""
+        self.install(ROOT / "h2o_prefill")
+
+    @property
+    def build_dir(self) -> str:
+        """Where CMake builds; H2O_BUILD_DIR keeps it for later runs."""
+        return os.path.abspath(os.environ.get("H2O_BUILD_DIR") or f"{self.build_temp}/cmake")
+
+    def install(self, package_dir: Path) -> None:
+        self.cmake("--install", self.build_dir, "--prefix", str(package_dir))
+
+    def cmake(self, *arguments: str) -> None:
+        subprocess.check_call([find_tool("cmake"), *arguments])
 
 
 setup(ext_modules=[Extension("h2o_prefill._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
