@@ -98,35 +98,41 @@ void multiply_queries(const float* query, int64_t head_dim, int row_tiles, const
 
 // Turns a row of logits into exp2(z - m); keys from `limit` on get 0. Returns m and the sum.
 void exponentiate_row(float* z, int64_t limit, int64_t padded, float* m_out, float* l_out) {
-  for (int64_t j = limit; j < padded; ++j) z[j] = kNegInf;
+  const int64_t visible = pad_to(limit, kLanes);
+  for (int64_t j = limit; j < visible; ++j) z[j] = kNegInf;
   Vec highest = broadcast(kNegInf);
-  for (int64_t j = 0; j < padded; j += kLanes) highest = max(highest, load(z + j));
+  for (int64_t j = 0; j < visible; j += kLanes) highest = max(highest, load(z + j));
   const float m = reduce_max(highest);
-  // Without a finite logit every exponential below is of -inf: 0.
-  const Vec shift = broadcast(m == kNegInf ? 0.0F : m);
   Vec sum = Vec{};
-  for (int64_t j = 0; j < padded; j += kLanes) {
-    const Vec p = exp2_nonpositive(load(z + j) - shift);
-    store(z + j, p);
-    sum += p;
+  if (m != kNegInf) {
+    const Vec shift = broadcast(m);
+    for (int64_t j = 0; j < visible; j += kLanes) {
+      const Vec p = exp2_nonpositive(load(z + j) - shift);
+      store(z + j, p);
+      sum += p;
+    }
+  } else {
+    limit = 0;
   }
+  // What stands behind the limit has added at most 2^-126 a key to a sum that is at least 1.
+  for (int64_t j = limit; j < padded; ++j) z[j] = 0.0F;
   *m_out = m;
   *l_out = reduce_add(sum);
 }
 
-// colsum[j] += sum over rows of p[r, j] / l[r].
-void add_column_sums(const float* p, int64_t stride, int rows, const float* inverse_l,
-                     int64_t padded, float* colsum) {
-  for (int64_t j = 0; j < padded; j += kPanel) {
-    Vec sum0 = load(colsum + j);
-    Vec sum1 = load(colsum + j + kLanes);
-    for (int r = 0; r < rows; ++r) {
-      const Vec weight = broadcast(inverse_l[r]);
-      sum0 = load(p + r * stride + j) * weight + sum0;
-      sum1 = load(p + r * stride + j + kLanes) * weight + sum1;
-    }
-    store(colsum + j, sum0);
-    store(colsum + j + kLanes, sum1);
+// Rows whose probabilities are still in L1 when their column sums are taken.
+constexpr int kSumRows = 4;
+
+// colsum[j] += sum over kRows rows of p[r, j] / l[r].
+template <int kRows>
+void add_column_sums(const float* p, int64_t stride, const float* inverse_l, int64_t padded,
+                     float* colsum) {
+  Vec weight[kRows];
+  for (int r = 0; r < kRows; ++r) weight[r] = broadcast(inverse_l[r]);
+  for (int64_t j = 0; j < padded; j += kLanes) {
+    Vec sum = load(colsum + j);
+    for (int r = 0; r < kRows; ++r) sum = load(p + r * stride + j) * weight[r] + sum;
+    store(colsum + j, sum);
   }
 }
 
@@ -170,13 +176,25 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, int64_t first
     return;
   }
   multiply_queries(query, args.head_dim, row_tiles, set.keys, num_keys, scores, stride);
-  float inverse_l[kRowBlock];
-  for (int r = 0; r < rows; ++r) {
-    const int64_t limit = set.limits ? set.limits[first_row + r] : set.count;
-    exponentiate_row(scores + r * stride, limit, padded, &state.m[r], &state.l[r]);
-    inverse_l[r] = inverse_denominator(state.l[r]);
+  for (int first = 0; first < rows; first += kSumRows) {
+    const int count = rows - first < kSumRows ? rows - first : kSumRows;
+    float* p = scores + first * stride;
+    float inverse_l[kSumRows];
+    for (int r = 0; r < count; ++r) {
+      const int row = first + r;
+      const int64_t limit = set.limits ? set.limits[first_row + row] : set.count;
+      exponentiate_row(p + r * stride, limit, padded, &state.m[row], &state.l[row]);
+      inverse_l[r] = inverse_denominator(state.l[row]);
+    }
+    if (!set.colsum) continue;
+    if (count == kSumRows) {
+      add_column_sums<kSumRows>(p, stride, inverse_l, padded, set.colsum);
+    } else {
+      for (int r = 0; r < count; ++r) {
+        add_column_sums<1>(p + r * stride, stride, inverse_l + r, padded, set.colsum);
+      }
+    }
   }
-  if (set.colsum) add_column_sums(scores, stride, rows, inverse_l, padded, set.colsum);
   multiply_values(scores, stride, row_tiles, set.values, num_keys, pad_to(set.count, kPanel),
                   acc_stride, acc);
 }

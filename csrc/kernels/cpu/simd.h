@@ -41,24 +41,44 @@ H2O_INLINE void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x
 H2O_INLINE Vec broadcast(float x) { return x - Vec{}; }
 H2O_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
+// Lane i of the result is lane i + kBy of x, cyclically.
+template <int kBy>
+H2O_INLINE Vec rotate(Vec x) {
+#define H2O_LANE(i) ((i) + kBy) % kLanes
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(x, x, H2O_LANE(0), H2O_LANE(1), H2O_LANE(2), H2O_LANE(3),
+                                 H2O_LANE(4), H2O_LANE(5), H2O_LANE(6), H2O_LANE(7), H2O_LANE(8),
+                                 H2O_LANE(9), H2O_LANE(10), H2O_LANE(11), H2O_LANE(12),
+                                 H2O_LANE(13), H2O_LANE(14), H2O_LANE(15));
+#elif defined(__AVX__)
+  return __builtin_shufflevector(x, x, H2O_LANE(0), H2O_LANE(1), H2O_LANE(2), H2O_LANE(3),
+                                 H2O_LANE(4), H2O_LANE(5), H2O_LANE(6), H2O_LANE(7));
+#else
+  return __builtin_shufflevector(x, x, H2O_LANE(0), H2O_LANE(1), H2O_LANE(2), H2O_LANE(3));
+#endif
+#undef H2O_LANE
+}
+
 H2O_INLINE float reduce_max(Vec x) {
-  float m = x[0];
-  for (int i = 1; i < kLanes; ++i) m = x[i] > m ? x[i] : m;
-  return m;
+  if constexpr (kLanes == 16) x = max(x, rotate<8>(x));
+  if constexpr (kLanes >= 8) x = max(x, rotate<4>(x));
+  x = max(x, rotate<2>(x));
+  return max(x, rotate<1>(x))[0];
 }
 
 H2O_INLINE float reduce_add(Vec x) {
-  float sum = x[0];
-  for (int i = 1; i < kLanes; ++i) sum += x[i];
-  return sum;
+  if constexpr (kLanes == 16) x += rotate<8>(x);
+  if constexpr (kLanes >= 8) x += rotate<4>(x);
+  x += rotate<2>(x);
+  return (x + rotate<1>(x))[0];
 }
 
-// 2^x for x <= 0; 0 below -126. Relative error under 2e-7.
+// 2^max(x, -126) for x <= 0, relative error under 2e-7; a NaN stays one.
 // x = n + f with f in [-1/2, 1/2]; 2^f by the Taylor polynomial of exp(f ln 2) of degree 6, whose
 // remainder is below 1.3e-8; 2^n by adding n to the exponent bits.
 H2O_INLINE Vec exp2_nonpositive(Vec x) {
   const Vec lowest = broadcast(-126.0F);
-  const Vec clamped = x < lowest ? lowest : x;  // a NaN passes
+  const Vec clamped = max(lowest, x);  // of a NaN and a number the second operand is taken
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the mantissa.
   const Vec magic = broadcast(12582912.0F);
   const Vec shifted = clamped + magic;
@@ -72,8 +92,7 @@ H2O_INLINE Vec exp2_nonpositive(Vec x) {
   p = p * f + 1.0F;
   const IntVec n = reinterpret_cast<IntVec>(shifted)
                    << 23;  // the magic constant's own bits are shifted out
-  const Vec result = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(p) + n);
-  return x < lowest ? Vec{} : result;
+  return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(p) + n);
 }
 
 }  // namespace h2o_prefill::H2O_ISA
