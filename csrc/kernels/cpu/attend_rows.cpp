@@ -103,16 +103,12 @@ void exponentiate_row(float* z, int64_t limit, int64_t padded, float* m_out, flo
   Vec highest = broadcast(kNegInf);
   for (int64_t j = 0; j < visible; j += kLanes) highest = max(highest, load(z + j));
   const float m = reduce_max(highest);
+  const Vec shift = broadcast(m);
   Vec sum = Vec{};
-  if (m != kNegInf) {
-    const Vec shift = broadcast(m);
-    for (int64_t j = 0; j < visible; j += kLanes) {
-      const Vec p = exp2_nonpositive(load(z + j) - shift);
-      store(z + j, p);
-      sum += p;
-    }
-  } else {
-    limit = 0;
+  for (int64_t j = 0; j < visible; j += kLanes) {
+    const Vec p = exp2_nonpositive(load(z + j) - shift);
+    store(z + j, p);
+    sum += p;
   }
   // What stands behind the limit has added at most 2^-126 a key to a sum that is at least 1.
   for (int64_t j = limit; j < padded; ++j) z[j] = 0.0F;

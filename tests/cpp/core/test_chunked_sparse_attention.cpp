@@ -119,6 +119,22 @@ TEST(ChunkedSparseAttention, SparseCallAfterTokensFromElsewhere) {
   EXPECT_EQ(prompt.tracker->last_chunk_begin(0), 82);
 }
 
+TEST(ChunkedSparseAttention, OpGetsTheTrackersStateAsItIs) {
+  const auto x = random_qkv(80);
+  Prompt prompt;
+  prompt.forward(x.tokens(0, 40));
+  // A position that left the memory set, with a score that would bring it back if it were a
+  // candidate.
+  const auto memory = prompt.tracker->indices(0);
+  auto scores = prompt.tracker->scores(0).clone();
+  const auto left = testing::membership(memory, 32).logical_not();
+  scores.slice(2, 0, 32).masked_fill_(left, 1000);
+  prompt.tracker->update(0, scores, memory, 32);
+  const auto got = prompt.forward(x.tokens(40, 80));
+  EXPECT_TRUE(same(got, std::get<0>(run_op(prompt.config, x.call(40, 80), scores, memory, 32))));
+  EXPECT_FALSE(same(got, std::get<0>(run_op(prompt.config, x.call(40, 80), scores, memory, 0))));
+}
+
 TEST(ChunkedSparseAttention, SparseCallAfterDenseStart) {
   const auto x = random_qkv(60);
   Prompt prompt;

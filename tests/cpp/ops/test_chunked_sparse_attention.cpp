@@ -1,5 +1,4 @@
 #include <ATen/Parallel.h>
-#include <c10/core/DeviceType.h>
 
 #include <optional>
 
