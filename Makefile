@@ -1,6 +1,7 @@
 # make build   a virtual environment with everything, and the library built into it
 # make demo    perplexity of a real model on real text, dense against sparse
 # make test    every test, Python and C++
+# make bench   every benchmark beside its baseline, about half an hour on a machine that does nothing else
 # make lint    formatting, static checks, types
 # make clean   removes what these made
 
@@ -13,13 +14,16 @@ BIN := $(VENV)/bin
 BUILD := build/cmake
 export H2O_BUILD_DIR := $(BUILD)
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VERSION
-CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp' 2>/dev/null)
+CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp' \
+  'benchmarks/cpp/*.h' 'benchmarks/cpp/*.cpp' 2>/dev/null)
+PY_FILES := h2o_prefill tests benchmarks setup.py
+BENCHMARKS := cpu_peak intra_chunk memory colsum select gather prefill model allocations peers
 
 # The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo test test-python test-isas test-cpp lint lint-cpp format clean system
+.PHONY: build demo bench test test-python test-isas test-cpp lint lint-cpp format clean system
 
 build: $(BIN)/.built
 
@@ -55,6 +59,10 @@ demo: build $(BIN)/.model
 	$(BIN)/h2o-prefill ppl --dataset $(DEMO_DATASET) --windows $(DEMO_WINDOWS) \
 	  --json demo/perplexity.json --plot demo/perplexity.png
 
+bench: build $(BIN)/.model
+	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
+	$(BIN)/python benchmarks/plot.py
+
 test: test-python test-isas test-cpp
 
 test-python: build $(BIN)/.model
@@ -77,8 +85,8 @@ test-cpp: build
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
 
 lint: build
-	$(BIN)/ruff check h2o_prefill tests setup.py
-	$(BIN)/ruff format --check h2o_prefill tests setup.py
+	$(BIN)/ruff check $(PY_FILES)
+	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
@@ -87,8 +95,8 @@ lint-cpp: build
 	$(BIN)/clang-tidy -p $(BUILD) --quiet $(filter csrc/%.cpp,$(CXX_FILES))
 
 format: build
-	$(BIN)/ruff check --fix h2o_prefill tests setup.py
-	$(BIN)/ruff format h2o_prefill tests setup.py
+	$(BIN)/ruff check --fix $(PY_FILES)
+	$(BIN)/ruff format $(PY_FILES)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:

@@ -21,7 +21,9 @@ from h2o_prefill.state import PrefillState  # noqa: E402
 
 if TYPE_CHECKING:
     from h2o_prefill import reference
-    from h2o_prefill.eval import evaluate_perplexity
+    from h2o_prefill.eval.patterns import visualize_attention_patterns
+    from h2o_prefill.eval.perplexity import evaluate_perplexity
+    from h2o_prefill.eval.throughput import benchmark_throughput
     from h2o_prefill.hf.cache import ChunkedPrefillCache
     from h2o_prefill.hf.enable import enable
     from h2o_prefill.hf.prefill import chunked_prefill
@@ -32,10 +34,12 @@ __version__: str = build_info()["version"]
 # evaluation needs.
 _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
+    "benchmark_throughput": "h2o_prefill.eval",
     "chunked_prefill": "h2o_prefill.hf",
     "enable": "h2o_prefill.hf",
     "evaluate_perplexity": "h2o_prefill.eval",
     "reference": "h2o_prefill.reference",
+    "visualize_attention_patterns": "h2o_prefill.eval",
 }
 
 __all__ = [
@@ -43,12 +47,14 @@ __all__ = [
     "ChunkedSparseAttention",
     "PrefillConfig",
     "PrefillState",
+    "benchmark_throughput",
     "build_info",
     "chunked_prefill",
     "enable",
     "evaluate_perplexity",
     "ops",
     "reference",
+    "visualize_attention_patterns",
 ]
 
 

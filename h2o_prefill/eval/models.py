@@ -81,7 +81,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _local_folder(name: str) -> Path | None:
     """Return the folder that a name stands for, None if it can only be a hub id."""
     if name == DEFAULT_MODEL:
-        return convert_gguf(_packaged_gguf())
+        return convert_gguf(packaged_gguf())
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -96,7 +96,7 @@ def _local_folder(name: str) -> Path | None:
     return None
 
 
-def _packaged_gguf() -> Path:
+def packaged_gguf() -> Path:
     """Find the default model's file without importing its package, which may lack dependencies."""
     spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
     for location in (spec.submodule_search_locations or ()) if spec else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ class Corpus:
     text : str
         All of it.
     source : str
-        The file, the module or the hub's name of it: results on different forms of one text differ.
+        The file's name and digest, the module or the hub's name of it: results on different forms
+        of one text differ.
     """
 
     name: str
@@ -64,14 +66,19 @@ def load_text(
     if text_file is not None:
         if dataset != "wikitext2":
             raise ValueError(f"text_file does not go with dataset {dataset!r}: give one of the two")
-        path = Path(text_file).expanduser()
-        return Corpus(path.name, read_text(path, "text_file"), str(path))
+        return _file_corpus(Path(text_file).name, text_file, "text_file")
     if dataset == "pydoc":
         return _pydoc()
     named = os.environ.get(WIKITEXT2_VARIABLE)
     if named:
-        return Corpus("wikitext2", read_text(named, WIKITEXT2_VARIABLE), named)
+        return _file_corpus("wikitext2", named, WIKITEXT2_VARIABLE)
     return _wikitext2_from_hub()
+
+
+def _file_corpus(name: str, path: str | os.PathLike[str], argument: str) -> Corpus:
+    text = read_text(path, argument)
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return Corpus(name, text, f"{Path(path).name} sha256:{digest}")
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:

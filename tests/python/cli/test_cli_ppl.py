@@ -51,7 +51,7 @@ def test_one_table_and_the_files(ppl: Run, tmp_path: Path) -> None:
     assert _row(done.stdout, "attention flops")[-1] == pytest.approx(
         report["attention_flops_ratio"], abs=5e-3
     )
-    assert report["config"]["text_source"].endswith("text.txt")
+    assert report["config"]["text_source"].startswith("text.txt sha256:")
     assert report["config"]["preset"] == "spec"
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
     path.write_text(" = Title = \n\nwörds\n", encoding="utf-8")
     corpus = load_text(text_file=path)
     assert (corpus.name, corpus.text) == ("some.txt", " = Title = \n\nwörds\n")
-    assert corpus.source == str(path)
+    assert corpus.source == f"some.txt sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def test_wikitext2_is_the_file_of_the_variable(

@@ -1,0 +1,71 @@
+"""One attention kernel beside the peaks of the CPU and its PyTorch counterpart, as a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import _peak
+from _report import ratio_fields
+from _timing import compare
+
+COLUMNS = {
+    "model": "{model}",
+    "D": "{head_dim}",
+    "dtype": "{dtype}",
+    "threads": "{threads}",
+    "ms": "{milliseconds:.2f}",
+    "GFLOP/s": "{gflops:.1f}",
+    "FMA peak": "{peak_gflops:.1f}",
+    "% of FMA peak": "{percent:.1f} ({percent_q1:.1f} to {percent_q3:.1f})",
+    "% of bf16-dot peak": "{percent_bf16_dot:.1f}",
+    "SDPA ms": "{sdpa_milliseconds:.2f}",
+    "against SDPA": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
+}
+
+
+def kernel_row(
+    kernel: Callable[[], object],
+    sdpa: Callable[[], object],
+    flops: int,
+    threads: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Time a kernel, PyTorch's SDPA on the same problem, and the peaks, in turns.
+
+    Parameters
+    ----------
+    kernel, sdpa : callable
+        The two to compare.
+    flops : int
+        Of one call of either: Q K^T and P V of the pairs that count.
+    threads : int
+        Threads that PyTorch is set to.
+    seconds : float
+        Time to spend.
+    """
+    peaks = {"fma": _peak.fma(threads), "bf16_dot": _peak.bf16_dot(threads)}
+    calls: dict[str, Callable[[], object]] = {"kernel": kernel, "sdpa": sdpa}
+    calls |= {name: peak.run for name, peak in peaks.items() if peak is not None}
+    timings = compare(calls, seconds)
+    row: dict[str, Any] = {
+        "milliseconds": 1e3 * timings.median("kernel"),
+        "sdpa_milliseconds": 1e3 * timings.median("sdpa"),
+        "gflops": flops / timings.median("kernel") / 1e9,
+        "rounds": timings.rounds,
+        **ratio_fields("speedup", timings.ratio("sdpa", "kernel")),
+    }
+    for name, peak in peaks.items():
+        if peak is None:
+            continue
+        # Rate over rate: (flops / kernel time) / (peak flops / peak time).
+        share = timings.ratio(name, "kernel")
+        percents = [100 * flops / peak.amount * x for x in (share.value, share.q1, share.q3)]
+        suffix = "" if name == "fma" else "_bf16_dot"
+        row[f"peak_gflops{suffix}"] = peak.amount / timings.median(name) / 1e9
+        row |= zip(
+            (f"percent{suffix}", f"percent{suffix}_q1", f"percent{suffix}_q3"),
+            percents,
+            strict=True,
+        )
+    return row

@@ -1,0 +1,70 @@
+"""How much memory a call takes, and how much a process holds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# The profiler looks for a GPU when it starts, and says so where there is none.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Return the most bytes of tensors that a call held at a time, its results included.
+
+    Counted by PyTorch's allocator, so it is exact and repeatable. What is not a tensor is missing.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
+        call()
+    events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def resident_bytes() -> int | None:
+    """Return the memory of this process, None where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Mallinfo2(ctypes.Structure):
+    # Of malloc.h in the GNU C library.
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes() -> int | None:
+    """Return what malloc has handed out and not got back, None without the GNU C library.
+
+    Unlike resident memory it does not depend on what the system reclaims.
+    """
+    mallinfo2 = _mallinfo2()
+    if mallinfo2 is None:
+        return None
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+@cache  # a second load would itself allocate
+def _mallinfo2() -> Any:
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo2
+    return function

@@ -1,0 +1,73 @@
+"""One model in several ways of prefilling, sharing its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+import h2o_prefill
+from h2o_prefill.config import PrefillConfig
+
+_NO_ATTENTION = "benchmark_no_attention"
+
+
+def prefill_variants(
+    model: Any, input_ids: Tensor, config: PrefillConfig
+) -> dict[str, Callable[[], Tensor]]:
+    """Return ways of prefilling a prompt, each a callable that gives the last token's logits.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With dense attention.
+    input_ids : Tensor
+        int64 [1, T].
+    config : PrefillConfig
+        Of the sparse variant; its chunk size is also that of dense prefill in chunks.
+
+    Returns
+    -------
+    dict
+        dense: one call. dense_chunked: a call for every chunk over one cache, as `generate` does
+        for `prefill_chunk_size`. sparse: one call. no_attention: one call of everything but
+        attention, which no way of attending can beat.
+    """
+    sparse, bare = _twin(model), _twin(model)
+    h2o_prefill.enable(sparse, config, strict=len(input_ids[0]) >= config.sparse_from)
+    _remove_attention(bare)
+    pieces = input_ids.split(config.chunk_size, dim=1)
+    return {
+        "dense": lambda: _prefill(model, [input_ids]),
+        "dense_chunked": lambda: _prefill(model, pieces),
+        "sparse": lambda: _prefill(sparse, [input_ids]),
+        "no_attention": lambda: _prefill(bare, [input_ids]),
+    }
+
+
+@torch.inference_mode()
+def _prefill(model: Any, pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    cache = DynamicCache(config=model.config)
+    for piece in pieces:
+        output = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return output.logits[0, -1]
+
+
+def _twin(model: nn.Module) -> Any:
+    """Copy modules and configs, not weights."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def _remove_attention(model: Any) -> None:
+    AttentionInterface.register(_NO_ATTENTION, _return_query)
+    AttentionMaskInterface.register(_NO_ATTENTION, lambda *args, **kwargs: None)
+    model.set_attn_implementation(_NO_ATTENTION)
+
+
+def _return_query(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple:
+    return query.transpose(1, 2).contiguous(), None

@@ -1,0 +1,121 @@
+"""Prefill of one layer: the whole operator against dense causal attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import _options as options
+import torch
+import torch.nn.functional as F
+from _report import Report, ratio_fields
+from _shapes import Heads
+from _timing import compare
+from torch import Tensor
+
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig, dense_dot_products
+from h2o_prefill.eval.perplexity import attention_flops_ratio
+
+COLUMNS = {
+    "model": "{model}",
+    "D": "{head_dim}",
+    "dtype": "{dtype}",
+    "threads": "{threads}",
+    "N": "{length}",
+    "SDPA ms": "{dense_milliseconds:.2f}",
+    "SDPA GFLOP/s": "{dense_gflops:.0f}",
+    "sparse ms": "{sparse_milliseconds:.2f}",
+    "sparse GFLOP/s": "{sparse_gflops:.0f}",
+    "speedup": "{speedup:.2f} ({speedup_q1:.2f} to {speedup_q3:.2f})",
+    "flop ratio": "{flop_ratio:.2f}",
+    "speedup / flop ratio": "{speedup_by_flops:.2f}",
+}
+LENGTHS = [1, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+
+
+def sparse_attention(q: Tensor, k: Tensor, v: Tensor, config: PrefillConfig) -> tuple[Tensor, ...]:
+    """Prefill a prompt in one call."""
+    return ops.chunked_sparse_attention(
+        q,
+        k,
+        v,
+        *(None,) * 5,
+        last_chunk_begin=0,
+        chunk_size=config.chunk_size,
+        local_window=config.local_window,
+        heavy_budget=config.heavy_budget,
+        sink_tokens=config.sink_tokens,
+        gqa_reduce=config.gqa_reduce,
+    )
+
+
+def main(
+    json: options.JsonOption = None,
+    threads: options.ThreadsOption = None,
+    dtype: options.DtypeOption = None,
+    shape: options.ShapeOption = None,
+    lengths: options.LengthsOption = None,
+    preset: options.PresetOption = "spec",
+    seconds: options.SecondsOption = 30.0,
+    quick: options.QuickOption = False,
+) -> None:
+    """Time the whole operator against torch SDPA (causal, enable_gqa) over the same tokens.
+
+    Lengths go up until the next one would take longer than --seconds.
+    """
+    plan = options.make_plan("prefill", json, threads, dtype, shape, seconds, quick)
+    config = plan.config(preset)
+    chosen = plan.numbers("--lengths", lengths, LENGTHS, [1, 64, 200])
+    title = (
+        f"chunked_sparse_attention, S={config.chunk_size}, M={config.memory_size}: "
+        "beside torch SDPA (causal, enable_gqa)"
+    )
+    with Report(plan, title, COLUMNS, preset=preset, lengths=chosen) as report:
+        for case in plan.cases():
+            last: tuple[int, float] | None = None
+            for length in chosen:
+                if not plan.affords(length, last):
+                    report.note(f"N >= {length} left out, they need a larger --seconds")
+                    break
+                row = _row(case.heads, length, case.dtype, config, plan.seconds)
+                report.add(**case.fields, **row)
+                # Of long prompts alone: a short one is mostly overhead, which does not grow.
+                if length >= 512:
+                    milliseconds = row["dense_milliseconds"] + row["sparse_milliseconds"]
+                    last = (length, milliseconds / 1e3)
+
+
+def _row(
+    heads: Heads, length: int, dtype: torch.dtype, config: PrefillConfig, seconds: float
+) -> dict[str, Any]:
+    q, k, v = heads.qkv(length, dtype)
+    timings = compare(
+        {
+            "dense": lambda: F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            ),
+            "sparse": lambda: sparse_attention(q, k, v, config),
+        },
+        seconds,
+    )
+    dense, sparse = timings.median("dense"), timings.median("sparse")
+    speedup = timings.ratio("dense", "sparse")
+    flop_ratio = attention_flops_ratio(length, config)
+    flops = heads.attention_flops(dense_dot_products(length))
+    return {
+        "length": length,
+        "dense_milliseconds": 1e3 * dense,
+        "dense_gflops": flops / dense / 1e9,
+        "sparse_milliseconds": 1e3 * sparse,
+        "sparse_gflops": flops / flop_ratio / sparse / 1e9,
+        **ratio_fields("speedup", speedup),
+        "flop_ratio": flop_ratio,
+        "speedup_by_flops": speedup.value / flop_ratio,
+        "rounds": timings.rounds,
+    }
+
+
+app = options.command(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,201 @@
+"""Every benchmark runs in its quick mode, and leaves JSON that says what was run where."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Run = Callable[..., tuple[Any, dict[str, Any]]]
+
+# What every row of a benchmark has, and that is a time, a rate or a size above 0.
+FIELDS = {
+    "cpu_peak": ["rate", "best_rate"],
+    "intra_chunk": ["milliseconds", "gflops", "percent", "speedup"],
+    "memory": ["milliseconds", "gflops", "percent", "speedup"],
+    "colsum": ["milliseconds", "milliseconds_without"],
+    "select": ["milliseconds", "pytorch_milliseconds", "speedup"],
+    "gather": ["gigabytes", "copy_gigabytes", "percent"],
+    "prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
+}
+
+
+def _check_report(report: dict[str, Any], fields: list[str]) -> None:
+    assert report["quick"] is True
+    assert report["environment"]["cpu"] and report["environment"]["torch"]
+    assert report["rows"]
+    for row in report["rows"]:
+        for field in fields:
+            assert math.isfinite(row[field]) and row[field] > 0, (field, row)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_operator_benchmarks(run: Run, name: str) -> None:
+    done, report = run(name)
+    _check_report(report, FIELDS[name])
+    assert report["title"] in done.stdout
+    if name not in ("cpu_peak", "select"):
+        assert {(r["head_dim"], r["dtype"]) for r in report["rows"]} == {
+            (dim, dtype) for dim in (64, 128) for dtype in ("float32", "bfloat16")
+        }
+
+
+def test_options_choose_rows(run: Run) -> None:
+    options = ("--shape", "smollm2", "--dtype", "float16", "--threads", "1,2", "--lengths", "5,130")
+    _, report = run("prefill", *options)
+    assert [(r["dtype"], r["threads"], r["length"]) for r in report["rows"]] == [
+        ("float16", threads, length) for threads in (1, 2) for length in (5, 130)
+    ]
+    # One chunk is dense attention; 64 + 64 + 2 rows, the latter two beside a memory set of 16.
+    assert report["rows"][0]["flop_ratio"] == 1
+    pairs = 2 * 64 * 65 / 2 + 2 * 3 / 2 + 66 * 16
+    assert report["rows"][1]["flop_ratio"] == pytest.approx(130 * 131 / 2 / pairs)
+
+
+def test_model(run: Run, model_folder: str) -> None:
+    _, report = run("model", "--model", model_folder)
+    _check_report(report, ["seconds", "tokens_per_second", "speedup"])
+    variants = ["dense", "dense_chunked", "sparse", "no_attention"]
+    assert [row["variant"] for row in report["rows"]] == variants * 2
+
+
+def test_the_variants_of_a_model_are_what_they_say(model_folder: str) -> None:
+    from _variants import prefill_variants
+
+    import h2o_prefill
+    from h2o_prefill.config import PrefillConfig
+    from h2o_prefill.eval import load_model
+
+    model, _ = load_model(model_folder)
+    ids = torch.randint(257, (1, 150), generator=torch.Generator().manual_seed(0))
+    config = PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
+    logits = {name: run() for name, run in prefill_variants(model, ids, config).items()}
+    with torch.no_grad():
+        dense = model(ids).logits[0, -1]
+        with h2o_prefill.enable(model, config):
+            sparse = model(ids).logits[0, -1]
+    torch.testing.assert_close(logits["dense"], dense, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits["dense_chunked"], dense, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits["sparse"], sparse, rtol=1e-4, atol=1e-4)
+    assert (logits["sparse"] - dense).abs().max() > 1e-2
+    assert (logits["no_attention"] - dense).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype) -> None:
+    from _colsum import attend_chunk
+    from _shapes import SHAPES, random_memory
+
+    from h2o_prefill import ops
+
+    heads = SHAPES["smollm2"]
+    q, k, v = heads.qkv(70, dtype)
+    found = attend_chunk(q, k, v, colsum=True)
+    for ours, theirs in zip(found, ops.intra_chunk_attention(q, k, v, 70), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+    q, k, v = heads.qkv(70, dtype, past=100)
+    indices = random_memory(heads.kv_heads, 32, 100)
+    found = attend_chunk(q, k, v, True, indices)
+    for ours, theirs in zip(found, ops.memory_attention(q, k, v, indices), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+    out, lse, sums = attend_chunk(q, k, v, False, indices)
+    assert torch.equal(out, found[0]) and torch.equal(lse, found[1]) and sums is None
+
+
+def test_selection_with_pytorch_chooses_the_same() -> None:
+    from _shapes import random_memory
+    from bench_select import select_with_pytorch
+
+    from h2o_prefill import ops
+
+    memory = random_memory(3, 64, 300)
+    scores = torch.rand(1, 3, 400, generator=torch.Generator().manual_seed(1))
+    where = (scores, memory, 300, 400, 24, 40)
+    assert torch.equal(select_with_pytorch(*where), ops.select_memory(*where, 0))
+
+
+def test_allocations(run: Run) -> None:
+    _, report = run("allocations", "--shape", "smollm2", "--dtype", "bfloat16")
+    sizes = [row for row in report["rows"] if "length" in row]
+    for row in sizes:
+        # A bf16 key and value a head, beside an fp32 score a position and 16 positions.
+        assert row["kv_megabytes"] * 1e6 == 2 * 3 * row["length"] * 64 * 2
+        assert row["state_megabytes"] * 1e6 == pytest.approx(3 * 4 * (row["length"] + 16))
+        assert row["workspace_megabytes"] > 0
+    (many,) = [row for row in report["rows"] if "prompts" in row]
+    assert many["prompts"] == len(many["resident_bytes"]) == 10
+
+
+def test_peak_bytes_counts_what_is_held_at_a_time() -> None:
+    from _memory import peak_bytes
+
+    def call() -> torch.Tensor:
+        first = torch.empty(1000, dtype=torch.float32)
+        second = torch.empty(500, dtype=torch.float32)
+        del first
+        return second + 1
+
+    assert peak_bytes(call) == pytest.approx(6000, abs=200)
+
+
+def test_peers_that_are_missing_are_left_out(
+    run: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_peers
+
+    from h2o_prefill.eval import load_model
+
+    found = importlib.util.find_spec
+    missing = ("openvino_genai", "llama_cpp")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name in missing else found(name, *a)
+    )
+    # The folder stands for the GGUF file, which only the peers read themselves.
+    monkeypatch.setattr(bench_peers, "load_model", lambda _, kind: load_model(model_folder, kind))
+    done, report = run("peers", "--gguf", tmp_path / "model.gguf")
+    _check_report(report, ["seconds", "our_speedup"])
+    assert [r["variant"] for r in report["rows"]] == [
+        "h2o_prefill bfloat16",
+        "transformers bfloat16",
+    ]
+    for package in ("openvino-genai", "llama-cpp-python"):
+        assert (
+            f"{package} is not installed, so it is left out: pip install {package}" in done.stderr
+        )
+
+
+def test_wrong_options_are_refused_before_any_work(tmp_path: Path) -> None:
+    import bench_prefill
+    from typer.testing import CliRunner
+
+    for words, message in (
+        (["--dtype", "int8"], "--dtype must be of"),
+        (["--shape", "gpt"], "--shape must be of"),
+        (["--threads", "0"], "--threads must be numbers"),
+        (["--lengths", "many"], "--lengths must be numbers"),
+        (["--json", str(tmp_path / "no" / "r.json")], "--json must be a file in a folder"),
+    ):
+        done = CliRunner().invoke(bench_prefill.app, ["--quick", *words], env={"COLUMNS": "200"})
+        assert done.exit_code == 2
+        assert message in done.stderr
+
+
+def test_plots(run: Run, model_folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot
+    from typer.testing import CliRunner
+
+    done = CliRunner().invoke(plot.app, ["--results", str(tmp_path)])
+    assert done.exit_code == 2
+    run("prefill", "--shape", "smollm2")
+    run("model", "--model", model_folder)
+    run("allocations", "--shape", "smollm2")
+    done = CliRunner().invoke(plot.app, ["--results", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    for name in ("throughput_comparison.png", "memory_profile.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,118 @@
+"""The timing maths of the benchmarks, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+
+class Clock:
+    """A clock that stands still but for the calls under test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def taking(self, name: str, seconds: Callable[[int], float]) -> Callable[[], None]:
+        """Return a callable whose n-th call takes seconds(n)."""
+        count = 0
+
+        def call() -> None:
+            nonlocal count
+            self.calls.append(name)
+            self.now += seconds(count)
+            count += 1
+
+        return call
+
+
+def test_rounds_are_interleaved_and_end_with_the_budget() -> None:
+    from _timing import compare
+
+    clock = Clock()
+    calls = {name: clock.taking(name, lambda n: 1.0) for name in "ab"}
+    timings = compare(calls, 11.0, clock=clock)
+    # Two seconds of warm-up, then two rounds of four seconds; a third pair would end at 14.
+    assert "".join(clock.calls) == "ab" + "abba" * 2
+    assert timings.rounds == 4
+    assert clock.now == 10.0
+
+
+def test_two_rounds_are_run_whatever_they_take() -> None:
+    from _timing import compare
+
+    clock = Clock()
+    timings = compare({"a": clock.taking("a", lambda n: 100.0)}, 0.001, clock=clock)
+    assert timings.seconds == {"a": [100.0, 100.0]}
+
+
+def test_the_warm_up_does_not_count() -> None:
+    from _timing import compare
+
+    clock = Clock()
+    slow_start = clock.taking("a", lambda n: 50.0 if n == 0 else 1.0)
+    assert compare({"a": slow_start}, 1.0, clock=clock).median("a") == 1.0
+
+
+def test_short_calls_are_repeated_within_a_measurement() -> None:
+    from _timing import SHORTEST, compare
+
+    clock = Clock()
+    timings = compare({"a": clock.taking("a", lambda n: 1e-5)}, 0.05, clock=clock)
+    assert timings.median("a") == pytest.approx(1e-5)
+    measured = len(clock.calls) * 1e-5 / timings.rounds
+    assert measured >= SHORTEST
+
+
+def test_a_drift_of_the_machine_cancels_in_the_ratio() -> None:
+    from _timing import compare
+
+    clock = Clock()
+
+    def drifting(factor: float) -> Callable[[int], float]:
+        return lambda n: factor * (1.0 + clock.now / 100)
+
+    calls = {"a": clock.taking("a", drifting(2.0)), "b": clock.taking("b", drifting(1.0))}
+    timings = compare(calls, 150.0, clock=clock)
+    assert timings.seconds["b"][-1] > 1.5 * timings.seconds["b"][0]
+    ratio = timings.ratio("a", "b")
+    assert ratio.value == pytest.approx(2.0, rel=0.02)
+    assert 1.9 < ratio.q1 <= ratio.q3 < 2.1
+
+
+def test_ratio_is_of_medians_and_its_spread_of_pairs() -> None:
+    from _timing import Timings
+
+    timings = Timings({"a": [2.0, 4.0, 9.0], "b": [1.0, 4.0, 3.0]})
+    ratio = timings.ratio("a", "b")
+    assert ratio.value == pytest.approx(4 / 3)
+    # Pairs: 2, 1, 3.
+    assert (ratio.q1, ratio.q3) == (1.5, 2.5)
+
+
+def test_spread() -> None:
+    from _timing import spread
+
+    found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (found.q1, found.median, found.q3) == (2.0, 3.0, 4.0)
+    assert spread([7.0]).median == spread([7.0]).q1 == 7.0
+    with pytest.raises(ValueError, match="values must not be empty"):
+        spread([])
+
+
+def test_a_budget_must_hold_warm_up_and_two_rounds() -> None:
+    from _timing import fits
+
+    assert fits(1.0, 3.0)
+    assert not fits(1.0, 2.9)
+
+
+def test_nothing_to_compare_is_an_error() -> None:
+    from _timing import compare
+
+    with pytest.raises(ValueError, match="candidates must not be empty"):
+        compare({}, 1.0)
