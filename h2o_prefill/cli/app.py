@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import generate, info, ppl
+from . import bench, generate, info, ppl, visualize
 from .errors import OneLineErrors
 
 app = typer.Typer(
@@ -17,5 +17,7 @@ app = typer.Typer(
     epilog="H2O_PREFILL_DEBUG=1 shows the traceback of an error.",
 )
 app.command(name="ppl")(ppl.ppl)
+app.command(name="bench")(bench.bench)
+app.command(name="visualize")(visualize.visualize)
 app.command(name="generate")(generate.generate)
 app.command(name="info")(info.info)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..eval import DTYPES
+from ..eval import DATASETS, DTYPES
 from .presets import PRESETS
 
 _SIZES = "Sparse prefill"
@@ -25,6 +25,18 @@ ModelOption = Annotated[
         "--model",
         help="smollm2-135m, a folder, a .gguf file, or a model id of the Hugging Face hub.",
     ),
+]
+DatasetOption = Annotated[
+    str,
+    typer.Option(
+        "--dataset",
+        help=f"{choices(DATASETS)}. The first is the file that H2O_PREFILL_WIKITEXT2 names, else "
+        "from the hub; the second Python's own help texts.",
+    ),
+]
+TextFileOption = Annotated[
+    Path | None,
+    typer.Option("--text-file", metavar="FILE", help="Take this UTF-8 text in place of a dataset."),
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help=f"Of the weights: {choices(DTYPES)}.")]
 ThreadsOption = Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..eval import DATASETS, PROTOCOLS
+from ..eval import PROTOCOLS
 from . import options
 from .console import error_console, output_console, progress_bar, quiet_libraries
 from .presets import preset_config
@@ -16,18 +16,8 @@ from .presets import preset_config
 
 def ppl(
     model: options.ModelOption = "smollm2-135m",
-    dataset: Annotated[
-        str,
-        typer.Option(
-            "--dataset",
-            help=f"{options.choices(DATASETS)}. The first is the file that H2O_PREFILL_WIKITEXT2 "
-            "names, else from the hub; the second Python's own help texts.",
-        ),
-    ] = "wikitext2",
-    text_file: Annotated[
-        Path | None,
-        typer.Option("--text-file", metavar="FILE", help="Evaluate on this UTF-8 text."),
-    ] = None,
+    dataset: options.DatasetOption = "wikitext2",
+    text_file: options.TextFileOption = None,
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens of a window.")] = 4096,
     windows: Annotated[
         str,

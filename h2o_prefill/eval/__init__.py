@@ -1,22 +1,27 @@
-"""Quality on real text: perplexity of a model under sparse prefill, beside the same model dense."""
+"""A model under sparse prefill beside the same model dense: perplexity, throughput, patterns."""
 
 from __future__ import annotations
 
 from .models import DEFAULT_MODEL, DTYPES, load_model
+from .patterns import AttentionPatterns, visualize_attention_patterns
 from .perplexity import PerplexityResult, attention_flops_ratio, check_settings, evaluate_perplexity
 from .protocols import PROTOCOLS
 from .text import DATASETS, Corpus, load_text
+from .throughput import benchmark_throughput
 
 __all__ = [
     "DATASETS",
     "DEFAULT_MODEL",
     "DTYPES",
     "PROTOCOLS",
+    "AttentionPatterns",
     "Corpus",
     "PerplexityResult",
     "attention_flops_ratio",
+    "benchmark_throughput",
     "check_settings",
     "evaluate_perplexity",
     "load_model",
     "load_text",
+    "visualize_attention_patterns",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..config import PrefillConfig, dense_dot_products, sparse_dot_products
 from .forward import PromptForward, PromptLogits
+from .guards import check_dense, check_length, eval_mode
 from .models import load_model
 from .protocols import first_token, parse_windows, scored_rows, select_windows
 from .result import PerplexityResult
@@ -80,7 +81,8 @@ def evaluate_perplexity(
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     else:
         network = model
-    _check_model(network, context)
+    check_dense(network)
+    check_length(network, context, "context")
     tokens = _tokens(dataset, tokenizer)
     selected, batches = select_windows(tokens, context, windows)
     replacement = first_token(tokenizer, protocol)
@@ -91,7 +93,7 @@ def evaluate_perplexity(
     scores: list[WindowScores] = []
     seconds: list[tuple[float, float]] = []
     total = 2 * len(batches)
-    with torch.no_grad(), _eval_mode(network):
+    with torch.no_grad(), eval_mode(network):
         forward = PromptForward(network)
         device = next(network.parameters()).device
         for index, batch in zip(selected, batches, strict=True):
@@ -171,19 +173,6 @@ def check_settings(config: PrefillConfig, context: int, windows: str, protocol: 
         )
 
 
-def _check_model(model: nn.Module, context: int) -> None:
-    settings = getattr(model, "config", None)
-    if getattr(settings, "_attn_implementation", None) == "h2o_prefill":
-        raise ValueError(
-            "model must have dense attention: it is under h2o_prefill.enable() already"
-        )
-    longest = getattr(settings, "max_position_embeddings", None)
-    if isinstance(longest, int) and context > longest:
-        raise ValueError(
-            f"context must be <= {longest}, the longest that the model takes, got {context}"
-        )
-
-
 def _tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
     if isinstance(dataset, str) and dataset in DATASETS:
         dataset = load_text(dataset)
@@ -208,16 +197,6 @@ def _run_mode(name: str, model: Any, config: PrefillConfig) -> AbstractContextMa
     from ..hf import enable
 
     return enable(model, config)
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _layers(model: nn.Module) -> int:

@@ -47,6 +47,16 @@ void store_row(const float* row, int64_t n, float factor, void* data, DType dtyp
   }
 }
 
+// Asks for a row before it is needed, for reading (0) or writing (1).
+template <int kWrite>
+H2O_INLINE void prefetch_row(const void* data, DType dtype, int64_t offset, int64_t n) {
+  constexpr int64_t kCacheLine = 64;
+  const char* row = static_cast<const char*>(data) + offset * size_of(dtype);
+  for (int64_t byte = 0; byte < n * size_of(dtype); byte += kCacheLine) {
+    __builtin_prefetch(row + byte, kWrite, 3);
+  }
+}
+
 H2O_INLINE int64_t source_offset(const PackArgs& args, int64_t i) {
   return (args.positions ? args.positions[i] : i) * args.stride_row;
 }
@@ -62,6 +72,8 @@ void pack_keys(const PackArgs& args) {
       for (int64_t j = 0; j < kPanel; ++j) {
         const int64_t key = panel * kPanel + j;
         if (key < args.count) {
+          if (key + kPanel < args.count && d0 == 0)
+            prefetch_row<0>(args.data, args.dtype, source_offset(args, key + kPanel), args.dim);
           load_row(args.data, args.dtype, source_offset(args, key) + d0, dims, 1.0F, row);
           for (int64_t d = 0; d < dims; ++d) out[(d0 + d) * kPanel + j] = row[d];
         } else {
@@ -222,12 +234,18 @@ void attend_rows(const AttendRowsArgs& args) {
     const int rows =
         static_cast<int>(args.rows - first < kRowBlock ? args.rows - first : kRowBlock);
     for (int r = 0; r < rows; ++r) {
+      prefetch_row<1>(args.out, args.dtype, (first + r) * args.out_stride, args.value_dim);
       load_row(args.query, args.dtype, (first + r) * args.query_stride, args.head_dim,
                args.scale * kLog2E, query + r * args.head_dim);
     }
     // Rows that only fill a tile: their results are never read, but no NaN may slow them down.
     const int tile_rows = (rows + kTileRows - 1) / kTileRows * kTileRows;
     for (int64_t i = rows * args.head_dim; i < tile_rows * args.head_dim; ++i) query[i] = 0.0F;
+
+    // A row is far from the next one, which no hardware prefetcher follows.
+    for (int64_t r = first + rows; r < args.rows && r < first + 2 * kRowBlock; ++r) {
+      prefetch_row<0>(args.query, args.dtype, r * args.query_stride, args.head_dim);
+    }
 
     RowBlockState state;
     attend_key_set(args, args.sets[0], first, rows, query, scores, acc, state);

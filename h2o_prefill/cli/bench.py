@@ -1,0 +1,115 @@
+"""`h2o-prefill bench`: seconds of a prefill, dense against sparse."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from . import options
+from .console import error_console, output_console, progress_bar, quiet_libraries
+from .presets import preset_config
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def bench(
+    model: options.ModelOption = "smollm2-135m",
+    lengths: Annotated[
+        str, typer.Option("--lengths", metavar="N,N,...", help="Prompt lengths in tokens.")
+    ] = "1024,2048,4096",
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each.")] = 3,
+    preset: options.PresetOption = "spec",
+    chunk_size: options.ChunkSizeOption = None,
+    local_window: options.LocalWindowOption = None,
+    heavy_budget: options.HeavyBudgetOption = None,
+    sink_tokens: options.SinkTokensOption = None,
+    dtype: options.DtypeOption = "float32",
+    json_file: options.JsonOption = None,
+    threads: options.ThreadsOption = None,
+) -> None:
+    """Time the prefill of random prompts, dense and sparse in turns."""
+    from ..eval import benchmark_throughput, load_model
+    from ..eval.environment import environment
+    from ..eval.report import write_json
+
+    with quiet_libraries():
+        config = preset_config(
+            preset,
+            chunk_size=chunk_size,
+            local_window=local_window,
+            heavy_budget=heavy_budget,
+            sink_tokens=sink_tokens,
+        )
+        options.check_output_file(json_file, "--json")
+        chosen = _parse_lengths(lengths)
+        options.use_threads(threads)
+        with error_console().status(f"loading {model}"):
+            network, _ = load_model(model, dtype)
+        with progress_bar() as bar:
+            task = bar.add_task("prefill", total=None)
+            frame = benchmark_throughput(
+                network,
+                chosen,
+                runs,
+                config,
+                on_progress=lambda done, total, what: bar.update(
+                    task, completed=done, total=total, description=what
+                ),
+            )
+        title = (
+            f"{model} {dtype}, prefill, median of {runs}\n"
+            f"S={config.chunk_size} L={config.local_window} H={config.heavy_budget} "
+            f"K={config.sink_tokens}"
+        )
+        output_console().print(title, throughput_table(frame), sep="\n", markup=False)
+        if json_file is not None:
+            origin = {"model": model, "dtype": dtype, "preset": preset}
+            report = {
+                "environment": environment(),
+                "config": {**origin, **dataclasses.asdict(config)},
+                "results": frame.to_dict(orient="records"),
+            }
+            write_json(report, json_file)
+            error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+
+
+def throughput_table(frame: pd.DataFrame) -> Table:
+    """Return seconds and tokens per second, one prompt length a row."""
+    # Narrow, and with headings of two lines, to fit 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for name in (
+        "tokens",
+        "dense\nseconds",
+        "sparse\nseconds",
+        "dense\ntokens/s",
+        "sparse\ntokens/s",
+        "speed-up\n(range)",
+        "attention\nflops ratio",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in frame.to_dict(orient="records"):
+        table.add_row(
+            f"{row['seq_length']:.0f}",
+            f"{row['dense_seconds']:.3f}",
+            f"{row['sparse_seconds']:.3f}",
+            f"{row['dense_tokens_per_second']:.0f}",
+            f"{row['sparse_tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f})",
+            f"{row['attention_flops_ratio']:.2f}",
+        )
+    return table
+
+
+def _parse_lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = [0]
+    if min(lengths) < 1:
+        raise ValueError(f"lengths must be numbers >= 1 with commas between, got {text!r}")
+    return lengths

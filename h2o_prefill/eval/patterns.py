@@ -1,0 +1,226 @@
+"""Which positions the memory sets of a real prompt hold, and how much attention they received."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..config import PrefillConfig
+from .guards import check_dense, check_length, eval_mode
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class AttentionPatterns:
+    """Memory sets and scores of one prompt.
+
+    Attributes
+    ----------
+    memory : Tensor
+        int32 [chunks, layers, Hkv, K + L + H]: the set after each chunk, ascending, -1 where
+        absent. The next chunk attends to it; after the last chunk it is what a next call would.
+    scores : Tensor
+        fp32 [layers, Hkv, T]: attention that each position received, over the queries of its own
+        chunk and of every chunk whose memory set held it.
+    layers : tuple of int
+        Indices of the layers that were prefilled sparsely.
+    chunk_ends : tuple of int
+        Where each chunk ends; the last is T.
+    config : PrefillConfig
+    paths : dict of str to Path
+        The figures: "memory", "scores", "sinks", "heavy".
+    """
+
+    memory: Tensor
+    scores: Tensor
+    layers: tuple[int, ...]
+    chunk_ends: tuple[int, ...]
+    config: PrefillConfig
+    paths: dict[str, Path] = field(default_factory=dict)
+
+
+def visualize_attention_patterns(
+    model: Any,
+    input_ids: Tensor,
+    chunk_config: PrefillConfig | None = None,
+    output_dir: str | os.PathLike[str] = "attention_patterns",
+    *,
+    title: str = "",
+    on_progress: Progress | None = None,
+) -> AttentionPatterns:
+    """Prefill a prompt sparsely and draw what its memory sets hold.
+
+    Writes four figures: the positions that the heads of each layer hold after each chunk, the
+    attention that each position received, the share of heads that hold the first positions, and how
+    many heavy positions stay from one memory set to the next.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder with dense attention.
+    input_ids : Tensor
+        int64 [1, T] or [T]: at least two chunks.
+    chunk_config : PrefillConfig, optional
+        Default: the algorithm as specified.
+    output_dir : path
+        Folder for the PNG files; it is made if it is not there.
+    title : str
+        What was run, for the figures.
+    on_progress : callable, optional
+        Called with (chunks done, chunks in all, what runs next).
+
+    Returns
+    -------
+    AttentionPatterns
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or the model already runs sparsely.
+    NotImplementedError
+        If the model cannot be prefilled sparsely.
+    ImportError
+        If matplotlib is missing.
+    """
+    from .pattern_plots import plot_patterns
+
+    folder = Path(output_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
+    patterns = collect_patterns(model, input_ids, chunk_config, on_progress=on_progress)
+    folder.mkdir(parents=True, exist_ok=True)
+    patterns.paths.update(plot_patterns(patterns, folder, title))
+    return patterns
+
+
+def collect_patterns(
+    model: Any,
+    input_ids: Tensor,
+    chunk_config: PrefillConfig | None = None,
+    *,
+    on_progress: Progress | None = None,
+) -> AttentionPatterns:
+    """Prefill a prompt sparsely, a chunk a call, and keep the memory sets and the scores.
+
+    They are those of one call over the whole prompt. Parameters and errors are those of
+    `visualize_attention_patterns`.
+    """
+    config = PrefillConfig() if chunk_config is None else chunk_config
+    prompt = _prompt(input_ids)
+    length = prompt.shape[1]
+    check_prompt_length(config, length)
+    check_dense(model)
+    check_length(model, length, "input_ids")
+    from ..hf import ChunkedPrefillCache, chunked_prefill
+
+    cache = ChunkedPrefillCache(config=model.config)
+    pieces = prompt.to(next(model.parameters()).device).split(config.chunk_size, dim=1)
+    sets: list[list[Tensor]] = []
+    ends: list[int] = []
+    with eval_mode(model):
+        for piece in pieces:
+            _report(on_progress, len(ends), len(pieces), f"chunk {len(ends)}")
+            ends.append((ends[-1] if ends else 0) + piece.shape[1])
+            call = _call_config(config, piece.shape[1], length - ends[-1])
+            chunked_prefill(
+                model, piece, call, chunks_per_call=1, past_key_values=cache, strict=True
+            )
+            sets.append([_next_memory(state, config) for _, state in _states(cache)])
+    _report(on_progress, len(pieces), len(pieces), "done")
+    states = _states(cache)
+    if not states:
+        raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")
+    return AttentionPatterns(
+        memory=torch.stack([torch.stack(layers) for layers in sets]),
+        scores=torch.stack([state.scores[0].cpu() for _, state in states]),
+        layers=tuple(index for index, _ in states),
+        chunk_ends=tuple(ends),
+        config=config,
+    )
+
+
+def check_prompt_length(config: PrefillConfig, length: int, argument: str = "input_ids") -> None:
+    """Refuse prompts that have no two memory sets to compare.
+
+    Parameters
+    ----------
+    config : PrefillConfig
+    length : int
+        Tokens of the prompt.
+    argument : str
+        What the user called it, for the errors.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two chunks, or the last chunk has one token.
+    """
+    size = config.chunk_size
+    if length < 2 * size:
+        raise ValueError(
+            f"{argument} must hold at least two chunks of {size} tokens, got {length} tokens"
+        )
+    if length % size == 1:
+        raise ValueError(
+            f"{argument} must not end one token after a chunk, because a call of one token is "
+            f"dense: cut it to {length - 1} tokens, got {length}"
+        )
+
+
+def _prompt(input_ids: Tensor) -> Tensor:
+    shape = list(input_ids.shape)
+    if (
+        input_ids.is_floating_point()
+        or len(shape) not in (1, 2)
+        or (len(shape) == 2 and shape[0] != 1)
+    ):
+        raise ValueError(
+            f"input_ids must be token ids [1, T] or [T], got {input_ids.dtype} {shape}"
+        )
+    return input_ids.reshape(1, -1).to(torch.int64)
+
+
+def _call_config(config: PrefillConfig, new: int, after: int) -> PrefillConfig:
+    """Return the settings with which one chunk goes as it would in one call over the prompt.
+
+    A last chunk goes sparsely however short it is, and the dense tail is the prompt's, not the
+    chunk's.
+    """
+    changes: dict[str, object] = {}
+    if new < config.sparse_from:
+        changes["min_prefill"] = new
+    if config.dense_tail:
+        changes["dense_tail"] = max(0, config.dense_tail - after)
+    return config.replace(**changes) if changes else config
+
+
+def _states(cache: Any) -> list[tuple[int, Any]]:
+    states = [(index, getattr(layer, "state", None)) for index, layer in enumerate(cache.layers)]
+    return [(index, state) for index, state in states if state is not None]
+
+
+def _next_memory(state: Any, config: PrefillConfig) -> Tensor:
+    """Return the set that the next chunk attends to, int32 [Hkv, M]: a state holds the last one."""
+    memory: Tensor = ops.select_memory(
+        state.scores,
+        state.memory,
+        state.last_chunk_begin,
+        state.length,
+        config.local_window,
+        config.heavy_budget,
+        config.sink_tokens,
+    )
+    return memory[0].cpu()
+
+
+def _report(on_progress: Progress | None, done: int, total: int, what: str) -> None:
+    if on_progress is not None:
+        on_progress(done, total, what)
