@@ -23,7 +23,7 @@ BENCHMARKS := cpu_peak intra_chunk memory colsum select gather prefill model all
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo bench test test-python test-isas test-cpp lint lint-cpp format clean system
+.PHONY: build demo bench test test-python test-isas test-cpp test-sanitize lint lint-cpp format clean system
 
 build: $(BIN)/.built
 
@@ -83,6 +83,14 @@ test-cpp: build
 	$(BIN)/cmake -S . -B $(BUILD) -DH2O_BUILD_TESTS=ON
 	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+
+# AddressSanitizer and UndefinedBehaviorSanitizer over the library and every C++ test.
+test-sanitize: build
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DH2O_SANITIZE=ON -DH2O_BUILD_TESTS=ON \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')
+	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
 lint: build
 	$(BIN)/ruff check $(PY_FILES)

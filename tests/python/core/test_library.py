@@ -1,0 +1,65 @@
+"""Loading of the native library: one clear error for each thing that can be wrong."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from h2o_prefill import _library
+
+
+def test_build_facts_agree_with_the_library():
+    info = _library.build_info()
+    ops = torch.ops.h2o_prefill
+    assert info["version"] == ops.version()
+    assert info["cuda"] == ops.has_cuda()
+    assert ops.cpu_isa() in info["cpu_isas"].split(",")
+    assert _library._minor_version(torch.__version__) == _library._minor_version(info["torch"])
+
+
+def test_another_minor_version_of_pytorch(monkeypatch):
+    monkeypatch.setattr(_library, "build_info", lambda: {"torch": "2.9.1"})
+    with pytest.raises(ImportError, match=r"built with PyTorch 2\.9\.1, but .* is installed"):
+        _library.load_library()
+
+
+def test_another_patch_of_pytorch_is_fine(monkeypatch):
+    major, minor = _library._minor_version(torch.__version__)
+    monkeypatch.setattr(_library, "build_info", lambda: {"torch": f"{major}.{minor}.99"})
+    _library.load_library()
+
+
+def test_a_missing_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(_library, "LIBRARY", tmp_path / "libh2o_prefill.so")
+    with pytest.raises(ImportError, match=r"is missing at .*libh2o_prefill.so"):
+        _library.load_library()
+
+
+def test_a_library_that_does_not_load(monkeypatch, tmp_path):
+    broken = tmp_path / "libh2o_prefill.so"
+    broken.write_bytes(b"not a shared object")
+    monkeypatch.setattr(_library, "LIBRARY", broken)
+    with pytest.raises(ImportError, match=r"cannot be loaded .*rebuild it"):
+        _library.load_library()
+
+
+def test_a_library_that_was_never_built(monkeypatch):
+    # None is how Python marks a module that cannot be imported.
+    monkeypatch.setitem(sys.modules, "h2o_prefill._C", None)
+    with pytest.raises(ImportError, match="is not built for this Python"):
+        _library.build_info()
+
+
+@pytest.mark.parametrize("isa", ["scalar", "avx9"])
+def test_the_instruction_set_can_be_forced(isa):
+    code = "import torch, h2o_prefill; print(torch.ops.h2o_prefill.cpu_isa())"
+    environment = {**os.environ, "H2O_PREFILL_ISA": isa}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    if isa == "scalar":
+        assert done.stdout.strip() == "scalar"
+    else:
+        assert "H2O_PREFILL_ISA must be one of" in done.stderr and "got avx9" in done.stderr
