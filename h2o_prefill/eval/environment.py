@@ -64,7 +64,7 @@ def library() -> dict[str, Any]:
 
 
 def operators() -> dict[str, list[str]]:
-    """Return the torch operators of the namespace h2o_prefill, each with its devices.
+    """Return the operators of `h2o_prefill.ops`, each with its devices.
 
     "any" stands for the version composed of other operators.
     """
@@ -74,16 +74,15 @@ def operators() -> dict[str, list[str]]:
         "CompositeExplicitAutograd": "any",
         "CompositeImplicitAutograd": "any",
     }
-    names = sorted(
-        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("h2o_prefill::")
-    )
+    names = (name.partition("h2o_prefill::")[2] for name in torch._C._dispatch_get_all_op_names())
     return {
-        name.partition("::")[2]: [
+        name: [
             device
             for key, device in keys.items()
-            if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"h2o_prefill::{name}", key)
         ]
-        for name in names
+        for name in sorted(names)
+        if name and hasattr(h2o_prefill.ops, name)
     }
 
 

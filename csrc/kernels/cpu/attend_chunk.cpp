@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 
 #include "kernels/cpu/attend_rows.h"
 
