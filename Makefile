@@ -23,7 +23,7 @@ BENCHMARKS := cpu_peak intra_chunk memory colsum select gather prefill model all
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo bench test test-python test-isas test-cpp test-sanitize lint lint-cpp format clean system
+.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-sanitize lint lint-cpp format clean system
 
 build: $(BIN)/.built
 
@@ -67,6 +67,10 @@ test: test-python test-isas test-cpp
 
 test-python: build $(BIN)/.model
 	$(BIN)/python -m pytest
+
+# The tests that take minutes; SLOW=name chooses among them.
+test-slow: build $(BIN)/.model
+	$(BIN)/python -m pytest --runslow -m slow $(if $(SLOW),-k $(SLOW))
 
 # Every instruction set that this CPU has, the one that is chosen anyway included in test-python.
 test-isas: build
