@@ -4,6 +4,8 @@
 
 #include <limits>
 
+#include "common/tensors.h"
+
 namespace h2o_prefill {
 namespace {
 
@@ -43,10 +45,6 @@ void check_same(const char* name, const Tensor& t, const char* other_name, const
 void check_device(const char* name, const Tensor& t, const Tensor& q) {
   TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q (", q.device(),
                     "), got ", t.device());
-}
-
-at::ScalarType accumulate_type(const Tensor& t) {
-  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v) {

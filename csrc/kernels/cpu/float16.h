@@ -3,11 +3,9 @@
 
 #include <cstdint>
 
-namespace h2o_prefill {
+#include "kernels/cpu/inline.h"
 
-// Forced inline: this header is compiled for several instruction sets, and no copy may serve
-// another one's callers.
-#define H2O_INLINE inline __attribute__((always_inline))
+namespace h2o_prefill {
 
 H2O_INLINE float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 H2O_INLINE uint32_t float_to_bits(float x) { return __builtin_bit_cast(uint32_t, x); }

@@ -9,13 +9,13 @@
 
 #include <cstdint>
 
+#include "kernels/cpu/inline.h"
+
 #ifndef H2O_ISA
 #error "H2O_ISA must name the instruction set, as in -DH2O_ISA=avx2"
 #endif
 
 namespace h2o_prefill::H2O_ISA {
-
-#define H2O_INLINE inline __attribute__((always_inline))
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
