@@ -17,7 +17,9 @@ set(H2O_SOURCES
     kernels/composite/memory_attention.cpp
     kernels/composite/merge_states.cpp
     kernels/composite/select_memory.cpp
+    kernels/cpu/amx_gemm.cpp
     kernels/cpu/attend_chunk.cpp
+    kernels/cpu/bfloat16_probe.cpp
     kernels/cpu/chunked_sparse_attention_kernel.cpp
     kernels/cpu/gather_rows_kernel.cpp
     kernels/cpu/intra_chunk_attention_kernel.cpp

@@ -35,7 +35,7 @@ struct AttendChunkArgs {
   HeadsView query;  // all queries of the call
   HeadsView key;    // the whole history
   HeadsView value;
-  HeadsView out;  // rows as query
+  HeadsView out;  // rows as query; float32 or the dtype of the query
   float* lse;     // [B, Hq, query.length]
   int64_t begin;  // rows [begin, begin + rows) of the call
   int64_t rows;

@@ -16,9 +16,11 @@ struct PackArgs {
   DType dtype;
   int64_t stride_row;  // in elements
   const int32_t* positions;
-  int64_t count;
+  int64_t count;  // rows of the whole set
+  int64_t begin;  // rows [begin, end) of it are packed by this call: multiples of the panel, but the
+  int64_t end;    // last end is `count`
   int64_t dim;
-  float* packed;
+  float* packed;  // the whole set's
 };
 
 // Keys and values in packed form.
@@ -28,15 +30,21 @@ struct KeySet {
   int64_t count;        // keys of the set
   const int32_t*
       limits;     // row r sees keys [0, limits[r]), never falling with r; null: every row sees all
-  float* colsum;  // fp32 [padded_count(count)], added to: sum over rows of the softmax over this
-                  // set; null: not wanted
+  float* colsum;  // fp32 [padded(count)], added to: sum over rows of the softmax over this set;
+                  // null: not wanted
 };
+
+// c[m, n] = a[m, k] b[k, n], or added to c; a and b bfloat16, c float32. Row strides in elements; b
+// lies as [k / 2][n][2].
+using BFloat16Gemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb,
+                              int64_t ldc, bool add, const void* a, const void* b, float* c);
 
 struct AttendRowsArgs {
   const void* query;  // first row; head_dim elements each
   void* out;          // first row; value_dim elements each
   float* lse;         // natural log, one a row
-  DType dtype;
+  DType dtype;      // of the query and of what was packed
+  DType out_dtype;
   int64_t query_stride;  // in elements
   int64_t out_stride;
   int64_t rows;
@@ -45,33 +53,41 @@ struct AttendRowsArgs {
   float scale;
   const KeySet* sets;  // a row's result is the softmax over all that it sees in all sets
   int num_sets;
-  float* scratch;  // scratch_floats(...) floats, of one thread
+  BFloat16Gemm gemm;  // multiplies words of bfloat16 instead of the kernel's own tiles; may be null
+  float* scratch;     // scratch_floats(...) floats, of one thread
 };
 
 struct CpuKernels {
   const char* isa;
   // Keys are padded to a multiple of this.
   int64_t panel;
-  // Layout [panel index][dim][key of the panel]; padding is 0.
+  // Whether bfloat16 inputs are multiplied as such: packed rows are half as long.
+  bool bfloat16_products;
+  BFloat16Gemm gemm;        // for AttendRowsArgs; null: the tiles of attend_rows
+  void (*gemm_release)();  // after the last product of a thread's task; null as `gemm`
+  // Padding is 0, of values in rows up to padded(count) too.
   void (*pack_keys)(const PackArgs&);
-  // Layout [panel index over dim][key][dim of the panel]; padding is 0, rows up to padded_count.
   void (*pack_values)(const PackArgs&);
   void (*attend_rows)(const AttendRowsArgs&);
   // Floats that attend_rows needs for sets of at most max_count keys.
   int64_t (*scratch_floats)(int64_t head_dim, int64_t value_dim, int64_t max_count);
 
   int64_t padded(int64_t n) const { return (n + panel - 1) / panel * panel; }
-  int64_t packed_key_floats(int64_t count, int64_t head_dim) const {
-    return padded(count) * head_dim;
+  int64_t elements_per_word(DType dtype) const {
+    return bfloat16_products && dtype == DType::kBFloat16 ? 2 : 1;
   }
-  int64_t packed_value_floats(int64_t count, int64_t value_dim) const {
-    return padded(count) * padded(value_dim);
+  int64_t packed_key_floats(int64_t count, int64_t head_dim, DType dtype) const {
+    const int64_t elements = elements_per_word(dtype);
+    return padded(count) * ((head_dim + elements - 1) / elements);
+  }
+  int64_t packed_value_floats(int64_t count, int64_t value_dim, DType dtype) const {
+    return padded(count) / elements_per_word(dtype) * padded(value_dim);
   }
 };
 
-// The widest instruction set that this CPU has, or the one that the environment variable
-// H2O_PREFILL_ISA names. Chosen once. Throws std::runtime_error if the variable names one that is
-// unknown, not compiled in, or not there.
+// What this CPU runs fastest, or what the environment variable H2O_PREFILL_ISA names. Chosen once.
+// Throws std::runtime_error if the variable names one that is unknown, not compiled in, or not
+// there.
 const CpuKernels& cpu_kernels();
 
 }  // namespace h2o_prefill

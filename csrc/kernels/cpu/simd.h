@@ -25,6 +25,10 @@ constexpr int kTileRows = 8;
 constexpr int kVectorBytes = 32;
 // 12 of 16 registers accumulate, two hold keys, one a broadcast query.
 constexpr int kTileRows = 6;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16;
+// 16 of 32 registers accumulate.
+constexpr int kTileRows = 8;
 #else
 constexpr int kVectorBytes = 16;
 constexpr int kTileRows = 6;
@@ -34,6 +38,7 @@ constexpr int kLanes = kVectorBytes / 4;
 
 typedef float Vec __attribute__((vector_size(kVectorBytes)));
 typedef int32_t IntVec __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t UintVec __attribute__((vector_size(kVectorBytes)));
 typedef float UnalignedVec __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
 
 H2O_INLINE Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }

@@ -1,7 +1,7 @@
 // The matrix product that all attention work is made of, and its tile sizes.
 #pragma once
 
-#include "kernels/cpu/simd.h"
+#include "kernels/cpu/products.h"
 
 namespace h2o_prefill::H2O_ISA {
 
@@ -13,12 +13,13 @@ constexpr int kPanel = kTileVectors * kLanes;
 // KiB: inside L2, beside the packed keys. A multiple of kTileRows.
 constexpr int kRowBlock = 32 / kTileRows * kTileRows + (32 % kTileRows ? kTileRows : 0);
 
-// Keys of one PV pass: kRowBlock probabilities and a panel of values of this depth stay in L1.
-constexpr int kKeyBlock = 128;
+// Words of keys of one PV pass: kRowBlock probabilities and a panel of values of this depth stay in
+// L1.
+constexpr int kKeyWords = 128;
 
-// c[kTileRows, kPanel] (+)= a[kTileRows, depth] b[depth, kPanel]; lda and ldc in floats, b is
+// c[kTileRows, kPanel] (+)= a[kTileRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is
 // dense.
-template <bool kAccumulate>
+template <typename Products, bool kAccumulate>
 H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c,
                               int64_t ldc) {
   Vec acc[kTileRows][kTileVectors];
@@ -34,8 +35,8 @@ H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64
 #pragma GCC unroll 16
     for (int i = 0; i < kTileRows; ++i) {
       const Vec value = broadcast(a[i * lda + k]);
-      acc[i][0] = value * b0 + acc[i][0];
-      acc[i][1] = value * b1 + acc[i][1];
+      acc[i][0] = Products::multiply_add(value, b0, acc[i][0]);
+      acc[i][1] = Products::multiply_add(value, b1, acc[i][1]);
     }
   }
 #pragma GCC unroll 16
