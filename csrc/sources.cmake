@@ -12,6 +12,7 @@ set(H2O_SOURCES
     core/memory_set_tracker.cpp
     kernels/composite/attend.cpp
     kernels/composite/chunked_sparse_attention.cpp
+    kernels/composite/dense_attention.cpp
     kernels/composite/gather_rows.cpp
     kernels/composite/intra_chunk_attention.cpp
     kernels/composite/memory_attention.cpp
@@ -21,15 +22,18 @@ set(H2O_SOURCES
     kernels/cpu/attend_chunk.cpp
     kernels/cpu/bfloat16_probe.cpp
     kernels/cpu/chunked_sparse_attention_kernel.cpp
+    kernels/cpu/dense_attention_kernel.cpp
     kernels/cpu/gather_rows_kernel.cpp
     kernels/cpu/intra_chunk_attention_kernel.cpp
     kernels/cpu/isa_dispatch.cpp
     kernels/cpu/lexical_recall_kernel.cpp
     kernels/cpu/memory_attention_kernel.cpp
+    kernels/cpu/memory_chain.cpp
     kernels/cpu/memory_count.cpp
     kernels/cpu/merge_states_kernel.cpp
     kernels/cpu/select_memory_kernel.cpp
     ops/chunked_sparse_attention.cpp
+    ops/dense_attention.cpp
     ops/gather_rows.cpp
     ops/inference_only.cpp
     ops/intra_chunk_attention.cpp

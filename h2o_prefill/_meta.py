@@ -35,6 +35,11 @@ def _(
     return _empty_heads(q, v.shape[3]), _empty_lse(q), colsum
 
 
+@torch.library.register_fake("h2o_prefill::dense_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    return _empty_heads(q, v.shape[3])
+
+
 @torch.library.register_fake("h2o_prefill::merge_states")
 def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return _empty_heads(out_a, out_a.shape[3]), lse_a.new_empty(lse_a.shape)

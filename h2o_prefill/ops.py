@@ -65,6 +65,26 @@ def memory_attention(
     return _ops.memory_attention(q, k, v, indices, scale)
 
 
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Attend causally to the whole history: exact, without scores.
+
+    Uses PyTorch's attention where that is faster: on CPU for few rows of float32.
+
+    Parameters
+    ----------
+    q : Tensor
+        [B, Hq, Tq, D], the last rows of the history.
+    k, v : Tensor
+        [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv].
+
+    Returns
+    -------
+    Tensor
+        [B, Hq, Tq, Dv].
+    """
+    return _ops.dense_attention(q, k, v, scale)
+
+
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:

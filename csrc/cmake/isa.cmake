@@ -1,6 +1,8 @@
 # One object library per instruction set from the same sources. They include neither PyTorch nor inline functions of the
 # standard library: a copy compiled with wide instructions must never be the one that the linker keeps for others.
 
+# Contraction makes fused multiply-adds; nothing else of IEEE arithmetic is given up.
+set(H2O_ISA_FLAGS -O3 -ffp-contract=fast -fno-math-errno)
 set(H2O_ISA_FLAGS_scalar "")
 set(H2O_ISA_FLAGS_avx2 -mavx2 -mfma)
 set(H2O_ISA_FLAGS_avx512 -mavx2 -mfma -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
@@ -21,9 +23,7 @@ function(h2o_add_isa_objects target)
     add_library(${target}_${isa} OBJECT ${ARGN})
     target_compile_features(${target}_${isa} PRIVATE cxx_std_20)
     target_compile_definitions(${target}_${isa} PRIVATE H2O_ISA=${isa})
-    # Contraction makes fused multiply-adds; nothing else of IEEE arithmetic is given up.
-    target_compile_options(
-      ${target}_${isa} PRIVATE -O3 -ffp-contract=fast -fno-math-errno ${H2O_WARNINGS} ${H2O_ISA_FLAGS_${isa}})
+    target_compile_options(${target}_${isa} PRIVATE ${H2O_ISA_FLAGS} ${H2O_WARNINGS} ${H2O_ISA_FLAGS_${isa}})
     target_include_directories(${target}_${isa} PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
     set_target_properties(${target}_${isa} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:${target}_${isa}>)

@@ -98,6 +98,12 @@ void check_memory_attention(const Tensor& q, const Tensor& k, const Tensor& v,
   check_per_kv_head("indices", indices, k);
 }
 
+void check_dense_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
+  check_qkv(q, k, v);
+  TORCH_CHECK_VALUE(k.size(2) >= q.size(2), "k must hold the history with the call's ", q.size(2),
+                    " tokens, got length ", k.size(2));
+}
+
 void check_merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                         const Tensor& lse_b) {
   check_dims("out_a", out_a, 4);

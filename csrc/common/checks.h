@@ -15,6 +15,8 @@ void check_intra_chunk_attention(const at::Tensor& q, const at::Tensor& k, const
 void check_memory_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& indices);
 
+void check_dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
 void check_merge_states(const at::Tensor& out_a, const at::Tensor& lse_a, const at::Tensor& out_b,
                         const at::Tensor& lse_b);
 

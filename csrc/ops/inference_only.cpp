@@ -32,7 +32,7 @@ void inference_only(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 TORCH_LIBRARY_IMPL(h2o_prefill, Autograd, m) {
   for (const char* name :
        {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory", "gather_rows",
-        "chunked_sparse_attention", "lexical_recall"}) {
+        "dense_attention", "chunked_sparse_attention", "lexical_recall"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&inference_only>());
   }
 }

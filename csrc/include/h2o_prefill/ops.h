@@ -34,6 +34,11 @@ H2O_API std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& indices,
     std::optional<double> scale = std::nullopt);
 
+// Exact causal attention: q [B, Hq, Tq, D] are the last rows of the history k [B, Hkv, T, D],
+// v [B, Hkv, T, Dv] -> [B, Hq, Tq, Dv].
+H2O_API at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   std::optional<double> scale = std::nullopt);
+
 // Fuses two partial results over disjoint key sets. out_* [B, H, T, Dv], lse_* [B, H, T]; a row
 // with lse -inf contributes nothing; both -inf give out 0 and lse -inf.
 H2O_API std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a,

@@ -43,12 +43,4 @@ at::Tensor causal_mask(int64_t rows, const at::Tensor& like) {
   return at::ones({rows, rows}, like.options().dtype(at::kBool)).tril();
 }
 
-at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           double scale) {
-  const int64_t rows = q.size(2);
-  const int64_t keys = k.size(2);
-  const auto mask = at::ones({rows, keys}, q.options().dtype(at::kBool)).tril(keys - rows);
-  return at::scaled_dot_product_attention(q, k, v, mask, 0.0, false, scale, q.size(1) != k.size(1));
-}
-
 }  // namespace h2o_prefill::composite

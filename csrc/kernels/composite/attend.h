@@ -25,9 +25,4 @@ Attended merge(const Attended& a, const Attended& b);
 // bool [rows, rows], true where key <= query.
 at::Tensor causal_mask(int64_t rows, const at::Tensor& like);
 
-// Exact attention of the last queries to all keys up to each of them. q [B, Hq, T, D] holds only
-// those queries, k and v the whole history -> [B, Hq, T, Dv].
-at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           double scale);
-
 }  // namespace h2o_prefill::composite

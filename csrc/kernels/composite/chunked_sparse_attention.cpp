@@ -121,7 +121,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention(
   }
   if (const int64_t tail = std::min(dense_tail, length); tail > 0) {
     out.narrow(2, length - tail, tail)
-        .copy_(dense_attention(q.narrow(2, length - tail, tail), k, v, scale));
+        .copy_(composite::dense_attention(q.narrow(2, length - tail, tail), k, v, scale));
   }
   return {out, new_scores, set};
 }

@@ -29,26 +29,23 @@ constexpr int64_t kRowGap = 16;
 H2O_INLINE int64_t score_stride(int64_t count) { return pad_to(count, kPanel) + kRowGap; }
 H2O_INLINE int64_t word_pair_stride(int64_t count) { return pad_to(count, kPanel) / 2 + kRowGap; }
 
-// c[rows of a, kPanel] (+)= a b for all rows of a block, one panel of b.
+// c[rows, kPanel] (+)= a b, for one panel of b.
 template <typename Products, bool kAccumulate>
-H2O_INLINE void multiply_panel(BFloat16Gemm gemm, const float* a, int64_t lda, int row_tiles,
+H2O_INLINE void multiply_panel(BFloat16Gemm gemm, const float* a, int64_t lda, int rows,
                                const float* b, int64_t depth, float* c, int64_t ldc) {
   if (Products::kPerWord == 2 && gemm) {
-    gemm(row_tiles * kTileRows, kPanel, 2 * depth, 2 * lda, kPanel, ldc, kAccumulate, a, b, c);
-    return;
-  }
-  for (int tile = 0; tile < row_tiles; ++tile) {
-    multiply_tile<Products, kAccumulate>(a + tile * kTileRows * lda, lda, b, depth,
-                                         c + tile * kTileRows * ldc, ldc);
+    gemm(rows, kPanel, 2 * depth, 2 * lda, kPanel, ldc, kAccumulate, a, b, c);
+  } else {
+    multiply_rows<Products, kAccumulate>(a, lda, rows, b, depth, c, ldc);
   }
 }
 
 // Logits of a row block over the first `keys` keys: scores[r, j] = query[r] . key[j].
 template <typename Products>
-void multiply_queries(BFloat16Gemm gemm, const float* query, int64_t words, int row_tiles,
+void multiply_queries(BFloat16Gemm gemm, const float* query, int64_t words, int rows,
                       const float* keys, int64_t num_keys, float* scores, int64_t stride) {
   for (int64_t j = 0; j < num_keys; j += kPanel) {
-    multiply_panel<Products, false>(gemm, query, words, row_tiles, keys + j * words, words,
+    multiply_panel<Products, false>(gemm, query, words, rows, keys + j * words, words,
                                     scores + j, stride);
   }
 }
@@ -107,7 +104,7 @@ void add_column_sums(const float* p, int64_t stride, const float* inverse_l, int
 // acc[r, :] = sum over keys of p[r, j] value[j]; acc has rows of padded value dims. Counts words of
 // keys.
 template <typename Products>
-void multiply_values(BFloat16Gemm gemm, const float* p, int64_t stride, int row_tiles,
+void multiply_values(BFloat16Gemm gemm, const float* p, int64_t stride, int rows,
                      const float* values, int64_t key_words, int64_t packed_words,
                      int64_t acc_stride, float* acc) {
   for (int64_t j = 0; j < key_words; j += kKeyWords) {
@@ -115,10 +112,10 @@ void multiply_values(BFloat16Gemm gemm, const float* p, int64_t stride, int row_
     for (int64_t d = 0; d < acc_stride; d += kPanel) {
       const float* b = values + d * packed_words + j * kPanel;
       if (j == 0) {
-        multiply_panel<Products, false>(gemm, p + j, stride, row_tiles, b, depth, acc + d,
+        multiply_panel<Products, false>(gemm, p + j, stride, rows, b, depth, acc + d,
                                         acc_stride);
       } else {
-        multiply_panel<Products, true>(gemm, p + j, stride, row_tiles, b, depth, acc + d,
+        multiply_panel<Products, true>(gemm, p + j, stride, rows, b, depth, acc + d,
                                        acc_stride);
       }
     }
@@ -135,10 +132,8 @@ struct RowBlockState {
 struct RowBlock {
   int64_t first;  // of the call's rows
   int rows;
-  const float* query;  // words, rows padded to whole tiles
+  const float* query;  // words
   float scale;         // from a product to a logit in base 2, positive
-
-  int row_tiles() const { return (rows + kTileRows - 1) / kTileRows; }
 };
 
 // Attends with one row block to one key set: leaves exp2 sums in `state` and the numerators in acc.
@@ -159,7 +154,7 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
   float* words = Products::kPerWord == 1 ? scores : scores + kRowBlock * stride;
   const int64_t word_stride = Products::kPerWord == 1 ? stride : word_pair_stride(set.count);
   multiply_queries<Products>(args.gemm, block.query, words_of<Products>(args.head_dim),
-                             block.row_tiles(), set.keys, num_keys, scores, stride);
+                             rows, set.keys, num_keys, scores, stride);
   for (int first = 0; first < rows; first += kSumRows) {
     const int count = rows - first < kSumRows ? rows - first : kSumRows;
     float* p = scores + first * stride;
@@ -182,7 +177,7 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
   }
   // Pairs of keys are paired over a whole panel, single keys end where they end.
   const int64_t key_words = Products::kPerWord == 1 ? num_keys : padded / Products::kPerWord;
-  multiply_values<Products>(args.gemm, words, word_stride, block.row_tiles(), set.values, key_words,
+  multiply_values<Products>(args.gemm, words, word_stride, rows, set.values, key_words,
                             pad_to(set.count, kPanel) / Products::kPerWord, acc_stride, acc);
 }
 
@@ -212,8 +207,6 @@ RowBlock load_queries(const AttendRowsArgs& args, int64_t first, int rows, float
     const int64_t offset = (first + r) * args.query_stride;
     load_words<Products>(args.query, args.dtype, offset, args.head_dim, sign, query + r * words);
   }
-  // Rows that only fill a tile: their results are never read, but no NaN may slow them down.
-  for (int64_t i = rows * words; i < block.row_tiles() * kTileRows * words; ++i) query[i] = 0.0F;
   return block;
 }
 

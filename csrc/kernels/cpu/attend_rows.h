@@ -65,7 +65,7 @@ struct CpuKernels {
   bool bfloat16_products;
   BFloat16Gemm gemm;        // for AttendRowsArgs; null: the tiles of attend_rows
   void (*gemm_release)();  // after the last product of a thread's task; null as `gemm`
-  // Padding is 0, of values in rows up to padded(count) too.
+  // Padding that is multiplied is 0.
   void (*pack_keys)(const PackArgs&);
   void (*pack_values)(const PackArgs&);
   void (*attend_rows)(const AttendRowsArgs&);

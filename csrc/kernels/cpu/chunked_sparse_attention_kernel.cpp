@@ -1,107 +1,17 @@
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "common/checks.h"
 #include "common/tensors.h"
-#include "kernels/composite/attend.h"
 #include "kernels/composite/composite.h"
 #include "kernels/cpu/attend_chunk.h"
-#include "kernels/cpu/memory_count.h"
-#include "kernels/cpu/select_memory.h"
+#include "kernels/cpu/dense_attention.h"
+#include "kernels/cpu/memory_chain.h"
 
 namespace h2o_prefill {
 namespace {
-
-// The memory sets of all heads of one layer, and the scores that they are built from.
-class MemoryChain {
- public:
-  // scores: fp32 [B, Hkv, T_total], contiguous, updated in place. memory: the sets to start from,
-  // or undefined.
-  MemoryChain(const at::Tensor& scores, const at::Tensor& memory, int64_t local_window,
-              int64_t heavy_budget, int64_t sink_tokens, int64_t max_chunk)
-      : scores_(scores),
-        heads_(scores.size(0) * scores.size(1)),
-        width_(sink_tokens + local_window + heavy_budget),
-        local_window_(local_window),
-        heavy_budget_(heavy_budget),
-        sink_tokens_(sink_tokens),
-        counts_(heads_) {
-    const auto options = scores.options().dtype(at::kInt);
-    memory_ = at::full({scores.size(0), scores.size(1), width_}, -1, options);
-    next_ = at::empty_like(memory_);
-    colsum_ = at::empty({heads_, width_}, scores.options());
-    start_ = memory.defined() ? memory.contiguous() : memory_;
-    start_counts_ = memory_counts(start_, scores.size(2), "memory");
-    candidates_ = std::max(width_, start_.size(2)) + max_chunk;
-    workspace_ = at::empty({heads_, candidates_, 2}, scores.options());
-  }
-
-  // Builds the sets for the chunk that begins at chunk_end.
-  void select(int64_t chunk_begin, int64_t chunk_end) {
-    const at::Tensor& from = first_ ? start_ : memory_;
-    const std::vector<int64_t>& from_counts = first_ ? start_counts_ : counts_;
-    const int64_t from_width = from.size(2);
-    const int64_t length = scores_.size(2);
-    std::vector<int64_t> counts(heads_);
-    at::parallel_for(0, heads_, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t head = begin; head < end; ++head) {
-        counts[head] = select_memory_head(
-            {from.const_data_ptr<int32_t>() + head * from_width, from_counts[head], chunk_begin,
-             chunk_end, local_window_, heavy_budget_, sink_tokens_,
-             next_.mutable_data_ptr<int32_t>() + head * width_},
-            scores_.const_data_ptr<float>() + head * length, length,
-            reinterpret_cast<ScoredPosition*>(workspace_.mutable_data_ptr<float>() +
-                                              head * candidates_ * 2));
-      }
-    });
-    std::swap(memory_, next_);
-    counts_ = std::move(counts);
-    first_ = false;
-  }
-
-  // Adds phase 2's column sums to the scores of the sets.
-  void accumulate() {
-    for (int64_t head = 0; head < heads_; ++head) {
-      const int32_t* positions = memory_.const_data_ptr<int32_t>() + head * width_;
-      const float* sums = colsum_.const_data_ptr<float>() + head * width_;
-      float* scores = scores_.mutable_data_ptr<float>() + head * scores_.size(2);
-      for (int64_t j = 0; j < counts_[head]; ++j) scores[positions[j]] += sums[j];
-    }
-  }
-
-  KeySource key_source() {
-    return {0,
-            width_,
-            memory_.const_data_ptr<int32_t>(),
-            counts_.data(),
-            false,
-            colsum_.mutable_data_ptr<float>(),
-            width_};
-  }
-
-  const at::Tensor& memory() const { return memory_; }
-  int64_t width() const { return width_; }
-
- private:
-  at::Tensor scores_;
-  int64_t heads_;
-  int64_t width_;
-  int64_t local_window_;
-  int64_t heavy_budget_;
-  int64_t sink_tokens_;
-  int64_t candidates_;
-  bool first_ = true;
-  at::Tensor start_;  // what the previous call left, of any width
-  std::vector<int64_t> start_counts_;
-  at::Tensor memory_;
-  at::Tensor next_;
-  std::vector<int64_t> counts_;
-  at::Tensor colsum_;
-  at::Tensor workspace_;
-};
 
 // The lists, checked: a bad one would read outside of k and v.
 RecallSource recall_source(const at::Tensor& offsets, const at::Tensor& positions,
@@ -117,6 +27,15 @@ RecallSource recall_source(const at::Tensor& offsets, const at::Tensor& position
       std::all_of(entry, entry + count, [&](int32_t p) { return p >= 0 && p < total; }),
       "recall_positions must be in [0, ", total, ")");
   return {first, entry, visible_from.const_data_ptr<int32_t>(), block, blocks};
+}
+
+// The scores so far, fp32 [B, Hkv, T_total], with 0 for what has none. Filled here, since a call of
+// few tokens would spend more on PyTorch's own filling than on attention.
+at::Tensor with_room(const std::optional<at::Tensor>& scores, const at::Tensor& k) {
+  auto all = at::empty({k.size(0), k.size(1), k.size(2)}, k.options().dtype(at::kFloat));
+  std::fill_n(all.mutable_data_ptr<float>(), all.numel(), 0.0F);
+  if (scores) all.narrow(2, 0, scores->size(2)).copy_(*scores);
+  return all;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_cpu(
@@ -149,11 +68,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_cpu(
 
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
   auto lse = at::empty({q.size(0), q.size(1), length}, q.options().dtype(at::kFloat));
-  auto new_scores = at::zeros({k.size(0), k.size(1), total}, lse.options());
-  if (scores) new_scores.narrow(2, 0, scores->size(2)).copy_(*scores);
-  MemoryChain chain(new_scores, memory && past ? *memory : at::Tensor(), local_window, heavy_budget,
-                    sink_tokens, std::max(largest, past - last_chunk_begin));
-  if (q.size(0) == 0) return {out, new_scores, chain.memory()};
+  auto new_scores = with_room(scores, k);
+  const MemoryBudget budget{local_window, heavy_budget, sink_tokens};
+  if (q.size(0) == 0) return {out, new_scores, empty_memory(new_scores, budget)};
+  std::optional<MemoryChain> chain;
+  if (past > 0 || length > chunk_size) {
+    chain.emplace(new_scores, memory && past ? *memory : at::Tensor(), budget,
+                  std::max(largest, past - last_chunk_begin));
+  }
 
   at::Tensor lists[3];
   AttendChunkArgs args{};
@@ -172,9 +94,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_cpu(
   args.past = past;
   args.scale = static_cast<float>(scale);
   args.reduce_max = gqa_reduce == "max";
-  const bool has_memory = past > 0 || length > chunk_size;
   AttendChunk attend(args.query, args.key, args.value, args.recall, largest, largest,
-                     has_memory ? std::min(chain.width(), total) : 0);
+                     chain ? std::min(budget.width(), total) : 0);
 
   int64_t previous_begin = last_chunk_begin;
   for (int64_t row = 0; row < length; row += chunk_size) {
@@ -186,19 +107,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_cpu(
                     total};
     args.num_sets = 1;
     if (begin > 0) {
-      chain.select(previous_begin, begin);
-      args.sets[1] = chain.key_source();
+      chain->select(previous_begin, begin);
+      args.sets[1] = chain->key_source();
       args.num_sets = 2;
     }
     attend.run(args);
-    if (begin > 0) chain.accumulate();
+    if (begin > 0) chain->accumulate();
     previous_begin = begin;
   }
   if (const int64_t tail = std::min(dense_tail, length); tail > 0) {
     out.narrow(2, length - tail, tail)
-        .copy_(composite::dense_attention(q.narrow(2, length - tail, tail), k, v, scale));
+        .copy_(dense_attention_cpu(q.narrow(2, length - tail, tail), k, v, scale));
   }
-  return {out, new_scores, chain.memory()};
+  return {out, new_scores, chain ? chain->memory() : empty_memory(new_scores, budget)};
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {

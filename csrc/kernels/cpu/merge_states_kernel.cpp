@@ -6,6 +6,7 @@
 #include "common/checks.h"
 #include "common/tensors.h"
 #include "kernels/composite/composite.h"
+#include "kernels/cpu/merge_states.h"
 #include "kernels/softmax_state.h"
 
 namespace h2o_prefill {
@@ -43,6 +44,8 @@ void merge_rows(const at::Tensor& out_a, const float* lse_a, const at::Tensor& o
   });
 }
 
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> merge_states_cpu(const at::Tensor& out_a,
                                                     const at::Tensor& lse_a,
                                                     const at::Tensor& out_b,
@@ -64,5 +67,4 @@ std::tuple<at::Tensor, at::Tensor> merge_states_cpu(const at::Tensor& out_a,
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) { m.impl("merge_states", &merge_states_cpu); }
 
-}  // namespace
 }  // namespace h2o_prefill

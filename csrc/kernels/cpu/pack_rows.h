@@ -22,35 +22,31 @@ void pack_key_rows(const PackArgs& args) {
   float row[kSlice];
   for (int64_t first = args.begin; first < args.end; first += kPanel) {
     float* panel = args.packed + first * words;
+    const int64_t keys = args.count - first < kPanel ? args.count - first : kPanel;
+    if (keys < kPanel) {
+      for (int64_t i = 0; i < words * kPanel; ++i) panel[i] = 0.0F;
+    }
     for (int64_t d0 = 0; d0 < args.dim; d0 += kSliceDims) {
       const int64_t dims = args.dim - d0 < kSliceDims ? args.dim - d0 : kSliceDims;
       const int64_t slice = words_of<Products>(dims);
       float* out = panel + d0 / Products::kPerWord * kPanel;
-      for (int64_t j = 0; j < kPanel; ++j) {
+      for (int64_t j = 0; j < keys; ++j) {
         const int64_t key = first + j;
-        if (key < args.count) {
-          if (key + kPanel < args.count && d0 == 0)
-            prefetch_row<0>(args.data, args.dtype, source_offset(args, key + kPanel), args.dim);
-          load_words<Products>(args.data, args.dtype, source_offset(args, key) + d0, dims, 1.0F, row);
-          for (int64_t w = 0; w < slice; ++w) out[w * kPanel + j] = row[w];
-        } else {
-          for (int64_t w = 0; w < slice; ++w) out[w * kPanel + j] = 0.0F;
-        }
+        if (key + kPanel < args.count && d0 == 0)
+          prefetch_row<0>(args.data, args.dtype, source_offset(args, key + kPanel), args.dim);
+        load_words<Products>(args.data, args.dtype, source_offset(args, key) + d0, dims, 1.0F, row);
+        for (int64_t w = 0; w < slice; ++w) out[w * kPanel + j] = row[w];
       }
     }
   }
 }
 
-// Words of one value row, or of the two rows that are paired; rows from `count` on are zero.
+// Words of one value row, or of the two rows that are paired; of those, rows from `count` on are zero.
 template <typename Products>
 H2O_INLINE void load_value_words(const PackArgs& args, int64_t word, int64_t d0, int64_t dims,
                                  float* out) {
   if constexpr (Products::kPerWord == 1) {
-    if (word < args.count) {
-      load_floats(args.data, args.dtype, source_offset(args, word) + d0, dims, 1.0F, out);
-    } else {
-      for (int64_t d = 0; d < dims; ++d) out[d] = 0.0F;
-    }
+    load_floats(args.data, args.dtype, source_offset(args, word) + d0, dims, 1.0F, out);
   } else {
     const uint16_t* x = static_cast<const uint16_t*>(args.data) + d0;
     Word* words = reinterpret_cast<Word*>(out);
@@ -73,8 +69,9 @@ template <typename Products>
 void pack_value_rows(const PackArgs& args) {
   const int64_t words = (args.count + kPanel - 1) / kPanel * kPanel / Products::kPerWord;
   const int64_t begin = args.begin / Products::kPerWord;
-  const int64_t end =
-      args.end < args.count ? args.end / Products::kPerWord : words;
+  // A pair reaches over half a panel, so the last panel is filled up; single rows end at the count.
+  const bool fill = Products::kPerWord > 1 && args.end == args.count;
+  const int64_t end = fill ? words : args.end / Products::kPerWord;
   for (int64_t d0 = 0; d0 < args.dim; d0 += kPanel) {
     const int64_t dims = args.dim - d0 < kPanel ? args.dim - d0 : kPanel;
     float* out = args.packed + d0 * words + begin * kPanel;

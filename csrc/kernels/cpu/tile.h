@@ -17,14 +17,13 @@ constexpr int kRowBlock = 32 / kTileRows * kTileRows + (32 % kTileRows ? kTileRo
 // L1.
 constexpr int kKeyWords = 128;
 
-// c[kTileRows, kPanel] (+)= a[kTileRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is
-// dense.
-template <typename Products, bool kAccumulate>
+// c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is dense.
+template <typename Products, bool kAccumulate, int kRows>
 H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c,
                               int64_t ldc) {
-  Vec acc[kTileRows][kTileVectors];
+  Vec acc[kRows][kTileVectors];
 #pragma GCC unroll 16
-  for (int i = 0; i < kTileRows; ++i) {
+  for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
     for (int v = 0; v < kTileVectors; ++v)
       acc[i][v] = kAccumulate ? load(c + i * ldc + v * kLanes) : Vec{};
@@ -33,17 +32,35 @@ H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64
     const Vec b0 = load(b + k * kPanel);
     const Vec b1 = load(b + k * kPanel + kLanes);
 #pragma GCC unroll 16
-    for (int i = 0; i < kTileRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const Vec value = broadcast(a[i * lda + k]);
       acc[i][0] = Products::multiply_add(value, b0, acc[i][0]);
       acc[i][1] = Products::multiply_add(value, b1, acc[i][1]);
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < kTileRows; ++i) {
+  for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
     for (int v = 0; v < kTileVectors; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
   }
+}
+
+// The same for any number of rows: whole tiles, then what is left.
+template <typename Products, bool kAccumulate>
+void multiply_rows(const float* a, int64_t lda, int rows, const float* b, int64_t depth, float* c,
+                   int64_t ldc) {
+  static_assert(kTileRows <= 8, "the rest of a tile is taken as 4 + 2 + 1 rows");
+  for (; rows >= kTileRows; rows -= kTileRows, a += kTileRows * lda, c += kTileRows * ldc)
+    multiply_tile<Products, kAccumulate, kTileRows>(a, lda, b, depth, c, ldc);
+  if (rows & 4) {
+    multiply_tile<Products, kAccumulate, 4>(a, lda, b, depth, c, ldc);
+    a += 4 * lda, c += 4 * ldc;
+  }
+  if (rows & 2) {
+    multiply_tile<Products, kAccumulate, 2>(a, lda, b, depth, c, ldc);
+    a += 2 * lda, c += 2 * ldc;
+  }
+  if (rows & 1) multiply_tile<Products, kAccumulate, 1>(a, lda, b, depth, c, ldc);
 }
 
 }  // namespace h2o_prefill::H2O_ISA

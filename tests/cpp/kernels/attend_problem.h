@@ -1,0 +1,103 @@
+// One call of attend_rows as a test states it, and its inputs.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/rows.h"
+
+namespace h2o_prefill::testing {
+
+struct SetSpec {
+  int64_t count;
+  std::vector<int32_t> limits = {};  // empty: every row sees all
+  bool gathered = false;             // by a list of positions in no order, with repetitions
+  bool wants_colsum = true;
+};
+
+struct ProblemSpec {
+  std::string name;
+  DType dtype;
+  DType out_dtype;
+  int64_t rows;
+  int64_t head_dim;
+  int64_t value_dim;
+  float scale;
+  std::vector<SetSpec> sets;
+  int64_t gap = 0;  // elements between rows, in and out
+  // Queries and keys are small multiples of 1/4: their products are exact in float32 in any order.
+  bool exact_products = false;
+};
+
+struct ProblemSet {
+  SetSpec spec;
+  std::vector<int32_t> positions;  // empty: key j is row j
+  Rows keys;
+  Rows values;
+
+  int64_t source_row(int64_t j) const { return positions.empty() ? j : positions[j]; }
+  int64_t limit(int64_t row) const { return spec.limits.empty() ? spec.count : spec.limits[row]; }
+};
+
+struct Problem {
+  ProblemSpec spec;
+  Rows query;
+  std::vector<ProblemSet> sets;
+};
+
+// Values are in [-1, 1]. Logits at a scale of 1 / sqrt(head_dim) are far from uniform.
+inline Problem make_problem(const ProblemSpec& spec) {
+  Random random(static_cast<uint32_t>(spec.rows * 1000 + spec.head_dim));
+  const double step = spec.exact_products ? 0.25 : 0.0;
+  Problem problem{spec, Rows(spec.dtype, spec.rows, spec.head_dim, spec.gap), {}};
+  random.fill(problem.query, 2.5, step);
+  for (const SetSpec& set : spec.sets) {
+    const int64_t stored = set.gathered ? 2 * set.count + 3 : set.count;
+    std::vector<int32_t> positions;
+    while (set.gathered && static_cast<int64_t>(positions.size()) < set.count) {
+      positions.push_back(static_cast<int32_t>(random.below(stored)));
+    }
+    problem.sets.push_back({set, positions, Rows(spec.dtype, stored, spec.head_dim, spec.gap),
+                            Rows(spec.dtype, stored, spec.value_dim, 2 * spec.gap)});
+    random.fill(problem.sets.back().keys, 2.5, step);
+    random.fill(problem.sets.back().values, 1.0);
+  }
+  return problem;
+}
+
+// The largest |query . key| of any row and key.
+inline double largest_product(const Problem& problem) {
+  double largest = 0.0;
+  for (const ProblemSet& set : problem.sets) {
+    for (int64_t r = 0; r < problem.query.count(); ++r) {
+      for (int64_t j = 0; j < set.keys.count(); ++j) {
+        double sum = 0.0;
+        for (int64_t d = 0; d < set.keys.dim(); ++d)
+          sum += problem.query.get(r, d) * set.keys.get(j, d);
+        largest = std::max(largest, std::fabs(sum));
+      }
+    }
+  }
+  return largest;
+}
+
+// Row r sees keys up to its own, the last row all; the first ones none where there are more rows.
+inline std::vector<int32_t> causal_limits(int64_t rows, int64_t count) {
+  std::vector<int32_t> limits;
+  for (int64_t r = 0; r < rows; ++r) {
+    limits.push_back(static_cast<int32_t>(std::max<int64_t>(0, count - rows + r + 1)));
+  }
+  return limits;
+}
+
+// Two thirds of the rows see nothing, then three keys more with each.
+inline std::vector<int32_t> late_limits(int64_t rows, int64_t count) {
+  std::vector<int32_t> limits;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t limit = std::min(count, 3 * (r - 2 * rows / 3));
+    limits.push_back(static_cast<int32_t>(std::max<int64_t>(0, limit)));
+  }
+  return limits;
+}
+
+}  // namespace h2o_prefill::testing

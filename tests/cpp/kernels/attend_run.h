@@ -1,0 +1,102 @@
+// Runs the kernels of one instruction set on a problem.
+#pragma once
+
+#include "kernels/attend_problem.h"
+#include "kernels/cpu/attend_rows.h"
+
+namespace h2o_prefill::testing {
+
+// Exactly as many floats as a kernel says it needs, at first NaN, and a mark behind them.
+class Buffer {
+ public:
+  explicit Buffer(int64_t floats) : size_(floats), floats_(floats, std::nanf("")) {
+    floats_.push_back(kMark);
+  }
+
+  float* data() { return floats_.data(); }
+  int64_t size() const { return size_; }
+  const float& operator[](int64_t i) const { return floats_[i]; }
+  bool kept_within() const { return floats_[size_] == kMark; }
+
+ private:
+  static constexpr float kMark = 12345.0F;
+  int64_t size_;
+  std::vector<float> floats_;
+};
+
+inline PackArgs pack_args(const ProblemSet& set, const Rows& rows, float* packed) {
+  PackArgs args{};
+  args.data = rows.data();
+  args.dtype = rows.dtype();
+  args.stride_row = rows.stride();
+  args.positions = set.positions.empty() ? nullptr : set.positions.data();
+  args.count = set.spec.count;
+  args.begin = 0;
+  args.end = set.spec.count;
+  args.dim = rows.dim();
+  args.packed = packed;
+  return args;
+}
+
+// What column sums are added to.
+inline double colsum_before(int64_t j) { return 0.5 + static_cast<double>(j % 7) / 8; }
+
+struct Outcome {
+  Rows out;
+  Buffer lse;
+  std::vector<Buffer> colsum;
+  bool kept_within;  // no buffer was written behind its end, and no gap between rows
+};
+
+inline Outcome run(const CpuKernels& kernels, const Problem& problem, BFloat16Gemm gemm = nullptr) {
+  const ProblemSpec& spec = problem.spec;
+  Outcome result{
+      Rows(spec.out_dtype, spec.rows, spec.value_dim, spec.gap), Buffer(spec.rows), {}, true};
+  std::vector<Buffer> keys, values;
+  int64_t max_count = 0;
+  for (const ProblemSet& set : problem.sets) {
+    max_count = std::max(max_count, set.spec.count);
+    keys.emplace_back(kernels.packed_key_floats(set.spec.count, spec.head_dim, spec.dtype));
+    values.emplace_back(kernels.packed_value_floats(set.spec.count, spec.value_dim, spec.dtype));
+    kernels.pack_keys(pack_args(set, set.keys, keys.back().data()));
+    kernels.pack_values(pack_args(set, set.values, values.back().data()));
+    Buffer& colsum = result.colsum.emplace_back(kernels.padded(set.spec.count));
+    for (int64_t j = 0; j < colsum.size(); ++j) {
+      colsum.data()[j] = static_cast<float>(colsum_before(j));
+    }
+  }
+  std::vector<KeySet> sets;
+  for (size_t s = 0; s < problem.sets.size(); ++s) {
+    const ProblemSet& set = problem.sets[s];
+    sets.push_back({keys[s].data(), values[s].data(), set.spec.count,
+                    set.spec.limits.empty() ? nullptr : set.spec.limits.data(),
+                    set.spec.wants_colsum ? result.colsum[s].data() : nullptr});
+  }
+  Buffer scratch(kernels.scratch_floats(spec.head_dim, spec.value_dim, max_count));
+  AttendRowsArgs args{};
+  args.query = problem.query.data();
+  args.out = result.out.data();
+  args.lse = result.lse.data();
+  args.dtype = spec.dtype;
+  args.out_dtype = spec.out_dtype;
+  args.query_stride = problem.query.stride();
+  args.out_stride = result.out.stride();
+  args.rows = spec.rows;
+  args.head_dim = spec.head_dim;
+  args.value_dim = spec.value_dim;
+  args.scale = spec.scale;
+  args.sets = sets.data();
+  args.num_sets = static_cast<int>(sets.size());
+  args.gemm = gemm;
+  args.scratch = scratch.data();
+  kernels.attend_rows(args);
+
+  result.kept_within =
+      scratch.kept_within() && result.lse.kept_within() && result.out.gaps_untouched();
+  for (const std::vector<Buffer>* buffers : {&keys, &values, &result.colsum}) {
+    for (const Buffer& buffer : *buffers) result.kept_within &= buffer.kept_within();
+  }
+  return result;
+}
+
+}  // namespace h2o_prefill::testing

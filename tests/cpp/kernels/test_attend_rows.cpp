@@ -1,0 +1,266 @@
+// pack_keys, pack_values and attend_rows of one instruction set, H2O_ISA, against float64.
+//
+// Needs nothing but a compiler, so that it can be built for other processors. Exit status 77: this
+// CPU does not have the instruction set.
+#include <cstdio>
+#include <sstream>
+
+#include "kernels/attend_compare.h"
+#include "kernels/cpu_has.h"
+
+#define H2O_STRING_OF(x) #x
+#define H2O_STRING(x) H2O_STRING_OF(x)
+
+namespace h2o_prefill {
+
+namespace H2O_ISA {
+extern const CpuKernels kCpuKernels;
+}
+
+namespace testing {
+namespace {
+
+constexpr int kSkipped = 77;
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+int checks = 0;
+int failures = 0;
+
+// Counts a check; prints it if `wrong` says something.
+void check(const std::string& name, const std::string& wrong) {
+  ++checks;
+  if (wrong.empty()) return;
+  ++failures;
+  std::printf("FAILED %s: %s\n", name.c_str(), wrong.c_str());
+}
+
+std::string describe(const ProblemSpec& spec) {
+  std::ostringstream text;
+  text << spec.name << ", " << name_of(spec.dtype) << " to " << name_of(spec.out_dtype) << ", rows "
+       << spec.rows << ", dims " << spec.head_dim << " and " << spec.value_dim << ", keys";
+  for (const SetSpec& set : spec.sets) text << ' ' << set.count;
+  return text.str();
+}
+
+void check_problem(const Problem& problem) {
+  const CpuKernels& kernels = H2O_ISA::kCpuKernels;
+  const ProblemSpec& spec = problem.spec;
+  const std::string name = describe(spec);
+  const Answer answer = solve(problem);
+  const Outcome result = run(kernels, problem);
+  check(name + ": out", out_difference(kernels, problem, answer, result));
+  check(name + ": lse", lse_difference(answer, result));
+  check(name + ": colsum", colsum_difference(problem, answer, result));
+  check(name + ": bounds", result.kept_within ? "" : "written outside of a buffer");
+}
+
+float usual_scale(int64_t head_dim) { return 1.0F / std::sqrt(static_cast<float>(head_dim)); }
+
+// A problem of usual size; tests change what they are about.
+ProblemSpec usual(const std::string& name, DType dtype, std::vector<SetSpec> sets) {
+  return {name, dtype, dtype, 70, 64, 80, usual_scale(64), std::move(sets)};
+}
+
+void test_shapes() {
+  const std::vector<int64_t> dims = {1, 7, 32, 64, 80, 128};
+  for (const DType dtype : kDTypes) {
+    for (size_t d = 0; d < dims.size(); ++d) {
+      for (const int64_t count : {1, 31, 33, 200}) {
+        for (const int64_t rows : {1, 37, 70}) {
+          // Every value dim but the head dim comes up; every other problem has gaps between rows.
+          const int64_t value_dim = dims[(d + 1 + (count + rows) % 5) % dims.size()];
+          const int64_t gap = (count + rows) % 2 ? 3 : 0;
+          check_problem(make_problem({"shapes",
+                                      dtype,
+                                      dtype,
+                                      rows,
+                                      dims[d],
+                                      value_dim,
+                                      usual_scale(dims[d]),
+                                      {{count}},
+                                      gap}));
+        }
+      }
+    }
+  }
+}
+
+// Whole tiles and what is left over of one, for any height of tiles.
+void test_row_counts() {
+  for (const DType dtype : kDTypes) {
+    for (int64_t rows = 1; rows <= 40; ++rows) {
+      ProblemSpec spec = usual("row counts", dtype, {{45, causal_limits(rows, 45)}});
+      spec.rows = rows;
+      check_problem(make_problem(spec));
+    }
+  }
+}
+
+void test_limits() {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t count : {20, 33, 70, 300}) {
+      check_problem(make_problem(usual("causal", dtype, {{count, causal_limits(70, count)}})));
+      check_problem(make_problem(usual("late", dtype, {{count, late_limits(70, count)}})));
+    }
+  }
+}
+
+void test_gathered_rows() {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t gap : {0, 5}) {
+      ProblemSpec spec = usual("gathered", dtype, {{77, {}, true}});
+      spec.gap = gap;
+      check_problem(make_problem(spec));
+    }
+  }
+}
+
+void test_merged_sets() {
+  const SetSpec causal{70, causal_limits(70, 70)};
+  const SetSpec late{33, late_limits(70, 33), true};
+  const SetSpec gathered{45, {}, true};
+  const SetSpec unwanted{100, {}, false, /*wants_colsum=*/false};
+  const SetSpec empty{0};
+  for (const DType dtype : kDTypes) {
+    const std::vector<std::vector<SetSpec>> all = {
+        {causal, gathered},       {gathered, late}, {late, causal}, {causal, gathered, late},
+        {causal, unwanted, late}, {empty, late},    {late, empty},  {gathered, empty, causal}};
+    for (const std::vector<SetSpec>& sets : all)
+      check_problem(make_problem(usual("merged", dtype, sets)));
+  }
+}
+
+void test_scales() {
+  for (const DType dtype : kDTypes) {
+    for (const float scale : {-0.3F, 0.0F, 1.0F}) {
+      ProblemSpec spec = usual("scale " + std::to_string(scale), dtype,
+                               {{50, causal_limits(70, 50)}, {40, {}, true}});
+      spec.scale = scale;
+      check_problem(make_problem(spec));
+    }
+  }
+}
+
+// Logits from -100 to 100. Products are exact, so that no more than the exponential is at stake.
+void test_large_logits() {
+  for (const DType dtype : kDTypes) {
+    ProblemSpec spec = usual("large logits", dtype, {{200}, {90, causal_limits(70, 90)}});
+    spec.exact_products = true;
+    Problem problem = make_problem(spec);
+    spec.scale = static_cast<float>(100.0 / largest_product(problem));
+    check_problem(make_problem(spec));
+    spec.scale = -spec.scale;
+    check_problem(make_problem(spec));
+  }
+}
+
+void test_out_dtype() {
+  for (const DType dtype : kDTypes) {
+    for (const DType out_dtype : kDTypes) {
+      if (out_dtype == dtype) continue;
+      ProblemSpec spec = usual("out dtype", dtype, {{60}, {33, {}, true}});
+      spec.out_dtype = out_dtype;
+      check_problem(make_problem(spec));
+    }
+  }
+}
+
+// A NaN in a key reaches every row that sees it, whatever the other keys are, and no other row.
+void test_nan_in_a_key() {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t key : {0, 40, 69}) {
+      SetSpec causal{70, causal_limits(70, 70), false, /*wants_colsum=*/false};
+      SetSpec second{30, {}, true, /*wants_colsum=*/false};
+      Problem problem = make_problem(usual("NaN", dtype, {causal, second}));
+      problem.sets[0].keys.set(key, 5, kNan);
+      check_problem(problem);
+    }
+  }
+}
+
+// Packing ranges of whole panels writes the same bytes as packing all at once, each of them in one
+// range alone: ranges are packed by several threads.
+void check_ranges(const std::string& name, const ProblemSet& set, const Rows& rows, int64_t floats,
+                  void (*pack)(const PackArgs&)) {
+  const int64_t range = 2 * H2O_ISA::kCpuKernels.panel;
+  const Buffer nothing(floats);
+  const auto same = [](const Buffer& a, const Buffer& b, int64_t i) {
+    return std::memcmp(&a[i], &b[i], sizeof(float)) == 0;
+  };
+  Buffer whole(floats);
+  pack(pack_args(set, rows, whole.data()));
+  std::vector<int> writers(floats);
+  std::string wrong = whole.kept_within() ? "" : "written outside of the buffer";
+  for (int64_t begin = 0; begin < set.spec.count; begin += range) {
+    Buffer part(floats);
+    PackArgs args = pack_args(set, rows, part.data());
+    args.begin = begin;
+    args.end = std::min(begin + range, set.spec.count);
+    pack(args);
+    for (int64_t i = 0; i < floats; ++i) {
+      if (same(part, nothing, i)) continue;
+      ++writers[i];
+      if (!same(part, whole, i)) wrong = std::string("other bytes in float ") + std::to_string(i);
+    }
+    if (!part.kept_within()) wrong = "written outside of the buffer";
+  }
+  for (int64_t i = 0; i < floats; ++i) {
+    if (writers[i] == 1) continue;
+    wrong = std::string("float ") + std::to_string(i) + " is written by " +
+            std::to_string(writers[i]) + " ranges";
+  }
+  check(name, wrong);
+}
+
+void test_packing_in_ranges() {
+  const CpuKernels& kernels = H2O_ISA::kCpuKernels;
+  for (const DType dtype : kDTypes) {
+    for (const int64_t count : {1, 64, 129, 200}) {
+      for (const bool gathered : {false, true}) {
+        ProblemSpec spec = usual("", dtype, {{count, {}, gathered}});
+        spec.head_dim = 77;
+        spec.value_dim = 41;
+        const Problem problem = make_problem(spec);
+        const ProblemSet& set = problem.sets[0];
+        const std::string name = "ranges, " + name_of(dtype) + ", keys " + std::to_string(count);
+        check_ranges(name + ": keys", set, set.keys,
+                     kernels.packed_key_floats(count, spec.head_dim, dtype), kernels.pack_keys);
+        check_ranges(name + ": values", set, set.values,
+                     kernels.packed_value_floats(count, spec.value_dim, dtype),
+                     kernels.pack_values);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace testing
+}  // namespace h2o_prefill
+
+int main() {
+  using namespace h2o_prefill;
+  using namespace h2o_prefill::testing;
+  const std::string isa = H2O_STRING(H2O_ISA);
+  if (!cpu_has(isa)) {
+    std::printf("skipped: this CPU does not have %s\n", isa.c_str());
+    return kSkipped;
+  }
+  check("name",
+        H2O_ISA::kCpuKernels.isa == isa ? "" : "it is " + std::string(H2O_ISA::kCpuKernels.isa));
+  test_shapes();
+  test_row_counts();
+  test_limits();
+  test_gathered_rows();
+  test_merged_sets();
+  test_scales();
+  test_large_logits();
+  test_out_dtype();
+  test_nan_in_a_key();
+  test_packing_in_ranges();
+  if (failures) {
+    std::printf("%d of %d checks failed\n", failures, checks);
+    return 1;
+  }
+  std::printf("%d checks passed\n", checks);
+  return 0;
+}
