@@ -72,9 +72,9 @@ test-python: build $(BIN)/.model
 test-slow: build $(BIN)/.model
 	$(BIN)/python -m pytest --runslow -m slow $(if $(SLOW),-k $(SLOW))
 
-# Every instruction set that this CPU has, the one that is chosen anyway included in test-python.
+# Every instruction set that this CPU has; test-python runs everything under the one that is chosen.
 test-isas: build
-	@for isa in scalar avx2; do \
+	@for isa in scalar avx2 avx512 avx512_bf16 amx neon; do \
 	  if H2O_PREFILL_ISA=$$isa $(BIN)/python -c 'import torch, h2o_prefill; torch.ops.h2o_prefill.cpu_isa()' 2>/dev/null; then \
 	    echo "operators under $$isa"; \
 	    H2O_PREFILL_ISA=$$isa $(BIN)/python -m pytest -q -k 'not compiles and not opcheck' tests/python/ops || exit 1; \

@@ -7,6 +7,7 @@
 #include "kernels/cpu/amx_gemm.h"
 #include "kernels/cpu/attend_rows.h"
 #include "kernels/cpu/bfloat16_probe.h"
+#include "kernels/cpu/cpu_features.h"
 
 namespace h2o_prefill {
 
@@ -27,64 +28,56 @@ H2O_DECLARE_ISA(scalar)
 
 namespace {
 
-struct Candidate {
-  CpuKernels kernels;
-  bool supported;
-};
-
-// Widest first. All that follow the first supported one without bfloat16 products are slower.
-std::vector<Candidate> candidates() {
+// Widest first. All that follow the first supported one without products of bfloat16 are slower.
+std::vector<CpuKernels> all_kernels() {
 #if defined(H2O_HAVE_X86_ISAS)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   CpuKernels amx = avx512_bf16::kCpuKernels;
   amx.isa = "amx";
   amx.gemm = amx_gemm;
   amx.gemm_release = amx_release;
-  return {{amx, bf16 && amx_available()},
-          {avx512_bf16::kCpuKernels, bf16},
-          {avx512::kCpuKernels, avx512},
-          {avx2::kCpuKernels, avx2},
-          {scalar::kCpuKernels, true}};
+  return {amx, avx512_bf16::kCpuKernels, avx512::kCpuKernels, avx2::kCpuKernels,
+          scalar::kCpuKernels};
 #elif defined(__aarch64__)
-  return {{neon::kCpuKernels, true}};
+  return {neon::kCpuKernels};
 #else
-  return {{scalar::kCpuKernels, true}};
+  return {scalar::kCpuKernels};
 #endif
 }
 
-CpuKernels choose() {
-  const char* wanted = std::getenv("H2O_PREFILL_ISA");
+bool is_supported(const CpuKernels& kernels) {
+  if (kernels.gemm) return cpu_has("avx512_bf16") && amx_available();
+  return cpu_has(kernels.isa);
+}
+
+CpuKernels named(const std::string& name) {
   std::string known;
-  std::vector<CpuKernels> with_bfloat16;
-  for (const Candidate& candidate : candidates()) {
-    const CpuKernels& kernels = candidate.kernels;
-    const std::string name = kernels.isa;
-    if (!wanted || !*wanted) {
-      if (!candidate.supported) continue;
-      if (!kernels.bfloat16_products) return fastest_in_bfloat16(kernels, with_bfloat16);
-      with_bfloat16.push_back(kernels);
-      continue;
+  for (const CpuKernels& kernels : all_kernels()) {
+    if (name == kernels.isa) {
+      if (is_supported(kernels)) return kernels;
+      throw std::runtime_error("H2O_PREFILL_ISA=" + name + " is not supported by this CPU");
     }
-    if (name == wanted) {
-      if (!candidate.supported)
-        throw std::runtime_error("H2O_PREFILL_ISA=" + name + " is not supported by this CPU");
-      return kernels;
-    }
-    known += (known.empty() ? "" : ", ") + name;
+    known += (known.empty() ? "" : ", ") + std::string(kernels.isa);
   }
-  throw std::runtime_error("H2O_PREFILL_ISA must be one of " + known + ", got " +
-                           std::string(wanted));
+  throw std::runtime_error("H2O_PREFILL_ISA must be one of " + known + ", got " + name);
+}
+
+CpuKernels fastest() {
+  std::vector<CpuKernels> with_products;
+  for (const CpuKernels& kernels : all_kernels()) {
+    if (!is_supported(kernels)) continue;
+    if (!kernels.bfloat16_products) return fastest_in_bfloat16(kernels, with_products);
+    with_products.push_back(kernels);
+  }
+  throw std::runtime_error("this CPU runs none of the compiled instruction sets");
 }
 
 }  // namespace
 
 const CpuKernels& cpu_kernels() {
-  static const CpuKernels chosen = choose();
+  static const CpuKernels chosen = [] {
+    const char* name = std::getenv("H2O_PREFILL_ISA");
+    return name && *name ? named(name) : fastest();
+  }();
   return chosen;
 }
 

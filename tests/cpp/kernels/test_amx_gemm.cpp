@@ -6,7 +6,7 @@
 
 #include "kernels/attend_compare.h"
 #include "kernels/cpu/amx_gemm.h"
-#include "kernels/cpu_has.h"
+#include "kernels/cpu/cpu_features.h"
 
 namespace h2o_prefill {
 

@@ -6,7 +6,7 @@
 #include <sstream>
 
 #include "kernels/attend_compare.h"
-#include "kernels/cpu_has.h"
+#include "kernels/cpu/cpu_features.h"
 
 #define H2O_STRING_OF(x) #x
 #define H2O_STRING(x) H2O_STRING_OF(x)

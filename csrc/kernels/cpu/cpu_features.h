@@ -1,12 +1,12 @@
-// Whether this CPU runs what was compiled for an instruction set. Include it only where no wide
-// instructions are compiled.
+// What this CPU can run. Include it only where no wide instructions are compiled.
 #pragma once
 
-#include <string>
+#include <string_view>
 
-namespace h2o_prefill::testing {
+namespace h2o_prefill {
 
-inline bool cpu_has(const std::string& isa) {
+// Whether it runs what was compiled with the flags of an instruction set (see cmake/isa.cmake).
+inline bool cpu_has(std::string_view isa) {
 #ifdef __x86_64__
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -17,7 +17,7 @@ inline bool cpu_has(const std::string& isa) {
   if (isa == "avx512") return avx512;
   if (isa == "avx512_bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
-  return isa == "scalar" || isa == "neon";
+  return isa == "scalar" || isa == "neon";  // the compiler's baseline
 }
 
-}  // namespace h2o_prefill::testing
+}  // namespace h2o_prefill

@@ -1,0 +1,87 @@
+#include "h2o_prefill/ops.h"
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+using testing::attend_causally;
+using testing::close;
+using testing::random_qkv;
+using testing::same;
+
+// Longer than three steps of the CPU kernel, 1024 keys each, and a bit.
+constexpr int64_t kLength = 3500;
+
+TEST(DenseAttention, EqualsMaskedSoftmax) {
+  const auto x = random_qkv(kLength, 4, 2, at::kFloat, 1);
+  for (const int64_t rows : {int64_t{1}, int64_t{13}, int64_t{1100}, kLength}) {
+    for (const auto type : {at::kFloat, at::kDouble}) {
+      if (type == at::kDouble && rows == kLength) continue;  // the oracle has computed that
+      auto call = x.call(kLength - rows, kLength);
+      const auto expected = attend_causally(call).out;
+      const auto out = dense_attention(call.q.to(type), call.k.to(type), call.v.to(type));
+      EXPECT_TRUE(close(out, expected)) << rows << " rows of " << type;
+      EXPECT_EQ(out.scalar_type(), type);
+    }
+  }
+}
+
+TEST(DenseAttention, EqualsMaskedSoftmaxInHalfPrecision) {
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    const auto x = random_qkv(1500, 6, 2, type, 1);
+    for (const int64_t rows : {1, 70}) {
+      const auto call = x.call(1500 - rows, 1500);
+      const auto tolerance = type == at::kHalf ? 3e-3 : 2e-2;
+      const auto out = dense_attention(call.q, call.k, call.v);
+      EXPECT_TRUE(close(out, attend_causally(call).out, tolerance)) << rows << " rows of " << type;
+    }
+  }
+}
+
+TEST(DenseAttention, TheFirstRowsSeeNothingOfTheLaterKeys) {
+  const auto x = random_qkv(kLength, 4, 2, at::kFloat, 1);
+  const auto before = dense_attention(x.q, x.k, x.v);
+  auto k = x.k.clone(), v = x.v.clone();
+  k.slice(2, 2000).fill_(std::nan(""));
+  v.slice(2, 2000).fill_(std::nan(""));
+  const auto after = dense_attention(x.q, k, v);
+  EXPECT_TRUE(same(after.slice(2, 0, 2000), before.slice(2, 0, 2000)));
+  EXPECT_TRUE(after.slice(2, 2000).isnan().all().item<bool>());
+}
+
+TEST(DenseAttention, ScaleIsTheFactorOfTheLogits) {
+  const auto x = random_qkv(100);
+  const auto doubled = dense_attention(x.q * 2, x.k, x.v, 0.25);
+  EXPECT_TRUE(close(dense_attention(x.q, x.k, x.v, 0.5), doubled));
+  // With factor 0 every visible value counts the same.
+  const auto counts = at::arange(1, 101).view({100, 1});
+  const auto means = (x.v.cumsum(2) / counts).repeat_interleave(2, 1);
+  EXPECT_TRUE(close(dense_attention(x.q, x.k, x.v, 0.0), means));
+}
+
+TEST(DenseAttention, TheResultIsOneBlockForEachToken) {
+  const auto x = random_qkv(100);
+  for (const int64_t rows : {1, 100}) {
+    const auto call = x.call(100 - rows, 100);
+    EXPECT_TRUE(dense_attention(call.q, call.k, call.v).transpose(1, 2).is_contiguous());
+  }
+}
+
+TEST(DenseAttention, WithoutRows) {
+  const auto x = random_qkv(100);
+  const auto call = x.call(100, 100);
+  EXPECT_EQ(dense_attention(call.q, call.k, call.v).sizes(), at::IntArrayRef({2, 4, 0, 6}));
+  EXPECT_EQ(dense_attention(x.q.slice(0, 0, 0), x.k.slice(0, 0, 0), x.v.slice(0, 0, 0)).sizes(),
+            at::IntArrayRef({0, 4, 100, 6}));
+}
+
+TEST(DenseAttention, WrongArguments) {
+  const auto x = random_qkv(40);
+  EXPECT_VALUE_ERROR(dense_attention(x.q, x.k.slice(2, 0, 39), x.v.slice(2, 0, 39)),
+                     "k must hold the history with the call's 40 tokens, got length 39");
+  EXPECT_VALUE_ERROR_WITH(dense_attention(x.q, x.k, x.v.slice(2, 0, 39)), "v must have");
+  EXPECT_VALUE_ERROR_WITH(dense_attention(x.q, x.k.to(at::kDouble), x.v), "k must");
+}
+
+}  // namespace
+}  // namespace h2o_prefill
