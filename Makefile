@@ -17,7 +17,7 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VER
 CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp' \
   'benchmarks/cpp/*.h' 'benchmarks/cpp/*.cpp' 2>/dev/null)
 PY_FILES := h2o_prefill tests benchmarks setup.py
-BENCHMARKS := cpu_peak intra_chunk memory colsum select gather prefill model allocations peers
+BENCHMARKS := cpu_peak intra_chunk memory colsum select gather dense prefill model allocations peers
 
 # The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)

@@ -4,8 +4,8 @@
 # Contraction makes fused multiply-adds; nothing else of IEEE arithmetic is given up.
 set(H2O_ISA_FLAGS -O3 -ffp-contract=fast -fno-math-errno)
 set(H2O_ISA_FLAGS_scalar "")
-set(H2O_ISA_FLAGS_avx2 -mavx2 -mfma)
-set(H2O_ISA_FLAGS_avx512 -mavx2 -mfma -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+set(H2O_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
+set(H2O_ISA_FLAGS_avx512 ${H2O_ISA_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
 set(H2O_ISA_FLAGS_avx512_bf16 ${H2O_ISA_FLAGS_avx512} -mavx512bf16)
 set(H2O_ISA_FLAGS_neon "")
 

@@ -131,12 +131,14 @@ def _is_short(call: Call) -> bool:
     return call.past == 0 and call.new <= call.config.chunk_size and call.cache_layer is None
 
 
-def _needs_gradients(call: Call) -> bool:
+def needs_gradients(call: Call) -> bool:
+    """Return whether a gradient of the result may be asked for."""
     tensors = (call.query, call.key, call.value)
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _wants_weights(call: Call) -> bool:
+def wants_weights(call: Call) -> bool:
+    """Return whether the user asked for the attention weights, `output_attentions`."""
     wanted = call.kwargs.get("output_attentions")
     return bool(getattr(_config(call), "output_attentions", False) if wanted is None else wanted)
 
@@ -183,9 +185,9 @@ RULES = (
         "encoder-decoder models are not supported",
     ),
     Rule(lambda call: call.module.training, "the model is in training mode; call model.eval()"),
-    Rule(_needs_gradients, "gradients are on; run under torch.no_grad() or torch.inference_mode()"),
+    Rule(needs_gradients, "gradients are on; run under torch.no_grad() or torch.inference_mode()"),
     Rule(lambda call: call.dropout > 0, "attention dropout is not supported"),
-    Rule(_wants_weights, "output_attentions is not supported"),
+    Rule(wants_weights, "output_attentions is not supported"),
     Rule(lambda call: call.given("cache"), "paged caches are not supported"),
     Rule(
         lambda call: getattr(_config(call), "kv_lora_rank", None) is not None,

@@ -118,8 +118,9 @@ def enable(
     """Make the prefill of a Hugging Face model sparse, until disabled or the `with` ends.
 
     Calls with at least one chunk of new tokens go sparse; decoding, short calls and everything
-    unsupported stay dense, by the attention that the model had before. What is unsupported is said
-    once, as a warning.
+    unsupported stay dense, by the attention that the model had before; but where that is
+    PyTorch's, on CPU, and plain causal, by `ops.dense_attention`, the same but for rounding. What
+    is unsupported is said once, as a warning.
 
     Parameters
     ----------

@@ -21,6 +21,7 @@ from h2o_prefill.reference.recall import lexical_recall
 
 __all__ = [
     "chunked_sparse_attention",
+    "dense_attention",
     "gather_rows",
     "intra_chunk_attention",
     "lexical_recall",
@@ -79,6 +80,26 @@ def memory_attention(
     weights, lse = _softmax_over(q, k, mask, scale)
     sums = _column_sums(weights, k.shape[1], "sum")
     return _mix(weights, v, q.dtype), lse, gather_rows(sums.unsqueeze(-1), indices).squeeze(-1)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Attend causally to the whole history: query i of Tq sees keys j <= T - Tq + i.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        [B, Hq, Tq, D], [B, Hkv, T, D], [B, Hkv, T, Dv]: the queries are those of the last keys.
+    scale : float, optional
+        Factor of the logits.
+
+    Returns
+    -------
+    Tensor
+        [B, Hq, Tq, Dv].
+    """
+    mask = _causal_mask(k.shape[2] - q.shape[2], k.shape[2], q.device).expand(*k.shape[:2], -1, -1)
+    weights, _ = _softmax_over(q, k, mask, scale)
+    return _mix(weights, v, q.dtype)
 
 
 def merge_states(
@@ -242,13 +263,17 @@ def chunked_sparse_attention(
         )
         visible |= recalled.to(q.device).unsqueeze(1)
     if dense_tail > 0:
-        dense = _chunk_mask(past, total, total + 1, q.device)
-        dense[:, :past] = True
-        visible[:, :, -dense_tail:] = dense[-dense_tail:]
+        visible[:, :, -dense_tail:] = _causal_mask(past, total, q.device)[-dense_tail:]
 
     # The output: one softmax over whatever a row sees, however it came to see it.
     weights, _ = _softmax_over(q, k, visible, scale)
     return _mix(weights, v, q.dtype), new_scores, attended
+
+
+def _causal_mask(past: int, total: int, device: torch.device) -> Tensor:
+    """Return bool [total - past, total]: key j is not after row i."""
+    row = torch.arange(past, total, device=device).unsqueeze(1)
+    return torch.arange(total, device=device) <= row
 
 
 def _chunk_mask(past: int, total: int, chunk_size: int, device: torch.device) -> Tensor:

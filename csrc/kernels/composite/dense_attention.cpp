@@ -15,8 +15,8 @@ at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::T
   std::optional<at::Tensor> mask;
   if (rows > 1 && rows < keys)
     mask = at::ones({rows, keys}, q.options().dtype(at::kBool)).tril(keys - rows);
-  const auto out = at::scaled_dot_product_attention(
-      q, k, v, mask, 0.0, /*is_causal=*/rows == keys, scale, q.size(1) != k.size(1));
+  const auto out = at::scaled_dot_product_attention(q, k, v, mask, 0.0, /*is_causal=*/rows == keys,
+                                                    scale, q.size(1) != k.size(1));
   // The layout of empty_heads(), which most of PyTorch's kernels have too.
   return out.transpose(1, 2).contiguous().transpose(1, 2);
 }

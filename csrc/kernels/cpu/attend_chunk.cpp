@@ -201,8 +201,8 @@ KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t b, 
   const HeadsView& key = args.key;
   const HeadsView& value = args.value;
   float* packed_value = packed + kernels.packed_key_floats(count, key.dim, key.dtype);
-  kernels.pack_keys({key.row(b, h, 0), key.dtype, key.stride_row, kept, count, 0, count, key.dim,
-                     packed});
+  kernels.pack_keys(
+      {key.row(b, h, 0), key.dtype, key.stride_row, kept, count, 0, count, key.dim, packed});
   kernels.pack_values({value.row(b, h, 0), value.dtype, value.stride_row, kept, count, 0, count,
                        value.dim, packed_value});
   return {packed, packed_value, count, limits, nullptr};
@@ -298,8 +298,7 @@ void AttendChunk::run(const AttendChunkArgs& args) {
     all_keys += args.sets[s].count;
     any_colsum |= args.sets[s].colsum != nullptr;
   }
-  const int64_t work =
-      units * m.group * args.rows * all_keys * (args.key.dim + args.value.dim);
+  const int64_t work = units * m.group * args.rows * all_keys * (args.key.dim + args.value.dim);
   const int64_t threads = work < kSerialWork ? 1 : m.threads;
 
   const int64_t ranges = divide_up(most_keys, kPackKeys);

@@ -45,8 +45,8 @@ template <typename Products>
 void multiply_queries(BFloat16Gemm gemm, const float* query, int64_t words, int rows,
                       const float* keys, int64_t num_keys, float* scores, int64_t stride) {
   for (int64_t j = 0; j < num_keys; j += kPanel) {
-    multiply_panel<Products, false>(gemm, query, words, rows, keys + j * words, words,
-                                    scores + j, stride);
+    multiply_panel<Products, false>(gemm, query, words, rows, keys + j * words, words, scores + j,
+                                    stride);
   }
 }
 
@@ -112,11 +112,9 @@ void multiply_values(BFloat16Gemm gemm, const float* p, int64_t stride, int rows
     for (int64_t d = 0; d < acc_stride; d += kPanel) {
       const float* b = values + d * packed_words + j * kPanel;
       if (j == 0) {
-        multiply_panel<Products, false>(gemm, p + j, stride, rows, b, depth, acc + d,
-                                        acc_stride);
+        multiply_panel<Products, false>(gemm, p + j, stride, rows, b, depth, acc + d, acc_stride);
       } else {
-        multiply_panel<Products, true>(gemm, p + j, stride, rows, b, depth, acc + d,
-                                       acc_stride);
+        multiply_panel<Products, true>(gemm, p + j, stride, rows, b, depth, acc + d, acc_stride);
       }
     }
   }
@@ -153,8 +151,8 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
   // Single words of probabilities replace the logits, pairs stand behind all of them.
   float* words = Products::kPerWord == 1 ? scores : scores + kRowBlock * stride;
   const int64_t word_stride = Products::kPerWord == 1 ? stride : word_pair_stride(set.count);
-  multiply_queries<Products>(args.gemm, block.query, words_of<Products>(args.head_dim),
-                             rows, set.keys, num_keys, scores, stride);
+  multiply_queries<Products>(args.gemm, block.query, words_of<Products>(args.head_dim), rows,
+                             set.keys, num_keys, scores, stride);
   for (int first = 0; first < rows; first += kSumRows) {
     const int count = rows - first < kSumRows ? rows - first : kSumRows;
     float* p = scores + first * stride;
@@ -175,9 +173,8 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
       }
     }
   }
-  // Pairs of keys are paired over a whole panel, single keys end where they end.
-  const int64_t key_words = Products::kPerWord == 1 ? num_keys : padded / Products::kPerWord;
-  multiply_values<Products>(args.gemm, words, word_stride, rows, set.values, key_words,
+  multiply_values<Products>(args.gemm, words, word_stride, rows, set.values,
+                            key_words_of<Products>(num_keys),
                             pad_to(set.count, kPanel) / Products::kPerWord, acc_stride, acc);
 }
 
@@ -267,8 +264,8 @@ void attend_rows(const AttendRowsArgs& args) {
 #define H2O_STRING(x) H2O_STRING_OF(x)
 
 extern const CpuKernels kCpuKernels;
-const CpuKernels kCpuKernels = {H2O_STRING(H2O_ISA), kPanel,        kBFloat16Products,
-                                nullptr,             nullptr,       pack_keys,
-                                pack_values,         attend_rows,   scratch_floats};
+const CpuKernels kCpuKernels = {
+    H2O_STRING(H2O_ISA), kPanel,      kBFloat16Products, nullptr,       nullptr,
+    pack_keys,           pack_values, attend_rows,       scratch_floats};
 
 }  // namespace h2o_prefill::H2O_ISA

@@ -17,8 +17,9 @@ struct PackArgs {
   int64_t stride_row;  // in elements
   const int32_t* positions;
   int64_t count;  // rows of the whole set
-  int64_t begin;  // rows [begin, end) of it are packed by this call: multiples of the panel, but the
-  int64_t end;    // last end is `count`
+  int64_t
+      begin;    // rows [begin, end) of it are packed by this call: multiples of the panel, but the
+  int64_t end;  // last end is `count`
   int64_t dim;
   float* packed;  // the whole set's
 };
@@ -43,7 +44,7 @@ struct AttendRowsArgs {
   const void* query;  // first row; head_dim elements each
   void* out;          // first row; value_dim elements each
   float* lse;         // natural log, one a row
-  DType dtype;      // of the query and of what was packed
+  DType dtype;        // of the query and of what was packed
   DType out_dtype;
   int64_t query_stride;  // in elements
   int64_t out_stride;
@@ -63,7 +64,7 @@ struct CpuKernels {
   int64_t panel;
   // Whether bfloat16 inputs are multiplied as such: packed rows are half as long.
   bool bfloat16_products;
-  BFloat16Gemm gemm;        // for AttendRowsArgs; null: the tiles of attend_rows
+  BFloat16Gemm gemm;       // for AttendRowsArgs; null: the tiles of attend_rows
   void (*gemm_release)();  // after the last product of a thread's task; null as `gemm`
   // Padding that is multiplied is 0.
   void (*pack_keys)(const PackArgs&);

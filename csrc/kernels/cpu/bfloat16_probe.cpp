@@ -25,8 +25,7 @@ double seconds(const CpuKernels& kernels) {
   std::vector<float> keys(kernels.packed_key_floats(kKeys, kDim, DType::kBFloat16));
   std::vector<float> values(kernels.packed_value_floats(kKeys, kDim, DType::kBFloat16));
   std::vector<float> scratch(kernels.scratch_floats(kDim, kDim, kKeys));
-  PackArgs pack{ones.data(), DType::kBFloat16, kDim, nullptr,    kKeys,
-                0,           kKeys,            kDim, keys.data()};
+  PackArgs pack{ones.data(), DType::kBFloat16, kDim, nullptr, kKeys, 0, kKeys, kDim, keys.data()};
   kernels.pack_keys(pack);
   pack.packed = values.data();
   kernels.pack_values(pack);

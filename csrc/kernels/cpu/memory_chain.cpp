@@ -12,8 +12,8 @@
 namespace h2o_prefill {
 
 at::Tensor empty_memory(const at::Tensor& scores, const MemoryBudget& budget) {
-  auto memory = at::empty({scores.size(0), scores.size(1), budget.width()},
-                          scores.options().dtype(at::kInt));
+  auto memory =
+      at::empty({scores.size(0), scores.size(1), budget.width()}, scores.options().dtype(at::kInt));
   std::fill_n(memory.mutable_data_ptr<int32_t>(), memory.numel(), -1);
   return memory;
 }

@@ -41,7 +41,7 @@ void pack_key_rows(const PackArgs& args) {
   }
 }
 
-// Words of one value row, or of the two rows that are paired; of those, rows from `count` on are zero.
+// Words of one value row, or of the two rows that are paired, the second one zero from `count` on.
 template <typename Products>
 H2O_INLINE void load_value_words(const PackArgs& args, int64_t word, int64_t d0, int64_t dims,
                                  float* out) {
@@ -51,15 +51,12 @@ H2O_INLINE void load_value_words(const PackArgs& args, int64_t word, int64_t d0,
     const uint16_t* x = static_cast<const uint16_t*>(args.data) + d0;
     Word* words = reinterpret_cast<Word*>(out);
     const int64_t key = word / kLanes * (2 * kLanes) + word % kLanes;
+    const uint16_t* low = x + source_offset(args, key);
     if (key + kLanes < args.count) {
-      const uint16_t* low = x + source_offset(args, key);
       const uint16_t* high = x + source_offset(args, key + kLanes);
       for (int64_t d = 0; d < dims; ++d) words[d] = low[d] | static_cast<uint32_t>(high[d]) << 16;
-    } else if (key < args.count) {
-      const uint16_t* low = x + source_offset(args, key);
-      for (int64_t d = 0; d < dims; ++d) words[d] = low[d];
     } else {
-      for (int64_t d = 0; d < dims; ++d) words[d] = 0;
+      for (int64_t d = 0; d < dims; ++d) words[d] = low[d];
     }
   }
 }
@@ -68,10 +65,8 @@ H2O_INLINE void load_value_words(const PackArgs& args, int64_t word, int64_t d0,
 template <typename Products>
 void pack_value_rows(const PackArgs& args) {
   const int64_t words = (args.count + kPanel - 1) / kPanel * kPanel / Products::kPerWord;
-  const int64_t begin = args.begin / Products::kPerWord;
-  // A pair reaches over half a panel, so the last panel is filled up; single rows end at the count.
-  const bool fill = Products::kPerWord > 1 && args.end == args.count;
-  const int64_t end = fill ? words : args.end / Products::kPerWord;
+  const int64_t begin = key_words_of<Products>(args.begin);
+  const int64_t end = key_words_of<Products>(args.end);
   for (int64_t d0 = 0; d0 < args.dim; d0 += kPanel) {
     const int64_t dims = args.dim - d0 < kPanel ? args.dim - d0 : kPanel;
     float* out = args.packed + d0 * words + begin * kPanel;

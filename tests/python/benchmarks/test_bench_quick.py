@@ -21,6 +21,7 @@ FIELDS = {
     "colsum": ["milliseconds", "milliseconds_without"],
     "select": ["milliseconds", "pytorch_milliseconds", "speedup"],
     "gather": ["gigabytes", "copy_gigabytes", "percent"],
+    "dense": ["milliseconds", "sdpa_milliseconds", "speedup"],
     "prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
 

@@ -27,6 +27,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
     return {
         "intra_chunk_attention": (q, k, v, 16),
         "memory_attention": (long_q, long_k, long_v, indices),
+        "dense_attention": (long_q, long_k, long_v),
         "merge_states": (q, lse, q.flip(2), lse.flip(2)),
         "select_memory": (scores, memory, 5, max(length, 5), 3, 4, 1),
         "gather_rows": (long_k, indices),
@@ -57,7 +58,9 @@ def test_opcheck(name, dtype, layout):
     torch.library.opcheck(getattr(OPS, name), samples(dtype, layout)[name])
 
 
-@pytest.mark.parametrize("name", ["intra_chunk_attention", "chunked_sparse_attention"])
+@pytest.mark.parametrize(
+    "name", ["intra_chunk_attention", "dense_attention", "chunked_sparse_attention"]
+)
 def test_opcheck_without_tokens(name):
     torch.library.opcheck(getattr(OPS, name), samples(length=0)[name])
 

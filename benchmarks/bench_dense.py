@@ -1,0 +1,72 @@
+"""Exact attention where sparse prefill needs it: single chunks, dense tails, decoding."""
+
+from __future__ import annotations
+
+import _options as options
+import torch
+import torch.nn.functional as F
+from _report import Report, Row, ratio_fields
+from _timing import compare
+from torch import Tensor
+
+from h2o_prefill import ops
+
+COLUMNS = {
+    "model": "{model}",
+    "D": "{head_dim}",
+    "dtype": "{dtype}",
+    "threads": "{threads}",
+    "rows": "{rows}",
+    "keys": "{keys}",
+    "ms": "{milliseconds:.3f}",
+    "SDPA ms": "{sdpa_milliseconds:.3f}",
+    "against SDPA": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
+}
+# Queries, and keys of the history: decoding, short calls, a dense tail, one chunk, dense prefill.
+SIZES = [(1, 1024), (1, 16384), (16, 4096), (128, 8192), (1024, 1024), (4096, 4096)]
+
+
+def main(
+    json: options.JsonOption = None,
+    threads: options.ThreadsOption = None,
+    dtype: options.DtypeOption = None,
+    shape: options.ShapeOption = None,
+    seconds: options.SecondsOption = 3.0,
+    quick: options.QuickOption = False,
+) -> None:
+    """Time dense_attention against torch SDPA with the fastest arguments for the same result."""
+    plan = options.make_plan("dense", json, threads, dtype, shape, seconds, quick)
+    sizes = [(1, 200), (40, 200), (200, 200)] if quick else SIZES
+    title = "dense_attention: beside torch SDPA (enable_gqa) over the same keys"
+    with Report(plan, title, COLUMNS, sizes=sizes) as report:
+        for case in plan.cases():
+            for rows, keys in sizes:
+                report.add(**case.fields, **_row(case, rows, keys, plan.seconds))
+
+
+def _row(case: options.Case, rows: int, keys: int, seconds: float) -> Row:
+    q, k, v = case.heads.qkv(rows, case.dtype, past=keys - rows)
+
+    def sdpa() -> Tensor:
+        mask = None
+        if 1 < rows < keys:
+            mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=rows == keys, enable_gqa=True
+        )
+
+    timings = compare({"kernel": lambda: ops.dense_attention(q, k, v), "sdpa": sdpa}, seconds)
+    return {
+        "rows": rows,
+        "keys": keys,
+        "milliseconds": 1e3 * timings.median("kernel"),
+        "sdpa_milliseconds": 1e3 * timings.median("sdpa"),
+        "rounds": timings.rounds,
+        **ratio_fields("speedup", timings.ratio("sdpa", "kernel")),
+    }
+
+
+app = options.command(main)
+
+if __name__ == "__main__":
+    app()

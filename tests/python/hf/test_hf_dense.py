@@ -1,0 +1,209 @@
+"""Dense calls: which of them our operator takes over from transformers' sdpa function."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from h2o_prefill import PrefillConfig, enable, ops
+from h2o_prefill.hf.dense import dense_attention
+from h2o_prefill.hf.eligibility import Call
+from h2o_prefill.hf.run import Run
+from h2o_prefill.hf.settings import Settings
+
+SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+
+
+@pytest.fixture
+def dense_calls(monkeypatch):
+    """Return a list that gets (queries, keys) of every layer that our operator computes densely."""
+    seen, original = [], ops.dense_attention
+
+    def watched(q, k, *args):
+        seen.append((q.shape[2], k.shape[2]))
+        return original(q, k, *args)
+
+    monkeypatch.setattr(ops, "dense_attention", watched)
+    return seen
+
+
+def test_plain_causal_calls_use_the_operator(llama, make_ids, dense_calls):
+    """One chunk, a decoded token, a short call: each after the one before."""
+    ids, cache, logits = make_ids(1, 25), None, []
+    stock = llama(ids).logits
+    assert dense_calls == []
+    with enable(llama, **SPARSE):
+        for piece in ids.split([14, 1, 10], dim=1):
+            out = llama(piece, past_key_values=cache)
+            cache = out.past_key_values
+            logits.append(out.logits)
+    assert dense_calls == [(14, 14)] * 2 + [(1, 15)] * 2 + [(10, 25)] * 2
+    torch.testing.assert_close(torch.cat(logits, dim=1), stock, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("float16", 0.01)])
+def test_16_bit_models(build, make_ids, dense_calls, dtype, tolerance):
+    model, ids = build("llama").to(getattr(torch, dtype)), make_ids(2, 15)
+    stock = model(ids).logits
+    with enable(model, **SPARSE):
+        ours = model(ids).logits
+    assert dense_calls == [(15, 15)] * 2 and ours.dtype == stock.dtype
+    torch.testing.assert_close(ours, stock, atol=tolerance, rtol=tolerance)
+
+
+def test_dense_layers_use_the_operator(llama, ids, sparse_layers, dense_calls):
+    with enable(llama, dense_layers=(0,), **SPARSE):
+        llama(ids)
+    assert sparse_layers == [72] and dense_calls == [(72, 72)]
+
+
+def test_layers_whose_window_hides_nothing_use_the_operator(build, make_ids, dense_calls):
+    model, ids = build("gemma3"), make_ids(1, 40)
+    stock = model(ids).logits
+    with enable(model, chunk_size=64, local_window=4, heavy_budget=4):
+        ours = model(ids).logits
+        assert dense_calls == [(40, 40)]  # the window is 24 tokens
+        model(ids[:, :20])
+        assert dense_calls[1:] == [(20, 20)] * 2
+    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_makes_its_own_masks(llama, ids, dense_calls, monkeypatch):
+    """There no mask with a history is not known to be causal; sdpa's function decides."""
+    home = sys.modules[type(llama.model).__module__]
+    monkeypatch.setattr(home, "create_causal_mask", lambda **_: None)
+    stock_cache = llama(ids[:, :9]).past_key_values
+    stock = llama(ids[:, 9:14], past_key_values=stock_cache).logits
+    with enable(llama, **SPARSE):
+        cache = llama(ids[:, :9]).past_key_values
+        ours = llama(ids[:, 9:14], past_key_values=cache).logits
+    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+    assert dense_calls == [(9, 9)] * 2
+
+
+BROADCAST = {"query": (1, 4, 3, 8), "key": (2, 4, 3, 8)}
+FEWER_KEYS = {"query": (1, 4, 5, 8), "key": (1, 4, 3, 8)}
+SQUARE = {"query": (1, 4, 3, 8), "key": (1, 4, 3, 8)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "arguments", "ours"),
+    [
+        (SQUARE, {}, True),
+        (BROADCAST, {}, False),
+        (FEWER_KEYS, {}, False),
+        (SQUARE, {"position_bias": torch.zeros(1, 4, 3, 3)}, False),
+        (SQUARE, {"cache": object()}, False),
+    ],
+    ids=["plain", "a batch of one is broadcast", "fewer keys", "position_bias", "paged cache"],
+)
+def test_calls_that_only_pytorch_takes(llama, dense_calls, shapes, arguments, ours):
+    query, key = torch.randn(shapes["query"]), torch.randn(shapes["key"])
+    config = PrefillConfig(**SPARSE)
+    layer = llama.model.layers[0].self_attn
+    layer.num_key_value_groups = 1
+    run = Run(Settings(config))
+    run.masks_made = True
+    call = Call(layer, query, key, key, None, 0.0, arguments, config, run)
+    out, _ = dense_attention(call, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert bool(dense_calls) == ours
+
+
+def with_eager(model, ids):
+    model.config._attn_implementation = "eager"
+    return {}
+
+
+def with_a_padded_row(model, ids):
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"attention_mask": mask}
+
+
+def with_a_mask(model, ids):
+    length = ids.shape[1]
+    return {"attention_mask": torch.ones(2, 1, length, length, dtype=torch.bool).tril()}
+
+
+def both_ways(model, ids):
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    # In these words, because all layers being non-causal is what `enable` warns of.
+    model.model.layers[1].self_attn.is_causal = True
+    return {}
+
+
+def with_dropout(model, ids):
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 1e-9
+    return {}
+
+
+def with_weights(model, ids):
+    return {"output_attentions": True}
+
+
+OTHERS = {
+    "eager": (with_eager, 0),
+    "padding": (with_a_padded_row, 0),
+    "mask": (with_a_mask, 0),
+    "one layer not causal": (both_ways, 1),
+    "dropout": (with_dropout, 0),
+    "output_attentions": (with_weights, 0),
+}
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_other_calls_do_not(llama, make_ids, dense_calls, name):
+    ids = make_ids(2, 15)
+    change, layers = OTHERS[name]
+    arguments = change(llama, ids)
+    stock = llama(ids, **arguments).logits
+    with enable(llama, **SPARSE):
+        ours = llama(ids, **arguments).logits
+    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+    assert dense_calls == [(15, 15)] * layers
+
+
+def test_gradients_flow_through_the_stock_function(llama, make_ids, dense_calls):
+    ids = make_ids(1, 15)
+    with torch.enable_grad():
+        llama(ids, labels=ids).loss.backward()
+        stock = llama.model.layers[0].self_attn.q_proj.weight.grad.clone()
+        llama.zero_grad()
+        with enable(llama, **SPARSE):
+            llama(ids, labels=ids).loss.backward()
+    assert torch.equal(llama.model.layers[0].self_attn.q_proj.weight.grad, stock)
+    assert dense_calls == []
+
+
+def test_under_autocast_pytorch_chooses_the_dtype(llama, make_ids, dense_calls):
+    ids = make_ids(1, 15)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = llama(ids).logits
+        with enable(llama, **SPARSE):
+            assert torch.equal(llama(ids).logits, stock)
+    assert dense_calls == []
+
+
+@pytest.mark.parametrize("name", ["sdpa", "another"])
+def test_an_attention_function_of_the_user_is_called(llama, make_ids, dense_calls, name):
+    """Also one registered under the name sdpa."""
+    seen, stock = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def mine(module, query, *args, **kwargs):
+        seen.append(query.shape[2])
+        return stock(module, query, *args, **kwargs)
+
+    llama.config._attn_implementation_internal = name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, mine)
+        with enable(llama, **SPARSE):
+            llama(make_ids(1, 15))
+    assert seen == [15, 15] and dense_calls == []

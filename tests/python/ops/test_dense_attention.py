@@ -1,0 +1,106 @@
+"""Dense attention against the oracle: few rows and many, one step of the kernel and several."""
+
+import pytest
+import torch
+
+from h2o_prefill import ops
+from h2o_prefill.reference import ops as oracle
+from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
+
+STEP = 1024  # rows and keys of a step of the CPU kernel
+
+
+def check(q, k, v, scale=None):
+    actual = ops.dense_attention(q, k, v, scale)
+    expected = oracle.dense_attention(q.double(), k.double(), v.double(), scale)
+    peer = oracle.dense_attention(q, k, v, scale) if q.dtype != torch.float32 else expected
+    assert actual.dtype == q.dtype
+    assert_close_to_reference(actual, expected, peer, "out")
+    return actual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "column"])
+@pytest.mark.parametrize("rows", [1, 77])
+def test_agrees_with_the_oracle(device, dtype, heads, layout, rows):
+    check(*make_qkv(Shape(2, *heads, rows, 64, 48), dtype, device, layout, past=60))
+
+
+def test_float64(device):
+    check(*make_qkv(Shape(1, 4, 2, 30, 16, 24), torch.float64, device, past=9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("history", [STEP - 1, STEP, STEP + 1, 2 * STEP, 2 * STEP + 1, 5000])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_histories_of_several_steps(device, dtype, history, rows):
+    check(*make_qkv(Shape(1, 2, 1, rows, 32, 24), dtype, device, past=history - rows))
+
+
+@pytest.mark.parametrize("rows", [STEP - 1, STEP, STEP + 1, 2 * STEP + 1])
+@pytest.mark.parametrize("past", [0, 1, 700])
+def test_calls_of_several_steps(device, rows, past):
+    check(*make_qkv(Shape(1, 2, 1, rows, 16, 24), device=device, past=past))
+
+
+# From the row counts that PyTorch takes over to those of the packed kernels, in every dtype.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("rows", [2, 7, 8, 15, 16, 63, 64])
+def test_row_counts(device, dtype, heads, rows):
+    check(*make_qkv(Shape(1, *heads, rows, 40, 72), dtype, device, past=150))
+
+
+@pytest.mark.parametrize("scale", [0.9, 0.0, -0.5])
+@pytest.mark.parametrize("rows", [1, 100])
+def test_scale_is_used(device, scale, rows):
+    check(*make_qkv(Shape(1, 4, 2, rows, 32, 32), device=device, past=20), scale)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(0, 5), (0, 100), (2, 0)])
+def test_without_rows(device, batch, rows):
+    q, k, v = make_qkv(Shape(batch, 4, 2, rows, 16, 24), device=device, past=9)
+    assert ops.dense_attention(q, k, v).shape == (batch, 4, rows, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("key", [700, STEP, 2100])
+def test_a_later_key_changes_nothing_before_it(device, dtype, key):
+    q, k, v = make_qkv(Shape(1, 2, 1, 1700, 16, 16), dtype, device, past=600)
+    before = ops.dense_attention(q, k, v)
+    k[:, :, key:], v[:, :, key:] = 10.0, -10.0
+    after = ops.dense_attention(q, k, v)
+    row = key - 600
+    assert torch.equal(after[:, :, :row], before[:, :, :row])
+    assert (after[:, :, row:] != before[:, :, row:]).any(-1).all()
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+def test_a_nan_in_a_key_reaches_the_rows_that_see_it(device, rows):
+    q, k, v = make_qkv(Shape(1, 2, 1, rows, 16, 16), device=device, past=1500)
+    assert ops.dense_attention(q, k, v).isfinite().all()
+    k[0, 0, 1501, 3] = float("nan")
+    assert ops.dense_attention(q, k, v)[:, :, 1:].isnan().all()
+
+
+def test_fewer_keys_than_queries_are_refused(device):
+    q, k, v = make_qkv(Shape(1, 2, 1, 9, 16, 16), device=device)
+    with pytest.raises(ValueError, match="the call's 9 tokens, got length 8"):
+        ops.dense_attention(q, k[:, :, :8], v[:, :, :8])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 100])
+def test_output_layout_lets_models_reshape_without_a_copy(device, dtype, rows):
+    q, k, v = make_qkv(Shape(2, 4, 2, rows, 16, 24), dtype, device, past=40)
+    assert ops.dense_attention(q, k, v).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("rows", [1, 1500])
+def test_the_number_of_threads_changes_nothing(rows):
+    q, k, v = make_qkv(Shape(1, 4, 2, rows, 32, 32), torch.bfloat16, past=2500)
+    one = ops.dense_attention(q, k, v)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(ops.dense_attention(q, k, v), one)
