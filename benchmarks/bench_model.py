@@ -35,7 +35,7 @@ def main(
     ] = None,
     lengths: options.LengthsOption = None,
     preset: options.PresetOption = "spec",
-    seconds: options.SecondsOption = 120.0,
+    seconds: options.SecondsOption = 240.0,
     quick: options.QuickOption = False,
 ) -> None:
     """Time the prefill of a Hugging Face model, logits of the last token only.
