@@ -18,10 +18,6 @@ constexpr bool kBFloat16Products = true;
 constexpr bool kBFloat16Products = false;
 #endif
 
-H2O_INLINE int64_t pad_to(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-
 // Score rows are this much longer than their keys, so that the rows of a tile do not share cache
 // sets.
 constexpr int64_t kRowGap = 16;
@@ -32,11 +28,12 @@ H2O_INLINE int64_t word_pair_stride(int64_t count) { return pad_to(count, kPanel
 // c[rows, kPanel] (+)= a b, for one panel of b.
 template <typename Products, bool kAccumulate>
 H2O_INLINE void multiply_panel(BFloat16Gemm gemm, const float* a, int64_t lda, int rows,
-                               const float* b, int64_t depth, float* c, int64_t ldc) {
+                               const RowEnds& ends, const float* b, int64_t depth, float* c,
+                               int64_t ldc) {
   if (Products::kPerWord == 2 && gemm) {
     gemm(rows, kPanel, 2 * depth, 2 * lda, kPanel, ldc, kAccumulate, a, b, c);
   } else {
-    multiply_rows<Products, kAccumulate>(a, lda, rows, b, depth, c, ldc);
+    multiply_rows<Products, kAccumulate>(a, lda, rows, ends, b, depth, c, ldc);
   }
 }
 
@@ -45,8 +42,8 @@ template <typename Products>
 void multiply_queries(BFloat16Gemm gemm, const float* query, int64_t words, int rows,
                       const float* keys, int64_t num_keys, float* scores, int64_t stride) {
   for (int64_t j = 0; j < num_keys; j += kPanel) {
-    multiply_panel<Products, false>(gemm, query, words, rows, keys + j * words, words, scores + j,
-                                    stride);
+    multiply_panel<Products, false>(gemm, query, words, rows, RowEnds{}, keys + j * words, words,
+                                    scores + j, stride);
   }
 }
 
@@ -101,20 +98,23 @@ void add_column_sums(const float* p, int64_t stride, const float* inverse_l, int
   }
 }
 
-// acc[r, :] = sum over keys of p[r, j] value[j]; acc has rows of padded value dims. Counts words of
-// keys.
+// acc[r, :] = sum over keys of p[r, j] value[j]; acc has rows of padded value dims. limits: as of a
+// KeySet, from the block's first row on. Counts words of keys.
 template <typename Products>
 void multiply_values(BFloat16Gemm gemm, const float* p, int64_t stride, int rows,
-                     const float* values, int64_t key_words, int64_t packed_words,
-                     int64_t acc_stride, float* acc) {
+                     const int32_t* limits, const float* values, int64_t key_words,
+                     int64_t packed_words, int64_t acc_stride, float* acc) {
   for (int64_t j = 0; j < key_words; j += kKeyWords) {
     const int64_t depth = key_words - j < kKeyWords ? key_words - j : kKeyWords;
+    const RowEnds ends{limits, j};
     for (int64_t d = 0; d < acc_stride; d += kPanel) {
       const float* b = values + d * packed_words + j * kPanel;
       if (j == 0) {
-        multiply_panel<Products, false>(gemm, p + j, stride, rows, b, depth, acc + d, acc_stride);
+        multiply_panel<Products, false>(gemm, p + j, stride, rows, ends, b, depth, acc + d,
+                                        acc_stride);
       } else {
-        multiply_panel<Products, true>(gemm, p + j, stride, rows, b, depth, acc + d, acc_stride);
+        multiply_panel<Products, true>(gemm, p + j, stride, rows, ends, b, depth, acc + d,
+                                       acc_stride);
       }
     }
   }
@@ -173,7 +173,8 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
       }
     }
   }
-  multiply_values<Products>(args.gemm, words, word_stride, rows, set.values,
+  multiply_values<Products>(args.gemm, words, word_stride, rows,
+                            set.limits ? set.limits + block.first : nullptr, set.values,
                             key_words_of<Products>(num_keys),
                             pad_to(set.count, kPanel) / Products::kPerWord, acc_stride, acc);
 }

@@ -12,30 +12,43 @@ H2O_INLINE int64_t source_offset(const PackArgs& args, int64_t i) {
   return (args.positions ? args.positions[i] : i) * args.stride_row;
 }
 
+// Words [first, first + kLanes) of the row of a key, zero behind its end and for keys from `count`
+// on.
+template <typename Products>
+H2O_INLINE Vec load_key_words(const PackArgs& args, int64_t key, int64_t first) {
+  constexpr int64_t kDims = kLanes * Products::kPerWord;
+  const int64_t d0 = first * Products::kPerWord;
+  float words[kLanes];
+  if (key < args.count && d0 + kDims <= args.dim) {
+    load_words<Products>(args.data, args.dtype, source_offset(args, key) + d0, kDims, 1.0F, words);
+  } else {
+    for (int i = 0; i < kLanes; ++i) words[i] = 0.0F;
+    if (key < args.count)
+      load_words<Products>(args.data, args.dtype, source_offset(args, key) + d0, args.dim - d0,
+                           1.0F, words);
+  }
+  return load(words);
+}
+
 // Layout [panel][word of the row][key of the panel].
 template <typename Products>
 void pack_key_rows(const PackArgs& args) {
-  // Words transposed at a time, so that the panel's lines are written while in L1.
-  constexpr int64_t kSlice = 32;
-  constexpr int64_t kSliceDims = kSlice * Products::kPerWord;
   const int64_t words = words_of<Products>(args.dim);
-  float row[kSlice];
-  for (int64_t first = args.begin; first < args.end; first += kPanel) {
-    float* panel = args.packed + first * words;
-    const int64_t keys = args.count - first < kPanel ? args.count - first : kPanel;
-    if (keys < kPanel) {
-      for (int64_t i = 0; i < words * kPanel; ++i) panel[i] = 0.0F;
-    }
-    for (int64_t d0 = 0; d0 < args.dim; d0 += kSliceDims) {
-      const int64_t dims = args.dim - d0 < kSliceDims ? args.dim - d0 : kSliceDims;
-      const int64_t slice = words_of<Products>(dims);
-      float* out = panel + d0 / Products::kPerWord * kPanel;
-      for (int64_t j = 0; j < keys; ++j) {
-        const int64_t key = first + j;
-        if (key + kPanel < args.count && d0 == 0)
-          prefetch_row<0>(args.data, args.dtype, source_offset(args, key + kPanel), args.dim);
-        load_words<Products>(args.data, args.dtype, source_offset(args, key) + d0, dims, 1.0F, row);
-        for (int64_t w = 0; w < slice; ++w) out[w * kPanel + j] = row[w];
+  for (int64_t first = args.begin; first < pad_to(args.end, kPanel); first += kLanes) {
+    float* out = args.packed + first / kPanel * kPanel * words + first % kPanel;
+    for (int64_t key = first + kLanes; key < first + 2 * kLanes && key < args.count; ++key)
+      prefetch_row<0>(args.data, args.dtype, source_offset(args, key), args.dim);
+    for (int64_t w = 0; w < words; w += kLanes) {
+      Vec x[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) x[j] = load_key_words<Products>(args, first + j, w);
+      transpose(x);
+      const int64_t n = words - w < kLanes ? words - w : kLanes;
+      if (n == kLanes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) store(out + (w + i) * kPanel, x[i]);
+      } else {
+        for (int i = 0; i < n; ++i) store(out + (w + i) * kPanel, x[i]);
       }
     }
   }
@@ -64,7 +77,7 @@ H2O_INLINE void load_value_words(const PackArgs& args, int64_t word, int64_t d0,
 // Layout [panel over dim][word of keys][dim of the panel].
 template <typename Products>
 void pack_value_rows(const PackArgs& args) {
-  const int64_t words = (args.count + kPanel - 1) / kPanel * kPanel / Products::kPerWord;
+  const int64_t words = pad_to(args.count, kPanel) / Products::kPerWord;
   const int64_t begin = key_words_of<Products>(args.begin);
   const int64_t end = key_words_of<Products>(args.end);
   for (int64_t d0 = 0; d0 < args.dim; d0 += kPanel) {

@@ -13,14 +13,6 @@ H2O_INLINE int64_t words_of(int64_t n) {
   return (n + Products::kPerWord - 1) / Products::kPerWord;
 }
 
-// Words of the probabilities of n keys, and of their values: pairs reach over two vectors of keys.
-template <typename Products>
-H2O_INLINE int64_t key_words_of(int64_t n) {
-  constexpr int64_t kGroup = Products::kPerWord * kLanes;
-  const int64_t rest = n % kGroup < kLanes ? n % kGroup : kLanes;
-  return Products::kPerWord == 1 ? n : n / kGroup * kLanes + rest;
-}
-
 // row[i] = x[i] * factor.
 H2O_INLINE void load_floats(const void* data, DType dtype, int64_t offset, int64_t n, float factor,
                             float* row) {

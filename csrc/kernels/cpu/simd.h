@@ -82,22 +82,46 @@ H2O_INLINE void store_float16(uint16_t* p, Vec x) {
 H2O_INLINE Vec broadcast(float x) { return x - Vec{}; }
 H2O_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
+// f(0), ..., f(kLanes - 1), as the arguments of a shuffle.
+#define H2O_LANES_4(f, i) f(i), f(i + 1), f(i + 2), f(i + 3)
+#if defined(__AVX512F__)
+#define H2O_LANES(f) H2O_LANES_4(f, 0), H2O_LANES_4(f, 4), H2O_LANES_4(f, 8), H2O_LANES_4(f, 12)
+#elif defined(__AVX__)
+#define H2O_LANES(f) H2O_LANES_4(f, 0), H2O_LANES_4(f, 4)
+#else
+#define H2O_LANES(f) H2O_LANES_4(f, 0)
+#endif
+
 // Lane i of the result is lane i + kBy of x, cyclically.
 template <int kBy>
 H2O_INLINE Vec rotate(Vec x) {
-#define H2O_LANE(i) ((i) + kBy) % kLanes
-#if defined(__AVX512F__)
-  return __builtin_shufflevector(x, x, H2O_LANE(0), H2O_LANE(1), H2O_LANE(2), H2O_LANE(3),
-                                 H2O_LANE(4), H2O_LANE(5), H2O_LANE(6), H2O_LANE(7), H2O_LANE(8),
-                                 H2O_LANE(9), H2O_LANE(10), H2O_LANE(11), H2O_LANE(12),
-                                 H2O_LANE(13), H2O_LANE(14), H2O_LANE(15));
-#elif defined(__AVX__)
-  return __builtin_shufflevector(x, x, H2O_LANE(0), H2O_LANE(1), H2O_LANE(2), H2O_LANE(3),
-                                 H2O_LANE(4), H2O_LANE(5), H2O_LANE(6), H2O_LANE(7));
-#else
-  return __builtin_shufflevector(x, x, H2O_LANE(0), H2O_LANE(1), H2O_LANE(2), H2O_LANE(3));
-#endif
-#undef H2O_LANE
+#define H2O_FROM(i) ((i) + kBy) % kLanes
+  return __builtin_shufflevector(x, x, H2O_LANES(H2O_FROM));
+#undef H2O_FROM
+}
+
+// The lanes of a and b in turns, of their lower (0) or upper (1) halves.
+template <int kHalf>
+H2O_INLINE Vec zip(Vec a, Vec b) {
+#define H2O_FROM(i) (i) / 2 + kHalf*(kLanes / 2) + (i) % 2 * kLanes
+  return __builtin_shufflevector(a, b, H2O_LANES(H2O_FROM));
+#undef H2O_FROM
+}
+
+// Lane j of x[i] and lane i of x[j] change places: each round of zips moves one bit of the row
+// number into the lane number.
+H2O_INLINE void transpose(Vec (&x)[kLanes]) {
+#pragma GCC unroll 4
+  for (int round = 1; round < kLanes; round *= 2) {
+    Vec y[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      y[2 * i] = zip<0>(x[i], x[i + kLanes / 2]);
+      y[2 * i + 1] = zip<1>(x[i], x[i + kLanes / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+  }
 }
 
 H2O_INLINE float reduce_max(Vec x) {

@@ -17,6 +17,19 @@ constexpr int kRowBlock = 32 / kTileRows * kTileRows + (32 % kTileRows ? kTileRo
 // L1.
 constexpr int kKeyWords = 128;
 
+// The least multiple that is not less than n.
+H2O_INLINE int64_t pad_to(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// Words of the probabilities of n keys, and of their values: pairs reach over two vectors of keys.
+template <typename Products>
+H2O_INLINE int64_t key_words_of(int64_t n) {
+  constexpr int64_t kGroup = Products::kPerWord * kLanes;
+  const int64_t rest = n % kGroup < kLanes ? n % kGroup : kLanes;
+  return Products::kPerWord == 1 ? n : n / kGroup * kLanes + rest;
+}
+
 // c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is dense.
 template <typename Products, bool kAccumulate, int kRows>
 H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c,
@@ -45,22 +58,36 @@ H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64
   }
 }
 
-// The same for any number of rows: whole tiles, then what is left.
+// Where the rows of a matrix of probabilities end: row r is zero from key limits[r] on, the limits
+// never falling; its columns begin at word `first`. limits null: nothing is known to be zero.
+struct RowEnds {
+  const int32_t* limits;
+  int64_t first;
+
+  // Words, of `depth`, after which `rows` rows from `row` on are zero.
+  template <typename Products>
+  H2O_INLINE int64_t depth_of(int row, int rows, int64_t depth) const {
+    if (!limits) return depth;
+    const int64_t end = key_words_of<Products>(limits[row + rows - 1]) - first;
+    return end < 0 ? 0 : (end < depth ? end : depth);
+  }
+};
+
+// The same for any number of rows: whole tiles, then what is left. Tiles skip zeros of a.
 template <typename Products, bool kAccumulate>
-void multiply_rows(const float* a, int64_t lda, int rows, const float* b, int64_t depth, float* c,
-                   int64_t ldc) {
+H2O_INLINE void multiply_rows(const float* a, int64_t lda, int rows, const RowEnds& ends,
+                              const float* b, int64_t depth, float* c, int64_t ldc) {
   static_assert(kTileRows <= 8, "the rest of a tile is taken as 4 + 2 + 1 rows");
-  for (; rows >= kTileRows; rows -= kTileRows, a += kTileRows * lda, c += kTileRows * ldc)
-    multiply_tile<Products, kAccumulate, kTileRows>(a, lda, b, depth, c, ldc);
-  if (rows & 4) {
-    multiply_tile<Products, kAccumulate, 4>(a, lda, b, depth, c, ldc);
-    a += 4 * lda, c += 4 * ldc;
-  }
-  if (rows & 2) {
-    multiply_tile<Products, kAccumulate, 2>(a, lda, b, depth, c, ldc);
-    a += 2 * lda, c += 2 * ldc;
-  }
-  if (rows & 1) multiply_tile<Products, kAccumulate, 1>(a, lda, b, depth, c, ldc);
+  int row = 0;
+#define H2O_TILE(n)                        \
+  multiply_tile<Products, kAccumulate, n>( \
+      a + row * lda, lda, b, ends.depth_of<Products>(row, n, depth), c + row * ldc, ldc)
+  for (; row + kTileRows <= rows; row += kTileRows) H2O_TILE(kTileRows);
+  const int rest = rows - row;
+  if (rest & 4) H2O_TILE(4), row += 4;
+  if (rest & 2) H2O_TILE(2), row += 2;
+  if (rest & 1) H2O_TILE(1);
+#undef H2O_TILE
 }
 
 }  // namespace h2o_prefill::H2O_ISA

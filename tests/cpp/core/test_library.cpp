@@ -19,14 +19,16 @@ TEST(Library, InitMayBeCalledTwice) {
 TEST(Library, VersionIsThatOfTheProject) { EXPECT_EQ(version(), H2O_EXPECTED_VERSION); }
 
 TEST(Library, IsaIsOneThatIsCompiled) {
-  EXPECT_TRUE((std::set<std::string>{"avx512", "avx2", "neon", "scalar"}.count(cpu_isa())))
+  EXPECT_TRUE(
+      (std::set<std::string>{"amx", "avx512_bf16", "avx512", "avx2", "neon", "scalar"}.count(
+          cpu_isa())))
       << cpu_isa();
 }
 
 TEST(Library, OpsAreRegistered) {
   for (const char* name :
        {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory", "gather_rows",
-        "chunked_sparse_attention", "lexical_recall"}) {
+        "dense_attention", "chunked_sparse_attention", "lexical_recall"}) {
     const auto op =
         c10::Dispatcher::singleton().findSchema({std::string("h2o_prefill::") + name, ""});
     EXPECT_TRUE(op.has_value()) << name;
