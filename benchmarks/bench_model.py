@@ -7,6 +7,7 @@ from typing import Annotated
 import _options as options
 import torch
 import typer
+from _allocator import keep_freed_memory
 from _report import Report, ratio_fields
 from _timing import compare
 
@@ -50,9 +51,10 @@ def main(
         "model", json, threads, dtype or "bfloat16,float32", seconds=seconds, quick=quick
     )
     config = plan.config(preset)
+    kept = {"freed_memory_kept": keep_freed_memory()}
     chosen = plan.numbers("--lengths", lengths, LENGTHS, [200])
     title = f"prefill of {model}, preset {preset}; no_attention is the ceiling"
-    with Report(plan, title, COLUMNS, model=model, preset=preset, lengths=chosen) as report:
+    with Report(plan, title, COLUMNS, model=model, preset=preset, lengths=chosen, **kept) as report:
         for kind in plan.dtypes:
             network, _ = load_model(model, kind)
             for count in plan.threads:

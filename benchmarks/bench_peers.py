@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import _options as options
 import torch
 import typer
+from _allocator import keep_freed_memory
 from _peers import OPENVINO_BATCH, PACKAGES, PeerMissing, Prefill, llama_cpp, openvino_genai
 from _report import Report, ratio_fields
 from _timing import compare
@@ -26,6 +27,7 @@ COLUMNS = {
     "ours is faster": "{our_speedup:.2f}x ({our_speedup_q1:.2f} to {our_speedup_q3:.2f})",
 }
 LENGTHS = [4096, 8000]
+PEERS = ("openvino", "llama.cpp")
 
 
 def main(
@@ -41,6 +43,9 @@ def main(
         int,
         typer.Option("--openvino-batch", min=1, help="Tokens that OpenVINO takes at a time."),
     ] = OPENVINO_BATCH,
+    peers: Annotated[
+        str, typer.Option("--peers", help=f"Comma-separated, of {', '.join(PEERS)}.")
+    ] = ",".join(PEERS),
     json: options.JsonOption = None,
     threads: options.ThreadsOption = None,
     dtype: Annotated[
@@ -63,12 +68,14 @@ def main(
         "peers", json, threads, dtype or "bfloat16", seconds=seconds, quick=quick
     )
     config = plan.config(preset)
+    kept = keep_freed_memory()
     chosen = plan.numbers("--lengths", lengths, LENGTHS, [200])
     model = gguf or packaged_gguf()
+    wanted = _chosen(peers)
     versions = {name: package_version(name) for name in PACKAGES}
-    peers = {"peers": versions, "openvino_batch": openvino_batch}
+    others = {"peers": versions, "openvino_batch": openvino_batch, "freed_memory_kept": kept}
     title = f"prefill of {model.name}, preset {preset}, beside other programs"
-    with Report(plan, title, COLUMNS, preset=preset, lengths=chosen, **peers) as report:
+    with Report(plan, title, COLUMNS, preset=preset, lengths=chosen, **others) as report:
         for kind in plan.dtypes:
             network, tokenizer = load_model(str(model), kind)
             text = load_text("wikitext2" if text_file else "pydoc", text_file)
@@ -86,20 +93,35 @@ def main(
                     name = f"h2o_prefill {options.dtype_name(kind)}"
                     ways[name] = ours["sparse"]
                     ways[f"transformers {options.dtype_name(kind)}"] = ours["dense"]
-                    ways |= _peers(model, prompt.tolist(), count, openvino_batch, report)
+                    ways |= _peers(wanted, model, prompt.tolist(), count, openvino_batch, report)
                     _add_rows(report, ways, name, plan.seconds, length=length, threads=count)
 
 
+def _chosen(peers: str) -> list[str]:
+    names = peers.split(",") if peers else []
+    if unknown := set(names) - set(PEERS):
+        raise typer.BadParameter(
+            f"--peers must be of {', '.join(PEERS)}, got {', '.join(sorted(unknown))}"
+        )
+    return names
+
+
 def _peers(
-    model: Path, prompt: list[int], threads: int, openvino_batch: int, report: Report
+    wanted: list[str],
+    model: Path,
+    prompt: list[int],
+    threads: int,
+    openvino_batch: int,
+    report: Report,
 ) -> dict[str, Prefill]:
+    makers = {
+        "openvino": lambda: openvino_genai(model, prompt, threads, openvino_batch),
+        "llama.cpp": lambda: llama_cpp(model, prompt, threads),
+    }
     ways: dict[str, Prefill] = {}
-    for make in (
-        lambda: openvino_genai(model, prompt, threads, openvino_batch),
-        lambda: llama_cpp(model, prompt, threads),
-    ):
+    for name in wanted:
         try:
-            ways |= make()
+            ways |= makers[name]()
         except PeerMissing as missing:
             report.note(str(missing))
     return ways

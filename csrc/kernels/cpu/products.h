@@ -8,6 +8,7 @@
 
 #include "kernels/cpu/float16.h"
 #include "kernels/cpu/simd.h"
+#include "kernels/params.h"
 
 namespace h2o_prefill::H2O_ISA {
 

@@ -80,7 +80,17 @@ H2O_INLINE void store_float16(uint16_t* p, Vec x) {
 #endif
 
 H2O_INLINE Vec broadcast(float x) { return x - Vec{}; }
-H2O_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+// a > b ? a : b: of a NaN and a number, b. As one instruction, which GCC does not always find.
+H2O_INLINE Vec max(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_max_ps(0xFFFF, a, b);
+#elif defined(__AVX__)
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // f(0), ..., f(kLanes - 1), as the arguments of a shuffle.
 #define H2O_LANES_4(f, i) f(i), f(i + 1), f(i + 2), f(i + 3)
