@@ -138,8 +138,9 @@ def test_recall(device, dtype, options, past):
 
 @pytest.mark.parametrize("token", [0, 31, 32, 70, 149])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_no_output_depends_on_a_later_token(device, token, options):
-    q, k, v = make_qkv(Shape(1, 4, 2, 150, 16, 16), device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_output_depends_on_a_later_token(device, token, options, dtype):
+    q, k, v = make_qkv(Shape(1, 4, 2, 150, 16, 16), dtype, device=device)
     before, _, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, S, 8, 8, **options)
     for x in (q, k, v):
         x[:, :, token:] = torch.randn_like(x[:, :, token:]) * 5
@@ -147,9 +148,10 @@ def test_no_output_depends_on_a_later_token(device, token, options):
     torch.testing.assert_close(before[:, :, :token], after[:, :, :token], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("threads", [2, 8])
-def test_results_do_not_depend_on_the_number_of_threads(threads):
-    q, k, v = make_qkv(Shape(2, 6, 2, 700, 64, 64))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [2, 8, 64])
+def test_results_do_not_depend_on_the_number_of_threads(threads, dtype):
+    q, k, v = make_qkv(Shape(2, 6, 2, 700, 64, 64), dtype)
     arguments = (q, k, v, *NO_STATE, 0, 256, 32, 32)
     one = ops.chunked_sparse_attention(*arguments)
     torch.set_num_threads(threads)
