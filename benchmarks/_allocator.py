@@ -13,9 +13,9 @@ _LARGEST = 1 << 30
 def keep_freed_memory() -> bool:
     """Let this process keep freed memory, and return whether its C library can.
 
-    glibc gives large blocks back to the system when they are freed; whoever gets them next pays for
-    their first touch, and who that is changes with the order of the candidates: some 4 % of a prefill
-    of 8,000 tokens. PyTorch's tuning guide recommends allocators that do not.
+    glibc gives large blocks back to the system when they are freed. Whoever gets them next pays for
+    their first touch, some 4 % of a prefill of 8,000 tokens, and who that is changes with the order
+    of the candidates. PyTorch's tuning guide recommends allocators that do not.
     """
     if not sys.platform.startswith("linux"):
         return False
