@@ -21,8 +21,11 @@ from h2o_prefill.state import PrefillState  # noqa: E402
 
 if TYPE_CHECKING:
     from h2o_prefill import reference
+    from h2o_prefill.eval.ablation import run_ablation
+    from h2o_prefill.eval.attention_error import measure_attention
     from h2o_prefill.eval.patterns import visualize_attention_patterns
     from h2o_prefill.eval.perplexity import evaluate_perplexity
+    from h2o_prefill.eval.retrieval import evaluate_retrieval
     from h2o_prefill.eval.throughput import benchmark_throughput
     from h2o_prefill.hf.cache import ChunkedPrefillCache
     from h2o_prefill.hf.enable import enable
@@ -38,7 +41,10 @@ _LAZY = {
     "chunked_prefill": "h2o_prefill.hf",
     "enable": "h2o_prefill.hf",
     "evaluate_perplexity": "h2o_prefill.eval",
+    "evaluate_retrieval": "h2o_prefill.eval",
+    "measure_attention": "h2o_prefill.eval",
     "reference": "h2o_prefill.reference",
+    "run_ablation": "h2o_prefill.eval",
     "visualize_attention_patterns": "h2o_prefill.eval",
 }
 
@@ -52,8 +58,11 @@ __all__ = [
     "chunked_prefill",
     "enable",
     "evaluate_perplexity",
+    "evaluate_retrieval",
+    "measure_attention",
     "ops",
     "reference",
+    "run_ablation",
     "visualize_attention_patterns",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import bench, generate, info, ppl, visualize
+from . import ablate, bench, generate, info, ppl, retrieve, visualize
 from .errors import OneLineErrors
 
 app = typer.Typer(
@@ -17,7 +17,9 @@ app = typer.Typer(
     epilog="H2O_PREFILL_DEBUG=1 shows the traceback of an error.",
 )
 app.command(name="ppl")(ppl.ppl)
+app.command(name="ablate")(ablate.ablate)
 app.command(name="bench")(bench.bench)
+app.command(name="retrieve")(retrieve.retrieve)
 app.command(name="visualize")(visualize.visualize)
 app.command(name="generate")(generate.generate)
 app.command(name="info")(info.info)

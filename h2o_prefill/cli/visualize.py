@@ -1,4 +1,4 @@
-"""`h2o-prefill visualize`: draw what the memory sets of a prompt hold."""
+"""`h2o-prefill visualize`: draw what the memory sets of a prompt hold, and what that costs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from . import options
 from .console import error_console, output_console, progress_bar, quiet_libraries
 from .presets import preset_config
 
+_SIZES = "Sparse prefill"
+
 
 def visualize(
     model: options.ModelOption = "smollm2-135m",
@@ -24,19 +26,50 @@ def visualize(
     output: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Folder for the figures.")
     ] = Path("attention_patterns"),
+    errors: Annotated[
+        bool,
+        typer.Option(
+            "--errors/--no-errors", help="Also compare each head with dense attention, in a table."
+        ),
+    ] = True,
     preset: options.PresetOption = "spec",
     chunk_size: options.ChunkSizeOption = None,
     local_window: options.LocalWindowOption = None,
     heavy_budget: options.HeavyBudgetOption = None,
     sink_tokens: options.SinkTokensOption = None,
+    recall: Annotated[
+        int | None,
+        typer.Option(
+            "--recall",
+            help="Earlier places recalled for a token; 0 is off.",
+            rich_help_panel=_SIZES,
+            show_default="preset",
+        ),
+    ] = None,
+    recall_block: Annotated[
+        int | None,
+        typer.Option(
+            "--recall-block",
+            help="Rows that share a list of recalled keys.",
+            rich_help_panel=_SIZES,
+            show_default="preset",
+        ),
+    ] = None,
     dtype: options.DtypeOption = "float32",
+    json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Draw which positions the heads of each layer keep, and how much attention they received."""
+    """Draw which positions heads keep, what attention they received, and the errors that result.
+
+    Writes PNG files, and index.html that shows them all.
+    """
     from ..eval import load_model, load_text, visualize_attention_patterns
+    from ..eval.environment import environment
     from ..eval.patterns import check_prompt_length
     from ..eval.protocols import select_windows
+    from ..eval.report import write_json
     from ..eval.text import encode
+    from .attention_table import attention_table
 
     with quiet_libraries():
         config = preset_config(
@@ -45,10 +78,15 @@ def visualize(
             local_window=local_window,
             heavy_budget=heavy_budget,
             sink_tokens=sink_tokens,
+            recall=recall,
+            recall_block=recall_block,
         )
         check_prompt_length(config, context, "context")
         if output.exists() and not output.is_dir():
             raise ValueError(f"--output must be a folder, got the file {str(output)!r}")
+        options.check_output_file(json_file, "--json")
+        if json_file is not None and not errors:
+            raise ValueError("--json holds the errors: it must not come with --no-errors")
         if importlib.util.find_spec("matplotlib") is None:
             raise ImportError("figures need matplotlib: pip install 'h2o_prefill[eval]'")
         corpus = load_text(dataset, text_file)
@@ -60,7 +98,7 @@ def visualize(
         title = (
             f"{model} {dtype}, {corpus.name} window {window} of {context} tokens, "
             f"S={config.chunk_size} L={config.local_window} H={config.heavy_budget} "
-            f"K={config.sink_tokens}"
+            f"K={config.sink_tokens}" + (f" recall={config.recall}" if config.recall else "")
         )
         with progress_bar() as bar:
             task = bar.add_task("prefill", total=None)
@@ -70,9 +108,28 @@ def visualize(
                 config,
                 output,
                 title=title,
+                errors=errors,
                 on_progress=lambda done, total, what: bar.update(
                     task, completed=done, total=total, description=what
                 ),
             )
-        for path in patterns.paths.values():
+        if patterns.measures is not None:
+            output_console().print(
+                title, attention_table(patterns.measures), sep="\n", markup=False
+            )
+        for path in (*patterns.paths.values(), patterns.page):
             output_console().print(str(path), markup=False, soft_wrap=True)
+        if json_file is not None and patterns.measures is not None:
+            report = patterns.measures.to_dict()
+            origin = {
+                "model": model,
+                "dtype": dtype,
+                "dataset": corpus.name,
+                "text_source": corpus.source,
+                "window": window,
+                "context": context,
+                "preset": preset,
+            }
+            report["config"] = {**origin, **report["config"]}
+            write_json({"environment": environment(), **report}, json_file)
+            error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,11 @@ from torch import Tensor
 from .. import ops
 from ..config import PrefillConfig
 from .guards import check_dense, check_length, eval_mode
+from .pattern_measures import stack_layers
+from .visibility import RecalledKeys, find_recalled
+
+if TYPE_CHECKING:
+    from .attention_result import AttentionMeasures
 
 Progress = Callable[[int, int, str], None]
 
@@ -35,8 +42,18 @@ class AttentionPatterns:
     chunk_ends : tuple of int
         Where each chunk ends; the last is T.
     config : PrefillConfig
+    kv_heads : tuple of int, optional
+        KV heads of each layer; layers with fewer than others are filled up with empty sets and NaN
+        scores. None: all have the same.
+    recalled : RecalledKeys, optional
+        What lexical recall found, if it is on.
+    measures : AttentionMeasures, optional
+        Errors against dense attention, if they were measured.
     paths : dict of str to Path
-        The figures: "memory", "scores", "sinks", "heavy".
+        The figures: "memory", "scores", "sinks", "heavy", "survival"; of the errors "errors",
+        "chunks"; with recall "recalled".
+    page : Path, optional
+        An HTML page that holds them all.
     """
 
     memory: Tensor
@@ -44,7 +61,11 @@ class AttentionPatterns:
     layers: tuple[int, ...]
     chunk_ends: tuple[int, ...]
     config: PrefillConfig
+    kv_heads: tuple[int, ...] | None = None
+    recalled: RecalledKeys | None = None
+    measures: AttentionMeasures | None = None
     paths: dict[str, Path] = field(default_factory=dict)
+    page: Path | None = None
 
 
 def visualize_attention_patterns(
@@ -54,13 +75,16 @@ def visualize_attention_patterns(
     output_dir: str | os.PathLike[str] = "attention_patterns",
     *,
     title: str = "",
+    errors: bool = True,
     on_progress: Progress | None = None,
 ) -> AttentionPatterns:
-    """Prefill a prompt sparsely and draw what its memory sets hold.
+    """Prefill a prompt sparsely and draw what its memory sets hold, and what that costs.
 
-    Writes four figures: the positions that the heads of each layer hold after each chunk, the
-    attention that each position received, the share of heads that hold the first positions, and how
-    many heavy positions stay from one memory set to the next.
+    Writes a figure each of the positions that the heads of each layer hold after each chunk, the
+    attention that each position received, the share of heads that hold the first positions, how
+    many heavy positions stay from one memory set to the next, and for how many chunks they stay; of
+    each head's error against dense attention, and of the errors by chunk; with recall, of the
+    positions recalled. `index.html` shows all of them and says what they show.
 
     Parameters
     ----------
@@ -71,11 +95,15 @@ def visualize_attention_patterns(
     chunk_config : PrefillConfig, optional
         Default: the algorithm as specified.
     output_dir : path
-        Folder for the PNG files; it is made if it is not there.
+        Folder for the files; it is made if it is not there.
     title : str
         What was run, for the figures.
+    errors : bool
+        Measure the errors too, see `measure_attention`: a dense run, and more time than the sparse
+        one.
     on_progress : callable, optional
-        Called with (chunks done, chunks in all, what runs next).
+        Called with (steps done, steps in all, what runs next), first for the chunks of the sparse
+        run, then for the layers of the dense one.
 
     Returns
     -------
@@ -90,15 +118,21 @@ def visualize_attention_patterns(
     ImportError
         If matplotlib is missing.
     """
+    from .attention_error import measure_attention
+    from .pattern_page import write_pattern_page
     from .pattern_plots import plot_patterns
 
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
     patterns = collect_patterns(model, input_ids, chunk_config, on_progress=on_progress)
+    if errors:
+        measures = measure_attention(model, input_ids, chunk_config, on_progress=on_progress)
+        patterns = dataclasses.replace(patterns, measures=measures)
     folder.mkdir(parents=True, exist_ok=True)
     patterns.paths.update(plot_patterns(patterns, folder, title))
-    return patterns
+    page = write_pattern_page(patterns, folder / "index.html", title)
+    return dataclasses.replace(patterns, page=page)
 
 
 def collect_patterns(
@@ -114,7 +148,7 @@ def collect_patterns(
     `visualize_attention_patterns`.
     """
     config = PrefillConfig() if chunk_config is None else chunk_config
-    prompt = _prompt(input_ids)
+    prompt = prompt_ids(input_ids)
     length = prompt.shape[1]
     check_prompt_length(config, length)
     check_dense(model)
@@ -139,11 +173,13 @@ def collect_patterns(
     if not states:
         raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")
     return AttentionPatterns(
-        memory=torch.stack([torch.stack(layers) for layers in sets]),
-        scores=torch.stack([state.scores[0].cpu() for _, state in states]),
+        memory=torch.stack([stack_layers(layers, -1, heads_dim=0) for layers in sets]),
+        scores=stack_layers([state.scores[0].cpu() for _, state in states], math.nan, heads_dim=0),
         layers=tuple(index for index, _ in states),
         chunk_ends=tuple(ends),
         config=config,
+        kv_heads=tuple(state.scores.shape[1] for _, state in states),
+        recalled=find_recalled(prompt, config),
     )
 
 
@@ -175,7 +211,7 @@ def check_prompt_length(config: PrefillConfig, length: int, argument: str = "inp
         )
 
 
-def _prompt(input_ids: Tensor) -> Tensor:
+def prompt_ids(input_ids: Tensor) -> Tensor:
     shape = list(input_ids.shape)
     if (
         input_ids.is_floating_point()

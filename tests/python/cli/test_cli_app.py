@@ -23,11 +23,14 @@ def test_help_lists_the_commands(run: Run) -> None:
         done = run(*arguments)
         assert done.exit_code == 0
         assert all(
-            name in done.stdout for name in ("ppl", "bench", "visualize", "generate", "info")
+            name in done.stdout
+            for name in ("ppl", "bench", "ablate", "retrieve", "visualize", "generate", "info")
         )
 
 
-@pytest.mark.parametrize("command", ["ppl", "bench", "visualize", "generate", "info"])
+@pytest.mark.parametrize(
+    "command", ["ppl", "bench", "ablate", "retrieve", "visualize", "generate", "info"]
+)
 def test_every_command_has_help(run: Run, command: str) -> None:
     done = run(command, "--help")
     assert done.exit_code == 0

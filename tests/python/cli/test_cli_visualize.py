@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 Run = Callable[..., Any]
 SIZES = ("--context", 64, "--chunk-size", 16, "--local-window", 4, "--heavy-budget", 4)
-FIGURES = ("memory", "scores", "sinks", "heavy")
+FIGURES = ("memory", "scores", "sinks", "heavy", "survival", "errors", "chunks")
 
 
 @pytest.fixture
@@ -26,9 +28,45 @@ def test_the_figures_are_written_and_named(visualize: Run, tmp_path: Path) -> No
     done = visualize("--threads", 1)
     assert done.exit_code == 0, done.output
     paths = [tmp_path / "out" / f"{name}.png" for name in FIGURES]
-    assert done.stdout.split() == [str(path) for path in paths]
+    page = tmp_path / "out" / "index.html"
+    named = done.stdout.split("\n")[-len(FIGURES) - 2 : -1]
+    assert named == [str(path) for path in (*paths, page)]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert page.read_text(encoding="utf-8").count("data:image/png;base64,") == len(FIGURES)
     assert done.stderr == ""
+    _check_table(done.stdout.split("\n"))
+
+
+def _check_table(lines: list[str]) -> None:
+    assert all(len(line) <= 80 or line.endswith((".png", ".html")) for line in lines)
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert all(str(chunk) in rows for chunk in range(4))  # a row a chunk
+    # Error 0, and all of the mass: the first chunk is exact.
+    assert rows["0"][1:3] == ["0.00", "%"] and rows["0"][6:8] == ["100.00", "%"]
+    assert float(rows["1"][1]) > 0 and rows["1"][-1] == "-" and 0 <= float(rows["2"][-1]) <= 1
+    assert rows["all"][2] == "%"
+
+
+def test_without_errors_there_is_no_table(visualize: Run, tmp_path: Path) -> None:
+    done = visualize("--no-errors")
+    names = [*FIGURES[:5], "index"]
+    assert [Path(line).stem for line in done.stdout.split("\n")[:-1]] == names
+    assert not (tmp_path / "out" / "errors.png").exists()
+
+
+def test_the_report_is_written(visualize: Run, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = visualize("--json", file, "--recall", 2, "--recall-block", 8, "--window", 1)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "recalled.png").is_file()
+    report = json.loads(file.read_text())
+    assert report["environment"]["torch"] == str(torch.__version__)
+    config = report["config"]
+    assert config["recall"] == 2 and config["window"] == 1 and config["context"] == 64
+    assert [row["layer"] for row in report["by_layer"]] == [0, 1]
+    assert len(report["by_layer"][0]["l1_error"]) == 4
+    assert 0 < report["summary"]["mass_recall_mean"] < 1
+    assert done.stderr == f"wrote {file}\n"
 
 
 def test_options_reach_the_run(visualize: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +103,10 @@ def test_options_reach_the_run(visualize: Run, monkeypatch: pytest.MonkeyPatch) 
         (("--output", __file__), "--output must be a folder, got the file"),
         (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
         (("--heavy-budget", -1), "heavy_budget must be >= 0, got -1"),
+        (("--recall", 2), "chunk_size must be a multiple of recall_block, got 16 and 128"),
+        (("--recall", -1), "recall must be >= 0, got -1"),
+        (("--json", "x.json", "--no-errors"), "--json holds the errors"),
+        (("--json", "nowhere/x.json"), "--json must be a file in a folder that exists"),
         (("--preset", "best"), "preset must be one of"),
     ],
 )

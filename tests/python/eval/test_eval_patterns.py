@@ -13,13 +13,19 @@ from torch import Tensor
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import visualize_attention_patterns
-from h2o_prefill.eval.pattern_measures import head_share, heavy_overlap, held_positions
+from h2o_prefill.eval.pattern_measures import (
+    head_share,
+    heavy_overlap,
+    heavy_survival,
+    held_positions,
+    memory_jaccard,
+)
 from h2o_prefill.eval.patterns import AttentionPatterns, collect_patterns
 
 LENGTH = 72  # four chunks of 16 tokens and one of 8
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def prompt() -> Tensor:
     return torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(5))
 
@@ -94,23 +100,53 @@ def test_heavy_overlap_leaves_out_sinks_and_the_local_window() -> None:
     assert math.isnan(heavy_overlap(nothing, (8, 16), config).item())
 
 
-@pytest.fixture
+def test_memory_jaccard_counts_whole_sets() -> None:
+    memory = torch.tensor([[[[0, 1, 2]]], [[[1, 2, 5]]], [[[6, 7, -1]]]], dtype=torch.int32)
+    assert memory_jaccard(memory, 8)[:, 0, 0].tolist() == [0.5, 0]
+    assert memory_jaccard(torch.full_like(memory, -1), 8).isnan().all()
+
+
+def test_heavy_survival_counts_from_the_first_heavy_set() -> None:
+    config = PrefillConfig(chunk_size=8, local_window=2, heavy_budget=2, sink_tokens=1)
+    sets = [[0, 1, 2, 6, 7], [0, 1, 6, 14, 15], [0, 1, 14, 22, 23]]
+    memory = torch.tensor(sets, dtype=torch.int32).view(3, 1, 1, 5)
+    # Heavy {1, 2}, {1, 6}, {1, 14}: of 1, 2 and 6, which entered before the last set, 1 alone
+    # is there one set later; of 1 and 2 it is two sets later.
+    survival = heavy_survival(memory, (8, 16, 24), config)
+    assert survival[:, 0].tolist() == pytest.approx([1, 1 / 3, 1 / 2])
+    nothing = torch.full_like(memory, -1)
+    assert heavy_survival(nothing, (8, 16, 24), config).isnan().all()
+
+
+def test_layers_with_fewer_kv_heads(tiny: Any, prompt: Tensor, small_config: PrefillConfig) -> None:
+    patterns = collect_patterns(tiny.make_uneven_model(), prompt, small_config)
+    assert patterns.kv_heads == (2, 1)
+    assert patterns.memory.shape == (5, 2, 2, 8) and patterns.scores.shape == (2, 2, LENGTH)
+    assert (patterns.memory[:, 1, 1] == -1).all() and patterns.scores[1, 1].isnan().all()
+    share = head_share(patterns.memory, LENGTH, patterns.kv_heads)
+    # The local window is held by all the heads that there are.
+    assert (share[-1, :, -4:] == 1).all()
+
+
+@pytest.fixture(scope="module")
 def drawn(
-    tiny_model: Any, prompt: Tensor, small_config: PrefillConfig, tmp_path: Path
+    tiny: Any, prompt: Tensor, small_config: PrefillConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> AttentionPatterns:
     pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("drawn") / "new" / "folder"
     return visualize_attention_patterns(
-        tiny_model, prompt[0], small_config, tmp_path / "new" / "folder", title="tiny"
+        tiny.make_model(), prompt[0], small_config, folder, title="tiny"
     )
 
 
-def test_every_figure_is_written(drawn: AttentionPatterns, tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "folder"
-    assert drawn.paths == {
-        name: folder / f"{name}.png" for name in ("memory", "scores", "sinks", "heavy")
-    }
+def test_every_figure_is_written(drawn: AttentionPatterns) -> None:
+    folder = drawn.paths["memory"].parent
+    assert folder.name == "folder"
+    names = ("memory", "scores", "sinks", "heavy", "survival", "errors", "chunks")
+    assert drawn.paths == {name: folder / f"{name}.png" for name in names}
     for path in drawn.paths.values():
         assert path.read_bytes().startswith(b"\x89PNG")
+    assert drawn.page == folder / "index.html"
 
 
 def _assert_shown(shown: Any, expected: Tensor) -> None:
@@ -180,7 +216,7 @@ def test_without_a_heavy_budget_there_is_no_overlap(
 ) -> None:
     pytest.importorskip("matplotlib")
     config = small_config.replace(heavy_budget=0)
-    patterns = visualize_attention_patterns(tiny_model, prompt, config, tmp_path)
+    patterns = visualize_attention_patterns(tiny_model, prompt, config, tmp_path, errors=False)
     assert heavy_overlap(patterns.memory, patterns.chunk_ends, config).isnan().all()
     assert patterns.paths["heavy"].is_file()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,19 @@ def save_model(folder: Path) -> Path:
     make_model().save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def make_uneven_model(seed: int = 0) -> LlamaForCausalLM:
+    """Return the model with half the query and KV heads in its second layer."""
+    model = make_model(seed)
+    attention = model.model.layers[1].self_attn
+    smaller = copy.deepcopy(model.config)
+    smaller.num_attention_heads, smaller.num_key_value_heads = 2, 1
+    torch.manual_seed(seed + 1)
+    uneven = type(attention)(smaller, layer_idx=1)
+    for parameter in uneven.parameters():
+        torch.nn.init.normal_(parameter, std=model.config.initializer_range)
+    # The config that tells which attention function to call is the model's.
+    uneven.config = model.config
+    model.model.layers[1].self_attn = uneven
+    return model.eval()

@@ -1,0 +1,59 @@
+"""The table that `h2o-prefill ablate` ends with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+from ..eval.ablation_grid import format_value
+from .console import output_console
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MEASURES = ("dense", "sparse", "difference", "KL", "same\ntop-1", "flops")
+_ANY_WIDTH = 10_000
+
+
+def ablation_table(frame: pd.DataFrame, varied: Sequence[str]) -> Table:
+    """Return one row a cell: what tells it from the others, and what it costs.
+
+    Parameters
+    ----------
+    frame : pandas.DataFrame
+        Rows as `run_ablation` returns them.
+    varied : sequence of str
+        Columns of which the grid had more than one value.
+    """
+    names = [*(["dataset"] if frame["dataset"].nunique() > 1 else []), *varied]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for name in (*(name.replace("_", "\n") for name in names), *_MEASURES):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in frame.astype(object).where(frame.notna(), None).to_dict(orient="records"):
+        error = row["stderr_percent"]
+        table.add_row(
+            *(format_value(row[name]) for name in names),
+            f"{row['dense_ppl']:.3f}",
+            f"{row['sparse_ppl']:.3f}",
+            f"{row['delta_percent']:+.2f} %{_error(error)}",
+            f"{row['kl_mean']:.4f}",
+            f"{100 * row['top1_agreement']:.1f} %",
+            f"1/{row['attention_flops_ratio']:.2f}",
+        )
+    return table
+
+
+def print_wide(title: str, table: Table) -> None:
+    """Print a table as a result, over the width of the terminal rather than with cut numbers."""
+    console = output_console()
+    unlimited = console.options.update(width=_ANY_WIDTH)
+    console.width = max(console.width, console.measure(table, options=unlimited).maximum)
+    console.print(title, table, sep="\n", markup=False)
+
+
+def _error(percent: float | None) -> str:
+    return "" if percent is None or math.isnan(percent) else f" ± {percent:.2f}"

@@ -1,0 +1,170 @@
+"""`h2o-prefill retrieve`: needles in long prompts, dense against variants of sparse prefill."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ..eval.retrieval_prompts import QUESTIONS
+from ..eval.retrieval_settings import DEPTHS, LENGTHS
+from ..eval.retrieval_tasks import TASKS
+from . import options
+from .console import error_console, output_console, progress_bar, quiet_libraries
+from .variants import parse_variants
+
+if TYPE_CHECKING:
+    from ..eval.retrieval_result import RetrievalResult
+
+
+def retrieve(
+    model: options.ModelOption = "smollm2-135m",
+    dataset: options.DatasetOption = "wikitext2",
+    text_file: options.TextFileOption = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks",
+            metavar="NAME,NAME,...",
+            help=f"Of {options.choices(TASKS)}.",
+            show_default="all",
+        ),
+    ] = ",".join(TASKS),
+    lengths: Annotated[
+        str,
+        typer.Option("--lengths", metavar="N,N,...", help="Tokens of prompt and answer together."),
+    ] = ",".join(map(str, LENGTHS)),
+    depths: Annotated[
+        str,
+        typer.Option("--depths", metavar="N,N,...", help="Percent of the text before the needle."),
+    ] = ",".join(map(str, DEPTHS)),
+    prompts: Annotated[
+        int, typer.Option("--prompts", min=1, help="Of each task, length and depth.")
+    ] = 1,
+    question: Annotated[
+        str,
+        typer.Option(
+            "--question",
+            help=f"{options.choices(QUESTIONS)}: where it stands, after the text or before it.",
+        ),
+    ] = "last",
+    variants: Annotated[
+        list[str],
+        typer.Option(
+            "--variant",
+            metavar="PRESET[,NAME=VALUE...]",
+            help="Sparse prefill to compare with dense, like spec,recall=4. May be repeated.",
+        ),
+    ] = ["spec"],  # noqa: B006 (typer takes a list)
+    seed: Annotated[int, typer.Option("--seed", help="Of all that is random.")] = 0,
+    dtype: options.DtypeOption = "float32",
+    json_file: options.JsonOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw scores by length and depth (png, svg, pdf)."
+        ),
+    ] = None,
+    threads: options.ThreadsOption = None,
+) -> None:
+    """Ask for needles hidden in a text, after dense and after sparse prefill of the same prompts.
+
+    The tasks have the form of RULER's; paraphrased asks for a fact in other words than the text's.
+    In the table, kept is the share of the prompts that dense solves which a variant solves too.
+    """
+    from ..eval import evaluate_retrieval, load_model, load_text
+    from ..eval.plots import PLOT_SUFFIXES
+    from ..eval.report import write_json
+    from ..eval.retrieval_plots import plot_retrieval
+    from ..eval.retrieval_result import retrieval_report
+    from ..eval.retrieval_settings import check_retrieval
+
+    with quiet_libraries():
+        configs = parse_variants(variants)
+        options.check_output_file(json_file, "--json")
+        options.check_output_file(plot, "--plot", PLOT_SUFFIXES)
+        if plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ImportError("--plot needs matplotlib: pip install 'h2o_prefill[eval]'")
+        names, sizes = tasks.split(","), _numbers(lengths, "lengths")
+        percents = _numbers(depths, "depths")
+        check_retrieval(configs, names, sizes, percents, prompts, question)
+        corpus = load_text(dataset, text_file)
+        options.use_threads(threads)
+        with error_console().status(f"loading {model}"):
+            network, tokenizer = load_model(model, dtype)
+        with progress_bar() as bar:
+            task = bar.add_task("retrieval", total=None)
+            result = evaluate_retrieval(
+                network,
+                corpus,
+                configs,
+                tokenizer=tokenizer,
+                tasks=names,
+                lengths=sizes,
+                depths=percents,
+                prompts_per_cell=prompts,
+                question=question,
+                seed=seed,
+                on_progress=lambda done, total, what: bar.update(
+                    task, completed=done, total=total, description=what
+                ),
+            )
+        title = f"{model} {dtype}\nneedles in {corpus.name}, question {question}"
+        output_console().print(title, retrieval_table(result), sep="\n", markup=False)
+        if json_file is not None:
+            write_json(retrieval_report(result, model=model, dtype=dtype), json_file)
+            error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+        if plot is not None:
+            plot_retrieval(result, plot, title.replace("\n", ", "))
+            error_console().print(f"wrote {plot}", markup=False, soft_wrap=True)
+
+
+def retrieval_table(result: RetrievalResult) -> Table:
+    """Return the accuracy of each variant, task by task and length by length, with 95 % intervals.
+
+    Kept is what a variant solves of the prompts that the dense run solves.
+    """
+    # Narrow, and with headings of two lines, to fit 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("task", no_wrap=True)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("prefill", overflow="fold")
+    table.add_column("accuracy %\n(95 %)", justify="right", no_wrap=True)
+    table.add_column("kept of\nsolved", justify="right", no_wrap=True)
+    table.add_column("kept %\n(95 %)", justify="right", no_wrap=True)
+    for row in result.summary:
+        first = row.variant == result.summary[0].variant
+        if first:
+            table.add_section()
+        table.add_row(
+            row.task if first else "",
+            str(row.length) if first else "",
+            row.variant,
+            _percent(row.accuracy, row.accuracy_interval),
+            _of(row.kept, row.dense_solved),
+            _percent(row.kept, row.kept_interval),
+        )
+    return table
+
+
+def _of(share: float, count: int) -> str:
+    return f"{share * count:.0f}/{count}" if count else "-"
+
+
+def _percent(share: float, interval: tuple[float, float]) -> str:
+    if math.isnan(share):
+        return "-"
+    low, high = interval
+    return f"{100 * share:.0f} ({100 * low:.0f}-{100 * high:.0f})"
+
+
+def _numbers(text: str, name: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} must be numbers with commas between, got {text!r}") from None

@@ -1,0 +1,99 @@
+"""The folder of an ablation: finished cells, dense runs, claims, and the CSV file beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ablation_table as table
+from .report import write_json
+
+CSV_NAME = "perplexity_ablation.csv"
+PARTS_NAME = "perplexity_ablation_parts"
+
+
+class AblationStore:
+    """The files of an ablation, which any number of processes share.
+
+    Every finished cell is a file of its own, and the CSV file is made anew from all of them, and
+    from the rows that it held before, whenever one comes: so no two processes write one file, and
+    the folder of the parts may be deleted at any time when nothing runs.
+
+    Parameters
+    ----------
+    output : Path
+        Folder for the CSV file; made if it is not there.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.csv_path = output / CSV_NAME
+        self.claims_folder = output / PARTS_NAME / "claims"
+        self._cells = output / PARTS_NAME / "cells"
+        self._dense = output / PARTS_NAME / "dense"
+        self._rows = {row["cell"]: row for row in table.read_rows(self.csv_path)}
+        for folder in (self._cells, self._dense):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._merge()
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Return the rows of all finished cells, by their keys."""
+        for path in self._cells.glob("*.json"):
+            if path.stem not in self._rows:
+                self._rows[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        return dict(self._rows)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write the row of a finished cell, and the CSV file."""
+        with _replaced(self._cells / f"{row['cell']}.json") as path:
+            write_json(row, path)
+        self._merge()
+
+    def has_dense(self, key: str) -> bool:
+        """Return whether the dense run of a window is there."""
+        return self._dense_path(key).exists()
+
+    def add_dense(self, key: str, rows: Tensor, seconds: float) -> None:
+        """Write the dense run of a window: its rows [T, C], as `PromptLogits` takes them."""
+        with _replaced(self._dense_path(key)) as path:
+            torch.save({"rows": rows.cpu(), "seconds": seconds}, path)
+
+    def dense(self, key: str) -> tuple[Tensor, float]:
+        """Return the rows, on the CPU, and the seconds of the dense run of a window."""
+        kept = torch.load(self._dense_path(key), map_location="cpu", mmap=True, weights_only=True)
+        return kept["rows"], kept["seconds"]
+
+    def _dense_path(self, key: str) -> Path:
+        return self._dense / f"{key}.pt"
+
+    def _merge(self) -> None:
+        # Another process may replace the file by an older state than this one's: whoever is last to
+        # replace it looks again afterwards.
+        rows = self.rows()
+        while True:
+            with _replaced(self.csv_path) as path:
+                table.to_frame(rows.values()).to_csv(path, index=False)
+            now = self.rows()
+            if now.keys() == rows.keys():
+                return
+            rows = now
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Give a path to write to that takes the place of `path` at the end, whole or not at all."""
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield scratch
+        with open(scratch, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)

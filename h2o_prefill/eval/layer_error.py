@@ -1,0 +1,148 @@
+"""Sparse against dense attention on the queries, keys and values of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..config import PrefillConfig
+from .visibility import RecalledKeys, visible_keys
+
+# The softmax weights of a block of rows hold at most this many numbers (16 MiB in fp32).
+_BLOCK_NUMBERS = 1 << 22
+
+
+@dataclass(frozen=True)
+class LayerMeasures:
+    """Sums over the rows of each chunk, on the CPU.
+
+    Attributes
+    ----------
+    difference, size : Tensor
+        fp64 [chunks, Hq]: sum |sparse - dense| and sum |dense| of the outputs.
+    mass : Tensor
+        fp64 [chunks, Hq]: dense softmax mass on the keys that a row sees, summed over rows.
+    lowest_mass : Tensor
+        fp64 [chunks, Hq]: that of the row with the least.
+    memory : Tensor
+        int32 [chunks, Hkv, K + L + H]: the set after each chunk, -1 where absent.
+    """
+
+    difference: Tensor
+    size: Tensor
+    mass: Tensor
+    lowest_mass: Tensor
+    memory: Tensor
+
+
+def measure_layer(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: PrefillConfig,
+    recalled: RecalledKeys | None = None,
+    scale: float | None = None,
+) -> LayerMeasures:
+    """Prefill one layer sparsely, a chunk a call, beside dense attention.
+
+    Parameters
+    ----------
+    query, key, value : Tensor
+        [1, Hq, T, D], [1, Hkv, T, D], [1, Hkv, T, Dv], the whole prompt.
+    config : PrefillConfig
+    recalled : RecalledKeys, optional
+        What `find_recalled` returned for the prompt.
+    scale : float, optional
+        Factor of the logits, default D^-0.5.
+    """
+    # In 16 bits the rounding of two outputs would count as the error of one.
+    query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
+    length = query.shape[2]
+    scores: Tensor | None = None
+    attended: Tensor | None = None
+    last_begin = 0
+    chunks: list[tuple[Tensor, ...]] = []
+    for begin in range(0, length, config.chunk_size):
+        end = min(begin + config.chunk_size, length)
+        q, k, v = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
+        lists: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        if recalled is not None:
+            lists = recalled.of_rows(begin, end, q.device)
+        sparse, scores, attended = ops.chunked_sparse_attention(
+            q,
+            k,
+            v,
+            scores,
+            attended,
+            *lists,
+            last_begin,
+            config.chunk_size,
+            config.local_window,
+            config.heavy_budget,
+            config.sink_tokens,
+            # The tail is the prompt's, not the chunk's.
+            max(0, config.dense_tail - (length - end)),
+            config.gqa_reduce,
+            config.recall_block,
+            scale,
+        )
+        last_begin = begin
+        dense = ops.dense_attention(q, k, v, scale)
+        mass = _visible_mass(
+            q[0], k[0], begin, attended[0], recalled, length - config.dense_tail, scale
+        )
+        after = ops.select_memory(
+            scores,
+            attended,
+            begin,
+            end,
+            config.local_window,
+            config.heavy_budget,
+            config.sink_tokens,
+        )
+        chunks.append(
+            (
+                (sparse - dense)[0].abs().sum((1, 2), dtype=torch.float64),
+                dense[0].abs().sum((1, 2), dtype=torch.float64),
+                mass.sum(1),
+                mass.amin(1),
+                after[0],
+            )
+        )
+    return LayerMeasures(*(torch.stack(column).cpu() for column in zip(*chunks, strict=True)))
+
+
+def _visible_mass(
+    q: Tensor,
+    k: Tensor,
+    begin: int,
+    memory: Tensor,
+    recalled: RecalledKeys | None,
+    tail_begin: int,
+    scale: float | None,
+) -> Tensor:
+    """Return the dense softmax mass that falls on visible keys, fp64 [Hq, rows].
+
+    q [Hq, rows, D] are the rows from `begin` on, k [Hkv, begin + rows, D] all keys up to them,
+    memory [Hkv, M] what they attend to.
+    """
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    heads, end = q.shape[0], k.shape[1]
+    groups = q.unflatten(0, (k.shape[0], -1))
+    step = max(1, _BLOCK_NUMBERS // (heads * end))
+    blocks = []
+    for first in range(begin, end, step):
+        rows = range(first, min(first + step, end))
+        group_q = groups[:, :, rows.start - begin : rows.stop - begin].flatten(1, 2)
+        logits = group_q @ k[:, : rows.stop].transpose(1, 2)
+        # [Hkv, G, rows, keys] beside masks that the heads of a group share.
+        logits = logits.mul_(factor).unflatten(1, (-1, len(rows)))
+        row = torch.arange(rows.start, rows.stop, device=q.device).unsqueeze(1)
+        logits.masked_fill_(torch.arange(rows.stop, device=q.device) > row, -torch.inf)
+        visible = visible_keys(rows, begin, memory, recalled, tail_begin)
+        weights = logits.softmax(-1).masked_fill_(~visible.unsqueeze(1), 0)
+        blocks.append(weights.sum(-1, dtype=torch.float64).flatten(0, 1))
+    return torch.cat(blocks, dim=1)

@@ -1,0 +1,123 @@
+"""Which keys a row of a sparse prefill sees: its chunk, its memory set, what it recalls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..config import PrefillConfig
+from .pattern_measures import held_positions
+
+
+@dataclass(frozen=True)
+class RecalledKeys:
+    """What lexical recall found for a prompt: the lists of `ops.lexical_recall`.
+
+    Attributes
+    ----------
+    offsets : Tensor
+        int32 [blocks + 1]: block b's entries are [offsets[b], offsets[b + 1]).
+    positions, visible_from : Tensor
+        int32 [entries]: a key, and the first row that sees it.
+    block : int
+        Rows of a block.
+    """
+
+    offsets: Tensor
+    positions: Tensor
+    visible_from: Tensor
+    block: int
+
+    def of_rows(
+        self, begin: int, end: int, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three lists of the call over rows [begin, end); `begin` starts a block."""
+        offsets = self.offsets[begin // self.block : -(-end // self.block) + 1]
+        entries = slice(int(offsets[0]), int(offsets[-1]))
+        return (
+            (offsets - offsets[0]).to(device),
+            self.positions[entries].to(device),
+            self.visible_from[entries].to(device),
+        )
+
+    def mask(self, begin: int, end: int) -> Tensor:
+        """Return bool [end - begin, end]: whether a row of [begin, end) recalls a key."""
+        mask = torch.zeros(end - begin, end, dtype=torch.bool)
+        for index in range(begin // self.block, -(-end // self.block)):
+            first, last = max(begin, index * self.block), min(end, (index + 1) * self.block)
+            entries = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+            seen = self.visible_from[entries] <= torch.arange(first, last).unsqueeze(1)
+            mask[first - begin : last - begin, self.positions[entries].long()] = seen
+        return mask
+
+
+def find_recalled(prompt: Tensor, config: PrefillConfig) -> RecalledKeys | None:
+    """Search a prompt as a sparse prefill of it would.
+
+    Parameters
+    ----------
+    prompt : Tensor
+        int64 [1, T].
+    config : PrefillConfig
+
+    Returns
+    -------
+    RecalledKeys or None
+        None if recall is off.
+    """
+    if config.recall == 0:
+        return None
+    lists = ops.lexical_recall(
+        prompt.cpu(),
+        0,
+        config.chunk_size,
+        config.recall_block,
+        config.recall,
+        config.recall_suffix,
+        config.recall_span,
+        config.recall_max_count,
+    )
+    return RecalledKeys(*lists, block=config.recall_block)
+
+
+def visible_keys(
+    rows: range,
+    chunk_begin: int,
+    memory: Tensor,
+    recalled: RecalledKeys | None = None,
+    tail_begin: int | None = None,
+) -> Tensor:
+    """Mark the keys that rows of one chunk see.
+
+    Row i of the chunk that begins at b sees key j <= i if j >= b, or j is in the memory set of the
+    KV head, or i recalls j, or i lies in the dense tail.
+
+    Parameters
+    ----------
+    rows : range
+        Absolute positions.
+    chunk_begin : int
+        Where their chunk begins.
+    memory : Tensor
+        int32 [Hkv, M]: the sets that the chunk attends to, -1 where absent.
+    recalled : RecalledKeys, optional
+    tail_begin : int, optional
+        First row of the dense tail.
+
+    Returns
+    -------
+    Tensor
+        bool [Hkv, rows, rows.stop]
+    """
+    device = memory.device
+    key = torch.arange(rows.stop, device=device)
+    row = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
+    seen = (key >= chunk_begin).expand(len(rows), -1)
+    if recalled is not None:
+        seen = seen | recalled.mask(rows.start, rows.stop).to(device)
+    if tail_begin is not None:
+        seen = seen | (row >= tail_begin)
+    return (seen | held_positions(memory, rows.stop).unsqueeze(1)) & (key <= row)

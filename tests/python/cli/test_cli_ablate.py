@@ -1,0 +1,174 @@
+"""`h2o-prefill ablate` from its arguments to its table and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_prefill.config import PrefillConfig
+
+pd = pytest.importorskip("pandas")
+
+Run = Callable[..., Any]
+SIZES = ("--context", 64, "--chunk-size", 16, "--local-window", 4, "--heavy-budget", "0,4")
+
+
+@pytest.fixture
+def ablate(run: Run, model_folder: str, text_file: str, tmp_path: Path) -> Run:
+    """Run `ablate` on the small model; later arguments win over these."""
+    given = ("--model", model_folder, "--text-file", text_file, "--output", tmp_path / "out")
+    return lambda *arguments: run("ablate", *given, "--windows", "0:2", *SIZES, *arguments)
+
+
+@pytest.fixture
+def csv(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "perplexity_ablation.csv"
+
+
+def test_a_table_a_csv_file_and_a_figure(ablate: Run, csv: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = ablate("--plot", "--sink-tokens", "0,2", "--threads", 1)
+    assert done.exit_code == 0, done.output
+    frame = pd.read_csv(csv)
+    assert len(frame) == 4
+    lines = [line for line in done.stdout.splitlines() if " 1/" in line]
+    assert len(lines) == 4
+    for line, row in zip(lines, frame.to_dict(orient="records"), strict=True):
+        heavy, sinks, dense, sparse = line.split()[:4]
+        assert (int(heavy), int(sinks)) == (row["heavy_budget"], row["sink_tokens"])
+        assert float(dense) == pytest.approx(row["dense_ppl"], abs=6e-4)
+        assert float(sparse) == pytest.approx(row["sparse_ppl"], abs=6e-4)
+    assert csv.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert done.stderr.split() == ["wrote", str(csv), "wrote", str(csv.with_suffix(".png"))]
+
+
+def test_options_reach_the_run(ablate: Run, csv: Path) -> None:
+    done = ablate(
+        *("--recall", "2", "--recall-block", 8, "--recall-span", "1,3", "--gqa-reduce", "max"),
+        *("--dense-layers", "none,0", "--heavy-budget", 4, "--dtype", "bfloat16"),
+        *("--protocol", "llamacpp", "--min-prefill", 20, "--context", "48,64"),
+    )
+    assert done.exit_code == 0, done.output
+    frame = pd.read_csv(csv)
+    chosen = frame[["context", "dense_layers", "recall_span"]].itertuples(index=False, name=None)
+    assert sorted(chosen) == [
+        (context, layers, span)
+        for context in (48, 64)
+        for layers in ("0", "none")
+        for span in (1, 3)
+    ]
+    for name, value in {
+        "recall": 2,
+        "recall_block": 8,
+        "gqa_reduce": "max",
+        "dtype": "bfloat16",
+        "protocol": "llamacpp",
+        "min_prefill": 20,
+        "dataset": "text.txt",
+    }.items():
+        assert set(frame[name]) == {value}
+
+
+def test_several_texts(ablate: Run, tiny: Any, csv: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text(tiny.SENTENCE[::-1] * 10)
+    done = ablate("--text-file", tmp_path / "other.txt", "--heavy-budget", 4)
+    assert done.exit_code == 0, done.output
+    assert set(pd.read_csv(csv)["dataset"]) == {"text.txt", "other.txt"}
+    assert "other.txt" in done.stdout
+
+
+def test_a_second_run_computes_nothing(
+    ablate: Run, csv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ablate()
+    before = csv.read_bytes()
+
+    def never(*_: object) -> None:
+        raise AssertionError("the model ran")
+
+    monkeypatch.setattr("h2o_prefill.eval.forward.PromptForward.__call__", never)
+    second = ablate()
+    assert second.exit_code == 0, second.output
+    assert second.stdout == first.stdout
+    assert csv.read_bytes() == before
+
+
+def test_what_is_left_out_is_said(ablate: Run, csv: Path) -> None:
+    done = ablate("--chunk-size", "16,40", "--heavy-budget", 4)
+    assert done.exit_code == 0, done.output
+    assert "warning: left out context=64 chunk_size=40" in done.stderr.replace("\n", " ")
+    assert set(pd.read_csv(csv)["chunk_size"]) == {16}
+
+
+def test_one_rank_speaks_for_all(ablate: Run, csv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = ablate("--chunk-size", "16,40")
+    assert done.exit_code == 0, done.output
+    assert done.output == ""
+    assert len(pd.read_csv(csv)) == 2
+
+
+def test_every_field_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = run("ablate", "--help").stdout
+    for field in dataclasses.fields(PrefillConfig):
+        assert f"--{field.name.replace('_', '-')} " in shown
+    assert "S, tokens of a chunk" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--chunk-size", "16,"),
+            "chunk_size must be whole numbers, with commas between, got '16,'",
+        ),
+        (("--chunk-size", "16,0"), "chunk_size must be >= 1, got 0"),
+        (("--heavy-budget", "64:256"), "heavy_budget must be whole numbers"),
+        (("--local-window", ""), "local_window must be whole numbers, with commas between, got ''"),
+        (("--sink-tokens", "-1,0"), "sink_tokens must be >= 0, got -1"),
+        (("--gqa-reduce", "sum,mean"), "gqa_reduce must be one of .*got 'mean'"),
+        (("--dense-layers", "0-1"), r"dense_layers must be layers joined by '\+', or 'none'"),
+        (("--dense-layers", "7"), "dense_layers must be < 2"),
+        (("--recall", "2", "--recall-block", "5"), "can be run: chunk_size must be a multiple of"),
+        (("--context", "16,31"), "a combination that can be run: context must be at least two"),
+        (("--context", "0"), "contexts must be >= 1 and ints, got 0"),
+        (("--context", "1024"), "contexts must be <= 512"),
+        (("--context", "512"), "text must hold at least one window of 512 tokens, got"),
+        (("--windows", "2:1"), "windows must be a slice like 0:6, got '2:1'"),
+        (("--windows", "0:99"), "windows must be a slice within 0:"),
+        (("--protocol", "mine"), "protocol must be one of"),
+        (("--dataset", "c4,pydoc"), "dataset must be one of .*got 'c4'"),
+        (("--text-file", "missing.txt"), "text_file: no such file: 'missing.txt'"),
+        (("--preset", "best"), "preset must be one of"),
+        (("--dtype", "int8"), "dtype must be one of"),
+        (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
+        (("--output", __file__), "output must be a folder, got the file"),
+        (("--lease", "0"), "lease_seconds must be > 0, got 0"),
+        (("--no-such-field", "1"), "--no-such-field"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    ablate: Run, tmp_path: Path, arguments: tuple[object, ...], message: str
+) -> None:
+    done = ablate(*arguments)
+    assert done.exit_code == 2
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_that_is_none_is_refused(ablate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = ablate()
+    assert done.exit_code == 2
+    assert "RANK must be a number below WORLD_SIZE, got '2' and '2'" in done.stderr

@@ -1,0 +1,133 @@
+"""`h2o-prefill retrieve` from its arguments to its table and files, and variants as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_prefill.cli.variants import parse_variant, parse_variants
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.retrieval_result import PromptOutcome, RetrievalResult
+from h2o_prefill.eval.retrieval_scoring import summarize_retrieval
+
+Run = Callable[..., Any]
+SMALL = "spec,chunk_size=64,local_window=16,heavy_budget=16"
+RECALL = f"{SMALL},recall=2,recall_block=32"
+
+
+@pytest.fixture
+def retrieve(run: Run, model_folder: str, tiny: Any, tmp_path: Path) -> Run:
+    """Run `retrieve` on the small model; later arguments win over these."""
+    text = tmp_path / "text.txt"
+    text.write_text(tiny.SENTENCE * 60)
+    given = ("--model", model_folder, "--text-file", text, "--tasks", "single", "--lengths", 480)
+    return lambda *arguments: run("retrieve", *given, "--depths", "0,100", *arguments)
+
+
+def test_one_table_and_the_files(retrieve: Run, tmp_path: Path) -> None:
+    done = retrieve(
+        *("--variant", SMALL, "--variant", RECALL, "--prompts", 2, "--seed", 5, "--threads", 1),
+        *("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png", "--question", "first"),
+    )
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [row["variant"] for row in report["summary"]] == ["dense", SMALL, RECALL]
+    assert {row["prompts"] for row in report["summary"]} == {4}
+    assert {row["accuracy"] for row in report["summary"]} == {0}
+    assert {row["kept"] for row in report["summary"]} == {None}
+    assert [prompt["depth"] for prompt in report["prompts"]] == [0, 0, 100, 100]
+    assert report["config"]["variants"][RECALL]["recall"] == 2
+    expected = {"question": "first", "seed": 5, "dtype": "float32", "prompts_per_cell": 2}
+    assert report["config"].items() >= expected.items()
+    assert report["environment"]["threads"] == 1
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert "needles in text.txt, question first" in done.stdout
+    assert len(re.findall(r" 0 \(0-49\)", done.stdout)) == 3
+    assert "warning" not in done.output.lower()
+    assert "\u2026" not in done.stdout, "rich cut a cell off at 80 columns"
+
+
+def test_the_table_shows_shares_with_their_intervals() -> None:
+    from rich.console import Console
+
+    from h2o_prefill.cli.retrieve import retrieval_table
+
+    variant = "spec,recall=4,dense_tail=64"
+    outcomes = [
+        PromptOutcome(
+            "variable_tracking", length, 0, 1, 99, ("1",), {}, {"dense": dense, variant: sparse}
+        )
+        for length in (4096, 16384)
+        for dense, sparse in [(1.0, 1.0), (1.0, 0.0), (0.5, 1.0), (1.0, 1.0)]
+    ]
+    summary = summarize_retrieval(outcomes, ["dense", variant])
+    config = {variant: PrefillConfig()}
+    table = retrieval_table(RetrievalResult(outcomes, summary, config, "last", 1, 0, "text"))
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table)
+    lines = [line.strip() for line in capture.get().splitlines()]
+    assert [line.split() for line in lines if line.startswith("variable_tracking")] == [
+        ["variable_tracking", str(length), "dense", "88", "(40-99)", "3/3", "100", "(44-100)"]
+        for length in (4096, 16384)
+    ]
+    below = [line.split() for line in lines if line.startswith("spec")]
+    assert below == [[below[0][0], "75", "(30-95)", "2/3", "67", "(21-94)"]] * 2
+    assert variant.startswith(below[0][0]) and "\u2026" not in capture.get()
+
+
+def test_a_variant_is_a_preset_with_changes() -> None:
+    assert parse_variant("spec") == PrefillConfig()
+    parsed = parse_variant("spec,recall=4,dense_layers=0+1,gqa_reduce=max,min_prefill=2048")
+    assert parsed == PrefillConfig(
+        recall=4, dense_layers=(0, 1), gqa_reduce="max", min_prefill=2048
+    )
+    assert list(parse_variants(["spec,recall=2", "spec"])) == ["spec,recall=2", "spec"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--variant", "best"), "preset must be one of .*got 'best'"),
+        (("--variant", "spec,recal=4"), "recal is no option of PrefillConfig"),
+        (("--variant", "spec,recall"), "variant must be a preset and settings .*'spec,recall'"),
+        (("--variant", "spec,recall=x"), "variant must be a preset and settings"),
+        (("--variant", "spec,dense_layers=a"), "variant must be a preset and settings"),
+        (("--variant", "spec,recall=-1"), "recall must be >= 0, got -1"),
+        (("--variant", "spec,gqa_reduce=mean"), "gqa_reduce must be one of"),
+        (("--variant", "spec"), "at least two chunks of 1024 tokens for variant 'spec'"),
+        (("--tasks", "single,cwe"), "tasks must be of .* got 'cwe'"),
+        (("--lengths", "480,many"), "lengths must be numbers with commas between"),
+        (("--lengths", "600"), "lengths must be <= 512"),
+        (("--depths", "0,101"), "depths must be percentages from 0 to 100, got 101"),
+        (("--depths", ""), "depths must be numbers with commas between, got ''"),
+        (("--prompts", 0), "--prompts"),
+        (("--question", "middle"), "question must be one of"),
+        (("--dtype", "int8"), "dtype must be one of"),
+        (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
+        (("--text-file", "missing.txt"), "text_file: no such file: 'missing.txt'"),
+        (("--json", "no/such/folder/r.json"), "--json must be a file in a folder that exists"),
+        (("--plot", "p.gif"), r"--plot must end in one of .*got 'p.gif'"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    retrieve: Run, arguments: tuple[object, ...], message: str
+) -> None:
+    variant = () if "--variant" in arguments else ("--variant", SMALL)
+    done = retrieve(*variant, *arguments)
+    assert done.exit_code == 2
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_it_has_help(run: Run) -> None:
+    assert "retrieve" in run("--help").stdout
+    done = run("retrieve", "--help")
+    assert done.exit_code == 0 and "--variant" in done.stdout and "paraphrased" in done.stdout
