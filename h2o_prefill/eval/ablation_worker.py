@@ -111,7 +111,7 @@ class AblationWorker:
             if not self._store.has_dense(window.key):
                 self._report("dense")
                 logits, seconds = self._forward(window.input_ids.to(self._device).unsqueeze(0))
-                self._store.add_dense(window.key, logits._rows, seconds)
+                self._store.add_dense(window.key, logits.rows, seconds)
         return True
 
     def _run_cell(self, cell: Cell, claim: Claim) -> None:
@@ -128,7 +128,7 @@ class AblationWorker:
             with enable(self._network, cell.config):
                 sparse, sparse_seconds = self._forward(ids.unsqueeze(0))
             dense_rows, dense_seconds = self._store.dense(window.key)
-            dense = PromptLogits(dense_rows.to(self._device), self._forward._head)
+            dense = PromptLogits(dense_rows.to(self._device), self._forward.head)
             scores.append(score_window(dense, sparse, ids, rows))
             seconds.append((dense_seconds, sparse_seconds))
         result = self._result(cell, scores, seconds, rows)

@@ -22,16 +22,21 @@ class PromptLogits:
         [T, C]: hidden states, or the logits themselves.
     head : callable, optional
         Turns rows of hidden states into logits.
+
+    Attributes
+    ----------
+    rows, head
+        The same.
     """
 
     def __init__(self, rows: Tensor, head: Callable[[Tensor], Tensor] | None) -> None:
-        self._rows = rows
-        self._head = head
+        self.rows = rows
+        self.head = head
 
     def slice(self, begin: int, end: int) -> Tensor:
         """Return the fp32 logits of rows begin .. end - 1, [end - begin, vocabulary]."""
-        rows = self._rows[begin:end]
-        return (rows if self._head is None else self._head(rows)).float()
+        rows = self.rows[begin:end]
+        return (rows if self.head is None else self.head(rows)).float()
 
 
 class PromptForward:
@@ -47,16 +52,21 @@ class PromptForward:
     ----------
     model : nn.Module
         Takes `input_ids` [1, T]; returns logits [1, T, vocabulary] or an object with `.logits`.
+
+    Attributes
+    ----------
+    head : callable or None
+        Turns the hidden states that are kept into logits; None where logits are kept.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._base: Any = getattr(model, "base_model", None)
-        self._head: Any = None
+        self.head: Any = None
         if self._can_keep_hidden_states():
-            self._head = self._output_layer()
-            if not self._head_gives_logits():
-                self._head = None
+            self.head = self._output_layer()
+            if not self.head_gives_logits():
+                self.head = None
 
     def __call__(self, input_ids: Tensor) -> tuple[PromptLogits, float]:
         """Run the prompt.
@@ -72,11 +82,11 @@ class PromptForward:
         seconds : float
             Of the call alone.
         """
-        if self._head is None:
+        if self.head is None:
             output, seconds = self._timed(input_ids)
             return PromptLogits(_logits(output)[0], None), seconds
         hidden, _, seconds = self._hidden_states(input_ids, logits_to_keep=1)
-        return PromptLogits(hidden, self._head), seconds
+        return PromptLogits(hidden, self.head), seconds
 
     def _timed(self, input_ids: Tensor, **options: Any) -> tuple[Any, float]:
         _synchronize(input_ids.device)
@@ -118,7 +128,7 @@ class PromptForward:
         except (AttributeError, IndexError):  # a base model that returns something else
             return False
         # Same call, same shapes: equal to the bit unless the model does more with its output layer.
-        return torch.equal(self._head(hidden.unsqueeze(0)), _logits(output))
+        return torch.equal(self.head(hidden.unsqueeze(0)), _logits(output))
 
 
 def _logits(output: Any) -> Tensor:
