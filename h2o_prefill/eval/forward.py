@@ -65,7 +65,7 @@ class PromptForward:
         self.head: Any = None
         if self._can_keep_hidden_states():
             self.head = self._output_layer()
-            if not self.head_gives_logits():
+            if not self._head_gives_logits():
                 self.head = None
 
     def __call__(self, input_ids: Tensor) -> tuple[PromptLogits, float]:
