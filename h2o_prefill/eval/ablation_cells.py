@@ -87,15 +87,18 @@ def find_cells(
         If a text is too short for the windows.
     """
     weights = _fingerprint(model)
-    replacement = first_token(tokenizer, protocol)
+    first = first_token(tokenizer, protocol)
     cells: dict[str, Cell] = {}
     for corpus in corpora:
         tokens = encode(tokenizer, corpus.text)
         cut: dict[int, tuple[range, tuple[Window, ...]]] = {}
         for context, config in grid.combinations:
             if context not in cut:
-                indices, batches = select_windows(tokens, context, windows)
-                cut[context] = indices, _windows(batches, replacement, weights)
+                indices, batches = select_windows(tokens, context, windows, first)
+                cut[context] = (
+                    indices,
+                    tuple(Window(_digest(weights, ids.tolist()), ids) for ids in batches),
+                )
             indices, chosen = cut[context]
             key = _digest(
                 corpus.name,
@@ -106,13 +109,6 @@ def find_cells(
             label = _label(grid, corpus.name if len(corpora) > 1 else "", context, config)
             cells[key] = Cell(key, config, context, indices, chosen, corpus, label)
     return list(cells.values())
-
-
-def _windows(batches: Tensor, replacement: int | None, weights: str) -> tuple[Window, ...]:
-    if replacement is not None:
-        batches = batches.clone()
-        batches[:, 0] = replacement
-    return tuple(Window(_digest(weights, ids.tolist()), ids) for ids in batches)
 
 
 def _fingerprint(model: nn.Module) -> str:

@@ -15,7 +15,7 @@ from .ablation_cells import Cell, Window
 from .ablation_claims import Claim, Claims
 from .ablation_store import AblationStore
 from .forward import PromptForward, PromptLogits
-from .perplexity import attention_flops_ratio
+from .perplexity import attention_flops_ratio, count_layers
 from .protocols import scored_rows
 from .result import PerplexityResult
 from .scoring import WindowScores, score_window
@@ -120,7 +120,7 @@ class AblationWorker:
         rows = scored_rows(self._protocol, cell.context)
         scores: list[WindowScores] = []
         seconds: list[tuple[float, float]] = []
-        for window in cell.windows:
+        for index, window in zip(cell.indices, cell.windows, strict=True):
             if not claim.held():
                 return
             self._report(cell.label, len(scores))
@@ -130,6 +130,7 @@ class AblationWorker:
             dense_rows, dense_seconds = self._store.dense(window.key)
             dense = PromptLogits(dense_rows.to(self._device), self._forward.head)
             scores.append(score_window(dense, sparse, ids, rows))
+            scores[-1].check_finite(index)
             seconds.append((dense_seconds, sparse_seconds))
         result = self._result(cell, scores, seconds, rows)
         if claim.held():
@@ -142,10 +143,7 @@ class AblationWorker:
         seconds: list[tuple[float, float]],
         rows: range,
     ) -> dict[str, Any]:
-        for name in ("dense_nll", "sparse_nll"):
-            if not all(bool(getattr(window, name).isfinite().all()) for window in scores):
-                raise ArithmeticError(f"{name}: the logits are not finite")
-        layers = self._network.config.get_text_config(decoder=True).num_hidden_layers
+        layers = count_layers(self._network)
         ratio = attention_flops_ratio(cell.context, cell.config, layers)
         result: PerplexityResult = summarize(
             scores,

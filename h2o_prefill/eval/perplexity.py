@@ -84,11 +84,8 @@ def evaluate_perplexity(
     check_dense(network)
     check_length(network, context, "context")
     tokens = _tokens(dataset, tokenizer)
-    selected, batches = select_windows(tokens, context, windows)
-    replacement = first_token(tokenizer, protocol)
-    if replacement is not None:
-        batches = batches.clone()
-        batches[:, 0] = replacement
+    first = first_token(tokenizer, protocol)
+    selected, batches = select_windows(tokens, context, windows, first)
 
     scores: list[WindowScores] = []
     seconds: list[tuple[float, float]] = []
@@ -109,11 +106,7 @@ def evaluate_perplexity(
                     outputs[name] = forward(input_ids.unsqueeze(0))
             dense, sparse = outputs["dense"], outputs["sparse"]
             window = score_window(dense[0], sparse[0], input_ids, rows)
-            for name, nll in (("dense", window.dense_nll), ("sparse", window.sparse_nll)):
-                if not bool(nll.isfinite().all()):
-                    raise ArithmeticError(
-                        f"the {name} run of window {index} gave logits that are not finite"
-                    )
+            window.check_finite(index)
             scores.append(window)
             seconds.append((dense[1], sparse[1]))
     _report(on_progress, total, total, "done")
@@ -125,7 +118,7 @@ def evaluate_perplexity(
         protocol=protocol,
         context=context,
         windows=list(selected),
-        attention_flops_ratio=attention_flops_ratio(context, config, _layers(network)),
+        attention_flops_ratio=attention_flops_ratio(context, config, count_layers(network)),
     )
 
 
@@ -199,8 +192,12 @@ def _run_mode(name: str, model: Any, config: PrefillConfig) -> AbstractContextMa
     return enable(model, config)
 
 
-def _layers(model: nn.Module) -> int:
-    return getattr(getattr(model, "config", None), "num_hidden_layers", 1) or 1
+def count_layers(model: nn.Module) -> int:
+    """Return the decoder layers that a model's config names, 1 if it names none."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    return getattr(config, "num_hidden_layers", 1) or 1
 
 
 def _report(on_progress: Progress | None, done: int, total: int, what: str) -> None:

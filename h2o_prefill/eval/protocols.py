@@ -56,7 +56,9 @@ def parse_windows(windows: str) -> tuple[int, int | None]:
     return begin, end
 
 
-def select_windows(tokens: Tensor, context: int, windows: str) -> tuple[range, Tensor]:
+def select_windows(
+    tokens: Tensor, context: int, windows: str, first: int | None = None
+) -> tuple[range, Tensor]:
     """Cut tokens into windows that do not overlap, and take a slice of them; a rest is dropped.
 
     Parameters
@@ -67,6 +69,8 @@ def select_windows(tokens: Tensor, context: int, windows: str) -> tuple[range, T
         Tokens of a window.
     windows : str
         A slice "begin:end" of the windows; either side may be empty.
+    first : int, optional
+        What `first_token` says: replaces the first token of every window.
 
     Returns
     -------
@@ -92,4 +96,8 @@ def select_windows(tokens: Tensor, context: int, windows: str) -> tuple[range, T
             f"windows must be a slice within 0:{available}, all that the text holds at context "
             f"{context}, got {windows!r}"
         )
-    return range(begin, end), tokens[begin * context : end * context].view(-1, context)
+    batches = tokens[begin * context : end * context].view(-1, context)
+    if first is not None:
+        batches = batches.clone()
+        batches[:, 0] = first
+    return range(begin, end), batches

@@ -32,6 +32,14 @@ class WindowScores:
     kl: Tensor
     same_top1: Tensor
 
+    def check_finite(self, window: int) -> None:
+        """Raise ArithmeticError if a run's scores are not finite; `window` is the index to name."""
+        for name, nll in (("dense", self.dense_nll), ("sparse", self.sparse_nll)):
+            if not bool(nll.isfinite().all()):
+                raise ArithmeticError(
+                    f"the {name} run of window {window} gave logits that are not finite"
+                )
+
 
 def score_window(
     dense: PromptLogits, sparse: PromptLogits, input_ids: Tensor, rows: range

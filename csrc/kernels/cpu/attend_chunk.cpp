@@ -86,8 +86,8 @@ struct AttendChunk::Impl {
   // Partial column sums [unit, row block, head of the group, partial_stride]. Heads are kept apart
   // so that either reduction is exact and in a fixed order.
   float* partial[2];
-  float* thread_scratch;  // [threads, thread_floats], then [threads, thread_ints] of int32
-  float* thread_int_scratch;
+  float* thread_scratch;      // [threads, thread_floats]
+  float* thread_int_scratch;  // [threads, thread_ints] of int32
 
   int64_t key_count(const KeySource& set, int64_t unit) const {
     return set.counts ? set.counts[unit] : set.count;

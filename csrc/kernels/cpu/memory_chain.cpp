@@ -1,6 +1,5 @@
 #include "kernels/cpu/memory_chain.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
@@ -36,21 +35,11 @@ MemoryChain::MemoryChain(const at::Tensor& scores, const at::Tensor& memory,
 void MemoryChain::select(int64_t chunk_begin, int64_t chunk_end) {
   const at::Tensor& from = first_ ? start_ : memory_;
   const std::vector<int64_t>& from_counts = first_ ? start_counts_ : counts_;
-  const int64_t from_width = from.size(2);
-  const int64_t length = scores_.size(2);
-  const int64_t width = budget_.width();
-  std::vector<int64_t> counts(heads_);
-  at::parallel_for(0, heads_, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t head = begin; head < end; ++head) {
-      counts[head] = select_memory_head(
-          {from.const_data_ptr<int32_t>() + head * from_width, from_counts[head], chunk_begin,
-           chunk_end, budget_.local_window, budget_.heavy_budget, budget_.sink_tokens,
-           next_.mutable_data_ptr<int32_t>() + head * width},
-          scores_.const_data_ptr<float>() + head * length, length,
-          reinterpret_cast<ScoredPosition*>(workspace_.mutable_data_ptr<float>() +
-                                            head * candidates_ * 2));
-    }
-  });
+  auto counts = select_memory_heads(
+      {from.const_data_ptr<int32_t>(), 0, chunk_begin, chunk_end, budget_.local_window,
+       budget_.heavy_budget, budget_.sink_tokens, next_.mutable_data_ptr<int32_t>()},
+      {heads_, from_counts.data(), from.size(2), scores_.const_data_ptr<float>(), scores_.size(2),
+       reinterpret_cast<ScoredPosition*>(workspace_.mutable_data_ptr<float>()), candidates_});
   std::swap(memory_, next_);
   counts_ = std::move(counts);
   first_ = false;

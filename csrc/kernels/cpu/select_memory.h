@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace h2o_prefill {
 
@@ -21,9 +22,21 @@ struct ScoredPosition {
   int32_t position;
 };
 
-// scores: [num_scores], 0 behind. workspace: memory_count + chunk_end - chunk_begin entries.
-// Returns how many positions were selected; they stand first, ascending, then -1.
-int64_t select_memory_head(const SelectMemoryParams& params, const float* scores,
-                           int64_t num_scores, ScoredPosition* workspace);
+// All heads of a layer, in parallel: contiguous memory [heads, memory_width], scores [heads,
+// num_scores] (0 behind) and workspace [heads, memory_width + chunk_end - chunk_begin or more].
+struct SelectMemoryHeads {
+  int64_t heads;
+  const int64_t* memory_counts;  // of each head
+  int64_t memory_width;
+  const float* scores;
+  int64_t num_scores;
+  ScoredPosition* workspace;
+  int64_t workspace_width;
+};
+
+// first: of head 0, but for memory_count; its `selected` is [heads, the budget]. Returns how many
+// positions each head got; they stand first, ascending, then -1.
+std::vector<int64_t> select_memory_heads(const SelectMemoryParams& first,
+                                         const SelectMemoryHeads& layer);
 
 }  // namespace h2o_prefill

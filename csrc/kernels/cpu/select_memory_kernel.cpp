@@ -18,8 +18,7 @@ bool better(const ScoredPosition& a, const ScoredPosition& b) {
   return a.score != b.score ? a.score > b.score : a.position < b.position;
 }
 
-}  // namespace
-
+// One head. Returns how many positions were selected.
 int64_t select_memory_head(const SelectMemoryParams& p, const float* scores, int64_t num_scores,
                            ScoredPosition* workspace) {
   const int64_t local_begin = std::max<int64_t>(p.chunk_end - p.local_window, 0);
@@ -53,6 +52,26 @@ int64_t select_memory_head(const SelectMemoryParams& p, const float* scores, int
   return selected;
 }
 
+}  // namespace
+
+std::vector<int64_t> select_memory_heads(const SelectMemoryParams& first,
+                                         const SelectMemoryHeads& layer) {
+  const int64_t budget = first.sink_tokens + first.local_window + first.heavy_budget;
+  std::vector<int64_t> selected(layer.heads);
+  at::parallel_for(0, layer.heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) {
+      SelectMemoryParams params = first;
+      params.memory += head * layer.memory_width;
+      params.memory_count = layer.memory_counts[head];
+      params.selected += head * budget;
+      selected[head] =
+          select_memory_head(params, layer.scores + head * layer.num_scores, layer.num_scores,
+                             layer.workspace + head * layer.workspace_width);
+    }
+  });
+  return selected;
+}
+
 namespace {
 
 at::Tensor select_memory_cpu(const at::Tensor& scores, const at::Tensor& memory,
@@ -73,17 +92,11 @@ at::Tensor select_memory_cpu(const at::Tensor& scores, const at::Tensor& memory,
   const int64_t candidates = old_width + chunk_end - chunk_begin;
   const auto workspace = at::empty({heads, candidates, 2}, scores.options());
   const auto counts = memory_counts(dense_memory, chunk_end, "memory");
-  at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t head = begin; head < end; ++head) {
-      select_memory_head({dense_memory.const_data_ptr<int32_t>() + head * old_width, counts[head],
-                          chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens,
-                          selected.mutable_data_ptr<int32_t>() + head * width},
-                         dense_scores.const_data_ptr<float>() + head * scores.size(2),
-                         scores.size(2),
-                         reinterpret_cast<ScoredPosition*>(workspace.mutable_data_ptr<float>() +
-                                                           head * candidates * 2));
-    }
-  });
+  select_memory_heads(
+      {dense_memory.const_data_ptr<int32_t>(), 0, chunk_begin, chunk_end, local_window,
+       heavy_budget, sink_tokens, selected.mutable_data_ptr<int32_t>()},
+      {heads, counts.data(), old_width, dense_scores.const_data_ptr<float>(), scores.size(2),
+       reinterpret_cast<ScoredPosition*>(workspace.mutable_data_ptr<float>()), candidates});
   return selected;
 }
 
