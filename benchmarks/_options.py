@@ -12,14 +12,17 @@ from typing import Annotated, Any
 import torch
 import typer
 from _shapes import SHAPES, Heads
-from _timing import fits
+from _timing import Timer, fits, gpu_timer
+from torch import Tensor
 
 from h2o_prefill.cli.console import error_console, quiet_libraries
 from h2o_prefill.cli.options import check_output_file
-from h2o_prefill.cli.presets import PRESETS, preset_config
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import DTYPES
+from h2o_prefill.eval.environment import has_cuda
+from h2o_prefill.presets import PRESETS, preset_config
 
+DEVICES = ("cpu", "cuda")
 RESULTS = Path(__file__).parent / "results"
 QUICK_SECONDS = 0.02
 
@@ -37,8 +40,12 @@ ThreadsOption = Annotated[
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option("--dtype", help=f"Comma-separated, of {', '.join(DTYPES)}. Default: the first 2."),
+    typer.Option(
+        "--dtype",
+        help=f"Comma-separated, of {', '.join(DTYPES)}. Default: the first 2, on CUDA bfloat16.",
+    ),
 ]
+DeviceOption = Annotated[str, typer.Option("--device", help=f"One of {', '.join(DEVICES)}.")]
 ShapeOption = Annotated[
     str | None,
     typer.Option("--shape", help=f"Comma-separated, of {', '.join(SHAPES)}. Default: all."),
@@ -64,16 +71,32 @@ class Case:
     heads: Heads
     dtype: torch.dtype
     threads: int
+    device: str = "cpu"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes."""
+        return self.device != "cpu"
+
+    @property
+    def timer(self) -> Timer | None:
+        """What takes the times, for `compare`."""
+        return gpu_timer if self.on_gpu else None
 
     @property
     def fields(self) -> dict[str, Any]:
         """What a row says of its case."""
+        where = {"device": self.device} if self.on_gpu else {"threads": self.threads}
         return {
             "model": self.heads.name,
             "head_dim": self.heads.head_dim,
             "dtype": dtype_name(self.dtype),
-            "threads": self.threads,
+            **where,
         }
+
+    def qkv(self, length: int, past: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Make random q, k, v of this case."""
+        return self.heads.qkv(length, self.dtype, past, self.device)
 
 
 @dataclass(frozen=True)
@@ -87,6 +110,12 @@ class Plan:
     seconds: float
     quick: bool
     json: Path | None
+    device: str = "cpu"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes."""
+        return self.device != "cpu"
 
     def cases(self) -> Iterator[Case]:
         """Go through all combinations, with PyTorch set to the number of threads."""
@@ -94,7 +123,7 @@ class Plan:
             for dtype in self.dtypes:
                 for threads in self.threads:
                     torch.set_num_threads(threads)
-                    yield Case(heads, dtype, threads)
+                    yield Case(heads, dtype, threads, self.device)
 
     def config(self, preset: str) -> PrefillConfig:
         """Return the settings of a preset; small ones for a quick run."""
@@ -126,6 +155,7 @@ def make_plan(
     shape: str | None = None,
     seconds: float = 1.0,
     quick: bool = False,
+    device: str = "cpu",
 ) -> Plan:
     """Check the shared options.
 
@@ -133,7 +163,7 @@ def make_plan(
     ----------
     name : str
         The benchmark's, for its result file.
-    json, threads, dtype, shape, seconds, quick
+    json, threads, dtype, shape, seconds, quick, device
         The options; None stands for the default.
 
     Raises
@@ -141,24 +171,28 @@ def make_plan(
     typer.BadParameter
         If a value is wrong.
     """
+    _check_device(device)
     if json is None and not quick:
         RESULTS.mkdir(exist_ok=True)
-        json = RESULTS / f"{name}.json"
+        json = RESULTS / (f"{name}.json" if device == "cpu" else f"{name}_{device}.json")
     try:
         check_output_file(json, "--json", (".json",))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    thread_counts = [1] if quick else default_threads()
+    # The host only hands work to a GPU.
+    thread_counts = [1] if quick or device != "cpu" else default_threads()
     if threads is not None:
         thread_counts = parse_numbers("--threads", threads)
+    default_dtypes = list(DTYPES)[:2] if device == "cpu" else ["bfloat16"]
     return Plan(
         name=name,
         threads=tuple(thread_counts),
-        dtypes=tuple(DTYPES[n] for n in _chosen("--dtype", dtype, DTYPES, list(DTYPES)[:2])),
+        dtypes=tuple(DTYPES[n] for n in _chosen("--dtype", dtype, DTYPES, default_dtypes)),
         shapes=tuple(SHAPES[n] for n in _chosen("--shape", shape, SHAPES, list(SHAPES))),
         seconds=QUICK_SECONDS if quick else seconds,
         quick=quick,
         json=json,
+        device=device,
     )
 
 
@@ -183,6 +217,14 @@ def parse_numbers(option: str, text: str) -> list[int]:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+def _check_device(device: str) -> None:
+    if device not in DEVICES:
+        raise typer.BadParameter(f"--device must be of {', '.join(DEVICES)}, got {device!r}")
+    if device == "cuda" and not (torch.cuda.is_available() and has_cuda()):
+        why = "PyTorch finds no GPU" if has_cuda() else "h2o_prefill was built without CUDA kernels"
+        raise typer.BadParameter(f"--device cuda is not possible: {why}")
 
 
 def _chosen(option: str, text: str | None, known: Collection[str], default: list[str]) -> list[str]:

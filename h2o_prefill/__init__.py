@@ -17,6 +17,7 @@ from h2o_prefill import _meta as _meta  # noqa: E402
 from h2o_prefill import ops  # noqa: E402
 from h2o_prefill.attention import ChunkedSparseAttention  # noqa: E402
 from h2o_prefill.config import PrefillConfig  # noqa: E402
+from h2o_prefill.presets import PRESETS, preset_config  # noqa: E402
 from h2o_prefill.state import PrefillState  # noqa: E402
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "PRESETS",
     "ChunkedPrefillCache",
     "ChunkedSparseAttention",
     "PrefillConfig",
@@ -61,6 +63,7 @@ __all__ = [
     "evaluate_retrieval",
     "measure_attention",
     "ops",
+    "preset_config",
     "reference",
     "run_ablation",
     "visualize_attention_patterns",

@@ -136,28 +136,3 @@ def _check_at_least(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be >= {least}, got {value}")
-
-
-def dense_dot_products(num_tokens: int) -> int:
-    """Count the query-key products of causal attention over one head: N (N + 1) / 2."""
-    return num_tokens * (num_tokens + 1) // 2
-
-
-def sparse_dot_products(num_tokens: int, config: PrefillConfig) -> int:
-    """Count the query-key products of one head when a prompt is prefilled sparsely in one call.
-
-    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| what a memory set
-    can hold by then. Recalled keys and a dense tail come on top and are not counted.
-
-    Parameters
-    ----------
-    num_tokens : int
-        N, the length of the prompt.
-    config : PrefillConfig
-        Gives S, and the size of the memory set.
-    """
-    total = 0
-    for begin in range(0, num_tokens, config.chunk_size):
-        rows = min(config.chunk_size, num_tokens - begin)
-        total += dense_dot_products(rows) + rows * min(config.memory_size, begin)
-    return total

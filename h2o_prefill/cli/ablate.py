@@ -16,10 +16,11 @@ from rich.progress import Progress, TimeRemainingColumn
 
 from ..config import PrefillConfig
 from ..eval import DATASETS, PROTOCOLS, load_text
+from ..presets import DEFAULT_PRESET
 from . import options
-from .ablation_summary import ablation_table, print_wide
-from .console import error_console, progress_bar, quiet_libraries
-from .presets import preset_config
+from .ablation_summary import ablation_table
+from .console import error_console, print_wide, progress_bar, quiet_libraries
+from .variants import parse_variants
 
 if TYPE_CHECKING:
     from ..eval import Corpus
@@ -100,9 +101,13 @@ def ablate(
         str, typer.Option("--protocol", help=f"{options.choices(PROTOCOLS)}, as for ppl.")
     ] = "gptq",
     preset: Annotated[
-        str,
-        typer.Option("--preset", help="Settings of the fields that no option below names."),
-    ] = "spec",
+        list[str],
+        typer.Option(
+            "--preset",
+            metavar="PRESET[,NAME=VALUE...]",
+            help="Settings of the fields that no option below names; may be given several times.",
+        ),
+    ] = [DEFAULT_PRESET],  # noqa: B006 (typer takes a list)
     dtype: options.DtypeOption = "float32",
     output: Annotated[
         Path,
@@ -113,10 +118,10 @@ def ablate(
     plot: Annotated[
         bool,
         typer.Option(
-            "--plot",
+            "--plot/--no-plot",
             help="Also draw perplexity against attention flops, perplexity_ablation.png.",
         ),
-    ] = False,
+    ] = True,
     lease: Annotated[
         float,
         typer.Option(
@@ -146,7 +151,7 @@ def ablate(
         if rank > 0:
             # One process speaks for all.
             warnings.simplefilter("ignore", UserWarning)
-        base = preset_config(preset)
+        base = list(parse_variants(preset).values())
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
         contexts = parse_values("context", context)
         grid = build_grid(axes, contexts, base, protocol)

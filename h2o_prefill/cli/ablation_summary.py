@@ -10,13 +10,11 @@ from rich import box
 from rich.table import Table
 
 from ..eval.ablation_grid import format_value
-from .console import output_console
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _MEASURES = ("dense", "sparse", "difference", "KL", "same\ntop-1", "flops")
-_ANY_WIDTH = 10_000
 
 
 def ablation_table(frame: pd.DataFrame, varied: Sequence[str]) -> Table:
@@ -31,7 +29,9 @@ def ablation_table(frame: pd.DataFrame, varied: Sequence[str]) -> Table:
     """
     names = [*(["dataset"] if frame["dataset"].nunique() > 1 else []), *varied]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for name in (*(name.replace("_", "\n") for name in names), *_MEASURES):
+    with_recall = bool(frame["recalled_keys"].notna().any())
+    measures = (*_MEASURES, *(["recalled\nkeys"] if with_recall else []))
+    for name in (*(name.replace("_", "\n") for name in names), *measures):
         table.add_column(name, justify="right", no_wrap=True)
     for row in frame.astype(object).where(frame.notna(), None).to_dict(orient="records"):
         error = row["stderr_percent"]
@@ -43,17 +43,14 @@ def ablation_table(frame: pd.DataFrame, varied: Sequence[str]) -> Table:
             f"{row['kl_mean']:.4f}",
             f"{100 * row['top1_agreement']:.1f} %",
             f"1/{row['attention_flops_ratio']:.2f}",
+            *([_count(row["recalled_keys"])] if with_recall else []),
         )
     return table
 
 
-def print_wide(title: str, table: Table) -> None:
-    """Print a table as a result, over the width of the terminal rather than with cut numbers."""
-    console = output_console()
-    unlimited = console.options.update(width=_ANY_WIDTH)
-    console.width = max(console.width, console.measure(table, options=unlimited).maximum)
-    console.print(title, table, sep="\n", markup=False)
-
-
 def _error(percent: float | None) -> str:
     return "" if percent is None or math.isnan(percent) else f" ± {percent:.2f}"
+
+
+def _count(keys: float | None) -> str:
+    return "-" if keys is None else f"{keys:.0f}"

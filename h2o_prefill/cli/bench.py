@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.table import Table
 
+from ..presets import DEFAULT_PRESET
 from . import options
-from .console import error_console, output_console, progress_bar, quiet_libraries
-from .presets import preset_config
+from .console import error_console, print_wide, progress_bar, quiet_libraries
+from .variants import parse_variant
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,22 +25,32 @@ def bench(
         str, typer.Option("--lengths", metavar="N,N,...", help="Prompt lengths in tokens.")
     ] = "1024,2048,4096",
     runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each.")] = 3,
-    preset: options.PresetOption = "spec",
+    preset: options.PresetOption = DEFAULT_PRESET,
     chunk_size: options.ChunkSizeOption = None,
     local_window: options.LocalWindowOption = None,
     heavy_budget: options.HeavyBudgetOption = None,
     sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="DIR",
+            help="Also count memory, and draw throughput_comparison.png and memory_profile.png "
+            "into this folder; it is made if it is not there.",
+        ),
+    ] = None,
     threads: options.ThreadsOption = None,
 ) -> None:
     """Time the prefill of random prompts, dense and sparse in turns."""
-    from ..eval import benchmark_throughput, load_model
+    from ..eval import benchmark_throughput, load_model, profile_memory
+    from ..eval.bench_plots import plot_memory, plot_throughput
     from ..eval.environment import environment
     from ..eval.report import write_json
 
     with quiet_libraries():
-        config = preset_config(
+        config = parse_variant(
             preset,
             chunk_size=chunk_size,
             local_window=local_window,
@@ -46,27 +58,23 @@ def bench(
             sink_tokens=sink_tokens,
         )
         options.check_output_file(json_file, "--json")
+        options.check_output_folder(output)
         chosen = _parse_lengths(lengths)
         options.use_threads(threads)
         with error_console().status(f"loading {model}"):
             network, _ = load_model(model, dtype)
         with progress_bar() as bar:
             task = bar.add_task("prefill", total=None)
-            frame = benchmark_throughput(
-                network,
-                chosen,
-                runs,
-                config,
-                on_progress=lambda done, total, what: bar.update(
-                    task, completed=done, total=total, description=what
-                ),
-            )
-        title = (
-            f"{model} {dtype}, prefill, median of {runs}\n"
-            f"S={config.chunk_size} L={config.local_window} H={config.heavy_budget} "
-            f"K={config.sink_tokens}"
-        )
-        output_console().print(title, throughput_table(frame), sep="\n", markup=False)
+
+            def show(done: int, total: int, what: str) -> None:
+                bar.update(task, completed=done, total=total, description=what)
+
+            frame = benchmark_throughput(network, chosen, runs, config, on_progress=show)
+            memory = None
+            if output is not None:
+                memory = profile_memory(network, chosen, config, on_progress=show)
+        what, sizes = f"{model} {dtype}, prefill", options.describe_sizes(config)
+        print_wide(f"{what}, median of {runs}\n{sizes}", throughput_table(frame))
         if json_file is not None:
             origin = {"model": model, "dtype": dtype, "preset": preset}
             report = {
@@ -74,14 +82,26 @@ def bench(
                 "config": {**origin, **dataclasses.asdict(config)},
                 "results": frame.to_dict(orient="records"),
             }
+            if memory is not None:
+                report["memory"] = memory.to_dict(orient="records")
             write_json(report, json_file)
             error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+        if output is not None and memory is not None:
+            folder = output.expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, draw, values in (
+                ("throughput_comparison.png", plot_throughput, frame),
+                ("memory_profile.png", plot_memory, memory),
+            ):
+                draw(values, folder / name, f"{what}, {sizes}")
+                error_console().print(f"wrote {folder / name}", markup=False, soft_wrap=True)
 
 
 def throughput_table(frame: pd.DataFrame) -> Table:
     """Return seconds and tokens per second, one prompt length a row."""
     # Narrow, and with headings of two lines, to fit 80 columns.
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    with_recall = bool(frame["recalled_keys"].notna().any())
     for name in (
         "tokens",
         "dense\nseconds",
@@ -90,6 +110,7 @@ def throughput_table(frame: pd.DataFrame) -> Table:
         "sparse\ntokens/s",
         "speed-up\n(range)",
         "attention\nflops ratio",
+        *(["recalled\nkeys"] if with_recall else []),
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for row in frame.to_dict(orient="records"):
@@ -101,6 +122,7 @@ def throughput_table(frame: pd.DataFrame) -> Table:
             f"{row['sparse_tokens_per_second']:.0f}",
             f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f})",
             f"{row['attention_flops_ratio']:.2f}",
+            *([f"{row['recalled_keys']:.0f}"] if with_recall else []),
         )
     return table
 

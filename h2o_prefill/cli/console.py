@@ -6,15 +6,28 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_ANY_WIDTH = 10_000
 
 
 def output_console() -> Console:
     """Return the console of results."""
     return Console(highlight=False)
+
+
+def print_wide(title: str, table: Table) -> None:
+    """Print a table as a result, over the width of the terminal rather than with cut numbers."""
+    console = output_console()
+    unlimited = console.options.update(width=_ANY_WIDTH)
+    console.width = max(console.width, console.measure(table, options=unlimited).maximum)
+    console.print(title, table, sep="\n", markup=False)
 
 
 def error_console() -> Console:

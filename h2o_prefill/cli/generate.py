@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..presets import DEFAULT_PRESET
 from . import options
 from .console import error_console, output_console, quiet_libraries
-from .presets import preset_config
+from .variants import parse_variant
 
 
 def generate(
@@ -29,7 +30,7 @@ def generate(
             help="Put the prompt into the model's chat template, or take it as it is.",
         ),
     ] = True,
-    preset: options.PresetOption = "spec",
+    preset: options.PresetOption = DEFAULT_PRESET,
     chunk_size: options.ChunkSizeOption = None,
     local_window: options.LocalWindowOption = None,
     heavy_budget: options.HeavyBudgetOption = None,
@@ -44,7 +45,7 @@ def generate(
     from ..hf import enable
 
     with quiet_libraries():
-        config = preset_config(
+        config = parse_variant(
             preset,
             chunk_size=chunk_size,
             local_window=local_window,

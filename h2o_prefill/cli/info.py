@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..presets import PRESETS
 from . import options
 from .console import error_console, output_console, quiet_libraries
-from .presets import PRESETS
 
 
 def info(json_file: options.JsonOption = None) -> None:
     """Show versions, machine, build, and what the library supports."""
     from ..eval import DATASETS, DEFAULT_MODEL, DTYPES, PROTOCOLS
     from ..eval.cache_dir import cache_dir
-    from ..eval.environment import environment, operators
+    from ..eval.environment import cuda_kernels, environment, operators
     from ..eval.report import write_json
     from .tables import info_table
 
@@ -23,6 +23,7 @@ def info(json_file: options.JsonOption = None) -> None:
         sections: dict[str, dict[str, Any]] = {
             "environment": facts,
             "operators (devices)": operators(),
+            "CUDA kernels": cuda_kernels(),
             "command line": {
                 "default model": DEFAULT_MODEL,
                 "presets": list(PRESETS),

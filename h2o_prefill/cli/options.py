@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..config import PrefillConfig
 from ..eval import DATASETS, DTYPES
-from .presets import PRESETS
+from ..presets import PRESETS
 
 _SIZES = "Sparse prefill"
 
@@ -48,7 +50,10 @@ JsonOption = Annotated[
 PresetOption = Annotated[
     str,
     typer.Option(
-        "--preset", help=f"Settings to start from: {choices(PRESETS)}.", rich_help_panel=_SIZES
+        "--preset",
+        help=f"Settings to start from: {choices(PRESETS)}; with more of them behind commas, as in "
+        "spec,recall=4,dense_tail=64.",
+        rich_help_panel=_SIZES,
     ),
 ]
 ChunkSizeOption = Annotated[
@@ -86,6 +91,15 @@ SinkTokensOption = Annotated[
 ]
 
 
+def describe_sizes(config: PrefillConfig) -> str:
+    """Return sizes, and options that add keys, as titles name them."""
+    more = {"recall": config.recall, "tail": config.dense_tail}
+    return (
+        f"S={config.chunk_size} L={config.local_window} H={config.heavy_budget} "
+        f"K={config.sink_tokens}" + "".join(f" {name}={n}" for name, n in more.items() if n)
+    )
+
+
 def use_threads(threads: int | None) -> None:
     """Set the number of CPU threads, if one is given."""
     if threads is not None:
@@ -108,3 +122,21 @@ def check_output_file(path: Path | None, option: str, suffixes: tuple[str, ...] 
         raise ValueError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{option} must end in one of {suffixes}, got {str(path)!r}")
+
+
+def check_output_folder(path: Path | None) -> None:
+    """Refuse a folder for figures that is a file, and figures without matplotlib.
+
+    Raises
+    ------
+    ValueError
+        If the path is a file.
+    ImportError
+        If matplotlib is missing.
+    """
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--output must be a folder, got the file {str(path)!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("figures need matplotlib: pip install 'h2o_prefill[eval]'")

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from ..eval import PROTOCOLS
+from ..presets import DEFAULT_PRESET
 from . import options
 from .console import error_console, output_console, progress_bar, quiet_libraries
-from .presets import preset_config
+from .variants import parse_variant
 
 
 def ppl(
@@ -25,7 +26,7 @@ def ppl(
             "--windows", help="Slice of the non-overlapping windows.", metavar="BEGIN:END"
         ),
     ] = "0:6",
-    preset: options.PresetOption = "spec",
+    preset: options.PresetOption = DEFAULT_PRESET,
     chunk_size: options.ChunkSizeOption = None,
     local_window: options.LocalWindowOption = None,
     heavy_budget: options.HeavyBudgetOption = None,
@@ -53,7 +54,7 @@ def ppl(
     from .tables import perplexity_table
 
     with quiet_libraries():
-        config = preset_config(
+        config = parse_variant(
             preset,
             chunk_size=chunk_size,
             local_window=local_window,
@@ -85,8 +86,7 @@ def ppl(
             )
         title = (
             f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
-            f"S={config.chunk_size} L={config.local_window} H={config.heavy_budget} "
-            f"K={config.sink_tokens}"
+            f"{options.describe_sizes(config)}"
         )
         output_console().print(title, perplexity_table(result), sep="\n", markup=False)
         if json_file is not None:

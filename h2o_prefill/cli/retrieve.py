@@ -14,6 +14,7 @@ from rich.table import Table
 from ..eval.retrieval_prompts import QUESTIONS
 from ..eval.retrieval_settings import DEPTHS, LENGTHS
 from ..eval.retrieval_tasks import TASKS
+from ..presets import PRESETS
 from . import options
 from .console import error_console, output_console, progress_bar, quiet_libraries
 from .variants import parse_variants
@@ -60,7 +61,7 @@ def retrieve(
             metavar="PRESET[,NAME=VALUE...]",
             help="Sparse prefill to compare with dense, like spec,recall=4. May be repeated.",
         ),
-    ] = ["spec"],  # noqa: B006 (typer takes a list)
+    ] = list(PRESETS),  # noqa: B006 (typer takes a list)
     seed: Annotated[int, typer.Option("--seed", help="Of all that is random.")] = 0,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,

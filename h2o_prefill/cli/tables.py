@@ -37,6 +37,8 @@ def perplexity_table(result: PerplexityResult) -> Table:
         f"{sparse.seconds:.1f}",
         f"{dense.seconds / sparse.seconds:.2f}x as fast",
     )
+    if result.recalled_keys is not None:
+        table.add_row("recalled keys of a row", "", f"{result.recalled_keys:.0f}", "")
     table.add_row(
         "attention flops",
         "1",

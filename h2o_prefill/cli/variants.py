@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..config import PrefillConfig
-from .presets import preset_config
+from ..presets import preset_config
 
 
 def parse_variants(texts: Iterable[str]) -> dict[str, PrefillConfig]:
@@ -14,23 +14,25 @@ def parse_variants(texts: Iterable[str]) -> dict[str, PrefillConfig]:
     return {text: parse_variant(text) for text in texts}
 
 
-def parse_variant(text: str) -> PrefillConfig:
+def parse_variant(text: str, **overrides: int | None) -> PrefillConfig:
     """Return the settings that a text like "spec,recall=4,dense_layers=0+1" stands for.
 
     Parameters
     ----------
     text : str
         A preset, then fields of `PrefillConfig` with commas between; layers are joined by "+".
+    **overrides
+        Fields of `PrefillConfig` that win over the text; None is not given.
 
     Raises
     ------
     ValueError
         If the text has another form, names no preset or no field, or a value is out of its range.
     """
-    from ..hf.enable import chosen_config
-
     preset, *settings = text.split(",")
-    return chosen_config(preset_config(preset), dict(_setting(part, text) for part in settings))
+    given = dict(_setting(part, text) for part in settings)
+    given.update((name, value) for name, value in overrides.items() if value is not None)
+    return preset_config(preset, **given)
 
 
 def _setting(part: str, text: str) -> tuple[str, Any]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..presets import DEFAULT_PRESET
 from . import options
 from .console import error_console, output_console, progress_bar, quiet_libraries
-from .presets import preset_config
+from .variants import parse_variant
 
-_SIZES = "Sparse prefill"
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def visualize(
@@ -25,36 +26,27 @@ def visualize(
     ] = 0,
     output: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Folder for the figures.")
-    ] = Path("attention_patterns"),
+    ] = Path("benchmark_results/attention_heatmaps"),
+    ablation: Annotated[
+        Path | None,
+        typer.Option(
+            "--ablation",
+            metavar="FILE",
+            help="A table of `ablate`: perplexity against attention flops, of this model.",
+            show_default="perplexity_ablation.csv beside the output folder, if it has this model",
+        ),
+    ] = None,
     errors: Annotated[
         bool,
         typer.Option(
             "--errors/--no-errors", help="Also compare each head with dense attention, in a table."
         ),
     ] = True,
-    preset: options.PresetOption = "spec",
+    preset: options.PresetOption = DEFAULT_PRESET,
     chunk_size: options.ChunkSizeOption = None,
     local_window: options.LocalWindowOption = None,
     heavy_budget: options.HeavyBudgetOption = None,
     sink_tokens: options.SinkTokensOption = None,
-    recall: Annotated[
-        int | None,
-        typer.Option(
-            "--recall",
-            help="Earlier places recalled for a token; 0 is off.",
-            rich_help_panel=_SIZES,
-            show_default="preset",
-        ),
-    ] = None,
-    recall_block: Annotated[
-        int | None,
-        typer.Option(
-            "--recall-block",
-            help="Rows that share a list of recalled keys.",
-            rich_help_panel=_SIZES,
-            show_default="preset",
-        ),
-    ] = None,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
@@ -72,23 +64,19 @@ def visualize(
     from .attention_table import attention_table
 
     with quiet_libraries():
-        config = preset_config(
+        config = parse_variant(
             preset,
             chunk_size=chunk_size,
             local_window=local_window,
             heavy_budget=heavy_budget,
             sink_tokens=sink_tokens,
-            recall=recall,
-            recall_block=recall_block,
         )
         check_prompt_length(config, context, "context")
-        if output.exists() and not output.is_dir():
-            raise ValueError(f"--output must be a folder, got the file {str(output)!r}")
+        options.check_output_folder(output)
         options.check_output_file(json_file, "--json")
         if json_file is not None and not errors:
             raise ValueError("--json holds the errors: it must not come with --no-errors")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("figures need matplotlib: pip install 'h2o_prefill[eval]'")
+        rows = _ablation_rows(ablation, output, model)
         corpus = load_text(dataset, text_file)
         options.use_threads(threads)
         with error_console().status(f"loading {model}"):
@@ -97,8 +85,7 @@ def visualize(
         _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
         title = (
             f"{model} {dtype}, {corpus.name} window {window} of {context} tokens, "
-            f"S={config.chunk_size} L={config.local_window} H={config.heavy_budget} "
-            f"K={config.sink_tokens}" + (f" recall={config.recall}" if config.recall else "")
+            f"{options.describe_sizes(config)}"
         )
         with progress_bar() as bar:
             task = bar.add_task("prefill", total=None)
@@ -109,6 +96,7 @@ def visualize(
                 output,
                 title=title,
                 errors=errors,
+                ablation=rows,
                 on_progress=lambda done, total, what: bar.update(
                     task, completed=done, total=total, description=what
                 ),
@@ -133,3 +121,17 @@ def visualize(
             report["config"] = {**origin, **report["config"]}
             write_json({"environment": environment(), **report}, json_file)
             error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+
+
+def _ablation_rows(file: Path | None, output: Path, model: str) -> pd.DataFrame | None:
+    """Return the rows of a model in a table of `ablate`, None if no file is named nor found."""
+    from ..eval.ablation_store import CSV_NAME
+    from ..eval.ablation_table import read_rows, to_frame
+
+    path = (output.parent / CSV_NAME if file is None else file).expanduser()
+    if file is not None and not path.is_file():
+        raise ValueError(f"--ablation: no such file: {str(file)!r}")
+    rows = [row for row in read_rows(path) if row["model"] == model] if path.is_file() else []
+    if file is not None and not rows:
+        raise ValueError(f"--ablation must hold a row of the model {model!r}, got none")
+    return to_frame(rows) if rows else None

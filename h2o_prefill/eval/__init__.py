@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from .ablation import run_ablation
 from .attention_error import measure_attention
+from .attention_flops import AttentionFlops, count_attention_flops
 from .attention_result import AttentionMeasures
+from .memory_profile import profile_memory
 from .models import DEFAULT_MODEL, DTYPES, load_model
 from .patterns import AttentionPatterns, visualize_attention_patterns
-from .perplexity import PerplexityResult, attention_flops_ratio, check_settings, evaluate_perplexity
+from .perplexity import PerplexityResult, check_settings, evaluate_perplexity
 from .protocols import PROTOCOLS
 from .retrieval import evaluate_retrieval
 from .text import DATASETS, Corpus, load_text
@@ -18,18 +20,20 @@ __all__ = [
     "DEFAULT_MODEL",
     "DTYPES",
     "PROTOCOLS",
+    "AttentionFlops",
     "AttentionMeasures",
     "AttentionPatterns",
     "Corpus",
     "PerplexityResult",
-    "attention_flops_ratio",
     "benchmark_throughput",
     "check_settings",
+    "count_attention_flops",
     "evaluate_perplexity",
     "evaluate_retrieval",
     "load_model",
     "load_text",
     "measure_attention",
+    "profile_memory",
     "run_ablation",
     "visualize_attention_patterns",
 ]

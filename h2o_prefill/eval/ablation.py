@@ -36,7 +36,7 @@ def run_ablation(
     axes: Mapping[str, Sequence[Any]],
     output: str | os.PathLike[str] = "benchmark_results",
     *,
-    base: PrefillConfig | None = None,
+    base: PrefillConfig | str | Sequence[PrefillConfig | str] | None = None,
     datasets: Sequence[str | Corpus] = ("wikitext2",),
     contexts: Sequence[int] = (4096,),
     windows: str = "0:6",
@@ -68,8 +68,9 @@ def run_ablation(
         Values of fields of `PrefillConfig`, to be combined.
     output : path
         Folder for the CSV file; made if it is not there.
-    base : PrefillConfig, optional
-        The settings that `axes` does not name. Default: the algorithm as specified.
+    base : PrefillConfig or str, or a sequence of them, optional
+        The settings that `axes` does not name; each of several is combined with all values.
+        Default: that of `enable`.
     datasets : sequence of str or Corpus
         Texts, or names that `load_text` knows.
     contexts : sequence of int

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..config import PrefillConfig
+from ..presets import preset_name
 from .ablation_grid import Grid, describe
 from .protocols import first_token, select_windows
 from .text import Corpus, encode
@@ -130,6 +131,6 @@ def _digest(*values: Any) -> str:
 
 
 def _label(grid: Grid, name: str, context: int, config: PrefillConfig) -> str:
-    settings = {"context": context, **dataclasses.asdict(config)}
+    settings = {"context": context, "preset": preset_name(config), **dataclasses.asdict(config)}
     varied = describe({key: settings[key] for key in grid.varied})
     return " ".join(part for part in (name, varied) if part) or describe({"context": context})

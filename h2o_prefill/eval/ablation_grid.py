@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import PrefillConfig
+from ..presets import chosen_config, preset_name
 from .perplexity import check_settings
 
 _FIELDS = {field.name: str(field.type) for field in dataclasses.fields(PrefillConfig)}
@@ -33,7 +34,8 @@ class Grid:
     refused : list of (dict, str)
         Values of each combination that cannot be run, and why.
     varied : tuple of str
-        The fields, and "context", of which more than one value was given.
+        The fields, and "context", of which more than one value was given, and those in which
+        several bases differ; "preset" stands for these where every base is one.
     """
 
     combinations: list[tuple[int, PrefillConfig]]
@@ -44,7 +46,7 @@ class Grid:
 def build_grid(
     axes: Mapping[str, Sequence[Any]],
     contexts: Sequence[int] = (4096,),
-    base: PrefillConfig | None = None,
+    base: PrefillConfig | str | Sequence[PrefillConfig | str] | None = None,
     protocol: str = "gptq",
 ) -> Grid:
     """Combine values.
@@ -57,8 +59,9 @@ def build_grid(
         Values of fields of `PrefillConfig`.
     contexts : sequence of int
         Tokens of a window.
-    base : PrefillConfig, optional
-        The settings that `axes` does not name. Default: the algorithm as specified.
+    base : PrefillConfig or str, or a sequence of them, optional
+        The settings that `axes` does not name; each of several is combined with all values.
+        Default: that of `enable`.
     protocol : str
         As `evaluate_perplexity` takes it.
 
@@ -72,7 +75,7 @@ def build_grid(
         If a field is unknown, has no value or one that is out of its range by itself, or if no
         combination can be run.
     """
-    base = PrefillConfig() if base is None else base
+    bases = _bases(base)
     values = {"context": _distinct("contexts", contexts)}
     for context in values["context"]:
         if not isinstance(context, int) or context < 1:
@@ -89,11 +92,11 @@ def build_grid(
         for name in axes:
             for value in values[name]:
                 PrefillConfig(**{name: value})
-        for chosen in itertools.product(*values.values()):
+        for one, *chosen in itertools.product(bases, *values.values()):
             combination = dict(zip(values, chosen, strict=True))
             context, *settings = chosen
             try:
-                config = base.replace(**dict(zip(axes, settings, strict=True)))
+                config = chosen_config(one, dict(zip(axes, settings, strict=True)))
                 check_settings(config, context, "0:1", protocol)
             except ValueError as error:
                 refused.append((combination, str(error)))
@@ -101,8 +104,9 @@ def build_grid(
                 combinations[context, _without_idle(config)] = None
     if not combinations:
         raise ValueError(f"the grid must hold a combination that can be run: {refused[0][1]}")
-    varied = tuple(name for name, given in values.items() if len(given) > 1)
-    return Grid(list(combinations), refused, varied)
+    varied = [name for name, given in values.items() if len(given) > 1]
+    varied += [name for name in _told_apart_by(bases) if name not in values]
+    return Grid(list(combinations), refused, tuple(varied))
 
 
 def parse_values(name: str, text: str) -> list[Any]:
@@ -136,6 +140,22 @@ def format_value(value: Any) -> str:
 def describe(values: Mapping[str, Any]) -> str:
     """Return names and values in a line."""
     return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
+
+
+def _bases(
+    base: PrefillConfig | str | Sequence[PrefillConfig | str] | None,
+) -> list[PrefillConfig]:
+    if base is None or isinstance(base, (PrefillConfig, str)):
+        return [chosen_config(base)]
+    if not isinstance(base, Sequence) or not base:
+        raise ValueError(f"base must be settings or a sequence of them, got {base!r}")
+    return list(dict.fromkeys(chosen_config(one) for one in base))
+
+
+def _told_apart_by(bases: Sequence[PrefillConfig]) -> list[str]:
+    if len(bases) > 1 and all(preset_name(base) for base in bases):
+        return ["preset"]
+    return [name for name in _FIELDS if len({getattr(base, name) for base in bases}) > 1]
 
 
 def _distinct(name: str, values: Sequence[Any]) -> list[Any]:

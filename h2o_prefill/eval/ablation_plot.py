@@ -8,8 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config import PrefillConfig
-from .plot_parts import make_figure
-from .plots import _DENSE, _SPARSE
+from .plot_parts import DENSE, SPARSE, make_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +25,9 @@ _PANELS_PER_ROW = 3
 _PANEL_WIDTH, _PANEL_HEIGHT = 5.4, 4.4
 
 
-def plot_ablation(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = "") -> Figure:
+def plot_ablation(
+    frame: pd.DataFrame, path: str | os.PathLike[str], title: str | None = None
+) -> Figure:
     """Draw the perplexity of each cell against its attention flops, a panel for each text.
 
     The error bars are those of the difference to dense, since the text itself is the same for all.
@@ -39,8 +40,8 @@ def plot_ablation(frame: pd.DataFrame, path: str | os.PathLike[str], title: str 
         Rows as `run_ablation` returns them.
     path : path
         Ends in .png, .svg or .pdf.
-    title : str
-        What was run.
+    title : str, optional
+        What was run. Default: what all rows have in common.
 
     Returns
     -------
@@ -64,7 +65,7 @@ def plot_ablation(frame: pd.DataFrame, path: str | os.PathLike[str], title: str 
         axes.set_title(_panel_title(key, frame), fontsize=10)
     for axes in all_axes[len(panels) :]:
         axes.set_visible(False)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_title(frame) if title is None else title, fontsize=11)
     figure.savefig(path, dpi=150)
     return figure
 
@@ -83,8 +84,8 @@ def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
     flops = [100 / ratio for ratio in rows["attention_flops_ratio"]]
     sparse = rows["sparse_ppl"].tolist()
     errors = (rows["dense_ppl"] * rows["stderr_percent"] / 100).tolist()
-    axes.axhline(dense, **_DENSE)
-    style: dict[str, Any] = {"color": _SPARSE["color"], "label": _SPARSE["label"]}
+    axes.axhline(dense, **DENSE)
+    style: dict[str, Any] = {"color": SPARSE["color"], "label": SPARSE["label"]}
     axes.errorbar(flops, sparse, errors, fmt="o", markersize=4, elinewidth=0.8, **style)
     best = front(flops, sparse)
     axes.plot(
@@ -95,7 +96,7 @@ def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
         place: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 3), "fontsize": 8}
         axes.annotate(str(number), (flops[i], sparse[i]), fontweight="bold", **place)
         named.append(f"{number}: {_label(rows.iloc[i], varied)}")
-    axes.set_xlabel("\n".join([_flops_axis(rows), *named]), fontsize=8)
+    axes.set_xlabel("\n".join(["attention flops (% of dense)", *named]), fontsize=8)
     axes.set_ylabel("perplexity")
     axes.set_axisbelow(True)
     axes.grid(color="0.92")
@@ -123,16 +124,16 @@ def _varied(frame: pd.DataFrame) -> list[str]:
     ]
 
 
-def _flops_axis(rows: pd.DataFrame) -> str:
-    """Return the label of the axis, which must not flatter what the ratio does not count."""
-    uncounted = {"recall": "recalled keys", "dense_tail": "the dense tail"}
-    left_out = [text for name, text in uncounted.items() if (rows[name] > 0).any()]
-    note = f", {' and '.join(left_out)} not counted" if left_out else ""
-    return f"attention flops (% of dense{note})"
-
-
 def _label(row: pd.Series[Any], varied: list[str]) -> str:
+    if isinstance(row["preset"], str):
+        return row["preset"]
     return " ".join(f"{_LETTERS.get(name, name)}={row[name]}" for name in varied)
+
+
+def _title(frame: pd.DataFrame) -> str:
+    names = ("model", "dtype", "protocol")
+    common = [str(frame[name].iloc[0]) for name in names if frame[name].nunique() == 1]
+    return ", ".join([*common, f"{len(frame)} settings"])
 
 
 def _panel_title(key: Sequence[Hashable], frame: pd.DataFrame) -> str:

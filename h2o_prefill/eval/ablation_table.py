@@ -9,6 +9,7 @@ dataset, text_source  name of the text, and where it came from
 context               tokens of a window
 windows               slice "begin:end" of the text's windows that do not overlap
 protocol              which tokens of a window are scored, see `protocols.scored_rows`
+preset                that has these settings, empty if none
 chunk_size, ...       every field of `PrefillConfig`; dense_layers joined by "+" or "none", an empty
                       min_prefill is one chunk, and recall_* are at their defaults if recall is 0
 scored_tokens         of all windows
@@ -17,7 +18,8 @@ delta_percent         by how much the sparse one is above the dense one
 stderr_percent        the standard error of that, from paired differences
 kl_mean               mean of KL(dense || sparse) of the next-token distributions, nats
 top1_agreement        share of tokens where both hold the same one most likely
-attention_flops_ratio as `attention_flops_ratio` counts them, dense over sparse
+attention_flops_ratio as `count_attention_flops` counts them in all windows, dense over sparse
+recalled_keys         that a row sees, mean of all rows; empty if recall is 0
 dense_seconds         of the forward calls of all windows; processes that run side by side slow each
 sparse_seconds        other, and `benchmark_throughput` measures better
 hardware, threads     that the sparse run had
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import PrefillConfig
+from ..presets import preset_name
 from .ablation_grid import format_value
 from .result import PerplexityResult
 
@@ -53,6 +56,7 @@ _MEASURES = (
     "kl_mean",
     "top1_agreement",
     "attention_flops_ratio",
+    "recalled_keys",
 )
 
 # The type of each column, as pandas names it.
@@ -61,6 +65,7 @@ COLUMNS: dict[str, str] = {
     "context": _WHOLE,
     "windows": _TEXT,
     "protocol": _TEXT,
+    "preset": _TEXT,
     **_SETTINGS,
     "scored_tokens": _WHOLE,
     "dense_ppl": _REAL,
@@ -85,6 +90,7 @@ def measures(result: PerplexityResult) -> dict[str, Any]:
         if kind == _TEXT:
             settings[name] = format_value(settings[name])
     return {
+        "preset": preset_name(result.config),
         **settings,
         "context": result.context,
         "protocol": result.protocol,

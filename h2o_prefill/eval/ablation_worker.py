@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..hf import enable
@@ -14,8 +15,9 @@ from . import ablation_table as table
 from .ablation_cells import Cell, Window
 from .ablation_claims import Claim, Claims
 from .ablation_store import AblationStore
+from .attention_flops import count_attention_flops
 from .forward import PromptForward, PromptLogits
-from .perplexity import attention_flops_ratio, count_layers
+from .perplexity import count_layers
 from .protocols import scored_rows
 from .result import PerplexityResult
 from .scoring import WindowScores, score_window
@@ -143,8 +145,7 @@ class AblationWorker:
         seconds: list[tuple[float, float]],
         rows: range,
     ) -> dict[str, Any]:
-        layers = count_layers(self._network)
-        ratio = attention_flops_ratio(cell.context, cell.config, layers)
+        prompts = torch.stack([window.input_ids for window in cell.windows])
         result: PerplexityResult = summarize(
             scores,
             seconds,
@@ -153,7 +154,7 @@ class AblationWorker:
             protocol=self._protocol,
             context=cell.context,
             windows=list(cell.indices),
-            attention_flops_ratio=ratio,
+            flops=count_attention_flops(prompts, cell.config, count_layers(self._network)),
         )
         return table.measures(result)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import PrefillConfig
+from ..presets import chosen_config
 from .attention_result import AttentionMeasures
 from .guards import check_dense, check_length, eval_mode
 from .layer_error import LayerMeasures, measure_layer
@@ -24,7 +25,7 @@ Progress = Callable[[int, int, str], None]
 def measure_attention(
     model: Any,
     input_ids: Tensor,
-    chunk_config: PrefillConfig | None = None,
+    chunk_config: PrefillConfig | str | None = None,
     *,
     on_progress: Progress | None = None,
 ) -> AttentionMeasures:
@@ -54,8 +55,8 @@ def measure_attention(
         A causal decoder with dense attention.
     input_ids : Tensor
         int64 [1, T] or [T], at least two tokens.
-    chunk_config : PrefillConfig, optional
-        Default: the algorithm as specified. `min_prefill` plays no part.
+    chunk_config : PrefillConfig or str, optional
+        Default: that of `enable`. `min_prefill` plays no part.
     on_progress : callable, optional
         Called with (layers begun, layers in all, what runs next).
 
@@ -70,7 +71,7 @@ def measure_attention(
     NotImplementedError
         If the model cannot be prefilled sparsely.
     """
-    config = PrefillConfig() if chunk_config is None else chunk_config
+    config = chosen_config(chunk_config)
     prompt = prompt_ids(input_ids)
     length = prompt.shape[1]
     if length < 2:

@@ -63,6 +63,24 @@ def library() -> dict[str, Any]:
     return {**h2o_prefill.build_info(), "cpu_isa_used": torch.ops.h2o_prefill.cpu_isa()}
 
 
+def has_cuda() -> bool:
+    """Return whether CUDA kernels were compiled in."""
+    return bool(torch.ops.h2o_prefill.has_cuda())
+
+
+def cuda_kernels() -> dict[str, str]:
+    """Say for which GPUs and problems there are CUDA kernels, and what serves the rest."""
+    if not has_cuda():
+        return {"built": "no: the library was built without CUDA, GPUs run the composite versions"}
+    return {
+        "built": f"for {h2o_prefill.build_info()['cuda_archs']}",
+        "dtypes": "float32, bfloat16, float16",
+        "head dims": "8 to 256 in steps of 8, padded to 64, 96, 128 or 256",
+        "composite versions": "float64; other head dims, since kernels copy 16 bytes at a time",
+        "dense attention": "PyTorch's own for one query, or as many queries as keys",
+    }
+
+
 def operators() -> dict[str, list[str]]:
     """Return the operators of `h2o_prefill.ops`, each with its devices.
 

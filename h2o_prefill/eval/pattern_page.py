@@ -20,6 +20,7 @@ _HEADINGS = {
     "errors": "Errors by layer and head",
     "chunks": "Errors by chunk",
     "recalled": "Recalled positions",
+    "perplexity": "Perplexity against attention flops",
 }
 _CAPTIONS = {
     "memory": (
@@ -46,6 +47,12 @@ _CAPTIONS = {
         "Of the positions that a head held as heavy, the share that it still holds so and so many "
         "chunks later; one line a layer, dark for the first layers. Counted are positions that "
         "entered early enough to be seen for as long; positions that leave never return."
+    ),
+    "perplexity": (
+        "Settings of an ablation, on the texts that the panels name: perplexity beside dense, with "
+        "the standard error of the difference, against the query-key products of attention, "
+        "recalled keys and dense tail included. The line joins the settings that no other one "
+        "beats in both; they are named below by their numbers."
     ),
 }
 

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from .. import ops
 from ..config import PrefillConfig
+from ..presets import chosen_config
 from .guards import check_dense, check_length, eval_mode
 from .pattern_measures import stack_layers
 from .visibility import RecalledKeys, find_recalled
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from .attention_result import AttentionMeasures
 
 Progress = Callable[[int, int, str], None]
@@ -51,7 +54,7 @@ class AttentionPatterns:
         Errors against dense attention, if they were measured.
     paths : dict of str to Path
         The figures: "memory", "scores", "sinks", "heavy", "survival"; of the errors "errors",
-        "chunks"; with recall "recalled".
+        "chunks"; with recall "recalled"; of an ablation "perplexity".
     page : Path, optional
         An HTML page that holds them all.
     """
@@ -71,11 +74,12 @@ class AttentionPatterns:
 def visualize_attention_patterns(
     model: Any,
     input_ids: Tensor,
-    chunk_config: PrefillConfig | None = None,
-    output_dir: str | os.PathLike[str] = "attention_patterns",
+    chunk_config: PrefillConfig | str | None = None,
+    output_dir: str | os.PathLike[str] = "benchmark_results/attention_heatmaps",
     *,
     title: str = "",
     errors: bool = True,
+    ablation: pd.DataFrame | None = None,
     on_progress: Progress | None = None,
 ) -> AttentionPatterns:
     """Prefill a prompt sparsely and draw what its memory sets hold, and what that costs.
@@ -92,8 +96,8 @@ def visualize_attention_patterns(
         A causal decoder with dense attention.
     input_ids : Tensor
         int64 [1, T] or [T]: at least two chunks.
-    chunk_config : PrefillConfig, optional
-        Default: the algorithm as specified.
+    chunk_config : PrefillConfig or str, optional
+        Default: that of `enable`.
     output_dir : path
         Folder for the files; it is made if it is not there.
     title : str
@@ -101,6 +105,8 @@ def visualize_attention_patterns(
     errors : bool
         Measure the errors too, see `measure_attention`: a dense run, and more time than the sparse
         one.
+    ablation : pandas.DataFrame, optional
+        Rows as `run_ablation` returns them: draw their perplexity against attention flops too.
     on_progress : callable, optional
         Called with (steps done, steps in all, what runs next), first for the chunks of the sparse
         run, then for the layers of the dense one.
@@ -118,6 +124,7 @@ def visualize_attention_patterns(
     ImportError
         If matplotlib is missing.
     """
+    from .ablation_plot import plot_ablation
     from .attention_error import measure_attention
     from .pattern_page import write_pattern_page
     from .pattern_plots import plot_patterns
@@ -131,6 +138,9 @@ def visualize_attention_patterns(
         patterns = dataclasses.replace(patterns, measures=measures)
     folder.mkdir(parents=True, exist_ok=True)
     patterns.paths.update(plot_patterns(patterns, folder, title))
+    if ablation is not None:
+        patterns.paths["perplexity"] = folder / "perplexity.png"
+        plot_ablation(ablation, patterns.paths["perplexity"])
     page = write_pattern_page(patterns, folder / "index.html", title)
     return dataclasses.replace(patterns, page=page)
 
@@ -138,7 +148,7 @@ def visualize_attention_patterns(
 def collect_patterns(
     model: Any,
     input_ids: Tensor,
-    chunk_config: PrefillConfig | None = None,
+    chunk_config: PrefillConfig | str | None = None,
     *,
     on_progress: Progress | None = None,
 ) -> AttentionPatterns:
@@ -147,7 +157,7 @@ def collect_patterns(
     They are those of one call over the whole prompt. Parameters and errors are those of
     `visualize_attention_patterns`.
     """
-    config = PrefillConfig() if chunk_config is None else chunk_config
+    config = chosen_config(chunk_config)
     prompt = prompt_ids(input_ids)
     length = prompt.shape[1]
     check_prompt_length(config, length)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import PrefillConfig, dense_dot_products, sparse_dot_products
+from ..config import PrefillConfig
+from ..presets import chosen_config
+from .attention_flops import count_attention_flops
 from .forward import PromptForward, PromptLogits
 from .guards import check_dense, check_length, eval_mode
 from .models import load_model
@@ -26,7 +28,7 @@ Progress = Callable[[int, int, str], None]
 def evaluate_perplexity(
     model: nn.Module | str,
     dataset: Tensor | Sequence[int] | Corpus | str,
-    chunk_config: PrefillConfig | None = None,
+    chunk_config: PrefillConfig | str | None = None,
     *,
     tokenizer: Any = None,
     context: int = 4096,
@@ -46,8 +48,8 @@ def evaluate_perplexity(
     dataset : Tensor, sequence of int, Corpus or str
         Tokens of a text; or a text, or the name of one that `load_text` knows, which need a
         tokenizer.
-    chunk_config : PrefillConfig, optional
-        Settings of the sparse run. Default: the algorithm as specified.
+    chunk_config : PrefillConfig or str, optional
+        Settings of the sparse run. Default: that of `enable`.
     tokenizer : optional
         The model's. A model given by name brings its own.
     context : int
@@ -73,7 +75,7 @@ def evaluate_perplexity(
     ArithmeticError
         If a run gives logits that are not finite.
     """
-    config = PrefillConfig() if chunk_config is None else chunk_config
+    config = chosen_config(chunk_config)
     check_settings(config, context, windows, protocol)
     rows = scored_rows(protocol, context)
     if isinstance(model, str):
@@ -118,29 +120,8 @@ def evaluate_perplexity(
         protocol=protocol,
         context=context,
         windows=list(selected),
-        attention_flops_ratio=attention_flops_ratio(context, config, count_layers(network)),
+        flops=count_attention_flops(batches, config, count_layers(network)),
     )
-
-
-def attention_flops_ratio(num_tokens: int, config: PrefillConfig, num_layers: int = 1) -> float:
-    """Return the query-key products of dense attention over those of the sparse one, for a prompt.
-
-    Layers of `config.dense_layers` count as dense. Recalled keys and a dense tail are not counted.
-
-    Parameters
-    ----------
-    num_tokens : int
-        N, the length of the prompt.
-    config : PrefillConfig
-    num_layers : int
-        Layers of the model.
-    """
-    dense = dense_dot_products(num_tokens)
-    if num_tokens < config.sparse_from:
-        return 1.0
-    dense_layers = sum(layer < num_layers for layer in set(config.dense_layers))
-    sparse = sparse_dot_products(num_tokens, config)
-    return num_layers * dense / (dense_layers * dense + (num_layers - dense_layers) * sparse)
 
 
 def check_settings(config: PrefillConfig, context: int, windows: str, protocol: str) -> None:

@@ -18,6 +18,15 @@ ABSENT = "0.88"
 TITLE: dict[str, Any] = {"fontsize": 9, "loc": "left"}
 WIDTH = 11.0
 
+# Told apart by people who see colours differently, and by line style in print.
+DENSE: dict[str, Any] = {"color": "#0072B2", "label": "dense", "linewidth": 1.6}
+SPARSE: dict[str, Any] = {
+    "color": "#D55E00",
+    "label": "sparse",
+    "linewidth": 1.6,
+    "linestyle": (0, (5, 1.5)),
+}
+
 _MAX_COLUMNS = 512
 _MAX_NUMBERED_CELLS = 300
 

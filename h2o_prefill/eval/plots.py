@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .plot_parts import DENSE, SPARSE, make_figure
 from .result import PerplexityResult, PositionCurve
 
 if TYPE_CHECKING:
@@ -13,15 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-
-# Told apart by people who see colours differently, and by line style in print.
-_DENSE: dict[str, Any] = {"color": "#0072B2", "label": "dense", "linewidth": 1.6}
-_SPARSE: dict[str, Any] = {
-    "color": "#D55E00",
-    "label": "sparse",
-    "linewidth": 1.6,
-    "linestyle": (0, (5, 1.5)),
-}
 
 
 def plot_perplexity(
@@ -46,12 +38,7 @@ def plot_perplexity(
     -------
     matplotlib.figure.Figure
     """
-    # A Figure of its own with the Agg canvas: pyplot would keep it, and might look for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(5.6)
     (window, chunk), (window_change, chunk_change) = figure.subplots(
         2, 2, width_ratios=(3, 2), height_ratios=(3, 2), sharex="col", sharey="row"
     )
@@ -81,14 +68,14 @@ def _draw(above: Axes, below: Axes, curve: PositionCurve, length: int) -> None:
 
     edges = [*curve.begin, curve.begin[-1] + curve.width]
     dense, sparse = _numbers(curve.dense), _numbers(curve.sparse)
-    above.stairs(dense, edges, baseline=None, **_DENSE)
-    above.stairs(sparse, edges, baseline=None, **_SPARSE)
+    above.stairs(dense, edges, baseline=None, **DENSE)
+    above.stairs(sparse, edges, baseline=None, **SPARSE)
     above.set_yscale("log")
     above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     above.yaxis.set_major_formatter(ScalarFormatter())
     above.yaxis.set_minor_formatter(NullFormatter())
     change = [100 * (after / before - 1) for before, after in zip(dense, sparse, strict=True)]
-    below.stairs(change, edges, baseline=0, fill=True, color=_SPARSE["color"], alpha=0.5)
+    below.stairs(change, edges, baseline=0, fill=True, color=SPARSE["color"], alpha=0.5)
     below.axhline(0, color="0.3", linewidth=0.8)
     for axes in (above, below):
         axes.set_xlim(0, length)

@@ -72,7 +72,9 @@ class PerplexityResult:
     top1_agreement : float
         Share of rows where both hold the same token most likely.
     attention_flops_ratio : float
-        Query-key products of dense attention over those of the sparse one.
+        Query-key products of dense attention over those of the sparse one, in all windows.
+    recalled_keys : float or None
+        Recalled keys that a row sees, mean of all rows; None where recall is off.
     by_position : PositionCurve
         Along the window.
     by_chunk_position : PositionCurve
@@ -93,6 +95,7 @@ class PerplexityResult:
     kl_mean: float
     top1_agreement: float
     attention_flops_ratio: float
+    recalled_keys: float | None
     by_position: PositionCurve
     by_chunk_position: PositionCurve
     config: PrefillConfig

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import PrefillConfig
+from ..presets import DEFAULT_PRESET, chosen_config
 from .guards import check_dense, check_length, eval_mode
 from .models import load_model
 from .retrieval_haystack import Haystack
@@ -51,7 +52,7 @@ def evaluate_retrieval(
     haystack : Corpus or str
         A text, or the name of one that `load_text` knows.
     variants : mapping of str to PrefillConfig, optional
-        Names and settings of the sparse runs. Default: the algorithm as specified, as "spec".
+        Names and settings of the sparse runs. Default: that of `enable`, by its name.
     tokenizer : optional
         The model's. A model given by name brings its own. If it has a chat template, prompts are
         messages in it.
@@ -83,7 +84,7 @@ def evaluate_retrieval(
     NotImplementedError
         If the model cannot be prefilled sparsely.
     """
-    chosen = {"spec": PrefillConfig()} if variants is None else dict(variants)
+    chosen = {DEFAULT_PRESET: chosen_config(None)} if variants is None else dict(variants)
     check_retrieval(chosen, tasks, lengths, depths, prompts_per_cell, question)
     if isinstance(model, str):
         network, own_tokenizer = load_model(model)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..config import PrefillConfig
 from . import statistics
+from .attention_flops import AttentionFlops
 from .result import PerplexityResult, PositionCurve, RunResult
 from .scoring import WindowScores
 
@@ -23,6 +24,7 @@ def summarize(
     rows: range,
     config: PrefillConfig,
     context: int,
+    flops: AttentionFlops,
     **settings: Any,
 ) -> PerplexityResult:
     """Put windows together.
@@ -39,6 +41,8 @@ def summarize(
         Of the sparse run.
     context : int
         Tokens of a window.
+    flops : AttentionFlops
+        Of all windows.
     settings
         What else the result holds.
     """
@@ -63,6 +67,8 @@ def summarize(
         ),
         config=config,
         context=context,
+        attention_flops_ratio=flops.ratio,
+        recalled_keys=flops.recalled_keys,
         scored_tokens=dense.numel(),
         **settings,
     )

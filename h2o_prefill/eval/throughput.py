@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from ..config import PrefillConfig
+from ..presets import chosen_config
+from .attention_flops import AttentionFlops, count_attention_flops
 from .forward import PromptForward
 from .guards import check_dense, check_length, eval_mode
-from .perplexity import attention_flops_ratio
+from .perplexity import count_layers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +29,7 @@ def benchmark_throughput(
     model: Any,
     seq_lengths: Sequence[int],
     num_runs: int = 10,
-    chunk_config: PrefillConfig | None = None,
+    chunk_config: PrefillConfig | str | None = None,
     *,
     seed: int = 0,
     on_progress: Progress | None = None,
@@ -45,8 +48,8 @@ def benchmark_throughput(
         Prompt lengths, tokens. Up to one chunk sparse attention is dense, and the ratio about 1.
     num_runs : int
         Timed runs of each way at each length.
-    chunk_config : PrefillConfig, optional
-        Settings of the sparse runs. Default: the algorithm as specified.
+    chunk_config : PrefillConfig or str, optional
+        Settings of the sparse runs. Default: that of `enable`.
     seed : int
         Of the random tokens.
     on_progress : callable, optional
@@ -58,8 +61,8 @@ def benchmark_throughput(
         One row a length: `seq_length`; medians `dense_seconds`, `sparse_seconds`,
         `dense_tokens_per_second`, `sparse_tokens_per_second`; `speedup`, the ratio of the medians,
         dense over sparse; `speedup_min` and `speedup_max`, the same ratio within single rounds;
-        `attention_flops_ratio`, the query-key products of dense attention over those of the sparse
-        one; `num_runs`.
+        `attention_flops_ratio` and `recalled_keys` as in `AttentionFlops` (NaN where recall is
+        off); `num_runs`.
 
     Raises
     ------
@@ -68,7 +71,7 @@ def benchmark_throughput(
     NotImplementedError
         If the model cannot be prefilled sparsely.
     """
-    config = PrefillConfig() if chunk_config is None else chunk_config
+    config = chosen_config(chunk_config)
     lengths = check_runs(seq_lengths, num_runs)
     check_dense(model)
     check_length(model, max(lengths), "seq_lengths")
@@ -80,15 +83,15 @@ def benchmark_throughput(
     with torch.no_grad(), eval_mode(model):
         forward = PromptForward(model)
         for length in lengths:
-            ids = _random_ids(model, length, generator)
+            ids = random_ids(model, length, generator)
             seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
             for name in _order(num_runs + 1):
                 done = len(rows) * 2 * (num_runs + 1) + sum(map(len, seconds.values()))
                 _report(on_progress, done, total, f"{length} tokens {name}")
                 with _run_mode(name, model, config):
                     seconds[name].append(forward(ids)[1])
-            flops_ratio = attention_flops_ratio(length, config, _layers(model))
-            rows.append(_row(length, seconds["dense"][1:], seconds["sparse"][1:], flops_ratio))
+            flops = count_attention_flops(ids, config, count_layers(model))
+            rows.append(_row(length, seconds["dense"][1:], seconds["sparse"][1:], flops))
     _report(on_progress, total, total, "done")
     return pd.DataFrame(rows)
 
@@ -111,16 +114,17 @@ def check_runs(seq_lengths: Sequence[int], num_runs: int) -> list[int]:
     return lengths
 
 
+def random_ids(model: Any, length: int, generator: torch.Generator) -> Tensor:
+    """Return int64 [1, length] of the model's tokens, on its device."""
+    embeddings = model.get_input_embeddings().weight
+    ids = torch.randint(embeddings.shape[0], (1, length), generator=generator)
+    return ids.to(embeddings.device)
+
+
 def _order(rounds: int) -> list[str]:
     """Return what runs when: A B, B A, A B, ..."""
     pair = ["dense", "sparse"]
     return [name for index in range(rounds) for name in (pair if index % 2 == 0 else pair[::-1])]
-
-
-def _random_ids(model: Any, length: int, generator: torch.Generator) -> Tensor:
-    embeddings = model.get_input_embeddings().weight
-    ids = torch.randint(embeddings.shape[0], (1, length), generator=generator)
-    return ids.to(embeddings.device)
 
 
 def _run_mode(name: str, model: Any, config: PrefillConfig) -> AbstractContextManager[Any]:
@@ -133,7 +137,7 @@ def _run_mode(name: str, model: Any, config: PrefillConfig) -> AbstractContextMa
 
 
 def _row(
-    length: int, dense: list[float], sparse: list[float], flops_ratio: float
+    length: int, dense: list[float], sparse: list[float], flops: AttentionFlops
 ) -> dict[str, float]:
     by_round = [above / below for above, below in zip(dense, sparse, strict=True)]
     dense_seconds, sparse_seconds = statistics.median(dense), statistics.median(sparse)
@@ -146,13 +150,10 @@ def _row(
         "speedup": dense_seconds / sparse_seconds,
         "speedup_min": min(by_round),
         "speedup_max": max(by_round),
-        "attention_flops_ratio": flops_ratio,
+        "attention_flops_ratio": flops.ratio,
+        "recalled_keys": math.nan if flops.recalled_keys is None else flops.recalled_keys,
         "num_runs": len(dense),
     }
-
-
-def _layers(model: Any) -> int:
-    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _report(on_progress: Progress | None, done: int, total: int, what: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..config import PrefillConfig
+from ..recall import recall_lists
 from .pattern_measures import held_positions
 
 
@@ -70,17 +70,7 @@ def find_recalled(prompt: Tensor, config: PrefillConfig) -> RecalledKeys | None:
     """
     if config.recall == 0:
         return None
-    lists = ops.lexical_recall(
-        prompt.cpu(),
-        0,
-        config.chunk_size,
-        config.recall_block,
-        config.recall,
-        config.recall_suffix,
-        config.recall_span,
-        config.recall_max_count,
-    )
-    return RecalledKeys(*lists, block=config.recall_block)
+    return RecalledKeys(*recall_lists(prompt.cpu(), 0, config), block=config.recall_block)
 
 
 def visible_keys(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +12,7 @@ from h2o_prefill.hf.eligibility import can_be_sparse
 from h2o_prefill.hf.registration import NAME, register
 from h2o_prefill.hf.run import ForwardHook, discard_runs, is_hooked
 from h2o_prefill.hf.settings import Settings, is_switched
+from h2o_prefill.presets import chosen_config
 
 
 class PrefillHandle:
@@ -110,7 +110,7 @@ class PrefillHandle:
 
 def enable(
     model: PreTrainedModel,
-    config: PrefillConfig | None = None,
+    config: PrefillConfig | str | None = None,
     *,
     strict: bool = False,
     **overrides: Any,
@@ -126,12 +126,13 @@ def enable(
     ----------
     model : PreTrainedModel
         A causal decoder. It is on when this function returns; `with` is for turning it off.
-    config : PrefillConfig, optional
-        Default: `PrefillConfig()`.
+    config : PrefillConfig or str, optional
+        Settings, or the name of a preset. Default: "recommended"; "spec" is the algorithm as
+        specified.
     strict : bool
         Raise NotImplementedError where a long call would fall back to dense attention.
     **overrides
-        Fields of `PrefillConfig` to change.
+        Fields of `PrefillConfig` to change in it.
 
     Returns
     -------
@@ -158,25 +159,6 @@ def enable(
     if layers is not None and any(layer >= layers for layer in chosen.dense_layers):
         raise ValueError(f"dense_layers must be < {layers}, got {chosen.dense_layers}")
     return PrefillHandle(model, chosen, strict).enable()
-
-
-def chosen_config(config: PrefillConfig | None, overrides: dict[str, Any]) -> PrefillConfig:
-    """Return a config, or the default one, with some fields changed.
-
-    Raises
-    ------
-    ValueError
-        If the config is of another type, or an override names no field of it.
-    """
-    if config is not None and not isinstance(config, PrefillConfig):
-        raise ValueError(f"config must be a PrefillConfig, got {_name(config)}")
-    known = [field.name for field in dataclasses.fields(PrefillConfig)]
-    for name in overrides:
-        if name not in known:
-            raise ValueError(f"{name} is no option of PrefillConfig, whose options are {known}")
-    if config is None:
-        return PrefillConfig(**overrides)
-    return config.replace(**overrides) if overrides else config
 
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:

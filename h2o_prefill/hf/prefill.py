@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache
-from h2o_prefill.hf.enable import chosen_config, enable
+from h2o_prefill.hf.enable import enable
+from h2o_prefill.presets import chosen_config
 
 
 def chunked_prefill(
     model: PreTrainedModel,
     input_ids: Tensor,
-    config: PrefillConfig | None = None,
+    config: PrefillConfig | str | None = None,
     *,
     chunks_per_call: int = 4,
     past_key_values: ChunkedPrefillCache | None = None,
@@ -35,8 +36,8 @@ def chunked_prefill(
         A causal decoder that is not enabled; it is for the duration of this call.
     input_ids : Tensor
         int64 [B, T], without padding.
-    config : PrefillConfig, optional
-        Default: `PrefillConfig()`.
+    config : PrefillConfig or str, optional
+        As for `enable`.
     chunks_per_call : int
         Chunks that go through the model at once.
     past_key_values : ChunkedPrefillCache, optional

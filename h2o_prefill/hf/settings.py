@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.presets import PRESETS
 
 # Hugging Face configs that some handle has switched over, by id: several models may share one
 # config object, and then the switch of one reaches a model that nobody enabled.
@@ -73,5 +74,6 @@ def is_switched(hf_config: Any) -> bool:
     return hf_config is not None and _switched.get(id(hf_config)) is hf_config
 
 
-# For a model whose user set attn_implementation="h2o_prefill" and enabled nothing.
-DEFAULT_SETTINGS = Settings(PrefillConfig())
+# For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: an attention
+# function does not see the token ids that lexical recall needs.
+DEFAULT_SETTINGS = Settings(PRESETS["spec"])

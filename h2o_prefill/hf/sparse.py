@@ -7,6 +7,7 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.hf.eligibility import Call
+from h2o_prefill.recall import recall_lists
 from h2o_prefill.state import PrefillState
 
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
@@ -79,17 +80,7 @@ def _find_recalled(call: Call) -> RecallLists:
     if ids is None or ids.shape != (call.query.shape[0], call.key.shape[2]):
         run.settings.report(NO_IDS)
         return None, None, None
-    lists: RecallLists = ops.lexical_recall(
-        ids.to("cpu", torch.int64),
-        call.past,
-        config.chunk_size,
-        config.recall_block,
-        config.recall,
-        config.recall_suffix,
-        config.recall_span,
-        config.recall_max_count,
-    )
-    return lists
+    return recall_lists(ids.to("cpu", torch.int64), call.past, config)
 
 
 def _in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -8,6 +8,9 @@ import torch
 
 from h2o_prefill import testing
 
+# cuBLAS is deterministic with a workspace of a fixed size, which it asks for when it is loaded.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 
 def pytest_addoption(parser):
     parser.addoption("--runslow", action="store_true", help="run the tests marked slow")

@@ -46,6 +46,51 @@ def test_operator_benchmarks(run: Run, name: str) -> None:
         }
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["intra_chunk", "memory", "colsum", "prefill"])
+def test_operator_benchmarks_on_a_gpu(run: Run, name: str) -> None:
+    _, report = run(name, "--device", "cuda")
+    _check_report(report, [field for field in FIELDS[name] if field != "percent"])
+    assert report["environment"]["gpu"]
+    for row in report["rows"]:
+        assert row["device"] == "cuda" and row["dtype"] == "bfloat16"
+        assert name == "colsum" or row["sdpa_backend"] in row["sdpa_backends_milliseconds"]
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "built", "message"),
+    [
+        ("tpu", True, True, "--device must be of cpu, cuda, got 'tpu'"),
+        ("cuda", False, True, "PyTorch finds no GPU"),
+        ("cuda", True, False, "h2o_prefill was built without CUDA kernels"),
+    ],
+)
+def test_a_device_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, built: bool, message: str
+) -> None:
+    import _options
+    import typer
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(_options, "has_cuda", lambda: built)
+    with pytest.raises(typer.BadParameter, match=message):
+        _options.make_plan("prefill", quick=True, device=device)
+
+
+def test_a_plan_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import _options
+    from _timing import gpu_timer
+
+    monkeypatch.setattr(_options, "_check_device", lambda device: None)
+    plan = _options.make_plan("prefill", threads=None, device="cuda")
+    assert plan.json is not None and plan.json.name == "prefill_cuda.json"
+    assert plan.dtypes == (torch.bfloat16,)
+    cases = list(plan.cases())
+    assert len(cases) == len(plan.shapes)
+    assert all(case.timer is gpu_timer and case.fields["device"] == "cuda" for case in cases)
+    assert "threads" not in cases[0].fields
+
+
 def test_options_choose_rows(run: Run) -> None:
     options = ("--shape", "smollm2", "--dtype", "float16", "--threads", "1,2", "--lengths", "5,130")
     _, report = run("prefill", *options)
@@ -133,7 +178,7 @@ def test_allocations(run: Run) -> None:
 
 
 def test_peak_bytes_counts_what_is_held_at_a_time() -> None:
-    from _memory import peak_bytes
+    from h2o_prefill.eval.peak_memory import peak_bytes
 
     def call() -> torch.Tensor:
         first = torch.empty(1000, dtype=torch.float32)

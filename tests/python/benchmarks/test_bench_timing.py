@@ -116,3 +116,22 @@ def test_nothing_to_compare_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="candidates must not be empty"):
         compare({}, 1.0)
+
+
+def test_another_timer_takes_the_times() -> None:
+    from _timing import SHORTEST, compare
+
+    clock = Clock()
+    handed_over: list[int] = []
+
+    def timer(call: Callable[[], object], repeats: int) -> float:
+        """A device that takes a tenth of what the host sees."""
+        handed_over.append(repeats)
+        begin = clock()
+        for _ in range(repeats):
+            call()
+        return (clock() - begin) / repeats / 10
+
+    timings = compare({"a": clock.taking("a", lambda n: 1e-3)}, 0.5, clock=clock, timer=timer)
+    assert timings.median("a") == pytest.approx(1e-4)
+    assert handed_over[-1] * 1e-4 >= SHORTEST

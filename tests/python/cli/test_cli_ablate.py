@@ -32,7 +32,7 @@ def csv(tmp_path: Path) -> Path:
 
 def test_a_table_a_csv_file_and_a_figure(ablate: Run, csv: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = ablate("--plot", "--sink-tokens", "0,2", "--threads", 1)
+    done = ablate("--sink-tokens", "0,2", "--threads", 1)
     assert done.exit_code == 0, done.output
     frame = pd.read_csv(csv)
     assert len(frame) == 4
@@ -72,6 +72,16 @@ def test_options_reach_the_run(ablate: Run, csv: Path) -> None:
         "dataset": "text.txt",
     }.items():
         assert set(frame[name]) == {value}
+
+
+def test_without_a_figure(ablate: Run, csv: Path) -> None:
+    done = ablate("--no-plot", "--recall", "0,2", "--recall-block", 8, "--heavy-budget", 4)
+    assert done.exit_code == 0, done.output
+    assert not csv.with_suffix(".png").exists()
+    without, with_recall = (line for line in done.stdout.splitlines() if " 1/" in line)
+    recalled = pd.read_csv(csv)["recalled_keys"]
+    assert without.split()[-1] == "-" and recalled.isna().tolist() == [True, False]
+    assert with_recall.split()[-1] == f"{recalled[1]:.0f}"
 
 
 def test_several_texts(ablate: Run, tiny: Any, csv: Path, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from h2o_prefill.cli.presets import PRESETS, preset_config
-from h2o_prefill.config import PrefillConfig
+from h2o_prefill.presets import PRESETS
 
 Run = Callable[..., Any]
 SIZES = ("--chunk-size", 16, "--local-window", 4, "--heavy-budget", 4)
@@ -83,16 +82,6 @@ def test_debug_shows_the_traceback_of_any_error(run: Run, monkeypatch: pytest.Mo
     assert isinstance(run("ppl", "--windows", "x").exception, ValueError)
 
 
-def test_the_spec_preset_is_the_default_config() -> None:
-    assert preset_config("spec") == PrefillConfig()
-    assert preset_config("spec", heavy_budget=0, local_window=None).heavy_budget == 0
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_is_a_config(preset: str) -> None:
-    assert isinstance(preset_config(preset), PrefillConfig)
-
-
 def test_info_names_the_build_and_writes_json(run: Run, tmp_path: Path) -> None:
     done = run("info", "--json", tmp_path / "i.json")
     assert done.exit_code == 0, done.output
@@ -133,7 +122,7 @@ def test_generate_prints_what_the_sparse_model_says(
 
     model, tokenizer = load_model(model_folder)
     ids = tokenizer(tiny.SENTENCE, return_tensors="pt", verbose=False)["input_ids"]
-    with h2o_prefill.enable(model, PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)):
+    with h2o_prefill.enable(model, chunk_size=16, local_window=4, heavy_budget=4):
         out = model.generate(ids, max_new_tokens=5, do_sample=False)
     new = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert generate(tiny.SENTENCE).stdout == new + "\n"

@@ -24,7 +24,9 @@ def bench(run: Run, model_folder: str) -> Run:
 
 
 def test_one_table_and_the_file(bench: Run, tmp_path: Path) -> None:
-    done = bench("--json", tmp_path / "b.json", "--threads", 1, "--dtype", "bfloat16")
+    done = bench(
+        "--preset", "spec", "--json", tmp_path / "b.json", "--threads", 1, "--dtype", "bfloat16"
+    )
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "b.json").read_text())
     assert [row["seq_length"] for row in report["results"]] == [16, 48]
@@ -47,6 +49,29 @@ def test_one_table_and_the_file(bench: Run, tmp_path: Path) -> None:
     assert "\u2026" not in done.stdout, "rich cut a cell off at 80 columns"
 
 
+def test_recalled_keys_have_a_column_and_fit(bench: Run, tmp_path: Path) -> None:
+    done = bench("--preset", "spec,recall=4,recall_block=8", "--json", tmp_path / "b.json")
+    assert done.exit_code == 0, done.output
+    row = json.loads((tmp_path / "b.json").read_text())["results"][1]
+    line = next(line for line in done.stdout.splitlines() if re.match(r"\s+48\s", line))
+    assert line.split()[-1] == f"{row['recalled_keys']:.0f}"
+    assert "recalled" in done.stdout and "recall=4" in done.stdout
+    assert "\u2026" not in done.stdout
+
+
+def test_figures_of_throughput_and_memory(bench: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "new" / "results"
+    done = bench("--output", folder, "--json", tmp_path / "b.json")
+    assert done.exit_code == 0, done.output
+    names = ["memory_profile.png", "throughput_comparison.png"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+    memory = json.loads((tmp_path / "b.json").read_text())["memory"]
+    assert [row["seq_length"] for row in memory] == [16, 48]
+    assert all(row["sparse_peak_bytes"] > row["kv_cache_bytes"] > 0 for row in memory)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -59,6 +84,7 @@ def test_one_table_and_the_file(bench: Run, tmp_path: Path) -> None:
         (("--chunk-size", 0), "chunk_size must be >= 1, got 0"),
         (("--preset", "best"), "preset must be one of"),
         (("--dtype", "int8"), "dtype must be one of"),
+        (("--output", __file__), "--output must be a folder, got the file"),
         (("--json", "no/such/folder/r.json"), "--json must be a file in a folder that exists"),
     ],
 )

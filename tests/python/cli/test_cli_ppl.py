@@ -52,8 +52,17 @@ def test_one_table_and_the_files(ppl: Run, tmp_path: Path) -> None:
         report["attention_flops_ratio"], abs=5e-3
     )
     assert report["config"]["text_source"].startswith("text.txt sha256:")
-    assert report["config"]["preset"] == "spec"
+    assert report["config"]["preset"] == "recommended"
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_recalled_keys_have_a_row(ppl: Run, tmp_path: Path) -> None:
+    done = ppl("--preset", "spec,recall=2,recall_block=8", "--json", tmp_path / "r.json")
+    assert done.exit_code == 0, done.output
+    keys = json.loads((tmp_path / "r.json").read_text())["recalled_keys"]
+    (line,) = (line for line in done.stdout.splitlines() if "recalled keys of a row" in line)
+    assert line.split()[-1] == f"{keys:.0f}" and keys > 0
+    assert "recalled keys" not in ppl("--preset", "spec").stdout
 
 
 def test_options_reach_the_run(ppl: Run, tmp_path: Path) -> None:

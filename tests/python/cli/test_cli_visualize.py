@@ -21,7 +21,7 @@ def visualize(run: Run, model_folder: str, text_file: str, tmp_path: Path) -> Ru
     """Run `visualize` on the small model; later arguments win over these."""
     pytest.importorskip("matplotlib")
     given = ("--model", model_folder, "--text-file", text_file, "--output", tmp_path / "out")
-    return lambda *arguments: run("visualize", *given, *SIZES, *arguments)
+    return lambda *arguments: run("visualize", "--preset", "spec", *given, *SIZES, *arguments)
 
 
 def test_the_figures_are_written_and_named(visualize: Run, tmp_path: Path) -> None:
@@ -54,9 +54,32 @@ def test_without_errors_there_is_no_table(visualize: Run, tmp_path: Path) -> Non
     assert not (tmp_path / "out" / "errors.png").exists()
 
 
+def test_an_ablation_of_the_model_is_drawn_too(
+    visualize: Run, run: Run, model_folder: str, text_file: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("pandas")
+    given = ("--model", model_folder, "--text-file", text_file, "--windows", "0:2", *SIZES)
+    done = run("ablate", "--output", tmp_path, "--no-plot", "--preset", "spec", *given)
+    assert done.exit_code == 0, done.output
+    table = tmp_path / "perplexity_ablation.csv"
+    picture = tmp_path / "out" / "perplexity.png"
+    # Found beside the folder of the figures.
+    done = visualize("--no-errors")
+    assert str(picture) in done.stdout and picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    other = tmp_path / "other.csv"
+    other.write_text(table.read_text().replace(f",{model_folder},", ",another,"))
+    done = visualize("--no-errors", "--ablation", other)
+    assert done.exit_code == 2
+    assert "--ablation must hold a row of the model" in done.stderr
+    other.replace(table)
+    done = visualize("--no-errors")
+    assert done.exit_code == 0 and not picture.exists()
+
+
 def test_the_report_is_written(visualize: Run, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    done = visualize("--json", file, "--recall", 2, "--recall-block", 8, "--window", 1)
+    done = visualize("--json", file, "--preset", "spec,recall=2,recall_block=8", "--window", 1)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "recalled.png").is_file()
     report = json.loads(file.read_text())
@@ -103,8 +126,12 @@ def test_options_reach_the_run(visualize: Run, monkeypatch: pytest.MonkeyPatch) 
         (("--output", __file__), "--output must be a folder, got the file"),
         (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
         (("--heavy-budget", -1), "heavy_budget must be >= 0, got -1"),
-        (("--recall", 2), "chunk_size must be a multiple of recall_block, got 16 and 128"),
-        (("--recall", -1), "recall must be >= 0, got -1"),
+        (
+            ("--preset", "spec,recall=2,recall_block=12"),
+            "chunk_size must be a multiple of recall_block, got 16 and 12",
+        ),
+        (("--preset", "spec,recall=-1"), "recall must be >= 0, got -1"),
+        (("--ablation", "missing.csv"), "--ablation: no such file: 'missing.csv'"),
         (("--json", "x.json", "--no-errors"), "--json holds the errors"),
         (("--json", "nowhere/x.json"), "--json must be a file in a folder that exists"),
         (("--preset", "best"), "preset must be one of"),

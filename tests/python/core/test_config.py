@@ -1,10 +1,10 @@
-"""Settings: defaults, rules, counts."""
+"""Settings: defaults and rules."""
 
 import dataclasses
 
 import pytest
 
-from h2o_prefill.config import PrefillConfig, dense_dot_products, sparse_dot_products
+from h2o_prefill.config import PrefillConfig
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,6 @@ def test_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PrefillConfig().chunk_size = 3
     assert PrefillConfig().replace(sink_tokens=4).memory_size == 516
-
-
-@pytest.mark.parametrize(
-    ("tokens", "sparse", "dense"), [(4096, 3_672_064, 8_390_656), (1024, 524_800, 524_800)]
-)
-def test_dot_products_are_those_of_the_specification(tokens, sparse, dense):
-    assert sparse_dot_products(tokens, PrefillConfig()) == sparse
-    assert dense_dot_products(tokens) == dense
 
 
 def test_last_chunk_of_a_call():

@@ -124,6 +124,8 @@ def test_a_row_is_what_the_evaluation_finds(
         for name in ("delta_percent", "stderr_percent", "kl_mean", "top1_agreement"):
             assert row[name] == pytest.approx(getattr(result, name), rel=1e-3, abs=1e-6)
         assert row["attention_flops_ratio"] == pytest.approx(result.attention_flops_ratio)
+        recalled = [row["recalled_keys"]] if config.recall else []
+        assert recalled == pytest.approx([result.recalled_keys] if config.recall else [])
         assert row["scored_tokens"] == result.scored_tokens
         assert (row["model"], row["dtype"], row["dataset"]) == ("tiny", "float32", "tale")
         assert (row["context"], row["windows"], row["protocol"]) == (CONTEXT, "0:2", "llamacpp")
@@ -282,6 +284,12 @@ def test_the_figure_shows_every_cell(ablate: Ablate, tmp_path: Path) -> None:
         assert list(flops) == pytest.approx([100 / x for x in rows["attention_flops_ratio"]])
         assert list(perplexity) == rows["sparse_ppl"].tolist()
         assert f"of {context} tokens" in axes.get_title()
+        (bars,) = axes.containers[0].lines[2]
+        loss = rows["delta_percent"] / 100, rows["stderr_percent"] / 100
+        for segment, delta, error in zip(bars.get_segments(), *loss, strict=True):
+            dense = rows["dense_ppl"].iloc[0]
+            ends = [dense * (1 + delta - error), dense * (1 + delta + error)]
+            assert segment[:, 1].tolist() == pytest.approx(ends)
     with pytest.raises(ValueError, match="frame must hold at least one row"):
         plot_ablation(frame[:0], tmp_path / "q.png")
 

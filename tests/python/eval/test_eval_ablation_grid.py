@@ -28,16 +28,19 @@ def test_a_grid_is_the_product_of_its_values() -> None:
 
 
 def test_what_cannot_be_run_is_left_out_with_its_reason() -> None:
-    grid = build_grid({"chunk_size": [16, 20, 64], "recall": [0, 2]}, [64], BASE)
+    values = {"chunk_size": [16, 20, 64], "recall": [0, 2], "recall_block": [8]}
+    grid = build_grid(values, [64], BASE)
     assert [(c.chunk_size, c.recall) for _, c in grid.combinations] == [(16, 0), (16, 2), (20, 0)]
     reasons = {describe(values): reason for values, reason in grid.refused}
     assert set(reasons) == {
-        "context=64 chunk_size=20 recall=2",
-        "context=64 chunk_size=64 recall=0",
-        "context=64 chunk_size=64 recall=2",
+        "context=64 chunk_size=20 recall=2 recall_block=8",
+        "context=64 chunk_size=64 recall=0 recall_block=8",
+        "context=64 chunk_size=64 recall=2 recall_block=8",
     }
-    assert "multiple of recall_block" in reasons["context=64 chunk_size=20 recall=2"]
-    assert "at least two chunks of 64" in reasons["context=64 chunk_size=64 recall=0"]
+    assert "multiple of recall_block" in reasons["context=64 chunk_size=20 recall=2 recall_block=8"]
+    assert (
+        "at least two chunks of 64" in reasons["context=64 chunk_size=64 recall=0 recall_block=8"]
+    )
 
 
 def test_settings_without_effect_do_not_make_cells() -> None:
@@ -73,3 +76,19 @@ def test_every_field_can_be_an_axis(name: str) -> None:
     default = getattr(PrefillConfig(), name)
     assert parse_values(name, format_value(default)) == [default]
     assert name in COLUMNS
+
+
+def test_several_bases_are_combined_with_all_values() -> None:
+    grid = build_grid({"heavy_budget": [64, 128]}, [4096], ["spec", "recommended"])
+    assert len(grid.combinations) == 4
+    assert [config.recall > 0 for _, config in grid.combinations] == [False, False, True, True]
+    assert grid.varied == ("heavy_budget", "preset")
+
+
+def test_bases_that_are_no_presets_are_told_apart_by_what_differs() -> None:
+    base = PrefillConfig(chunk_size=64, local_window=4, heavy_budget=4)
+    grid = build_grid({}, [128], [base, base.replace(sink_tokens=4), base])
+    assert [config.sink_tokens for _, config in grid.combinations] == [0, 4]
+    assert grid.varied == ("sink_tokens",)
+    with pytest.raises(ValueError, match=r"base must be settings or a sequence of them, got \[\]"):
+        build_grid({}, [128], [])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import measure_attention, visualize_attention_patterns
+from h2o_prefill.eval import Corpus, measure_attention, run_ablation, visualize_attention_patterns
 from h2o_prefill.eval.html_page import Picture, write_page
 from h2o_prefill.eval.pattern_measures import heavy_survival
 from h2o_prefill.eval.patterns import AttentionPatterns
@@ -190,6 +190,35 @@ def test_without_errors_and_recall_the_page_is_shorter(
     assert patterns.page is not None
     text = patterns.page.read_text(encoding="utf-8")
     assert text.count("<img") == 5 and "relative L1" not in text
+
+
+def test_the_rows_of_an_ablation_are_drawn_too(
+    tiny_model: Any,
+    tiny_tokenizer: Any,
+    tiny: Any,
+    prompt: Tensor,
+    small_config: PrefillConfig,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("pandas")
+    frame = run_ablation(
+        tiny_model,
+        {"heavy_budget": [0, 4]},
+        tmp_path,
+        base=small_config,
+        datasets=[Corpus("tale", tiny.SENTENCE * 6, "tale.txt")],
+        contexts=[64],
+        windows="0:2",
+        tokenizer=tiny_tokenizer,
+    )
+    patterns = visualize_attention_patterns(
+        tiny_model, prompt, small_config, tmp_path / "out", errors=False, ablation=frame
+    )
+    assert list(patterns.paths) == [*NAMES[:5], "perplexity"]
+    assert patterns.page is not None
+    text = patterns.page.read_text(encoding="utf-8")
+    picture = base64.b64encode(patterns.paths["perplexity"].read_bytes()).decode()
+    assert picture in text and "Perplexity against attention flops" in text
 
 
 def test_what_a_page_is_given_is_escaped(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 import h2o_prefill
-from h2o_prefill.config import PrefillConfig, dense_dot_products, sparse_dot_products
-from h2o_prefill.eval import attention_flops_ratio, evaluate_perplexity
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import count_attention_flops, evaluate_perplexity
 
 CONTEXT = 64
 
@@ -188,10 +188,11 @@ def test_logits_that_are_not_finite_are_no_result(
         evaluate_perplexity(tiny_model, tokens, small_config, context=CONTEXT, windows="0:1")
 
 
-def test_attention_flops_ratio() -> None:
-    config = PrefillConfig()
-    dense, sparse = dense_dot_products(4096), sparse_dot_products(4096, config)
-    assert attention_flops_ratio(4096, config) == pytest.approx(dense / sparse)
-    one_of_two = config.replace(dense_layers=(0,))
-    assert attention_flops_ratio(4096, one_of_two, 2) == pytest.approx(2 * dense / (dense + sparse))
-    assert attention_flops_ratio(1000, config) == 1
+def test_attention_is_counted_over_the_windows(
+    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    for config in (small_config, small_config.replace(recall=2, recall_block=8, dense_tail=8)):
+        result = evaluate_perplexity(tiny_model, tokens, config, context=CONTEXT, windows="1:3")
+        flops = count_attention_flops(tokens[CONTEXT : 3 * CONTEXT].view(2, CONTEXT), config, 2)
+        assert result.attention_flops_ratio == flops.ratio > 1
+        assert result.recalled_keys == flops.recalled_keys

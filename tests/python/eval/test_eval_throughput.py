@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import h2o_prefill
-from h2o_prefill.config import PrefillConfig, dense_dot_products, sparse_dot_products
-from h2o_prefill.eval import benchmark_throughput
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import benchmark_throughput, count_attention_flops
+from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
 
 pytest.importorskip("pandas")
 
@@ -24,6 +25,7 @@ COLUMNS = [
     "speedup_min",
     "speedup_max",
     "attention_flops_ratio",
+    "recalled_keys",
     "num_runs",
 ]
 
@@ -67,6 +69,22 @@ def test_columns_and_figures(
     ratio = dense_dot_products(48) / sparse_dot_products(48, small_config)
     assert ratio > 1
     assert frame.attention_flops_ratio.tolist() == pytest.approx([1, ratio])
+    assert frame.recalled_keys.isna().all()
+
+
+def test_recalled_keys_are_those_of_the_prompts(
+    tiny_model: Any, small_config: PrefillConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = torch.arange(48).remainder(5).unsqueeze(0)
+    monkeypatch.setattr("h2o_prefill.eval.throughput.random_ids", lambda *_: prompt)
+    config = small_config.replace(recall=2, recall_block=8)
+    (row,) = benchmark_throughput(tiny_model, [48], 1, config).to_dict(orient="records")
+    flops = count_attention_flops(prompt, config, 2)
+    assert (row["attention_flops_ratio"], row["recalled_keys"]) == (
+        flops.ratio,
+        flops.recalled_keys,
+    )
+    assert row["recalled_keys"] > 1
 
 
 def test_both_ways_take_turns(

@@ -2,47 +2,152 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from h2o_prefill import enable
+from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable, ops, reference
+from h2o_prefill.presets import preset_config
 
-BASE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
-OPTIONS = {
-    "default": {},
-    "sinks": {"sink_tokens": 2},
-    "dense tail": {"dense_tail": 10},
-    "recall": {"recall": 2, "recall_block": 8},
-    "recall of rare single tokens": {"recall": 3, "recall_block": 4, "recall_max_count": 2},
-    "dense layers": {"dense_layers": (0,)},
-    "max over the group": {"gqa_reduce": "max"},
-    "no heavy hitters": {"heavy_budget": 0},
+SIZES = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+BASE = PrefillConfig(**SIZES)
+RECALL = BASE.replace(recall=2, recall_block=8)
+RECALLING = {
+    "recall": RECALL,
+    "recall in one block a chunk": RECALL.replace(recall=8, recall_block=16, recall_max_count=64),
+    "recall in small blocks": RECALL.replace(recall=4, recall_block=4),
+    "recall in blocks of one row": RECALL.replace(recall_block=1),
+    "recall by long suffixes": RECALL.replace(recall_suffix=6),
+    "recall by single tokens": RECALL.replace(recall=3, recall_suffix=1),
+    "recall of single keys": RECALL.replace(recall_span=1),
+    "recall of long spans": RECALL.replace(recall_span=5),
+    "recall of rare single tokens": RECALL.replace(recall=3, recall_max_count=4),
+    "recall and everything else": RECALL.replace(
+        sink_tokens=2, dense_tail=10, dense_layers=(1,), gqa_reduce="max", min_prefill=3
+    ),
+    "recommended": preset_config("recommended", **SIZES),
 }
+OPTIONS = {
+    "spec": preset_config("spec", **SIZES),
+    "sinks": BASE.replace(sink_tokens=2),
+    "dense tail": BASE.replace(dense_tail=10),
+    "dense layers": BASE.replace(dense_layers=(0,)),
+    "max over the group": BASE.replace(gqa_reduce="max"),
+    "no heavy hitters": BASE.replace(heavy_budget=0),
+    "no local window": BASE.replace(local_window=0),
+    **RECALLING,
+}
+# New tokens of each call of the prompt. After a call that ends inside a chunk, and one that is too
+# short to be sparse, chunks and blocks begin at odd places.
+CALLS = {"one": [72], "two": [32, 40], "three": [24, 5, 43]}
+# Around the borders of chunks and blocks of rows, whichever of these calls they belong to.
+BORDERS = (*range(8, 72, 8), *range(29, 69, 8))
+TOKENS = sorted({1, 4, 69, 71} | {border + side for border in BORDERS for side in (-1, 0, 3)})
+
+
+@pytest.fixture
+def prompt(make_ids):
+    """Return a prompt of nine different tokens, so that recall finds places all the time."""
+    return make_ids(1, 72) % 9 + 3
+
+
+def logits_of(model, ids, calls):
+    """Return [1, T, V] of a prompt that comes in several calls."""
+    if len(calls) == 1:
+        return model(ids).logits
+    cache = ChunkedPrefillCache(config=model.config)
+    pieces = [model(piece, past_key_values=cache).logits for piece in ids.split(calls, dim=1)]
+    return torch.cat(pieces, dim=1)
+
+
+def leaking_tokens(model, ids, calls=(72,)):
+    """Return the tokens whose change moves a logit before them, if only in its last bit."""
+    before, leaking = logits_of(model, ids, list(calls)), []
+    for token in TOKENS:
+        changed = ids.clone()
+        changed[0, token] = 3 + (ids[0, token] - 3 + 4) % 9
+        after = logits_of(model, changed, list(calls))
+        assert (after[:, token] - before[:, token]).abs().amax() > 1e-3
+        if not torch.equal(after[:, :token], before[:, :token]):
+            leaking.append(token)
+    return leaking
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("option", list(OPTIONS))
-def test_changing_a_token_changes_no_logit_before_it(build, make_ids, option, name):
-    # Few different tokens, so that recall finds places.
-    model, ids = build(name), make_ids(1, 72) % 9 + 3
-    with enable(model, **{**BASE, **OPTIONS[option]}):
-        before = model(ids).logits
-        for token in (1, 15, 16, 17, 40, 47, 48, 63, 64, 70, 71):
-            changed = ids.clone()
-            changed[0, token] = (ids[0, token] + 7) % 58 + 3
-            after = model(changed).logits
-            torch.testing.assert_close(after[:, :token], before[:, :token], atol=1e-6, rtol=0)
-            assert (after[:, token] - before[:, token]).abs().amax() > 1e-3
+def test_changing_a_token_changes_no_logit_before_it(build, prompt, option, name):
+    model = build(name)
+    with enable(model, OPTIONS[option]):
+        assert leaking_tokens(model, prompt) == []
+
+
+@pytest.mark.parametrize("calls", ["two", "three"])
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_nor_does_it_in_several_calls_of_one_prompt(llama, prompt, option, calls):
+    with enable(llama, OPTIONS[option]):
+        assert leaking_tokens(llama, prompt, CALLS[calls]) == []
+
+
+@pytest.mark.parametrize("calls", list(CALLS))
+@pytest.mark.parametrize("option", list(RECALLING))
+def test_a_block_that_sees_what_its_later_rows_recall_is_caught(
+    llama, prompt, option, calls, monkeypatch
+):
+    find, config = ops.lexical_recall, OPTIONS[option]
+
+    def all_from_the_first_row(ids, begin, chunk_size, block, *settings):
+        offsets, positions, _ = find(ids, begin, chunk_size, block, *settings)
+        owner = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+        return offsets, positions, (begin + owner * block).int()
+
+    monkeypatch.setattr(ops, "lexical_recall", all_from_the_first_row)
+    with enable(llama, config):
+        leaking = leaking_tokens(llama, prompt, CALLS[calls])
+    # The first row of a block has no row before it in its block, whatever the block sees.
+    assert (leaking == []) == (config.recall_block == 1)
+    if calls == "one":
+        assert all(token % config.recall_block for token in leaking)
+
+
+@pytest.mark.parametrize("option", ["spec", "sinks", "recall"])
+def test_a_selection_by_the_coming_chunks_queries_is_caught(llama, prompt, option, monkeypatch):
+    oracle, select = reference.ops, reference.ops.select_memory
+
+    def selects_what_the_next_chunk_wants(q, k, *others, **settings):
+        keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        wanted = q @ keys.transpose(-1, -2)
+
+        def select_ahead(scores, memory, begin, end, *sizes):
+            ahead = wanted[:, :, end : end + 16].sum(dim=2).unflatten(1, (k.shape[1], -1)).sum(2)
+            return select(ahead, memory, begin, end, *sizes)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(oracle, "select_memory", select_ahead)
+            return oracle.chunked_sparse_attention(q, k, *others, **settings)
+
+    with enable(llama, OPTIONS[option]):
+        monkeypatch.setattr(ops, "chunked_sparse_attention", oracle.chunked_sparse_attention)
+        assert leaking_tokens(llama, prompt) == []
+        monkeypatch.setattr(ops, "chunked_sparse_attention", selects_what_the_next_chunk_wants)
+        leaking = leaking_tokens(llama, prompt)
+    # The first chunk has no memory set, and the first row of a chunk no row before it in the chunk.
+    assert leaking and all(token > 16 and token % 16 for token in leaking)
+
+
+def test_every_setting_is_among_the_options():
+    for field in dataclasses.fields(PrefillConfig):
+        values = {getattr(option, field.name) for option in OPTIONS.values()}
+        assert len(values) > 1 or field.name == "chunk_size", field.name
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
-def test_every_option_changes_what_it_is_for(build, make_ids, option):
-    model, ids = build("llama"), make_ids(1, 72) % 9 + 3
-    stock = model(ids).logits
-    with enable(model, **BASE):
-        default = model(ids).logits
-    with enable(model, **{**BASE, **OPTIONS[option]}):
-        ours = model(ids).logits
+def test_every_option_changes_what_it_is_for(llama, prompt, option):
+    stock = llama(prompt).logits
+    with enable(llama, BASE):
+        base = llama(prompt).logits
+    with enable(llama, OPTIONS[option]):
+        ours = llama(prompt).logits
     assert ours.isfinite().all() and not torch.allclose(ours[:, 16:], stock[:, 16:], atol=1e-3)
-    assert torch.equal(ours, default) == (option == "default")
+    assert torch.equal(ours, base) == (option == "spec")
     torch.testing.assert_close(ours[:, :16], stock[:, :16], atol=1e-5, rtol=1e-5)

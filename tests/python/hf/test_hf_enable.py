@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
+from h2o_prefill import PRESETS, ChunkedPrefillCache, PrefillConfig, enable, preset_config
 from h2o_prefill.hf import NAME, register
 
 SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
@@ -28,7 +28,7 @@ def test_with_gives_everything_back(build, ids, implementation):
     model = build("llama", implementation)
     stock = model(ids).logits
     with enable(model, **SPARSE) as handle:
-        assert handle.active and handle.config == PrefillConfig(**SPARSE)
+        assert handle.active and handle.config == preset_config(**SPARSE)
         assert model.config._attn_implementation == NAME
         assert not torch.equal(model(ids).logits, stock)
     assert not handle.active and is_untouched(model, implementation)
@@ -76,7 +76,7 @@ def test_a_model_that_does_not_use_the_interface_is_named(build, ids):
 def test_wrong_arguments(llama):
     with pytest.raises(ValueError, match="PreTrainedModel, got Linear"):
         enable(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="config must be a PrefillConfig, got dict"):
+    with pytest.raises(ValueError, match=r"config must be .* the name of a preset, got dict"):
         enable(llama, {"chunk_size": 16})
     with pytest.raises(ValueError, match="chunksize is no option"):
         enable(llama, chunksize=16)
@@ -84,7 +84,16 @@ def test_wrong_arguments(llama):
         enable(llama, local_window=-3)
     with pytest.raises(ValueError, match=r"dense_layers must be < 2, got \(2,\)"):
         enable(llama, dense_layers=(2,))
+    with pytest.raises(ValueError, match=r"preset must be one of .*, got 'sp'"):
+        enable(llama, "sp")
     assert is_untouched(llama)
+
+
+def test_a_preset_and_overrides(llama):
+    with enable(llama, "spec", **SPARSE) as handle:
+        assert handle.config == PrefillConfig(**SPARSE)
+    with enable(llama) as handle:
+        assert handle.config == PRESETS["recommended"] != PRESETS["spec"]
 
 
 def test_a_config_and_overrides(llama):
@@ -185,11 +194,11 @@ def test_set_attn_implementation_back_and_forth(llama, ids, sparse_layers):
     assert is_untouched(llama) and torch.equal(llama(ids).logits, stock)
 
 
-def test_by_name_alone_the_defaults_are_used(build, make_ids, sparse_layers):
+def test_by_name_alone_the_algorithm_as_specified_is_used(build, make_ids, sparse_layers):
     ids = make_ids(1, 1100)
     model = build("llama", max_position_embeddings=2048)
     stock = model(ids).logits
-    with enable(model):
+    with enable(model, "spec"):
         expected = model(ids).logits
     assert sparse_layers == [1100, 1100]
     register()

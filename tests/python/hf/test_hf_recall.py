@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
-from h2o_prefill import ChunkedPrefillCache, enable, ops
+from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable, ops
 
-SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4, "min_prefill": 2}
-RECALL = {**SPARSE, "recall": 2, "recall_block": 8}
+SPARSE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, min_prefill=2)
+RECALL = SPARSE.replace(recall=2, recall_block=8)
 
 
 @pytest.fixture
@@ -31,10 +33,10 @@ def text(make_ids):
 
 
 def test_one_search_for_all_layers(llama, text, searches):
-    with enable(llama, **SPARSE):
+    with enable(llama, SPARSE):
         without = llama(text).logits
         assert searches == []
-    with enable(llama, **RECALL):
+    with enable(llama, RECALL):
         ours = llama(text).logits
         llama.generate(text, max_new_tokens=4, do_sample=False)
     assert [begin for _, begin in searches] == [0, 0]
@@ -42,19 +44,36 @@ def test_one_search_for_all_layers(llama, text, searches):
     assert not torch.allclose(ours, without, atol=1e-3)
 
 
+def test_the_search_has_the_settings(llama, text, monkeypatch):
+    asked, find = {}, ops.lexical_recall
+
+    def watched(*args, **kwargs):
+        asked.update(inspect.signature(find).bind(*args, **kwargs).arguments)
+        return find(*args, **kwargs)
+
+    monkeypatch.setattr(ops, "lexical_recall", watched)
+    settings = {"block": 4, "k": 7, "max_suffix": 5, "span": 3, "max_count": 9}
+    names = {"k": "recall", "max_suffix": "recall_suffix"}
+    changes = {names.get(name, f"recall_{name}"): value for name, value in settings.items()}
+    with enable(llama, SPARSE.replace(**changes)):
+        llama(text)
+    assert {name: asked[name] for name in settings} == settings
+    assert asked["chunk_size"] == 16
+
+
 def test_what_is_recalled_is_seen(llama, text):
     """Recall of everything equals dense attention."""
     stock = llama(text).logits
     ids = torch.full_like(text, 7)
     constant = llama(ids).logits
-    everything = {"recall": 72, "recall_block": 16, "recall_suffix": 1, "recall_max_count": 99}
-    with enable(llama, **{**SPARSE, **everything}):
+    everything = SPARSE.replace(recall=72, recall_block=16, recall_suffix=1, recall_max_count=99)
+    with enable(llama, everything):
         torch.testing.assert_close(llama(ids).logits, constant, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(llama(text).logits, stock, atol=1e-3)
 
 
 def test_later_calls_search_the_whole_prompt(llama, text, searches):
-    with enable(llama, **RECALL):
+    with enable(llama, RECALL):
         whole = llama(text).logits
         cache = ChunkedPrefillCache(config=llama.config)
         parts = [llama(p, past_key_values=cache).logits for p in text.split([32, 40], dim=1)]
@@ -69,7 +88,7 @@ def test_later_calls_search_the_whole_prompt(llama, text, searches):
 
 def test_rows_of_a_batch_recall_their_own(llama, text, make_ids):
     rows = torch.cat([text, make_ids(1, 72, seed=8), text.flip(1)])
-    with enable(llama, **RECALL):
+    with enable(llama, RECALL):
         together = llama(rows).logits
         for row, logits in zip(rows, together, strict=True):
             torch.testing.assert_close(
@@ -79,19 +98,19 @@ def test_rows_of_a_batch_recall_their_own(llama, text, make_ids):
 
 def test_embeddings_cannot_be_searched(llama, text, searches):
     embeddings = llama.get_input_embeddings()(text)
-    with enable(llama, **SPARSE):
+    with enable(llama, SPARSE):
         without = llama(inputs_embeds=embeddings).logits
-    with enable(llama, **RECALL), pytest.warns(UserWarning, match="recall is off") as caught:
+    with enable(llama, RECALL), pytest.warns(UserWarning, match="recall is off") as caught:
         assert torch.equal(llama(inputs_embeds=embeddings).logits, without)
         llama(inputs_embeds=embeddings)
     assert len(caught) == 1 and searches == []
-    with enable(llama, strict=True, **RECALL), pytest.raises(NotImplementedError):
+    with enable(llama, RECALL, strict=True), pytest.raises(NotImplementedError):
         llama(inputs_embeds=embeddings)
 
 
 def test_a_cache_that_saw_embeddings_stays_unsearched_until_reset(llama, text, searches):
     cache = ChunkedPrefillCache(config=llama.config)
-    with enable(llama, **RECALL), pytest.warns(UserWarning, match="recall is off"):
+    with enable(llama, RECALL), pytest.warns(UserWarning, match="recall is off"):
         llama(inputs_embeds=llama.get_input_embeddings()(text[:, :32]), past_key_values=cache)
         llama(text[:, 32:], past_key_values=cache)
         assert searches == [] and cache.token_ids is None
@@ -103,6 +122,6 @@ def test_a_cache_that_saw_embeddings_stays_unsearched_until_reset(llama, text, s
 def test_a_cache_filled_by_someone_else_is_not_searched(llama, text, searches):
     cache = ChunkedPrefillCache(config=llama.config)
     llama(text[:, :8], past_key_values=cache)
-    with enable(llama, **RECALL), pytest.warns(UserWarning, match="recall is off"):
+    with enable(llama, RECALL), pytest.warns(UserWarning, match="recall is off"):
         llama(text[:, 8:], past_key_values=cache)
     assert searches == []

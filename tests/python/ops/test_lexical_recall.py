@@ -30,16 +30,26 @@ def test_agrees_with_the_oracle(data):
         assert actual.dtype == torch.int32 and torch.equal(actual, expected)
 
 
-def test_what_a_token_recalls_depends_on_no_later_token():
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_what_a_token_recalls_depends_on_no_later_token(data):
+    block = data.draw(st.sampled_from([1, 4, 16]), "block")
+    chunk_size = block * data.draw(st.integers(1, 4), "blocks of a chunk")
+    begin = data.draw(st.sampled_from([0, 37, 64]), "begin")
+    changed_from = data.draw(st.integers(begin, 199), "first token that changes")
+    k, suffix, span = (data.draw(st.integers(1, 6), name) for name in ("k", "max_suffix", "span"))
+    max_count = data.draw(st.integers(1, 40), "max_count")
     tokens = torch.randint(0, 20, (1, 200), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()
-    changed[0, 150:] = torch.randint(0, 20, (50,), generator=torch.Generator().manual_seed(2))
+    changed[0, changed_from:] = (tokens[0, changed_from:] + 7) % 20
 
     def seen_before(ids):
-        offsets, positions, visible_from = ops.lexical_recall(ids, 0, 64, 16, 3)
-        block = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
-        early = visible_from < 150
-        return torch.stack([block[early], positions[early], visible_from[early]])
+        offsets, positions, visible_from = ops.lexical_recall(
+            ids, begin, chunk_size, block, k, suffix, span, max_count
+        )
+        owner = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+        early = visible_from < changed_from
+        return torch.stack([owner[early], positions[early], visible_from[early]])
 
     assert torch.equal(seen_before(tokens), seen_before(changed))
 

@@ -1,0 +1,200 @@
+"""Lexical recall: the search in a long text, and what recalled keys cost beyond their flops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import _options as options
+import torch
+from _report import Report, Row, ratio_fields
+from _shapes import Heads
+from _timing import compare
+from torch import Tensor
+
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import load_text
+from h2o_prefill.eval.attention_flops import sparse_dot_products
+from h2o_prefill.eval.gguf import convert_gguf
+from h2o_prefill.eval.models import packaged_gguf
+from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.visibility import RecalledKeys, find_recalled
+
+COLUMNS = {
+    "model": "{model}",
+    "dtype": "{dtype}",
+    "threads": "{threads}",
+    "recall": "{recall}",
+    "tokens": "{length}",
+    "search ms": "{search_milliseconds:.2f}",
+    "sort ms": "{sort_milliseconds:.2f}",
+    "search / sort": "{search_by_sort:.2f} ({search_by_sort_q1:.2f} to {search_by_sort_q3:.2f})",
+    "keys a block": "{keys_a_block:.0f}",
+    "ms": "{milliseconds:.2f}",
+    "ms without": "{milliseconds_without:.2f}",
+    "time ratio": "{time_ratio:.3f} ({time_ratio_q1:.3f} to {time_ratio_q3:.3f})",
+    "flop ratio": "{flop_ratio:.3f}",
+    "excess %": "{excess_percent:.1f}",
+}
+VARIANTS = {
+    "k=4": {"recall": 4, "recall_block": 128},
+    "k=8, single tokens up to 64": {"recall": 8, "recall_block": 64, "recall_max_count": 64},
+}
+SEARCHED = 131072
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, lists: RecalledKeys | None, config: PrefillConfig
+) -> tuple[Tensor, ...]:
+    """Prefill a prompt in one call, with or without recalled keys."""
+    return ops.chunked_sparse_attention(
+        q,
+        k,
+        v,
+        None,
+        None,
+        None if lists is None else lists.offsets,
+        None if lists is None else lists.positions,
+        None if lists is None else lists.visible_from,
+        last_chunk_begin=0,
+        chunk_size=config.chunk_size,
+        local_window=config.local_window,
+        heavy_budget=config.heavy_budget,
+        sink_tokens=config.sink_tokens,
+        gqa_reduce=config.gqa_reduce,
+        recall_block=config.recall_block,
+    )
+
+
+def main(
+    json: options.JsonOption = None,
+    threads: options.ThreadsOption = None,
+    dtype: options.DtypeOption = None,
+    shape: options.ShapeOption = "smollm2",
+    lengths: options.LengthsOption = None,
+    seconds: options.SecondsOption = 20.0,
+    quick: options.QuickOption = False,
+) -> None:
+    """Time the search beside a stable sort of the ids, and the operator with recalled keys beside
+    the operator without.
+
+    The excess is what the operator takes longer than its flops: their ratio counts every key of a
+    block's list for all rows of the block. Text: WikiText-2 where H2O_PREFILL_WIKITEXT2 names it,
+    else Python's help topics.
+    """
+    plan = options.make_plan("recall", json, threads, dtype, shape, seconds, quick)
+    chosen = plan.numbers("--lengths", lengths, [4096, 8192], [200])
+    searched = 2000 if quick else SEARCHED
+    base = plan.config("spec")
+    configs = {name: _recalling(base, settings) for name, settings in VARIANTS.items()}
+    text, ids = _read_ids(max(searched, *chosen), quick)
+    title = (
+        f"lexical_recall over {text}: beside a stable sort of the ids; chunked_sparse_attention "
+        f"with it, S={base.chunk_size}, M={base.memory_size}: beside the same without"
+    )
+    with Report(plan, title, COLUMNS, lengths=chosen, variants=VARIANTS) as report:
+        for count in plan.threads:
+            torch.set_num_threads(count)
+            for name, config in configs.items():
+                row = _search_row(ids[:, :searched], config, plan.seconds)
+                report.add(recall=name, threads=count, length=searched, **row)
+        for case in plan.cases():
+            for name, config in configs.items():
+                for length in chosen:
+                    row = _operator_row(
+                        case.heads, ids[:, :length], case.dtype, config, plan.seconds
+                    )
+                    report.add(**case.fields, recall=name, length=length, **row)
+
+
+def _recalling(base: PrefillConfig, settings: dict[str, int]) -> PrefillConfig:
+    """Return settings with recall on; a quick run's small chunks get smaller blocks."""
+    block = min(settings["recall_block"], base.chunk_size // 4)
+    return base.replace(**{**settings, "recall_block": block})
+
+
+def _search_row(ids: Tensor, config: PrefillConfig, seconds: float) -> Row:
+    timings = compare(
+        {
+            "search": lambda: find_recalled(ids, config),
+            "sort": lambda: ids.sort(dim=1, stable=True),
+        },
+        seconds,
+    )
+    return {
+        "search_milliseconds": 1e3 * timings.median("search"),
+        "sort_milliseconds": 1e3 * timings.median("sort"),
+        **ratio_fields("search_by_sort", timings.ratio("search", "sort")),
+        "keys_a_block": _keys_a_block(find_recalled(ids, config)),
+        "rounds": timings.rounds,
+    }
+
+
+def _operator_row(
+    heads: Heads, ids: Tensor, dtype: torch.dtype, config: PrefillConfig, seconds: float
+) -> Row:
+    length = ids.shape[1]
+    q, k, v = heads.qkv(length, dtype)
+    lists = find_recalled(ids, config)
+    timings = compare(
+        {
+            "with": lambda: attend(q, k, v, lists, config),
+            "without": lambda: attend(q, k, v, None, config),
+        },
+        seconds,
+    )
+    time_ratio = timings.ratio("with", "without")
+    flop_ratio = sparse_dot_products(length, config, lists) / sparse_dot_products(length, config)
+    return {
+        "milliseconds": 1e3 * timings.median("with"),
+        "milliseconds_without": 1e3 * timings.median("without"),
+        "keys_a_block": _keys_a_block(lists),
+        **ratio_fields("time_ratio", time_ratio),
+        "flop_ratio": flop_ratio,
+        "excess_percent": 100 * (time_ratio.value / flop_ratio - 1),
+        "rounds": timings.rounds,
+    }
+
+
+def _keys_a_block(lists: RecalledKeys | None) -> float:
+    return 0.0 if lists is None else lists.offsets.diff().double().mean().item()
+
+
+def _read_ids(length: int, quick: bool) -> tuple[str, Tensor]:
+    """Return the name of a text and its first tokens, int64 [1, length]; a short text repeats."""
+    try:
+        corpus = load_text("wikitext2")
+    except ValueError:
+        corpus = load_text("pydoc")
+    tokens = None if quick else _model_tokens(corpus.text)
+    if tokens is None:
+        numbers: dict[str, int] = {}
+        words = _words(corpus.text, length)
+        tokens = torch.tensor([numbers.setdefault(word, len(numbers)) for word in words])
+    repeats = -(-length // len(tokens))
+    return corpus.name, tokens.repeat(repeats)[:length].unsqueeze(0)
+
+
+def _model_tokens(text: str) -> Tensor | None:
+    """Return a text's tokens by the default model's tokenizer, None if it is not installed."""
+    try:
+        folder = convert_gguf(packaged_gguf())
+        from transformers import AutoTokenizer
+    except ImportError:
+        return None
+    return encode(AutoTokenizer.from_pretrained(folder), text)
+
+
+def _words(text: str, limit: int) -> Iterator[str]:
+    """Go through the first words and signs of a text."""
+    for number, match in enumerate(re.finditer(r"\w+|[^\w\s]", text)):
+        if number == limit:
+            return
+        yield match[0]
+
+
+app = options.command(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,108 @@
+"""How much attention a prefill computes: query-key products, dense and sparse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import PrefillConfig
+from .visibility import RecalledKeys, find_recalled
+
+
+@dataclass(frozen=True)
+class AttentionFlops:
+    """The attention of sparse prefill beside that of dense prefill.
+
+    Attributes
+    ----------
+    ratio : float
+        Query-key products of dense attention over those of the sparse one.
+    recalled_keys : float or None
+        Recalled keys that a row sees, at most: the mean of all rows. None where recall is off.
+    """
+
+    ratio: float
+    recalled_keys: float | None
+
+
+def count_attention_flops(
+    prompts: Tensor, config: PrefillConfig, num_layers: int = 1
+) -> AttentionFlops:
+    """Count the attention of prompts that are prefilled in one call each.
+
+    Layers of `config.dense_layers` count as dense, and so does a prompt too short for a sparse
+    call. What lexical recall adds is searched for in every prompt.
+
+    Parameters
+    ----------
+    prompts : Tensor
+        int64 [prompts, T].
+    config : PrefillConfig
+    num_layers : int
+        Layers of the model.
+
+    Returns
+    -------
+    AttentionFlops
+        Over all prompts.
+    """
+    count, length = prompts.shape
+    if length < config.sparse_from:
+        return AttentionFlops(1.0, 0.0 if config.recall else None)
+    dense = count * dense_dot_products(length)
+    sparse = recalled = 0
+    for prompt in prompts:
+        lists = find_recalled(prompt.unsqueeze(0), config)
+        sparse += sparse_dot_products(length, config, lists)
+        recalled += recalled_dot_products(length, lists)
+    dense_layers = sum(layer < num_layers for layer in set(config.dense_layers))
+    all_layers = dense_layers * dense + (num_layers - dense_layers) * sparse
+    return AttentionFlops(
+        ratio=num_layers * dense / all_layers,
+        recalled_keys=recalled / (count * length) if config.recall else None,
+    )
+
+
+def dense_dot_products(num_tokens: int) -> int:
+    """Count the query-key products of causal attention over one head: N (N + 1) / 2."""
+    return num_tokens * (num_tokens + 1) // 2
+
+
+def sparse_dot_products(
+    num_tokens: int, config: PrefillConfig, recalled: RecalledKeys | None = None
+) -> int:
+    """Count the query-key products of one head when a prompt is prefilled sparsely in one call.
+
+    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| what a memory set
+    can hold by then. On top come recalled keys, and for the rows of a dense tail all keys before
+    them: their sparse attention is computed too, since it gives keys their scores.
+
+    Parameters
+    ----------
+    num_tokens : int
+        N, the length of the prompt.
+    config : PrefillConfig
+        Gives S, the size of the memory set, and the dense tail.
+    recalled : RecalledKeys, optional
+        What `find_recalled` returned for the prompt.
+    """
+    total = recalled_dot_products(num_tokens, recalled)
+    for begin in range(0, num_tokens, config.chunk_size):
+        rows = min(config.chunk_size, num_tokens - begin)
+        total += dense_dot_products(rows) + rows * min(config.memory_size, begin)
+    tail = min(config.dense_tail, num_tokens)
+    return total + dense_dot_products(num_tokens) - dense_dot_products(num_tokens - tail)
+
+
+def recalled_dot_products(num_tokens: int, recalled: RecalledKeys | None) -> int:
+    """Count the query-key products of recall: every key with the rows of its block that see it.
+
+    An upper bound: keys that a head's memory set holds are left out there. 0 for None.
+    """
+    if recalled is None:
+        return 0
+    ends = torch.arange(0, num_tokens, recalled.block).add(recalled.block).clamp(max=num_tokens)
+    sizes = recalled.offsets.long().diff()
+    return int((ends.repeat_interleave(sizes) - recalled.visible_from).sum())

@@ -1,0 +1,44 @@
+"""Named settings, and the ways to give settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o_prefill import PRESETS, PrefillConfig, preset_config
+from h2o_prefill.presets import chosen_config
+
+
+def test_spec_is_the_default_config():
+    assert PRESETS["spec"] == PrefillConfig()
+    assert PRESETS["recommended"].recall > 0
+
+
+def test_settings_come_whole_by_name_or_by_default():
+    config = PrefillConfig(chunk_size=32, local_window=4, heavy_budget=4)
+    assert chosen_config(config) is config
+    assert chosen_config("spec") == PRESETS["spec"]
+    assert chosen_config(None) == preset_config() == PRESETS["recommended"]
+
+
+def test_overrides_win():
+    config = chosen_config("spec", {"heavy_budget": 128, "recall": 2})
+    assert config == PrefillConfig(heavy_budget=128, recall=2)
+
+
+@pytest.mark.parametrize(("chunk_size", "block"), [(96, 32), (1000, 8), (2048, 64), (17, 1)])
+def test_the_recall_block_suits_another_chunk_size(chunk_size, block):
+    given = {"chunk_size": chunk_size, "local_window": 4, "heavy_budget": 4}
+    assert preset_config("recommended", **given).recall_block == block
+    with pytest.raises(ValueError, match=f"multiple of recall_block, got {chunk_size} and 7"):
+        preset_config("recommended", recall_block=7, **given)
+
+
+def test_wrong_settings():
+    with pytest.raises(ValueError, match=r"preset must be one of .*, got 'best'"):
+        preset_config("best")
+    with pytest.raises(ValueError, match="chunksize is no option of PrefillConfig"):
+        preset_config(chunksize=1)
+    with pytest.raises(ValueError, match="a PrefillConfig or the name of a preset, got int"):
+        chosen_config(3)
+    with pytest.raises(ValueError, match="chunk_size must be >= 1, got 0"):
+        preset_config(chunk_size=0)

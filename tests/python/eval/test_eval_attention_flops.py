@@ -1,0 +1,95 @@
+"""The count of query-key products, beside one that goes through every row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import count_attention_flops
+from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
+
+LENGTH = 76  # four chunks of 16 tokens and one of 12: a block and half of one
+
+
+@pytest.fixture
+def prompts() -> Tensor:
+    # Few words, so that there is something to recall, and more of it in the second prompt.
+    generator = torch.Generator().manual_seed(3)
+    few, fewer = (torch.randint(n, (1, LENGTH), generator=generator) for n in (12, 5))
+    return torch.cat([few, fewer])
+
+
+def _keys_of_rows(prompt: Tensor, config: PrefillConfig) -> tuple[list[int], list[int]]:
+    """Count, row by row, all keys that it sees, and those recalled."""
+    recalled = [0] * LENGTH
+    if config.recall:
+        block = config.recall_block
+        offsets, _, visible = ops.lexical_recall(prompt[None], 0, 16, block, config.recall)
+        for row in range(LENGTH):
+            entries = slice(offsets[row // block], offsets[row // block + 1])
+            recalled[row] = int((visible[entries] <= row).sum())
+    keys = []
+    for row in range(LENGTH):
+        begin = row - row % config.chunk_size
+        tail = row + 1 if row >= LENGTH - config.dense_tail else 0
+        memory = min(config.memory_size, begin)
+        keys.append(row - begin + 1 + memory + recalled[row] + tail)
+    return keys, recalled
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sink_tokens": 12},
+        {"dense_tail": 20},
+        {"dense_tail": LENGTH + 1},
+        {"recall": 2, "recall_block": 8},
+        {"recall": 3, "recall_block": 16, "dense_tail": 5},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the memory set")
+@pytest.mark.parametrize("dense_layers", [(), (0, 2), (0, 0, 7)])
+def test_every_key_of_every_row_counts(
+    prompts: Tensor,
+    small_config: PrefillConfig,
+    options: dict[str, Any],
+    dense_layers: tuple[int, ...],
+) -> None:
+    config = small_config.replace(**options, dense_layers=dense_layers)
+    rows = [_keys_of_rows(prompt, config) for prompt in prompts]
+    sparse = sum(sum(keys) for keys, _ in rows)
+    dense = len(prompts) * sum(range(1, LENGTH + 1))
+    stay_dense = len({0, 1, 2} & set(dense_layers))
+    found = count_attention_flops(prompts, config, 3)
+    assert found.ratio == pytest.approx(
+        3 * dense / (stay_dense * dense + (3 - stay_dense) * sparse)
+    )
+    recalled = [count for _, counts in rows for count in counts]
+    if config.recall:
+        assert found.recalled_keys == pytest.approx(sum(recalled) / len(recalled)) and any(recalled)
+    else:
+        assert found.recalled_keys is None
+
+
+def test_a_prompt_too_short_for_a_sparse_call_is_dense(
+    prompts: Tensor, small_config: PrefillConfig
+) -> None:
+    config = small_config.replace(recall=2, recall_block=8, dense_tail=4)
+    short = count_attention_flops(prompts, config.replace(min_prefill=LENGTH + 1))
+    assert (short.ratio, short.recalled_keys) == (1, 0)
+    just = count_attention_flops(prompts, config.replace(min_prefill=LENGTH))
+    assert just == count_attention_flops(prompts, config) and just.ratio != 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sparse", "dense"), [(4096, 3_672_064, 8_390_656), (1024, 524_800, 524_800)]
+)
+def test_dot_products_are_those_of_the_specification(tokens: int, sparse: int, dense: int) -> None:
+    assert sparse_dot_products(tokens, PrefillConfig()) == sparse
+    assert dense_dot_products(tokens) == dense

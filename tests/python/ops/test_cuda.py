@@ -1,0 +1,178 @@
+"""What only a GPU can show: streams, graphs, no waiting for the device, memory that is reused."""
+
+import pytest
+import torch
+
+from h2o_prefill import ops
+from h2o_prefill.testing import DTYPES, Shape, make_indices, make_qkv
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+S = 64
+NO_STATE = (None,) * 5
+
+
+def prefill(q, k, v, **options):
+    return ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, S, 16, 16, **options)
+
+
+def every_operator(dtype, head_dim=64, value_dim=64):
+    """One small call of every operator; the arguments stay on the device."""
+    shape = Shape(1, 4, 2, 3 * S + 5, head_dim, value_dim)
+    q, k, v = make_qkv(shape, dtype, "cuda")
+    long_q, long_k, long_v = make_qkv(shape, dtype, "cuda", past=40)
+    indices = make_indices(shape, shape.length + 40, 33, "cuda")
+    lse = torch.randn(1, 4, shape.length, device="cuda")
+    scores = torch.rand(1, 2, shape.length, device="cuda")
+    ids = torch.randint(0, 9, (1, shape.length), generator=torch.Generator().manual_seed(5))
+    recall = [x.cuda() for x in ops.lexical_recall(ids, 0, S, 16, 3, max_count=1000)]
+    return {
+        "intra_chunk_attention": lambda: ops.intra_chunk_attention(q, k, v, S),
+        "memory_attention": lambda: ops.memory_attention(long_q, long_k, long_v, indices),
+        "dense_attention": lambda: ops.dense_attention(long_q, long_k, long_v),
+        "merge_states": lambda: ops.merge_states(q, lse, q.flip(2), lse.flip(2)),
+        "select_memory": lambda: ops.select_memory(scores, indices, 50, 190, 16, 16, 2),
+        "gather_rows": lambda: ops.gather_rows(long_k, indices),
+        "chunked_sparse_attention": lambda: prefill(q, k, v, dense_tail=20, sink_tokens=2),
+        "with_recall": lambda: ops.chunked_sparse_attention(
+            q, k, v, None, None, *recall, 0, S, 16, 16, recall_block=16
+        ),
+    }
+
+
+NAMES = list(every_operator(torch.float32)) if torch.cuda.is_available() else []
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kernel_runs(dtype, head_dim):
+    for call in every_operator(dtype, head_dim, head_dim).values():
+        assert all(not x.is_floating_point() or not x.isnan().any() for x in as_tuple(call()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_waits_for_the_device(name, dtype):
+    call = every_operator(dtype)[name]
+    call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cuda_graph_replays_the_same(name, dtype):
+    call = every_operator(dtype)[name]
+    expected = as_tuple(call())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = as_tuple(call())
+    for _ in range(2):
+        for x in captured:
+            x.fill_(-5)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_are_equal_to_the_bit(name):
+    call = every_operator(torch.bfloat16)[name]
+    first = as_tuple(call())
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(as_tuple(call()), first, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_work_is_put_on_the_current_stream(name):
+    call = every_operator(torch.bfloat16)[name]
+    expected = as_tuple(call())
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # The stream is kept busy: work on another one would be done before it begins.
+        torch.cuda._sleep(50_000_000)
+        actual = as_tuple(call())
+        done = torch.cuda.Event()
+        done.record()
+    assert not done.query()
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_work_is_done_on_the_device_of_the_tensors():
+    q, k, v = make_qkv(Shape(1, 4, 2, 200, 64, 64), torch.bfloat16, "cuda:1")
+    out = prefill(q, k, v)[0]
+    assert out.device == q.device
+    assert torch.equal(out.cpu(), prefill(*(x.to("cuda:0") for x in (q, k, v)))[0].cpu())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_are_not_aligned(dtype):
+    q, k, v = make_qkv(Shape(1, 4, 2, 200, 64, 64), dtype, "cuda")
+
+    def shifted(x):
+        room = x.new_empty(*x.shape[:3], x.shape[3] + 1)
+        room[..., 1:] = x
+        return room[..., 1:]
+
+    for actual, expected in zip(prefill(*map(shifted, (q, k, v))), prefill(q, k, v), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(20, 16), (16, 20), (264, 64), (64, 320)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_dims_without_a_kernel_agree_with_the_cpu(head_dim, value_dim, dtype):
+    q, k, v = make_qkv(Shape(1, 4, 2, 150, head_dim, value_dim), dtype)
+    expected = prefill(q, k, v)
+    actual = prefill(q.cuda(), k.cuda(), v.cuda())
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    for a, e in zip(actual[:2], expected[:2], strict=True):
+        torch.testing.assert_close(a.cpu(), e, rtol=tolerance, atol=tolerance)
+
+
+def test_recall_lists_may_come_from_the_host():
+    q, k, v = make_qkv(Shape(2, 4, 2, 200, 64, 64), device="cuda")
+    ids = torch.randint(0, 9, (2, 200), generator=torch.Generator().manual_seed(5))
+    on_host = ops.lexical_recall(ids, 0, S, 16, 3, max_count=1000)
+    on_device = ops.lexical_recall(ids.cuda(), 0, S, 16, 3, max_count=1000)
+    for a, b in zip(on_host, on_device, strict=True):
+        assert b.is_cuda and torch.equal(a, b.cpu())
+    host, device = (
+        ops.chunked_sparse_attention(q, k, v, None, None, *lists, 0, S, 16, 16, recall_block=16)
+        for lists in (on_host, on_device)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(host, device, strict=True))
+    with pytest.raises(ValueError, match=r"recall_positions must be in \[0, 200\)"):
+        ops.chunked_sparse_attention(
+            q, k, v, None, None, on_host[0], on_host[1] + 200, on_host[2], 0, S, 16, 16,
+            recall_block=16,
+        )  # fmt: skip
+
+
+def test_more_heads_than_a_grid_has_room_for():
+    x = torch.randn(70000, 1, 2, 8, device="cuda")
+    indices = torch.tensor([1, -1, 0], dtype=torch.int32, device="cuda").expand(70000, 1, 3)
+    expected = torch.stack([x[:, :, 1], torch.zeros_like(x[:, :, 0]), x[:, :, 0]], dim=2)
+    assert torch.equal(ops.gather_rows(x, indices), expected)
+    lse = torch.zeros(70000, 1, 2, device="cuda")
+    merged, _ = ops.merge_states(x, lse, x, lse)
+    torch.testing.assert_close(merged, x)
+
+
+def test_selection_of_any_number_of_candidates_agrees_with_the_cpu():
+    for length in (100, 4096, 4097, 40000):
+        scores = torch.rand(1, 4, length, generator=torch.Generator().manual_seed(length))
+        memory = torch.empty(1, 4, 0, dtype=torch.int32)
+        arguments = (0, length, length // 10, length // 5, 4)
+        expected = ops.select_memory(scores, memory, *arguments)
+        actual = ops.select_memory(scores.cuda(), memory.cuda(), *arguments)
+        assert torch.equal(actual.cpu(), expected)
