@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 
 import _options as options
 import torch
 from _report import Report, Row, ratio_fields
-from _shapes import Heads
 from _timing import compare
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from h2o_prefill.eval.gguf import convert_gguf
 from h2o_prefill.eval.models import packaged_gguf
 from h2o_prefill.eval.text import encode
 from h2o_prefill.eval.visibility import RecalledKeys, find_recalled
+from h2o_prefill.presets import preset_config
 
 COLUMNS = {
     "model": "{model}",
@@ -36,10 +37,12 @@ COLUMNS = {
     "time ratio": "{time_ratio:.3f} ({time_ratio_q1:.3f} to {time_ratio_q3:.3f})",
     "flop ratio": "{flop_ratio:.3f}",
     "excess %": "{excess_percent:.1f}",
+    "time / spec": "{time_by_spec:.3f} ({time_by_spec_q1:.3f} to {time_by_spec_q3:.3f})",
+    "flops / spec": "{flops_by_spec:.3f}",
 }
 VARIANTS = {
-    "k=4": {"recall": 4, "recall_block": 128},
-    "k=8, single tokens up to 64": {"recall": 8, "recall_block": 64, "recall_max_count": 64},
+    "spec, recall=4": preset_config("spec", recall=4),
+    "recommended": preset_config("recommended"),
 }
 SEARCHED = 131072
 
@@ -77,23 +80,23 @@ def main(
     quick: options.QuickOption = False,
 ) -> None:
     """Time the search beside a stable sort of the ids, and the operator with recalled keys beside
-    the operator without.
+    the operator without and beside the preset spec.
 
-    The excess is what the operator takes longer than its flops: their ratio counts every key of a
-    block's list for all rows of the block. Text: WikiText-2 where H2O_PREFILL_WIKITEXT2 names it,
-    else Python's help topics.
+    The excess is what recall makes the operator take longer than its flops say. Text: WikiText-2
+    where H2O_PREFILL_WIKITEXT2 names it, else Python's help topics.
     """
     plan = options.make_plan("recall", json, threads, dtype, shape, seconds, quick)
     chosen = plan.numbers("--lengths", lengths, [4096, 8192], [200])
     searched = 2000 if quick else SEARCHED
-    base = plan.config("spec")
-    configs = {name: _recalling(base, settings) for name, settings in VARIANTS.items()}
+    spec = plan.config("spec")
+    configs = {name: _quick(spec, config) if quick else config for name, config in VARIANTS.items()}
     text, ids = _read_ids(max(searched, *chosen), quick)
     title = (
         f"lexical_recall over {text}: beside a stable sort of the ids; chunked_sparse_attention "
-        f"with it, S={base.chunk_size}, M={base.memory_size}: beside the same without"
+        "with it: beside the same without, and beside the preset spec"
     )
-    with Report(plan, title, COLUMNS, lengths=chosen, variants=VARIANTS) as report:
+    variants = {name: dataclasses.asdict(config) for name, config in configs.items()}
+    with Report(plan, title, COLUMNS, lengths=chosen, variants=variants) as report:
         for count in plan.threads:
             torch.set_num_threads(count)
             for name, config in configs.items():
@@ -102,16 +105,19 @@ def main(
         for case in plan.cases():
             for name, config in configs.items():
                 for length in chosen:
-                    row = _operator_row(
-                        case.heads, ids[:, :length], case.dtype, config, plan.seconds
-                    )
+                    qkv = case.heads.qkv(length, case.dtype)
+                    row = _operator_row(qkv, ids[:, :length], config, spec, plan.seconds)
                     report.add(**case.fields, recall=name, length=length, **row)
 
 
-def _recalling(base: PrefillConfig, settings: dict[str, int]) -> PrefillConfig:
-    """Return settings with recall on; a quick run's small chunks get smaller blocks."""
-    block = min(settings["recall_block"], base.chunk_size // 4)
-    return base.replace(**{**settings, "recall_block": block})
+def _quick(small: PrefillConfig, config: PrefillConfig) -> PrefillConfig:
+    """Return the recall of a config with the small sizes of a quick run."""
+    return config.replace(
+        chunk_size=small.chunk_size,
+        local_window=small.local_window,
+        heavy_budget=small.heavy_budget,
+        recall_block=small.chunk_size // 4,
+    )
 
 
 def _search_row(ids: Tensor, config: PrefillConfig, seconds: float) -> Row:
@@ -132,20 +138,25 @@ def _search_row(ids: Tensor, config: PrefillConfig, seconds: float) -> Row:
 
 
 def _operator_row(
-    heads: Heads, ids: Tensor, dtype: torch.dtype, config: PrefillConfig, seconds: float
+    qkv: tuple[Tensor, Tensor, Tensor],
+    ids: Tensor,
+    config: PrefillConfig,
+    spec: PrefillConfig,
+    seconds: float,
 ) -> Row:
     length = ids.shape[1]
-    q, k, v = heads.qkv(length, dtype)
     lists = find_recalled(ids, config)
     timings = compare(
         {
-            "with": lambda: attend(q, k, v, lists, config),
-            "without": lambda: attend(q, k, v, None, config),
+            "with": lambda: attend(*qkv, lists, config),
+            "without": lambda: attend(*qkv, None, config),
+            "spec": lambda: attend(*qkv, None, spec),
         },
         seconds,
     )
     time_ratio = timings.ratio("with", "without")
-    flop_ratio = sparse_dot_products(length, config, lists) / sparse_dot_products(length, config)
+    flops = sparse_dot_products(length, config, lists)
+    flop_ratio = flops / sparse_dot_products(length, config)
     return {
         "milliseconds": 1e3 * timings.median("with"),
         "milliseconds_without": 1e3 * timings.median("without"),
@@ -153,6 +164,8 @@ def _operator_row(
         **ratio_fields("time_ratio", time_ratio),
         "flop_ratio": flop_ratio,
         "excess_percent": 100 * (time_ratio.value / flop_ratio - 1),
+        **ratio_fields("time_by_spec", timings.ratio("with", "spec")),
+        "flops_by_spec": flops / sparse_dot_products(length, spec),
         "rounds": timings.rounds,
     }
 
