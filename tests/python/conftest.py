@@ -1,5 +1,6 @@
 """Shared fixtures: poisoned memory, one thread unless a test asks for more, --runslow."""
 
+import importlib
 import os
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def one_thread(request):
 @pytest.fixture(params=testing.devices())
 def device(request):
     return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The module of small models and their tokenizer."""
+    pytest.importorskip("transformers")
+    return importlib.import_module("tiny_models")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-_TINY_MODELS = Path(__file__).parents[1] / "eval"
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +37,6 @@ def run(tmp_path: Path) -> Callable[..., tuple[Any, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model_folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a random model of two layers."""
-    pytest.importorskip("transformers")
-    sys.path.insert(0, str(_TINY_MODELS))
-    try:
-        tiny = importlib.import_module("tiny_models")
-    finally:
-        sys.path.remove(str(_TINY_MODELS))
     return str(tiny.save_model(tmp_path_factory.mktemp("benchmark_model")))

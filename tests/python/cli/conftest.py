@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-_PATH = Path(__file__).parents[1] / "eval" / "tiny_models.py"
-
-
-@pytest.fixture(scope="session")
-def tiny() -> Any:
-    pytest.importorskip("transformers")
-    if "tiny_models" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("tiny_models", _PATH)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules["tiny_models"] = module
-    return sys.modules["tiny_models"]
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ def test_build_facts_agree_with_the_library():
     ops = torch.ops.h2o_prefill
     assert info["version"] == ops.version()
     assert info["cuda"] == ops.has_cuda()
+    assert bool(info["cuda_archs"]) == info["cuda"]
     assert ops.cpu_isa() in info["cpu_isas"].split(",")
     assert _library._minor_version(torch.__version__) == _library._minor_version(info["torch"])
 

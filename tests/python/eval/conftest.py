@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,25 +11,6 @@ from typing import Any
 import pytest
 
 from h2o_prefill.config import PrefillConfig
-
-# Loaded by path: test folders are no packages, and the command line's tests use it too.
-_PATH = Path(__file__).parent / "tiny_models.py"
-
-
-def _load_tiny_models() -> ModuleType:
-    if "tiny_models" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("tiny_models", _PATH)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules["tiny_models"] = module
-    return sys.modules["tiny_models"]
-
-
-@pytest.fixture(scope="session")
-def tiny() -> ModuleType:
-    pytest.importorskip("transformers")
-    return _load_tiny_models()
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pprint
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
-_TINY_MODELS = Path(__file__).parents[1] / "eval" / "tiny_models.py"
 
 CONTEXT = 64
 SIZES = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
@@ -52,18 +49,6 @@ class Executed:
         return [output for cell in self.notebook.cells for output in cell.get("outputs", [])]
 
 
-@pytest.fixture(scope="session")
-def tiny() -> Any:
-    pytest.importorskip("transformers")
-    if "tiny_models" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("tiny_models", _TINY_MODELS)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules["tiny_models"] = module
-    return sys.modules["tiny_models"]
-
-
 @pytest.fixture
 def execute(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Executed]:
     """Run a notebook in a temporary folder.
@@ -90,7 +75,7 @@ def execute(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
         "DATASET": "wikitext2",
         "TEXT_FILE": str(text),
         "CONTEXT": CONTEXT,
-        "SIZES": SIZES,
+        "CHANGES": SIZES,
     }
 
     def run(name: str, parameters: dict[str, Any], **expressions: str) -> Executed:

@@ -95,7 +95,7 @@ def test_perplexity_and_ablation(
 
 
 def test_memory_sets_and_recall(
-    execute: Execute, context: int, sizes: dict[str, int], tmp_path: Path
+    execute: Execute, tiny: Any, context: int, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     done = execute(
         "memory_sets_and_recall.ipynb",
@@ -110,11 +110,11 @@ def test_memory_sets_and_recall(
     chunks, width = context // sizes["chunk_size"], sizes["local_window"] + sizes["heavy_budget"]
     assert done.values["memory"] == [chunks, 2, 2, width]
     assert done.values["best"] == torch.tensor(done.values["scores"]).topk(8).indices.tolist()
-    # Recall only adds keys.
-    spec, recommended = (
-        torch.tensor(done.values["mass"][name]) for name in ("spec", "recommended")
-    )
-    assert spec.shape == (2,) and bool((recommended > spec).all())
+    tokens = tiny.make_tokenizer()(tiny.SENTENCE * 10, verbose=False)["input_ids"][:context]
+    for name, mass in done.values["mass"].items():
+        config = h2o_prefill.preset_config(name, **sizes)
+        found = h2o_prefill.measure_attention(tiny.make_model(), torch.tensor(tokens), config)
+        assert mass == pytest.approx((100 * found.mass_recall.mean(1)).tolist(), rel=1e-4)
 
     # A token a letter: the end of the second "Ada Lovelace" recalls the end of the first.
     first, second = (m.end() - 1 for m in re.finditer("Ada Lovelace", done.values["sentence"]))

@@ -1,0 +1,109 @@
+"""Every CUDA kernel compiles for every architecture, without spills, within its registers.
+
+Needs nvcc, but no GPU.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import ptxas_report
+from ptxas_report import BUDGET, Compiled, Kernel
+
+SAMPLE = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN11h2o_prefill6select20select_memory_kernelILi16EEEvi' \
+for 'sm_80'
+ptxas info    : Function properties for _ZN11h2o_prefill6select20select_memory_kernelILi16EEEvi
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 45 registers, used 1 barriers, 448 bytes cmem[0]
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Compiled]:
+    nvcc = ptxas_report.find_nvcc()
+    if nvcc is None:
+        pytest.skip("needs nvcc: set CUDA_HOME to a CUDA toolkit")
+    archs = ptxas_report.known_archs(nvcc)
+    missing = set(ptxas_report.ARCHS) - set(archs)
+    if missing:
+        pytest.skip(f"needs an nvcc that knows {', '.join(sorted(missing))}")
+    return ptxas_report.compile_all(nvcc, archs)
+
+
+@pytest.fixture(scope="module")
+def kernels(compiled: list[Compiled]) -> list[Kernel]:
+    found = [kernel for each in compiled for kernel in each.kernels]
+    assert found
+    return found
+
+
+def test_every_source_compiles_for_every_architecture(compiled: list[Compiled]) -> None:
+    errors = [f"{c.source} for {c.arch}:\n{c.error}" for c in compiled if c.error]
+    assert not errors, "\n".join(errors)
+    assert len(compiled) == len(ptxas_report.sources()) * len(ptxas_report.ARCHS)
+
+
+def test_every_source_is_in_the_build() -> None:
+    listed = (ptxas_report.CSRC / "sources.cmake").read_text(encoding="utf-8")
+    folder = ptxas_report.CSRC / "kernels" / "cuda"
+    found = [f"kernels/cuda/{file.name}" for file in folder.iterdir()]
+    assert [name for name in found if name.endswith((".cu", ".cpp")) and name not in listed] == []
+
+
+def test_nothing_is_kept_in_local_memory(kernels: list[Kernel]) -> None:
+    assert not [k for k in kernels if k.stack or k.spill_stores or k.spill_loads]
+
+
+def test_tensor_core_instructions_are_not_serialised(compiled: list[Compiled]) -> None:
+    """C7508, C7510, C7512 and C7514 say that wgmma instructions wait for one another."""
+    assert not [(c.source, c.arch, c.serialised) for c in compiled if c.serialised]
+
+
+def test_registers_are_within_the_budget(kernels: list[Kernel]) -> None:
+    budget = json.loads(BUDGET.read_text(encoding="utf-8"))
+    missing = {k.family for k in kernels if k.arch not in budget.get(k.family, {})}
+    assert not missing, f"not in {BUDGET.name}: run ptxas_report.py"
+    above = [
+        f"{k.family} for {k.arch}: {k.registers}, may take {budget[k.family][k.arch]}"
+        for k in kernels
+        if k.registers > budget[k.family][k.arch]
+    ]
+    assert not above, "\n".join(above)
+    gone = set(budget) - {k.family for k in kernels}
+    assert not gone, f"{BUDGET.name} names kernels that no longer exist: {gone}"
+
+
+def test_the_report_is_read_as_ptxas_writes_it() -> None:
+    (kernel,) = ptxas_report.parse(SAMPLE, "sm_80")
+    assert kernel.family == "select_memory_kernel<16>"
+    assert (kernel.registers, kernel.stack) == (45, 8)
+    assert (kernel.spill_stores, kernel.spill_loads) == (4, 12)
+    with pytest.raises(ValueError, match="not understood"):
+        ptxas_report.parse(SAMPLE.replace("spill", "split"), "sm_80")
+    warning = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async"
+    assert ptxas_report._SERIALISED.findall(warning)
+
+
+@pytest.mark.parametrize(
+    ("mangled", "name"),
+    [
+        (
+            "_ZN11h2o_prefill5merge19merge_states_kernelILNS_5DTypeE2ELi8EEEvNS_17MergeStatesE",
+            "merge_states_kernel<8>",
+        ),
+        (
+            "_ZN11h2o_prefill6attend21attend_forward_kernelILNS_5DTypeE1ELi128ELb1EEEvNS0_4GridE",
+            "attend_forward_kernel<128>",
+        ),
+        ("_ZN11h2o_prefill6gather18gather_rows_kernelItEEvNS0_6LaunchE", "gather_rows_kernel"),
+        ("_Z6kernelPf", "kernel"),
+    ],
+)
+def test_families(mangled: str, name: str) -> None:
+    assert ptxas_report.family(mangled) == name
