@@ -14,10 +14,11 @@ BIN := $(VENV)/bin
 BUILD := build/cmake
 export H2O_BUILD_DIR := $(BUILD)
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VERSION
-CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp' \
+CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' \
+  'tests/cpp/*.cpp' 'tests/cpp/*.cuh' \
   'benchmarks/cpp/*.h' 'benchmarks/cpp/*.cpp' 2>/dev/null)
-PY_FILES := h2o_prefill tests benchmarks setup.py
-BENCHMARKS := cpu_peak intra_chunk memory colsum select gather dense prefill model allocations peers
+PY_FILES := h2o_prefill tests benchmarks notebooks setup.py
+BENCHMARKS := cpu_peak intra_chunk memory colsum select gather dense recall prefill model allocations peers
 
 # The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)

@@ -44,6 +44,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_PREFIX_PATH={find_torch()}",
             "-DCMAKE_INSTALL_LIBDIR=lib",
             "-DH2O_BUILD_PYTHON=ON",
+            f"-DH2O_WITH_CUDA={os.environ.get('H2O_WITH_CUDA') or 'AUTO'}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]  # fmt: skip
         self.cmake(*configure)

@@ -1,4 +1,4 @@
-"""One attention kernel beside the peaks of the CPU and its PyTorch counterpart, as a row."""
+"""One attention kernel beside its PyTorch counterpart, and the peaks of a CPU, as a row."""
 
 from __future__ import annotations
 
@@ -7,21 +7,52 @@ from typing import Any
 
 import _peak
 from _report import ratio_fields
-from _timing import compare
+from _sdpa import Attention, backend_fields, fastest
+from _timing import compare, gpu_timer
 
 COLUMNS = {
     "model": "{model}",
     "D": "{head_dim}",
     "dtype": "{dtype}",
     "threads": "{threads}",
-    "ms": "{milliseconds:.2f}",
+    "device": "{device}",
+    "ms": "{milliseconds:.3f}",
     "GFLOP/s": "{gflops:.1f}",
     "FMA peak": "{peak_gflops:.1f}",
     "% of FMA peak": "{percent:.1f} ({percent_q1:.1f} to {percent_q3:.1f})",
     "% of bf16-dot peak": "{percent_bf16_dot:.1f}",
-    "SDPA ms": "{sdpa_milliseconds:.2f}",
+    "SDPA ms": "{sdpa_milliseconds:.3f}",
+    "SDPA by": "{sdpa_backend}",
     "against SDPA": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
 }
+
+
+def gpu_kernel_row(
+    kernel: Callable[[], object], baselines: dict[str, Attention], flops: int, seconds: float
+) -> dict[str, Any]:
+    """Time a kernel on a GPU beside every backend of PyTorch's attention, in turns.
+
+    Parameters
+    ----------
+    kernel : callable
+        The operator.
+    baselines : dict
+        The same problem, by the name of the backend; the row compares with the fastest.
+    flops : int
+        Of one call of either: Q K^T and P V of the pairs that count.
+    seconds : float
+        Time to spend.
+    """
+    timings = compare({"kernel": kernel, **baselines}, seconds, timer=gpu_timer)
+    best = fastest(timings, list(baselines))
+    return {
+        "milliseconds": 1e3 * timings.median("kernel"),
+        "sdpa_milliseconds": 1e3 * timings.median(best),
+        "gflops": flops / timings.median("kernel") / 1e9,
+        "rounds": timings.rounds,
+        **backend_fields(timings, list(baselines)),
+        **ratio_fields("speedup", timings.ratio(best, "kernel")),
+    }
 
 
 def kernel_row(

@@ -20,13 +20,15 @@ class Heads:
     kv_heads: int
     head_dim: int
 
-    def qkv(self, length: int, dtype: torch.dtype, past: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(
+        self, length: int, dtype: torch.dtype, past: int = 0, device: str = "cpu"
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Make random q, k, v as Hugging Face models pass them: [B, T, H, D] seen as [B, H, T, D].
 
         `past` tokens of the history come before the `length` queries.
         """
         shape = Shape(1, self.query_heads, self.kv_heads, length, self.head_dim, self.head_dim)
-        return make_qkv(shape, dtype, past=past)
+        return make_qkv(shape, dtype, device, past=past)
 
     def attention_flops(self, dot_products: int) -> int:
         """Return the flops of attention over so many query-key pairs a head: Q K^T and P V."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import _options as options
 import torch.nn.functional as F
-from _memory import allocated_bytes, peak_bytes, resident_bytes
+from _memory import allocated_bytes, resident_bytes
 from _report import Report
 from _shapes import Heads
 from bench_prefill import sparse_attention
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.peak_memory import peak_bytes
 
 COLUMNS = {
     "model": "{model}",

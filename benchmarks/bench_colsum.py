@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import _options as options
 from _colsum import attend_chunk
+from _gpu_profile import kernel_seconds
 from _report import Report, Row, ratio_fields
 from _shapes import random_memory
-from _timing import compare
+from _timing import compare, spread
+from bench_intra_chunk import GPU_CHUNKS
 from torch import Tensor
+
+from h2o_prefill import ops
 
 COLUMNS = {
     "phase": "{phase}",
@@ -15,6 +19,7 @@ COLUMNS = {
     "D": "{head_dim}",
     "dtype": "{dtype}",
     "threads": "{threads}",
+    "device": "{device}",
     "ms with": "{milliseconds:.3f}",
     "ms without": "{milliseconds_without:.3f}",
     "cost": "{cost_percent:+.2f} % ({cost_percent_q1:+.2f} to {cost_percent_q3:+.2f})",
@@ -28,25 +33,54 @@ def main(
     shape: options.ShapeOption = None,
     seconds: options.SecondsOption = 10.0,
     quick: options.QuickOption = False,
+    device: options.DeviceOption = "cpu",
 ) -> None:
     """Time one chunk of either phase with column sums against the same without.
 
-    The operators always compute them, so the kernels are compiled into a library of the benchmark's
-    own, and called below the operators.
+    The operators always compute them. So on a CPU the kernels are compiled into a library of the
+    benchmark's own, and called below the operators. On a GPU they are kernels of their own, whose
+    times a profiler takes: phase 1 of 32 chunks, since one does not fill a GPU.
     """
-    plan = options.make_plan("colsum", json, threads, dtype, shape, seconds, quick)
+    plan = options.make_plan("colsum", json, threads, dtype, shape, seconds, quick, device)
     size, memory, past = (64, 32, 128) if quick else (1024, 512, 8192)
     title = f"column sums, S={size}, M={memory}: the attention step with them against without"
     with Report(plan, title, COLUMNS, chunk_size=size, memory=memory, past=past) as report:
         for case in plan.cases():
-            chunk = case.heads.qkv(size, case.dtype)
-            report.add(phase="intra_chunk", **case.fields, **_row(chunk, None, plan.seconds))
-            history = case.heads.qkv(size, case.dtype, past=past)
-            indices = random_memory(case.heads.kv_heads, memory, past)
-            report.add(phase="memory", **case.fields, **_row(history, indices, plan.seconds))
+            chunk = case.qkv(GPU_CHUNKS * size if plan.on_gpu else size)
+            history = case.qkv(size, past)
+            indices = random_memory(case.heads.kv_heads, memory, past).to(case.device)
+            row = _gpu_row if plan.on_gpu else _row
+            phase1 = row(chunk, None, size, plan.seconds)
+            report.add(phase="intra_chunk", **case.fields, **phase1)
+            phase2 = row(history, indices, size, plan.seconds)
+            report.add(phase="memory", **case.fields, **phase2)
 
 
-def _row(qkv: tuple[Tensor, Tensor, Tensor], indices: Tensor | None, seconds: float) -> Row:
+def _gpu_row(
+    qkv: tuple[Tensor, Tensor, Tensor], indices: Tensor | None, size: int, seconds: float
+) -> Row:
+    def call() -> object:
+        if indices is None:
+            return ops.intra_chunk_attention(*qkv, size)
+        return ops.memory_attention(*qkv, indices)
+
+    rounds = kernel_seconds(call, ("attend_forward", "column_sums"), seconds)
+    forward = spread([r["attend_forward"] for r in rounds]).median
+    cost = spread([100 * r["column_sums"] / r["attend_forward"] for r in rounds])
+    sums = spread([r["column_sums"] for r in rounds]).median
+    return {
+        "milliseconds": 1e3 * (forward + sums),
+        "milliseconds_without": 1e3 * forward,
+        "rounds": len(rounds),
+        "cost_percent": cost.median,
+        "cost_percent_q1": cost.q1,
+        "cost_percent_q3": cost.q3,
+    }
+
+
+def _row(
+    qkv: tuple[Tensor, Tensor, Tensor], indices: Tensor | None, size: int, seconds: float
+) -> Row:
     timings = compare(
         {
             "with": lambda: attend_chunk(*qkv, True, indices),

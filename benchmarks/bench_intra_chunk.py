@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import _options as options
-import torch.nn.functional as F
-from _kernel_rows import COLUMNS, kernel_row
+from _kernel_rows import COLUMNS, gpu_kernel_row, kernel_row
 from _report import Report, Row
+from _sdpa import gpu_attention, sdpa
 
 from h2o_prefill import ops
-from h2o_prefill.config import dense_dot_products
+from h2o_prefill.eval.attention_flops import dense_dot_products
+
+# A GPU has room for the chunks of a long prompt at once: phase 1 of all is one launch.
+GPU_CHUNKS = 32
 
 
 def main(
@@ -18,21 +21,40 @@ def main(
     shape: options.ShapeOption = None,
     seconds: options.SecondsOption = 5.0,
     quick: options.QuickOption = False,
+    device: options.DeviceOption = "cpu",
 ) -> None:
-    """Time one chunk of phase 1 against the FMA peak and against causal SDPA."""
-    plan = options.make_plan("intra_chunk", json, threads, dtype, shape, seconds, quick)
+    """Time phase 1 against causal SDPA: on a CPU one chunk, and the FMA peak; on a GPU 32."""
+    plan = options.make_plan("intra_chunk", json, threads, dtype, shape, seconds, quick, device)
     size = 64 if quick else 1024
-    title = f"intra_chunk_attention, S={size}: beside torch SDPA (causal, enable_gqa) and the peaks"
-    with Report(plan, title, COLUMNS, chunk_size=size) as report:
+    chunks = GPU_CHUNKS if plan.on_gpu else 1
+    if plan.on_gpu:
+        title = f"S={size}, {chunks} chunks: beside torch SDPA (causal), the chunks as its batch"
+    else:
+        title = f"S={size}: beside torch SDPA (causal, enable_gqa) and the peaks"
+    title = f"intra_chunk_attention, {title}"
+    with Report(plan, title, COLUMNS, chunk_size=size, chunks=chunks) as report:
         for case in plan.cases():
-            report.add(**case.fields, **_row(case, size, plan.seconds))
+            row = _gpu_row if plan.on_gpu else _row
+            report.add(**case.fields, **row(case, size, plan.seconds))
+
+
+def _gpu_row(case: options.Case, size: int, seconds: float) -> Row:
+    q, k, v = case.qkv(GPU_CHUNKS * size)
+    # [1, H, chunks * S, D] as [chunks, H, S, D], in place.
+    by_chunk = [x[0].unflatten(1, (GPU_CHUNKS, size)).transpose(0, 1) for x in (q, k, v)]
+    return gpu_kernel_row(
+        lambda: ops.intra_chunk_attention(q, k, v, size),
+        gpu_attention(*by_chunk, causal=True),
+        GPU_CHUNKS * case.heads.attention_flops(dense_dot_products(size)),
+        seconds,
+    )
 
 
 def _row(case: options.Case, size: int, seconds: float) -> Row:
-    q, k, v = case.heads.qkv(size, case.dtype)
+    q, k, v = case.qkv(size)
     return kernel_row(
         lambda: ops.intra_chunk_attention(q, k, v, size),
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        sdpa(q, k, v, causal=True),
         case.heads.attention_flops(dense_dot_products(size)),
         case.threads,
         seconds,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import _options as options
-import torch.nn.functional as F
-from _kernel_rows import COLUMNS, kernel_row
+from _kernel_rows import COLUMNS, gpu_kernel_row, kernel_row
 from _report import Report, Row
+from _sdpa import gpu_attention, sdpa
 from _shapes import random_memory
 
 from h2o_prefill import ops
@@ -18,16 +18,17 @@ def main(
     shape: options.ShapeOption = None,
     seconds: options.SecondsOption = 5.0,
     quick: options.QuickOption = False,
+    device: options.DeviceOption = "cpu",
 ) -> None:
-    """Time one chunk of phase 2 against the FMA peak and against SDPA over gathered keys.
+    """Time one chunk of phase 2 against SDPA over gathered keys, and on a CPU the FMA peak.
 
     SDPA gets its keys and values gathered beforehand; the operator gathers them itself.
     """
-    plan = options.make_plan("memory", json, threads, dtype, shape, seconds, quick)
+    plan = options.make_plan("memory", json, threads, dtype, shape, seconds, quick, device)
     size, memory, past = (64, 32, 128) if quick else (1024, 512, 8192)
     title = (
         f"memory_attention, S={size}, M={memory} of {past} tokens: beside torch SDPA over keys "
-        "that are gathered already, and the peaks"
+        "that are gathered already" + ("" if plan.on_gpu else ", and the peaks")
     )
     with Report(plan, title, COLUMNS, chunk_size=size, memory=memory, past=past) as report:
         for case in plan.cases():
@@ -35,16 +36,18 @@ def main(
 
 
 def _row(case: options.Case, size: int, memory: int, past: int, seconds: float) -> Row:
-    indices = random_memory(case.heads.kv_heads, memory, past)
-    q, k, v = case.heads.qkv(size, case.dtype, past=past)
+    indices = random_memory(case.heads.kv_heads, memory, past).to(case.device)
+    q, k, v = case.qkv(size, past)
     keys, values = ops.gather_rows(k, indices), ops.gather_rows(v, indices)
-    return kernel_row(
-        lambda: ops.memory_attention(q, k, v, indices),
-        lambda: F.scaled_dot_product_attention(q, keys, values, enable_gqa=True),
-        case.heads.attention_flops(size * memory),
-        case.threads,
-        seconds,
-    )
+    flops = case.heads.attention_flops(size * memory)
+
+    def kernel() -> object:
+        return ops.memory_attention(q, k, v, indices)
+
+    if case.on_gpu:
+        baselines = gpu_attention(q, keys, values, causal=False)
+        return gpu_kernel_row(kernel, baselines, flops, seconds)
+    return kernel_row(kernel, sdpa(q, keys, values, causal=False), flops, case.threads, seconds)
 
 
 app = options.command(main)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import _options as options
-import torch
-import torch.nn.functional as F
 from _report import Report, ratio_fields
-from _shapes import Heads
+from _sdpa import backend_fields, fastest, gpu_attention, sdpa
 from _timing import compare
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.config import PrefillConfig, dense_dot_products
-from h2o_prefill.eval.perplexity import attention_flops_ratio
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
 
 COLUMNS = {
     "model": "{model}",
     "D": "{head_dim}",
     "dtype": "{dtype}",
     "threads": "{threads}",
+    "device": "{device}",
     "N": "{length}",
     "SDPA ms": "{dense_milliseconds:.2f}",
     "SDPA GFLOP/s": "{dense_gflops:.0f}",
+    "SDPA by": "{sdpa_backend}",
     "sparse ms": "{sparse_milliseconds:.2f}",
     "sparse GFLOP/s": "{sparse_gflops:.0f}",
     "speedup": "{speedup:.2f} ({speedup_q1:.2f} to {speedup_q3:.2f})",
@@ -34,7 +35,7 @@ LENGTHS = [1, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, config: PrefillConfig) -> tuple[Tensor, ...]:
-    """Prefill a prompt in one call."""
+    """Prefill a prompt in one call, without recall: there are no token ids to search."""
     return ops.chunked_sparse_attention(
         q,
         k,
@@ -45,6 +46,7 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, config: PrefillConfig) -> 
         local_window=config.local_window,
         heavy_budget=config.heavy_budget,
         sink_tokens=config.sink_tokens,
+        dense_tail=config.dense_tail,
         gqa_reduce=config.gqa_reduce,
     )
 
@@ -58,12 +60,14 @@ def main(
     preset: options.PresetOption = "spec",
     seconds: options.SecondsOption = 30.0,
     quick: options.QuickOption = False,
+    device: options.DeviceOption = "cpu",
 ) -> None:
     """Time the whole operator against torch SDPA (causal, enable_gqa) over the same tokens.
 
-    Lengths go up until the next one would take longer than --seconds.
+    On a GPU every backend of SDPA is timed, and the fastest is the baseline. Lengths go up until
+    the next one would take longer than --seconds.
     """
-    plan = options.make_plan("prefill", json, threads, dtype, shape, seconds, quick)
+    plan = options.make_plan("prefill", json, threads, dtype, shape, seconds, quick, device)
     config = plan.config(preset)
     chosen = plan.numbers("--lengths", lengths, LENGTHS, [1, 64, 200])
     title = (
@@ -77,41 +81,42 @@ def main(
                 if not plan.affords(length, last):
                     report.note(f"N >= {length} left out, they need a larger --seconds")
                     break
-                row = _row(case.heads, length, case.dtype, config, plan.seconds)
+                row = _row(case, length, config, plan.seconds)
                 report.add(**case.fields, **row)
                 # Of long prompts alone: a short one is mostly overhead, which does not grow.
                 if length >= 512:
-                    milliseconds = row["dense_milliseconds"] + row["sparse_milliseconds"]
+                    dense = row.get("sdpa_backends_milliseconds", {"": row["dense_milliseconds"]})
+                    milliseconds = sum(dense.values()) + row["sparse_milliseconds"]
                     last = (length, milliseconds / 1e3)
 
 
-def _row(
-    heads: Heads, length: int, dtype: torch.dtype, config: PrefillConfig, seconds: float
-) -> dict[str, Any]:
-    q, k, v = heads.qkv(length, dtype)
+def _row(case: options.Case, length: int, config: PrefillConfig, seconds: float) -> dict[str, Any]:
+    q, k, v = case.qkv(length)
+    dense_calls: dict[str, Callable[[], object]] = {"dense": sdpa(q, k, v, causal=True)}
+    if case.on_gpu:
+        dense_calls = dict(gpu_attention(q, k, v, causal=True))
     timings = compare(
-        {
-            "dense": lambda: F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=True
-            ),
-            "sparse": lambda: sparse_attention(q, k, v, config),
-        },
+        {**dense_calls, "sparse": lambda: sparse_attention(q, k, v, config)},
         seconds,
+        timer=case.timer,
     )
-    dense, sparse = timings.median("dense"), timings.median("sparse")
-    speedup = timings.ratio("dense", "sparse")
-    flop_ratio = attention_flops_ratio(length, config)
-    flops = heads.attention_flops(dense_dot_products(length))
+    baseline = fastest(timings, list(dense_calls))
+    dense, sparse = timings.median(baseline), timings.median("sparse")
+    speedup = timings.ratio(baseline, "sparse")
+    flops = case.heads.attention_flops(dense_dot_products(length))
+    sparse_flops = case.heads.attention_flops(sparse_dot_products(length, config))
+    flop_ratio = flops / sparse_flops
     return {
         "length": length,
         "dense_milliseconds": 1e3 * dense,
         "dense_gflops": flops / dense / 1e9,
         "sparse_milliseconds": 1e3 * sparse,
-        "sparse_gflops": flops / flop_ratio / sparse / 1e9,
+        "sparse_gflops": sparse_flops / sparse / 1e9,
         **ratio_fields("speedup", speedup),
         "flop_ratio": flop_ratio,
         "speedup_by_flops": speedup.value / flop_ratio,
         "rounds": timings.rounds,
+        **(backend_fields(timings, list(dense_calls)) if case.on_gpu else {}),
     }
 
 

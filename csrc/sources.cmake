@@ -45,4 +45,22 @@ set(H2O_SOURCES
 # Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
 set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp)
 
+# Of builds with CUDA alone: kernels in .cu, operators in .cpp (see cmake/cuda.cmake).
+set(H2O_CUDA_SOURCES
+    kernels/cuda/attend_forward.cu
+    kernels/cuda/chunked_sparse_attention_kernel.cpp
+    kernels/cuda/column_sums.cu
+    kernels/cuda/column_sums_sm90.cu
+    kernels/cuda/dense_attention_kernel.cpp
+    kernels/cuda/entry.cpp
+    kernels/cuda/gather_rows.cu
+    kernels/cuda/gather_rows_kernel.cpp
+    kernels/cuda/intra_chunk_attention_kernel.cpp
+    kernels/cuda/lexical_recall_kernel.cpp
+    kernels/cuda/memory_attention_kernel.cpp
+    kernels/cuda/merge_states.cu
+    kernels/cuda/merge_states_kernel.cpp
+    kernels/cuda/select_memory.cu
+    kernels/cuda/select_memory_kernel.cpp)
+
 set(H2O_PYTHON_SOURCES bindings/python_module.cpp)

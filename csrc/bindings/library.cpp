@@ -10,7 +10,13 @@ void init() {}
 
 std::string version() { return H2O_VERSION; }
 
-bool has_cuda() { return false; }
+bool has_cuda() {
+#ifdef H2O_HAVE_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
 
 std::string cpu_isa() { return cpu_kernels().isa; }
 

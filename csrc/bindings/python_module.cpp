@@ -13,9 +13,14 @@ PYBIND11_MODULE(_C, m) {
         info["compiler"] = H2O_COMPILER;
         info["build_type"] = H2O_BUILD_TYPE;
         info["cpu_isas"] = H2O_ISAS;
+#ifdef H2O_HAVE_CUDA
+        info["cuda"] = true;
+#else
         info["cuda"] = false;
+#endif
+        info["cuda_archs"] = H2O_CUDA_ARCHS;
         return info;
       },
-      "Return version, PyTorch version, compiler, build type, compiled instruction sets and "
-      "whether CUDA is in.");
+      "Return version, PyTorch version, compiler, build type, compiled instruction sets, whether "
+      "CUDA kernels are in, and for which architectures.");
 }

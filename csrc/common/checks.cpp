@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "common/tensors.h"
@@ -186,13 +187,27 @@ void check_chunked_sparse_attention(
   const auto check_list = [&](const char* name, const Tensor& list, int64_t length) {
     check_dims(name, list, 1);
     check_dtype(name, list, at::kInt);
-    check_device(name, list, q);
+    // The host finds them (see lexical_recall); a kernel of another device copies them.
+    if (!list.is_cpu()) check_device(name, list, q);
     check_size(name, list, 0, length, "one entry each");
   };
   const int64_t blocks = (q.size(2) + recall_block - 1) / recall_block;
   check_list("recall_offsets", *recall_offsets, q.size(0) * blocks + 1);
   check_list("recall_positions", *recall_positions, recall_positions->numel());
   check_list("recall_visible_from", *recall_visible_from, recall_positions->numel());
+}
+
+void check_recall_values(const Tensor& recall_offsets, const Tensor& recall_positions,
+                         int64_t total) {
+  const int32_t* first = recall_offsets.const_data_ptr<int32_t>();
+  const int64_t count = recall_positions.size(0);
+  TORCH_CHECK_VALUE(first[0] == 0 && first[recall_offsets.size(0) - 1] == count &&
+                        std::is_sorted(first, first + recall_offsets.size(0)),
+                    "recall_offsets must rise from 0 to the number of recalled positions, ", count);
+  const int32_t* entry = recall_positions.const_data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(
+      std::all_of(entry, entry + count, [&](int32_t p) { return p >= 0 && p < total; }),
+      "recall_positions must be in [0, ", total, ")");
 }
 
 void check_lexical_recall(const Tensor& token_ids, int64_t begin, int64_t chunk_size, int64_t block,

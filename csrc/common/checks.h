@@ -37,6 +37,11 @@ void check_chunked_sparse_attention(const at::Tensor& q, const at::Tensor& k, co
                                     int64_t dense_tail, std::string_view gqa_reduce,
                                     int64_t recall_block);
 
+// The values of recall lists on the host, contiguous: a bad one would read outside of the total
+// keys.
+void check_recall_values(const at::Tensor& recall_offsets, const at::Tensor& recall_positions,
+                         int64_t total);
+
 void check_lexical_recall(const at::Tensor& token_ids, int64_t begin, int64_t chunk_size,
                           int64_t block, int64_t k, int64_t max_suffix, int64_t span,
                           int64_t max_count);

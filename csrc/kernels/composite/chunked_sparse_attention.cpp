@@ -93,7 +93,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention(
   if (length == 0) set = at::constant_pad_nd(set, {0, width - set.size(2)}, -1);
   Recall recall;
   if (recall_offsets)
-    recall = {recall_offsets->cpu(), *recall_positions, *recall_visible_from, recall_block, past};
+    recall = {recall_offsets->cpu(), recall_positions->to(q.device()),
+              recall_visible_from->to(q.device()), recall_block, past};
 
   int64_t previous_begin = last_chunk_begin;
   for (int64_t row = 0; row < length; row += chunk_size) {

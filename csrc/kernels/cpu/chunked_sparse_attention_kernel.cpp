@@ -13,20 +13,12 @@
 namespace h2o_prefill {
 namespace {
 
-// The lists, checked: a bad one would read outside of k and v.
 RecallSource recall_source(const at::Tensor& offsets, const at::Tensor& positions,
                            const at::Tensor& visible_from, int64_t block, int64_t blocks,
                            int64_t total) {
-  const auto first = offsets.const_data_ptr<int32_t>();
-  const int64_t count = positions.size(0);
-  TORCH_CHECK_VALUE(first[0] == 0 && first[offsets.size(0) - 1] == count &&
-                        std::is_sorted(first, first + offsets.size(0)),
-                    "recall_offsets must rise from 0 to the number of recalled positions, ", count);
-  const auto entry = positions.const_data_ptr<int32_t>();
-  TORCH_CHECK_VALUE(
-      std::all_of(entry, entry + count, [&](int32_t p) { return p >= 0 && p < total; }),
-      "recall_positions must be in [0, ", total, ")");
-  return {first, entry, visible_from.const_data_ptr<int32_t>(), block, blocks};
+  check_recall_values(offsets, positions, total);
+  return {offsets.const_data_ptr<int32_t>(), positions.const_data_ptr<int32_t>(),
+          visible_from.const_data_ptr<int32_t>(), block, blocks};
 }
 
 // The scores so far, fp32 [B, Hkv, T_total], with 0 for what has none. Filled here, since a call of

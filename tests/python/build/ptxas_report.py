@@ -18,8 +18,8 @@ from pathlib import Path
 CSRC = Path(__file__).parents[3] / "csrc"
 BUDGET = Path(__file__).parent / "register_budget.json"
 
-# Machine code that the library holds, and that its PTX becomes on a later GPU.
-ARCHS = ("sm_80", "sm_90a", "sm_120")
+# Machine code that the library holds, and that its PTX, of 9.0, becomes on a later GPU.
+ARCHS = {"sm_80": "compute_80", "sm_90a": "compute_90a", "sm_120": "compute_90"}
 PROCESSES = 2
 
 _SERIALISED = re.compile(r"C75(?:08|10|12|14)\b.*")
@@ -112,10 +112,9 @@ def parse(output: str, arch: str) -> tuple[Kernel, ...]:
 
 
 def _compile(nvcc: str, source: Path, arch: str, folder: Path) -> Compiled:
-    virtual = arch.replace("sm_", "compute_")
     command = [
         nvcc, "-std=c++20", "-O3", "-DNDEBUG", f"-I{CSRC}", "-Xptxas", "-v",
-        "-gencode", f"arch={virtual},code={arch}",
+        "-gencode", f"arch={ARCHS[arch]},code={arch}",
         "-c", source, "-o", folder / f"{source.stem}.{arch}.o",
     ]  # fmt: skip
     done = subprocess.run(

@@ -1,0 +1,213 @@
+// The keys that a tile of query rows attends to, as a sequence of key tiles.
+//
+// Both kinds have the same members:
+//   tiles               how many
+//   prepare(j), store(j, entry)  look up the keys of tile j: one begins, the other makes them known
+//                       to the block after the next barrier. Two tiles are known at a time.
+//   row_of(j, r)        row of the history, counted from where the range begins, of key r of tile
+//                       j; negative: absent
+//   unseen(j, w)        whether no row of the warp whose rows begin at w sees any key of tile j
+//   all_seen(j, w)      whether all rows of it see all keys
+//   seen(j, r, row)     whether row `row` of the query tile sees key r
+#pragma once
+
+#include "kernels/cuda/attend_forward.h"
+#include "kernels/cuda/tile.cuh"
+
+namespace h2o_prefill::attend {
+
+// Rows of the call that one block works on, of query head `head` of batch row `batch`.
+struct alignas(16) RowTile {
+  int batch;
+  int head;
+  int kv_head;
+  int first;  // row of the call
+  int count;
+  int position;   // absolute, of the first row
+  int key_begin;  // of a causal row's range
+};
+
+// Keys of a range that ends at the row itself.
+template <int kWarpRows, int kKeys>
+struct CausalKeys {
+  struct Entry {};
+  static constexpr int kSharedBytes = 0;
+
+  int diagonal;  // row r sees keys [0, r + diagonal]
+  int count;     // keys from the begin of the range to the last row
+  int tiles;
+
+  __device__ __forceinline__ CausalKeys(const AttendForwardParams& /*p*/, const RowTile& rows,
+                                        void* /*shared*/)
+      : diagonal(rows.position - rows.key_begin),
+        count(diagonal + rows.count),
+        tiles(tile::divide_up(count, kKeys)) {}
+
+  __device__ __forceinline__ Entry prepare(int /*j*/) const { return {}; }
+  __device__ __forceinline__ void store(int /*j*/, const Entry& /*entry*/) const {}
+  __device__ __forceinline__ int row_of(int j, int r) const {
+    const int key = j * kKeys + r;
+    return key < count ? key : -1;
+  }
+  __device__ __forceinline__ bool unseen(int j, int w) const {
+    return j * kKeys > w + kWarpRows - 1 + diagonal;
+  }
+  __device__ __forceinline__ bool all_seen(int j, int w) const {
+    return j * kKeys + kKeys - 1 <= w + diagonal;
+  }
+  __device__ __forceinline__ bool seen(int j, int r, int row) const {
+    return j * kKeys + r <= row + diagonal;
+  }
+};
+
+// The tiles of the memory set, then those of the recalled keys of all blocks that the rows are of.
+//
+// Shared memory holds for tile j, in slot j % 2, each key's position, -1 where it is absent, and
+// the rows of the query tile that see it: the first one in the low byte, the last one in the high
+// byte.
+template <int kWarpRows, int kKeys>
+struct GatheredKeys {
+  static constexpr int kRows = tile::kWarps * kWarpRows;
+  static constexpr uint16_t kAllRows = (kRows - 1) << 8;
+  static constexpr uint16_t kNoRow = 0xFF;
+  static_assert(kRows <= kNoRow && kKeys <= tile::kThreads);
+
+  struct Entry {
+    int32_t position;
+    int32_t visible_from;
+  };
+
+  // In shared memory, not in registers.
+  struct Shared {
+    int32_t positions[2][kKeys];
+    uint16_t visible[2][kKeys];
+    int64_t memory;       // element of `indices` where the head's memory set begins
+    int position;         // absolute, of the tile's first row
+    int first_block;      // of the recall lists, counted over batch rows
+    int first_block_row;  // where its rows begin, counted from the tile's first
+    int blocks;           // that have rows of the tile
+    int first_entry;
+    int entries;  // of these blocks
+  };
+  static constexpr int kSharedBytes = sizeof(Shared);
+
+  const AttendForwardParams& p;
+  Shared* const shared;
+  int memory_tiles;
+  int tiles;
+
+  // To be followed by a barrier.
+  __device__ __forceinline__ GatheredKeys(const AttendForwardParams& params, const RowTile& rows,
+                                          void* shared_memory)
+      : p(params),
+        shared(static_cast<Shared*>(shared_memory)),
+        memory_tiles(tile::divide_up(static_cast<int>(params.width), kKeys)),
+        tiles(memory_tiles) {
+    Shared all;
+    all.memory = (rows.batch * p.key.heads + rows.kv_head) * p.width;
+    all.position = rows.position;
+    all.first_block = all.first_block_row = all.blocks = all.first_entry = all.entries = 0;
+    if (p.recall_offsets) {
+      const int block_rows = static_cast<int>(p.recall_block);
+      const int first = rows.first / block_rows;
+      all.first_block = rows.batch * static_cast<int>(p.recall_blocks) + first;
+      all.first_block_row = first * block_rows - rows.first;
+      all.blocks = (rows.first + rows.count - 1) / block_rows - first + 1;
+      all.first_entry = p.recall_offsets[all.first_block];
+      all.entries = p.recall_offsets[all.first_block + all.blocks] - all.first_entry;
+      tiles += tile::divide_up(all.entries, kKeys);
+    }
+    if (threadIdx.x == 0) {
+      shared->memory = all.memory;
+      shared->position = all.position;
+      shared->first_block = all.first_block;
+      shared->first_block_row = all.first_block_row;
+      shared->blocks = all.blocks;
+      shared->first_entry = all.first_entry;
+      shared->entries = all.entries;
+    }
+  }
+
+  __device__ __forceinline__ Entry prepare(int j) const {
+    Entry entry{-1, 0};
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread >= kKeys) return entry;
+    if (j < memory_tiles) {
+      const int i = j * kKeys + thread;
+      if (i < p.width) entry.position = p.indices[shared->memory + i];
+    } else {
+      const int i = (j - memory_tiles) * kKeys + thread;
+      if (i < shared->entries) {
+        entry.position = p.recall_positions[shared->first_entry + i];
+        entry.visible_from = p.recall_visible_from[shared->first_entry + i];
+      }
+    }
+    return entry;
+  }
+
+  __device__ __forceinline__ void store(int j, const Entry& entry) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread >= kKeys) return;
+    uint16_t rows = kNoRow;
+    if (entry.position >= 0) rows = j < memory_tiles ? kAllRows : rows_that_recall(j, entry);
+    shared->positions[j % 2][thread] = rows == kNoRow ? -1 : entry.position;
+    shared->visible[j % 2][thread] = rows;
+  }
+
+  __device__ __forceinline__ int row_of(int j, int r) const { return shared->positions[j % 2][r]; }
+  // Absent members of a memory set are its last ones.
+  __device__ __forceinline__ bool unseen(int j, int /*w*/) const {
+    return j < memory_tiles && shared->visible[j % 2][0] == kNoRow;
+  }
+  __device__ __forceinline__ bool all_seen(int j, int /*w*/) const {
+    return j < memory_tiles && shared->visible[j % 2][kKeys - 1] != kNoRow;
+  }
+  __device__ __forceinline__ bool seen(int j, int r, int row) const {
+    const int rows = shared->visible[j % 2][r];
+    return row >= (rows & 0xFF) && row <= rows >> 8;
+  }
+
+ private:
+  __device__ __forceinline__ uint16_t rows_that_recall(int j, const Entry& entry) const {
+    if (entry.position >= p.chunk_begin || in_memory(entry.position)) return kNoRow;
+    const int i = (j - memory_tiles) * kKeys + static_cast<int>(threadIdx.x);
+    const int block_rows = static_cast<int>(p.recall_block);
+    const int begin = shared->first_block_row + block_of(shared->first_entry + i) * block_rows;
+    const int first = max(entry.visible_from - shared->position, max(begin, 0));
+    const int last = min(begin + block_rows, kRows) - 1;
+    return first <= last ? static_cast<uint16_t>(first | last << 8) : kNoRow;
+  }
+
+  // The block, counted from the first one, whose list has entry i.
+  __device__ __forceinline__ int block_of(int i) const {
+    const int32_t* offsets = p.recall_offsets + shared->first_block;
+    int low = 0, high = shared->blocks - 1;
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (offsets[middle] <= i) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+
+  // As unsigned numbers, absent members are the highest: the whole list is ascending.
+  __device__ __forceinline__ bool in_memory(int32_t position) const {
+    const int32_t* memory = p.indices + shared->memory;
+    const int width = static_cast<int>(p.width);
+    int low = 0, high = width;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (static_cast<uint32_t>(memory[middle]) < static_cast<uint32_t>(position)) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low < width && memory[low] == position;
+  }
+};
+
+}  // namespace h2o_prefill::attend

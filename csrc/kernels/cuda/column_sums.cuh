@@ -1,0 +1,333 @@
+// Column sums of 16-bit dtypes on tensor cores, for sm_80 and up.
+//
+// With the denominators known, a column sum needs no softmax: a block of 4 warps owns a tile of
+// keys, each warp whole keys with all their fragments in registers, computes S^T = K Q^T against
+// one query tile after another, and adds exp(s - lse) up in registers. Nothing is added in memory
+// but by one thread in a fixed order. Query tiles come through a ring of three buffers: while one
+// is multiplied the next two are on their way.
+#pragma once
+
+#include "kernels/cuda/column_sums.h"
+#include "kernels/cuda/tile.cuh"
+#include "kernels/softmax_state.h"
+
+namespace h2o_prefill::column_sums {
+
+// What the launch computes once for all blocks. A block works on key tile `tile` of a chunk (all
+// indices are one chunk) for some query heads of a KV head and some rows of the chunk: all of them,
+// or one head and split_rows rows, and its sums go to params.partial. Blocks are numbered so that
+// the key tiles of a chunk that the most rows see go first.
+struct Grid {
+  ColumnSumsParams params;
+  uint32_t units;       // batch rows times KV heads
+  uint32_t group;       // query heads of a KV head
+  uint32_t head_parts;  // blocks that share the group: 1 or `group`
+  uint32_t row_parts;   // blocks that share the rows
+  uint32_t chunks;
+  uint32_t tiles;
+  int split_rows;
+};
+
+// What one block works on. Rows and keys of a causal chunk are counted from where it begins.
+struct Part {
+  int batch;
+  int kv_head;
+  int first_head;  // query heads [first_head, end_head)
+  int end_head;
+  int row_part;
+  int chunk_first;  // row of the call
+  int chunk_rows;
+  int first_key;
+  int first_row;
+  int end_row;
+};
+
+// Sizes for rows of kDim elements, to which D is padded. The fragments of a warp's keys take 64
+// registers or fewer.
+template <int kDim>
+struct Shape {
+  static constexpr int kUnits = kDim / tile::kUnitElements;
+  static constexpr int kM = kDim <= 128 ? 2 : 1;
+  static constexpr int kWarpKeys = 16 * kM;
+  static constexpr int kKeys = tile::kWarps * kWarpKeys;
+  static constexpr int kRows = 64;
+  // Memory sets are few keys, which do not make more blocks (column_sums.cu).
+  static constexpr int blocks_per_sm(bool gathered) { return gathered || kDim > 128 ? 2 : 3; }
+  static constexpr int kStage = kRows * kDim;  // elements of a buffer of the ring
+  static constexpr int kStages = 3;
+  static_assert(kKeys <= 2 * kRows);
+
+  // Behind the ring, whose last two buffers hold the keys at first. The part and the sums over
+  // heads are needed now and then, registers all the time.
+  struct Shared {
+    float offsets[kStages][kRows];  // of the rows of a buffer
+    float totals[kKeys];
+    Part part;
+  };
+  static constexpr int kSharedBytes = 2 * kStages * kStage + sizeof(Shared);
+};
+
+template <int kKeys, bool kGathered>
+__device__ __forceinline__ Part part_of_block(const Grid& grid) {
+  const ColumnSumsParams& p = grid.params;
+  Part part{};
+  uint32_t index = blockIdx.x;
+  const auto next = [&](uint32_t count) {
+    const int i = static_cast<int>(index % count);
+    index /= count;
+    return i;
+  };
+  const int unit = next(grid.units);
+  const int head_part = next(grid.head_parts);
+  part.row_part = next(grid.row_parts);
+  const int chunk = next(grid.chunks);
+  part.first_key = static_cast<int>(index) * kKeys;
+  const int kv_heads = static_cast<int>(p.key.heads);
+  part.batch = unit / kv_heads;
+  part.kv_head = unit % kv_heads;
+  const int heads = static_cast<int>(grid.group / grid.head_parts);
+  part.first_head = part.kv_head * static_cast<int>(grid.group) + head_part * heads;
+  part.end_head = part.first_head + heads;
+  const int chunk_size = kGathered ? 0 : static_cast<int>(p.chunk_size);
+  part.chunk_first = static_cast<int>(p.row_begin) + chunk * chunk_size;
+  const int left = static_cast<int>(p.row_begin + p.rows) - part.chunk_first;
+  part.chunk_rows = kGathered ? left : min(left, chunk_size);
+  part.first_row = kGathered ? part.row_part * grid.split_rows : part.first_key;
+  part.end_row =
+      kGathered ? min(part.first_row + grid.split_rows, part.chunk_rows) : part.chunk_rows;
+  return part;
+}
+
+// The natural lse of a row as exp2() takes it; a row that counts nothing is exp2(-inf).
+__device__ __forceinline__ float offset_of(float lse) {
+  return lse == kNegInf ? -kNegInf : lse * kLog2E;
+}
+
+// A query tile of some head of the part.
+template <int kRows>
+struct QueryTile {
+  int head;
+  int row;
+
+  __device__ __forceinline__ void advance(const Part& part) {
+    row += kRows;
+    if (row >= part.end_row) {
+      row = part.first_row;
+      ++head;
+    }
+  }
+};
+
+// Column `column` of KV head `unit`: of the range of rows if causal, of the indices if gathered.
+template <bool kGathered>
+__device__ __forceinline__ void store_sum(const ColumnSumsParams& p, int64_t unit, int column,
+                                          float sum) {
+  float* const sums = p.sums + unit * p.sums_stride;
+  if constexpr (!kGathered) {
+    sums[p.past + p.row_begin + column] = sum;
+  } else {
+    const int32_t position = p.indices[unit * p.width + column];
+    if (!p.scatter_add) {
+      sums[column] = position < 0 ? 0.0F : sum;
+    } else if (position >= 0) {
+      sums[position] += sum;
+    }
+  }
+}
+
+// sum += the weights of one query tile for a warp's keys. If masked, key k of the warp counts for
+// rows from k on, where row 0 of the tile is row `first_row`.
+template <DType dtype, int kUnits, int kRows, int kM>
+__device__ __forceinline__ void add_tile(float (&sum)[kM][2],
+                                         const uint32_t (&keys)[kUnits / 2][kM][4],
+                                         const uint16_t* query, const float* offsets, float scale,
+                                         bool masked, int first_row, int lane) {
+  const tile::LaneRow<kUnits> lanes(layout::load_b_row(lane), layout::load_b_unit(lane));
+#pragma unroll
+  for (int n = 0; n < kRows / 8; n += 2) {
+    float s[kM][2][4] = {};
+#pragma unroll
+    for (int k = 0; k < kUnits / 2; ++k) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, query + lanes.element(2 * k, n));
+      tile::multiply_pair<dtype>(s, 0, keys[k], b);
+    }
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      const int row = 8 * (n + q) + layout::accumulator_column(lane, 0);
+      const float row_offsets[2] = {offsets[row], offsets[row + 1]};
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float weight = ptx::exp2(s[m][q][i] * scale - row_offsets[i % 2]);
+          const int key = 16 * m + layout::accumulator_row(lane, i);
+          if (masked && first_row + row + i % 2 < key) weight = 0.0F;
+          sum[m][i / 2] += weight;
+        }
+      }
+    }
+  }
+}
+
+template <DType dtype, int kDim, bool kGathered>
+__global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGathered))
+    column_sums_kernel(const __grid_constant__ Grid grid) {
+  using S = Shape<kDim>;
+  constexpr int kUnits = S::kUnits;
+  constexpr int kM = S::kM;
+  constexpr int kRows = S::kRows;
+  const ColumnSumsParams& p = grid.params;
+  uint16_t* const ring = ptx::dynamic_shared<uint16_t>();
+  auto& shared = *reinterpret_cast<typename S::Shared*>(ring + S::kStages * S::kStage);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int warp_key = thread / 32 * S::kWarpKeys;
+
+  const auto load_query = [&](const Part& part, const QueryTile<kRows>& query, int stage) {
+    tile::load<kRows, kUnits>(
+        ring + stage * S::kStage,
+        tile::head_rows(p.query, part.batch, query.head, part.chunk_first),
+        [&](int r) { return query.row + r < part.end_row ? query.row + r : -1; });
+  };
+  const auto load_offset = [&](const Part& part, const QueryTile<kRows>& query) {
+    const int row = query.row + thread;
+    if (thread >= kRows || row >= part.end_row) return -kNegInf;
+    const int64_t list = part.batch * p.query.heads + query.head;
+    return offset_of(p.lse[list * p.query.length + part.chunk_first + row]);
+  };
+  const auto store_offset = [&](int stage, float offset) {
+    if (thread < kRows) shared.offsets[stage][thread] = offset;
+  };
+
+  // The first query tile and the keys; the keys' buffers are free as soon as they are in registers.
+  QueryTile<kRows> now, ahead;
+  {
+    const Part part = part_of_block<S::kKeys, kGathered>(grid);
+    const int columns = kGathered ? static_cast<int>(p.width) : part.chunk_rows;
+    if (part.first_key >= columns) return;
+    if (thread == 0) shared.part = part;
+    if (thread < S::kKeys) shared.totals[thread] = 0.0F;
+    const int32_t* const indices =
+        kGathered ? p.indices + (part.batch * p.key.heads + part.kv_head) * p.width : nullptr;
+    now = {part.first_head, part.first_row};
+    // Absent members of a memory set are its last ones: a tile without keys needs no query.
+    if (part.first_row >= part.end_row || (kGathered && indices[part.first_key] < 0)) {
+      now.head = part.end_head;
+    }
+    ahead = now;
+    if (now.head < part.end_head) {
+      load_query(part, ahead, 0);
+      store_offset(0, load_offset(part, ahead));
+      tile::load<S::kKeys, kUnits>(
+          ring + S::kStage,
+          tile::head_rows(p.key, part.batch, part.kv_head,
+                          kGathered ? 0 : p.past + part.chunk_first + part.first_key),
+          [&](int r) {
+            if (part.first_key + r >= columns) return -1;
+            return kGathered ? indices[part.first_key + r] : r;
+          });
+      ahead.advance(part);
+      if (ahead.head < part.end_head) store_offset(1, load_offset(part, ahead));
+    }
+  }
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+
+  const Part& part = shared.part;
+  uint32_t keys[kUnits / 2][kM][4];
+  {
+    const int lane = thread % 32;
+    const tile::LaneRow<kUnits> lanes(layout::load_a_row(lane), layout::load_a_unit(lane));
+#pragma unroll
+    for (int k = 0; k < kUnits / 2; ++k) {
+      tile::load_a(keys[k], ring + S::kStage + warp_key * kDim, lanes, k);
+    }
+  }
+  __syncthreads();
+  if (ahead.head < part.end_head) load_query(part, ahead, 1);
+  ptx::cp_async_commit();
+
+  float sum[kM][2] = {};
+  int stage = 0;
+#pragma unroll 1
+  while (now.head < part.end_head) {
+    const int free_stage = stage == 0 ? 2 : stage - 1;
+    float offset = 0.0F;
+    ahead.advance(part);
+    if (ahead.head < part.end_head) {
+      load_query(part, ahead, free_stage);
+      offset = load_offset(part, ahead);
+    }
+    ptx::cp_async_commit();
+
+    const int lane = tile::recomputed(thread % 32);
+    const int first_key = kGathered ? 0 : part.first_key + warp_key;
+    if (kGathered || now.row + kRows > first_key) {
+      const bool masked = !kGathered && now.row < first_key + S::kWarpKeys - 1;
+      add_tile<dtype, kUnits, kRows>(sum, keys, ring + stage * S::kStage, shared.offsets[stage],
+                                     p.scale_log2, masked, now.row - first_key, lane);
+    }
+    store_offset(free_stage, offset);
+    stage = stage == 2 ? 0 : stage + 1;
+
+    const int head = now.head;
+    now.advance(part);
+    if (now.head != head) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float of_head = sum[m][h] + __shfl_xor_sync(0xFFFFFFFFU, sum[m][h], 1);
+          of_head += __shfl_xor_sync(0xFFFFFFFFU, of_head, 2);
+          sum[m][h] = 0.0F;
+          float& total = shared.totals[warp_key + 16 * m + layout::accumulator_row(lane, 2 * h)];
+          if (lane % 4 == 0) total = p.reduce_max ? fmaxf(total, of_head) : total + of_head;
+        }
+      }
+    }
+    // Of the two groups of copies under way, the older one is the next tile's.
+    ptx::cp_async_wait<1>();
+    __syncthreads();
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+
+  const int columns = kGathered ? static_cast<int>(p.width) : part.chunk_rows;
+  if (thread >= S::kKeys || part.first_key + thread >= columns) return;
+  const int column =
+      part.first_key + thread + (kGathered ? 0 : part.chunk_first - static_cast<int>(p.row_begin));
+  if (grid.head_parts * grid.row_parts == 1) {
+    store_sum<kGathered>(p, part.batch * p.key.heads + part.kv_head, column, shared.totals[thread]);
+  } else {
+    const int64_t list =
+        (part.row_part * p.query.batch + part.batch) * p.query.heads + part.first_head;
+    p.partial[list * (kGathered ? p.width : p.rows) + column] = shared.totals[thread];
+  }
+}
+
+constexpr int kReduceThreads = 128;
+
+// Adds up params.partial: a thread has one column.
+template <bool kGathered>
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_partial_kernel(const __grid_constant__ Grid grid) {
+  const ColumnSumsParams& p = grid.params;
+  const int columns = static_cast<int>(kGathered ? p.width : p.rows);
+  const int64_t unit = blockIdx.x % grid.units;
+  const int column =
+      static_cast<int>(blockIdx.x / grid.units) * kReduceThreads + static_cast<int>(threadIdx.x);
+  if (column >= columns) return;
+  float total = 0.0F;
+  for (uint32_t g = 0; g < grid.head_parts; ++g) {
+    float of_head = 0.0F;
+    for (uint32_t part = 0; part < grid.row_parts; ++part) {
+      const int64_t list = (static_cast<int64_t>(part) * grid.units + unit) * grid.head_parts + g;
+      of_head += p.partial[list * columns + column];
+    }
+    total = p.reduce_max ? fmaxf(total, of_head) : total + of_head;
+  }
+  store_sum<kGathered>(p, unit, column, total);
+}
+
+}  // namespace h2o_prefill::column_sums

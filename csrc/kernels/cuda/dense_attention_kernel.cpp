@@ -1,0 +1,36 @@
+#include <torch/library.h>
+
+#include "common/checks.h"
+#include "common/tensors.h"
+#include "kernels/composite/composite.h"
+#include "kernels/cuda/entry.h"
+
+namespace h2o_prefill {
+namespace {
+
+// PyTorch's attention needs no mask for one row or for as many rows as keys, and has then kernels
+// for this very machine (cuDNN, FlashAttention) to choose from. With unequal head dims it has not.
+bool pytorch_has_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  return (q.size(2) == 1 || q.size(2) == k.size(2)) && q.size(3) == v.size(3);
+}
+
+at::Tensor dense_attention_cuda(const at::Tensor& q_argument, const at::Tensor& k_argument,
+                                const at::Tensor& v_argument, std::optional<double> scale) {
+  check_dense_attention(q_argument, k_argument, v_argument);
+  if (!has_attention_kernel(q_argument, v_argument) || q_argument.numel() == 0 ||
+      pytorch_has_kernel(q_argument, k_argument, v_argument)) {
+    return composite::dense_attention(q_argument, k_argument, v_argument, scale);
+  }
+  const c10::cuda::CUDAGuard guard(q_argument.device());
+  const auto q = with_aligned_rows(q_argument);
+  const auto k = with_aligned_rows(k_argument);
+  const auto v = with_aligned_rows(v_argument);
+  auto out = empty_heads(q.size(0), q.size(1), q.size(2), v.size(3), q);
+  run(forward_params(q, k, v, out, at::Tensor(), scale_or_default(scale, q.size(3))));
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) { m.impl("dense_attention", &dense_attention_cuda); }
+
+}  // namespace
+}  // namespace h2o_prefill

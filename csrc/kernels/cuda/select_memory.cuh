@@ -1,0 +1,204 @@
+// Selection without a sort: the score of the last candidate that is taken is found bit by bit, then
+// one stable compaction writes what is above it. One CTA a head.
+#pragma once
+
+#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/select_memory.h"
+
+namespace h2o_prefill::select {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+// Shared memory: two buffers in turns, so that one barrier a step is enough, of kWarps records.
+struct alignas(16) WarpCounts {
+  uint32_t counts[3];
+};
+constexpr int kSharedBytes = 2 * kWarps * static_cast<int>(sizeof(WarpCounts));
+
+// An unsigned number that orders as the score does, never 0.
+__device__ __forceinline__ uint32_t order_key(float score) {
+  constexpr uint32_t kLowestFinite = 0x00800000U;  // the key of -FLT_MAX
+  if (score != score) return kLowestFinite;
+  const uint32_t bits = __float_as_uint(score + 0.0F);  // -0 becomes 0
+  return bits & 0x80000000U ? ~bits : bits | 0x80000000U;
+}
+
+// The candidates of one head, by number: rising positions.
+struct Candidates {
+  const SelectMemoryParams& p;
+  const float* scores;
+  const int32_t* memory;
+  int64_t sink_end;
+  int64_t local_begin;
+
+  __device__ __forceinline__ int64_t count() const {
+    return p.old_width + p.chunk_end - p.chunk_begin;
+  }
+
+  // Sets the position of a candidate, and returns the key of its score: 0 for what has no claim to
+  // one of the heavy places.
+  __device__ __forceinline__ uint32_t key(int64_t i, int32_t& position) const {
+    position = -1;
+    if (i >= count()) return 0;
+    if (i < p.old_width) {
+      position = memory[i];
+      if (position >= p.chunk_begin) return 0;
+    } else {
+      position = static_cast<int32_t>(p.chunk_begin + i - p.old_width);
+    }
+    if (position < 0 || position < sink_end || position >= local_begin) return 0;
+    return order_key(position < p.scores_length ? scores[position] : 0.0F);
+  }
+};
+
+// Counts of the whole CTA from those of its warps; one barrier a sum().
+class CtaCounter {
+ public:
+  __device__ __forceinline__ explicit CtaCounter(WarpCounts* shared) : shared_(shared) {}
+
+  // Adds the counts of all warps. before: those of the warps below this thread's alone.
+  __device__ __forceinline__ void sum(uint32_t (&counts)[3], uint32_t (&before)[3]) {
+    WarpCounts* buffer = shared_ + buffer_ * kWarps;
+    buffer_ ^= 1;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if (threadIdx.x % 32 == 0) {
+      for (int d = 0; d < 3; ++d) buffer[warp].counts[d] = counts[d];
+    }
+    __syncthreads();
+    for (int d = 0; d < 3; ++d) counts[d] = before[d] = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+#pragma unroll
+      for (int d = 0; d < 3; ++d) {
+        const uint32_t count = buffer[w].counts[d];
+        counts[d] += count;
+        if (w < warp) before[d] += count;
+      }
+    }
+  }
+
+ private:
+  WarpCounts* shared_;
+  int buffer_ = 0;
+};
+
+__device__ __forceinline__ uint32_t count_lanes(bool flag) {
+  return static_cast<uint32_t>(__popc(__ballot_sync(0xFFFFFFFFU, flag)));
+}
+
+// kRows > 0: each thread keeps the keys of up to kRows candidates, kThreads apart, in registers.
+// kRows = 0: any number of candidates, whose scores are read again for every digit.
+template <int kRows>
+__global__ void __launch_bounds__(kThreads)
+    select_memory_kernel(__grid_constant__ const SelectMemoryParams p) {
+  const int64_t head = blockIdx.x;
+  const int64_t thread = threadIdx.x;
+  const int64_t local_begin =
+      p.chunk_end > p.local_window ? p.chunk_end - p.local_window : int64_t{0};
+  const int64_t sink_end = p.sink_tokens < local_begin ? p.sink_tokens : local_begin;
+  const Candidates candidates{p, p.scores + head * p.scores_stride, p.memory + head * p.old_width,
+                              sink_end, local_begin};
+  const int64_t width = p.sink_tokens + p.local_window + p.heavy_budget;
+  int32_t* selected = p.selected + head * width;
+  CtaCounter counter(ptx::dynamic_shared<WarpCounts>());
+
+  constexpr int kKept = kRows > 0 ? kRows : 1;
+  uint32_t keys[kKept];
+  int32_t positions[kKept];
+  if constexpr (kRows > 0) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      keys[r] = candidates.key(r * kThreads + thread, positions[r]);
+    }
+  }
+  const int64_t rows = (candidates.count() + kThreads - 1) / kThreads;
+  // Calls with(key, position) for this thread's candidate of every row.
+  const auto for_each_row = [&](auto&& with) {
+    if constexpr (kRows > 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (r < rows) with(keys[r], positions[r]);
+      }
+    } else {
+      for (int64_t r = 0; r < rows; ++r) {
+        int32_t position;
+        const uint32_t key = candidates.key(r * kThreads + thread, position);
+        with(key, position);
+      }
+    }
+  };
+
+  // The largest threshold that heavy_budget keys reach; 1, so all, where there are fewer. Two bits
+  // a step: how many keys reach each of the three next higher thresholds.
+  const uint64_t budget = static_cast<uint64_t>(p.heavy_budget);
+  uint32_t threshold = 1;
+  uint32_t counts[3];
+  uint32_t before[3];
+  if (budget > 0) {
+    uint32_t prefix = 0;
+    for (int shift = 30; shift >= 0; shift -= 2) {
+      const uint32_t step = 1U << shift;
+      counts[0] = counts[1] = counts[2] = 0;
+      for_each_row([&](uint32_t key, int32_t) {
+#pragma unroll
+        for (int d = 0; d < 3; ++d) {
+          counts[d] += count_lanes(key >= prefix + static_cast<uint32_t>(d + 1) * step);
+        }
+      });
+      counter.sum(counts, before);
+      uint32_t reached = 0;
+      for (int d = 0; d < 3; ++d) {
+        if (counts[d] >= budget) {
+          prefix += step;
+          reached = counts[d];
+        }
+      }
+      if (reached == budget) break;  // what is at or above the prefix is the answer
+    }
+    if (prefix > 0) threshold = prefix;
+  }
+
+  // What is above the threshold is taken, and of what is on it the first that there is room for.
+  uint32_t above = 0;
+  for_each_row([&](uint32_t key, int32_t) { above += count_lanes(key > threshold); });
+  counts[0] = above;
+  counts[1] = counts[2] = 0;
+  counter.sum(counts, before);
+  const int64_t room_for_ties = p.heavy_budget - static_cast<int64_t>(counts[0]);
+
+  for (int64_t i = thread; i < sink_end; i += kThreads) selected[i] = static_cast<int32_t>(i);
+  const uint32_t lower_lanes = (1U << (threadIdx.x % 32)) - 1U;
+  int64_t end = sink_end;  // of what is written
+  int64_t ties = 0;        // seen in earlier rows
+  if (budget > 0) {
+    for_each_row([&](uint32_t key, int32_t position) {
+      const uint32_t above_lanes = __ballot_sync(0xFFFFFFFFU, key > threshold);
+      const uint32_t tied_lanes = __ballot_sync(0xFFFFFFFFU, key == threshold);
+      counts[0] = static_cast<uint32_t>(__popc(above_lanes));
+      counts[1] = static_cast<uint32_t>(__popc(tied_lanes));
+      counts[2] = 0;
+      counter.sum(counts, before);
+      // Ties before this thread's candidate, and how many of them are taken.
+      const int64_t tied_before =
+          ties + before[1] + static_cast<int64_t>(__popc(tied_lanes & lower_lanes));
+      const int64_t taken_in_earlier_rows = ties < room_for_ties ? ties : room_for_ties;
+      const int64_t taken_before = tied_before < room_for_ties ? tied_before : room_for_ties;
+      if (key > threshold || (key == threshold && tied_before < room_for_ties)) {
+        const int64_t above_before =
+            before[0] + static_cast<int64_t>(__popc(above_lanes & lower_lanes));
+        selected[end + above_before + taken_before - taken_in_earlier_rows] = position;
+      }
+      ties += counts[1];
+      const int64_t taken = ties < room_for_ties ? ties : room_for_ties;
+      end += counts[0] + taken - taken_in_earlier_rows;
+    });
+  }
+  for (int64_t i = local_begin + thread; i < p.chunk_end; i += kThreads) {
+    selected[end + i - local_begin] = static_cast<int32_t>(i);
+  }
+  end += p.chunk_end - local_begin;
+  for (int64_t i = end + thread; i < width; i += kThreads) selected[i] = -1;
+}
+
+}  // namespace h2o_prefill::select

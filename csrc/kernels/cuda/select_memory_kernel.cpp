@@ -1,0 +1,40 @@
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include "common/checks.h"
+#include "kernels/composite/composite.h"
+#include "kernels/cuda/select_memory.h"
+
+namespace h2o_prefill {
+namespace {
+
+at::Tensor select_memory_cuda(const at::Tensor& scores_argument, const at::Tensor& memory_argument,
+                              int64_t chunk_begin, int64_t chunk_end, int64_t local_window,
+                              int64_t heavy_budget, int64_t sink_tokens) {
+  check_select_memory(scores_argument, memory_argument, chunk_begin, chunk_end, local_window,
+                      heavy_budget, sink_tokens);
+  if (scores_argument.scalar_type() != at::kFloat) {
+    return composite::select_memory(scores_argument, memory_argument, chunk_begin, chunk_end,
+                                    local_window, heavy_budget, sink_tokens);
+  }
+  const c10::cuda::CUDAGuard guard(scores_argument.device());
+  const auto scores = scores_argument.contiguous();
+  const auto memory = memory_argument.contiguous();
+  const int64_t heads = memory.size(0) * memory.size(1);
+  const int64_t width = sink_tokens + local_window + heavy_budget;
+  auto selected = at::empty({memory.size(0), memory.size(1), width}, memory.options());
+  C10_CUDA_CHECK(launch_select_memory(
+      {scores.const_data_ptr<float>(), scores.size(2), scores.size(2),
+       memory.const_data_ptr<int32_t>(), memory.size(2), selected.mutable_data_ptr<int32_t>(),
+       heads, chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens},
+      c10::cuda::getCurrentCUDAStream()));
+  return selected;
+}
+
+TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) { m.impl("select_memory", &select_memory_cuda); }
+
+}  // namespace
+}  // namespace h2o_prefill

@@ -1,0 +1,64 @@
+// The asynchronous copies of one thread, in groups as cp.async has them.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <deque>
+#include <utility>
+#include <vector>
+
+namespace cuda_emulation {
+
+class Copies {
+ public:
+  void begin(void* to, const void* from, size_t bytes) {
+    std::memset(to, 0xFF, bytes);
+    open_.push_back({to, from, bytes});
+  }
+
+  void commit() {
+    groups_.push_back(std::move(open_));
+    open_.clear();
+  }
+
+  void wait(int pending) {
+    for (; static_cast<int>(groups_.size()) > pending; groups_.pop_front()) {
+      for (const Copy& copy : groups_.front()) copy.finish();
+    }
+  }
+
+  struct Copy {
+    void* to;
+    const void* from;  // null: zeros
+    size_t bytes;
+
+    void finish() const {
+      if (from) {
+        std::memcpy(to, from, bytes);
+      } else {
+        std::memset(to, 0, bytes);
+      }
+    }
+  };
+
+  // All that are not finished, which are somebody else's from now on.
+  std::vector<Copy> take() {
+    std::vector<Copy> all;
+    for (const std::vector<Copy>& group : groups_)
+      all.insert(all.end(), group.begin(), group.end());
+    all.insert(all.end(), open_.begin(), open_.end());
+    forget();
+    return all;
+  }
+
+  void forget() {
+    open_.clear();
+    groups_.clear();
+  }
+
+ private:
+  std::vector<Copy> open_;
+  std::deque<std::vector<Copy>> groups_;  // committed, not finished
+};
+
+}  // namespace cuda_emulation

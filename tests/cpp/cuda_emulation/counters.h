@@ -1,0 +1,19 @@
+// What tests of the emulation count and set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cuda_emulation {
+
+// 8x8 matrices that ldmatrix has read with a bank conflict: two of the 8 rows of 16 bytes lay in
+// the same group of 4 banks.
+inline int64_t ldmatrix_conflicts = 0;
+
+// The most shared memory that a block may have. As it is, that of 8.6, 8.9 and 12.0, which every
+// architecture from sm_80 has; kernels for 9.0 alone are run with 227 KB.
+constexpr size_t kMaxSharedBytes = 99 * 1024;
+constexpr size_t kMaxSharedBytesOfHopper = 227 * 1024;
+inline size_t max_shared_bytes = kMaxSharedBytes;
+
+}  // namespace cuda_emulation

@@ -1,0 +1,50 @@
+// What the kernels' launchers use of the CUDA runtime. Everything has happened when a call returns.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+
+#include "cuda_emulation/scheduler.h"
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+};
+
+using cudaStream_t = struct CUstream_st*;
+
+inline const char* cudaGetErrorString(cudaError_t error) {
+  if (error == cudaSuccess) return "no error";
+  return error == cudaErrorInvalidValue ? "invalid argument" : "invalid configuration argument";
+}
+
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+};
+
+struct cudaFuncAttributes {
+  int numRegs;
+};
+
+// The device has what sm_90a has.
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* /*kernel*/) {
+  attributes->numRegs = 168;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  if (bytes) std::memset(memory, value, bytes);
+  return cudaSuccess;
+}

@@ -1,0 +1,41 @@
+// What sm_90a adds: barriers in shared memory, barriers of some warps, and matrix products that a
+// warpgroup issues and waits for.
+//
+// Undefined on the hardware and stopped here: a barrier that was not initialised, a product issued
+// without the fences that it needs, operands or accumulators that change before the wait, a thread
+// that ends with products under way. Accumulators are NaN from the issue to the wait.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda_emulation/site.h"
+#include "kernels/params.h"
+
+namespace cuda_emulation::hopper {
+
+// For the scheduler.
+void begin_block(int threads);
+void end_thread();
+void end_block();
+
+// Barriers are their 8 bytes. With copies, an arrival brings the copies that this thread has begun:
+// the data is there when the phase ends.
+void mbarrier_init(uint64_t* barrier, uint32_t count, Site site);
+void mbarrier_arrive(uint64_t* barrier, bool with_copies, Site site);
+bool mbarrier_has_ended(uint64_t* barrier, uint32_t parity, Site site);
+void mbarrier_wait(uint64_t* barrier, uint32_t parity, Site site);
+
+void named_barrier(const char* name, int barrier, int threads, bool wait, Site site);
+
+void fence_async_proxy();
+void wgmma_fence();
+
+// c[64, columns] = a[64, 16] b[16, columns], plus c if add, where a and b are descriptors. Register
+// i of c of this thread.
+void wgmma(const char* name, h2o_prefill::DType dtype, float* c, int columns, uint64_t a,
+           uint64_t b, bool add, Site site);
+void wgmma_commit();
+void wgmma_wait(int pending, Site site);
+
+}  // namespace cuda_emulation::hopper

@@ -1,0 +1,87 @@
+// Matrix products under way, and the registers that they will write.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "cuda_emulation/scheduler.h"
+#include "kernels/params.h"
+
+namespace cuda_emulation::hopper {
+
+constexpr int kProductRows = 64;
+constexpr int kProductDepth = 16;
+using OperandRow = uint16_t[kProductDepth];
+
+// A product that a warpgroup has issued: operands as they were then.
+struct Product {
+  h2o_prefill::DType dtype;
+  int columns;
+  uint64_t a;
+  uint64_t b;
+  Site site;
+  std::vector<uint16_t> a_elements;  // [64, 16]
+  std::vector<uint16_t> b_elements;  // [columns, 16]
+  std::vector<double> values;        // [64, columns]
+  int checked_warp = -1;             // that the operands were compared for last
+};
+
+// One thread's part of products.
+class WarpgroupThread {
+ public:
+  bool is_fenced = false;          // wgmma_fence() since the last wait
+  bool needs_proxy_fence = false;  // has waited for copies and not yet fenced them
+
+  bool is_waiting() const { return !accumulators_.empty(); }
+  bool is_under_way(const float* c) const { return accumulators_.count(c) != 0; }
+
+  void add(std::shared_ptr<Product> product, float* c, bool add);
+  void commit();
+  // Finishes all but the latest groups. thread: of the warpgroup.
+  void wait(int pending, int thread, Site site);
+
+ private:
+  struct Part {
+    std::shared_ptr<Product> product;
+    float* c;
+    bool add;
+  };
+  // What an accumulator will be.
+  struct Accumulator {
+    std::vector<float> values;
+    int parts = 0;  // not finished
+  };
+
+  void finish(const Part& part, int thread, Site site);
+
+  std::map<const float*, Accumulator> accumulators_;
+  std::vector<Part> open_;
+  std::deque<std::vector<Part>> groups_;
+};
+
+// The argument of a thread to the collectives below.
+struct Issue {
+  WarpgroupThread* thread;
+  const char* name;
+  h2o_prefill::DType dtype;
+  float* c;
+  int columns;
+  uint64_t a;
+  uint64_t b;
+  bool add;
+  Site site;
+};
+
+struct Wait {
+  WarpgroupThread* thread;
+  int pending;
+  Site site;
+};
+
+void issue_product(void* const* arguments);      // of a warpgroup
+void wait_for_products(void* const* arguments);  // of a warp
+
+}  // namespace cuda_emulation::hopper

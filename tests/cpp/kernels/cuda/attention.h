@@ -1,0 +1,210 @@
+// Inputs of the CUDA attention kernels, [B, H, T, D] in any layout that they read, and attention by
+// its definition, over a list of keys for each row, in float64.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <vector>
+
+#include "kernels/rows.h"
+
+namespace h2o_prefill::testing {
+
+// A tensor of rows. All elements are NaN at first; those between rows stay so.
+class Heads {
+ public:
+  // transposed: lies as [B, T, H, D].
+  Heads(DType dtype, int64_t batch, int64_t heads, int64_t length, int64_t dim,
+        bool transposed = false, int64_t gap = 0)
+      : rows(dtype, batch * heads * length, dim, gap),
+        batch(batch),
+        heads(heads),
+        length(length),
+        transposed(transposed) {}
+
+  Rows rows;
+  int64_t batch;
+  int64_t heads;
+  int64_t length;
+  bool transposed;
+
+  int64_t row(int64_t b, int64_t h, int64_t t) const {
+    return transposed ? (b * length + t) * heads + h : (b * heads + h) * length + t;
+  }
+
+  HeadsView view() const {
+    HeadsView view{};
+    view.data = const_cast<void*>(rows.data());
+    view.dtype = rows.dtype();
+    view.batch = batch;
+    view.heads = heads;
+    view.length = length;
+    view.dim = rows.dim();
+    view.stride_batch = heads * length * rows.stride();
+    view.stride_head = rows.stride() * (transposed ? 1 : length);
+    view.stride_row = rows.stride() * (transposed ? heads : 1);
+    return view;
+  }
+};
+
+struct AttentionInputs {
+  Heads query;
+  Heads key;
+  Heads value;
+  float scale;
+  // The rows of each as doubles.
+  std::vector<double> query_numbers = query.rows.numbers();
+  std::vector<double> key_numbers = key.rows.numbers();
+  std::vector<double> value_numbers = value.rows.numbers();
+
+  int64_t group() const { return query.heads / key.heads; }
+};
+
+struct AttentionShape {
+  DType dtype;
+  int64_t rows;  // queries
+  int64_t keys;
+  int64_t dim = 64;
+  int64_t value_dim = 64;
+  int64_t heads = 1;
+  int64_t kv_heads = 1;
+  int64_t batch = 1;
+  bool transposed = false;
+};
+
+// Logits are far from uniform; values are in [-1, 1].
+inline AttentionInputs make_inputs(const AttentionShape& x) {
+  const int64_t gap = x.transposed ? 8 : 0;
+  Heads query(x.dtype, x.batch, x.heads, x.rows, x.dim, x.transposed, gap);
+  Heads key(x.dtype, x.batch, x.kv_heads, x.keys, x.dim, x.transposed, 2 * gap);
+  Heads value(x.dtype, x.batch, x.kv_heads, x.keys, x.value_dim, x.transposed);
+  Random random(static_cast<uint32_t>(x.rows * 1000 + x.keys + x.dim));
+  random.fill(query.rows, 2.0);
+  random.fill(key.rows, 2.0);
+  random.fill(value.rows, 1.0);
+  return {query, key, value, 1.0F / std::sqrt(static_cast<float>(x.dim))};
+}
+
+// Positions that row t of the call sees, of KV head h of batch row b.
+using VisibleKeys = std::function<std::vector<int64_t>(int64_t b, int64_t h, int64_t t)>;
+
+inline float scale_log2(const AttentionInputs& in) { return in.scale * 1.44269504F; }
+
+inline std::vector<double> logits(const AttentionInputs& in, int64_t b, int64_t head, int64_t t,
+                                  const std::vector<int64_t>& keys) {
+  const int64_t dim = in.query.rows.dim();
+  const double* const query = in.query_numbers.data() + in.query.row(b, head, t) * dim;
+  std::vector<double> z;
+  for (const int64_t position : keys) {
+    const double* const key =
+        in.key_numbers.data() + in.key.row(b, head / in.group(), position) * dim;
+    double sum = 0.0;
+    for (int64_t d = 0; d < dim; ++d) sum += query[d] * key[d];
+    z.push_back(sum * in.scale);
+  }
+  return z;
+}
+
+inline double log_sum_exp(const std::vector<double>& z) {
+  double largest = -HUGE_VAL, sum = 0.0;
+  for (const double x : z) largest = std::max(largest, x);
+  for (const double x : z) sum += std::exp(x - largest);
+  return z.empty() ? -HUGE_VAL : largest + std::log(sum);
+}
+
+struct Expected {
+  std::vector<double> out;        // [B, Hq, T, Dv]
+  std::vector<double> same_type;  // the same, computed with probabilities and results of the dtype
+  std::vector<double> lse;        // [B, Hq, T]
+};
+
+// The dtype's value that is nearest.
+inline double rounded(DType dtype, double x) {
+  Rows one(dtype, 1, 1);
+  one.set(0, 0, x);
+  return one.get(0, 0);
+}
+
+inline Expected attend(const AttentionInputs& in, const VisibleKeys& visible) {
+  const Heads& query = in.query;
+  const DType dtype = query.rows.dtype();
+  const int64_t value_dim = in.value.rows.dim();
+  Expected expected;
+  for (int64_t b = 0; b < query.batch; ++b) {
+    for (int64_t head = 0; head < query.heads; ++head) {
+      for (int64_t t = 0; t < query.length; ++t) {
+        const int64_t h = head / in.group();
+        const std::vector<int64_t> keys = visible(b, h, t);
+        const std::vector<double> z = logits(in, b, head, t, keys);
+        const double lse = log_sum_exp(z);
+        const double largest = z.empty() ? 0.0 : *std::max_element(z.begin(), z.end());
+        std::vector<double> probabilities, narrow;
+        for (const double x : z) {
+          probabilities.push_back(std::exp(x - lse));
+          narrow.push_back(rounded(dtype, std::exp(x - largest)));
+        }
+        expected.lse.push_back(lse);
+        std::vector<double> sum(value_dim), narrow_sum(value_dim);
+        for (size_t j = 0; j < keys.size(); ++j) {
+          const double* const v = in.value_numbers.data() + in.value.row(b, h, keys[j]) * value_dim;
+          for (int64_t d = 0; d < value_dim; ++d) {
+            sum[d] += probabilities[j] * v[d];
+            narrow_sum[d] += narrow[j] * v[d];
+          }
+        }
+        for (int64_t d = 0; d < value_dim; ++d) {
+          expected.out.push_back(sum[d]);
+          expected.same_type.push_back(
+              z.empty() ? 0.0 : rounded(dtype, narrow_sum[d] * std::exp(largest - lse)));
+        }
+      }
+    }
+  }
+  return expected;
+}
+
+inline double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
+  double largest = 0.0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const bool same = a[i] == b[i];  // infinities too
+    if (!same && !(std::fabs(a[i] - b[i]) <= largest)) largest = std::fabs(a[i] - b[i]);
+  }
+  return largest;
+}
+
+// Memory sets: `count` positions below `limit` of each (batch row, KV head), one less for each
+// later one but never fewer than 0, ascending and padded with -1 to `width`.
+inline std::vector<int32_t> memory_sets(int64_t sets, int64_t width, int64_t count, int64_t limit) {
+  Random random(static_cast<uint32_t>(width * 100 + count));
+  std::vector<int32_t> all;
+  for (int64_t set = 0; set < sets; ++set) {
+    std::vector<int32_t> positions(limit);
+    for (int64_t i = 0; i < limit; ++i) positions[i] = static_cast<int32_t>(i);
+    for (int64_t i = limit - 1; i > 0; --i) std::swap(positions[i], positions[random.below(i + 1)]);
+    positions.resize(std::max<int64_t>(0, std::min(count - set, limit)));
+    std::sort(positions.begin(), positions.end());
+    positions.resize(width, -1);
+    all.insert(all.end(), positions.begin(), positions.end());
+  }
+  return all;
+}
+
+// The positions of one set.
+inline std::vector<int64_t> members(const std::vector<int32_t>& sets, int64_t set, int64_t width) {
+  std::vector<int64_t> positions;
+  for (int64_t i = set * width; i < (set + 1) * width && sets[i] >= 0; ++i) {
+    positions.push_back(sets[i]);
+  }
+  return positions;
+}
+
+inline std::vector<int64_t> range(int64_t begin, int64_t end) {
+  std::vector<int64_t> positions;
+  for (int64_t i = begin; i < end; ++i) positions.push_back(i);
+  return positions;
+}
+
+constexpr DType kDTypes[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
+
+}  // namespace h2o_prefill::testing

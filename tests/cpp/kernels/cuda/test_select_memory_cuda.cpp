@@ -1,0 +1,184 @@
+// The selection kernel against a sort, to the bit.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "cuda_emulation/scheduler.h"
+#include "kernels/cuda/select_memory.h"
+
+namespace h2o_prefill {
+namespace {
+
+struct Problem {
+  int64_t heads = 1;
+  int64_t old_width = 0;
+  int64_t scores_length = 0;
+  int64_t chunk_begin = 0;
+  int64_t chunk_end = 0;
+  int64_t local_window = 0;
+  int64_t heavy_budget = 0;
+  int64_t sink_tokens = 0;
+  std::vector<float> scores;    // [heads, scores_length + 3]
+  std::vector<int32_t> memory;  // [heads, old_width]
+
+  int64_t stride() const { return scores_length + 3; }
+  int64_t width() const { return sink_tokens + local_window + heavy_budget; }
+};
+
+// Lists of different lengths, entries of the coming chunk among them; scores of `distinct` values.
+Problem random_problem(Problem p, int distinct, unsigned seed) {
+  std::mt19937 random(seed);
+  p.scores.resize(p.heads * p.stride());
+  for (float& score : p.scores) {
+    score = static_cast<float>(random() % distinct) * (distinct > 100 ? 1e-3F : 1.0F);
+  }
+  p.memory.assign(p.heads * p.old_width, -1);
+  for (int64_t head = 0; head < p.heads; ++head) {
+    std::vector<int32_t> positions(p.chunk_begin);
+    for (int64_t i = 0; i < p.chunk_begin; ++i) positions[i] = static_cast<int32_t>(i);
+    std::shuffle(positions.begin(), positions.end(), random);
+    const int64_t count =
+        std::min<int64_t>(p.chunk_begin, head % 3 == 1 ? p.old_width / 2 : p.old_width);
+    std::sort(positions.begin(), positions.begin() + count);
+    std::copy_n(positions.begin(), count, p.memory.begin() + head * p.old_width);
+  }
+  return p;
+}
+
+std::vector<int32_t> expected(const Problem& p, int64_t head) {
+  const int64_t local_begin = std::max<int64_t>(p.chunk_end - p.local_window, 0);
+  const int64_t sink_end = std::min(p.sink_tokens, local_begin);
+  std::vector<std::pair<float, int32_t>> candidates;
+  const auto consider = [&](int64_t position) {
+    if (position < sink_end || position >= local_begin) return;
+    float score = position < p.scores_length ? p.scores[head * p.stride() + position] : 0.0F;
+    if (std::isnan(score)) score = std::numeric_limits<float>::lowest();
+    candidates.emplace_back(score, static_cast<int32_t>(position));
+  };
+  for (int64_t i = 0; i < p.old_width; ++i) {
+    const int32_t position = p.memory[head * p.old_width + i];
+    if (position >= 0 && position < p.chunk_begin) consider(position);
+  }
+  for (int64_t position = p.chunk_begin; position < p.chunk_end; ++position) consider(position);
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  candidates.resize(std::min<size_t>(candidates.size(), p.heavy_budget));
+
+  std::vector<int32_t> set;
+  for (int64_t position = 0; position < sink_end; ++position) {
+    set.push_back(static_cast<int32_t>(position));
+  }
+  for (const auto& candidate : candidates) set.push_back(candidate.second);
+  for (int64_t position = local_begin; position < p.chunk_end; ++position) {
+    set.push_back(static_cast<int32_t>(position));
+  }
+  std::sort(set.begin(), set.end());
+  set.resize(p.width(), -1);
+  return set;
+}
+
+void check(const Problem& p) {
+  SCOPED_TRACE(::testing::Message()
+               << "old_width " << p.old_width << ", scores " << p.scores_length << ", chunk ["
+               << p.chunk_begin << ", " << p.chunk_end << "), L " << p.local_window << ", H "
+               << p.heavy_budget << ", K " << p.sink_tokens);
+  std::vector<int32_t> selected(p.heads * p.width(), -7);
+  ASSERT_EQ(launch_select_memory({p.scores.data(), p.stride(), p.scores_length, p.memory.data(),
+                                  p.old_width, selected.data(), p.heads, p.chunk_begin, p.chunk_end,
+                                  p.local_window, p.heavy_budget, p.sink_tokens},
+                                 nullptr),
+            cudaSuccess);
+  for (int64_t head = 0; head < p.heads; ++head) {
+    const std::vector<int32_t> of_head(selected.begin() + head * p.width(),
+                                       selected.begin() + (head + 1) * p.width());
+    ASSERT_EQ(of_head, expected(p, head)) << "head " << head;
+  }
+}
+
+TEST(SelectMemoryCuda, RandomProblemsWithManyTies) {
+  std::mt19937 random(1);
+  const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % limit); };
+  for (unsigned seed = 0; seed < 60; ++seed) {
+    cuda_emulation::set_seed(seed);
+    Problem p;
+    p.heads = 1 + below(3);
+    p.chunk_begin = below(80);
+    p.chunk_end = p.chunk_begin + below(80);
+    p.scores_length = below(p.chunk_end + 3);
+    p.old_width = below(60);
+    p.local_window = below(100);
+    p.heavy_budget = below(100);
+    p.sink_tokens = below(20);
+    check(random_problem(p, 1 + static_cast<int>(below(5)), seed));
+  }
+}
+
+TEST(SelectMemoryCuda, NumbersOfCandidatesAroundThoseOfACtaAndOfItsRegisters) {
+  for (const int64_t candidates : {0, 1, 255, 256, 257, 511, 1280, 4095, 4096, 4097, 5000}) {
+    for (const int distinct : {2, 100000}) {
+      cuda_emulation::set_seed(static_cast<unsigned>(candidates));
+      Problem p;
+      p.old_width = candidates / 4;
+      p.chunk_begin = 2 * p.old_width;
+      p.chunk_end = p.chunk_begin + candidates - p.old_width;
+      p.scores_length = p.chunk_end;
+      p.local_window = candidates / 5;
+      p.heavy_budget = candidates / 3;
+      p.sink_tokens = 3;
+      check(random_problem(p, distinct, static_cast<unsigned>(distinct)));
+    }
+  }
+}
+
+TEST(SelectMemoryCuda, BudgetsAroundTheNumberOfCandidates) {
+  for (const int64_t heavy : {0, 1, 99, 100, 101, 400}) {
+    for (const int64_t local : {0, 1, 60, 61, 200}) {
+      Problem p{2, 40, 100, 100, 160, local, heavy, 2, {}, {}};
+      check(random_problem(p, 3, 5));
+      check(random_problem(p, 1, 5));
+    }
+  }
+}
+
+TEST(SelectMemoryCuda, SinksAndLocalWindowMayOverlap) {
+  for (const int64_t end : {0, 1, 5, 9, 10, 11, 30}) {
+    Problem p{1, 0, end, 0, end, 6, 4, 5, {}, {}};
+    check(random_problem(p, 3, 2));
+  }
+}
+
+// Scores that the operator may be given by hand: any order of floats that a sort would find.
+TEST(SelectMemoryCuda, AnyFloatRanksAsInASort) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  constexpr float kMax = std::numeric_limits<float>::max();
+  constexpr float kTiny = std::numeric_limits<float>::denorm_min();
+  const std::vector<float> scores{-0.0F, 0.0F, kNan,  -kMax, kMax, -kInf, kInf,
+                                  kTiny, 1.0F, -1.0F, -kNan, 0.0F, -kTiny};
+  for (int64_t heavy = 0; heavy <= static_cast<int64_t>(scores.size()); ++heavy) {
+    Problem p;
+    p.scores_length = p.chunk_end = static_cast<int64_t>(scores.size());
+    p.heavy_budget = heavy;
+    p.scores = scores;
+    p.scores.resize(p.stride());
+    check(p);
+  }
+}
+
+TEST(SelectMemoryCuda, EntriesOfTheChunkItselfAreCountedOnce) {
+  Problem p{1, 4, 8, 4, 8, 1, 5, 0, {}, {1, 3, 5, 6}};
+  p.scores.assign(p.stride(), 1.0F);
+  check(p);
+}
+
+TEST(SelectMemoryCuda, NothingToDo) {
+  check(random_problem({0, 3, 10, 5, 10, 2, 2, 1, {}, {}}, 3, 1));
+  check(random_problem({3, 3, 10, 5, 10, 0, 0, 0, {}, {}}, 3, 1));
+}
+
+}  // namespace
+}  // namespace h2o_prefill
