@@ -213,10 +213,10 @@ __device__ __forceinline__ Totals consume(typename Shape<kDim>::Shared& shared,
     const Turn<S::kStages> turn(i);
     ptx::mbarrier_wait(&shared.full[turn.stage], turn.parity);
   };
-  const auto issue = [&](float(&s)[kRows / 2], int i) {
+  const auto issue = [&](float (&s)[kRows / 2], int i) {
     multiply<dtype, kDim>(s, keys, query + Turn<S::kStages>(i).stage * kStage);
   };
-  const auto use = [&](float(&s)[kRows / 2], int i) {
+  const auto use = [&](float (&s)[kRows / 2], int i) {
     ptx::fence_accumulators(s);
     const int stage = Turn<S::kStages>(i).stage;
     const int first_row = now.row - first_key;

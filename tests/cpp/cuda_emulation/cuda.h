@@ -86,12 +86,8 @@ CUDA_EMULATION_ATOMICS(unsigned long long)
 
 // Vectors that are loaded and stored in one piece, aligned to their size.
 #define CUDA_EMULATION_VECTORS(T, name)                      \
-  struct alignas(2 * sizeof(T)) name##2 {                    \
-    T x, y;                                                  \
-  };                                                         \
-  struct alignas(4 * sizeof(T)) name##4 {                    \
-    T x, y, z, w;                                            \
-  };                                                         \
+  struct alignas(2 * sizeof(T)) name##2 { T x, y; };         \
+  struct alignas(4 * sizeof(T)) name##4 { T x, y, z, w; };   \
   inline name##2 make_##name##2(T x, T y) { return {x, y}; } \
   inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 CUDA_EMULATION_VECTORS(float, float)
