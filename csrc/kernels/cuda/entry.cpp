@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include "common/tensors.h"
+#include "kernels/cuda/column_sums_sm90.h"
 #include "kernels/softmax_state.h"
 
 namespace h2o_prefill {
@@ -77,7 +78,9 @@ void run(ColumnSumsParams params, at::Tensor& workspace, const at::Tensor& like)
     }
     params.partial = workspace.mutable_data_ptr<float>();
   }
-  C10_CUDA_CHECK(launch_column_sums(params, c10::cuda::getCurrentCUDAStream()));
+  const bool hopper = use_column_sums_sm90() && has_column_sums_sm90(params);
+  const auto launch = hopper ? launch_column_sums_sm90 : launch_column_sums;
+  C10_CUDA_CHECK(launch(params, c10::cuda::getCurrentCUDAStream()));
 }
 
 }  // namespace h2o_prefill
