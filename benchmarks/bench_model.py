@@ -13,6 +13,7 @@ from _timing import compare
 
 from h2o_prefill.cli.options import ModelOption
 from h2o_prefill.eval import load_model
+from h2o_prefill.eval.throughput import random_ids
 
 COLUMNS = {
     "N": "{length}",
@@ -64,12 +65,7 @@ def main(
                     if not plan.affords(length, last):
                         report.note(f"N >= {length} left out, they need a larger --seconds")
                         break
-                    # Which tokens they are does not change the work.
-                    ids = torch.randint(
-                        network.config.vocab_size,
-                        (1, length),
-                        generator=torch.Generator().manual_seed(0),
-                    )
+                    ids = random_ids(network, length, torch.Generator().manual_seed(0))
                     variants = prefill_variants(network, ids, config)
                     timings = compare(variants, plan.seconds)
                     last = (length, sum(timings.median(name) for name in variants))

@@ -36,9 +36,9 @@ def benchmark_throughput(
 ) -> pd.DataFrame:
     """Time the prefill of a model, dense and sparse, at several prompt lengths.
 
-    A run is one call over one prompt of random tokens that computes the logits of the last token
-    only. Dense and sparse runs take turns, each first in every other round, so that a machine that
-    drifts slows both alike; one run of each before that is not counted.
+    A run is one call over one prompt of random tokens, see `random_ids`, that computes the logits
+    of the last token only. Dense and sparse runs take turns, each first in every other round, so
+    that a machine that drifts slows both alike; one run of each before that is not counted.
 
     Parameters
     ----------
@@ -115,10 +115,17 @@ def check_runs(seq_lengths: Sequence[int], num_runs: int) -> list[int]:
 
 
 def random_ids(model: Any, length: int, generator: torch.Generator) -> Tensor:
-    """Return int64 [1, length] of the model's tokens, on its device."""
+    """Return int64 [1, length] of the model's tokens, on its device.
+
+    Tokens are as frequent as words of a text, by the law of Zipf and Mandelbrot (1 / (rank + 2.7)):
+    lexical recall finds about as much as in text, and in uniformly random tokens nothing.
+    """
     embeddings = model.get_input_embeddings().weight
-    ids = torch.randint(embeddings.shape[0], (1, length), generator=generator)
-    return ids.to(embeddings.device)
+    vocabulary = embeddings.shape[0]
+    weights = 1 / (torch.arange(1, vocabulary + 1) + 2.7)
+    ranks = torch.multinomial(weights, length, replacement=True, generator=generator)
+    ids = torch.randperm(vocabulary, generator=generator)[ranks]
+    return ids.unsqueeze(0).to(embeddings.device)
 
 
 def _order(rounds: int) -> list[str]:
