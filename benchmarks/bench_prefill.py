@@ -8,10 +8,9 @@ from typing import Any
 import _options as options
 from _report import Report, ratio_fields
 from _sdpa import backend_fields, fastest, gpu_attention, sdpa
+from _sparse import sparse_attention
 from _timing import compare
-from torch import Tensor
 
-from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
 
@@ -32,23 +31,6 @@ COLUMNS = {
     "speedup / flop ratio": "{speedup_by_flops:.2f}",
 }
 LENGTHS = [1, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
-
-
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, config: PrefillConfig) -> tuple[Tensor, ...]:
-    """Prefill a prompt in one call, without recall: there are no token ids to search."""
-    return ops.chunked_sparse_attention(
-        q,
-        k,
-        v,
-        *(None,) * 5,
-        last_chunk_begin=0,
-        chunk_size=config.chunk_size,
-        local_window=config.local_window,
-        heavy_budget=config.heavy_budget,
-        sink_tokens=config.sink_tokens,
-        dense_tail=config.dense_tail,
-        gqa_reduce=config.gqa_reduce,
-    )
 
 
 def main(

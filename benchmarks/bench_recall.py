@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import _options as options
 import torch
 from _report import Report, Row, ratio_fields
+from _sparse import sparse_attention
 from _timing import compare
 from torch import Tensor
 
-from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import load_text
 from h2o_prefill.eval.attention_flops import sparse_dot_products
@@ -45,29 +45,6 @@ VARIANTS = {
     "recommended": preset_config("recommended"),
 }
 SEARCHED = 131072
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, lists: RecalledKeys | None, config: PrefillConfig
-) -> tuple[Tensor, ...]:
-    """Prefill a prompt in one call, with or without recalled keys."""
-    return ops.chunked_sparse_attention(
-        q,
-        k,
-        v,
-        None,
-        None,
-        None if lists is None else lists.offsets,
-        None if lists is None else lists.positions,
-        None if lists is None else lists.visible_from,
-        last_chunk_begin=0,
-        chunk_size=config.chunk_size,
-        local_window=config.local_window,
-        heavy_budget=config.heavy_budget,
-        sink_tokens=config.sink_tokens,
-        gqa_reduce=config.gqa_reduce,
-        recall_block=config.recall_block,
-    )
 
 
 def main(
@@ -148,9 +125,9 @@ def _operator_row(
     lists = find_recalled(ids, config)
     timings = compare(
         {
-            "with": lambda: attend(*qkv, lists, config),
-            "without": lambda: attend(*qkv, None, config),
-            "spec": lambda: attend(*qkv, None, spec),
+            "with": lambda: sparse_attention(*qkv, config, lists),
+            "without": lambda: sparse_attention(*qkv, config),
+            "spec": lambda: sparse_attention(*qkv, spec),
         },
         seconds,
     )

@@ -10,7 +10,7 @@ from h2o_prefill.config import PrefillConfig
 
 PRESETS = {
     # The algorithm as specified, with its sizes.
-    "spec": PrefillConfig(chunk_size=1024, local_window=256, heavy_budget=256),
+    "spec": PrefillConfig(),
     # What lost least at up to 1.45 times the attention flops of `spec` (README, "What it costs").
     "recommended": PrefillConfig(
         chunk_size=1024,
