@@ -7,6 +7,7 @@
 #include "cuda_emulation/scheduler.h"
 #include "kernels/cuda/attention.h"
 #include "kernels/cuda/column_sums_sm90.h"
+#include "kernels/cuda/expected_sums.h"
 
 namespace h2o_prefill::testing {
 namespace {
@@ -43,8 +44,11 @@ class Launch {
     params_.sums_stride = by_position() ? shape.keys : x.width;
     params_.scatter_add = x.scatter_add;
     params_.reduce_max = x.reduce_max;
-    expect();
-    params_.lse = lse_.data();
+    const auto visible_keys = [this](int64_t b, int64_t h, int64_t t) {
+      return visible(b * x_.shape.kv_heads + h, t);
+    };
+    expected_ = expect_sums(in_, visible_keys, x.reduce_max, x.skipped);
+    params_.lse = expected_.lse.data();
   }
 
   // The sums as the kernel leaves them, after comparing them.
@@ -77,30 +81,8 @@ class Launch {
     return range(params_.past + t / x_.chunk_size * x_.chunk_size, params_.past + t + 1);
   }
 
-  // By the definition: lse_ [B, Hq, T], and expected_ [B, Hkv, keys] of every position.
-  void expect() {
-    const int64_t group = in_.group();
-    expected_.resize(sets() * x_.shape.keys);
-    for (int64_t head = 0; head < x_.shape.batch * x_.shape.heads; ++head) {
-      std::vector<double> of_head(x_.shape.keys);
-      for (int64_t t = 0; t < x_.shape.rows; ++t) {
-        const std::vector<int64_t> keys = visible(head / group, t);
-        const std::vector<double> z =
-            logits(in_, head / x_.shape.heads, head % x_.shape.heads, t, keys);
-        const double lse = x_.skipped(t) ? -HUGE_VAL : log_sum_exp(z);
-        lse_.push_back(static_cast<float>(lse));
-        if (x_.skipped(t)) continue;
-        for (size_t j = 0; j < z.size(); ++j) of_head[keys[j]] += std::exp(z[j] - lse);
-      }
-      for (int64_t j = 0; j < x_.shape.keys; ++j) {
-        double& sum = expected_[head / group * x_.shape.keys + j];
-        sum = x_.reduce_max ? std::max(sum, of_head[j]) : sum + of_head[j];
-      }
-    }
-  }
-
   double expected_entry(int64_t set, int64_t j) const {
-    const double* const of_set = expected_.data() + set * x_.shape.keys;
+    const double* const of_set = expected_.sums.data() + set * x_.shape.keys;
     if (!params_.gathered) return j < params_.past ? kBefore : of_set[j];
     if (x_.scatter_add) return kBefore + of_set[j];
     const int32_t position = sets_[set * x_.width + j];
@@ -117,8 +99,7 @@ class Launch {
   AttentionInputs in_;
   std::vector<int32_t> sets_;
   ColumnSumsParams params_{};
-  std::vector<float> lse_;
-  std::vector<double> expected_;
+  Sums expected_;
 };
 
 void check(const Case& x) {
