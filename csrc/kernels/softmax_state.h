@@ -45,4 +45,18 @@ H2O_HOST_DEVICE float natural_lse(float m, float l) {
   return l == 0.0F ? kNegInf : (m + __builtin_log2f(l)) * kLn2;
 }
 
+// What fuses two finished results: the weights of their outputs, and the natural lse of both.
+struct MergeWeights {
+  float a;
+  float b;
+  float lse;
+};
+
+H2O_HOST_DEVICE MergeWeights merge_weights(float lse_a, float lse_b) {
+  const MergeFactors factors = merge_factors(lse_a * kLog2E, lse_b * kLog2E);
+  const float total = factors.a + factors.b;
+  const float inverse = inverse_denominator(total);
+  return {factors.a * inverse, factors.b * inverse, natural_lse(factors.m, total)};
+}
+
 }  // namespace h2o_prefill

@@ -25,21 +25,18 @@ void merge_rows(const at::Tensor& out_a, const float* lse_a, const at::Tensor& o
   };
   at::parallel_for(0, out.size(0) * heads * length, 512, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const MergeFactors factors = merge_factors(lse_a[i] * kLog2E, lse_b[i] * kLog2E);
-      const float total = factors.a + factors.b;
-      const float weight_a = factors.a * inverse_denominator(total);
-      const float weight_b = factors.b * inverse_denominator(total);
+      const MergeWeights weight = merge_weights(lse_a[i], lse_b[i]);
       const T* a = row(out_a, i);
       const T* b = row(out_b, i);
       T* to = row(out, i);
       // An empty side's output may be anything, a NaN included: it is left out, not multiplied by
       // 0.
       for (int64_t d = 0; d < dim; ++d) {
-        const float from_a = weight_a == 0.0F ? 0.0F : static_cast<float>(a[d]) * weight_a;
-        const float from_b = weight_b == 0.0F ? 0.0F : static_cast<float>(b[d]) * weight_b;
+        const float from_a = weight.a == 0.0F ? 0.0F : static_cast<float>(a[d]) * weight.a;
+        const float from_b = weight.b == 0.0F ? 0.0F : static_cast<float>(b[d]) * weight.b;
         to[d] = static_cast<T>(from_a + from_b);
       }
-      lse[i] = natural_lse(factors.m, total);
+      lse[i] = weight.lse;
     }
   });
 }

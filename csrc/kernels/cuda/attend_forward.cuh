@@ -229,11 +229,10 @@ __device__ __forceinline__ void store_result(const AttendForwardParams& p, const
       float row_lse = natural_lse_of(softmax.maximum[m][h], denominator);
       if (p.merge_with_out) {
         const float before = row < rows ? lse[row] : kNegInf;
-        const MergeFactors f = merge_factors(row_lse * kLog2E, before * kLog2E);
-        const float inverse = inverse_denominator(f.a + f.b);
-        row_lse = natural_lse(f.m, f.a + f.b);
-        of_new *= f.a * inverse;
-        of_old = f.b * inverse;
+        const MergeWeights weight = merge_weights(row_lse, before);
+        row_lse = weight.lse;
+        of_new *= weight.a;
+        of_old = weight.b;
         __syncwarp();  // all lanes of the row have read it
       }
       if (lse && row < rows && lane % 4 == 0) lse[row] = row_lse;

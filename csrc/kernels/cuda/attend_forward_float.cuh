@@ -168,11 +168,10 @@ __global__ void __launch_bounds__(tile::kThreads)
     float of_old = 0.0F;
     float lse = natural_lse_of(maximum[r], denominator);
     if (p.merge_with_out) {
-      const MergeFactors f = merge_factors(lse * kLog2E, p.lse[state + r] * kLog2E);
-      const float inverse = inverse_denominator(f.a + f.b);
-      lse = natural_lse(f.m, f.a + f.b);
-      of_new *= f.a * inverse;
-      of_old = f.b * inverse;
+      const MergeWeights weight = merge_weights(lse, p.lse[state + r]);
+      lse = weight.lse;
+      of_new *= weight.a;
+      of_old = weight.b;
       __syncwarp();  // all lanes have read lse
     }
     if (p.lse && lane == 0) p.lse[state + r] = lse;

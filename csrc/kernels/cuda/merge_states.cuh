@@ -51,10 +51,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t b = list / heads;
     const uint32_t h = list % heads;
     const int64_t row = list * p.out.length + t;
-    const MergeFactors factors = merge_factors(p.lse_a[row] * kLog2E, p.lse_b[row] * kLog2E);
-    const float total = factors.a + factors.b;
-    const float weight_a = factors.a * inverse_denominator(total);
-    const float weight_b = factors.b * inverse_denominator(total);
+    const MergeWeights weight = merge_weights(p.lse_a[row], p.lse_b[row]);
     const auto* a = reinterpret_cast<const Packed*>(row_of<Stored>(p.out_a, b, h, t));
     const auto* other = reinterpret_cast<const Packed*>(row_of<Stored>(p.out_b, b, h, t));
     auto* to = reinterpret_cast<Packed*>(row_of<Stored>(p.out, b, h, t));
@@ -66,14 +63,14 @@ __global__ void __launch_bounds__(kThreads)
       for (int d = 0; d < kCount; ++d) {
         // An empty side is left out, not multiplied by 0.
         const float x =
-            weight_a == 0.0F ? 0.0F : Element<dtype>::load(from_a.elements[d]) * weight_a;
+            weight.a == 0.0F ? 0.0F : Element<dtype>::load(from_a.elements[d]) * weight.a;
         const float y =
-            weight_b == 0.0F ? 0.0F : Element<dtype>::load(from_b.elements[d]) * weight_b;
+            weight.b == 0.0F ? 0.0F : Element<dtype>::load(from_b.elements[d]) * weight.b;
         merged.elements[d] = Element<dtype>::store(x + y);
       }
       to[i] = merged;
     }
-    if (lane == 0) p.lse[row] = natural_lse(factors.m, total);
+    if (lane == 0) p.lse[row] = weight.lse;
   }
 }
 
