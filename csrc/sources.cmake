@@ -48,6 +48,7 @@ set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp)
 # Of builds with CUDA alone: kernels in .cu, operators in .cpp (see cmake/cuda.cmake).
 set(H2O_CUDA_SOURCES
     kernels/cuda/attend_forward.cu
+    kernels/cuda/attend_forward_sm90.cu
     kernels/cuda/chunked_sparse_attention_kernel.cpp
     kernels/cuda/column_sums.cu
     kernels/cuda/column_sums_sm90.cu

@@ -10,34 +10,16 @@ namespace {
 // A scale of 0 would make 0 times -inf of masked logits.
 constexpr float kLeastScale = 1e-30F;
 
-// The blocks of a launch whose row tiles have `tile_rows` rows; 0 chunks: more than a launch has.
-attend::ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows) {
-  const int64_t chunk_rows =
-      !params.gathered && params.chunk_size && params.chunk_size < params.rows ? params.chunk_size
-                                                                               : params.rows;
-  const int64_t heads = params.query.batch * params.query.heads;
-  const int64_t chunks = tile::divide_up(params.rows, chunk_rows);
-  const int64_t tiles = tile::divide_up(chunk_rows, tile_rows);
-  if (heads * chunks * tiles > INT32_MAX) return {};
-  return {params,
-          static_cast<uint32_t>(heads),
-          static_cast<uint32_t>(chunks),
-          static_cast<uint32_t>(tiles),
-          static_cast<int>(params.query.heads / params.key.heads),
-          false};
-}
-
 cudaError_t launch_blocks(void (*kernel)(attend::ForwardGrid), int shared_bytes,
                           const attend::ForwardGrid& grid, cudaStream_t stream) {
-  if (grid.chunks == 0) return cudaErrorInvalidConfiguration;
-  return launch(kernel, dim3(grid.heads * grid.chunks * grid.tiles), dim3(tile::kThreads),
-                shared_bytes, stream, grid);
+  if (grid.row_tiles() == 0) return cudaErrorInvalidConfiguration;
+  return launch(kernel, dim3(grid.row_tiles()), dim3(tile::kThreads), shared_bytes, stream, grid);
 }
 
 template <DType dtype, int kDim, bool kGathered>
 cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream) {
   using Shape = attend::ForwardShape<kDim>;
-  attend::ForwardGrid grid = grid_of(params, Shape::kRows);
+  attend::ForwardGrid grid = attend::grid_of(params, Shape::kRows);
   float& scale = grid.params.scale_log2;
   grid.negate = scale < 0.0F;
   if (grid.negate) scale = -scale;
@@ -71,7 +53,7 @@ cudaError_t launch_float(const AttendForwardParams& params, cudaStream_t stream)
                                       : &attend::attend_forward_float_kernel<false>;
   const int shared_bytes = Shape::shared_bytes(static_cast<int>(params.key.dim),
                                                static_cast<int>(params.value.dim), params.gathered);
-  return launch_blocks(kernel, shared_bytes, grid_of(params, Shape::kRows), stream);
+  return launch_blocks(kernel, shared_bytes, attend::grid_of(params, Shape::kRows), stream);
 }
 
 }  // namespace

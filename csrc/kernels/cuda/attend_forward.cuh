@@ -18,8 +18,8 @@
 
 namespace h2o_prefill::attend {
 
-// What the launch computes once for all blocks. Blocks are numbered so that heads, which share keys
-// in L2, are neighbours, and the row tiles of a chunk with the most keys go first.
+// What the launch computes once for all blocks. Row tiles are numbered so that heads, which share
+// keys in L2, are neighbours, and those of a chunk with the most keys go first.
 struct ForwardGrid {
   AttendForwardParams params;  // scale_log2 > 0
   uint32_t heads;              // batch rows times query heads
@@ -27,7 +27,26 @@ struct ForwardGrid {
   uint32_t tiles;              // row tiles of a chunk
   int group;                   // query heads of a KV head
   bool negate;                 // the scale is -params.scale_log2
+
+  __host__ __device__ uint32_t row_tiles() const { return heads * chunks * tiles; }
 };
+
+// That of row tiles with `tile_rows` rows; none if there are more than a launch has blocks.
+inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows) {
+  const int64_t chunk_rows =
+      !params.gathered && params.chunk_size && params.chunk_size < params.rows ? params.chunk_size
+                                                                               : params.rows;
+  const int64_t heads = params.query.batch * params.query.heads;
+  const int64_t chunks = tile::divide_up(params.rows, chunk_rows);
+  const int64_t tiles = tile::divide_up(chunk_rows, tile_rows);
+  if (heads * chunks * tiles > INT32_MAX) return {};
+  return {params,
+          static_cast<uint32_t>(heads),
+          static_cast<uint32_t>(chunks),
+          static_cast<uint32_t>(tiles),
+          static_cast<int>(params.query.heads / params.key.heads),
+          false};
+}
 
 // Sizes for rows of kDim elements, to which D and Dv are padded. 32 rows a warp let each fragment
 // of keys serve two products; rows of more than 128 leave registers for 16.
@@ -44,7 +63,7 @@ struct ForwardShape {
   static constexpr int kBlocksPerSm = 2;
   static constexpr int kTileElements = kRows * kDim + kStages * kStage;
   using Causal = CausalKeys<kWarpRows, kKeys>;
-  using Gathered = GatheredKeys<kWarpRows, kKeys>;
+  using Gathered = GatheredKeys<kRows, kKeys>;
 
   // The query tile, which becomes the tile of outputs; the ring; what GatheredKeys keeps; RowTile.
   static constexpr int shared_bytes(bool gathered) {
@@ -68,13 +87,31 @@ struct OnlineSoftmax {
     }
   }
 
-  // Replaces products by exp2(scale * product - maximum), and rescales sums and out to the new
-  // maximum. A row that has seen no key is exp2(-inf - 0) throughout.
-  template <int kKeyTiles, int kN>
-  __device__ __forceinline__ void update(float (&s)[kM][kKeyTiles][4], float (&out)[kM][kN][4],
-                                         float scale) {
+  // What one tile of keys changed: sums and outputs so far count `factor` times as much.
+  struct Rescaling {
     float factor[kM][2];
-    bool grown = false;
+    bool grown;  // some factor of the lane is not 1
+
+    template <int kN>
+    __device__ __forceinline__ void apply(float (&out)[kM][kN][4]) const {
+      if (!__any_sync(0xFFFFFFFFU, grown)) return;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[m][e / 2];
+        }
+      }
+    }
+  };
+
+  // Replaces products by exp2(scale * product - maximum), and rescales the sums to the new maximum.
+  // A row that has seen no key is exp2(-inf - 0) throughout.
+  template <int kKeyTiles>
+  __device__ __forceinline__ Rescaling update(float (&s)[kM][kKeyTiles][4], float scale) {
+    Rescaling rescaling;
+    rescaling.grown = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -90,9 +127,9 @@ struct OnlineSoftmax {
         const float after = fmaxf(before, top * scale);
         const float offset = after == kNegInf ? 0.0F : after;
         maximum[m][h] = after;
-        grown |= after > before;
-        factor[m][h] = ptx::exp2(before - offset);
-        sum[m][h] *= factor[m][h];
+        rescaling.grown |= after > before;
+        rescaling.factor[m][h] = ptx::exp2(before - offset);
+        sum[m][h] *= rescaling.factor[m][h];
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
@@ -103,15 +140,7 @@ struct OnlineSoftmax {
         }
       }
     }
-    if (!__any_sync(0xFFFFFFFFU, grown)) return;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[m][e / 2];
-      }
-    }
+    return rescaling;
   }
 
   // The denominator of a row; the same in all its lanes.
@@ -125,13 +154,13 @@ __device__ __forceinline__ float natural_lse_of(float maximum, float denominator
   return denominator == 0.0F ? kNegInf : (maximum + ptx::log2(denominator)) * kLn2;
 }
 
-// The rows that this block works on; count <= 0 where there are none. Positions are int32, as they
+// Row tile `number` of the launch; count <= 0 where it has no rows. Positions are int32, as they
 // are in lists of them.
 template <int kRows, bool kGathered>
-__device__ __forceinline__ RowTile row_tile(const ForwardGrid& grid) {
+__device__ __forceinline__ RowTile row_tile(const ForwardGrid& grid, uint32_t number) {
   const AttendForwardParams& p = grid.params;
-  const uint32_t unit = blockIdx.x % grid.heads;
-  const uint32_t index = blockIdx.x / grid.heads;
+  const uint32_t unit = number % grid.heads;
+  const uint32_t index = number / grid.heads;
   const int chunk = static_cast<int>(index % grid.chunks);
   const int tile = static_cast<int>(grid.tiles - 1 - index / grid.chunks);
   const int heads = static_cast<int>(p.query.heads);
@@ -194,8 +223,47 @@ __device__ __forceinline__ void mask(float (&s)[kM][kKeyTiles][4], const Keys& k
   }
 }
 
-// Divides by the denominators, merges, and stores a warp's rows. They replace those of the query
-// tile, which are the warp's own, and leave from there in whole units.
+// The denominators so far of a warp's rows, where they are wanted.
+template <int kM>
+__device__ __forceinline__ void store_memory_lse(const AttendForwardParams& p, const RowTile& rows,
+                                                 const OnlineSoftmax<kM>& softmax, int warp_row) {
+  if (!p.memory_lse) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float* const lse = p.memory_lse + state_row(p.query, rows) + warp_row;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = 16 * m + layout::accumulator_row(lane, 2 * h);
+      const float x = natural_lse_of(softmax.maximum[m][h], softmax.total(m, h));
+      if (lane % 4 == 0 && warp_row + row < rows.count) lse[row] = x;
+    }
+  }
+}
+
+// First element of a warp's rows of the output.
+__device__ __forceinline__ uint16_t* result_rows(const AttendForwardParams& p, const RowTile& rows,
+                                                 int warp_row) {
+  return tile::row_pointer<uint16_t>(p.out, rows.batch, rows.head, rows.first + warp_row);
+}
+
+// Begins to copy what the output holds of a warp's rows to its tile, for store_result().
+template <int kUnits, int kWarpRows>
+__device__ __forceinline__ void load_result(const AttendForwardParams& p, const RowTile& tile_rows,
+                                            uint16_t* warp_tile, int warp_row) {
+  const int lane = tile::recomputed(static_cast<int>(threadIdx.x) % 32);
+  const uint16_t* const result = result_rows(p, tile_rows, warp_row);
+  for_each_unit<kUnits, kWarpRows>(
+      lane, tile_rows.count - warp_row, static_cast<int>(p.value.dim) / tile::kUnitElements,
+      [&](int row, int unit) {
+        ptx::cp_async_16(warp_tile + tile::element_of<kUnits>(row, unit),
+                         result + row * p.out.stride_row + unit * tile::kUnitElements, true);
+      });
+  ptx::cp_async_commit();
+}
+
+// Divides by the denominators, merges with what load_result() has brought, and stores a warp's
+// rows. They leave from its tile in whole units.
 template <DType dtype, int kDim, int kM>
 __device__ __forceinline__ void store_result(const AttendForwardParams& p, const RowTile& tile_rows,
                                              const float (&out)[kM][kDim / 8][4],
@@ -203,18 +271,12 @@ __device__ __forceinline__ void store_result(const AttendForwardParams& p, const
                                              int warp_row) {
   constexpr int kUnits = kDim / tile::kUnitElements;
   constexpr int kWarpRows = 16 * kM;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = tile::recomputed(static_cast<int>(threadIdx.x) % 32);
   const int rows = tile_rows.count - warp_row;
   const int units = static_cast<int>(p.value.dim) / tile::kUnitElements;
   float* const lse = p.lse ? p.lse + state_row(p.query, tile_rows) + warp_row : nullptr;
-  uint16_t* const result = tile::row_pointer<uint16_t>(p.out, tile_rows.batch, tile_rows.head,
-                                                       tile_rows.first + warp_row);
+  uint16_t* const result = result_rows(p, tile_rows, warp_row);
   if (p.merge_with_out) {
-    for_each_unit<kUnits, kWarpRows>(lane, rows, units, [&](int row, int unit) {
-      ptx::cp_async_16(warp_tile + tile::element_of<kUnits>(row, unit),
-                       result + row * p.out.stride_row + unit * tile::kUnitElements, true);
-    });
-    ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncwarp();
   }
@@ -273,7 +335,7 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
   uint16_t* const ring = query_tile + Shape::kRows * kDim;
   // Kept for the end, where it is read again.
   RowTile& shared_rows = *reinterpret_cast<RowTile*>(query_tile + Shape::kTileElements);
-  const RowTile rows = row_tile<Shape::kRows, kGathered>(grid);
+  const RowTile rows = row_tile<Shape::kRows, kGathered>(grid, blockIdx.x);
   if (rows.count <= 0) return;
   if (threadIdx.x == 0) shared_rows = rows;
   const Keys keys(p, rows, &shared_rows + 1);
@@ -307,20 +369,6 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
   float out[kM][kUnits][4] = {};
   OnlineSoftmax<kM> softmax;
 
-  const auto store_memory_lse = [&] {
-    if (!p.memory_lse) return;
-    float* const lse = p.memory_lse + state_row(p.query, shared_rows) + warp_row;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = 16 * m + layout::accumulator_row(thread % 32, 2 * h);
-        const float x = natural_lse_of(softmax.maximum[m][h], softmax.total(m, h));
-        if (thread % 4 == 0 && warp_row + row < shared_rows.count) lse[row] = x;
-      }
-    }
-  };
-
   int stage = 0;            // of the buffer that is multiplied next ...
   int loaded = 2 * kStage;  // ... and of the one that is free
   const auto next_stage = [&] {
@@ -335,7 +383,7 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
 #pragma unroll 1
   for (int j = 0; j < keys.tiles; ++j) {
     if constexpr (kGathered) {
-      if (j == keys.memory_tiles) store_memory_lse();
+      if (j == keys.memory_tiles) store_memory_lse(p, shared_rows, softmax, warp_row);
     }
     const int lane = tile::recomputed(thread % 32);
     float s[kM][Shape::kKeyTiles][4];
@@ -348,7 +396,7 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
     if (!unseen) {
       tile::multiply_transposed<dtype, kUnits>(s, warp_tile, ring + stage, lane);
       if (!keys.all_seen(j, warp_row)) mask(s, keys, j, warp_row, lane);
-      softmax.update(s, out, p.scale_log2);
+      softmax.update(s, p.scale_log2).apply(out);
     }
     next_stage();
 
@@ -362,9 +410,11 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
   }
   ptx::cp_async_wait<0>();
   if constexpr (kGathered) {
-    if (keys.tiles == keys.memory_tiles) store_memory_lse();
+    if (keys.tiles == keys.memory_tiles) store_memory_lse(p, shared_rows, softmax, warp_row);
   }
   __syncthreads();
+  // The output takes the place of the query rows, which are the warp's own.
+  if (p.merge_with_out) load_result<kUnits, kWarpRows>(p, shared_rows, warp_tile, warp_row);
   store_result<dtype, kDim>(p, shared_rows, out, softmax, warp_tile, warp_row);
 }
 

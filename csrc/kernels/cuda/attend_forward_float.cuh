@@ -16,7 +16,7 @@ struct FloatShape {
   static constexpr int kMaxDim = 256;
   static constexpr int kOutputs = kMaxDim / 32;  // of a lane and row
   using Causal = CausalKeys<kWarpRows, kKeys>;
-  using Gathered = GatheredKeys<kWarpRows, kKeys>;
+  using Gathered = GatheredKeys<kRows, kKeys>;
 
   // Query rows, key rows an odd number of words apart, value rows; what Gathered keeps.
   __host__ __device__ static constexpr int floats(int dim, int value_dim) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(tile::kThreads)
   constexpr int kKeys = Shape::kKeys;
   using Keys = std::conditional_t<kGathered, Shape::Gathered, Shape::Causal>;
   const AttendForwardParams& p = grid.params;
-  const RowTile rows = row_tile<Shape::kRows, kGathered>(grid);
+  const RowTile rows = row_tile<Shape::kRows, kGathered>(grid, blockIdx.x);
   if (rows.count <= 0) return;
 
   const int dim = static_cast<int>(p.key.dim);

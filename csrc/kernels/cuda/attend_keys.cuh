@@ -3,11 +3,12 @@
 // Both kinds have the same members:
 //   tiles               how many
 //   prepare(j), store(j, entry)  look up the keys of tile j: one begins, the other makes them known
-//                       to the block after the next barrier. Two tiles are known at a time.
+//                       to the block after the next barrier. As many tiles are known at a time as
+//                       there are slots.
 //   row_of(j, r)        row of the history, counted from where the range begins, of key r of tile
 //                       j; negative: absent
-//   unseen(j, w)        whether no row of the warp whose rows begin at w sees any key of tile j
-//   all_seen(j, w)      whether all rows of it see all keys
+//   unseen(j, w)        whether none of the kPartRows rows from w on sees any key of tile j
+//   all_seen(j, w)      whether all of them see all keys
 //   seen(j, r, row)     whether row `row` of the query tile sees key r
 #pragma once
 
@@ -28,7 +29,7 @@ struct alignas(16) RowTile {
 };
 
 // Keys of a range that ends at the row itself.
-template <int kWarpRows, int kKeys>
+template <int kPartRows, int kKeys>
 struct CausalKeys {
   struct Entry {};
   static constexpr int kSharedBytes = 0;
@@ -50,7 +51,7 @@ struct CausalKeys {
     return key < count ? key : -1;
   }
   __device__ __forceinline__ bool unseen(int j, int w) const {
-    return j * kKeys > w + kWarpRows - 1 + diagonal;
+    return j * kKeys > w + kPartRows - 1 + diagonal;
   }
   __device__ __forceinline__ bool all_seen(int j, int w) const {
     return j * kKeys + kKeys - 1 <= w + diagonal;
@@ -60,14 +61,14 @@ struct CausalKeys {
   }
 };
 
-// The tiles of the memory set, then those of the recalled keys of all blocks that the rows are of.
+// The tiles of the memory set, then those of the recalled keys of all blocks that the rows are of:
+// of kRows rows.
 //
-// Shared memory holds for tile j, in slot j % 2, each key's position, -1 where it is absent, and
-// the rows of the query tile that see it: the first one in the low byte, the last one in the high
-// byte.
-template <int kWarpRows, int kKeys>
+// Shared memory holds for a tile, in one of kSlots slots, each key's position, -1 where it is
+// absent, and the rows of the query tile that see it: the first one in the low byte, the last one
+// in the high byte.
+template <int kRows, int kKeys, int kSlots = 2>
 struct GatheredKeys {
-  static constexpr int kRows = tile::kWarps * kWarpRows;
   static constexpr uint16_t kAllRows = (kRows - 1) << 8;
   static constexpr uint16_t kNoRow = 0xFF;
   static_assert(kRows <= kNoRow && kKeys <= tile::kThreads);
@@ -79,8 +80,8 @@ struct GatheredKeys {
 
   // In shared memory, not in registers.
   struct Shared {
-    int32_t positions[2][kKeys];
-    uint16_t visible[2][kKeys];
+    int32_t positions[kSlots][kKeys];
+    uint16_t visible[kSlots][kKeys];
     int64_t memory;       // element of `indices` where the head's memory set begins
     int position;         // absolute, of the tile's first row
     int first_block;      // of the recall lists, counted over batch rows
@@ -88,6 +89,15 @@ struct GatheredKeys {
     int blocks;           // that have rows of the tile
     int first_entry;
     int entries;  // of these blocks
+
+    __device__ __forceinline__ bool has_none(int slot) const { return visible[slot][0] == kNoRow; }
+    __device__ __forceinline__ bool has_all(int slot) const {
+      return visible[slot][kKeys - 1] != kNoRow;
+    }
+    __device__ __forceinline__ bool seen(int slot, int r, int row) const {
+      const int rows = visible[slot][r];
+      return row >= (rows & 0xFF) && row <= rows >> 8;
+    }
   };
   static constexpr int kSharedBytes = sizeof(Shared);
 
@@ -95,14 +105,16 @@ struct GatheredKeys {
   Shared* const shared;
   int memory_tiles;
   int tiles;
+  int first_slot;  // that of tile 0; the others follow in turn
 
-  // To be followed by a barrier.
+  // By the block's first kThreads threads, between barriers.
   __device__ __forceinline__ GatheredKeys(const AttendForwardParams& params, const RowTile& rows,
                                           void* shared_memory)
       : p(params),
         shared(static_cast<Shared*>(shared_memory)),
         memory_tiles(tile::divide_up(static_cast<int>(params.width), kKeys)),
-        tiles(memory_tiles) {
+        tiles(memory_tiles),
+        first_slot(0) {
     Shared all;
     all.memory = (rows.batch * p.key.heads + rows.kv_head) * p.width;
     all.position = rows.position;
@@ -150,21 +162,23 @@ struct GatheredKeys {
     if (thread >= kKeys) return;
     uint16_t rows = kNoRow;
     if (entry.position >= 0) rows = j < memory_tiles ? kAllRows : rows_that_recall(j, entry);
-    shared->positions[j % 2][thread] = rows == kNoRow ? -1 : entry.position;
-    shared->visible[j % 2][thread] = rows;
+    shared->positions[slot_of(j)][thread] = rows == kNoRow ? -1 : entry.position;
+    shared->visible[slot_of(j)][thread] = rows;
   }
 
-  __device__ __forceinline__ int row_of(int j, int r) const { return shared->positions[j % 2][r]; }
+  __device__ __forceinline__ int slot_of(int j) const { return (first_slot + j) % kSlots; }
+  __device__ __forceinline__ int row_of(int j, int r) const {
+    return shared->positions[slot_of(j)][r];
+  }
   // Absent members of a memory set are its last ones.
   __device__ __forceinline__ bool unseen(int j, int /*w*/) const {
-    return j < memory_tiles && shared->visible[j % 2][0] == kNoRow;
+    return j < memory_tiles && shared->has_none(slot_of(j));
   }
   __device__ __forceinline__ bool all_seen(int j, int /*w*/) const {
-    return j < memory_tiles && shared->visible[j % 2][kKeys - 1] != kNoRow;
+    return j < memory_tiles && shared->has_all(slot_of(j));
   }
   __device__ __forceinline__ bool seen(int j, int r, int row) const {
-    const int rows = shared->visible[j % 2][r];
-    return row >= (rows & 0xFF) && row <= rows >> 8;
+    return shared->seen(slot_of(j), r, row);
   }
 
  private:

@@ -1,16 +1,13 @@
 #include "kernels/cuda/column_sums_sm90.h"
 
-#include <cstdlib>
-#include <cstring>
-
 #include "kernels/cuda/column_sums_sm90.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/request_sm90.h"
 
 namespace h2o_prefill {
 namespace {
 
 using column_sums::Grid;
-using Kernel = void (*)(Grid);
 
 // One block an SM: with fewer than these, the query heads and rows of a key tile are shared out.
 constexpr int64_t kManyBlocks = 128;
@@ -62,8 +59,8 @@ cudaError_t launch_parts(const ColumnSumsParams& params, cudaStream_t stream) {
   if (d.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const cudaError_t error =
       launch(&column_sums_sm90::column_sums_sm90_kernel<dtype, kDim, kGathered>,
-             dim3(static_cast<unsigned>(d.blocks)), dim3(column_sums_sm90::kThreads),
-             column_sums_sm90::Shape<kDim>::kSharedBytes, stream, d.grid);
+             dim3(static_cast<unsigned>(d.blocks)), dim3(sm90::kThreads),
+             sm90::shared_bytes<typename column_sums_sm90::Shape<kDim>::Shared>(), stream, d.grid);
   if (error != cudaSuccess || !d.shared()) return error;
   constexpr int64_t kThreads = column_sums::kReduceThreads;
   const int64_t blocks = d.grid.units * tile::divide_up(columns_of(params), kThreads);
@@ -86,25 +83,12 @@ cudaError_t launch_dims(const ColumnSumsParams& params, cudaStream_t stream) {
 }  // namespace
 
 bool has_column_sums_sm90(const ColumnSumsParams& params) {
-  const int64_t dim = params.key.dim;
-  return params.query.dtype != DType::kFloat32 && (dim <= 64 || (dim > 96 && dim <= 128));
+  return params.query.dtype != DType::kFloat32 && has_rows_of_sm90(params.key.dim);
 }
 
 bool use_column_sums_sm90() {
-  const char* const requested = std::getenv("H2O_PREFILL_CUDA_SM90");
-  if (requested == nullptr || std::strcmp(requested, "1") != 0) return false;
-  int device = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
-    return false;
-  }
-  if (major != 9 || minor != 0) return false;
-  // Code for other architectures is an empty kernel, which takes hardly a register.
-  const auto kernel = &column_sums_sm90::column_sums_sm90_kernel<DType::kBFloat16, 128, true>;
-  cudaFuncAttributes attributes{};
-  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess &&
-         attributes.numRegs > column_sums_sm90::kProducerRegisters;
+  return use_sm90(&column_sums_sm90::column_sums_sm90_kernel<DType::kBFloat16, 128, true>,
+                  sm90::kProducerRegisters);
 }
 
 int64_t column_sums_sm90_partial_floats(const ColumnSumsParams& params) {

@@ -2,35 +2,23 @@
 //
 // As in column_sums.cuh a block owns a tile of keys, computes S^T = K Q^T against one query tile
 // after another and adds exp(s - lse) up in registers, in a fixed order. Its first warpgroup
-// copies: the keys, and query tiles with their lse into a ring of buffers. The other two have 64
-// keys each and take the tiles two at a time: both products are issued, and the weights of the
-// first are added up while the second is under way. A named barrier makes the two warpgroups issue
-// by turns, so that one is at its exponentials while the other one's products are computed.
+// copies: the keys, and query tiles with their lse into a ring. The other two have 64 keys each and
+// take the tiles two at a time: both products are issued, and the weights of the first are added up
+// while the second is under way.
 #pragma once
 
 #include "kernels/cuda/column_sums.cuh"
-#include "kernels/cuda/layout_sm90.h"
-#include "kernels/cuda/ptx_sm90.cuh"
+#include "kernels/cuda/pipeline_sm90.cuh"
 
 namespace h2o_prefill::column_sums_sm90 {
 
 using column_sums::Grid;
 using column_sums::Part;
 
-constexpr int kWarpgroupThreads = layout_sm90::kWarpgroupThreads;
-constexpr int kConsumers = 2;  // warpgroups
-constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
-static_assert(kWarpgroupThreads == tile::kThreads);  // tile::load() is by the first warpgroup
-
-constexpr int kGroupKeys = 64;
-constexpr int kKeys = kConsumers * kGroupKeys;
+constexpr int kGroupKeys = sm90::kGroupRows;
+constexpr int kKeys = sm90::kBlockRows;
 constexpr int kRows = 128;  // of a query tile
 constexpr int kSums = 2;    // keys of a thread
-
-// Of a thread's 168 registers, what copying does not need goes to the accumulators.
-constexpr int kProducerRegisters = 56;
-constexpr int kConsumerRegisters = 224;
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * 168);
 
 using QueryTile = column_sums::QueryTile<kRows>;
 
@@ -47,49 +35,10 @@ struct Shape {
     uint16_t keys[kKeys * kDim];
     uint16_t query[kStages][kRows * kDim];
     float offsets[kStages][kRows];
-    ptx::Mbarrier full[kStages];  // the first time of the keys too, whose copies begin before
-    ptx::Mbarrier empty[kStages];
+    // Of query tiles with their offsets; the first time of the keys too, whose copies begin before.
+    sm90::RingBarriers<kStages> ring;
   };
-  static constexpr int kAlignment = layout_sm90::kSlabGroupBytes;
-  static constexpr int kSharedBytes = sizeof(Shared) + kAlignment;
-  static_assert(kSharedBytes <= 227 * 1024);
 };
-
-template <typename Shared, int kAlignment>
-__device__ __forceinline__ Shared& aligned_shared() {
-  auto* const memory = ptx::dynamic_shared<unsigned char>();
-  const uint32_t gap = -ptx::shared_address(memory) % kAlignment;
-  return *reinterpret_cast<Shared*>(memory + gap);
-}
-
-// The buffer of the ring that tile number i goes to, and how often it was used before.
-template <int kStages>
-struct Turn {
-  int stage;
-  uint32_t parity;
-
-  __device__ __forceinline__ explicit Turn(int i)
-      : stage(i % kStages), parity(static_cast<uint32_t>(i / kStages) % 2) {}
-};
-
-// One arrival for the 32 lanes.
-__device__ __forceinline__ void arrive_of_warp(ptx::Mbarrier* barrier, int thread) {
-  __syncwarp();
-  if (thread % 32 == 0) ptx::mbarrier_arrive(barrier);
-}
-
-// Begins to copy rows row_of(0 .. kTileRows - 1) to slabs, by the first warpgroup.
-template <int kTileRows, int kSlabs, typename RowOf>
-__device__ __forceinline__ void load_slabs(uint16_t* slabs, const tile::HeadRows& rows,
-                                           const RowOf& row_of) {
-#pragma unroll
-  for (int s = 0; s < kSlabs; ++s) {
-    const int column = s * layout_sm90::kSlabColumns;
-    const tile::HeadRows of_slab{rows.data + column, rows.stride,
-                                 rows.units - s * layout_sm90::kSlabUnits};
-    tile::load<kTileRows, layout_sm90::kSlabUnits>(slabs + column * kTileRows, of_slab, row_of);
-  }
-}
 
 // How many query tiles the part is. Absent members of a memory set are its last ones: a tile
 // without keys needs no query.
@@ -106,7 +55,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
                                         const int32_t* indices, int tiles, int thread) {
   using S = Shape<kDim>;
   const int columns = kGathered ? static_cast<int>(p.width) : part.chunk_rows;
-  load_slabs<kKeys, S::kSlabs>(
+  sm90::load_slabs<kKeys, S::kSlabs>(
       shared.keys,
       tile::head_rows(p.key, part.batch, part.kv_head,
                       kGathered ? 0 : p.past + part.chunk_first + part.first_key),
@@ -126,14 +75,13 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
   float lse = load_lse();
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
-    const Turn<S::kStages> turn(i);
-    ptx::mbarrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);
-    load_slabs<kRows, S::kSlabs>(
-        shared.query[turn.stage], tile::head_rows(p.query, part.batch, now.head, part.chunk_first),
+    const int stage = sm90::Turn<S::kStages>(i).stage;
+    shared.ring.wait_for_space(i);
+    sm90::load_slabs<kRows, S::kSlabs>(
+        shared.query[stage], tile::head_rows(p.query, part.batch, now.head, part.chunk_first),
         [&](int r) { return now.row + r < part.end_row ? now.row + r : -1; });
-    shared.offsets[turn.stage][thread] = column_sums::offset_of(lse);
-    ptx::cp_async_mbarrier_arrive(&shared.full[turn.stage]);
-    arrive_of_warp(&shared.full[turn.stage], thread);
+    shared.offsets[stage][thread] = column_sums::offset_of(lse);
+    shared.ring.arrive_full(i, thread);
     now.advance(part);
     lse = load_lse();
   }
@@ -209,50 +157,40 @@ __device__ __forceinline__ Totals consume(typename Shape<kDim>::Shared& shared,
   QueryTile now{part.first_head, part.first_row};
   Totals totals{};
 
-  const auto wait_for_tile = [&](int i) {
-    const Turn<S::kStages> turn(i);
-    ptx::mbarrier_wait(&shared.full[turn.stage], turn.parity);
-  };
   const auto issue = [&](float (&s)[kRows / 2], int i) {
-    multiply<dtype, kDim>(s, keys, query + Turn<S::kStages>(i).stage * kStage);
+    multiply<dtype, kDim>(s, keys, query + sm90::Turn<S::kStages>(i).stage * kStage);
   };
   const auto use = [&](float (&s)[kRows / 2], int i) {
     ptx::fence_accumulators(s);
-    const int stage = Turn<S::kStages>(i).stage;
+    const int stage = sm90::Turn<S::kStages>(i).stage;
     const int first_row = now.row - first_key;
     if (!kGathered && first_row < kGroupKeys - 1) {
       add_weights<true>(totals.of_head, s, shared.offsets[stage], p.scale_log2, first_row, thread);
     } else {
       add_weights<false>(totals.of_head, s, shared.offsets[stage], p.scale_log2, first_row, thread);
     }
-    arrive_of_warp(&shared.empty[stage], thread);
+    shared.ring.release(i, thread);
     const int head = now.head;
     now.advance(part);
     if (now.head != head) totals.end_head(p.reduce_max);
   };
-  // Barrier 1 + g is where warpgroup g waits for its turn to issue; the first one begins.
-  constexpr int kBothGroups = kConsumers * kWarpgroupThreads;
-  const auto wait_for_turn = [&] { ptx::named_barrier_sync(1 + group, kBothGroups); };
-  const auto give_turn = [&](bool last) {
-    if (group == 0 || !last) ptx::named_barrier_arrive(2 - group, kBothGroups);
-  };
-
-  if (group == 1 && tiles > 0) give_turn(false);
+  const sm90::Turns turns{group};
+  turns.begin();
   int i = 0;
 #pragma unroll 1
   for (; i + 1 < tiles; i += 2) {
     float first[kRows / 2];
     float second[kRows / 2];
-    wait_for_tile(i);
-    wait_for_tile(i + 1);
+    shared.ring.wait_for_tile(i);
+    shared.ring.wait_for_tile(i + 1);
     ptx::fence_async_proxy();
-    wait_for_turn();
+    turns.wait();
     ptx::fence_accumulators(first);
     ptx::fence_accumulators(second);
     ptx::wgmma_fence();
     issue(first, i);
     issue(second, i + 1);
-    give_turn(i + 2 >= tiles);
+    turns.give();
     ptx::wgmma_wait<1>();
     use(first, i);
     ptx::wgmma_wait<0>();
@@ -260,21 +198,22 @@ __device__ __forceinline__ Totals consume(typename Shape<kDim>::Shared& shared,
   }
   if (i < tiles) {
     float last[kRows / 2];
-    wait_for_tile(i);
+    shared.ring.wait_for_tile(i);
     ptx::fence_async_proxy();
-    wait_for_turn();
+    turns.wait();
     ptx::fence_accumulators(last);
     ptx::wgmma_fence();
     issue(last, i);
-    give_turn(true);
+    turns.give();
     ptx::wgmma_wait<0>();
     use(last, i);
   }
+  turns.end();
   return totals;
 }
 
 template <DType dtype, int kDim, bool kGathered>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(sm90::kThreads, 1)
     column_sums_sm90_kernel(const __grid_constant__ Grid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<kDim>;
@@ -282,30 +221,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Part part = column_sums::part_of_block<kKeys, kGathered>(grid);
   const int columns = kGathered ? static_cast<int>(p.width) : part.chunk_rows;
   if (part.first_key >= columns) return;
-  auto& shared = aligned_shared<typename S::Shared, S::kAlignment>();
-  if (threadIdx.x == 0) {
-    constexpr int kWarps = kWarpgroupThreads / 32;
-    for (int i = 0; i < S::kStages; ++i) {
-      // Copies of every thread, offsets of every warp; consumers release by warps.
-      ptx::mbarrier_init(&shared.full[i], kWarpgroupThreads + kWarps);
-      ptx::mbarrier_init(&shared.empty[i], kConsumers * kWarps);
-    }
-  }
+  auto& shared = sm90::aligned_shared<typename S::Shared>();
+  if (threadIdx.x == 0) shared.ring.init();
   __syncthreads();
 
   const int32_t* const indices =
       kGathered ? p.indices + (part.batch * p.key.heads + part.kv_head) * p.width : nullptr;
   const int tiles = count_tiles<kGathered>(part, indices);
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
-  // The same in all lanes, and known to be.
-  const int warpgroup =
-      __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+  const int thread = static_cast<int>(threadIdx.x) % sm90::kWarpgroupThreads;
+  const int warpgroup = sm90::warpgroup_of_thread();
   if (warpgroup == 0) {
-    ptx::decrease_registers<kProducerRegisters>();
+    ptx::decrease_registers<sm90::kProducerRegisters>();
     if (tiles > 0) produce<kDim, kGathered>(shared, p, part, indices, tiles, thread);
     return;
   }
-  ptx::increase_registers<kConsumerRegisters>();
+  ptx::increase_registers<sm90::kConsumerRegisters>();
   const int group = warpgroup - 1;
   const Totals totals = consume<dtype, kDim, kGathered>(shared, p, part, tiles, group, thread);
 

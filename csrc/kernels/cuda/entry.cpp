@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include "common/tensors.h"
+#include "kernels/cuda/attend_forward_sm90.h"
 #include "kernels/cuda/column_sums_sm90.h"
 #include "kernels/softmax_state.h"
 
@@ -67,7 +68,9 @@ ColumnSumsParams column_sums_params(const AttendForwardParams& forward, float* s
 }
 
 void run(const AttendForwardParams& params) {
-  C10_CUDA_CHECK(launch_attend_forward(params, c10::cuda::getCurrentCUDAStream()));
+  const bool hopper = use_attend_forward_sm90() && has_attend_forward_sm90(params);
+  const auto launch = hopper ? launch_attend_forward_sm90 : launch_attend_forward;
+  C10_CUDA_CHECK(launch(params, c10::cuda::getCurrentCUDAStream()));
 }
 
 void run(ColumnSumsParams params, at::Tensor& workspace, const at::Tensor& like) {

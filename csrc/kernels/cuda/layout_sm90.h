@@ -1,9 +1,9 @@
 // Where wgmma finds its operands in shared memory and leaves its result. Plain functions of
 // integers, so that the host can test them.
 //
-// Operands A[64, 16] and B[16, N] lie by rows of A and by columns of B ("K-major"): keys and
-// queries as they come, head_dim along a row. A slab is such a matrix of 64 columns, rows of 128
-// bytes. Its units of 16 bytes are exchanged within each group of 8 rows, which begins at a
+// Operands A[64, 16] and B[16, N] of S = Q K^T lie by rows of A and by columns of B ("K-major"):
+// keys and queries as they come, head_dim along a row. A slab is such a matrix of 64 columns, rows
+// of 128 bytes. Its units of 16 bytes are exchanged within each group of 8 rows, which begins at a
 // multiple of 1024 bytes: the hardware XORs bits 4..6 of every address with its bits 7..9. A wider
 // matrix is several slabs, one behind the other.
 #pragma once
@@ -33,7 +33,8 @@ constexpr int kSlabGroupBytes = 8 * kSlabRowBytes;  // of 8 rows; a slab is alig
 
 // Matrix descriptor of an operand:
 //   bits  0..13  address in shared memory / 16
-//   bits 16..29  leading byte offset / 16: between the two units of a row, without a swizzle only
+//   bits 16..29  leading byte offset / 16: K-major, between the two units of a row, without a
+//                swizzle only
 //   bits 32..45  stride byte offset / 16: between groups of 8 rows
 //   bits 49..51  0, since groups begin at multiples of their size
 //   bits 62..63  swizzle
@@ -55,6 +56,19 @@ H2O_LAYOUT uint64_t descriptor_step(int step, int rows) {
   constexpr int kSteps = kSlabColumns / 16;
   const int bytes = step / kSteps * rows * kSlabRowBytes + step % kSteps * 2 * layout::kUnitBytes;
   return static_cast<uint64_t>(bytes) >> 4;
+}
+
+// Of slabs with `rows` rows that are B[rows, N] by its rows ("MN-major"): values, a key's elements
+// along a row, 16 keys to a product. Between 64 columns and the next 64 is the leading offset,
+// between groups of 8 rows the stride.
+H2O_LAYOUT uint64_t slab_rows_descriptor(uint32_t address, int rows) {
+  return make_descriptor(address, static_cast<uint32_t>(rows * kSlabRowBytes), kSlabGroupBytes,
+                         Swizzle::k128Bytes);
+}
+
+// What to add to it for rows [16 step, 16 step + 16).
+H2O_LAYOUT uint64_t descriptor_row_step(int step) {
+  return static_cast<uint64_t>(step * 16 * kSlabRowBytes) >> 4;
 }
 
 // Index of a unit in slabs with `rows` rows: that of layout::swizzle() within a slab.

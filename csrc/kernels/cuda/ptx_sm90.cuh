@@ -109,39 +109,36 @@ __device__ __forceinline__ void fence_accumulators(float (&c)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
+// Lists of accumulators as asm operands.
+#define H2O_C8(c, i)                                                                          \
+  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
+      "+f"(c[i + 6]), "+f"(c[i + 7])
+#define H2O_C32(c, i) H2O_C8(c, i), H2O_C8(c, i + 8), H2O_C8(c, i + 16), H2O_C8(c, i + 24)
+#define H2O_NAMES_0_31                                           \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, " \
+  "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+  "%26, %27, %28, %29, %30, %31"
+#define H2O_NAMES_32_63                                               \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, " \
+  "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, " \
+  "%58, %59, %60, %61, %62, %63"
+
 // c[64, 128] = a[64, 16] b[16, 128] if !add, else c += a b: sums in float32, issued and not waited
 // for. Both operands are in shared memory, rows of a and columns of b contiguous. c is not to be
 // touched before a wait.
 template <DType dtype>
 __device__ __forceinline__ void wgmma_m64n128k16(float (&c)[64], uint64_t a, uint64_t b, bool add) {
   static_assert(dtype == DType::kBFloat16 || dtype == DType::kFloat16);
-#define H2O_WGMMA(type)                                                                            \
-  asm volatile(                                                                                    \
-      "{\n"                                                                                        \
-      ".reg .pred p;\n"                                                                            \
-      "setp.ne.b32 p, %66, 0;\n"                                                                   \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                 \
-      " {"                                                                                         \
-      "%0, %1, %2, %3, %4, %5, %6, %7, "                                                           \
-      "%8, %9, %10, %11, %12, %13, %14, %15, "                                                     \
-      "%16, %17, %18, %19, %20, %21, %22, %23, "                                                   \
-      "%24, %25, %26, %27, %28, %29, %30, %31, "                                                   \
-      "%32, %33, %34, %35, %36, %37, %38, %39, "                                                   \
-      "%40, %41, %42, %43, %44, %45, %46, %47, "                                                   \
-      "%48, %49, %50, %51, %52, %53, %54, %55, "                                                   \
-      "%56, %57, %58, %59, %60, %61, %62, %63"                                                     \
-      "}, %64, %65, p, 1, 1, 0, 0;\n"                                                              \
-      "}\n"                                                                                        \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),        \
-        "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]),    \
-        "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), \
-        "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), \
-        "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), \
-        "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]), \
-        "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]), \
-        "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), \
-        "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), \
-        "+f"(c[63])                                                                                \
+#define H2O_WGMMA(type)                                                                \
+  asm volatile(                                                                        \
+      "{\n"                                                                            \
+      ".reg .pred p;\n"                                                                \
+      "setp.ne.b32 p, %66, 0;\n"                                                       \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" H2O_NAMES_0_31 \
+      ", " H2O_NAMES_32_63                                                             \
+      "}, %64, %65, p, 1, 1, 0, 0;\n"                                                  \
+      "}\n"                                                                            \
+      : H2O_C32(c, 0), H2O_C32(c, 32)                                                  \
       : "l"(a), "l"(b), "r"(static_cast<int>(add)))
   if constexpr (dtype == DType::kBFloat16) {
     H2O_WGMMA("bf16");
@@ -150,5 +147,41 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&c)[64], uint64_t a, uin
   }
 #undef H2O_WGMMA
 }
+
+// c[64, columns] += a[64, 16] b[16, columns], issued and not waited for: 64 or 128 columns. a is in
+// registers, each warp's 16 rows as for mma_m16n8k16; rows of b are contiguous in shared memory.
+// Neither c nor a is to be touched before a wait.
+template <DType dtype, int registers>
+__device__ __forceinline__ void wgmma_rows_of_b(float (&c)[registers], const uint32_t (&a)[4],
+                                                uint64_t b) {
+  static_assert(dtype == DType::kBFloat16 || dtype == DType::kFloat16);
+  static_assert(registers == 32 || registers == 64);
+#define H2O_WGMMA_64(type)                                                                     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" H2O_NAMES_0_31 \
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"                                   \
+               : H2O_C32(c, 0)                                                                 \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define H2O_WGMMA_128(type)                                                                     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" H2O_NAMES_0_31 \
+               ", " H2O_NAMES_32_63 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"               \
+               : H2O_C32(c, 0), H2O_C32(c, 32)                                                  \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+  if constexpr (registers == 32 && dtype == DType::kBFloat16) {
+    H2O_WGMMA_64("bf16");
+  } else if constexpr (registers == 32) {
+    H2O_WGMMA_64("f16");
+  } else if constexpr (dtype == DType::kBFloat16) {
+    H2O_WGMMA_128("bf16");
+  } else {
+    H2O_WGMMA_128("f16");
+  }
+#undef H2O_WGMMA_64
+#undef H2O_WGMMA_128
+}
+
+#undef H2O_NAMES_32_63
+#undef H2O_NAMES_0_31
+#undef H2O_C32
+#undef H2O_C8
 
 }  // namespace h2o_prefill::ptx

@@ -20,6 +20,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 }
 
 enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrComputeCapabilityMinor = 76,
 };
@@ -34,8 +35,19 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
+// Few multiprocessors, so that blocks which take one tile after another have several.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = 3;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      break;
+  }
   return cudaSuccess;
 }
 

@@ -126,9 +126,8 @@ void fence_async_proxy() { state().needs_proxy_fence = false; }
 
 void wgmma_fence() { state().is_fenced = true; }
 
-void wgmma(const char* name, h2o_prefill::DType dtype, float* c, int columns, uint64_t a,
-           uint64_t b, bool add, Site site) {
-  Issue issue{&state(), name, dtype, c, columns, a, b, add, site};
+void wgmma(const char* name, const Operands& operands, float* c, bool add, Site site) {
+  Issue issue{&state(), name, operands, c, add, site};
   warpgroup_collective(name, &issue, issue_product, site);
 }
 

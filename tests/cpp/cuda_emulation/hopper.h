@@ -31,10 +31,21 @@ void named_barrier(const char* name, int barrier, int threads, bool wait, Site s
 void fence_async_proxy();
 void wgmma_fence();
 
-// c[64, columns] = a[64, 16] b[16, columns], plus c if add, where a and b are descriptors. Register
-// i of c of this thread.
-void wgmma(const char* name, h2o_prefill::DType dtype, float* c, int columns, uint64_t a,
-           uint64_t b, bool add, Site site);
+// Where b lies in shared memory: its columns one behind the other, or its rows ("N-major").
+enum class Major { kColumns, kRows };
+
+// Operands of a thread. a is in shared memory, or in the thread's 4 registers.
+struct Operands {
+  h2o_prefill::DType dtype;
+  int columns;
+  uint64_t a;
+  const uint32_t* a_registers;  // or null
+  uint64_t b;
+  Major b_major;
+};
+
+// c[64, columns] = a[64, 16] b[16, columns], plus c if add. Register i of c of this thread.
+void wgmma(const char* name, const Operands& operands, float* c, bool add, Site site);
 void wgmma_commit();
 void wgmma_wait(int pending, Site site);
 

@@ -1,5 +1,6 @@
 #include "cuda_emulation/wgmma.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -12,32 +13,84 @@ using h2o_prefill::DType;
 
 // A signalling NaN: what is computed from it is another NaN.
 constexpr uint32_t kUnderWay = 0x7FA0DEADU;
-constexpr size_t kUnitBytes = 16;
+constexpr uint32_t kUnitBytes = 16;
+constexpr int kUnitElements = 8;
 
-// Reads the units [rows, 2] that a descriptor of a K-major operand names, as the PTX ISA defines
-// it: 8 rows of 16, 32, 64 or 128 bytes are one behind the other, and each address is XORed with
-// itself.
-std::vector<uint16_t> read_operand(const char* name, uint64_t descriptor, int rows, Site site) {
-  const auto field = [&](int from) {
-    return static_cast<uint32_t>(descriptor >> from & 0x3FFF) << 4;
-  };
-  const uint32_t address = field(0), leading = field(16), stride = field(32);
-  if (descriptor >> 49 & 7) fail("%s with a base offset (%s:%d)", name, site.file, site.line);
-  constexpr int kSwizzledBits[] = {0, 3, 2, 1};
-  const int bits = kSwizzledBits[descriptor >> 62];
-  const uint32_t pitch = 16U << bits;
+// The fields of a descriptor, as the PTX ISA defines them. 8 rows of 16, 32, 64 or 128 bytes are
+// one behind the other, and each address is XORed with itself.
+struct Descriptor {
+  uint32_t address;
+  uint32_t leading;
+  uint32_t stride;
+  uint32_t swizzled_bits;
+  uint32_t pitch;
+
+  Descriptor(const char* name, uint64_t bits, Site site) {
+    const auto field = [&](int from) { return static_cast<uint32_t>(bits >> from & 0x3FFF) << 4; };
+    address = field(0);
+    leading = field(16);
+    stride = field(32);
+    if (bits >> 49 & 7) fail("%s with a base offset (%s:%d)", name, site.file, site.line);
+    constexpr uint32_t kSwizzledBits[] = {0, 3, 2, 1};
+    swizzled_bits = kSwizzledBits[bits >> 62];
+    pitch = 16U << swizzled_bits;
+  }
+
+  uint32_t row(int i) const { return address + i / 8 * stride + i % 8 * pitch; }
+  uint32_t swizzle(uint32_t x) const { return x ^ (x >> 7 & ((1U << swizzled_bits) - 1)) << 4; }
+};
+
+// Reads the matrix [rows, 16] that a descriptor of a K-major operand names.
+std::vector<uint16_t> read_columns(const char* name, uint64_t bits, int rows, Site site) {
+  const Descriptor descriptor(name, bits, site);
   std::vector<uint16_t> elements(rows * kProductDepth);
   for (int row = 0; row < rows; ++row) {
     for (uint32_t unit = 0; unit < 2; ++unit) {
-      uint32_t from = address + row / 8 * stride + row % 8 * pitch;
-      from += unit * (bits == 0 ? leading : static_cast<uint32_t>(kUnitBytes));
-      from ^= (from >> 7 & ((1U << bits) - 1)) << 4;
-      std::memcpy(&elements[row * kProductDepth + unit * 8],
-                  at_shared_address(name, from, kUnitBytes, site), kUnitBytes);
+      const uint32_t between = descriptor.swizzled_bits ? kUnitBytes : descriptor.leading;
+      std::memcpy(&elements[row * kProductDepth + unit * kUnitElements],
+                  at_shared_address(name, descriptor.swizzle(descriptor.row(row) + unit * between),
+                                    kUnitBytes, site),
+                  kUnitBytes);
     }
   }
   return elements;
 }
+
+// The same of an operand that lies the other way: its 16 rows, of which `pitch` bytes are together,
+// and the next ones a leading offset away.
+std::vector<uint16_t> read_rows(const char* name, uint64_t bits, int columns, Site site) {
+  const Descriptor descriptor(name, bits, site);
+  if (descriptor.swizzled_bits == 0) {
+    fail("%s by rows without a swizzle is not emulated (%s:%d)", name, site.file, site.line);
+  }
+  std::vector<uint16_t> elements(columns * kProductDepth);
+  for (int k = 0; k < kProductDepth; ++k) {
+    for (int column = 0; column < columns; column += kUnitElements) {
+      const uint32_t byte = column * sizeof(uint16_t);
+      const uint32_t from = descriptor.row(k) + byte / descriptor.pitch * descriptor.leading +
+                            byte % descriptor.pitch;
+      uint16_t unit[kUnitElements];
+      std::memcpy(unit, at_shared_address(name, descriptor.swizzle(from), kUnitBytes, site),
+                  kUnitBytes);
+      for (int i = 0; i < kUnitElements; ++i) {
+        elements[(column + i) * kProductDepth + k] = unit[i];
+      }
+    }
+  }
+  return elements;
+}
+
+std::vector<uint16_t> read_b(const char* name, const Operands& operands, Site site) {
+  return operands.b_major == Major::kRows ? read_rows(name, operands.b, operands.columns, site)
+                                          : read_columns(name, operands.b, operands.columns, site);
+}
+
+// Row of the product of registers i = 0, 1 (0) and 2, 3 (1) of 4 in each 8 columns, and the first
+// of two columns.
+int fragment_row(int thread, int half) {
+  return thread / kWarpSize * 16 + thread % kWarpSize / 4 + 8 * half;
+}
+int fragment_column(int thread) { return thread % 4 * 2; }
 
 std::vector<double> to_numbers(DType dtype, const std::vector<uint16_t>& elements) {
   std::vector<double> numbers;
@@ -65,14 +118,17 @@ __attribute__((no_sanitize("address", "undefined"))) void multiply(const double*
 
 }  // namespace
 
-void WarpgroupThread::add(std::shared_ptr<Product> product, float* c, bool add) {
-  const int registers = product->columns / 2;
+void WarpgroupThread::add(std::shared_ptr<Product> product, const uint32_t* a_registers, float* c,
+                          bool add) {
+  const int registers = product->operands.columns / 2;
   Accumulator& accumulator = accumulators_[c];
   if (accumulator.parts++ == 0) {
     accumulator.values.assign(c, c + registers);
     for (int i = 0; i < registers; ++i) c[i] = std::bit_cast<float>(kUnderWay);
   }
-  open_.push_back({std::move(product), c, add});
+  Part part{std::move(product), a_registers, {}, c, add};
+  if (a_registers) std::copy_n(a_registers, part.a.size(), part.a.begin());
+  open_.push_back(std::move(part));
 }
 
 void WarpgroupThread::commit() {
@@ -89,26 +145,31 @@ void WarpgroupThread::wait(int pending, int thread, Site site) {
 
 void WarpgroupThread::finish(const Part& part, int thread, Site site) {
   Product& product = *part.product;
+  const Operands& operands = product.operands;
   const int warp = thread / kWarpSize;
-  const int lane = thread % kWarpSize;
   if (product.checked_warp != warp) {
     product.checked_warp = warp;
-    if (read_operand("wgmma", product.a, kProductRows, site) != product.a_elements ||
-        read_operand("wgmma", product.b, product.columns, site) != product.b_elements) {
+    if ((!operands.a_registers &&
+         read_columns("wgmma", operands.a, kProductRows, site) != product.a_elements) ||
+        read_b("wgmma", operands, site) != product.b_elements) {
       fail("shared memory has changed between a wgmma (%s:%d) and the wait for it (%s:%d)",
            product.site.file, product.site.line, site.file, site.line);
     }
   }
+  if (part.a_registers && !std::equal(part.a.begin(), part.a.end(), part.a_registers)) {
+    fail("an operand in registers has changed between a wgmma (%s:%d) and the wait for it (%s:%d)",
+         product.site.file, product.site.line, site.file, site.line);
+  }
   Accumulator& accumulator = accumulators_[part.c];
-  for (int i = 0; i < product.columns / 2; ++i) {
-    const int row = 16 * warp + (lane >> 2) + ((i & 2) ? 8 : 0);
-    const int column = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
+  for (int i = 0; i < operands.columns / 2; ++i) {
+    const int row = fragment_row(thread, i / 2 % 2);
+    const int column = 8 * (i / 4) + fragment_column(thread) + i % 2;
     float& value = accumulator.values[i];
     value = static_cast<float>((part.add ? value : 0.0) +
-                               product.values[row * product.columns + column]);
+                               product.values[row * operands.columns + column]);
   }
   if (--accumulator.parts > 0) return;
-  for (int i = 0; i < product.columns / 2; ++i) {
+  for (int i = 0; i < operands.columns / 2; ++i) {
     if (std::bit_cast<uint32_t>(part.c[i]) != kUnderWay) {
       fail("an accumulator has changed between a wgmma (%s:%d) and the wait for it (%s:%d)",
            product.site.file, product.site.line, site.file, site.line);
@@ -121,9 +182,10 @@ void WarpgroupThread::finish(const Part& part, int thread, Site site) {
 void issue_product(void* const* arguments) {
   const auto& first = *static_cast<const Issue*>(arguments[0]);
   const Site site = first.site;
+  const Operands& operands = first.operands;
   for (int i = 0; i < kWarpgroupSize; ++i) {
     const auto& mine = *static_cast<const Issue*>(arguments[i]);
-    if (mine.a != first.a || mine.b != first.b || mine.add != first.add) {
+    if (mine.operands.a != operands.a || mine.operands.b != operands.b || mine.add != first.add) {
       fail("threads of a warpgroup give %s different operands (%s:%d)", first.name, site.file,
            site.line);
     }
@@ -136,20 +198,30 @@ void issue_product(void* const* arguments) {
     }
   }
   auto product = std::make_shared<Product>();
-  product->dtype = first.dtype;
-  product->columns = first.columns;
-  product->a = first.a;
-  product->b = first.b;
+  product->operands = operands;
   product->site = site;
-  product->a_elements = read_operand(first.name, first.a, kProductRows, site);
-  product->b_elements = read_operand(first.name, first.b, first.columns, site);
-  product->values.resize(kProductRows * first.columns);
-  multiply(to_numbers(first.dtype, product->a_elements).data(),
-           to_numbers(first.dtype, product->b_elements).data(), first.columns,
+  if (operands.a_registers) {
+    product->a_elements.resize(kProductRows * kProductDepth);
+    for (int thread = 0; thread < kWarpgroupSize; ++thread) {
+      const uint32_t* const a = static_cast<const Issue*>(arguments[thread])->operands.a_registers;
+      for (int i = 0; i < 4; ++i) {
+        uint16_t* const pair = &product->a_elements[fragment_row(thread, i % 2) * kProductDepth +
+                                                    8 * (i / 2) + fragment_column(thread)];
+        pair[0] = static_cast<uint16_t>(a[i]);
+        pair[1] = static_cast<uint16_t>(a[i] >> 16);
+      }
+    }
+  } else {
+    product->a_elements = read_columns(first.name, operands.a, kProductRows, site);
+  }
+  product->b_elements = read_b(first.name, operands, site);
+  product->values.resize(kProductRows * operands.columns);
+  multiply(to_numbers(operands.dtype, product->a_elements).data(),
+           to_numbers(operands.dtype, product->b_elements).data(), operands.columns,
            product->values.data());
   for (int i = 0; i < kWarpgroupSize; ++i) {
     const auto& mine = *static_cast<const Issue*>(arguments[i]);
-    mine.thread->add(product, mine.c, mine.add);
+    mine.thread->add(product, mine.operands.a_registers, mine.c, mine.add);
   }
 }
 

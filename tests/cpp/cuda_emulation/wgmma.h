@@ -1,14 +1,15 @@
 // Matrix products under way, and the registers that they will write.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
 #include <vector>
 
+#include "cuda_emulation/hopper.h"
 #include "cuda_emulation/scheduler.h"
-#include "kernels/params.h"
 
 namespace cuda_emulation::hopper {
 
@@ -18,10 +19,7 @@ using OperandRow = uint16_t[kProductDepth];
 
 // A product that a warpgroup has issued: operands as they were then.
 struct Product {
-  h2o_prefill::DType dtype;
-  int columns;
-  uint64_t a;
-  uint64_t b;
+  Operands operands;  // of the first thread
   Site site;
   std::vector<uint16_t> a_elements;  // [64, 16]
   std::vector<uint16_t> b_elements;  // [columns, 16]
@@ -38,7 +36,7 @@ class WarpgroupThread {
   bool is_waiting() const { return !accumulators_.empty(); }
   bool is_under_way(const float* c) const { return accumulators_.count(c) != 0; }
 
-  void add(std::shared_ptr<Product> product, float* c, bool add);
+  void add(std::shared_ptr<Product> product, const uint32_t* a_registers, float* c, bool add);
   void commit();
   // Finishes all but the latest groups. thread: of the warpgroup.
   void wait(int pending, int thread, Site site);
@@ -46,6 +44,8 @@ class WarpgroupThread {
  private:
   struct Part {
     std::shared_ptr<Product> product;
+    const uint32_t* a_registers;
+    std::array<uint32_t, 4> a;  // that they held
     float* c;
     bool add;
   };
@@ -66,11 +66,8 @@ class WarpgroupThread {
 struct Issue {
   WarpgroupThread* thread;
   const char* name;
-  h2o_prefill::DType dtype;
+  Operands operands;
   float* c;
-  int columns;
-  uint64_t a;
-  uint64_t b;
   bool add;
   Site site;
 };

@@ -1,108 +1,15 @@
 // The forward kernels on the emulation against attention in float64.
 #include <gtest/gtest.h>
 
-#include "cuda_emulation/scheduler.h"
-#include "kernels/cuda/attend_forward.h"
-#include "kernels/cuda/attention.h"
+#include "kernels/cuda/attend_calls.h"
 
 namespace h2o_prefill::testing {
+
+cudaError_t launch_tested(const AttendForwardParams& params) {
+  return launch_attend_forward(params, nullptr);
+}
+
 namespace {
-
-constexpr float kUntouched = 4321.0F;
-
-// One call: out, lse and memory_lse of all its rows, at first NaN and kUntouched.
-struct Call {
-  AttentionInputs in;
-  Heads out;
-  std::vector<float> lse;
-  std::vector<float> memory_lse;
-  AttendForwardParams params{};
-
-  explicit Call(const AttentionShape& shape, int64_t past = 0)
-      : in(make_inputs(shape)),
-        out(shape.dtype, shape.batch, shape.heads, shape.rows, shape.value_dim, shape.transposed,
-            shape.transposed ? 8 : 0),
-        lse(shape.batch * shape.heads * shape.rows, kUntouched),
-        memory_lse(lse) {
-    params.rows = shape.rows;
-    params.past = past;
-    params.query = in.query.view();
-    params.key = in.key.view();
-    params.value = in.value.view();
-    params.scale_log2 = scale_log2(in);
-  }
-
-  void run() {
-    params.out = out.view();
-    params.lse = lse.data();
-    if (params.gathered) params.memory_lse = memory_lse.data();
-    ASSERT_EQ(launch_attend_forward(params, nullptr), cudaSuccess);
-  }
-
-  std::vector<double> out_numbers() const {
-    std::vector<double> all;
-    for (int64_t b = 0; b < out.batch; ++b) {
-      for (int64_t h = 0; h < out.heads; ++h) {
-        for (int64_t t = 0; t < out.length; ++t) {
-          for (int64_t d = 0; d < out.rows.dim(); ++d) {
-            all.push_back(out.rows.get(out.row(b, h, t), d));
-          }
-        }
-      }
-    }
-    return all;
-  }
-};
-
-// 16-bit outputs are within twice the error of the plain computation in the dtype.
-double out_tolerance(DType dtype, const Expected& expected) {
-  if (dtype == DType::kFloat32) return 1e-5;
-  return 2 * largest_difference(expected.same_type, expected.out);
-}
-
-std::vector<double> doubles(const std::vector<float>& x) { return {x.begin(), x.end()}; }
-
-void expect_close(const Call& call, const VisibleKeys& visible, const char* what) {
-  const Expected expected = attend(call.in, visible);
-  EXPECT_LE(largest_difference(call.out_numbers(), expected.out),
-            out_tolerance(call.in.query.rows.dtype(), expected))
-      << what;
-  EXPECT_LE(largest_difference(doubles(call.lse), expected.lse), 2e-5) << what;
-  EXPECT_TRUE(call.out.rows.gaps_untouched()) << what;
-}
-
-VisibleKeys causal_keys(int64_t past, int64_t chunk_size) {
-  return [=](int64_t, int64_t, int64_t t) {
-    return range(chunk_size ? past + t / chunk_size * chunk_size : 0, past + t + 1);
-  };
-}
-
-std::string describe(const AttentionShape& x) {
-  return name_of(x.dtype) + ", rows " + std::to_string(x.rows) + ", keys " +
-         std::to_string(x.keys) + ", dims " + std::to_string(x.dim) + " and " +
-         std::to_string(x.value_dim) + ", heads " + std::to_string(x.heads);
-}
-
-// Runs a call again in other orders of threads: results are equal to the bit.
-void expect_reproducible(const std::function<Call()>& run) {
-  cuda_emulation::set_seed(0);
-  const Call first = run();
-  for (const uint64_t seed : {1, 2, 3}) {
-    cuda_emulation::set_seed(seed);
-    const Call again = run();
-    EXPECT_EQ(first.out_numbers(), again.out_numbers());
-    EXPECT_EQ(first.lse, again.lse);
-    EXPECT_EQ(first.memory_lse, again.memory_lse);
-  }
-}
-
-void check_causal(const AttentionShape& shape, int64_t chunk_size) {
-  const int64_t past = shape.keys - shape.rows;
-  Call call(shape, past);
-  call.params.chunk_size = chunk_size;
-  call.run();
-  expect_close(call, causal_keys(past, chunk_size), describe(shape).c_str());
-}
 
 TEST(AttendForward, RowsAroundTheTile) {
   for (const DType dtype : kDTypes) {
@@ -178,40 +85,10 @@ TEST(AttendForward, LseIsNotWanted) {
   for (const DType dtype : kDTypes) {
     Call call({dtype, 40, 40});
     call.params.out = call.out.view();
-    ASSERT_EQ(launch_attend_forward(call.params, nullptr), cudaSuccess);
+    ASSERT_EQ(launch_tested(call.params), cudaSuccess);
     const Expected expected = attend(call.in, causal_keys(0, 0));
     EXPECT_LE(largest_difference(call.out_numbers(), expected.out), out_tolerance(dtype, expected));
   }
-}
-
-// A memory set of each head, and the rest of the history out of sight.
-struct GatheredCase {
-  AttentionShape shape;
-  int64_t width;
-  int64_t count;  // present in the first set
-};
-
-Call run_gathered(const GatheredCase& x, const std::vector<int32_t>& sets) {
-  Call call(x.shape, x.shape.keys - x.shape.rows);
-  call.params.gathered = true;
-  call.params.indices = sets.data();
-  call.params.width = x.width;
-  call.run();
-  return call;
-}
-
-void check_gathered(const GatheredCase& x) {
-  const AttentionShape& shape = x.shape;
-  const std::vector<int32_t> sets =
-      memory_sets(shape.batch * shape.kv_heads, x.width, x.count, shape.keys);
-  const Call call = run_gathered(x, sets);
-  const std::string what =
-      describe(shape) + ", width " + std::to_string(x.width) + ", count " + std::to_string(x.count);
-  expect_close(
-      call,
-      [&](int64_t b, int64_t h, int64_t) { return members(sets, b * shape.kv_heads + h, x.width); },
-      what.c_str());
-  EXPECT_EQ(call.lse, call.memory_lse) << what;
 }
 
 TEST(AttendForward, MemorySets) {
@@ -229,111 +106,6 @@ TEST(AttendForward, MemorySets) {
       check_gathered({{dtype, 33, 90, 64, 64, 2 * group, 2, 2, group != 3}, 80, 67});
     }
   }
-}
-
-// Lists of recalled keys of all blocks of two batch rows, as lexical_recall writes them: positions
-// once a block, by rising visible_from. Some are of the memory set, some not before the chunk.
-struct Recall {
-  int64_t block;
-  int64_t blocks;
-  std::vector<int32_t> offsets{0};
-  std::vector<int32_t> positions;
-  std::vector<int32_t> visible_from;
-
-  Recall(int64_t batch, int64_t rows, int64_t past, int64_t block, int64_t most)
-      : block(block), blocks((rows + block - 1) / block) {
-    Random random(static_cast<uint32_t>(block));
-    for (int64_t i = 0; i < batch * blocks; ++i) {
-      const int64_t begin = past + i % blocks * block;
-      std::vector<int32_t> all(past + rows);
-      for (size_t j = 0; j < all.size(); ++j) all[j] = static_cast<int32_t>(j);
-      for (size_t j = all.size() - 1; j > 0; --j) std::swap(all[j], all[random.below(j + 1)]);
-      std::vector<int32_t> from;
-      for (int64_t n = random.below(most + 1); n > 0; --n) {
-        from.push_back(static_cast<int32_t>(begin + random.below(block)));
-      }
-      std::sort(from.begin(), from.end());
-      visible_from.insert(visible_from.end(), from.begin(), from.end());
-      positions.insert(positions.end(), all.begin(), all.begin() + from.size());
-      offsets.push_back(static_cast<int32_t>(positions.size()));
-    }
-  }
-
-  void set(AttendForwardParams& params) const {
-    params.recall_offsets = offsets.data();
-    params.recall_positions = positions.data();
-    params.recall_visible_from = visible_from.data();
-    params.recall_block = block;
-    params.recall_blocks = blocks;
-  }
-
-  std::vector<int64_t> visible(int64_t b, int64_t t, int64_t past, int64_t chunk_begin,
-                               const std::vector<int64_t>& memory) const {
-    std::vector<int64_t> keys;
-    const int64_t list = b * blocks + t / block;
-    for (int32_t i = offsets[list]; i < offsets[list + 1]; ++i) {
-      const bool known = std::count(memory.begin(), memory.end(), positions[i]) > 0;
-      if (visible_from[i] <= past + t && positions[i] < chunk_begin && !known) {
-        keys.push_back(positions[i]);
-      }
-    }
-    return keys;
-  }
-};
-
-struct RecallCase {
-  AttentionShape shape;
-  int64_t chunk_size;
-  int64_t block;
-  int64_t most;  // entries of a block
-  int64_t width;
-  int64_t count;
-};
-
-// All of a call as the whole-prefill op runs it: causal chunks, then each chunk over its memory set
-// and what it recalls, merged.
-Call run_chunks(const RecallCase& x, const std::vector<int32_t>& sets, const Recall& recall) {
-  const int64_t past = x.shape.keys - x.shape.rows;
-  Call call(x.shape, past);
-  call.params.chunk_size = x.chunk_size;
-  call.run();
-  call.params.gathered = true;
-  call.params.indices = sets.data();
-  call.params.width = x.width;
-  call.params.merge_with_out = true;
-  recall.set(call.params);
-  for (int64_t row = 0; row < x.shape.rows; row += x.chunk_size) {
-    call.params.row_begin = row;
-    call.params.rows = std::min(x.chunk_size, x.shape.rows - row);
-    call.params.chunk_begin = past + row;
-    call.run();
-  }
-  return call;
-}
-
-void check_recall(const RecallCase& x) {
-  const int64_t past = x.shape.keys - x.shape.rows;
-  const Recall recall(x.shape.batch, x.shape.rows, past, x.block, x.most);
-  // Before the call, so that no chunk holds one of them.
-  const std::vector<int32_t> sets =
-      memory_sets(x.shape.batch * x.shape.kv_heads, x.width, x.count, past);
-  const Call call = run_chunks(x, sets, recall);
-  const auto memory = [&](int64_t b, int64_t h, int64_t) {
-    return members(sets, b * x.shape.kv_heads + h, x.width);
-  };
-  const auto all = [&](int64_t b, int64_t h, int64_t t) {
-    std::vector<int64_t> keys = causal_keys(past, x.chunk_size)(b, h, t);
-    const int64_t chunk_begin = keys.front();
-    const std::vector<int64_t> kept = memory(b, h, t);
-    const std::vector<int64_t> recalled = recall.visible(b, t, past, chunk_begin, kept);
-    keys.insert(keys.end(), kept.begin(), kept.end());
-    keys.insert(keys.end(), recalled.begin(), recalled.end());
-    return keys;
-  };
-  const std::string what = describe(x.shape) + ", block " + std::to_string(x.block);
-  expect_close(call, all, what.c_str());
-  EXPECT_LE(largest_difference(doubles(call.memory_lse), attend(call.in, memory).lse), 2e-5)
-      << what;
 }
 
 TEST(AttendForward, RecalledKeys) {
@@ -365,7 +137,7 @@ TEST(AttendForward, NothingToDo) {
 TEST(AttendForward, DimsThatHaveNoKernel) {
   Call call({DType::kFloat16, 5, 5, 264, 64});
   call.params.out = call.out.view();
-  EXPECT_EQ(launch_attend_forward(call.params, nullptr), cudaErrorInvalidValue);
+  EXPECT_EQ(launch_tested(call.params), cudaErrorInvalidValue);
 }
 
 }  // namespace

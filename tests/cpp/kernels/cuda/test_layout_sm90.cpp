@@ -55,6 +55,26 @@ TEST(LayoutSm90, StepsAreSixteenColumns) {
   EXPECT_LT(227 * 1024 >> 4, 1 << 14);
 }
 
+// Element (key, column) of a product's 16 keys lies where the hardware looks for it: in units of 16
+// bytes column / 8 % 8, then by leading offsets; rows of 128 bytes, groups of 8 by strides.
+TEST(LayoutSm90, RowsOfValues) {
+  for (const int rows : {64, 128}) {
+    const uint64_t descriptor = slab_rows_descriptor(0x8400, rows);
+    EXPECT_EQ(descriptor >> 62, 1U);
+    const int leading = static_cast<int>(descriptor >> 16 & 0x3FFF) * 16;
+    const int stride = static_cast<int>(descriptor >> 32 & 0x3FFF) * 16;
+    for (int key = 0; key < rows; ++key) {
+      const int begin = static_cast<int>(descriptor + descriptor_row_step(key / 16) & 0x3FFF) * 16;
+      for (int unit = 0; unit < 16; ++unit) {
+        int address = begin + key % 16 / 8 * stride + key % 8 * kSlabRowBytes;
+        address += unit / 8 * leading + unit % 8 * layout::kUnitBytes;
+        address ^= (address >> 7 & 7) << 4;
+        EXPECT_EQ(address - 0x8400, slab_unit(key, unit, rows) * layout::kUnitBytes);
+      }
+    }
+  }
+}
+
 TEST(LayoutSm90, EveryElementHasItsRegister) {
   std::set<std::pair<int, int>> elements;
   for (int thread = 0; thread < kWarpgroupThreads; ++thread) {

@@ -64,7 +64,19 @@ void fence_accumulators(float (&)[n]) {}
 template <DType dtype>
 void wgmma_m64n128k16(float (&c)[64], uint64_t a, uint64_t b, bool add, Site site = Site::here()) {
   static_assert(dtype == DType::kBFloat16 || dtype == DType::kFloat16);
-  cuda_emulation::hopper::wgmma("wgmma_m64n128k16", dtype, c, 128, a, b, add, site);
+  using cuda_emulation::hopper::Major;
+  cuda_emulation::hopper::wgmma("wgmma_m64n128k16", {dtype, 128, a, nullptr, b, Major::kColumns}, c,
+                                add, site);
+}
+
+template <DType dtype, int registers>
+void wgmma_rows_of_b(float (&c)[registers], const uint32_t (&a)[4], uint64_t b,
+                     Site site = Site::here()) {
+  static_assert(dtype == DType::kBFloat16 || dtype == DType::kFloat16);
+  static_assert(registers == 32 || registers == 64);
+  using cuda_emulation::hopper::Major;
+  cuda_emulation::hopper::wgmma("wgmma_rows_of_b", {dtype, 2 * registers, 0, a, b, Major::kRows}, c,
+                                true, site);
 }
 
 }  // namespace h2o_prefill::ptx
