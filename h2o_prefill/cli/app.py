@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import ablate, bench, generate, info, ppl, retrieve, visualize
+from . import ablate, bench, calibrate, generate, info, ppl, retrieve, visualize
 from .errors import OneLineErrors
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command(name="ppl")(ppl.ppl)
 app.command(name="ablate")(ablate.ablate)
+app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="bench")(bench.bench)
 app.command(name="retrieve")(retrieve.retrieve)
 app.command(name="visualize")(visualize.visualize)

@@ -9,6 +9,8 @@ from rich import box
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from ..eval.attention_flops import AttentionFlops
+    from ..eval.calibration import LayerCalibration
     from ..eval.result import PerplexityResult
 
 
@@ -45,6 +47,29 @@ def perplexity_table(result: PerplexityResult) -> Table:
         f"{1 / result.attention_flops_ratio:.2f}",
         f"{result.attention_flops_ratio:.2f}x fewer",
     )
+    return table
+
+
+def calibration_table(result: LayerCalibration) -> Table:
+    """Return what KL each dense layer leaves, the best one first, and the layers chosen."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("dense beside the settings")
+    for name in ("mean KL(dense || sparse)", "change", "attention flops of dense"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    def add(name: str, kl: float, flops: str = "", style: str | None = None) -> None:
+        change = _percent(100 * (kl / result.kl_before - 1)) if result.kl_before else ""
+        table.add_row(name, f"{kl:.4f} nats", change, flops, style=style)
+
+    def share(flops: AttentionFlops) -> str:
+        return f"{100 / flops.ratio:.1f} %"
+
+    add("nothing", result.kl_before, share(result.flops_before))
+    for layer in result.ranking:
+        chosen = layer in result.config.dense_layers
+        add(f"  layer {layer}", result.kl_by_layer[layer], style="bold" if chosen else None)
+    chosen_layers = ", ".join(str(layer) for layer in result.config.dense_layers)
+    add(f"layers {chosen_layers}", result.kl_after, share(result.flops_after), style="bold")
     return table
 
 

@@ -85,7 +85,7 @@ def evaluate_perplexity(
         network = model
     check_dense(network)
     check_length(network, context, "context")
-    tokens = _tokens(dataset, tokenizer)
+    tokens = text_tokens(dataset, tokenizer)
     first = first_token(tokenizer, protocol)
     selected, batches = select_windows(tokens, context, windows, first)
 
@@ -147,7 +147,14 @@ def check_settings(config: PrefillConfig, context: int, windows: str, protocol: 
         )
 
 
-def _tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
+def text_tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
+    """Return the tokens of a dataset as `evaluate_perplexity` takes it, int64 [tokens].
+
+    Raises
+    ------
+    ValueError
+        If a text is empty or comes without a tokenizer, or tokens are not a sequence of ids.
+    """
     if isinstance(dataset, str) and dataset in DATASETS:
         dataset = load_text(dataset)
     if isinstance(dataset, (str, Corpus)):

@@ -1,0 +1,181 @@
+"""Which layers of a model lose most under sparse prefill: those to keep dense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import PrefillConfig
+from ..presets import chosen_config
+from .attention_flops import AttentionFlops, count_attention_flops
+from .forward import PromptForward, PromptLogits
+from .guards import check_dense, check_length, eval_mode
+from .perplexity import Progress, check_settings, count_layers, text_tokens
+from .protocols import scored_rows, select_windows
+from .scoring import score_window
+from .text import Corpus
+
+_PROTOCOL = "gptq"
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What each layer's sparse attention costs a model.
+
+    Attributes
+    ----------
+    config : PrefillConfig
+        The settings measured, with the layers found among its `dense_layers`.
+    kl_before, kl_after : float
+        Mean KL(dense || sparse) in nats a token, of the settings as given and of `config`.
+    kl_by_layer : dict of int to float
+        The same of the settings as given with this layer dense too; layers that they keep dense
+        are not in it.
+    flops_before, flops_after : AttentionFlops
+        Attention of both on the windows measured.
+    context : int
+        Tokens of a window.
+    windows : list of int
+    """
+
+    config: PrefillConfig
+    kl_before: float
+    kl_after: float
+    kl_by_layer: dict[int, float]
+    flops_before: AttentionFlops
+    flops_after: AttentionFlops
+    context: int
+    windows: list[int]
+
+    @property
+    def ranking(self) -> list[int]:
+        """Layers, that with the lowest KL when it is dense first."""
+        return _rank(self.kl_by_layer)
+
+
+def calibrate_dense_layers(
+    model: nn.Module,
+    dataset: Tensor | Sequence[int] | Corpus | str,
+    chunk_config: PrefillConfig | str | None = None,
+    *,
+    layers: int = 3,
+    tokenizer: Any = None,
+    context: int = 4096,
+    windows: str = "0:1",
+    on_progress: Progress | None = None,
+) -> LayerCalibration:
+    """Find the layers whose sparse attention changes a model's predictions most.
+
+    The loss of sparse prefill is not spread evenly: a few layers, whose heads look up what stood
+    far back, have most of it. One layer after another is kept dense, all others stay sparse, and
+    the layers that bring the predictions nearest to those of the dense model are chosen. That is
+    one dense and `num_layers + 2` sparse forward passes a window. A dense layer is quadratic in the
+    length of the prompt: what it costs grows with it.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A causal language model with dense attention.
+    dataset : Tensor, sequence of int, Corpus or str
+        As `evaluate_perplexity` takes it. Not the text to be evaluated on.
+    chunk_config : PrefillConfig or str, optional
+        Settings of the other layers. Default: those of `enable`.
+    layers : int
+        How many to choose, beside the `dense_layers` of the settings.
+    tokenizer : optional
+        The model's, for a text.
+    context : int
+        Tokens of a window: at least two chunks.
+    windows : str
+        A slice "begin:end" of the windows.
+    on_progress : callable, optional
+        Called with (forward passes done, passes in all, what runs next).
+
+    Returns
+    -------
+    LayerCalibration
+        `enable(model, calibration.config)` uses what was found.
+
+    Raises
+    ------
+    ValueError
+        For the reasons of `evaluate_perplexity`, or if there are not more layers than are to be
+        dense.
+    ArithmeticError
+        If a run gives logits that are not finite.
+    """
+    from ..hf import enable
+
+    config = chosen_config(chunk_config)
+    check_settings(config, context, windows, _PROTOCOL)
+    candidates = [i for i in range(count_layers(model)) if i not in config.dense_layers]
+    if not 1 <= layers < len(candidates):
+        raise ValueError(
+            f"layers must be at least 1 and leave a layer sparse, got {layers} of the "
+            f"{len(candidates)} layers that are not dense"
+        )
+    check_dense(model)
+    check_length(model, context, "context")
+    selected, batches = select_windows(text_tokens(dataset, tokenizer), context, windows)
+    passes = len(batches) * (len(candidates) + 3)
+    done = 0
+
+    def report(what: str) -> None:
+        if on_progress is not None:
+            on_progress(done, passes, what)
+
+    network: Any = model
+    with torch.no_grad(), eval_mode(network):
+        forward = PromptForward(model)
+        rows = scored_rows(_PROTOCOL, context)
+        prompts = batches.to(next(model.parameters()).device)
+        dense: list[PromptLogits] = []
+        for index, prompt in zip(selected, prompts, strict=True):
+            report(f"window {index} dense")
+            dense.append(forward(prompt.unsqueeze(0))[0])
+            done += 1
+
+        def measure(tried: PrefillConfig, what: str) -> float:
+            nonlocal done
+            total = 0.0
+            for index, prompt, logits in zip(selected, prompts, dense, strict=True):
+                report(f"window {index} {what}")
+                with enable(network, tried):
+                    sparse = forward(prompt.unsqueeze(0))[0]
+                scores = score_window(logits, sparse, prompt, rows)
+                scores.check_finite(index)
+                total += float(scores.kl.double().mean())
+                done += 1
+            return total / len(prompts)
+
+        before = measure(config, "sparse")
+        by_layer = {
+            layer: measure(_with_dense(config, [layer]), f"layer {layer} dense")
+            for layer in candidates
+        }
+        chosen = _with_dense(config, _rank(by_layer)[:layers])
+        after = measure(chosen, "chosen layers dense")
+    report("done")
+    num_layers = count_layers(model)
+    return LayerCalibration(
+        config=chosen,
+        kl_before=before,
+        kl_after=after,
+        kl_by_layer=by_layer,
+        flops_before=count_attention_flops(batches, config, num_layers),
+        flops_after=count_attention_flops(batches, chosen, num_layers),
+        context=context,
+        windows=list(selected),
+    )
+
+
+def _rank(kl_by_layer: dict[int, float]) -> list[int]:
+    return sorted(kl_by_layer, key=lambda layer: kl_by_layer[layer])
+
+
+def _with_dense(config: PrefillConfig, layers: list[int]) -> PrefillConfig:
+    return config.replace(dense_layers=tuple(sorted({*config.dense_layers, *layers})))

@@ -1,0 +1,113 @@
+"""Which layers to keep dense, against perplexity measured with each of them dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import h2o_prefill
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import calibrate_dense_layers, count_attention_flops, evaluate_perplexity
+
+CONTEXT = 64
+LAYERS = 4
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(1, 257, (2 * CONTEXT,), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def model(tiny: Any) -> Any:
+    return tiny.make_model(num_hidden_layers=LAYERS)
+
+
+def _kl(model: Any, tokens: torch.Tensor, config: PrefillConfig, windows: str) -> float:
+    return evaluate_perplexity(model, tokens, config, context=CONTEXT, windows=windows).kl_mean
+
+
+def test_every_layer_is_measured_as_by_perplexity(
+    model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    done: list[tuple[int, int, str]] = []
+    result = calibrate_dense_layers(
+        model,
+        tokens,
+        small_config,
+        layers=2,
+        context=CONTEXT,
+        windows="0:2",
+        on_progress=lambda *report: done.append(report),
+    )
+    assert result.kl_before == pytest.approx(_kl(model, tokens, small_config, "0:2"), rel=1e-4)
+    assert list(result.kl_by_layer) == list(range(LAYERS))
+    for layer, kl in result.kl_by_layer.items():
+        config = small_config.replace(dense_layers=(layer,))
+        assert kl == pytest.approx(_kl(model, tokens, config, "0:2"), rel=1e-4)
+    assert result.kl_after == pytest.approx(_kl(model, tokens, result.config, "0:2"), rel=1e-4)
+    assert (result.context, result.windows) == (CONTEXT, [0, 1])
+
+    passes = 2 * (LAYERS + 3)
+    assert [report[0] for report in done] == list(range(passes + 1))
+    assert {report[1] for report in done} == {passes}
+    assert done[0][2] == "window 0 dense" and done[-1][2] == "done"
+
+
+def test_the_layer_that_needs_it_is_chosen(
+    model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    # What the others attend to is dropped.
+    for index in (0, 1, 3):
+        torch.nn.init.zeros_(model.model.layers[index].self_attn.o_proj.weight)
+    result = calibrate_dense_layers(model, tokens, small_config, layers=1, context=CONTEXT)
+    assert result.config == small_config.replace(dense_layers=(2,))
+    assert result.ranking[0] == 2
+    assert result.kl_before > 0.01 and result.kl_after == pytest.approx(0, abs=1e-6)
+    batches = tokens[:CONTEXT].view(1, CONTEXT)
+    assert result.flops_before == count_attention_flops(batches, small_config, LAYERS)
+    assert result.flops_after == count_attention_flops(batches, result.config, LAYERS)
+    with h2o_prefill.enable(model, result.config):
+        model(batches)
+
+
+def test_layers_that_are_dense_already_stay_so(
+    model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    config = small_config.replace(dense_layers=(2,))
+    result = calibrate_dense_layers(model, tokens, config, layers=1, context=CONTEXT)
+    assert list(result.kl_by_layer) == [0, 1, 3]
+    assert result.config.dense_layers == tuple(sorted((2, result.ranking[0])))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 0}, "layers must be at least 1"),
+        ({"layers": LAYERS}, "leave a layer sparse, got 4 of the 4"),
+        ({"context": 16}, "context must be at least two chunks"),
+        ({"windows": "0:9"}, "windows must be a slice within 0:2"),
+        ({"context": 1024}, "context must be .*512"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    model: Any,
+    tokens: torch.Tensor,
+    small_config: PrefillConfig,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        calibrate_dense_layers(model, tokens, small_config, **{"context": CONTEXT, **options})
+
+
+def test_a_sparse_model_is_refused(
+    model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+) -> None:
+    with (
+        h2o_prefill.enable(model, small_config),
+        pytest.raises(ValueError, match="model must have dense attention"),
+    ):
+        calibrate_dense_layers(model, tokens, small_config, layers=1, context=CONTEXT)
