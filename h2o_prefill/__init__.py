@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from h2o_prefill import reference
     from h2o_prefill.eval.ablation import run_ablation
     from h2o_prefill.eval.attention_error import measure_attention
-    from h2o_prefill.eval.calibration import calibrate_dense_layers
+    from h2o_prefill.eval.calibration import calibrate_layers
     from h2o_prefill.eval.patterns import visualize_attention_patterns
     from h2o_prefill.eval.perplexity import evaluate_perplexity
     from h2o_prefill.eval.retrieval import evaluate_retrieval
@@ -40,7 +40,7 @@ __version__: str = build_info()["version"]
 _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
     "benchmark_throughput": "h2o_prefill.eval",
-    "calibrate_dense_layers": "h2o_prefill.eval",
+    "calibrate_layers": "h2o_prefill.eval",
     "chunked_prefill": "h2o_prefill.hf",
     "enable": "h2o_prefill.hf",
     "evaluate_perplexity": "h2o_prefill.eval",
@@ -59,7 +59,7 @@ __all__ = [
     "PrefillState",
     "benchmark_throughput",
     "build_info",
-    "calibrate_dense_layers",
+    "calibrate_layers",
     "chunked_prefill",
     "enable",
     "evaluate_perplexity",

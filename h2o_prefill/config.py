@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ class PrefillConfig:
         The last queries of a call that attend to every key, exactly.
     dense_layers : tuple of int
         Layers that stay dense.
+    wide_layers : tuple of int
+        Layers whose memory sets have `wide_factor` times L and H.
+    wide_factor : int
+        See there.
     gqa_reduce : {"sum", "max"}
         How the column sums of the query heads that share a KV head become one score.
     min_prefill : int, optional
@@ -61,6 +66,8 @@ class PrefillConfig:
     sink_tokens: int = 0
     dense_tail: int = 0
     dense_layers: tuple[int, ...] = ()
+    wide_layers: tuple[int, ...] = ()
+    wide_factor: int = 4
     gqa_reduce: str = "sum"
     min_prefill: int | None = None
     recall: int = 0
@@ -70,13 +77,15 @@ class PrefillConfig:
     recall_max_count: int = 16
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for name in LAYER_FIELDS:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, least in _LEAST.items():
             _check_at_least(name, getattr(self, name), least)
         if self.min_prefill is not None:
             _check_at_least("min_prefill", self.min_prefill, 1)
-        for layer in self.dense_layers:
-            _check_at_least("dense_layers", layer, 0)
+        for name in LAYER_FIELDS:
+            for layer in getattr(self, name):
+                _check_at_least(name, layer, 0)
         if self.gqa_reduce not in GQA_REDUCTIONS:
             raise ValueError(f"gqa_reduce must be one of {GQA_REDUCTIONS}, got {self.gqa_reduce!r}")
         if self.recall and self.chunk_size % self.recall_block:
@@ -111,10 +120,30 @@ class PrefillConfig:
         """
         return past + (new - 1) // self.chunk_size * self.chunk_size
 
+    def of_layer(self, layer: int | None) -> PrefillConfig:
+        """Return the settings of one layer, all in one place: L and H as they are there.
+
+        Parameters
+        ----------
+        layer : int or None
+            None is a layer without a number, which is not wide.
+        """
+        if layer not in self.wide_layers:
+            return self
+        # Not through the constructor, which would warn once more of what was asked for.
+        config = copy.copy(self)
+        for name in ("local_window", "heavy_budget"):
+            object.__setattr__(config, name, self.wide_factor * getattr(self, name))
+        object.__setattr__(config, "wide_layers", ())
+        return config
+
     def replace(self, **changes: object) -> PrefillConfig:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
+
+# Fields that number layers.
+LAYER_FIELDS = ("dense_layers", "wide_layers")
 
 # The smallest legal value of every plain integer field.
 _LEAST = {
@@ -123,6 +152,7 @@ _LEAST = {
     "heavy_budget": 0,
     "sink_tokens": 0,
     "dense_tail": 0,
+    "wide_factor": 1,
     "recall": 0,
     "recall_block": 1,
     "recall_suffix": 1,

@@ -1,4 +1,4 @@
-"""`h2o-prefill calibrate`: which layers of a model to keep dense."""
+"""`h2o-prefill calibrate`: which layers of a model to spend more on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ def calibrate(
             "--windows", help="Slice of the non-overlapping windows.", metavar="BEGIN:END"
         ),
     ] = "0:1",
-    layers: Annotated[int, typer.Option("--layers", min=1, help="How many to keep dense.")] = 3,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="How many to choose.")] = 6,
+    keep: Annotated[
+        str,
+        typer.Option(
+            "--keep",
+            help="What becomes of them: wide, with larger memory sets, or dense, at a cost that "
+            "grows with the square of the prompt.",
+        ),
+    ] = "wide",
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "bfloat16",
     json_file: options.JsonOption = None,
@@ -34,7 +42,8 @@ def calibrate(
 
     One forward pass a layer and window. Prints the settings as --preset takes them.
     """
-    from ..eval import calibrate_dense_layers, load_model, load_text
+    from ..eval import calibrate_layers, load_model, load_text
+    from ..eval.calibration import KEPT
     from ..eval.environment import environment
     from ..eval.report import write_json
     from .tables import calibration_table
@@ -48,11 +57,12 @@ def calibrate(
             network, tokenizer = load_model(model, dtype)
         with progress_bar() as bar:
             task = bar.add_task("calibrate", total=None)
-            result = calibrate_dense_layers(
+            result = calibrate_layers(
                 network,
                 corpus,
                 config,
                 layers=layers,
+                keep=keep,
                 tokenizer=tokenizer,
                 context=context,
                 windows=windows,
@@ -60,11 +70,15 @@ def calibrate(
                     task, completed=done, total=total, description=what
                 ),
             )
-        dense_layers = "+".join(map(str, result.config.dense_layers))
-        variant = f"{preset},dense_layers={dense_layers}"
+        chosen = getattr(result.config, KEPT[keep])
+        variant = f"{preset},{KEPT[keep]}={'+'.join(map(str, chosen))}"
         title = f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {preset}"
         output_console().print(
-            title, calibration_table(result), f"--preset {variant}", sep="\n", markup=False
+            title,
+            calibration_table(result, chosen, keep),
+            f"--preset {variant}",
+            sep="\n",
+            markup=False,
         )
         if json_file is not None:
             origin = {

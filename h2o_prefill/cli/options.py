@@ -93,7 +93,12 @@ SinkTokensOption = Annotated[
 
 def describe_sizes(config: PrefillConfig) -> str:
     """Return sizes, and options that add keys, as titles name them."""
-    more = {"recall": config.recall, "tail": config.dense_tail}
+    more = {
+        "recall": config.recall,
+        "tail": config.dense_tail,
+        "dense": "+".join(map(str, config.dense_layers)),
+        f"{config.wide_factor}-fold": "+".join(map(str, config.wide_layers)),
+    }
     return (
         f"S={config.chunk_size} L={config.local_window} H={config.heavy_budget} "
         f"K={config.sink_tokens}" + "".join(f" {name}={n}" for name, n in more.items() if n)

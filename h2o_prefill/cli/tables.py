@@ -50,11 +50,14 @@ def perplexity_table(result: PerplexityResult) -> Table:
     return table
 
 
-def calibration_table(result: LayerCalibration) -> Table:
-    """Return what KL each dense layer leaves, the best one first, and the layers chosen."""
+def calibration_table(result: LayerCalibration, chosen: tuple[int, ...], keep: str) -> Table:
+    """Return what KL each layer leaves when it is dense, the best first, and that of those chosen.
+
+    `keep` says what became of them.
+    """
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("dense beside the settings")
-    for name in ("mean KL(dense || sparse)", "change", "attention flops of dense"):
+    table.add_column("", no_wrap=True)
+    for name in ("mean KL(dense || sparse)", "change", "attention flops"):
         table.add_column(name, justify="right", no_wrap=True)
 
     def add(name: str, kl: float, flops: str = "", style: str | None = None) -> None:
@@ -64,12 +67,12 @@ def calibration_table(result: LayerCalibration) -> Table:
     def share(flops: AttentionFlops) -> str:
         return f"{100 / flops.ratio:.1f} %"
 
-    add("nothing", result.kl_before, share(result.flops_before))
+    add("the settings", result.kl_before, share(result.flops_before))
     for layer in result.ranking:
-        chosen = layer in result.config.dense_layers
-        add(f"  layer {layer}", result.kl_by_layer[layer], style="bold" if chosen else None)
-    chosen_layers = ", ".join(str(layer) for layer in result.config.dense_layers)
-    add(f"layers {chosen_layers}", result.kl_after, share(result.flops_after), style="bold")
+        style = "bold" if layer in chosen else None
+        add(f"  layer {layer} dense", result.kl_by_layer[layer], style=style)
+    names = ", ".join(map(str, chosen))
+    add(f"layers {names} {keep}", result.kl_after, share(result.flops_after), style="bold")
     return table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..config import PrefillConfig
+from ..config import LAYER_FIELDS, PrefillConfig
 from ..presets import preset_config
 
 
@@ -38,7 +38,7 @@ def parse_variant(text: str, **overrides: int | None) -> PrefillConfig:
 def _setting(part: str, text: str) -> tuple[str, Any]:
     name, equals, value = part.partition("=")
     try:
-        if name == "dense_layers":
+        if name in LAYER_FIELDS:
             return name, tuple(int(layer) for layer in value.split("+"))
         if name == "gqa_reduce" and equals:
             return name, value

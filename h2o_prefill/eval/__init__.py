@@ -6,7 +6,7 @@ from .ablation import run_ablation
 from .attention_error import measure_attention
 from .attention_flops import AttentionFlops, count_attention_flops
 from .attention_result import AttentionMeasures
-from .calibration import LayerCalibration, calibrate_dense_layers
+from .calibration import LayerCalibration, calibrate_layers
 from .memory_profile import profile_memory
 from .models import DEFAULT_MODEL, DTYPES, load_model
 from .patterns import AttentionPatterns, visualize_attention_patterns
@@ -28,7 +28,7 @@ __all__ = [
     "LayerCalibration",
     "PerplexityResult",
     "benchmark_throughput",
-    "calibrate_dense_layers",
+    "calibrate_layers",
     "check_settings",
     "count_attention_flops",
     "evaluate_perplexity",

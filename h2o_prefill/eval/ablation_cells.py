@@ -105,11 +105,20 @@ def find_cells(
                 corpus.name,
                 protocol,
                 [indices.start, *(window.key for window in chosen)],
-                dataclasses.asdict(config),
+                _changed(config),
             )
             label = _label(grid, corpus.name if len(corpora) > 1 else "", context, config)
             cells[key] = Cell(key, config, context, indices, chosen, corpus, label)
     return list(cells.values())
+
+
+def _changed(config: PrefillConfig) -> dict[str, Any]:
+    """Return the fields that are not at their defaults: a new field leaves old keys as they are."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    }
 
 
 def _fingerprint(model: nn.Module) -> str:

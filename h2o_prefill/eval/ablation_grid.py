@@ -165,7 +165,10 @@ def _distinct(name: str, values: Sequence[Any]) -> list[Any]:
 
 
 def _without_idle(config: PrefillConfig) -> PrefillConfig:
-    return config if config.recall else config.replace(**_WITHOUT_RECALL)
+    idle = {} if config.recall else dict(_WITHOUT_RECALL)
+    if not config.wide_layers:
+        idle["wide_factor"] = PrefillConfig.wide_factor
+    return config.replace(**idle)
 
 
 def _layers(text: str) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ context               tokens of a window
 windows               slice "begin:end" of the text's windows that do not overlap
 protocol              which tokens of a window are scored, see `protocols.scored_rows`
 preset                that has these settings, empty if none
-chunk_size, ...       every field of `PrefillConfig`; dense_layers joined by "+" or "none", an empty
-                      min_prefill is one chunk, and recall_* are at their defaults if recall is 0
+chunk_size, ...       every field of `PrefillConfig`; layers joined by "+" or "none", an empty
+                      min_prefill is one chunk; recall_* are at their defaults if recall is 0, and
+                      wide_factor without wide layers
 scored_tokens         of all windows
 dense_ppl, sparse_ppl perplexity over them
 delta_percent         by how much the sparse one is above the dense one

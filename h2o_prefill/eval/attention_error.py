@@ -90,7 +90,8 @@ def measure_attention(
         index = call.module.layer_idx
         report(index, total, f"attention of layer {index}")
         indices.append(index)
-        found.append(measure_layer(call.query, call.key, call.value, config, recalled, scaling))
+        settings = config.of_layer(index)
+        found.append(measure_layer(call.query, call.key, call.value, settings, recalled, scaling))
 
     parameters = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}

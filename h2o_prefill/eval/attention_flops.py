@@ -32,8 +32,9 @@ def count_attention_flops(
 ) -> AttentionFlops:
     """Count the attention of prompts that are prefilled in one call each.
 
-    Layers of `config.dense_layers` count as dense, and so does a prompt too short for a sparse
-    call. What lexical recall adds is searched for in every prompt.
+    Layers of `config.dense_layers` count as dense, those of `config.wide_layers` with their own
+    memory sets, and a prompt too short for a sparse call as dense. What lexical recall adds is
+    searched for in every prompt.
 
     Parameters
     ----------
@@ -52,13 +53,16 @@ def count_attention_flops(
     if length < config.sparse_from:
         return AttentionFlops(1.0, 0.0 if config.recall else None)
     dense = count * dense_dot_products(length)
-    sparse = recalled = 0
-    for prompt in prompts:
-        lists = find_recalled(prompt.unsqueeze(0), config)
-        sparse += sparse_dot_products(length, config, lists)
-        recalled += recalled_dot_products(length, lists)
-    dense_layers = sum(layer < num_layers for layer in set(config.dense_layers))
-    all_layers = dense_layers * dense + (num_layers - dense_layers) * sparse
+    recalled = sum(
+        recalled_dot_products(length, find_recalled(prompt.unsqueeze(0), config))
+        for prompt in prompts
+    )
+    all_layers = sum(
+        dense
+        if layer in config.dense_layers
+        else recalled + count * sparse_dot_products(length, config.of_layer(layer))
+        for layer in range(num_layers)
+    )
     return AttentionFlops(
         ratio=num_layers * dense / all_layers,
         recalled_keys=recalled / (count * length) if config.recall else None,

@@ -1,4 +1,4 @@
-"""Which layers of a model lose most under sparse prefill: those to keep dense."""
+"""Which layers of a model lose most under sparse prefill: those to spend more on."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from .protocols import scored_rows, select_windows
 from .scoring import score_window
 from .text import Corpus
 
+# What can become of layers, and the field of `PrefillConfig` that names them then.
+KEPT = {"wide": "wide_layers", "dense": "dense_layers"}
+
 _PROTOCOL = "gptq"
 
 
@@ -29,12 +32,12 @@ class LayerCalibration:
     Attributes
     ----------
     config : PrefillConfig
-        The settings measured, with the layers found among its `dense_layers`.
+        The settings measured, with the layers found among its `wide_layers` or `dense_layers`.
     kl_before, kl_after : float
         Mean KL(dense || sparse) in nats a token, of the settings as given and of `config`.
     kl_by_layer : dict of int to float
-        The same of the settings as given with this layer dense too; layers that they keep dense
-        are not in it.
+        The same of the settings as given with this layer dense too; layers that they keep dense,
+        or wide if such are looked for, are not in it.
     flops_before, flops_after : AttentionFlops
         Attention of both on the windows measured.
     context : int
@@ -57,12 +60,13 @@ class LayerCalibration:
         return _rank(self.kl_by_layer)
 
 
-def calibrate_dense_layers(
+def calibrate_layers(
     model: nn.Module,
     dataset: Tensor | Sequence[int] | Corpus | str,
     chunk_config: PrefillConfig | str | None = None,
     *,
-    layers: int = 3,
+    layers: int = 6,
+    keep: str = "wide",
     tokenizer: Any = None,
     context: int = 4096,
     windows: str = "0:1",
@@ -71,10 +75,9 @@ def calibrate_dense_layers(
     """Find the layers whose sparse attention changes a model's predictions most.
 
     The loss of sparse prefill is not spread evenly: a few layers, whose heads look up what stood
-    far back, have most of it. One layer after another is kept dense, all others stay sparse, and
+    far back, have most of it. One layer after another is made dense, all others stay sparse, and
     the layers that bring the predictions nearest to those of the dense model are chosen. That is
-    one dense and `num_layers + 2` sparse forward passes a window. A dense layer is quadratic in the
-    length of the prompt: what it costs grows with it.
+    one dense and `num_layers + 2` sparse forward passes a window.
 
     Parameters
     ----------
@@ -85,7 +88,10 @@ def calibrate_dense_layers(
     chunk_config : PrefillConfig or str, optional
         Settings of the other layers. Default: those of `enable`.
     layers : int
-        How many to choose, beside the `dense_layers` of the settings.
+        How many to choose, beside those of the settings.
+    keep : {"wide", "dense"}
+        What becomes of them. Wide layers have larger memory sets, a dense one is quadratic in the
+        length of the prompt.
     tokenizer : optional
         The model's, for a text.
     context : int
@@ -104,7 +110,7 @@ def calibrate_dense_layers(
     ------
     ValueError
         For the reasons of `evaluate_perplexity`, or if there are not more layers than are to be
-        dense.
+        chosen.
     ArithmeticError
         If a run gives logits that are not finite.
     """
@@ -112,11 +118,14 @@ def calibrate_dense_layers(
 
     config = chosen_config(chunk_config)
     check_settings(config, context, windows, _PROTOCOL)
-    candidates = [i for i in range(count_layers(model)) if i not in config.dense_layers]
+    if keep not in KEPT:
+        raise ValueError(f"keep must be one of {tuple(KEPT)}, got {keep!r}")
+    settled = {*config.dense_layers, *getattr(config, KEPT[keep])}
+    candidates = [i for i in range(count_layers(model)) if i not in settled]
     if not 1 <= layers < len(candidates):
         raise ValueError(
-            f"layers must be at least 1 and leave a layer sparse, got {layers} of the "
-            f"{len(candidates)} layers that are not dense"
+            f"layers must be at least 1 and fewer than the {len(candidates)} that there are to "
+            f"choose from, got {layers}"
         )
     check_dense(model)
     check_length(model, context, "context")
@@ -154,11 +163,11 @@ def calibrate_dense_layers(
 
         before = measure(config, "sparse")
         by_layer = {
-            layer: measure(_with_dense(config, [layer]), f"layer {layer} dense")
+            layer: measure(_with_layers(config, KEPT["dense"], [layer]), f"layer {layer} dense")
             for layer in candidates
         }
-        chosen = _with_dense(config, _rank(by_layer)[:layers])
-        after = measure(chosen, "chosen layers dense")
+        chosen = _with_layers(config, KEPT[keep], _rank(by_layer)[:layers])
+        after = measure(chosen, f"chosen layers {keep}")
     report("done")
     num_layers = count_layers(model)
     return LayerCalibration(
@@ -177,5 +186,5 @@ def _rank(kl_by_layer: dict[int, float]) -> list[int]:
     return sorted(kl_by_layer, key=lambda layer: kl_by_layer[layer])
 
 
-def _with_dense(config: PrefillConfig, layers: list[int]) -> PrefillConfig:
-    return config.replace(dense_layers=tuple(sorted({*config.dense_layers, *layers})))
+def _with_layers(config: PrefillConfig, field: str, layers: list[int]) -> PrefillConfig:
+    return config.replace(**{field: tuple(sorted({*getattr(config, field), *layers}))})

@@ -33,9 +33,9 @@ def stack_layers(layers: Sequence[Tensor], fill: float, heads_dim: int = 1) -> T
     Parameters
     ----------
     layers : sequence of Tensor
-        Of the same shape but for the heads.
+        Of the same number of dimensions.
     fill : float
-        For the heads that a layer has fewer than another.
+        Where a layer has less than another: fewer heads, a smaller memory set.
     heads_dim : int
         Which dimension the heads are.
 
@@ -44,12 +44,12 @@ def stack_layers(layers: Sequence[Tensor], fill: float, heads_dim: int = 1) -> T
     Tensor
         With one dimension more, the layers, at `heads_dim`.
     """
-    most = max(layer.shape[heads_dim] for layer in layers)
+    largest = [max(sizes) for sizes in zip(*(layer.shape for layer in layers), strict=True)]
     filled = []
     for layer in layers:
-        shape = list(layer.shape)
-        shape[heads_dim] = most - shape[heads_dim]
-        filled.append(torch.cat([layer, layer.new_full(shape, fill)], dim=heads_dim))
+        whole = layer.new_full(largest, fill)
+        whole[tuple(slice(size) for size in layer.shape)] = layer
+        filled.append(whole)
     return torch.stack(filled, dim=heads_dim)
 
 
@@ -144,7 +144,12 @@ def run_jaccard(first: MemorySets, second: MemorySets) -> Tensor:
     return _jaccard(held_positions(first.memory, length), held_positions(second.memory, length))
 
 
-def heavy_positions(memory: Tensor, chunk_ends: tuple[int, ...], config: PrefillConfig) -> Tensor:
+def heavy_positions(
+    memory: Tensor,
+    chunk_ends: tuple[int, ...],
+    config: PrefillConfig,
+    layers: Sequence[int] | None = None,
+) -> Tensor:
     """Mark the heavy positions of memory sets: neither sinks nor in the local window.
 
     Parameters
@@ -154,27 +159,37 @@ def heavy_positions(memory: Tensor, chunk_ends: tuple[int, ...], config: Prefill
     chunk_ends : tuple of int
         Where each chunk ends.
     config : PrefillConfig
+    layers : sequence of int, optional
+        The layers' numbers in the model. Default: from 0 on.
 
     Returns
     -------
     Tensor
         bool [chunks, layers, Hkv, chunk_ends[-1]]
     """
+    layers = range(memory.shape[1]) if layers is None else layers
+    windows = [config.of_layer(layer).local_window for layer in layers]
     held = held_positions(memory, chunk_ends[-1])
     held[..., : config.sink_tokens] = False
     for index, end in enumerate(chunk_ends):
-        held[index, ..., max(0, end - config.local_window) :] = False
+        for row, window in enumerate(windows):
+            held[index, row, :, max(0, end - window) :] = False
     return held
 
 
-def heavy_overlap(memory: Tensor, chunk_ends: tuple[int, ...], config: PrefillConfig) -> Tensor:
+def heavy_overlap(
+    memory: Tensor,
+    chunk_ends: tuple[int, ...],
+    config: PrefillConfig,
+    layers: Sequence[int] | None = None,
+) -> Tensor:
     """Return how much of the heavy positions of one memory set the next one still holds as heavy.
 
     The Jaccard index |A n B| / |A u B| of the heavy positions of a set A and of the next one B.
 
     Parameters
     ----------
-    memory, chunk_ends, config
+    memory, chunk_ends, config, layers
         As for `heavy_positions`.
 
     Returns
@@ -182,11 +197,16 @@ def heavy_overlap(memory: Tensor, chunk_ends: tuple[int, ...], config: PrefillCo
     Tensor
         fp32 [chunks - 1, layers, Hkv]; NaN where neither set has a heavy position.
     """
-    heavy = heavy_positions(memory, chunk_ends, config)
+    heavy = heavy_positions(memory, chunk_ends, config, layers)
     return _jaccard(heavy[:-1], heavy[1:])
 
 
-def heavy_survival(memory: Tensor, chunk_ends: tuple[int, ...], config: PrefillConfig) -> Tensor:
+def heavy_survival(
+    memory: Tensor,
+    chunk_ends: tuple[int, ...],
+    config: PrefillConfig,
+    layers: Sequence[int] | None = None,
+) -> Tensor:
     """Return for how many chunks heavy positions stay in the memory set.
 
     Entry n is the share, among all pairs of KV head and position that were heavy for the first time
@@ -195,7 +215,7 @@ def heavy_survival(memory: Tensor, chunk_ends: tuple[int, ...], config: PrefillC
 
     Parameters
     ----------
-    memory, chunk_ends, config
+    memory, chunk_ends, config, layers
         As for `heavy_positions`.
 
     Returns
@@ -203,7 +223,7 @@ def heavy_survival(memory: Tensor, chunk_ends: tuple[int, ...], config: PrefillC
     Tensor
         fp32 [chunks, layers]; entry 0 is 1. NaN where no position was heavy early enough.
     """
-    heavy = heavy_positions(memory, chunk_ends, config)
+    heavy = heavy_positions(memory, chunk_ends, config, layers)
     sets = heavy.shape[0]
     lifetime = heavy.sum(0)
     entered = torch.where(lifetime > 0, heavy.int().argmax(0), sets)

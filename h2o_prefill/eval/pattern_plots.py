@@ -172,7 +172,9 @@ def plot_sinks(patterns: AttentionPatterns) -> Figure:
 
 def plot_heavy(patterns: AttentionPatterns) -> Figure:
     """Draw how many heavy positions stay from one memory set to the next, by layer."""
-    overlap = heavy_overlap(patterns.memory, patterns.chunk_ends, patterns.config).nanmean(-1)
+    overlap = heavy_overlap(
+        patterns.memory, patterns.chunk_ends, patterns.config, patterns.layers
+    ).nanmean(-1)
     steps = overlap.shape[0]
     figure = make_figure(2.6 + min(4.0, 0.35 * steps))
     axes = figure.subplots()
@@ -197,7 +199,9 @@ def plot_survival(patterns: AttentionPatterns) -> Figure:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    survival = heavy_survival(patterns.memory, patterns.chunk_ends, patterns.config)
+    survival = heavy_survival(
+        patterns.memory, patterns.chunk_ends, patterns.config, patterns.layers
+    )
     later = range(survival.shape[0])
     norm = Normalize(patterns.layers[0], max(patterns.layers[-1], patterns.layers[0] + 1))
     colors = colormaps["viridis"]

@@ -177,7 +177,7 @@ def collect_patterns(
             chunked_prefill(
                 model, piece, call, chunks_per_call=1, past_key_values=cache, strict=True
             )
-            sets.append([_next_memory(state, config) for _, state in _states(cache)])
+            sets.append([_next_memory(state, config.of_layer(i)) for i, state in _states(cache)])
     _report(on_progress, len(pieces), len(pieces), "done")
     states = _states(cache)
     if not states:

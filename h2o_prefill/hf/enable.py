@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from h2o_prefill.config import PrefillConfig
+from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.eligibility import can_be_sparse
 from h2o_prefill.hf.registration import NAME, register
 from h2o_prefill.hf.run import ForwardHook, discard_runs, is_hooked
@@ -156,8 +156,10 @@ def enable(
         raise ValueError(f"model must be a transformers PreTrainedModel, got {_name(model)}")
     chosen = chosen_config(config, overrides)
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    if layers is not None and any(layer >= layers for layer in chosen.dense_layers):
-        raise ValueError(f"dense_layers must be < {layers}, got {chosen.dense_layers}")
+    for name in LAYER_FIELDS:
+        numbers = getattr(chosen, name)
+        if layers is not None and any(number >= layers for number in numbers):
+            raise ValueError(f"{name} must be < {layers}, got {numbers}")
     return PrefillHandle(model, chosen, strict).enable()
 
 

@@ -30,7 +30,8 @@ def sparse_attention(call: Call, scaling: float | None) -> Tensor:
     Tensor
         [B, Tq, Hq, Dv].
     """
-    config, layer, device = call.config, call.cache_layer, call.query.device
+    config = call.config.of_layer(getattr(call.module, "layer_idx", None))
+    layer, device = call.cache_layer, call.query.device
     query, key, value = _in_autocast_dtype(call.query, call.key, call.value)
     state = None if layer is None else layer.state
     out, scores, memory = ops.chunked_sparse_attention(

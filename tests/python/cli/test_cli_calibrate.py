@@ -23,20 +23,21 @@ def calibrate(run: Run, model_folder: str, text_file: str) -> Run:
     )
 
 
+@pytest.mark.parametrize("keep", ["wide", "dense"])
 def test_the_table_ends_with_settings_that_other_commands_take(
-    calibrate: Run, run: Run, model_folder: str, text_file: str, tmp_path: Path
+    calibrate: Run, run: Run, model_folder: str, text_file: str, tmp_path: Path, keep: str
 ) -> None:
-    done = calibrate("--json", tmp_path / "r.json")
+    done = calibrate("--json", tmp_path / "r.json", "--keep", keep)
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "r.json").read_text())
     kl = {int(layer): value for layer, value in report["kl_by_layer"].items()}
-    (chosen,) = report["config"]["dense_layers"]
+    (chosen,) = report["config"][f"{keep}_layers"]
     assert kl[chosen] == min(kl.values()) and set(kl) == {0, 1}
-    layers = re.findall(r"layer (\d)\s+(\d\.\d+) nats", done.stdout)
+    layers = re.findall(r"layer (\d) dense\s+(\d\.\d+) nats", done.stdout)
     assert [int(layer) for layer, _ in layers] == sorted(kl, key=lambda layer: kl[layer])
     assert [float(value) for _, value in layers] == pytest.approx(sorted(kl.values()), abs=5e-5)
 
-    variant = f"{PRESET},dense_layers={chosen}"
+    variant = f"{PRESET},{keep}_layers={chosen}"
     assert done.stdout.replace("\n", "").endswith(f"--preset {variant}")
     assert report["variant"] == variant
     assert report["text_source"].startswith("text.txt sha256:")
@@ -53,7 +54,7 @@ def test_the_table_ends_with_settings_that_other_commands_take(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--layers", 2), "leave a layer sparse"),
+        (("--layers", 2), "layers must be at least 1 and fewer than the 2"),
         (("--context", 16), "at least two chunks"),
         (("--preset", "fast"), "preset must be one of"),
         (("--json", "/nowhere/r.json"), "--json must be a file in a folder that exists"),

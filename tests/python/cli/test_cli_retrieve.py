@@ -83,9 +83,11 @@ def test_the_table_shows_shares_with_their_intervals() -> None:
 
 def test_a_variant_is_a_preset_with_changes() -> None:
     assert parse_variant("spec") == PrefillConfig()
-    parsed = parse_variant("spec,recall=4,dense_layers=0+1,gqa_reduce=max,min_prefill=2048")
+    parsed = parse_variant(
+        "spec,recall=4,dense_layers=0+1,gqa_reduce=max,min_prefill=2048,wide_layers=2"
+    )
     assert parsed == PrefillConfig(
-        recall=4, dense_layers=(0, 1), gqa_reduce="max", min_prefill=2048
+        recall=4, dense_layers=(0, 1), gqa_reduce="max", min_prefill=2048, wide_layers=(2,)
     )
     assert list(parse_variants(["spec,recall=2", "spec"])) == ["spec,recall=2", "spec"]
 

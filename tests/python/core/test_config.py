@@ -16,6 +16,8 @@ from h2o_prefill.config import PrefillConfig
         ("sink_tokens", -1, "sink_tokens must be >= 0, got -1"),
         ("dense_tail", -1, "dense_tail must be >= 0, got -1"),
         ("dense_layers", (0, -1), "dense_layers must be >= 0, got -1"),
+        ("wide_layers", (-1,), "wide_layers must be >= 0, got -1"),
+        ("wide_factor", 0, "wide_factor must be >= 1, got 0"),
         ("min_prefill", 0, "min_prefill must be >= 1, got 0"),
         ("chunk_size", 10.5, "chunk_size must be an int, got 10.5"),
         ("chunk_size", True, "chunk_size must be an int, got True"),
@@ -40,6 +42,17 @@ def test_a_memory_set_as_large_as_a_chunk_warns():
         UserWarning, match=r"memory set \(512 positions\) is not smaller than chunk_size \(512\)"
     ):
         PrefillConfig(chunk_size=512)
+
+
+@pytest.mark.filterwarnings("error")
+def test_wide_layers_have_larger_memory_sets():
+    config = PrefillConfig(sink_tokens=2, wide_layers=[3, 5], wide_factor=3, dense_layers=(1,))
+    for layer in (None, 0, 4):
+        assert config.of_layer(layer) == config
+    wide = config.of_layer(5)
+    assert (wide.local_window, wide.heavy_budget, wide.memory_size) == (768, 768, 1538)
+    assert wide.replace(local_window=256, heavy_budget=256) == config.replace(wide_layers=())
+    assert wide.of_layer(5) == wide
 
 
 def test_is_frozen():

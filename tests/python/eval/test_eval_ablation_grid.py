@@ -46,6 +46,9 @@ def test_what_cannot_be_run_is_left_out_with_its_reason() -> None:
 def test_settings_without_effect_do_not_make_cells() -> None:
     grid = build_grid({"recall": [0, 2], "recall_span": [1, 2]}, [64], BASE)
     assert [(c.recall, c.recall_span) for _, c in grid.combinations] == [(0, 2), (2, 1), (2, 2)]
+    grid = build_grid({"wide_layers": [(), (1,)], "wide_factor": [2, 3]}, [64], BASE)
+    found = [(c.wide_layers, c.wide_factor) for _, c in grid.combinations]
+    assert found == [((), PrefillConfig.wide_factor), ((1,), 2), ((1,), 3)]
 
 
 @pytest.mark.parametrize(

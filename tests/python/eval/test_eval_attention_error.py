@@ -293,6 +293,15 @@ def test_runs_that_cannot_be_compared(
         run_jaccard(measures, fewer)
 
 
+def test_wide_layers_see_more(tiny_model: Any, prompt: Tensor, small_config: PrefillConfig) -> None:
+    narrow = measure_attention(tiny_model, prompt, small_config)
+    config = small_config.replace(wide_layers=(1,), wide_factor=2)
+    wide = measure_attention(tiny_model, prompt, config)
+    assert wide.memory.shape[-1] == 2 * narrow.memory.shape[-1]
+    assert torch.equal(wide.l1_error[0], narrow.l1_error[0])
+    assert (wide.mass_recall[1] > narrow.mass_recall[1]).all()
+
+
 def test_layers_with_fewer_heads(tiny: Any, prompt: Tensor, small_config: PrefillConfig) -> None:
     model = tiny.make_uneven_model()
     measures = measure_attention(model, prompt, small_config)

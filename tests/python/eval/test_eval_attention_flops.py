@@ -93,3 +93,18 @@ def test_a_prompt_too_short_for_a_sparse_call_is_dense(
 def test_dot_products_are_those_of_the_specification(tokens: int, sparse: int, dense: int) -> None:
     assert sparse_dot_products(tokens, PrefillConfig()) == sparse
     assert dense_dot_products(tokens) == dense
+
+
+@pytest.mark.parametrize("options", [{}, {"recall": 2, "recall_block": 8}, {"dense_tail": 20}])
+@pytest.mark.filterwarnings("ignore:the memory set")
+def test_wide_layers_count_with_their_own_sizes(
+    prompts: Tensor, small_config: PrefillConfig, options: dict[str, Any]
+) -> None:
+    config = small_config.replace(**options)
+    wide = config.replace(
+        local_window=3 * config.local_window, heavy_budget=3 * config.heavy_budget
+    )
+    ratios = [count_attention_flops(prompts, each).ratio for each in (config, wide)]
+    mixed = count_attention_flops(prompts, config.replace(wide_layers=(1, 9), wide_factor=3), 3)
+    assert ratios[0] > ratios[1]
+    assert 1 / mixed.ratio == pytest.approx((2 / ratios[0] + 1 / ratios[1]) / 3)

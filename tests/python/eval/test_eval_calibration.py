@@ -1,4 +1,4 @@
-"""Which layers to keep dense, against perplexity measured with each of them dense."""
+"""Which layers to spend more on, against perplexity measured with each of them dense."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import calibrate_dense_layers, count_attention_flops, evaluate_perplexity
+from h2o_prefill.eval import calibrate_layers, count_attention_flops, evaluate_perplexity
 
 CONTEXT = 64
 LAYERS = 4
@@ -29,15 +29,17 @@ def _kl(model: Any, tokens: torch.Tensor, config: PrefillConfig, windows: str) -
     return evaluate_perplexity(model, tokens, config, context=CONTEXT, windows=windows).kl_mean
 
 
+@pytest.mark.parametrize("keep", ["wide", "dense"])
 def test_every_layer_is_measured_as_by_perplexity(
-    model: Any, tokens: torch.Tensor, small_config: PrefillConfig
+    model: Any, tokens: torch.Tensor, small_config: PrefillConfig, keep: str
 ) -> None:
     done: list[tuple[int, int, str]] = []
-    result = calibrate_dense_layers(
+    result = calibrate_layers(
         model,
         tokens,
         small_config,
         layers=2,
+        keep=keep,
         context=CONTEXT,
         windows="0:2",
         on_progress=lambda *report: done.append(report),
@@ -47,6 +49,8 @@ def test_every_layer_is_measured_as_by_perplexity(
     for layer, kl in result.kl_by_layer.items():
         config = small_config.replace(dense_layers=(layer,))
         assert kl == pytest.approx(_kl(model, tokens, config, "0:2"), rel=1e-4)
+    chosen = tuple(sorted(result.ranking[:2]))
+    assert result.config == small_config.replace(**{f"{keep}_layers": chosen})
     assert result.kl_after == pytest.approx(_kl(model, tokens, result.config, "0:2"), rel=1e-4)
     assert (result.context, result.windows) == (CONTEXT, [0, 1])
 
@@ -62,7 +66,7 @@ def test_the_layer_that_needs_it_is_chosen(
     # What the others attend to is dropped.
     for index in (0, 1, 3):
         torch.nn.init.zeros_(model.model.layers[index].self_attn.o_proj.weight)
-    result = calibrate_dense_layers(model, tokens, small_config, layers=1, context=CONTEXT)
+    result = calibrate_layers(model, tokens, small_config, layers=1, keep="dense", context=CONTEXT)
     assert result.config == small_config.replace(dense_layers=(2,))
     assert result.ranking[0] == 2
     assert result.kl_before > 0.01 and result.kl_after == pytest.approx(0, abs=1e-6)
@@ -73,20 +77,24 @@ def test_the_layer_that_needs_it_is_chosen(
         model(batches)
 
 
-def test_layers_that_are_dense_already_stay_so(
+def test_layers_of_the_settings_stay_what_they_are(
     model: Any, tokens: torch.Tensor, small_config: PrefillConfig
 ) -> None:
-    config = small_config.replace(dense_layers=(2,))
-    result = calibrate_dense_layers(model, tokens, config, layers=1, context=CONTEXT)
-    assert list(result.kl_by_layer) == [0, 1, 3]
-    assert result.config.dense_layers == tuple(sorted((2, result.ranking[0])))
+    config = small_config.replace(dense_layers=(2,), wide_layers=(1,), wide_factor=2)
+    wide = calibrate_layers(model, tokens, config, layers=1, context=CONTEXT)
+    assert list(wide.kl_by_layer) == [0, 3]
+    assert wide.config == config.replace(wide_layers=tuple(sorted((1, wide.ranking[0]))))
+    dense = calibrate_layers(model, tokens, config, layers=2, keep="dense", context=CONTEXT)
+    assert list(dense.kl_by_layer) == [0, 1, 3]
+    assert dense.config == config.replace(dense_layers=tuple(sorted((2, *dense.ranking[:2]))))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"layers": 0}, "layers must be at least 1"),
-        ({"layers": LAYERS}, "leave a layer sparse, got 4 of the 4"),
+        ({"layers": LAYERS}, "fewer than the 4 that there are to choose from, got 4"),
+        ({"keep": "sparse"}, r"keep must be one of \('wide', 'dense'\), got 'sparse'"),
         ({"context": 16}, "context must be at least two chunks"),
         ({"windows": "0:9"}, "windows must be a slice within 0:2"),
         ({"context": 1024}, "context must be .*512"),
@@ -100,7 +108,9 @@ def test_wrong_arguments_are_refused(
     message: str,
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        calibrate_dense_layers(model, tokens, small_config, **{"context": CONTEXT, **options})
+        calibrate_layers(
+            model, tokens, small_config, **{"context": CONTEXT, "layers": 1, **options}
+        )
 
 
 def test_a_sparse_model_is_refused(
@@ -110,4 +120,4 @@ def test_a_sparse_model_is_refused(
         h2o_prefill.enable(model, small_config),
         pytest.raises(ValueError, match="model must have dense attention"),
     ):
-        calibrate_dense_layers(model, tokens, small_config, layers=1, context=CONTEXT)
+        calibrate_layers(model, tokens, small_config, layers=1, context=CONTEXT)

@@ -82,6 +82,20 @@ def test_dense_layers_are_left_out(
         collect_patterns(tiny_model, prompt, small_config.replace(dense_layers=(0, 1)))
 
 
+def test_wide_layers_hold_more(
+    tiny_model: Any, prompt: Tensor, small_config: PrefillConfig
+) -> None:
+    config = small_config.replace(wide_layers=(1,), wide_factor=2)
+    wide = collect_patterns(tiny_model, prompt, config).memory
+    narrow = collect_patterns(tiny_model, prompt, small_config).memory
+    size = small_config.memory_size
+    assert wide.shape[-1] == 2 * size and (wide[:, 0, :, size:] == -1).all()
+    assert torch.equal(wide[:, 0, :, :size], narrow[:, 0])
+    assert (wide[1:, 1] >= 0).all()
+    # The local window is twice as long there too.
+    assert (wide[-1, 1, :, -8:] == torch.arange(LENGTH - 8, LENGTH)).all()
+
+
 def test_held_positions_and_shares() -> None:
     memory = torch.tensor([[[[0, 3, -1], [3, 4, 5]]]], dtype=torch.int32)
     held = held_positions(memory, 6)
@@ -96,6 +110,9 @@ def test_heavy_overlap_leaves_out_sinks_and_the_local_window() -> None:
     memory = torch.tensor([[[first]], [[second]]], dtype=torch.int32)
     # Heavy {2, 3, 5}, then {3, 5, 9}: two of four.
     assert heavy_overlap(memory, (8, 16), config).tolist() == [[[0.5]]]
+    # A window of four leaves {2, 3} and {3, 5, 9}.
+    wide = config.replace(wide_layers=(7,), wide_factor=2)
+    assert heavy_overlap(memory, (8, 16), wide, layers=(7,)).tolist() == [[[0.25]]]
     nothing = torch.full_like(memory, -1)
     assert math.isnan(heavy_overlap(nothing, (8, 16), config).item())
 

@@ -33,6 +33,7 @@ OPTIONS = {
     "sinks": BASE.replace(sink_tokens=2),
     "dense tail": BASE.replace(dense_tail=10),
     "dense layers": BASE.replace(dense_layers=(0,)),
+    "wide layers": BASE.replace(wide_layers=(1,), wide_factor=2),
     "max over the group": BASE.replace(gqa_reduce="max"),
     "no heavy hitters": BASE.replace(heavy_budget=0),
     "no local window": BASE.replace(local_window=0),

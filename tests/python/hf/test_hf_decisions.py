@@ -129,6 +129,25 @@ def test_dense_layers(llama, ids, sparse_layers):
     assert sparse_layers == [72]
 
 
+def test_wide_layers_have_their_own_sizes(llama, ids):
+    """All layers wide is larger sizes for all; one wide layer has a larger memory set."""
+    larger = {name: 3 * SPARSE[name] for name in ("local_window", "heavy_budget")}
+    with enable(llama, **{**SPARSE, **larger}):
+        expected = llama(ids).logits
+    with enable(llama, wide_layers=(0, 1), wide_factor=3, **SPARSE):
+        assert torch.equal(llama(ids).logits, expected)
+    with enable(llama, wide_layers=(1,), wide_factor=3, **SPARSE) as handle:
+        cache = ChunkedPrefillCache(config=llama.config)
+        one_call = llama(ids).logits
+        first, second = ids.split([32, ids.shape[1] - 32], dim=1)
+        llama(first, past_key_values=cache)
+        in_calls = llama(second, past_key_values=cache).logits
+        size = handle.config.memory_size
+    assert not torch.equal(one_call, expected)
+    torch.testing.assert_close(in_calls, one_call[:, 32:], atol=1e-5, rtol=1e-5)
+    assert [layer.state.memory.shape[-1] for layer in cache.layers] == [size, 3 * size]
+
+
 def test_rows_of_equal_length_go_sparse_and_do_not_mix(llama, make_ids, sparse_layers):
     batch = make_ids(3, 72)
     with enable(llama, **SPARSE):

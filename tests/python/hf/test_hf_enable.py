@@ -84,6 +84,8 @@ def test_wrong_arguments(llama):
         enable(llama, local_window=-3)
     with pytest.raises(ValueError, match=r"dense_layers must be < 2, got \(2,\)"):
         enable(llama, dense_layers=(2,))
+    with pytest.raises(ValueError, match=r"wide_layers must be < 2, got \(0, 5\)"):
+        enable(llama, wide_layers=(0, 5))
     with pytest.raises(ValueError, match=r"preset must be one of .*, got 'sp'"):
         enable(llama, "sp")
     assert is_untouched(llama)
