@@ -40,9 +40,13 @@ COLUMNS = {
     "time / spec": "{time_by_spec:.3f} ({time_by_spec_q1:.3f} to {time_by_spec_q3:.3f})",
     "flops / spec": "{flops_by_spec:.3f}",
 }
+_NARROW = preset_config("recommended", local_window=256, wide_layers=(0,))
 VARIANTS = {
     "spec, recall=4": preset_config("spec", recall=4),
     "recommended": preset_config("recommended"),
+    # Two layers of the same model.
+    "narrow layer": _NARROW.replace(wide_layers=()),
+    "wide layer": _NARROW.of_layer(0),
 }
 SEARCHED = 131072
 

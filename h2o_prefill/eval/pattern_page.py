@@ -90,6 +90,9 @@ def _facts(patterns: AttentionPatterns, title: str) -> dict[str, str]:
         f"heavy budget H={config.heavy_budget}, sinks K={config.sink_tokens}, "
         f"recall {config.recall}, dense tail {config.dense_tail}"
     )
+    if config.wide_layers:
+        names = ", ".join(map(str, config.wide_layers))
+        facts["settings"] += f"; L and H {config.wide_factor} times that in layers {names}"
     if patterns.measures is not None:
         summary = patterns.measures.to_dict()["summary"]
         facts["relative L1 error"] = _mean_and_worst(summary, "l1_error")
