@@ -9,7 +9,13 @@ import typer
 
 from ..presets import DEFAULT_PRESET
 from . import options
-from .console import error_console, output_console, progress_bar, quiet_libraries
+from .console import (
+    error_console,
+    output_console,
+    print_wide,
+    progress_bar,
+    quiet_libraries,
+)
 from .variants import parse_variant
 
 
@@ -73,13 +79,8 @@ def calibrate(
         chosen = getattr(result.config, KEPT[keep])
         variant = f"{preset},{KEPT[keep]}={'+'.join(map(str, chosen))}"
         title = f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {preset}"
-        output_console().print(
-            title,
-            calibration_table(result, chosen, keep),
-            f"--preset {variant}",
-            sep="\n",
-            markup=False,
-        )
+        print_wide(title, calibration_table(result, chosen, keep))
+        output_console().print(f"--preset {variant}", markup=False, soft_wrap=True)
         if json_file is not None:
             origin = {
                 "model": model,

@@ -38,7 +38,7 @@ def test_the_table_ends_with_settings_that_other_commands_take(
     assert [float(value) for _, value in layers] == pytest.approx(sorted(kl.values()), abs=5e-5)
 
     variant = f"{PRESET},{keep}_layers={chosen}"
-    assert done.stdout.replace("\n", "").endswith(f"--preset {variant}")
+    assert done.stdout.splitlines()[-1] == f"--preset {variant}"
     assert report["variant"] == variant
     assert report["text_source"].startswith("text.txt sha256:")
     again = run(
