@@ -5,7 +5,9 @@
 // element of the row; probabilities go from one to the other by shuffles.
 #pragma once
 
-#include "kernels/cuda/attend_forward.cuh"
+#include <type_traits>
+
+#include "kernels/cuda/forward_rows.cuh"
 
 namespace h2o_prefill::attend {
 

@@ -6,10 +6,12 @@
 // registers: S = Q K^T of a tile of keys and O += P V of the one before are issued together, and
 // the softmax of S is computed while O is under way.
 //
-// Softmax and results are those of attend_forward.cuh.
+// Masks, softmax and results are those of forward_rows.cuh.
 #pragma once
 
-#include "kernels/cuda/attend_forward.cuh"
+#include <type_traits>
+
+#include "kernels/cuda/forward_rows.cuh"
 #include "kernels/cuda/pipeline_sm90.cuh"
 
 namespace h2o_prefill::attend_sm90 {
@@ -180,7 +182,7 @@ __device__ __forceinline__ void multiply_values(float (&out)[kDim / 2],
   ptx::wgmma_commit();
 }
 
-// A warpgroup's accumulators as each warp has those of 16 rows in attend_forward.cuh.
+// A warpgroup's accumulators as forward_rows.cuh has those of a warp's 16 rows.
 template <int n>
 __device__ __forceinline__ float (&by_tiles(float (&c)[n]))[1][n / 4][4] {
   return reinterpret_cast<float (&)[1][n / 4][4]>(c);
