@@ -19,7 +19,13 @@ from ..eval import DATASETS, PROTOCOLS, load_text
 from ..presets import DEFAULT_PRESET
 from . import options
 from .ablation_summary import ablation_table
-from .console import error_console, print_wide, progress_bar, quiet_libraries
+from .console import (
+    print_wide,
+    progress_bar,
+    quiet_libraries,
+    say_written,
+    show_progress,
+)
 from .variants import parse_variants
 
 if TYPE_CHECKING:
@@ -159,8 +165,7 @@ def ablate(
             if importlib.util.find_spec(name) is None:
                 raise ImportError(f"ablate needs {name}: pip install 'h2o_prefill[eval]'")
         options.use_threads(threads)
-        with _bar_with_estimate(rank) as bar:
-            task = bar.add_task(f"loading {model}", total=None)
+        with show_progress(f"loading {model}", _bar_with_estimate(rank)) as show:
             frame = run_ablation(
                 model,
                 axes,
@@ -172,19 +177,17 @@ def ablate(
                 protocol=protocol,
                 dtype=dtype,
                 lease_seconds=lease,
-                on_progress=lambda done, total, what: bar.update(
-                    task, completed=done, total=total, description=what
-                ),
+                on_progress=show,
             )
         if rank > 0:
             return
         title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells"
         print_wide(title, ablation_table(frame, grid.varied))
         csv_file = output.expanduser() / CSV_NAME
-        _say_written(csv_file)
+        say_written(csv_file)
         if plot:
             plot_ablation(frame, csv_file.with_suffix(".png"), title)
-            _say_written(csv_file.with_suffix(".png"))
+            say_written(csv_file.with_suffix(".png"))
 
 
 def _corpora(dataset: str | None, files: list[Path]) -> list[Corpus]:
@@ -200,7 +203,3 @@ def _bar_with_estimate(rank: int) -> Progress:
     bar.speed_estimate_period = float("inf")
     bar.disable = bar.disable or rank > 0
     return bar
-
-
-def _say_written(path: Path) -> None:
-    error_console().print(f"wrote {path}", markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..presets import DEFAULT_PRESET
 from . import options
-from .console import error_console, print_wide, progress_bar, quiet_libraries
+from .console import error_console, print_wide, quiet_libraries, say_written, show_progress
 from .variants import parse_variant
 
 if TYPE_CHECKING:
@@ -63,12 +63,7 @@ def bench(
         options.use_threads(threads)
         with error_console().status(f"loading {model}"):
             network, _ = load_model(model, dtype)
-        with progress_bar() as bar:
-            task = bar.add_task("prefill", total=None)
-
-            def show(done: int, total: int, what: str) -> None:
-                bar.update(task, completed=done, total=total, description=what)
-
+        with show_progress("prefill") as show:
             frame = benchmark_throughput(network, chosen, runs, config, on_progress=show)
             memory = None
             if output is not None:
@@ -85,7 +80,7 @@ def bench(
             if memory is not None:
                 report["memory"] = memory.to_dict(orient="records")
             write_json(report, json_file)
-            error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+            say_written(json_file)
         if output is not None and memory is not None:
             folder = output.expanduser()
             folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +89,7 @@ def bench(
                 ("memory_profile.png", plot_memory, memory),
             ):
                 draw(values, folder / name, f"{what}, {sizes}")
-                error_console().print(f"wrote {folder / name}", markup=False, soft_wrap=True)
+                say_written(folder / name)
 
 
 def throughput_table(frame: pd.DataFrame) -> Table:

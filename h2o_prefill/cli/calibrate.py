@@ -13,8 +13,9 @@ from .console import (
     error_console,
     output_console,
     print_wide,
-    progress_bar,
     quiet_libraries,
+    say_written,
+    show_progress,
 )
 from .variants import parse_variant
 
@@ -61,8 +62,7 @@ def calibrate(
         options.use_threads(threads)
         with error_console().status(f"loading {model}"):
             network, tokenizer = load_model(model, dtype)
-        with progress_bar() as bar:
-            task = bar.add_task("calibrate", total=None)
+        with show_progress("calibrate") as show:
             result = calibrate_layers(
                 network,
                 corpus,
@@ -72,9 +72,7 @@ def calibrate(
                 tokenizer=tokenizer,
                 context=context,
                 windows=windows,
-                on_progress=lambda done, total, what: bar.update(
-                    task, completed=done, total=total, description=what
-                ),
+                on_progress=show,
             )
         chosen = getattr(result.config, KEPT[keep])
         variant = f"{preset},{KEPT[keep]}={'+'.join(map(str, chosen))}"
@@ -92,4 +90,4 @@ def calibrate(
             }
             values = {**origin, **dataclasses.asdict(result)}
             write_json({"environment": environment(), **values}, json_file)
-            error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+            say_written(json_file)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -47,6 +48,24 @@ def progress_bar() -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
+
+
+@contextlib.contextmanager
+def show_progress(what: str, bar: Progress | None = None) -> Iterator[Callable[..., None]]:
+    """Show a progress bar for a block.
+
+    Gives the function that evaluations call with (steps done, steps in all, what runs next).
+    """
+    with bar or progress_bar() as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total, what: shown.update(
+            task, completed=done, total=total, description=what
+        )
+
+
+def say_written(path: Path) -> None:
+    """Say that a file was written."""
+    error_console().print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..presets import PRESETS
 from . import options
-from .console import error_console, output_console, quiet_libraries
+from .console import output_console, quiet_libraries, say_written
 
 
 def info(json_file: options.JsonOption = None) -> None:
@@ -36,4 +36,4 @@ def info(json_file: options.JsonOption = None) -> None:
         output_console().print(info_table(sections))
         if json_file is not None:
             write_json(sections, json_file)
-            error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+            say_written(json_file)

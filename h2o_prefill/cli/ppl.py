@@ -11,7 +11,7 @@ import typer
 from ..eval import PROTOCOLS
 from ..presets import DEFAULT_PRESET
 from . import options
-from .console import error_console, output_console, progress_bar, quiet_libraries
+from .console import error_console, output_console, quiet_libraries, say_written, show_progress
 from .variants import parse_variant
 
 
@@ -70,8 +70,7 @@ def ppl(
         options.use_threads(threads)
         with error_console().status(f"loading {model}"):
             network, tokenizer = load_model(model, dtype)
-        with progress_bar() as bar:
-            task = bar.add_task("perplexity", total=None)
+        with show_progress("perplexity") as show:
             result = evaluate_perplexity(
                 network,
                 corpus,
@@ -80,9 +79,7 @@ def ppl(
                 context=context,
                 windows=windows,
                 protocol=protocol,
-                on_progress=lambda done, total, what: bar.update(
-                    task, completed=done, total=total, description=what
-                ),
+                on_progress=show,
             )
         title = (
             f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
@@ -99,7 +96,7 @@ def ppl(
                 preset=preset,
             )
             write_json(report, json_file)
-            error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+            say_written(json_file)
         if plot is not None:
             plot_perplexity(result, plot, title.replace("\n", ", "))
-            error_console().print(f"wrote {plot}", markup=False, soft_wrap=True)
+            say_written(plot)

@@ -16,7 +16,7 @@ from ..eval.retrieval_settings import DEPTHS, LENGTHS
 from ..eval.retrieval_tasks import TASKS
 from ..presets import PRESETS
 from . import options
-from .console import error_console, output_console, progress_bar, quiet_libraries
+from .console import error_console, output_console, quiet_libraries, say_written, show_progress
 from .variants import parse_variants
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ def retrieve(
         options.use_threads(threads)
         with error_console().status(f"loading {model}"):
             network, tokenizer = load_model(model, dtype)
-        with progress_bar() as bar:
-            task = bar.add_task("retrieval", total=None)
+        with show_progress("retrieval") as show:
             result = evaluate_retrieval(
                 network,
                 corpus,
@@ -111,18 +110,16 @@ def retrieve(
                 prompts_per_cell=prompts,
                 question=question,
                 seed=seed,
-                on_progress=lambda done, total, what: bar.update(
-                    task, completed=done, total=total, description=what
-                ),
+                on_progress=show,
             )
         title = f"{model} {dtype}\nneedles in {corpus.name}, question {question}"
         output_console().print(title, retrieval_table(result), sep="\n", markup=False)
         if json_file is not None:
             write_json(retrieval_report(result, model=model, dtype=dtype), json_file)
-            error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+            say_written(json_file)
         if plot is not None:
             plot_retrieval(result, plot, title.replace("\n", ", "))
-            error_console().print(f"wrote {plot}", markup=False, soft_wrap=True)
+            say_written(plot)
 
 
 def retrieval_table(result: RetrievalResult) -> Table:

@@ -9,7 +9,7 @@ import typer
 
 from ..presets import DEFAULT_PRESET
 from . import options
-from .console import error_console, output_console, progress_bar, quiet_libraries
+from .console import error_console, output_console, quiet_libraries, say_written, show_progress
 from .variants import parse_variant
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ def visualize(
             f"{model} {dtype}, {corpus.name} window {window} of {context} tokens, "
             f"{options.describe_sizes(config)}"
         )
-        with progress_bar() as bar:
-            task = bar.add_task("prefill", total=None)
+        with show_progress("prefill") as show:
             patterns = visualize_attention_patterns(
                 network,
                 prompts,
@@ -97,9 +96,7 @@ def visualize(
                 title=title,
                 errors=errors,
                 ablation=rows,
-                on_progress=lambda done, total, what: bar.update(
-                    task, completed=done, total=total, description=what
-                ),
+                on_progress=show,
             )
         if patterns.measures is not None:
             output_console().print(
@@ -120,7 +117,7 @@ def visualize(
             }
             report["config"] = {**origin, **report["config"]}
             write_json({"environment": environment(), **report}, json_file)
-            error_console().print(f"wrote {json_file}", markup=False, soft_wrap=True)
+            say_written(json_file)
 
 
 def _ablation_rows(file: Path | None, output: Path, model: str) -> pd.DataFrame | None:

@@ -121,7 +121,8 @@ def calibrate_layers(
     if keep not in KEPT:
         raise ValueError(f"keep must be one of {tuple(KEPT)}, got {keep!r}")
     settled = {*config.dense_layers, *getattr(config, KEPT[keep])}
-    candidates = [i for i in range(count_layers(model)) if i not in settled]
+    num_layers = count_layers(model)
+    candidates = [i for i in range(num_layers) if i not in settled]
     if not 1 <= layers < len(candidates):
         raise ValueError(
             f"layers must be at least 1 and fewer than the {len(candidates)} that there are to "
@@ -169,7 +170,6 @@ def calibrate_layers(
         chosen = _with_layers(config, KEPT[keep], _rank(by_layer)[:layers])
         after = measure(chosen, f"chosen layers {keep}")
     report("done")
-    num_layers = count_layers(model)
     return LayerCalibration(
         config=chosen,
         kl_before=before,
