@@ -1,6 +1,7 @@
 # The only list of sources. Every build of the library, with or without CUDA, reads it.
 
-set(H2O_SOURCES
+# What is the same for every device.
+set(H2O_HOST_SOURCES
     bindings/library.cpp
     bindings/register_classes.cpp
     common/checks.cpp
@@ -18,6 +19,17 @@ set(H2O_SOURCES
     kernels/composite/memory_attention.cpp
     kernels/composite/merge_states.cpp
     kernels/composite/select_memory.cpp
+    ops/chunked_sparse_attention.cpp
+    ops/dense_attention.cpp
+    ops/gather_rows.cpp
+    ops/inference_only.cpp
+    ops/intra_chunk_attention.cpp
+    ops/lexical_recall.cpp
+    ops/memory_attention.cpp
+    ops/merge_states.cpp
+    ops/select_memory.cpp)
+
+set(H2O_CPU_SOURCES
     kernels/cpu/amx_gemm.cpp
     kernels/cpu/attend_chunk.cpp
     kernels/cpu/bfloat16_probe.cpp
@@ -31,16 +43,7 @@ set(H2O_SOURCES
     kernels/cpu/memory_chain.cpp
     kernels/cpu/memory_count.cpp
     kernels/cpu/merge_states_kernel.cpp
-    kernels/cpu/select_memory_kernel.cpp
-    ops/chunked_sparse_attention.cpp
-    ops/dense_attention.cpp
-    ops/gather_rows.cpp
-    ops/inference_only.cpp
-    ops/intra_chunk_attention.cpp
-    ops/lexical_recall.cpp
-    ops/memory_attention.cpp
-    ops/merge_states.cpp
-    ops/select_memory.cpp)
+    kernels/cpu/select_memory_kernel.cpp)
 
 # Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
 set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp)

@@ -14,6 +14,8 @@
 
 namespace h2o_prefill::testing {
 
+// Not the head dim.
+constexpr int64_t kValueDim = 16;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Qkv {
@@ -32,14 +34,14 @@ struct Qkv {
   }
 };
 
-// q and k are large enough for attention to be far from uniform. Value dim is not the head dim.
+// q and k are large enough for attention to be far from uniform.
 inline Qkv random_qkv(int64_t length, int64_t heads = 4, int64_t kv_heads = 2,
                       at::ScalarType type = at::kFloat, int64_t batch = 2) {
   at::manual_seed(20 + length);
   const auto random = [&](int64_t h, int64_t dim) {
     return at::randn({batch, h, length, dim}, at::kDouble).to(type);
   };
-  return {random(heads, 8) * 2, random(kv_heads, 8) * 2, random(kv_heads, 6)};
+  return {random(heads, 8) * 2, random(kv_heads, 8) * 2, random(kv_heads, kValueDim)};
 }
 
 struct Attention {

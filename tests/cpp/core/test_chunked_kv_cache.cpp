@@ -113,7 +113,7 @@ TEST(ChunkedKVCache, KeyAndValueMustAgree) {
   ChunkedKVCache cache(1, 8, 16);
   EXPECT_VALUE_ERROR(
       cache.append(0, x.k, x.v.slice(2, 0, 3)),
-      "value must have batch, heads and length of key [2, 2, 4, 8], got shape [2, 2, 3, 6]");
+      "value must have batch, heads and length of key [2, 2, 4, 8], got shape [2, 2, 3, 16]");
   EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k, x.v.to(at::kDouble)),
                           "value must have dtype and device of key");
   EXPECT_VALUE_ERROR(cache.append(0, x.k[0], x.v), "key must have 4 dimensions, got 3");

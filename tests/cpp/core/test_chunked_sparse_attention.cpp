@@ -10,6 +10,7 @@ namespace {
 
 using testing::attend_causally;
 using testing::close;
+using testing::kValueDim;
 using testing::Qkv;
 using testing::random_qkv;
 using testing::same;
@@ -214,9 +215,9 @@ TEST(ChunkedSparseAttention, SixteenBitStaysCloseToItsOwnDense) {
 TEST(ChunkedSparseAttention, CallWithoutTokensChangesNothing) {
   const auto x = random_qkv(40);
   Prompt prompt;
-  EXPECT_EQ(prompt.forward(x.tokens(0, 0)).sizes(), at::IntArrayRef({2, 4, 0, 6}));
+  EXPECT_EQ(prompt.forward(x.tokens(0, 0)).sizes(), at::IntArrayRef({2, 4, 0, kValueDim}));
   prompt.forward(x);
-  EXPECT_EQ(prompt.forward(x.tokens(0, 0)).sizes(), at::IntArrayRef({2, 4, 0, 6}));
+  EXPECT_EQ(prompt.forward(x.tokens(0, 0)).sizes(), at::IntArrayRef({2, 4, 0, kValueDim}));
   EXPECT_EQ(prompt.cache->length(0), 40);
 }
 

@@ -132,6 +132,25 @@ TEST(ChunkedSparseAttentionOp, Float64IsExact) {
   expect_close(run(x), expected(x), 1e-11);
 }
 
+TEST(ChunkedSparseAttentionOp, SixteenBitWithEveryOption) {
+  // Head dims of models, which CUDA kernels pad differently.
+  for (const int64_t dim : {64, 96, 128}) {
+    at::manual_seed(3);
+    const auto random = [&](int64_t heads) { return at::randn({1, heads, 90, dim}, at::kHalf); };
+    const Qkv x{random(4), random(2), random(2)};
+    const auto tokens = at::randint(0, 12, {1, 90}, at::kLong);
+    Options o;
+    o.dense_tail = 10;
+    o.gqa_reduce = "max";
+    o.recall = lexical_recall(tokens, 0, kChunk, o.recall_block, 2);
+    const auto got = run(x, {}, o), wanted = expected(x, {}, o);
+    EXPECT_TRUE(close(got.out, wanted.out, 4e-3));
+    EXPECT_TRUE(close(*got.scores, *wanted.scores, 4e-3));
+    EXPECT_TRUE(same(*got.memory, *wanted.memory));
+    EXPECT_EQ(got.out.scalar_type(), at::kHalf);
+  }
+}
+
 TEST(ChunkedSparseAttentionOp, EveryBudget) {
   const auto x = random_qkv(70);
   for (const Budgets& budgets :

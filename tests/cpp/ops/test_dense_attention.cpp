@@ -6,13 +6,14 @@ namespace {
 
 using testing::attend_causally;
 using testing::close;
+using testing::kValueDim;
 using testing::random_qkv;
 using testing::same;
 
 // More than two steps of the CPU kernel, 1024 keys each.
 constexpr int64_t kLength = 2500;
 
-TEST(DenseAttention, EqualsMaskedSoftmax) {
+TEST(DenseAttention, LongHistoryEqualsMaskedSoftmax) {
   const auto x = random_qkv(kLength, 2, 1, at::kFloat, 1);
   for (const int64_t rows : {int64_t{1}, int64_t{13}, int64_t{1100}, kLength}) {
     const auto call = x.call(kLength - rows, kLength);
@@ -25,7 +26,7 @@ TEST(DenseAttention, EqualsMaskedSoftmax) {
   }
 }
 
-TEST(DenseAttention, EqualsMaskedSoftmaxInHalfPrecision) {
+TEST(DenseAttention, LongHistoryEqualsMaskedSoftmaxInHalfPrecision) {
   for (const auto type : {at::kBFloat16, at::kHalf}) {
     const auto x = random_qkv(1500, 6, 2, type, 1);
     for (const int64_t rows : {1, 70}) {
@@ -37,7 +38,7 @@ TEST(DenseAttention, EqualsMaskedSoftmaxInHalfPrecision) {
   }
 }
 
-TEST(DenseAttention, TheFirstRowsSeeNothingOfTheLaterKeys) {
+TEST(DenseAttention, FirstRowsOfALongHistorySeeNoLaterKeys) {
   const auto x = random_qkv(kLength, 2, 1, at::kFloat, 1);
   const auto before = dense_attention(x.q, x.k, x.v);
   auto k = x.k.clone(), v = x.v.clone();
@@ -69,9 +70,9 @@ TEST(DenseAttention, TheResultIsOneBlockForEachToken) {
 TEST(DenseAttention, WithoutRows) {
   const auto x = random_qkv(100);
   const auto call = x.call(100, 100);
-  EXPECT_EQ(dense_attention(call.q, call.k, call.v).sizes(), at::IntArrayRef({2, 4, 0, 6}));
+  EXPECT_EQ(dense_attention(call.q, call.k, call.v).sizes(), at::IntArrayRef({2, 4, 0, kValueDim}));
   EXPECT_EQ(dense_attention(x.q.slice(0, 0, 0), x.k.slice(0, 0, 0), x.v.slice(0, 0, 0)).sizes(),
-            at::IntArrayRef({0, 4, 100, 6}));
+            at::IntArrayRef({0, 4, 100, kValueDim}));
 }
 
 TEST(DenseAttention, WrongArguments) {

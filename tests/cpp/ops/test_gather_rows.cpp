@@ -51,6 +51,10 @@ TEST(GatherRows, WrongArguments) {
   EXPECT_VALUE_ERROR_WITH(gather_rows(x, positions({1}, 1, 3)), "indices must have the KV heads");
   EXPECT_VALUE_ERROR_WITH(gather_rows(x, positions({1}, 1, 2).to(at::kLong)),
                           "indices must be Int, got Long");
+}
+
+TEST(GatherRows, PositionOutOfRange) {
+  const auto x = at::randn({1, 2, 6, 4});
   EXPECT_THROW(gather_rows(x, positions({6}, 1, 2)), c10::Error) << "6 is behind the last row";
 }
 

@@ -7,6 +7,7 @@ namespace {
 using testing::attend;
 using testing::chunk_mask;
 using testing::close;
+using testing::kValueDim;
 using testing::random_qkv;
 using testing::same;
 
@@ -90,7 +91,7 @@ TEST(IntraChunkAttention, ReadsAnyStrides) {
 TEST(IntraChunkAttention, NoTokens) {
   const auto x = random_qkv(0);
   const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunk);
-  EXPECT_EQ(out.sizes(), at::IntArrayRef({2, 4, 0, 6}));
+  EXPECT_EQ(out.sizes(), at::IntArrayRef({2, 4, 0, kValueDim}));
   EXPECT_EQ(lse.sizes(), at::IntArrayRef({2, 4, 0}));
   EXPECT_EQ(colsum.sizes(), at::IntArrayRef({2, 2, 0}));
 }

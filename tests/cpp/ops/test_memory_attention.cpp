@@ -6,6 +6,7 @@ namespace {
 
 using testing::attend;
 using testing::close;
+using testing::kValueDim;
 using testing::kInfinity;
 using testing::membership;
 using testing::positions;
@@ -47,7 +48,7 @@ TEST(MemoryAttention, ColumnSumsAddUpToTheRows) {
 TEST(MemoryAttention, OneKeyGetsEverything) {
   const auto x = random_qkv(kLength, 2, 2, at::kFloat, 1);
   const auto [out, lse, colsum] = memory_attention(x.q, x.k, x.v, positions({17}, 1, 2));
-  EXPECT_TRUE(close(out, x.v.slice(2, 17, 18).expand({1, 2, kLength, 6})));
+  EXPECT_TRUE(close(out, x.v.slice(2, 17, 18).expand({1, 2, kLength, kValueDim})));
   EXPECT_TRUE(close(colsum, at::full({1, 2, 1}, kLength)));
 }
 
@@ -55,7 +56,7 @@ TEST(MemoryAttention, WithoutAKeyOutputIsZeroAndLseMinusInfinity) {
   const auto x = random_qkv(kLength);
   for (const auto& indices : {at::empty({2, 2, 0}, at::kInt), positions({-1, -1, -1}, 2, 2)}) {
     const auto [out, lse, colsum] = memory_attention(x.q, x.k, x.v, indices);
-    EXPECT_TRUE(same(out, at::zeros({2, 4, kLength, 6})));
+    EXPECT_TRUE(same(out, at::zeros({2, 4, kLength, kValueDim})));
     EXPECT_TRUE(same(lse, at::full({2, 4, kLength}, -kInfinity, at::kFloat)));
     EXPECT_TRUE(same(colsum, at::zeros(indices.sizes())));
   }
@@ -84,6 +85,10 @@ TEST(MemoryAttention, WrongArguments) {
                           "indices must have 3 dimensions");
   EXPECT_VALUE_ERROR_WITH(memory_attention(x.q, x.k, x.v, indices.slice(1, 0, 1)),
                           "indices must have the KV heads (2)");
+}
+
+TEST(MemoryAttention, PositionOutOfRange) {
+  const auto x = random_qkv(kLength);
   EXPECT_THROW(memory_attention(x.q, x.k, x.v, positions({3, 40}, 2, 2)), c10::Error)
       << "40 is behind the last key";
 }
