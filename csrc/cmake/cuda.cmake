@@ -1,14 +1,15 @@
 # Decides whether the CUDA kernels are built, and compiles them.
 #
 # H2O_WITH_CUDA: ON, OFF, or AUTO for ON if the PyTorch that was found is a CUDA build and there is an nvcc of its major
-# version. TORCH_CUDA_ARCH_LIST names architectures as PyTorch's own extensions do: "8.0;9.0a;12.0+PTX".
-# With OFF nothing of CUDA is looked for.
+# version. TORCH_CUDA_ARCH_LIST names architectures (see cuda_archs.cmake). With OFF nothing of CUDA is looked for.
+
+include("${CMAKE_CURRENT_LIST_DIR}/cuda_archs.cmake")
 
 set(H2O_WITH_CUDA AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO where PyTorch and the toolkit allow it")
 set_property(CACHE H2O_WITH_CUDA PROPERTY STRINGS ON OFF AUTO)
 
 # Machine code for what differs, PTX of the newest for what comes later. Code for 8.0 runs on 8.6, 8.7 and 8.9.
-set(H2O_CUDA_DEFAULT_ARCHS "8.0;9.0a;9.0-virtual")
+set(H2O_CUDA_DEFAULT_ARCHS "80-real;90a-real;90-virtual")
 
 # Sets H2O_CUDA_MAJOR to the CUDA major version that PyTorch was built with, empty for a CPU build, and H2O_NVCC and
 # H2O_NVCC_VERSION to the compiler that was found, empty for none.
@@ -34,27 +35,6 @@ function(h2o_find_cuda)
   set(H2O_NVCC_VERSION "${version}" PARENT_SCOPE)
 endfunction()
 
-# "8.0;9.0a;12.0+PTX" as CMake names architectures: "80-real;90a-real;120".
-function(h2o_cmake_archs result)
-  set(archs "")
-  foreach(arch IN LISTS ARGN)
-    if(NOT arch MATCHES "^([0-9]+)\\.([0-9][af]?)(\\+PTX|-virtual)?$")
-      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST must hold architectures like 8.0, 9.0a or 12.0+PTX, got ${arch}")
-    endif()
-    if(CMAKE_MATCH_1 LESS 8)
-      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST must hold architectures from 8.0 on, got ${arch}")
-    endif()
-    set(suffix -real)
-    if(CMAKE_MATCH_3 STREQUAL "-virtual")
-      set(suffix -virtual)
-    elseif(CMAKE_MATCH_3)
-      set(suffix "")
-    endif()
-    list(APPEND archs "${CMAKE_MATCH_1}${CMAKE_MATCH_2}${suffix}")
-  endforeach()
-  set(${result} "${archs}" PARENT_SCOPE)
-endfunction()
-
 set(H2O_CUDA FALSE)
 set(H2O_CUDA_ARCHS "")
 if(NOT H2O_WITH_CUDA MATCHES "^(ON|OFF|AUTO)$")
@@ -73,6 +53,12 @@ if(NOT H2O_WITH_CUDA STREQUAL "OFF")
     set(h2o_no_cuda "H2O_SANITIZE is for the code of the host")
   endif()
   if(NOT h2o_no_cuda)
+    h2o_cuda_archs(H2O_CUDA_ARCHS "${H2O_CUDA_DEFAULT_ARCHS}" "$ENV{TORCH_CUDA_ARCH_LIST}")
+    if(NOT H2O_CUDA_ARCHS)
+      set(h2o_no_cuda "TORCH_CUDA_ARCH_LIST names no architecture from ${H2O_CUDA_LEAST_MAJOR}.0 on")
+    endif()
+  endif()
+  if(NOT h2o_no_cuda)
     set(H2O_CUDA TRUE)
   elseif(H2O_WITH_CUDA STREQUAL "ON")
     message(FATAL_ERROR "H2O_WITH_CUDA is ON, but ${h2o_no_cuda}")
@@ -82,12 +68,6 @@ if(NOT H2O_WITH_CUDA STREQUAL "OFF")
 endif()
 
 if(H2O_CUDA)
-  # PyTorch's own lists are separated by semicolons or spaces.
-  string(REPLACE " " ";" h2o_archs "$ENV{TORCH_CUDA_ARCH_LIST}")
-  if(NOT h2o_archs)
-    set(h2o_archs "${H2O_CUDA_DEFAULT_ARCHS}")
-  endif()
-  h2o_cmake_archs(H2O_CUDA_ARCHS ${h2o_archs})
   set(CMAKE_CUDA_COMPILER "${H2O_NVCC}" CACHE FILEPATH "The CUDA compiler")
   set(CMAKE_CUDA_ARCHITECTURES "${H2O_CUDA_ARCHS}")
   enable_language(CUDA)

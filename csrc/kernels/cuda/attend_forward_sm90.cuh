@@ -168,6 +168,12 @@ struct Weights {
       }
     }
   }
+
+  // Before the product that reads them is issued, and after the wait for it.
+  __device__ __forceinline__ void fence() {
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) ptx::fence_operand(a[k]);
+  }
 };
 
 // Issues out += P V as one group.
@@ -266,6 +272,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
         turns.wait();
         ptx::fence_accumulators(s);
         ptx::fence_accumulators(out);
+        weights.fence();
         ptx::wgmma_fence();
         multiply_keys<dtype, kDim>(s, query, key + stage_of(j));
         multiply_values<dtype, kDim>(out, weights, value + stage_of(j - 1));
@@ -274,6 +281,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
         const auto rescaling = weigh(j);
         ptx::wgmma_wait<0>();
         ptx::fence_accumulators(out);
+        weights.fence();
         shared.value_ring.release(key_tiles + j - 1, thread);
         rescaling.apply(by_tiles(out));
         weights.template round<dtype>(s);
@@ -281,10 +289,12 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
       shared.value_ring.wait_for_tile(key_tiles + tiles - 1);
       ptx::fence_async_proxy();
       ptx::fence_accumulators(out);
+      weights.fence();
       ptx::wgmma_fence();
       multiply_values<dtype, kDim>(out, weights, value + stage_of(tiles - 1));
       ptx::wgmma_wait<0>();
       ptx::fence_accumulators(out);
+      weights.fence();
       shared.value_ring.release(key_tiles + tiles - 1, thread);
     }
     key_tiles += tiles;

@@ -109,6 +109,14 @@ __device__ __forceinline__ void fence_accumulators(float (&c)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
+// The same for an operand that lies in registers: before the product is issued, so that what was
+// computed is there, and after the wait, so that nothing else takes the registers before.
+template <int n>
+__device__ __forceinline__ void fence_operand(uint32_t (&a)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // Lists of accumulators as asm operands.
 #define H2O_C8(c, i)                                                                          \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
@@ -149,8 +157,8 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&c)[64], uint64_t a, uin
 }
 
 // c[64, columns] += a[64, 16] b[16, columns], issued and not waited for: 64 or 128 columns. a is in
-// registers, each warp's 16 rows as for mma_m16n8k16; rows of b are contiguous in shared memory.
-// Neither c nor a is to be touched before a wait.
+// registers, each warp's 16 rows as for mma_m16n8k16, fenced; rows of b are contiguous in shared
+// memory. Neither c nor a is to be touched before a wait.
 template <DType dtype, int registers>
 __device__ __forceinline__ void wgmma_rows_of_b(float (&c)[registers], const uint32_t (&a)[4],
                                                 uint64_t b) {

@@ -126,6 +126,8 @@ void fence_async_proxy() { state().needs_proxy_fence = false; }
 
 void wgmma_fence() { state().is_fenced = true; }
 
+void fence_operand(const uint32_t (&a)[4], Site site) { state().fence_operand(a, site); }
+
 void wgmma(const char* name, const Operands& operands, float* c, bool add, Site site) {
   Issue issue{&state(), name, operands, c, add, site};
   warpgroup_collective(name, &issue, issue_product, site);

@@ -2,7 +2,8 @@
 // warpgroup issues and waits for.
 //
 // Undefined on the hardware and stopped here: a barrier that was not initialised, a product issued
-// without the fences that it needs, operands or accumulators that change before the wait, a thread
+// without the fences that it needs, operands or accumulators that change before the wait, operands
+// in registers that change between a fence and the issue or between the wait and a fence, a thread
 // that ends with products under way. Accumulators are NaN from the issue to the wait.
 #pragma once
 
@@ -46,6 +47,7 @@ struct Operands {
 
 // c[64, columns] = a[64, 16] b[16, columns], plus c if add. Register i of c of this thread.
 void wgmma(const char* name, const Operands& operands, float* c, bool add, Site site);
+void fence_operand(const uint32_t (&a)[4], Site site);
 void wgmma_commit();
 void wgmma_wait(int pending, Site site);
 

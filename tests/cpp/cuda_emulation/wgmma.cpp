@@ -131,6 +131,25 @@ void WarpgroupThread::add(std::shared_ptr<Product> product, const uint32_t* a_re
   open_.push_back(std::move(part));
 }
 
+void WarpgroupThread::fence_operand(const uint32_t (&a)[4], Site site) {
+  const Registers now = std::to_array(a);
+  if (const auto before = finished_operands_.find(a); before != finished_operands_.end()) {
+    if (before->second != now) {
+      fail("an operand in registers has changed between the wait for its wgmma and fence_operand "
+           "(%s:%d)",
+           site.file, site.line);
+    }
+    finished_operands_.erase(before);
+  }
+  fenced_operands_[a] = now;
+}
+
+bool WarpgroupThread::is_operand_fenced(const uint32_t* a) const {
+  const auto fenced = fenced_operands_.find(a);
+  return fenced != fenced_operands_.end() &&
+         std::equal(fenced->second.begin(), fenced->second.end(), a);
+}
+
 void WarpgroupThread::commit() {
   groups_.push_back(std::move(open_));
   open_.clear();
@@ -160,6 +179,7 @@ void WarpgroupThread::finish(const Part& part, int thread, Site site) {
     fail("an operand in registers has changed between a wgmma (%s:%d) and the wait for it (%s:%d)",
          product.site.file, product.site.line, site.file, site.line);
   }
+  if (part.a_registers) finished_operands_[part.a_registers] = part.a;
   Accumulator& accumulator = accumulators_[part.c];
   for (int i = 0; i < operands.columns / 2; ++i) {
     const int row = fragment_row(thread, i / 2 % 2);
@@ -195,6 +215,11 @@ void issue_product(void* const* arguments) {
     }
     if (!mine.thread->is_under_way(mine.c) && !mine.thread->is_fenced) {
       fail("%s without wgmma_fence since the last wait (%s:%d)", first.name, site.file, site.line);
+    }
+    if (const uint32_t* const a = mine.operands.a_registers;
+        a && !mine.thread->is_operand_fenced(a)) {
+      fail("%s of registers without fence_operand since they changed (%s:%d)", first.name,
+           site.file, site.line);
     }
   }
   auto product = std::make_shared<Product>();

@@ -30,12 +30,16 @@ struct Product {
 // One thread's part of products.
 class WarpgroupThread {
  public:
+  using Registers = std::array<uint32_t, 4>;
+
   bool is_fenced = false;          // wgmma_fence() since the last wait
   bool needs_proxy_fence = false;  // has waited for copies and not yet fenced them
 
   bool is_waiting() const { return !accumulators_.empty(); }
   bool is_under_way(const float* c) const { return accumulators_.count(c) != 0; }
 
+  void fence_operand(const uint32_t (&a)[4], Site site);
+  bool is_operand_fenced(const uint32_t* a) const;
   void add(std::shared_ptr<Product> product, const uint32_t* a_registers, float* c, bool add);
   void commit();
   // Finishes all but the latest groups. thread: of the warpgroup.
@@ -45,7 +49,7 @@ class WarpgroupThread {
   struct Part {
     std::shared_ptr<Product> product;
     const uint32_t* a_registers;
-    std::array<uint32_t, 4> a;  // that they held
+    Registers a;  // what they held
     float* c;
     bool add;
   };
@@ -58,6 +62,8 @@ class WarpgroupThread {
   void finish(const Part& part, int thread, Site site);
 
   std::map<const float*, Accumulator> accumulators_;
+  std::map<const uint32_t*, Registers> fenced_operands_;    // what they held at the fence
+  std::map<const uint32_t*, Registers> finished_operands_;  // waited for, and not yet fenced
   std::vector<Part> open_;
   std::deque<std::vector<Part>> groups_;
 };

@@ -23,7 +23,10 @@ enum class Mistake {
   kLeadingOffset,
   kByColumns,
   kColumnsSwapped,
+  kNoFence,
+  kChangesFencedOperand,
   kChangesOperand,
+  kChangesOperandBehindTheWait,
   kNoWait,
 };
 
@@ -67,6 +70,11 @@ __global__ void product_kernel(const Params params) {
     descriptor = layout_sm90::slab_rows_descriptor(address, kKeys / 2);
   }
   float c[kColumns / 2] = {};
+  const auto fence_operands = [&] {
+    for (int k = 0; k < kKeys / 16; ++k) ptx::fence_operand(a[k]);
+  };
+  if (kMistake != Mistake::kNoFence) fence_operands();
+  if (kMistake == Mistake::kChangesFencedOperand) a[3][2] ^= 1;
   ptx::wgmma_fence();
   for (int k = 0; k < kKeys / 16; ++k) {
     const uint64_t step = kMistake == Mistake::kByColumns
@@ -77,6 +85,8 @@ __global__ void product_kernel(const Params params) {
   ptx::wgmma_commit();
   if (kMistake == Mistake::kChangesOperand) a[3][2] ^= 1;
   if (kMistake != Mistake::kNoWait) ptx::wgmma_wait<0>();
+  if (kMistake == Mistake::kChangesOperandBehindTheWait) a[3][2] ^= 1;
+  fence_operands();
   for (int i = 0; i < kColumns / 2; ++i) {
     params.c[layout_sm90::accumulator_row(thread, i) * kColumns +
              layout_sm90::accumulator_column(thread, i)] = c[i];
@@ -120,6 +130,14 @@ TEST(EmulationRegisterOperands, WrongDescriptors) {
   EXPECT_GT((multiply<128, Mistake::kLeadingOffset>()), kRows * 64 * 9 / 10);
   EXPECT_GT((multiply<64, Mistake::kByColumns>()), kRows * 64 * 9 / 10);
   EXPECT_GT((multiply<128, Mistake::kColumnsSwapped>()), kRows * 128 * 9 / 10);
+}
+
+TEST(EmulationRegisterOperandsDeathTest, OperandsWithoutAFence) {
+  const char* const message = "wgmma_rows_of_b of registers without fence_operand since they";
+  EXPECT_DEATH((multiply<64, Mistake::kNoFence>()), message);
+  EXPECT_DEATH((multiply<64, Mistake::kChangesFencedOperand>()), message);
+  EXPECT_DEATH((multiply<64, Mistake::kChangesOperandBehindTheWait>()),
+               "changed between the wait for its wgmma and fence_operand .*operands.cpp");
 }
 
 TEST(EmulationRegisterOperandsDeathTest, OperandsThatChangeUnderWay) {

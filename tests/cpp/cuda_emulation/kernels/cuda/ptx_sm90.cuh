@@ -61,6 +61,10 @@ void wgmma_wait(Site site = Site::here()) {
 template <int n>
 void fence_accumulators(float (&)[n]) {}
 
+inline void fence_operand(uint32_t (&a)[4], Site site = Site::here()) {
+  cuda_emulation::hopper::fence_operand(a, site);
+}
+
 template <DType dtype>
 void wgmma_m64n128k16(float (&c)[64], uint64_t a, uint64_t b, bool add, Site site = Site::here()) {
   static_assert(dtype == DType::kBFloat16 || dtype == DType::kFloat16);
