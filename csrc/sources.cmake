@@ -5,12 +5,17 @@ set(H2O_HOST_SOURCES
     bindings/library.cpp
     bindings/register_classes.cpp
     common/checks.cpp
+    common/config.cpp
+    common/prefill_request.cpp
+    common/rules.cpp
     common/tensors.cpp
     core/chunk_manager.cpp
     core/chunked_kv_cache.cpp
     core/chunked_sparse_attention.cpp
-    core/config.cpp
     core/memory_set_tracker.cpp
+    core/prefill_context.cpp
+    kernels/composite/accumulate_scores.cpp
+    kernels/composite/advance_position.cpp
     kernels/composite/attend.cpp
     kernels/composite/chunked_sparse_attention.cpp
     kernels/composite/dense_attention.cpp
@@ -19,6 +24,8 @@ set(H2O_HOST_SOURCES
     kernels/composite/memory_attention.cpp
     kernels/composite/merge_states.cpp
     kernels/composite/select_memory.cpp
+    ops/accumulate_scores.cpp
+    ops/advance_position.cpp
     ops/chunked_sparse_attention.cpp
     ops/dense_attention.cpp
     ops/gather_rows.cpp
@@ -27,9 +34,11 @@ set(H2O_HOST_SOURCES
     ops/lexical_recall.cpp
     ops/memory_attention.cpp
     ops/merge_states.cpp
+    ops/prefill_attention.cpp
     ops/select_memory.cpp)
 
 set(H2O_CPU_SOURCES
+    kernels/cpu/accumulate_scores_kernel.cpp
     kernels/cpu/amx_gemm.cpp
     kernels/cpu/attend_chunk.cpp
     kernels/cpu/bfloat16_probe.cpp
@@ -40,10 +49,10 @@ set(H2O_CPU_SOURCES
     kernels/cpu/isa_dispatch.cpp
     kernels/cpu/lexical_recall_kernel.cpp
     kernels/cpu/memory_attention_kernel.cpp
-    kernels/cpu/memory_chain.cpp
-    kernels/cpu/memory_count.cpp
+    kernels/cpu/memory_set_updater.cpp
     kernels/cpu/merge_states_kernel.cpp
-    kernels/cpu/select_memory_kernel.cpp)
+    kernels/cpu/select_memory_kernel.cpp
+    kernels/cpu/workspace.cpp)
 
 # Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
 set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp)
@@ -52,11 +61,12 @@ set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp)
 set(H2O_CUDA_SOURCES
     kernels/cuda/attend_forward.cu
     kernels/cuda/attend_forward_sm90.cu
+    kernels/cuda/attention_passes.cpp
     kernels/cuda/chunked_sparse_attention_kernel.cpp
     kernels/cuda/column_sums.cu
     kernels/cuda/column_sums_sm90.cu
+    kernels/cuda/cuda_kernels.cpp
     kernels/cuda/dense_attention_kernel.cpp
-    kernels/cuda/entry.cpp
     kernels/cuda/gather_rows.cu
     kernels/cuda/gather_rows_kernel.cpp
     kernels/cuda/intra_chunk_attention_kernel.cpp

@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from h2o_prefill.config import PrefillConfig
+
+
+def _fake(name: str) -> Callable[[Callable[[Any], Any]], None]:
+    """Register a fake that gets the operator's arguments by the names of its schema.
+
+    So that the argument lists stand in the schemas alone.
+    """
+    schema = getattr(torch.ops.h2o_prefill, name).default._schema
+
+    def register(function: Callable[[Any], Any]) -> None:
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            bound = {argument.name: argument.default_value for argument in schema.arguments}
+            bound.update(zip(bound, args, strict=False))
+            return function(SimpleNamespace(**(bound | kwargs)))
+
+        torch.library.register_fake(f"h2o_prefill::{name}", fake)
+
+    return register
+
+
+@cache
+def _memory_size(settings: str, layer: int) -> int:
+    """K + L + H of a layer."""
+    return PrefillConfig.parse(settings).of_layer(layer).memory_size
 
 
 def _accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -19,95 +50,77 @@ def _empty_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], dtype=_accumulate_dtype(q))
 
 
-@torch.library.register_fake("h2o_prefill::intra_chunk_attention")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, chunk_size: int, scale: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    colsum = k.new_empty(k.shape[0], k.shape[1], k.shape[2], dtype=_accumulate_dtype(q))
-    return _empty_heads(q, v.shape[3]), _empty_lse(q), colsum
+@_fake("intra_chunk_attention")
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    colsum = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
+    return _empty_heads(a.q, a.v.shape[3]), _empty_lse(a.q), colsum
 
 
-@torch.library.register_fake("h2o_prefill::memory_attention")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    colsum = q.new_empty(indices.shape, dtype=_accumulate_dtype(q))
-    return _empty_heads(q, v.shape[3]), _empty_lse(q), colsum
+@_fake("memory_attention")
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    colsum = a.q.new_empty(a.indices.shape, dtype=_accumulate_dtype(a.q))
+    return _empty_heads(a.q, a.v.shape[3]), _empty_lse(a.q), colsum
 
 
-@torch.library.register_fake("h2o_prefill::dense_attention")
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    return _empty_heads(q, v.shape[3])
+@_fake("dense_attention")
+def _(a: Any) -> Tensor:
+    return _empty_heads(a.q, a.v.shape[3])
 
 
-@torch.library.register_fake("h2o_prefill::merge_states")
-def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    return _empty_heads(out_a, out_a.shape[3]), lse_a.new_empty(lse_a.shape)
+@_fake("merge_states")
+def _(a: Any) -> tuple[Tensor, Tensor]:
+    return _empty_heads(a.out_a, a.out_a.shape[3]), a.lse_a.new_empty(a.lse_a.shape)
 
 
-@torch.library.register_fake("h2o_prefill::select_memory")
-def _(
-    scores: Tensor,
-    memory: Tensor,
-    chunk_begin: int,
-    chunk_end: int,
-    local_window: int,
-    heavy_budget: int,
-    sink_tokens: int,
-) -> Tensor:
-    return memory.new_empty(
-        memory.shape[0], memory.shape[1], sink_tokens + local_window + heavy_budget
-    )
+@_fake("select_memory")
+def _(a: Any) -> Tensor:
+    return a.memory.new_empty(*a.memory.shape[:2], a.sink_tokens + a.local_window + a.heavy_budget)
 
 
-@torch.library.register_fake("h2o_prefill::gather_rows")
-def _(x: Tensor, indices: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1], indices.shape[2], x.shape[3])
+@_fake("accumulate_scores_")
+def _(a: Any) -> None:
+    return None
 
 
-@torch.library.register_fake("h2o_prefill::chunked_sparse_attention")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Tensor | None,
-    memory: Tensor | None,
-    recall_offsets: Tensor | None,
-    recall_positions: Tensor | None,
-    recall_visible_from: Tensor | None,
-    last_chunk_begin: int,
-    chunk_size: int,
-    local_window: int,
-    heavy_budget: int,
-    sink_tokens: int = 0,
-    dense_tail: int = 0,
-    gqa_reduce: str = "sum",
-    recall_block: int = 128,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    new_scores = k.new_empty(k.shape[0], k.shape[1], k.shape[2], dtype=_accumulate_dtype(q))
-    new_memory = k.new_empty(
-        k.shape[0], k.shape[1], sink_tokens + local_window + heavy_budget, dtype=torch.int32
-    )
-    return _empty_heads(q, v.shape[3]), new_scores, new_memory
+@_fake("gather_rows")
+def _(a: Any) -> Tensor:
+    return a.x.new_empty(*a.x.shape[:2], a.indices.shape[2], a.x.shape[3])
 
 
-@torch.library.register_fake("h2o_prefill::lexical_recall")
-def _(
-    token_ids: Tensor,
-    begin: int,
-    chunk_size: int,
-    block: int,
-    k: int,
-    max_suffix: int = 3,
-    span: int = 2,
-    max_count: int = 16,
-) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = (token_ids.shape[1] - begin + block - 1) // block
+@_fake("chunked_sparse_attention")
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
+    width = a.sink_tokens + a.local_window + a.heavy_budget
+    memory = a.k.new_empty(*a.k.shape[:2], width, dtype=torch.int32)
+    return _empty_heads(a.q, a.v.shape[3]), scores, memory
+
+
+@_fake("prefill_attention")
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
+    width = _memory_size(a.settings, a.layer)
+    memory = a.k.new_empty(*a.k.shape[:2], width, dtype=torch.int32)
+    return _empty_heads(a.q, a.v.shape[3]), scores, memory
+
+
+@_fake("prefill_attention_")
+def _(a: Any) -> Tensor:
+    return _empty_heads(a.q, a.v.shape[3])
+
+
+@_fake("advance_position_")
+def _(a: Any) -> None:
+    return None
+
+
+@_fake("lexical_recall")
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length = a.token_ids.shape
+    blocks = (length - a.begin + a.block - 1) // a.block
     found = torch.library.get_ctx().new_dynamic_size()
-    offsets = token_ids.new_empty(token_ids.shape[0] * blocks + 1, dtype=torch.int32)
+    offsets = a.token_ids.new_empty(batch * blocks + 1, dtype=torch.int32)
     return (
         offsets,
-        token_ids.new_empty(found, dtype=torch.int32),
-        token_ids.new_empty(found, dtype=torch.int32),
+        a.token_ids.new_empty(found, dtype=torch.int32),
+        a.token_ids.new_empty(found, dtype=torch.int32),
     )

@@ -1,13 +1,25 @@
-"""The settings of one sparse prefill."""
+"""The settings of one sparse prefill.
+
+Their defaults, rules and presets, and the text that stands for them, are those of the C++ class of
+the same name: this dataclass gives them types and documentation, and asks it.
+"""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import operator
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
-GQA_REDUCTIONS = ("sum", "max")
+import torch
+
+from h2o_prefill._warn import warn
+
+_Native = torch.classes.h2o_prefill.PrefillConfig
+_DEFAULTS = _Native()
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,7 @@ class PrefillConfig:
     wide_layers : tuple of int
         Layers whose memory sets have `wide_factor` times L and H.
     wide_factor : int
-        See there.
+        How many times L and H the memory sets of `wide_layers` hold.
     gqa_reduce : {"sum", "max"}
         How the column sums of the query heads that share a KV head become one score.
     min_prefill : int, optional
@@ -47,6 +59,9 @@ class PrefillConfig:
         Keys recalled from a place on: 2 means the place and the one after.
     recall_max_count : int
         A single token is looked up only if it stood at most this often so far.
+    block_diagonal : bool
+        Without a memory set (K + L + H = 0), attend inside chunks alone. Off, such settings are
+        dense.
 
     Raises
     ------
@@ -56,59 +71,95 @@ class PrefillConfig:
     Warns
     -----
     UserWarning
-        If the memory set is not smaller than a chunk: legal, but beyond the regime where the method
-        pays.
+        If the memory set is empty, which makes every call dense, or not smaller than a chunk: legal,
+        but beyond the regime where the method pays.
     """
 
-    chunk_size: int = 1024
-    local_window: int = 256
-    heavy_budget: int = 256
-    sink_tokens: int = 0
-    dense_tail: int = 0
-    dense_layers: tuple[int, ...] = ()
-    wide_layers: tuple[int, ...] = ()
-    wide_factor: int = 4
-    gqa_reduce: str = "sum"
-    min_prefill: int | None = None
-    recall: int = 0
-    recall_block: int = 128
-    recall_suffix: int = 3
-    recall_span: int = 2
-    recall_max_count: int = 16
+    chunk_size: int = _DEFAULTS.chunk_size
+    local_window: int = _DEFAULTS.local_window
+    heavy_budget: int = _DEFAULTS.heavy_budget
+    sink_tokens: int = _DEFAULTS.sink_tokens
+    dense_tail: int = _DEFAULTS.dense_tail
+    dense_layers: tuple[int, ...] = tuple(_DEFAULTS.dense_layers)
+    wide_layers: tuple[int, ...] = tuple(_DEFAULTS.wide_layers)
+    wide_factor: int = _DEFAULTS.wide_factor
+    gqa_reduce: str = _DEFAULTS.gqa_reduce
+    min_prefill: int | None = _DEFAULTS.min_prefill
+    recall: int = _DEFAULTS.recall
+    recall_block: int = _DEFAULTS.recall_block
+    recall_suffix: int = _DEFAULTS.recall_suffix
+    recall_span: int = _DEFAULTS.recall_span
+    recall_max_count: int = _DEFAULTS.recall_max_count
+    block_diagonal: bool = _DEFAULTS.block_diagonal
 
     def __post_init__(self) -> None:
-        for name in LAYER_FIELDS:
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, least in _LEAST.items():
-            _check_at_least(name, getattr(self, name), least)
-        if self.min_prefill is not None:
-            _check_at_least("min_prefill", self.min_prefill, 1)
-        for name in LAYER_FIELDS:
-            for layer in getattr(self, name):
-                _check_at_least(name, layer, 0)
-        if self.gqa_reduce not in GQA_REDUCTIONS:
-            raise ValueError(f"gqa_reduce must be one of {GQA_REDUCTIONS}, got {self.gqa_reduce!r}")
-        if self.recall and self.chunk_size % self.recall_block:
-            raise ValueError(
-                "chunk_size must be a multiple of recall_block, got "
-                f"{self.chunk_size} and {self.recall_block}"
-            )
-        if self.memory_size >= self.chunk_size:
-            warnings.warn(
-                f"the memory set ({self.memory_size} positions) is not smaller than chunk_size "
-                f"({self.chunk_size}): sparse prefill saves less than it could",
-                stacklevel=3,
-            )
+        for field in dataclasses.fields(self):
+            value = _typed(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+        for sentence in self.native.advice():
+            warn(sentence)
+
+    @classmethod
+    def parse(cls, text: str) -> PrefillConfig:
+        """Return the settings that a text stands for.
+
+        Parameters
+        ----------
+        text : str
+            A preset, then fields with commas between, layers joined by "+":
+            "recommended,local_window=256,wide_layers=7+17".
+
+        Raises
+        ------
+        ValueError
+            If the text has another form, names no preset or no field, or a value is out of its
+            range.
+        """
+        return cls.from_native(_Native.parse(text))
+
+    @classmethod
+    def from_native(cls, native: Any) -> PrefillConfig:
+        """Return the settings of a `torch.classes.h2o_prefill.PrefillConfig`."""
+        return cls(**{field.name: getattr(native, field.name) for field in dataclasses.fields(cls)})
+
+    def to_string(self) -> str:
+        """Return the shortest text that `parse` reads as these settings."""
+        return _text_of(self)
+
+    @property
+    def native(self) -> Any:
+        """The same settings as `torch.classes.h2o_prefill.PrefillConfig`."""
+        return _native_of(self)
 
     @property
     def memory_size(self) -> int:
         """Positions that a memory set holds at most: K + L + H."""
-        return self.sink_tokens + self.local_window + self.heavy_budget
+        return int(self.native.memory_size())
 
     @property
     def sparse_from(self) -> int:
         """New tokens from which on a call is sparse."""
-        return self.chunk_size if self.min_prefill is None else self.min_prefill
+        return int(self.native.sparse_from())
+
+    def is_long_call(self, past: int, new: int) -> bool:
+        """Return whether a call has enough new tokens to be sparse, and does not decode.
+
+        Parameters
+        ----------
+        past, new : int
+            Tokens before the call, and tokens of the call.
+        """
+        return bool(self.native.is_long_call(past, new))
+
+    def is_sparse_call(self, past: int, new: int) -> bool:
+        """Return whether a call is sparse in the layers that are not dense.
+
+        Parameters
+        ----------
+        past, new : int
+            Tokens before the call, and tokens of the call.
+        """
+        return bool(self.native.is_sparse_call(past, new))
 
     def next_chunk_begin(self, past: int, new: int) -> int:
         """Return where the last chunk of a call begins.
@@ -118,7 +169,7 @@ class PrefillConfig:
         past, new : int
             Tokens before the call, and tokens of the call (at least 1).
         """
-        return past + (new - 1) // self.chunk_size * self.chunk_size
+        return int(self.native.last_chunk_begin(past, new))
 
     def of_layer(self, layer: int | None) -> PrefillConfig:
         """Return the settings of one layer, all in one place: L and H as they are there.
@@ -128,41 +179,90 @@ class PrefillConfig:
         layer : int or None
             None is a layer without a number, which is not wide.
         """
-        if layer not in self.wide_layers:
-            return self
-        # Not through the constructor, which would warn once more of what was asked for.
-        config = copy.copy(self)
-        for name in ("local_window", "heavy_budget"):
-            object.__setattr__(config, name, self.wide_factor * getattr(self, name))
-        object.__setattr__(config, "wide_layers", ())
-        return config
+        return self if layer not in self.wide_layers else _of_wide_layer(self, layer)
 
     def replace(self, **changes: object) -> PrefillConfig:
-        """Return a copy with some fields changed."""
+        """Return a copy with some fields changed, and no others."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def with_fields(self, **changes: Any) -> PrefillConfig:
+        """Return a copy with some fields changed, as a settings text changes those of its preset.
+
+        With recall, a `chunk_size` that is no multiple of `recall_block` changes that too, to their
+        greatest common divisor, unless it is given.
+
+        Raises
+        ------
+        ValueError
+            If a field is unknown, or a value of another type or out of its range.
+        """
+        # An unknown name is left to C++, which knows what to say of it.
+        known = {field.name for field in dataclasses.fields(self)}
+        typed = {name: _typed(name, x) if name in known else x for name, x in changes.items()}
+        text = ",".join(f"{name}={_as_text(value)}" for name, value in typed.items())
+        return self if not text else PrefillConfig.from_native(self.native.with_fields(text))
 
 
 # Fields that number layers.
-LAYER_FIELDS = ("dense_layers", "wide_layers")
-
-# The smallest legal value of every plain integer field.
-_LEAST = {
-    "chunk_size": 1,
-    "local_window": 0,
-    "heavy_budget": 0,
-    "sink_tokens": 0,
-    "dense_tail": 0,
-    "wide_factor": 1,
-    "recall": 0,
-    "recall_block": 1,
-    "recall_suffix": 1,
-    "recall_span": 1,
-    "recall_max_count": 1,
-}
+LAYER_FIELDS = tuple(
+    field.name for field in dataclasses.fields(PrefillConfig) if isinstance(field.default, tuple)
+)
 
 
-def _check_at_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be >= {least}, got {value}")
+def _typed(name: str, value: Any) -> Any:
+    """Return a field's value in the field's type; ranges are left to C++."""
+    default = getattr(_DEFAULTS, name)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be a bool, got {value!r}")
+        return value
+    if isinstance(default, str):
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a str, got {value!r}")
+        return value
+    if isinstance(default, list):
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError(f"{name} must be a sequence of ints, got {value!r}")
+        return tuple(_as_int(name, layer) for layer in value)
+    return None if default is None and value is None else _as_int(name, value)
+
+
+def _as_int(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # NumPy's integers too
+    except TypeError:
+        raise ValueError(f"{name} must be an int, got {value!r}") from None
+
+
+def _as_text(value: Any) -> str:
+    """Return a field's value as settings texts have it."""
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@lru_cache(maxsize=256)
+def _native_of(config: PrefillConfig) -> Any:
+    return _Native(
+        **{
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(config).items()
+        }
+    )
+
+
+@lru_cache(maxsize=256)
+def _text_of(config: PrefillConfig) -> str:
+    return str(config.native.to_string())
+
+
+@lru_cache(maxsize=256)
+def _of_wide_layer(config: PrefillConfig, layer: int) -> PrefillConfig:
+    with warnings.catch_warnings():
+        # What there is to say of a wide layer was said of the whole.
+        warnings.simplefilter("ignore")
+        return PrefillConfig.from_native(config.native.of_layer(layer))

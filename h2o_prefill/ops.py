@@ -138,6 +138,21 @@ def select_memory(
     )
 
 
+def accumulate_scores_(scores: Tensor, memory: Tensor, colsum: Tensor) -> None:
+    """Add column sums to the scores of memory sets, in place.
+
+    Parameters
+    ----------
+    scores : Tensor
+        [B, Hkv, T].
+    memory : Tensor
+        int32 [B, Hkv, M]: strictly ascending positions, then -1.
+    colsum : Tensor
+        [B, Hkv, M], of the dtype of scores; what stands beside a -1 does not count.
+    """
+    _ops.accumulate_scores_(scores, memory, colsum)
+
+
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Copy the listed rows of every head.
 
@@ -231,6 +246,136 @@ def chunked_sparse_attention(
         recall_block,
         scale,
     )
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Tensor | None,
+    memory: Tensor | None,
+    recall_offsets: Tensor | None,
+    recall_positions: Tensor | None,
+    recall_visible_from: Tensor | None,
+    last_chunk_begin: int,
+    layer: int,
+    settings: str,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend with one layer's queries of a call, sparsely or densely as the settings say.
+
+    Parameters
+    ----------
+    q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from,
+    last_chunk_begin, scale
+        As for `chunked_sparse_attention`.
+    layer : int
+        The number of the layer.
+    settings : str
+        Of the model: a text that `PrefillConfig.parse` reads.
+
+    Returns
+    -------
+    out, scores, memory : Tensor
+        As `chunked_sparse_attention` returns them. A dense call hands scores and memory on as they
+        are, with score 0 for its own positions; so does `last_chunk_begin` stay.
+    """
+    return _ops.prefill_attention(
+        q,
+        k,
+        v,
+        scores,
+        memory,
+        recall_offsets,
+        recall_positions,
+        recall_visible_from,
+        last_chunk_begin,
+        layer,
+        settings,
+        scale,
+    )
+
+
+def prefill_attention_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_key: Tensor,
+    cache_value: Tensor,
+    scores: Tensor,
+    memory: Tensor,
+    position: Tensor,
+    recall_offsets: Tensor | None,
+    recall_positions: Tensor | None,
+    recall_visible_from: Tensor | None,
+    layer: int,
+    settings: str,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend with one layer's queries of a call, and update its cache and state in place.
+
+    For deployments: buffers are allocated once, and one graph prefills and decodes, under
+    TorchScript, torch.compile, torch.export and AOTInductor. All layers of a model are called with
+    the same `position`, which `advance_position_` then moves behind the call. A captured CUDA graph
+    replays the position that it was captured with.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        [B, Hq, T, D], [B, Hkv, T, D] and [B, Hkv, T, Dv] of the call's tokens alone.
+    cache_key, cache_value : Tensor
+        [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv]: k and v are written into them.
+    scores : Tensor
+        [B, Hkv, capacity], contiguous, 0 at first. A layer that is always dense needs none: [B,
+        Hkv, 0].
+    memory : Tensor
+        int32 [B, Hkv, K + L + H or more], contiguous, -1 at first.
+    position : Tensor
+        int64 [2] on the CPU: the tokens before the call, and where the last sparse chunk began; 0
+        and 0 at first.
+    recall_offsets, recall_positions, recall_visible_from : Tensor, optional
+        What `lexical_recall` returned for the call. A dense call does not look at them.
+    layer : int
+        The number of the layer.
+    settings : str
+        Of the model: a text that `PrefillConfig.parse` reads.
+
+    Returns
+    -------
+    Tensor
+        [B, Hq, T, Dv]; `out.transpose(1, 2)` is contiguous.
+    """
+    return _ops.prefill_attention_(
+        q,
+        k,
+        v,
+        cache_key,
+        cache_value,
+        scores,
+        memory,
+        position,
+        recall_offsets,
+        recall_positions,
+        recall_visible_from,
+        layer,
+        settings,
+        scale,
+    )
+
+
+def advance_position_(position: Tensor, num_tokens: int, settings: str) -> None:
+    """Move a position of `prefill_attention_` behind a call of so many tokens.
+
+    Parameters
+    ----------
+    position : Tensor
+        int64 [2] on the CPU.
+    num_tokens : int
+        Tokens of the call.
+    settings : str
+        Of the model.
+    """
+    _ops.advance_position_(position, num_tokens, settings)
 
 
 def lexical_recall(

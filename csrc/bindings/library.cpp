@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "common/prefill_request.h"
 #include "kernels/cpu/attend_rows.h"
 
 namespace h2o_prefill {
@@ -25,6 +26,10 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   m.def("version() -> str", [] { return version(); });
   m.def("has_cuda() -> bool", [] { return has_cuda(); });
   m.def("cpu_isa() -> str", [] { return cpu_isa(); });
+  m.def("is_sparse_call(str settings, int past, int num_tokens) -> bool",
+        [](std::string_view settings, int64_t past, int64_t num_tokens) {
+          return read_settings(settings)->is_sparse_call(past, num_tokens);
+        });
 }
 
 }  // namespace h2o_prefill

@@ -7,11 +7,13 @@
 #include <tuple>
 #include <vector>
 
+#include "common/config_fields.h"
 #include "h2o_prefill/chunk_manager.h"
 #include "h2o_prefill/chunked_kv_cache.h"
 #include "h2o_prefill/chunked_sparse_attention.h"
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/memory_set_tracker.h"
+#include "h2o_prefill/prefill_context.h"
 
 namespace h2o_prefill {
 namespace {
@@ -20,7 +22,7 @@ using torch::arg;
 
 // A registered class is held by reference count, which the plain aggregate is not.
 struct ConfigHolder : torch::CustomClassHolder {
-  explicit ConfigHolder(PrefillConfig settings) : config(std::move(settings)) { config.validate(); }
+  explicit ConfigHolder(PrefillConfig settings) : config(std::move(settings)) { config.check(); }
   const PrefillConfig config;
 };
 using Config = c10::intrusive_ptr<ConfigHolder>;
@@ -28,72 +30,100 @@ using Chunks = c10::intrusive_ptr<ChunkManager>;
 using Cache = c10::intrusive_ptr<ChunkedKVCache>;
 using Tracker = c10::intrusive_ptr<MemorySetTracker>;
 using Attention = c10::intrusive_ptr<ChunkedSparseAttention>;
+using Context = c10::intrusive_ptr<PrefillContext>;
 
-// The pickled form of PrefillConfig: its numbers in order, min_prefill 0 for none, then
-// dense_layers and gqa_reduce.
-using ConfigState = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::string>;
+// What lexical_recall returns to TorchScript.
+using Lists = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-ConfigState to_state(const PrefillConfig& c) {
-  return {{c.chunk_size, c.local_window, c.heavy_budget, c.sink_tokens, c.dense_tail,
-           c.min_prefill.value_or(0), c.recall_block},
-          c.dense_layers,
-          c.gqa_reduce};
+RecallLists recall_lists(const std::optional<Lists>& lists) {
+  if (!lists) return {};
+  const auto& [offsets, positions, visible_from] = *lists;
+  return {.offsets = offsets, .positions = positions, .visible_from = visible_from};
 }
 
-PrefillConfig from_state(const ConfigState& state) {
-  const auto& [numbers, dense_layers, gqa_reduce] = state;
-  TORCH_CHECK_VALUE(numbers.size() == 7, "state must hold the 7 numbers of a PrefillConfig, got ",
-                    numbers.size());
-  const auto min_prefill = numbers[5] == 0 ? std::nullopt : std::optional<int64_t>(numbers[5]);
-  return {numbers[0],   numbers[1], numbers[2],  numbers[3], numbers[4],
-          dense_layers, gqa_reduce, min_prefill, numbers[6]};
-}
+Config hold(PrefillConfig config) { return c10::make_intrusive<ConfigHolder>(std::move(config)); }
 
-// A read-only attribute for each field.
-template <typename Field>
-void add_field(torch::class_<ConfigHolder>& cls, const char* name, Field PrefillConfig::* field) {
-  cls.def_property(name, [field](const Config& self) { return self->config.*field; });
+// The constructor takes every field by name, and there is a read-only attribute for each.
+template <typename... Fields>
+void add_fields(torch::class_<ConfigHolder>& cls, const ConfigField<Fields>&... fields) {
+  const PrefillConfig defaults;
+  cls.def(torch::init([fields...](Fields... values) {
+            PrefillConfig config;
+            ((config.*fields.member = std::move(values)), ...);
+            return hold(std::move(config));
+          }),
+          "Settings of one sparse prefill; see h2o_prefill.PrefillConfig for the meaning of each.",
+          {(arg(fields.name) = defaults.*fields.member)...});
+  (cls.def_property(fields.name,
+                    [member = fields.member](const Config& self) { return self->config.*member; }),
+   ...);
 }
 
 void register_config(torch::Library& m) {
-  const PrefillConfig defaults;
   auto cls = m.class_<ConfigHolder>("PrefillConfig");
-  cls.def(torch::init([](int64_t chunk_size, int64_t local_window, int64_t heavy_budget,
-                         int64_t sink_tokens, int64_t dense_tail, std::vector<int64_t> dense_layers,
-                         std::string gqa_reduce, std::optional<int64_t> min_prefill,
-                         int64_t recall_block) {
-            return c10::make_intrusive<ConfigHolder>(PrefillConfig{
-                chunk_size, local_window, heavy_budget, sink_tokens, dense_tail,
-                std::move(dense_layers), std::move(gqa_reduce), min_prefill, recall_block});
-          }),
-          "Settings of one sparse prefill; see h2o_prefill.PrefillConfig for the meaning of each.",
-          {arg("chunk_size") = defaults.chunk_size, arg("local_window") = defaults.local_window,
-           arg("heavy_budget") = defaults.heavy_budget, arg("sink_tokens") = defaults.sink_tokens,
-           arg("dense_tail") = defaults.dense_tail, arg("dense_layers") = defaults.dense_layers,
-           arg("gqa_reduce") = defaults.gqa_reduce, arg("min_prefill") = defaults.min_prefill,
-           arg("recall_block") = defaults.recall_block});
-  add_field(cls, "chunk_size", &PrefillConfig::chunk_size);
-  add_field(cls, "local_window", &PrefillConfig::local_window);
-  add_field(cls, "heavy_budget", &PrefillConfig::heavy_budget);
-  add_field(cls, "sink_tokens", &PrefillConfig::sink_tokens);
-  add_field(cls, "dense_tail", &PrefillConfig::dense_tail);
-  add_field(cls, "dense_layers", &PrefillConfig::dense_layers);
-  add_field(cls, "gqa_reduce", &PrefillConfig::gqa_reduce);
-  add_field(cls, "min_prefill", &PrefillConfig::min_prefill);
-  add_field(cls, "recall_block", &PrefillConfig::recall_block);
-  cls.def(
-         "memory_size", [](const Config& self) { return self->config.memory_size(); },
-         "Return the positions that a memory set holds at most: K + L + H.")
+  std::apply([&](const auto&... fields) { add_fields(cls, fields...); }, kConfigFields);
+  cls.def_static(
+         "preset", [](const std::string& name) { return hold(PrefillConfig::preset(name)); },
+         "Return the settings of a preset.")
+      .def_static(
+          "parse", [](const std::string& text) { return hold(PrefillConfig::parse(text)); },
+          "Return the settings that a text like \"recommended,local_window=256\" stands "
+          "for.")
+      .def_static(
+          "preset_names", [] { return PrefillConfig::preset_names(); },
+          "Return the names of the presets.")
+      .def("with_fields",
+           [](const Config& self, const std::string& fields) {
+             return hold(self->config.with(fields));
+           },
+           "Return a copy with the fields of a text like \"local_window=256\" changed.",
+           {arg("fields")})
+      .def(
+          "to_string", [](const Config& self) { return self->config.to_string(); },
+          "Return the shortest text that parse() reads as these settings.")
+      .def(
+          "to_fields", [](const Config& self) { return self->config.to_fields(); },
+          "Return the text that names every field.")
+      .def(
+          "advice", [](const Config& self) { return self->config.advice(); },
+          "Return what is legal and still not what a user wants, a sentence each.")
+      .def("of_layer",
+           [](const Config& self, int64_t layer) { return hold(self->config.of_layer(layer)); },
+           "Return the settings of one layer: L and H as they are there.", {arg("layer")})
+      .def(
+          "memory_size", [](const Config& self) { return self->config.memory_size(); },
+          "Return the positions that a memory set holds at most: K + L + H.")
       .def(
           "sparse_from", [](const Config& self) { return self->config.sparse_from(); },
           "Return the number of new tokens from which on a call is sparse.")
       .def("is_dense_layer",
            [](const Config& self, int64_t layer) { return self->config.is_dense_layer(layer); },
            "Return whether a layer stays dense.", {arg("layer")})
-      .def_pickle([](const Config& self) { return to_state(self->config); },
-                  [](const ConfigState& state) {
-                    return c10::make_intrusive<ConfigHolder>(from_state(state));
-                  });
+      .def("is_sparse",
+           [](const Config& self, int64_t layer, int64_t past, int64_t num_tokens) {
+             return self->config.is_sparse(layer, past, num_tokens);
+           },
+           "Return whether a layer's call with num_tokens tokens behind `past` others is sparse.",
+           {arg("layer"), arg("past"), arg("num_tokens")})
+      .def("is_long_call",
+           [](const Config& self, int64_t past, int64_t num_tokens) {
+             return self->config.is_long_call(past, num_tokens);
+           },
+           "Return whether a call has enough new tokens to be sparse, and does not decode.",
+           {arg("past"), arg("num_tokens")})
+      .def("is_sparse_call",
+           [](const Config& self, int64_t past, int64_t num_tokens) {
+             return self->config.is_sparse_call(past, num_tokens);
+           },
+           "Return whether a call is sparse in the layers that are not dense.",
+           {arg("past"), arg("num_tokens")})
+      .def("last_chunk_begin",
+           [](const Config& self, int64_t past, int64_t num_tokens) {
+             return self->config.last_chunk_begin(past, num_tokens);
+           },
+           "Return where the last chunk of a call begins.", {arg("past"), arg("num_tokens")})
+      .def_pickle([](const Config& self) { return self->config.to_fields(); },
+                  [](const std::string& fields) { return hold(PrefillConfig::parse(fields)); });
 }
 
 void register_chunk_manager(torch::Library& m) {
@@ -163,6 +193,13 @@ void register_tracker(torch::Library& m) {
       .def(torch::init<int64_t, int64_t, int64_t, int64_t>(),
            "Scores and memory set of every layer of one prompt.",
            {arg("num_layers"), arg("local_window"), arg("heavy_budget"), arg("sink_tokens") = 0})
+      .def_static(
+          "for_config",
+          [](int64_t num_layers, const Config& config) {
+            return c10::make_intrusive<MemorySetTracker>(num_layers, config->config);
+          },
+          "Return a tracker with the budgets of a config, whose wide layers have larger "
+          "sets.")
       .def("init_chunk_scores", &MemorySetTracker::init_chunk_scores,
            "Set the scores of a new chunk to the column sums of phase 1, [B, Hkv, T].",
            {arg("layer"), arg("chunk_begin"), arg("colsum")})
@@ -180,15 +217,27 @@ void register_tracker(torch::Library& m) {
       .def("has_scores", &MemorySetTracker::has_scores, "Return whether a layer has scores.",
            {arg("layer")})
       .def("num_layers", &MemorySetTracker::num_layers, "Return the number of layers.")
-      .def("memory_size", &MemorySetTracker::memory_size, "Return K + L + H.")
-      .def("local_window", &MemorySetTracker::local_window, "Return L.")
-      .def("heavy_budget", &MemorySetTracker::heavy_budget, "Return H.")
+      .def("memory_size", &MemorySetTracker::memory_size, "Return K + L + H of a layer.",
+           {arg("layer") = 0})
+      .def("local_window", &MemorySetTracker::local_window, "Return L of a layer.",
+           {arg("layer") = 0})
+      .def("heavy_budget", &MemorySetTracker::heavy_budget, "Return H of a layer.",
+           {arg("layer") = 0})
       .def("sink_tokens", &MemorySetTracker::sink_tokens, "Return K.")
+      .def("length", &MemorySetTracker::length, "Return the positions that have scores.",
+           {arg("layer")})
       .def("last_chunk_begin", &MemorySetTracker::last_chunk_begin,
            "Return where the last chunk of a layer began.", {arg("layer")})
-      .def("update", &MemorySetTracker::update,
+      .def("update",
+           [](const Tracker& self, int64_t layer, const at::Tensor& scores,
+              const at::Tensor& memory, int64_t last_chunk_begin) {
+             self->update(
+                 layer, {.scores = scores, .memory = memory, .last_chunk_begin = last_chunk_begin});
+           },
            "Replace the state of a layer by what chunked_sparse_attention returned.",
            {arg("layer"), arg("scores"), arg("memory"), arg("last_chunk_begin")})
+      .def("truncate", &MemorySetTracker::truncate,
+           "Remove the tokens behind the first `length` of every layer.", {arg("length")})
       .def("reset", &MemorySetTracker::reset, "Forget every layer.")
       .def("state_tensors", &MemorySetTracker::state_tensors,
            "Return everything as plain tensors: copies.")
@@ -210,21 +259,71 @@ void register_attention(torch::Library& m) {
       .def("forward",
            [](const Attention& self, int64_t layer, const at::Tensor& query, const at::Tensor& key,
               const at::Tensor& value, const Cache& cache, const Tracker& tracker,
-              const std::optional<RecallLists>& recall) {
-             return self->forward(layer, query, key, value, cache, tracker, recall);
+              const std::optional<Lists>& recall, std::optional<double> scale) {
+             return self->forward(layer, query, key, value, cache, tracker, recall_lists(recall),
+                                  scale);
            },
            "Append key and value to the cache and attend with the call's queries [B, Hq, T, D], "
-           "sparsely if the call is "
-           "long enough; return [B, Hq, T, Dv].",
+           "sparsely or densely as the settings say; return [B, Hq, T, Dv].",
            {arg("layer"), arg("query"), arg("key"), arg("value"), arg("cache"), arg("tracker"),
-            arg("recall") = std::optional<RecallLists>()})
+            arg("recall") = std::optional<Lists>(), arg("scale") = std::optional<double>()})
       .def(
-          "config",
-          [](const Attention& self) { return c10::make_intrusive<ConfigHolder>(self->config()); },
+          "config", [](const Attention& self) { return hold(self->config()); },
           "Return the settings.")
-      .def_pickle([](const Attention& self) { return to_state(self->config()); },
-                  [](const ConfigState& state) {
-                    return c10::make_intrusive<ChunkedSparseAttention>(from_state(state));
+      .def_pickle(
+          [](const Attention& self) { return self->config().to_fields(); },
+          [](const std::string& fields) {
+            return c10::make_intrusive<ChunkedSparseAttention>(PrefillConfig::parse(fields));
+          });
+}
+
+void register_context(torch::Library& m) {
+  m.class_<PrefillContext>("PrefillContext")
+      .def(torch::init([](int64_t num_layers, int64_t max_tokens, const Config& config) {
+             return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->config);
+           }),
+           "All that one prompt needs: settings, keys and values, scores and memory sets, token "
+           "ids and the keys that they recall.",
+           {arg("num_layers"), arg("max_tokens"), arg("config")})
+      .def("begin",
+           [](const Context& self, const at::Tensor& token_ids) { self->begin(token_ids); },
+           "Begin a call with new tokens, int64 [B, T], and find the keys that they recall.",
+           {arg("token_ids")})
+      .def("begin_without_ids",
+           [](const Context& self, int64_t num_tokens) { self->begin(num_tokens); },
+           "Begin a call of tokens whose ids are not known; nothing is recalled from then on.",
+           {arg("num_tokens")})
+      .def("attend", &PrefillContext::attend,
+           "Attend with one layer's query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, "
+           "Dv] of the call's tokens; return [B, Hq, T, Dv].",
+           {arg("layer"), arg("query"), arg("key"), arg("value"),
+            arg("scale") = std::optional<double>()})
+      .def("length", &PrefillContext::length, "Return the tokens that all layers hold.")
+      .def("truncate", &PrefillContext::truncate,
+           "Drop all tokens behind the first `length`, and a call that has begun.", {arg("length")})
+      .def("reset", &PrefillContext::reset, "Forget the prompt; the buffers stay allocated.")
+      .def(
+          "config", [](const Context& self) { return hold(self->config()); },
+          "Return the settings.")
+      .def(
+          "cache", [](const Context& self) { return self->cache(); }, "Return keys and values.")
+      .def(
+          "tracker", [](const Context& self) { return self->tracker(); },
+          "Return scores and memory sets.")
+      .def(
+          "token_ids",
+          [](const Context& self) {
+            const at::Tensor ids = self->token_ids();
+            return ids.defined() ? std::optional<at::Tensor>(ids) : std::nullopt;
+          },
+          "Return the ids of the tokens so far, int64 [B, length]; None if some are not known.")
+      .def("state_tensors", &PrefillContext::state_tensors,
+           "Return everything as plain tensors: copies.")
+      .def_static("from_tensors", &PrefillContext::from_tensors,
+                  "Build a context from what state_tensors returned.")
+      .def_pickle([](const Context& self) { return self->state_tensors(); },
+                  [](const std::vector<at::Tensor>& tensors) {
+                    return PrefillContext::from_tensors(tensors);
                   });
 }
 
@@ -234,6 +333,7 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   register_cache(m);
   register_tracker(m);
   register_attention(m);
+  register_context(m);
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/arguments.h"
+#include "common/rules.h"
 
 namespace h2o_prefill {
 

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "core/arguments.h"
+#include "common/rules.h"
 #include "core/state_header.h"
 
 namespace h2o_prefill {
@@ -37,8 +37,8 @@ bool fits(const at::Tensor& buffer, const at::Tensor& t) {
 void check_fits(const char* name, const at::Tensor& buffer, const at::Tensor& t, int64_t layer) {
   TORCH_CHECK_VALUE(fits(buffer, t), name, " must be like what layer ", layer, " holds, [",
                     buffer.size(0), ", ", buffer.size(1), ", *, ", buffer.size(3), "] ",
-                    buffer.scalar_type(), " on ", buffer.device(), ", got ", t.sizes(), " ",
-                    t.scalar_type(), " on ", t.device());
+                    dtype_name(buffer.scalar_type()), " on ", buffer.device(), ", got ",
+                    describe(t));
 }
 
 at::Tensor allocate(const at::Tensor& like, int64_t capacity) {
@@ -79,8 +79,8 @@ int64_t ChunkedKVCache::capacity_for(const Layer& layer, int64_t length) const {
   return std::min(std::max({length, 2 * capacity, initial_capacity_}), max_capacity_);
 }
 
-std::tuple<at::Tensor, at::Tensor> ChunkedKVCache::append(int64_t layer, const at::Tensor& key,
-                                                          const at::Tensor& value) {
+std::tuple<at::Tensor, at::Tensor> ChunkedKVCache::reserve(int64_t layer, const at::Tensor& key,
+                                                           const at::Tensor& value) {
   const Layer& held = layer_at(layer);
   check_new_tokens(key, value);
   if (held.length > 0) {
@@ -108,12 +108,30 @@ std::tuple<at::Tensor, at::Tensor> ChunkedKVCache::append(int64_t layer, const a
     grown.key = copy_rows(held.key, past, capacity);
     grown.value = copy_rows(held.value, past, capacity);
   }
-  grown.length = past + added;
-  grown.key.narrow(2, past, added).copy_(key);
-  grown.value.narrow(2, past, added).copy_(value);
   layers_[layer] = std::move(grown);
-  return {layers_[layer].key.narrow(2, 0, past + added),
-          layers_[layer].value.narrow(2, 0, past + added)};
+  return {layers_[layer].key, layers_[layer].value};
+}
+
+void ChunkedKVCache::commit(int64_t layer, int64_t num_tokens) {
+  const Layer& held = layer_at(layer);
+  TORCH_CHECK_VALUE(num_tokens >= 0 && num_tokens <= capacity(layer) - held.length,
+                    "num_tokens must be in [0, ", capacity(layer) - held.length,
+                    "], the room that is reserved behind the tokens of layer ", layer, ", got ",
+                    num_tokens);
+  layers_[layer].length += num_tokens;
+}
+
+std::tuple<at::Tensor, at::Tensor> ChunkedKVCache::append(int64_t layer, const at::Tensor& key,
+                                                          const at::Tensor& value) {
+  const auto [keys, values] = reserve(layer, key, value);
+  const int64_t past = length(layer);
+  const int64_t added = key.size(2);
+  const c10::InferenceMode ordinary_tensors(false);
+  const at::NoGradGuard no_grad;
+  keys.narrow(2, past, added).copy_(key);
+  values.narrow(2, past, added).copy_(value);
+  commit(layer, added);
+  return {keys.narrow(2, 0, past + added), values.narrow(2, 0, past + added)};
 }
 
 at::Tensor ChunkedKVCache::key(int64_t layer) const {

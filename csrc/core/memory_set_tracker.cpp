@@ -1,31 +1,30 @@
 #include "h2o_prefill/memory_set_tracker.h"
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 
-#include "core/arguments.h"
+#include <algorithm>
+
+#include "common/checks.h"
+#include "common/rules.h"
+#include "common/tensors.h"
 #include "core/state_header.h"
 #include "h2o_prefill/ops.h"
 
 namespace h2o_prefill {
 namespace {
 
-// The pickled form begins with int64: L, H, K, then for every layer whether it has scores and where
-// its last chunk began. Scores and memory of the layers that have scores follow.
-constexpr int64_t kHeaderFields = 3;
-constexpr int64_t kLayerFields = 2;
-
-// Scores of positions before `length`, 0 where there was none.
-at::Tensor extend(const at::Tensor& scores, int64_t length) {
-  return length == scores.size(2) ? scores
-                                  : at::constant_pad_nd(scores, {0, length - scores.size(2)});
-}
+// The pickled form begins with int64: K, then for every layer L, H, whether it has scores, and
+// where its last chunk began. Scores and memory of the layers that have scores follow.
+constexpr int64_t kHeaderFields = 1;
+constexpr int64_t kLayerFields = 4;
 
 void check_score_type(const char* name, const at::Tensor& t) {
   TORCH_CHECK_VALUE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble, name,
-                    " must be float32 or float64, got ", t.scalar_type());
+                    " must be float32 or float64, got ", dtype_name(t.scalar_type()));
 }
 
 void check_heads(const char* name, const at::Tensor& t, const at::Tensor& scores) {
@@ -34,16 +33,29 @@ void check_heads(const char* name, const at::Tensor& t, const at::Tensor& scores
                     t.sizes());
 }
 
+// State outlives the call, so it is ordinary tensors even if that is made in inference mode, and it
+// has no gradient.
+struct StateGuard {
+  c10::InferenceMode ordinary_tensors{false};
+  at::NoGradGuard no_grad;
+};
+
 }  // namespace
 
 MemorySetTracker::MemorySetTracker(int64_t num_layers, int64_t local_window, int64_t heavy_budget,
                                    int64_t sink_tokens)
-    : local_window_(local_window), heavy_budget_(heavy_budget), sink_tokens_(sink_tokens) {
+    : MemorySetTracker(num_layers, PrefillConfig{.local_window = local_window,
+                                                 .heavy_budget = heavy_budget,
+                                                 .sink_tokens = sink_tokens}) {}
+
+MemorySetTracker::MemorySetTracker(int64_t num_layers, const PrefillConfig& config)
+    : sink_tokens_(config.sink_tokens) {
   check_at_least("num_layers", num_layers, 1);
-  check_at_least("local_window", local_window, 0);
-  check_at_least("heavy_budget", heavy_budget, 0);
-  check_at_least("sink_tokens", sink_tokens, 0);
-  layers_.resize(num_layers);
+  config.check();
+  for (int64_t i = 0; i < num_layers; ++i) {
+    const PrefillConfig layer = config.of_layer(i);
+    layers_.push_back({.local_window = layer.local_window, .heavy_budget = layer.heavy_budget});
+  }
 }
 
 const MemorySetTracker::Layer& MemorySetTracker::layer_at(int64_t layer) const {
@@ -53,28 +65,49 @@ const MemorySetTracker::Layer& MemorySetTracker::layer_at(int64_t layer) const {
 
 const MemorySetTracker::Layer& MemorySetTracker::scored_layer_at(int64_t layer) const {
   const Layer& state = layer_at(layer);
-  TORCH_CHECK_VALUE(state.scores.defined(), "layer must have scores, layer ", layer, " has none");
+  TORCH_CHECK_VALUE(state.has_scores, "layer must have scores, layer ", layer, " has none");
   return state;
+}
+
+int64_t MemorySetTracker::memory_size(int64_t layer) const {
+  return sink_tokens_ + layer_at(layer).local_window + layer_at(layer).heavy_budget;
+}
+
+void MemorySetTracker::grow(int64_t layer, const at::Tensor& x, at::ScalarType type,
+                            int64_t length) {
+  const StateGuard guard;
+  Layer& state = layers_[layer];
+  const auto options = x.options().dtype(type);
+  const bool fits = state.scores.defined() && state.scores.size(0) == x.size(0) &&
+                    state.scores.size(1) == x.size(1) && state.scores.scalar_type() == type &&
+                    state.scores.device() == x.device();
+  if (!fits) {
+    state.memory =
+        at::full({x.size(0), x.size(1), memory_size(layer)}, -1, options.dtype(at::kInt));
+    state.scores = at::zeros({x.size(0), x.size(1), length}, options);
+  } else if (length > state.scores.size(2)) {
+    auto larger =
+        at::zeros({x.size(0), x.size(1), std::max(length, 2 * state.scores.size(2))}, options);
+    larger.narrow(2, 0, state.length).copy_(state.scores.narrow(2, 0, state.length));
+    state.scores = std::move(larger);
+  }
 }
 
 void MemorySetTracker::init_chunk_scores(int64_t layer, int64_t chunk_begin,
                                          const at::Tensor& colsum) {
-  Layer next = layer_at(layer);
+  const Layer& state = layer_at(layer);
   check_dims("colsum", colsum, 3);
   check_score_type("colsum", colsum);
-  const int64_t scored = next.scores.defined() ? next.scores.size(2) : 0;
-  check_at_least("chunk_begin", chunk_begin, scored);
-  if (next.scores.defined()) {
-    check_same_kind("colsum", colsum, next.scores, "the layer's scores");
-    check_heads("colsum", colsum, next.scores);
-    next.scores = at::cat({extend(next.scores, chunk_begin), colsum}, 2);
-  } else {
-    next.scores = at::constant_pad_nd(colsum, {chunk_begin, 0});
-    next.memory = at::full({colsum.size(0), colsum.size(1), memory_size()}, -1,
-                           colsum.options().dtype(at::kInt));
+  check_at_least("chunk_begin", chunk_begin, state.length);
+  if (state.has_scores) {
+    check_same_kind("colsum", colsum, state.scores, "the layer's scores");
+    check_heads("colsum", colsum, state.scores);
   }
-  next.last_chunk_begin = chunk_begin;
-  layers_[layer] = std::move(next);
+  const int64_t end = chunk_begin + colsum.size(2);
+  grow(layer, colsum, colsum.scalar_type(), end);
+  const StateGuard guard;
+  state.scores.narrow(2, chunk_begin, colsum.size(2)).copy_(colsum);
+  commit(layer, end, chunk_begin);
 }
 
 void MemorySetTracker::accumulate_memory_scores(int64_t layer, const at::Tensor& colsum) {
@@ -84,68 +117,112 @@ void MemorySetTracker::accumulate_memory_scores(int64_t layer, const at::Tensor&
   TORCH_CHECK_VALUE(colsum.sizes() == state.memory.sizes(),
                     "colsum must have the shape of the memory set ", state.memory.sizes(), ", got ",
                     colsum.sizes());
-  // An absent entry adds nothing; position 0 stands in for it. Only a layer that no position was
-  // ever scored in has no position 0, and its set is empty.
-  if (state.scores.size(2) == 0) return;
-  const auto absent = state.memory.lt(0);
-  layers_[layer].scores = state.scores.scatter_add(2, state.memory.clamp_min(0).to(at::kLong),
-                                                   colsum.masked_fill(absent, 0));
+  const at::NoGradGuard no_grad;
+  auto scores = state.scores;
+  accumulate_scores_(scores, state.memory, colsum);
 }
 
 at::Tensor MemorySetTracker::build_memory_set(int64_t layer, int64_t chunk_end) {
-  Layer next = scored_layer_at(layer);
-  check_at_least("chunk_end", chunk_end, next.scores.size(2));
-  next.scores = extend(next.scores, chunk_end);
-  next.memory = select_memory(next.scores, next.memory, next.last_chunk_begin, chunk_end,
-                              local_window_, heavy_budget_, sink_tokens_);
-  layers_[layer] = std::move(next);
-  return layers_[layer].memory;
+  const Layer& state = scored_layer_at(layer);
+  check_at_least("chunk_end", chunk_end, state.length);
+  grow(layer, state.scores, state.scores.scalar_type(), chunk_end);
+  const StateGuard guard;
+  layers_[layer].memory =
+      select_memory(state.scores.narrow(2, 0, chunk_end), state.memory, state.last_chunk_begin,
+                    chunk_end, state.local_window, state.heavy_budget, sink_tokens_);
+  commit(layer, chunk_end, state.last_chunk_begin);
+  return state.memory;
 }
 
 at::Tensor MemorySetTracker::indices(int64_t layer) const { return scored_layer_at(layer).memory; }
 
-at::Tensor MemorySetTracker::scores(int64_t layer) const { return scored_layer_at(layer).scores; }
-
-bool MemorySetTracker::has_scores(int64_t layer) const { return layer_at(layer).scores.defined(); }
-
-int64_t MemorySetTracker::last_chunk_begin(int64_t layer) const {
-  return layer_at(layer).last_chunk_begin;
+at::Tensor MemorySetTracker::scores(int64_t layer) const {
+  const Layer& state = scored_layer_at(layer);
+  return state.scores.narrow(2, 0, state.length);
 }
 
-void MemorySetTracker::check_layer_tensors(const at::Tensor& scores, const at::Tensor& memory,
-                                           int64_t last_chunk_begin) const {
+void MemorySetTracker::update(int64_t layer, const LayerState& given) {
+  const auto& [scores, memory, last_chunk_begin] = given;
+  layer_at(layer);
   check_dims("scores", scores, 3);
   check_score_type("scores", scores);
   check_dims("memory", memory, 3);
-  TORCH_CHECK_VALUE(memory.scalar_type() == at::kInt && memory.device() == scores.device(),
-                    "memory must be int32 on the device of scores (", scores.device(), "), got ",
-                    memory.scalar_type(), " on ", memory.device());
   check_heads("memory", memory, scores);
-  TORCH_CHECK_VALUE(memory.size(2) == memory_size(),
-                    "memory must have room for K + L + H positions (", memory_size(),
+  check_memory_sets("memory", memory, scores, scores.size(2));
+  TORCH_CHECK_VALUE(memory.size(2) == memory_size(layer),
+                    "memory must have room for K + L + H positions (", memory_size(layer),
                     "), got shape ", memory.sizes());
   TORCH_CHECK_VALUE(last_chunk_begin >= 0 && last_chunk_begin <= scores.size(2),
                     "last_chunk_begin must be in [0, ", scores.size(2), "], got ",
                     last_chunk_begin);
+  const StateGuard guard;
+  Layer& state = layers_[layer];
+  state.scores = scores.clone(at::MemoryFormat::Contiguous);
+  state.memory = memory.clone(at::MemoryFormat::Contiguous);
+  state.has_scores = true;
+  state.length = scores.size(2);
+  state.last_chunk_begin = last_chunk_begin;
 }
 
-void MemorySetTracker::update(int64_t layer, const at::Tensor& scores, const at::Tensor& memory,
-                              int64_t last_chunk_begin) {
-  check_layer(layer, num_layers());
-  check_layer_tensors(scores, memory, last_chunk_begin);
-  layers_[layer] = {scores, memory, last_chunk_begin};
+std::tuple<at::Tensor, at::Tensor> MemorySetTracker::reserve(int64_t layer, const at::Tensor& key,
+                                                             int64_t capacity) {
+  const Layer& state = layer_at(layer);
+  if (state.has_scores) {
+    check_heads("key", key, state.scores);
+    TORCH_CHECK_VALUE(
+        state.scores.scalar_type() == accumulate_type(key) && state.scores.device() == key.device(),
+        "key must be like those of the calls before, whose scores are ",
+        dtype_name(state.scores.scalar_type()), " on ", state.scores.device(), ", got ",
+        describe(key));
+  }
+  grow(layer, key, accumulate_type(key), capacity);
+  return {state.scores, state.memory};
 }
 
-void MemorySetTracker::reset() { layers_.assign(layers_.size(), Layer{}); }
+void MemorySetTracker::commit(int64_t layer, int64_t length, int64_t last_chunk_begin) {
+  layer_at(layer);
+  Layer& state = layers_[layer];
+  const int64_t capacity = state.scores.defined() ? state.scores.size(2) : 0;
+  TORCH_CHECK_VALUE(state.scores.defined() && length >= state.length && length <= capacity,
+                    "length must be in [", state.length, ", ", capacity, "], got ", length);
+  state.has_scores = true;
+  state.length = length;
+  state.last_chunk_begin = last_chunk_begin;
+}
+
+void MemorySetTracker::truncate(int64_t length) {
+  for (int64_t layer = 0; layer < num_layers(); ++layer) truncate_layer(layer, length);
+}
+
+void MemorySetTracker::truncate_layer(int64_t layer, int64_t length) {
+  layer_at(layer);
+  check_at_least("length", length, 0);
+  Layer& state = layers_[layer];
+  if (!state.has_scores || length >= state.length) return;
+  const StateGuard guard;
+  if (length == 0) {
+    state = {.local_window = state.local_window, .heavy_budget = state.heavy_budget};
+    return;
+  }
+  state.scores.narrow(2, length, state.length - length).zero_();
+  state.length = length;
+  if (length <= state.last_chunk_begin) {
+    state.memory.fill_(-1);
+    state.last_chunk_begin = 0;
+  }
+}
+
+void MemorySetTracker::reset() { truncate(0); }
 
 std::vector<at::Tensor> MemorySetTracker::state_tensors() const {
-  std::vector<int64_t> header{local_window_, heavy_budget_, sink_tokens_};
+  std::vector<int64_t> header{sink_tokens_};
   std::vector<at::Tensor> tensors(1);
-  for (const Layer& layer : layers_) {
-    header.push_back(layer.scores.defined());
-    header.push_back(layer.last_chunk_begin);
-    if (!layer.scores.defined()) continue;
-    tensors.push_back(layer.scores.clone(at::MemoryFormat::Contiguous));
+  for (int64_t i = 0; i < num_layers(); ++i) {
+    const Layer& layer = layers_[i];
+    header.insert(header.end(), {layer.local_window, layer.heavy_budget, layer.has_scores,
+                                 layer.last_chunk_begin});
+    if (!layer.has_scores) continue;
+    tensors.push_back(scores(i).clone(at::MemoryFormat::Contiguous));
     tensors.push_back(layer.memory.clone(at::MemoryFormat::Contiguous));
   }
   tensors[0] = at::tensor(header, at::kLong);
@@ -156,16 +233,20 @@ c10::intrusive_ptr<MemorySetTracker> MemorySetTracker::from_tensors(
     const std::vector<at::Tensor>& tensors) {
   const auto header = read_header(tensors, kHeaderFields, kLayerFields);
   const int64_t num_layers = (static_cast<int64_t>(header.size()) - kHeaderFields) / kLayerFields;
-  auto tracker = c10::make_intrusive<MemorySetTracker>(num_layers, header[0], header[1], header[2]);
+  auto tracker =
+      c10::make_intrusive<MemorySetTracker>(num_layers, PrefillConfig{.sink_tokens = header[0]});
   size_t next = 1;
   for (int64_t i = 0; i < num_layers; ++i) {
-    const bool scored = header[kHeaderFields + i * kLayerFields] != 0;
-    if (!scored) continue;
+    const int64_t* const fields = header.data() + kHeaderFields + i * kLayerFields;
+    PrefillConfig{.local_window = fields[0], .heavy_budget = fields[1], .sink_tokens = header[0]}
+        .check();
+    tracker->layers_[i] = {.local_window = fields[0], .heavy_budget = fields[1]};
+    if (fields[2] == 0) continue;
     TORCH_CHECK_VALUE(next + 1 < tensors.size(), "tensors must hold scores and memory of layer ", i,
                       ", got ", tensors.size(), " tensors");
-    const auto scores = tensors[next++].clone(at::MemoryFormat::Contiguous);
-    const auto memory = tensors[next++].clone(at::MemoryFormat::Contiguous);
-    tracker->update(i, scores, memory, header[kHeaderFields + i * kLayerFields + 1]);
+    const at::Tensor& scores = tensors[next++];
+    const at::Tensor& memory = tensors[next++];
+    tracker->update(i, {.scores = scores, .memory = memory, .last_chunk_begin = fields[3]});
   }
   TORCH_CHECK_VALUE(next == tensors.size(), "tensors must end behind the last layer, got ",
                     tensors.size() - next, " more");

@@ -6,20 +6,24 @@
 
 #include <vector>
 
+#include "common/rules.h"
+
 namespace h2o_prefill {
 
-// Reads tensors[0], int64 [fields + layers * layer_fields] with at least one layer. Throws if it is
-// anything else.
+// Reads tensors[0], int64 [fields + layers * layer_fields] with at least one layer, or [fields] if
+// layers have no fields. Throws if it is anything else.
 inline std::vector<int64_t> read_header(const std::vector<at::Tensor>& tensors, int64_t fields,
                                         int64_t layer_fields) {
   TORCH_CHECK_VALUE(!tensors.empty(), "tensors must begin with an int64 header, got none");
   const at::Tensor& header = tensors[0];
-  TORCH_CHECK_VALUE(
-      header.defined() && header.dim() == 1 && header.scalar_type() == at::kLong &&
-          header.size(0) >= fields + layer_fields && (header.size(0) - fields) % layer_fields == 0,
-      "tensors must begin with an int64 header of ", fields, " fields and ", layer_fields,
-      " per layer, got ", header.defined() ? header.sizes() : at::IntArrayRef(), " ",
-      header.defined() ? header.scalar_type() : at::ScalarType::Undefined);
+  const auto has_form = [&] {
+    if (!header.defined() || header.dim() != 1 || header.scalar_type() != at::kLong) return false;
+    const int64_t of_layers = header.size(0) - fields;
+    return layer_fields == 0 ? of_layers == 0
+                             : of_layers >= layer_fields && of_layers % layer_fields == 0;
+  };
+  TORCH_CHECK_VALUE(has_form(), "tensors must begin with an int64 header of ", fields,
+                    " fields and ", layer_fields, " per layer, got ", describe(header));
   const auto here = header.cpu().contiguous();
   const auto* first = here.const_data_ptr<int64_t>();
   return {first, first + here.numel()};

@@ -4,15 +4,13 @@
 
 #include <cstdint>
 
+#include "kernels/host_device.h"
+
 namespace h2o_prefill {
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
-// Forced inline: kernels of several instruction sets call it, and no copy may serve another one's
-// callers.
-__attribute__((always_inline)) constexpr int64_t size_of(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : 2;
-}
+H2O_HOST_DEVICE constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // A [B, H, T, D] tensor whose last dimension is contiguous. Strides are counted in elements.
 struct HeadsView {

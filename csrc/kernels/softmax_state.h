@@ -6,13 +6,7 @@
 // keys has m = -inf, l = 0, o = 0: output 0, lse -inf.
 #pragma once
 
-#ifdef __CUDACC__
-#define H2O_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-// Forced inline: this header is compiled for several instruction sets, and no copy may serve
-// another one's callers.
-#define H2O_HOST_DEVICE inline __attribute__((always_inline))
-#endif
+#include "kernels/host_device.h"
 
 namespace h2o_prefill {
 

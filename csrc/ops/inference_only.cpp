@@ -23,6 +23,15 @@ void inference_only(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
           "torch.no_grad() or torch.inference_mode(), or detach the input");
     }
   }
+  // What an op changes in place has a new version, as after PyTorch's own ops.
+  const auto& arguments = op.schema().arguments();
+  const auto first = stack->end() - static_cast<std::ptrdiff_t>(arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    if (alias && alias->isWrite() && !first[i].toTensor().is_inference()) {
+      first[i].toTensor().unsafeGetTensorImpl()->bump_version();
+    }
+  }
   at::AutoDispatchBelowADInplaceOrView guard;
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
@@ -31,8 +40,9 @@ void inference_only(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 TORCH_LIBRARY_IMPL(h2o_prefill, Autograd, m) {
   for (const char* name :
-       {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory", "gather_rows",
-        "dense_attention", "chunked_sparse_attention", "lexical_recall"}) {
+       {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory",
+        "accumulate_scores_", "gather_rows", "dense_attention", "chunked_sparse_attention",
+        "prefill_attention", "prefill_attention_", "advance_position_", "lexical_recall"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&inference_only>());
   }
 }

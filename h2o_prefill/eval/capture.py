@@ -16,7 +16,7 @@ from ..hf import enable
 from ..hf.dense import dense_attention
 from ..hf.eligibility import Call, dense_reason
 from ..hf.mask_function import h2o_prefill_mask
-from ..hf.registration import NAME as SPARSE_NAME
+from ..hf.names import NAME as SPARSE_NAME
 from ..hf.run import current_run
 from ..hf.settings import DEFAULT_SETTINGS
 
@@ -58,7 +58,11 @@ def observe_attention(
     AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
     # The rules look at the length of a call: chunks of one token let every prompt pass.
     settings = PrefillConfig(
-        chunk_size=1, local_window=0, heavy_budget=0, dense_layers=dense_layers
+        chunk_size=1,
+        local_window=0,
+        heavy_budget=0,
+        dense_layers=dense_layers,
+        block_diagonal=True,
     )
     with enable(model, settings, strict=True):
         for module in model.modules():

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .. import ops
 from ..config import PrefillConfig
+from ..functional import NO_RECALL, next_memory, sparse_attention
+from ..state import PrefillState
 from .visibility import RecalledKeys, visible_keys
 
 # The softmax weights of a block of rows hold at most this many numbers (16 MiB in fp32).
@@ -61,47 +63,26 @@ def measure_layer(
     # In 16 bits the rounding of two outputs would count as the error of one.
     query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     length = query.shape[2]
-    scores: Tensor | None = None
-    attended: Tensor | None = None
-    last_begin = 0
+    state: PrefillState | None = None
     chunks: list[tuple[Tensor, ...]] = []
     for begin in range(0, length, config.chunk_size):
         end = min(begin + config.chunk_size, length)
         q, k, v = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
-        lists: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-        if recalled is not None:
-            lists = recalled.of_rows(begin, end, q.device)
-        sparse, scores, attended = ops.chunked_sparse_attention(
+        lists = NO_RECALL if recalled is None else recalled.of_rows(begin, end, q.device)
+        # The tail is the prompt's, not the chunk's.
+        tail = max(0, config.dense_tail - (length - end))
+        sparse, state = sparse_attention(
             q,
             k,
             v,
-            scores,
-            attended,
-            *lists,
-            last_begin,
-            config.chunk_size,
-            config.local_window,
-            config.heavy_budget,
-            config.sink_tokens,
-            # The tail is the prompt's, not the chunk's.
-            max(0, config.dense_tail - (length - end)),
-            config.gqa_reduce,
-            config.recall_block,
+            state,
+            config if tail == config.dense_tail else config.replace(dense_tail=tail),
+            lists,
             scale,
         )
-        last_begin = begin
         dense = ops.dense_attention(q, k, v, scale)
         mass = _visible_mass(
-            q[0], k[0], begin, attended[0], recalled, length - config.dense_tail, scale
-        )
-        after = ops.select_memory(
-            scores,
-            attended,
-            begin,
-            end,
-            config.local_window,
-            config.heavy_budget,
-            config.sink_tokens,
+            q[0], k[0], begin, state.memory[0], recalled, length - config.dense_tail, scale
         )
         chunks.append(
             (
@@ -109,7 +90,7 @@ def measure_layer(
                 dense[0].abs().sum((1, 2), dtype=torch.float64),
                 mass.sum(1),
                 mass.amin(1),
-                after[0],
+                next_memory(state, config)[0],
             )
         )
     return LayerMeasures(*(torch.stack(column).cpu() for column in zip(*chunks, strict=True)))

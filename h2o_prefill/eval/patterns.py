@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..config import PrefillConfig
+from ..functional import next_memory
 from ..presets import chosen_config
 from .guards import check_dense, check_length, eval_mode
 from .pattern_measures import stack_layers
@@ -177,7 +177,9 @@ def collect_patterns(
             chunked_prefill(
                 model, piece, call, chunks_per_call=1, past_key_values=cache, strict=True
             )
-            sets.append([_next_memory(state, config.of_layer(i)) for i, state in _states(cache)])
+            sets.append(
+                [next_memory(state, config.of_layer(i))[0].cpu() for i, state in _states(cache)]
+            )
     _report(on_progress, len(pieces), len(pieces), "done")
     states = _states(cache)
     if not states:
@@ -251,20 +253,6 @@ def _call_config(config: PrefillConfig, new: int, after: int) -> PrefillConfig:
 def _states(cache: Any) -> list[tuple[int, Any]]:
     states = [(index, getattr(layer, "state", None)) for index, layer in enumerate(cache.layers)]
     return [(index, state) for index, state in states if state is not None]
-
-
-def _next_memory(state: Any, config: PrefillConfig) -> Tensor:
-    """Return the set that the next chunk attends to, int32 [Hkv, M]: a state holds the last one."""
-    memory: Tensor = ops.select_memory(
-        state.scores,
-        state.memory,
-        state.last_chunk_begin,
-        state.length,
-        config.local_window,
-        config.heavy_budget,
-        config.sink_tokens,
-    )
-    return memory[0].cpu()
 
 
 def _report(on_progress: Progress | None, done: int, total: int, what: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import PrefillConfig
-from ..recall import recall_lists
+from ..functional import recall_lists
 from .pattern_measures import held_positions
 
 

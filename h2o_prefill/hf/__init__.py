@@ -3,12 +3,12 @@
 | file | job |
 | --- | --- |
 | enable.py | switch a model over, and back |
-| registration.py | the names that transformers knows us by |
+| names.py, registration.py | the name that transformers knows us by |
 | mask_function.py | what transformers calls to make a mask |
 | attention_function.py | what transformers calls to attend |
 | eligibility.py | when a call is sparse |
 | sparse.py, dense.py | the two ways that a call can go |
-| cache.py | a cache that several calls of one prompt share |
+| cache.py, layer.py | a cache that several calls of one prompt share, and its layers |
 | rollback.py | put a cache back after a forward that failed |
 | prefill.py | prefill a prompt in several calls |
 | run.py, settings.py | what one forward, and one enabled model, know |
@@ -16,10 +16,12 @@
 
 from __future__ import annotations
 
-from h2o_prefill.hf.cache import ChunkedPrefillCache, ChunkedPrefillLayer
+from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.enable import PrefillHandle, enable
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.prefill import chunked_prefill
-from h2o_prefill.hf.registration import NAME, register
+from h2o_prefill.hf.registration import register
 
 __all__ = [
     "NAME",

@@ -10,7 +10,7 @@ from h2o_prefill.hf.dense import dense_attention
 from h2o_prefill.hf.eligibility import Call, dense_reason
 from h2o_prefill.hf.run import current_run
 from h2o_prefill.hf.settings import DEFAULT_SETTINGS, is_switched
-from h2o_prefill.hf.sparse import sparse_attention
+from h2o_prefill.hf.sparse import attend_sparsely
 
 OUTSIDE = "a model shares its config with an enabled model, or was called past its hooks"
 
@@ -39,7 +39,7 @@ def h2o_prefill_attention(
     dropout : float
         Dropout probability.
     scaling : float, optional
-        Factor of the logits, default D^-0.5.
+        Softmax scale, default D^-0.5.
     **kwargs
         What else the model passes; the decision table looks at it.
 
@@ -58,7 +58,7 @@ def h2o_prefill_attention(
     if reason is None and run is None and is_switched(hf_config):
         reason = OUTSIDE
     if reason is None:
-        return sparse_attention(call, scaling), None
+        return attend_sparsely(call, scaling), None
     if reason:
         settings.report(f"dense attention: {reason}")
     return dense_attention(call, scaling)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,68 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from h2o_prefill.state import PrefillState
-
-
-class ChunkedPrefillLayer(DynamicLayer):
-    """Keys and values of one layer, and beside them the scores and memory set of its prefill.
-
-    Attributes
-    ----------
-    state : PrefillState or None
-        None before the first sparse call.
-    """
-
-    state: PrefillState | None
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
-        self.state = None
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.keys = self.values = None
-        self.is_initialized = False
-        self.state = None
-        super().reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, from the state too (see `truncate_state`)."""
-        super().crop(tokens_to_remove)
-        if self.state is not None:
-            self.state = truncate_state(self.state, self.get_seq_length())
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows of the batch."""
-        super().reorder_cache(beam_idx)
-        self._map_state(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
-        super().batch_repeat_interleave(repeats)
-        self._map_state(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows of the batch."""
-        super().batch_select_indices(indices)
-        self._map_state(lambda x: x[indices, ...])
-
-    def offload(self) -> None:
-        """Move the layer to the CPU."""
-        super().offload()
-        self._map_state(lambda x: x.to("cpu"))
-
-    def prefetch(self) -> None:
-        """Move an offloaded layer back to its device."""
-        super().prefetch()
-        if self.is_initialized:
-            self._map_state(lambda x: x.to(self.device))
-
-    def _map_state(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.state is not None:
-            self.state = dataclasses.replace(
-                self.state, scores=change(self.state.scores), memory=change(self.state.memory)
-            )
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
 
 
 class ChunkedPrefillCache(DynamicCache):
@@ -157,36 +95,3 @@ class ChunkedPrefillCache(DynamicCache):
     def _map_ids(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._token_ids is not None:
             self._token_ids = [change(piece) for piece in self._token_ids]
-
-
-def truncate_state(state: PrefillState, length: int) -> PrefillState | None:
-    """Cut a state down to the first tokens, so that nothing in it refers to a removed position.
-
-    The scores of the tokens that stay are kept as they are: what removed queries added cannot be
-    told apart. A cut inside the last chunk leaves the memory set alone, since all of it lies before
-    that chunk. A cut before it removes what the set was chosen for, so the set is emptied and every
-    token that stays is a candidate again.
-
-    Parameters
-    ----------
-    state : PrefillState
-        Left as it is.
-    length : int
-        Tokens that stay.
-
-    Returns
-    -------
-    PrefillState or None
-        None if no token stays.
-    """
-    if length <= 0:
-        return None
-    if length >= state.length:
-        return state
-    inside = length > state.last_chunk_begin
-    return PrefillState(
-        scores=state.scores[..., :length],
-        memory=state.memory if inside else torch.full_like(state.memory, -1),
-        length=length,
-        last_chunk_begin=state.last_chunk_begin if inside else 0,
-    )

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
 from h2o_prefill.hf.eligibility import Call, is_causal, needs_gradients, wants_weights
-from h2o_prefill.hf.registration import NAME
+from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.run import Run
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.

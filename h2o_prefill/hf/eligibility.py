@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.hf.cache import ChunkedPrefillLayer
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.run import Run
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
@@ -123,8 +123,7 @@ def can_be_sparse(module: nn.Module) -> bool:
 
 
 def _is_short(call: Call) -> bool:
-    is_decode = call.new == 1 and call.past > 0
-    if is_decode or call.new < call.config.sparse_from:
+    if not call.config.is_long_call(call.past, call.new):
         return True
     # One chunk without history is plain causal attention; only a cache that goes on needs its
     # scores.
@@ -176,6 +175,10 @@ RULES = (
     Rule(lambda call: layer_type(call.module) != "full_attention"),
     Rule(lambda call: call.given("sliding_window")),
     Rule(lambda call: getattr(call.module, "layer_idx", None) in call.config.dense_layers),
+    Rule(
+        lambda call: not call.config.is_sparse_call(call.past, call.new),
+        "the memory set is empty (K + L + H = 0); block_diagonal=True attends inside chunks alone",
+    ),
     Rule(
         lambda call: not isinstance(getattr(call.module, "layer_idx", None), int),
         "the attention layers do not know their index",

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.eligibility import can_be_sparse
-from h2o_prefill.hf.registration import NAME, register
+from h2o_prefill.hf.names import NAME
+from h2o_prefill.hf.registration import register
 from h2o_prefill.hf.run import ForwardHook, discard_runs, is_hooked
 from h2o_prefill.hf.settings import Settings, is_switched
 from h2o_prefill.presets import chosen_config

@@ -17,7 +17,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from h2o_prefill.hf.registration import NAME
+from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.run import Run, current_run
 
 PADDING = "attention_mask holds padding; rows must be of equal length and unpadded"

@@ -1,12 +1,13 @@
-"""The names under which transformers finds the attention function and the mask function."""
+"""Makes the attention function and the mask function known to transformers."""
 
 from __future__ import annotations
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-# No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
-NAME = "h2o_prefill"
+from h2o_prefill.hf.attention_function import h2o_prefill_attention
+from h2o_prefill.hf.mask_function import h2o_prefill_mask
+from h2o_prefill.hf.names import NAME
 
 
 def register() -> str:
@@ -20,9 +21,6 @@ def register() -> str:
     str
         The name to pass as `attn_implementation`.
     """
-    from h2o_prefill.hf.attention_function import h2o_prefill_attention
-    from h2o_prefill.hf.mask_function import h2o_prefill_mask
-
     # Dynamo cannot trace context variables: a compiled model breaks its graph at these functions.
     AttentionInterface.register(NAME, torch.compiler.disable(h2o_prefill_attention))
     # Without a mask function of this name every layer would get no mask at all, padded rows

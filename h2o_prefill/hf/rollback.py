@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from h2o_prefill.hf.cache import ChunkedPrefillLayer
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.state import PrefillState
 
 
 class CacheSnapshot:
@@ -26,7 +27,7 @@ class CacheSnapshot:
         self._layers: list[Any] = getattr(cache, "layers", [])
         self._count = len(self._layers)
         self._full = [
-            (layer, layer.get_seq_length(), getattr(layer, "state", None))
+            (layer, layer.get_seq_length())
             for layer in self._layers
             if type(layer) in (DynamicLayer, ChunkedPrefillLayer)
         ]
@@ -35,19 +36,25 @@ class CacheSnapshot:
             for layer in self._layers
             if type(layer) is DynamicSlidingWindowLayer
         ]
+        self._states: list[tuple[ChunkedPrefillLayer, PrefillState | None]] = []
+
+    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
+        """Remember the scores and memory set of a layer, which are about to change in place."""
+        self._states.append((layer, None if layer.state is None else layer.state.clone()))
 
     def restore(self) -> None:
         """Put every remembered layer back and drop the layers that came since."""
         # Lengths, not references: the old keys of all layers would double the memory of the cache.
-        for layer, length, state in self._full:
+        for layer, length in self._full:
             if length == 0:
-                layer.keys = layer.values = None
-                layer.is_initialized = False
+                layer.reset()
+            elif isinstance(layer, ChunkedPrefillLayer):
+                layer.truncate(length)
             elif layer.keys.shape[-2] > length:
                 layer.keys = layer.keys[..., :length, :]
                 layer.values = layer.values[..., :length, :]
-            if isinstance(layer, ChunkedPrefillLayer):
-                layer.state = state
+        for layer, state in reversed(self._states):
+            layer.state = state
         for layer, attributes in self._sliding:
             vars(layer).update(attributes)
         del self._layers[self._count :]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.rollback import CacheSnapshot
 from h2o_prefill.hf.settings import Settings
 
@@ -72,6 +73,11 @@ class Run:
         if layers is None or not isinstance(index, int) or index >= len(layers):
             return None
         return layers[index]
+
+    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
+        """Remember a layer's state, which is about to change, in case the forward fails."""
+        if self._snapshot is not None:
+            self._snapshot.keep_state(layer)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what was made for this key, once per forward."""

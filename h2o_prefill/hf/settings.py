@@ -76,4 +76,4 @@ def is_switched(hf_config: Any) -> bool:
 
 # For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: an attention
 # function does not see the token ids that lexical recall needs.
-DEFAULT_SETTINGS = Settings(PRESETS["spec"])
+DEFAULT_SETTINGS = Settings(PRESETS["h2o"])

@@ -5,17 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_prefill import ops
+from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
 from h2o_prefill.hf.eligibility import Call
-from h2o_prefill.recall import recall_lists
-from h2o_prefill.state import PrefillState
 
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
 
-RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-
-def sparse_attention(call: Call, scaling: float | None) -> Tensor:
+def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     """Prefill one layer sparsely and keep its state, if the cache has a place for it.
 
     Parameters
@@ -23,42 +19,27 @@ def sparse_attention(call: Call, scaling: float | None) -> Tensor:
     call : Call
         A call for which `dense_reason` is None.
     scaling : float, optional
-        Factor of the logits, default D^-0.5.
+        Softmax scale, default D^-0.5.
 
     Returns
     -------
     Tensor
         [B, Tq, Hq, Dv].
     """
-    config = call.config.of_layer(getattr(call.module, "layer_idx", None))
-    layer, device = call.cache_layer, call.query.device
+    number = call.module.layer_idx
+    layer, recall = call.cache_layer, _recall_lists(call)
     query, key, value = _in_autocast_dtype(call.query, call.key, call.value)
-    state = None if layer is None else layer.state
-    out, scores, memory = ops.chunked_sparse_attention(
-        query,
-        key,
-        value,
-        None if state is None else state.scores.to(device),
-        None if state is None else state.memory.to(device),
-        *_recall_lists(call),
-        # Without a state all that came before is candidate for the first memory set, with score 0.
-        0 if state is None else state.last_chunk_begin,
-        config.chunk_size,
-        config.local_window,
-        config.heavy_budget,
-        config.sink_tokens,
-        config.dense_tail,
-        config.gqa_reduce,
-        config.recall_block,
-        scaling,
-    )
-    if layer is not None:
-        layer.state = PrefillState(
-            scores=scores,
-            memory=memory,
-            length=call.past + call.new,
-            last_chunk_begin=config.next_chunk_begin(call.past, call.new),
+    if layer is not None and layer.holds(key, value):
+        assert call.run is not None
+        call.run.keep_state(layer)
+        out = layer.attend(query, recall, number, call.config, scaling)
+    else:
+        state = None if layer is None else layer.state
+        out, state = sparse_attention(
+            query, key, value, state, call.config.of_layer(number), recall, scaling
         )
+        if layer is not None:
+            layer.state = state
     return out.transpose(1, 2).contiguous()
 
 
@@ -66,7 +47,7 @@ def _recall_lists(call: Call) -> RecallLists:
     """Return the lists of recalled keys on the call's device, made once per forward."""
     run, config, device = call.run, call.config, call.query.device
     if run is None or config.recall == 0:
-        return None, None, None
+        return NO_RECALL
     lists: RecallLists = run.shared("recall", lambda: _find_recalled(call))
     moved: RecallLists = run.shared(
         ("recall", device), lambda: tuple(None if x is None else x.to(device) for x in lists)
@@ -80,7 +61,7 @@ def _find_recalled(call: Call) -> RecallLists:
     ids = run.token_ids()
     if ids is None or ids.shape != (call.query.shape[0], call.key.shape[2]):
         run.settings.report(NO_IDS)
-        return None, None, None
+        return NO_RECALL
     return recall_lists(ids.to("cpu", torch.int64), call.past, config)
 
 

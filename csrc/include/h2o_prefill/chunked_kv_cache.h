@@ -28,6 +28,13 @@ class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
   std::tuple<at::Tensor, at::Tensor> append(int64_t layer, const at::Tensor& key,
                                             const at::Tensor& value);
 
+  // Buffers of a layer, [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv], with room for key and
+  // value behind the tokens that it holds, which are neither written nor counted: what
+  // prefill_attention_() writes, commit() counts.
+  std::tuple<at::Tensor, at::Tensor> reserve(int64_t layer, const at::Tensor& key,
+                                             const at::Tensor& value);
+  void commit(int64_t layer, int64_t num_tokens);
+
   // Views of what a layer holds, [B, Hkv, length, *]. Throws if it holds no token.
   at::Tensor key(int64_t layer) const;
   at::Tensor value(int64_t layer) const;

@@ -1,31 +1,68 @@
-// Settings of one sparse prefill. The Python class of the same name has these fields, and those of
-// lexical_recall.
+// Settings of sparse prefill. Fields, defaults, rules, presets and the text form are defined here
+// and in core/config.cpp alone: the Python class of the same name reads them from there.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "h2o_prefill/export.h"
 
 namespace h2o_prefill {
 
+// A default-constructed config is the preset "h2o": the algorithm as specified, with no option on.
 struct H2O_API PrefillConfig {
-  int64_t chunk_size = 1024;   // S, tokens of a chunk
+  int64_t chunk_size = 1024;   // S, tokens of a chunk; inside a chunk attention is exact
   int64_t local_window = 256;  // L, last positions before a chunk, always in its memory set
-  int64_t heavy_budget = 256;  // H, positions kept for their score
+  int64_t heavy_budget = 256;  // H, positions kept for their score (heavy hitters)
   int64_t sink_tokens = 0;     // K, first positions of the prompt, always kept
   int64_t dense_tail = 0;      // last queries of a call that attend to every key
   std::vector<int64_t> dense_layers = {};  // layers that stay dense
-  std::string gqa_reduce = "sum";          // "sum" or "max" over the query heads of a KV head
+  std::vector<int64_t> wide_layers = {};   // layers with wide_factor times L and H
+  int64_t wide_factor = 4;
+  std::string gqa_reduce = "sum";  // "sum" or "max" over the query heads of a KV head
   std::optional<int64_t> min_prefill =
-      {};                      // calls with fewer new tokens are dense; default: one chunk
-  int64_t recall_block = 128;  // rows that share one list of recalled keys
+      {};                         // calls with fewer new tokens are dense; none: chunk_size
+  int64_t recall = 0;             // earlier places recalled for a token (n-gram lookup); 0: none
+  int64_t recall_block = 128;     // rows that share a list of recalled keys; divides chunk_size
+  int64_t recall_suffix = 3;      // longest n-gram that is looked up, in tokens
+  int64_t recall_span = 2;        // keys recalled from a place on
+  int64_t recall_max_count = 16;  // a single token is looked up if it stood at most this often
+  bool block_diagonal = false;    // with K + L + H = 0: attend inside chunks alone, not densely
 
-  // Throws c10::ValueError that names the field, the rule and the value. Warns, once a process, of
-  // a memory set that is not smaller than a chunk: legal, but beyond where the method pays.
+  // The settings of a preset: "h2o" (its old name is "spec"), or "recommended", which lost least at
+  // up to 1.45 times the attention flops of "h2o". Throws c10::ValueError for other names.
+  static PrefillConfig preset(std::string_view name);
+  static const std::vector<std::string>& preset_names();
+
+  // The settings that a text stands for: a preset, then fields with commas between, layers joined
+  // by "+": "recommended,local_window=256,wide_layers=7+17". A text of fields alone changes "h2o".
+  // Throws c10::ValueError for another form, an unknown name, or what check() refuses.
+  static PrefillConfig parse(std::string_view text);
+
+  // A copy with the fields of a text like "local_window=256,wide_layers=7+17" changed. A chunk_size
+  // that recall_block does not divide changes recall_block too, to their greatest common divisor,
+  // unless the text gives it or recall is off.
+  PrefillConfig with(std::string_view fields) const;
+
+  // The shortest text that parse() reads as these settings, and the one that names every field,
+  // which does not depend on the presets of a version.
+  std::string to_string() const;
+  std::string to_fields() const;
+
+  // Throws c10::ValueError that names the field, the rule and the value.
+  void check() const;
+
+  // What is legal and still not what a user wants, a sentence each.
+  std::vector<std::string> advice() const;
+
+  // check(), and the advice as a warning, once a process.
   void validate() const;
+
+  // The settings of one layer, all in one place: L and H are what they are there.
+  PrefillConfig of_layer(int64_t layer) const;
 
   // Positions that a memory set holds at most: K + L + H.
   int64_t memory_size() const { return sink_tokens + local_window + heavy_budget; }
@@ -34,6 +71,18 @@ struct H2O_API PrefillConfig {
   int64_t sparse_from() const { return min_prefill.value_or(chunk_size); }
 
   bool is_dense_layer(int64_t layer) const;
+
+  // Whether a call with num_tokens new tokens behind `past` others has enough of them, and is not
+  // decoding; whether it is sparse in the layers that are not dense, and in a layer. Without a
+  // memory set everything is dense unless block_diagonal.
+  bool is_long_call(int64_t past, int64_t num_tokens) const;
+  bool is_sparse_call(int64_t past, int64_t num_tokens) const;
+  bool is_sparse(int64_t layer, int64_t past, int64_t num_tokens) const;
+
+  // Where the last chunk of a call begins; `past` for a call without tokens.
+  int64_t last_chunk_begin(int64_t past, int64_t num_tokens) const;
+
+  bool operator==(const PrefillConfig&) const = default;
 };
 
 }  // namespace h2o_prefill

@@ -6,20 +6,29 @@
 
 #include <vector>
 
+#include "h2o_prefill/config.h"
 #include "h2o_prefill/export.h"
+#include "h2o_prefill/ops.h"
 
 namespace h2o_prefill {
 
-// Per layer: scores, fp32 [B, Hkv, length] (float64 beside float64 queries); memory, int32 [B, Hkv,
-// K + L + H], ascending, -1 where absent; and where the last chunk began. A layer is empty until
-// its first scores arrive. Tensors that come in are kept, not copied, and never written to.
+// Per layer: scores, fp32 [B, Hkv, length] (float64 beside float64 queries), in a buffer that grows
+// by doubling; memory, int32 [B, Hkv, K + L + H], ascending, -1 where absent; and where the last
+// chunk began. A layer is empty until its first scores arrive. All is updated in place: tensors
+// that come in are copied, and those that scores() and indices() return show what they are from
+// then on.
 //
 // Chunk by chunk: build_memory_set, attend to it, init_chunk_scores, accumulate_memory_scores.
-// chunked_sparse_attention does all of it in one call, and update takes what it returned.
+// chunked_sparse_attention does all of it in one call, and update takes what it returned;
+// prefill_attention_ does it in the buffers that reserve returns.
 class H2O_API MemorySetTracker : public torch::CustomClassHolder {
  public:
+  // L, H and K of every layer.
   MemorySetTracker(int64_t num_layers, int64_t local_window, int64_t heavy_budget,
                    int64_t sink_tokens);
+
+  // Those of a config, whose wide layers have larger sets.
+  MemorySetTracker(int64_t num_layers, const PrefillConfig& config);
 
   // Sets the scores of a new chunk to the column sums of its phase 1: colsum fp32 [B, Hkv, T] for
   // positions [chunk_begin, chunk_begin + T), none of which has a score yet. Positions between the
@@ -38,19 +47,36 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   at::Tensor indices(int64_t layer) const;
   at::Tensor scores(int64_t layer) const;
 
-  bool has_scores(int64_t layer) const;
+  bool has_scores(int64_t layer) const { return layer_at(layer).has_scores; }
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
-  int64_t memory_size() const { return local_window_ + heavy_budget_ + sink_tokens_; }
-  int64_t local_window() const { return local_window_; }
-  int64_t heavy_budget() const { return heavy_budget_; }
+
+  // K + L + H of a layer, and its parts.
+  int64_t memory_size(int64_t layer = 0) const;
+  int64_t local_window(int64_t layer = 0) const { return layer_at(layer).local_window; }
+  int64_t heavy_budget(int64_t layer = 0) const { return layer_at(layer).heavy_budget; }
   int64_t sink_tokens() const { return sink_tokens_; }
 
-  // Where the last chunk of a layer began; 0 for a layer without scores.
-  int64_t last_chunk_begin(int64_t layer) const;
+  // Positions that have scores; 0 for a layer without.
+  int64_t length(int64_t layer) const { return layer_at(layer).length; }
 
-  // Replaces the state of a layer by what chunked_sparse_attention returned.
-  void update(int64_t layer, const at::Tensor& scores, const at::Tensor& memory,
-              int64_t last_chunk_begin);
+  // Where the last chunk of a layer began; 0 for a layer without scores.
+  int64_t last_chunk_begin(int64_t layer) const { return layer_at(layer).last_chunk_begin; }
+
+  // Replaces the state of a layer by what chunked_sparse_attention returned. Copies.
+  void update(int64_t layer, const LayerState& state);
+
+  // The buffers of a layer, scores [B, Hkv, capacity or more] and memory, for a call of
+  // prefill_attention_() with keys like `key`; commit() counts what a sparse call wrote.
+  std::tuple<at::Tensor, at::Tensor> reserve(int64_t layer, const at::Tensor& key,
+                                             int64_t capacity);
+  void commit(int64_t layer, int64_t length, int64_t last_chunk_begin);
+
+  // Removes the tokens behind the first `length`, of all layers or of one. The scores of those that
+  // stay are kept as they are: what removed queries added cannot be told apart. A cut before the
+  // last chunk removes what the memory set was chosen for, so the set is emptied, and every token
+  // that stays is a candidate again.
+  void truncate(int64_t length);
+  void truncate_layer(int64_t layer, int64_t length);
 
   // Forgets every layer.
   void reset();
@@ -61,18 +87,20 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
 
  private:
   struct Layer {
-    at::Tensor scores;
-    at::Tensor memory;
+    int64_t local_window = 0;
+    int64_t heavy_budget = 0;
+    at::Tensor scores = {};  // [B, Hkv, capacity]; 0 behind `length`
+    at::Tensor memory = {};
+    bool has_scores = false;  // buffers alone are no state
+    int64_t length = 0;
     int64_t last_chunk_begin = 0;
   };
 
   const Layer& layer_at(int64_t layer) const;
   const Layer& scored_layer_at(int64_t layer) const;
-  void check_layer_tensors(const at::Tensor& scores, const at::Tensor& memory,
-                           int64_t last_chunk_begin) const;
+  // Makes room for scores of `length` positions like those of x [B, Hkv, ...].
+  void grow(int64_t layer, const at::Tensor& x, at::ScalarType type, int64_t length);
 
-  int64_t local_window_;
-  int64_t heavy_budget_;
   int64_t sink_tokens_;
   std::vector<Layer> layers_;
 };

@@ -4,8 +4,9 @@
 // Symbols: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), T tokens, D key dim, Dv
 // value dim, M memory size. Tensors are float32, bfloat16, float16 or float64, all of one dtype and
 // device; lse is the natural logarithm of the softmax's denominator; lse, column sums and scores
-// are float32 (float64 for float64 inputs). scale defaults to D^-0.5. All are for inference: an
-// input that requires a gradient while gradients are on is an error.
+// are float32 (float64 for float64 inputs). scale is the softmax scale, default D^-0.5. All are for
+// inference: an input that requires a gradient while gradients are on is an error. A wrong argument
+// is a c10::ValueError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +15,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "h2o_prefill/config.h"
 #include "h2o_prefill/export.h"
 
 namespace h2o_prefill {
@@ -55,36 +57,86 @@ H2O_API at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& mem
                                  int64_t chunk_begin, int64_t chunk_end, int64_t local_window,
                                  int64_t heavy_budget, int64_t sink_tokens);
 
+// Adds column sums to the scores of memory sets, in place: scores[b, h, memory[b, h, j]] +=
+// colsum[b, h, j]. scores [B, Hkv, T], memory int32 [B, Hkv, M] (-1: nothing is added), colsum
+// [B, Hkv, M] of the dtype of scores.
+H2O_API void accumulate_scores_(at::Tensor& scores, const at::Tensor& memory,
+                                const at::Tensor& colsum);
+
 // Copies rows: x [B, H, T, D], indices int32 [B, H, M] -> [B, H, M, D]; rows of -1 are 0.
 H2O_API at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
+// Ragged lists of recalled keys over blocks of rows, all int32: offsets [B * n_blocks + 1],
+// positions [nnz] and visible_from [nnz] (absolute positions); in a block each position stands
+// once, by rising visible_from. Undefined tensors: nothing is recalled.
+struct RecallLists {
+  at::Tensor offsets = {};
+  at::Tensor positions = {};
+  at::Tensor visible_from = {};
+};
+
+// What one layer carries from one call of a prompt to the next. Undefined tensors at first.
+struct LayerState {
+  at::Tensor scores = {};        // [B, Hkv, <= T_total]
+  at::Tensor memory = {};        // int32 [B, Hkv, any], ascending, then -1
+  int64_t last_chunk_begin = 0;  // position where the last sparse chunk began
+};
+
 // One layer's whole sparse prefill. q [B, Hq, T, D] are the call's queries, k and v the whole
-// history, which ends with the call's tokens. scores [B, Hkv, <= T_total] and memory int32 [B, Hkv,
-// any] are what the previous call of the prompt returned, last_chunk_begin where its last chunk
-// began; none for a first call. The recall lists are those of lexical_recall, all or none. The last
-// dense_tail queries attend to every key before them. gqa_reduce: "sum" or "max" over the column
-// sums of a group's query heads. Returns out [B, Hq, T, Dv], scores [B, Hkv, T_total], and the
-// memory set that the last chunk attended to, [B, Hkv, sink_tokens + local_window + heavy_budget].
-H2O_API std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
-    const std::optional<at::Tensor>& recall_offsets,
-    const std::optional<at::Tensor>& recall_positions,
-    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
-    int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens = 0,
-    int64_t dense_tail = 0, std::string_view gqa_reduce = "sum", int64_t recall_block = 128,
+// history, which ends with the call's tokens. state: what the previous call of the prompt returned.
+// settings: of the layer (config.of_layer()); what decides between dense and sparse is not looked
+// at. recall: what lexical_recall returned for the call. The last dense_tail queries attend to
+// every key before them. Returns out [B, Hq, T, Dv] and the state: scores of all T_total positions,
+// and the memory set that the last chunk attended to, [B, Hkv, K + L + H].
+H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
+    const PrefillConfig& settings, const RecallLists& recall = {},
     std::optional<double> scale = std::nullopt);
 
-// Lexical recall: earlier places where the words before a token stood. token_ids int64 [B,
-// T_total]; tokens from `begin` on are new. For a token at p of a chunk that begins at c, the
-// longest suffix (max_suffix tokens at most) ending at p that also ended at places e < c gives its
-// k latest such places; a single token counts only if it stood at most max_count times up to p.
-// Recalled are the positions e to e + span - 1 before c, visible from p on. Returns ragged lists
-// over blocks of `block` new tokens, all int32: offsets [B * n_blocks + 1], positions [nnz] and
-// visible_from [nnz] (absolute positions); in a block each position stands once, by rising
-// visible_from.
-H2O_API std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall(
-    const at::Tensor& token_ids, int64_t begin, int64_t chunk_size, int64_t block, int64_t k,
-    int64_t max_suffix = 3, int64_t span = 2, int64_t max_count = 16);
+// The same as the settings say: sparsely, or densely, and then the state is handed on as it is,
+// with score 0 for the new positions. settings: of the model, a text that PrefillConfig::parse()
+// reads.
+H2O_API std::tuple<at::Tensor, LayerState> prefill_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
+    int64_t layer, std::string_view settings, const RecallLists& recall = {},
+    std::optional<double> scale = std::nullopt);
+
+// What one layer keeps in place for prefill_attention_(), allocated by the caller.
+struct PrefillBuffers {
+  at::Tensor key;     // [B, Hkv, capacity, D]
+  at::Tensor value;   // [B, Hkv, capacity, Dv]
+  at::Tensor scores;  // [B, Hkv, capacity], contiguous, 0 at first; a dense layer needs none: empty
+  at::Tensor memory;  // int32 [B, Hkv, K + L + H or more], contiguous, -1 at first
+};
+
+// One layer's attention of one call, in place: writes k [B, Hkv, T, D] and v [B, Hkv, T, Dv] of the
+// call's tokens into the buffers, attends with q [B, Hq, T, D], sparsely or densely as the settings
+// say, and updates scores and memory. position: int64 [2] on the CPU, the tokens before the call
+// and where the last sparse chunk began (0 and 0 at first), the same for all layers of a model;
+// advance_position_() moves it behind the last one. settings and recall: as above; a dense call
+// does not look at it. Returns [B, Hq, T, Dv]. A call that throws for its arguments has changed
+// nothing.
+H2O_API at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      PrefillBuffers& buffers, const at::Tensor& position,
+                                      int64_t layer, std::string_view settings,
+                                      const RecallLists& recall = {},
+                                      std::optional<double> scale = std::nullopt);
+
+// Moves a position behind a call of num_tokens tokens.
+H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings);
+
+// Lexical recall (n-gram lookup): earlier places where the tokens before a token stood. token_ids
+// int64 [B, T_total]; tokens from `begin` on are new. For a token at p of a chunk that begins at c,
+// the longest suffix (max_suffix tokens at most) ending at p that also ended at places e < c gives
+// its k latest such places; a single token counts only if it stood at most max_count times up to p.
+// Recalled are the positions e to e + span - 1 before c, visible from p on, in blocks of `block`
+// new tokens.
+H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin, int64_t chunk_size,
+                                   int64_t block, int64_t k, int64_t max_suffix = 3,
+                                   int64_t span = 2, int64_t max_count = 16);
+
+// The same with the settings of a config whose recall is > 0.
+H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin,
+                                   const PrefillConfig& config);
 
 }  // namespace h2o_prefill

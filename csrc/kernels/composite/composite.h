@@ -5,8 +5,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <string_view>
 #include <tuple>
+
+#include "common/prefill_request.h"
 
 namespace h2o_prefill::composite {
 
@@ -32,16 +33,10 @@ at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& memory, int
                          int64_t chunk_end, int64_t local_window, int64_t heavy_budget,
                          int64_t sink_tokens);
 
+void accumulate_scores_(at::Tensor& scores, const at::Tensor& memory, const at::Tensor& colsum);
+
 at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
-    const std::optional<at::Tensor>& recall_offsets,
-    const std::optional<at::Tensor>& recall_positions,
-    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
-    int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens,
-    int64_t dense_tail, std::string_view gqa_reduce, int64_t recall_block,
-    std::optional<double> scale);
+at::Tensor chunked_sparse_attention(const PrefillRequest& request);
 
 }  // namespace h2o_prefill::composite

@@ -1,11 +1,9 @@
 #include "kernels/cpu/attend_chunk.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <atomic>
-#include <numeric>
 
 #include "kernels/cpu/attend_rows.h"
 
@@ -25,216 +23,357 @@ constexpr int64_t kTasksPerThread = 4;
 // Multiply-adds below which waking other threads costs more than they save.
 constexpr int64_t kSerialWork = 1 << 19;
 
-// Runs task(i, thread) for i in [0, n); threads take the next task as they become free. Each task
-// writes only what is its own, so the result does not depend on who runs it.
-template <typename Task>
-void parallel_tasks(int64_t n, int64_t max_threads, const Task& task) {
-  const int64_t threads = std::min(n, max_threads);
+int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// Tasks that pack keys and values: one a range of the keys, or the values, of one set of one unit.
+struct PackGrid {
+  int64_t units;
+  int64_t sets;
+  int64_t ranges;
+
+  struct Task {
+    int64_t unit;
+    int set;
+    bool is_key;
+    int64_t begin;  // of the range, in the set
+  };
+
+  int64_t count() const { return units * sets * 2 * ranges; }
+  Task at(int64_t i) const {
+    return {.unit = i / ranges / 2 / sets,
+            .set = static_cast<int>(i / ranges / 2 % sets),
+            .is_key = i / ranges % 2 == 0,
+            .begin = i % ranges * kPackKeys};
+  }
+};
+
+// Tasks that attend: one a block of rows of some query heads of one unit.
+struct AttendGrid {
+  int64_t units;
+  int64_t blocks;  // of rows
+  int64_t shares;  // tasks that share the query heads of a group
+  int64_t group;
+
+  struct Task {
+    int64_t unit;
+    int64_t block;
+    int64_t first_head;  // of the group
+    int64_t heads;
+  };
+
+  int64_t count() const { return units * blocks * shares; }
+  // The last rows of a causal range have the most keys: they go first.
+  Task at(int64_t i) const {
+    return {.unit = i / (blocks * shares),
+            .block = blocks - 1 - i / shares % blocks,
+            .first_head = i % shares * (group / shares),
+            .heads = group / shares};
+  }
+};
+
+// Tasks that add up the column sums of one set of one unit.
+struct ReduceGrid {
+  int64_t units;
+  int64_t sets;
+
+  struct Task {
+    int64_t unit;
+    int set;
+  };
+
+  int64_t count() const { return units * sets; }
+  Task at(int64_t i) const { return {.unit = i / sets, .set = static_cast<int>(i % sets)}; }
+};
+
+// Runs use(task, thread) for all tasks of a grid; threads take the next task as they become free.
+// Each task writes only what is its own, so the result does not depend on who runs it.
+template <typename Grid, typename Use>
+void for_each_task(const Grid& grid, int64_t max_threads, const Use& use) {
+  const int64_t count = grid.count();
+  const int64_t threads = std::min(count, max_threads);
   if (threads <= 1) {
-    for (int64_t i = 0; i < n; ++i) task(i, 0);
+    for (int64_t i = 0; i < count; ++i) use(grid.at(i), 0);
     return;
   }
   std::atomic<int64_t> next{0};
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; ++thread) {
-      for (int64_t i = next++; i < n; i = next++) task(i, thread);
+      for (int64_t i = next++; i < count; i = next++) use(grid.at(i), thread);
     }
   });
 }
 
-int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+AttendChunkArgs pass_of(const AttendChunkArgs& call, const RowRange& rows) {
+  AttendChunkArgs args = call;
+  args.rows = rows;
+  args.num_sets = 0;
+  return args;
+}
 
-// A part of the workspace: where its pointer goes, and its size.
-struct Part {
-  float** pointer;
-  int64_t floats;
-};
+void add_range(AttendChunkArgs& args, const CausalRange& range, ColumnSums sums = {}) {
+  args.sets[args.num_sets++] = {.kind = KeySource::Kind::kRange, .range = range, .sums = sums};
+}
 
-// Floats in whole cache lines.
-int64_t whole_lines(int64_t floats) { return divide_up(floats, 16) * 16; }
+void add_memory(AttendChunkArgs& args, const MemorySetView& memory, ColumnSums sums) {
+  args.sets[args.num_sets++] = {.kind = KeySource::Kind::kMemory, .memory = memory, .sums = sums};
+}
 
-// All parts in one tensor, each at the beginning of a cache line.
-at::Tensor allocate(std::initializer_list<Part> parts) {
-  int64_t total = 0;
-  for (const Part& part : parts) total += whole_lines(part.floats);
-  auto workspace = at::empty({total}, at::TensorOptions().dtype(at::kFloat));
-  float* next = workspace.mutable_data_ptr<float>();
-  for (const Part& part : parts) {
-    *part.pointer = next;
-    next += whole_lines(part.floats);
-  }
-  return workspace;
+CausalRange own_keys(const RowRange& rows) {
+  return {.begin = rows.position(), .count = rows.count};
 }
 
 }  // namespace
 
+AttendChunkArgs chunk_pass(const AttendChunkArgs& call, const RowRange& rows, ColumnSums sums) {
+  AttendChunkArgs args = pass_of(call, rows);
+  add_range(args, own_keys(rows), sums);
+  args.recall = {};
+  return args;
+}
+
+AttendChunkArgs chunk_and_memory_pass(const AttendChunkArgs& call, const RowRange& rows,
+                                      ColumnSums chunk_sums, const MemorySetView& memory,
+                                      ColumnSums memory_sums) {
+  AttendChunkArgs args = pass_of(call, rows);
+  add_range(args, own_keys(rows), chunk_sums);
+  add_memory(args, memory, memory_sums);
+  return args;
+}
+
+AttendChunkArgs memory_pass(const AttendChunkArgs& call, const RowRange& rows,
+                            const MemorySetView& memory, ColumnSums sums) {
+  AttendChunkArgs args = pass_of(call, rows);
+  add_memory(args, memory, sums);
+  return args;
+}
+
+AttendChunkArgs range_pass(const AttendChunkArgs& call, const RowRange& rows,
+                           const CausalRange& first, const CausalRange& second) {
+  AttendChunkArgs args = pass_of(call, rows);
+  add_range(args, first);
+  if (second.count > 0) add_range(args, second);
+  return args;
+}
+
 struct AttendChunk::Impl {
   const CpuKernels& kernels = cpu_kernels();
+  const Workspace& workspace;
   int64_t threads = at::get_num_threads();
-  int64_t group;      // query heads of a KV head
-  int64_t task_rows;  // a recall block is a whole number of tasks
+  int64_t units;
+  int64_t group;  // query heads of a KV head
   int64_t max_recalled = 0;
-  int64_t key_floats[2];  // packed keys of one (batch row, KV head)
-  int64_t value_floats[2];
-  int64_t partial_stride[2];
-  int64_t recalled_floats;
-  int64_t thread_floats;
-  int64_t thread_ints;
-  at::Tensor workspace;
-  float* packed_keys[2];
-  float* packed_values[2];
-  // Partial column sums [unit, row block, head of the group, partial_stride]. Heads are kept apart
-  // so that either reduction is exact and in a fixed order.
-  float* partial[2];
-  float* thread_scratch;      // [threads, thread_floats]
-  float* thread_int_scratch;  // [threads, thread_ints] of int32
 
-  int64_t key_count(const KeySource& set, int64_t unit) const {
-    return set.counts ? set.counts[unit] : set.count;
-  }
+  // Of one key set.
+  struct SetParts {
+    int64_t key_floats;  // packed, of one unit
+    int64_t value_floats;
+    int64_t partial_stride;
+    Workspace::Part<float> keys;    // [units, key_floats]
+    Workspace::Part<float> values;  // [units, value_floats]
+    // Partial column sums [unit, row block, head of the group, partial_stride]. Heads are kept
+    // apart so that either reduction is exact and in a fixed order.
+    Workspace::Part<float> partial;
+  };
+  SetParts sets[2];
+
+  // Of one thread.
+  struct ThreadParts {
+    int64_t scratch_floats;  // of attend_rows
+    int64_t recalled_floats;
+    Workspace::Part<float> scratch;      // [threads, scratch_floats]
+    Workspace::Part<float> recalled;     // [threads, recalled_floats]: packed keys and values
+    Workspace::Part<int32_t> positions;  // [threads, max_recalled]
+    Workspace::Part<int32_t> limits[3];  // [threads, kTaskRows]: of each set, of what is recalled
+  };
+  ThreadParts thread_parts;
+
+  explicit Impl(const Workspace& workspace) : workspace(workspace) {}
+
   float* partial_sums(int set, int64_t unit, int64_t blocks, int64_t block, int64_t g) const {
-    return partial[set] + ((unit * blocks + block) * group + g) * partial_stride[set];
+    const SetParts& parts = sets[set];
+    return workspace.get(parts.partial) +
+           ((unit * blocks + block) * group + g) * parts.partial_stride;
   }
 
-  void pack(const AttendChunkArgs& args, int64_t task, int64_t ranges) const;
-  KeySet pack_recalled(const AttendChunkArgs& args, int64_t b, int64_t h, int64_t row, int64_t rows,
-                       float* packed, int32_t* ints) const;
-  void attend(const AttendChunkArgs& args, int64_t unit, int64_t block, int64_t blocks,
-              int64_t first_head, int64_t heads, int64_t thread) const;
-  void reduce(const AttendChunkArgs& args, int set, int64_t unit, int64_t blocks) const;
+  void pack(const AttendChunkArgs& args, const PackGrid::Task& task) const;
+  KeySet pack_recalled(const AttendChunkArgs& args, int64_t unit, const RowRange& rows,
+                       int64_t thread) const;
+  void attend(const AttendChunkArgs& args, const AttendGrid& grid, const AttendGrid::Task& task,
+              int64_t thread) const;
+  void attend_part(const AttendChunkArgs& args, const AttendGrid& grid,
+                   const AttendGrid::Task& task, const RowRange& rows, int64_t thread) const;
+  void reduce(const AttendChunkArgs& args, const ReduceGrid::Task& task, int64_t blocks) const;
 };
 
 AttendChunk::AttendChunk(const HeadsView& query, const HeadsView& key, const HeadsView& value,
-                         const RecallSource& recall, int64_t max_rows, int64_t max_keys0,
-                         int64_t max_keys1)
-    : impl_(std::make_unique<Impl>()) {
+                         const RecallView& recall, const AttendLimits& limits, Workspace& workspace)
+    : impl_(std::make_unique<Impl>(workspace)) {
   Impl& m = *impl_;
   const CpuKernels& kernels = m.kernels;
-  const int64_t units = key.batch * key.heads;
-  m.group = key.heads ? query.heads / key.heads : 0;
-  m.task_rows = recall.offsets ? std::gcd(recall.block, kTaskRows) : kTaskRows;
+  m.units = key.batch * key.heads;
+  m.group = query.heads / key.heads;
   if (recall.offsets) {
     for (int64_t i = 0; i < key.batch * recall.blocks; ++i) {
       m.max_recalled = std::max<int64_t>(m.max_recalled, recall.offsets[i + 1] - recall.offsets[i]);
     }
   }
-  const int64_t max_keys[2] = {max_keys0, max_keys1};
+  const int64_t partials = m.units * divide_up(limits.rows, kTaskRows) * m.group;
   for (int s = 0; s < 2; ++s) {
-    m.key_floats[s] = kernels.packed_key_floats(max_keys[s], key.dim, key.dtype);
-    m.value_floats[s] = kernels.packed_value_floats(max_keys[s], value.dim, key.dtype);
-    m.partial_stride[s] = kernels.padded(max_keys[s]);
+    Impl::SetParts& parts = m.sets[s];
+    parts.key_floats = kernels.packed_key_floats(limits.keys[s], key.dim, key.dtype);
+    parts.value_floats = kernels.packed_value_floats(limits.keys[s], value.dim, key.dtype);
+    parts.partial_stride = kernels.padded(limits.keys[s]);
+    parts.keys = workspace.add<float>(m.units * parts.key_floats);
+    parts.values = workspace.add<float>(m.units * parts.value_floats);
+    parts.partial = workspace.add<float>(partials * parts.partial_stride);
   }
-  m.recalled_floats =
-      whole_lines(kernels.packed_key_floats(m.max_recalled, key.dim, key.dtype) +
-                  kernels.packed_value_floats(m.max_recalled, value.dim, key.dtype));
-  m.thread_floats = m.recalled_floats +
-                    whole_lines(kernels.scratch_floats(
-                        key.dim, value.dim, std::max({max_keys0, max_keys1, m.max_recalled})));
-  m.thread_ints = m.max_recalled + 2 * m.task_rows;
-  const int64_t partials = units * divide_up(max_rows, m.task_rows) * m.group;
-  m.workspace = allocate({{&m.packed_keys[0], units * m.key_floats[0]},
-                          {&m.packed_values[0], units * m.value_floats[0]},
-                          {&m.partial[0], partials * m.partial_stride[0]},
-                          {&m.packed_keys[1], units * m.key_floats[1]},
-                          {&m.packed_values[1], units * m.value_floats[1]},
-                          {&m.partial[1], partials * m.partial_stride[1]},
-                          {&m.thread_scratch, m.threads * m.thread_floats},
-                          {&m.thread_int_scratch, m.threads * m.thread_ints}});
+  Impl::ThreadParts& parts = m.thread_parts;
+  parts.scratch_floats = Workspace::whole_lines<float>(kernels.scratch_floats(
+      key.dim, value.dim, std::max({limits.keys[0], limits.keys[1], m.max_recalled})));
+  parts.recalled_floats = Workspace::whole_lines<float>(
+      kernels.packed_key_floats(m.max_recalled, key.dim, key.dtype) +
+      kernels.packed_value_floats(m.max_recalled, value.dim, key.dtype));
+  parts.scratch = workspace.add<float>(m.threads * parts.scratch_floats);
+  parts.recalled = workspace.add<float>(m.threads * parts.recalled_floats);
+  parts.positions = workspace.add<int32_t>(m.threads * m.max_recalled);
+  for (auto& part : parts.limits) part = workspace.add<int32_t>(m.threads * kTaskRows);
 }
 
 AttendChunk::~AttendChunk() = default;
 
-// Packs one range of the keys or the values of one set of one (batch row, KV head): the conversion
-// to words happens here, once for all heads of a group.
-void AttendChunk::Impl::pack(const AttendChunkArgs& args, int64_t task, int64_t ranges) const {
-  const int64_t range = task % ranges;
-  const bool is_key = task / ranges % 2 == 0;
-  const int s = static_cast<int>(task / ranges / 2 % args.num_sets);
-  const int64_t unit = task / ranges / 2 / args.num_sets;
-  const KeySource& set = args.sets[s];
-  const HeadsView& from = is_key ? args.key : args.value;
-  PackArgs pack{};
-  pack.data = from.row(unit / from.heads, unit % from.heads, set.indices ? 0 : set.begin);
-  pack.dtype = from.dtype;
-  pack.stride_row = from.stride_row;
-  pack.positions = set.indices ? set.indices + unit * set.count : nullptr;
-  pack.count = key_count(set, unit);
-  pack.begin = range * kPackKeys;
-  pack.end = std::min(pack.begin + kPackKeys, pack.count);
-  pack.dim = from.dim;
-  if (pack.begin >= pack.end) return;
-  if (is_key) {
-    pack.packed = packed_keys[s] + unit * key_floats[s];
+// The conversion to words happens here, once for all heads of a group.
+void AttendChunk::Impl::pack(const AttendChunkArgs& args, const PackGrid::Task& task) const {
+  const KeySource& set = args.sets[task.set];
+  const SetParts& parts = sets[task.set];
+  const HeadsView& from = task.is_key ? args.key : args.value;
+  const bool is_range = set.kind == KeySource::Kind::kRange;
+  const int64_t count = set.count(task.unit);
+  if (task.begin >= count) return;
+  PackArgs pack{
+      .data =
+          from.row(task.unit / from.heads, task.unit % from.heads, is_range ? set.range.begin : 0),
+      .dtype = from.dtype,
+      .stride_row = from.stride_row,
+      .positions = is_range ? nullptr : set.memory.of_unit(task.unit),
+      .count = count,
+      .begin = task.begin,
+      .end = std::min(task.begin + kPackKeys, count),
+      .dim = from.dim,
+      .packed = nullptr,
+  };
+  if (task.is_key) {
+    pack.packed = workspace.get(parts.keys) + task.unit * parts.key_floats;
     kernels.pack_keys(pack);
   } else {
-    pack.packed = packed_values[s] + unit * value_floats[s];
+    pack.packed = workspace.get(parts.values) + task.unit * parts.value_floats;
     kernels.pack_values(pack);
   }
 }
 
-// The keys that rows [row, row + rows) recall: those of their block that lie before this range and
-// are not in the head's memory set. Rows see a prefix, since the list rises with visible_from.
-KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t b, int64_t h,
-                                        int64_t row, int64_t rows, float* packed,
-                                        int32_t* ints) const {
-  const RecallSource& recall = args.recall;
-  const int64_t block = b * recall.blocks + row / recall.block;
-  const int64_t unit = b * args.key.heads + h;
-  const int32_t* memory =
-      args.num_sets > 1 ? args.sets[1].indices + unit * args.sets[1].count : nullptr;
-  const int64_t memory_count = args.num_sets > 1 ? key_count(args.sets[1], unit) : 0;
-  int32_t* kept = ints;
-  int32_t* limits = ints + max_recalled;
-  int64_t count = 0;
-  int64_t r = 0;
-  for (int64_t i = recall.offsets[block]; i < recall.offsets[block + 1]; ++i) {
-    const int32_t position = recall.positions[i];
-    while (r < rows && args.past + row + r < recall.visible_from[i])
-      limits[r++] = static_cast<int32_t>(count);
-    if (r == rows) break;
-    if (position >= args.past + args.begin) continue;
-    if (std::binary_search(memory, memory + memory_count, position)) continue;
-    kept[count++] = position;
-  }
-  while (r < rows) limits[r++] = static_cast<int32_t>(count);
-
-  const HeadsView& key = args.key;
-  const HeadsView& value = args.value;
-  float* packed_value = packed + kernels.packed_key_floats(count, key.dim, key.dtype);
-  kernels.pack_keys(
-      {key.row(b, h, 0), key.dtype, key.stride_row, kept, count, 0, count, key.dim, packed});
-  kernels.pack_values({value.row(b, h, 0), value.dtype, value.stride_row, kept, count, 0, count,
-                       value.dim, packed_value});
-  return {packed, packed_value, count, limits, nullptr};
-}
-
-// One task: a block of rows of some query heads of one (batch row, KV head).
-void AttendChunk::Impl::attend(const AttendChunkArgs& args, int64_t unit, int64_t block,
-                               int64_t blocks, int64_t first_head, int64_t heads,
-                               int64_t thread) const {
+// The keys that rows of one recall block see by it: those of the block's list that lie before the
+// pass's rows and are not in the head's memory set. Rows see a prefix, since the list rises with
+// visible_from.
+KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t unit,
+                                        const RowRange& rows, int64_t thread) const {
+  const RecallView& recall = args.recall;
   const int64_t b = unit / args.key.heads;
   const int64_t h = unit % args.key.heads;
-  const int64_t offset = block * task_rows;
-  const int64_t row = args.begin + offset;
-  const int64_t rows = std::min(task_rows, args.rows - offset);
+  const int64_t list = recall.list(b, rows.begin);
+  const int32_t* memory = nullptr;
+  int64_t members = 0;
+  for (int s = 0; s < args.num_sets; ++s) {
+    if (args.sets[s].kind != KeySource::Kind::kMemory) continue;
+    memory = args.sets[s].memory.of_unit(unit);
+    members = args.sets[s].memory.count(unit);
+  }
+  int32_t* const kept = workspace.get(thread_parts.positions) + thread * max_recalled;
+  int32_t* const limits = workspace.get(thread_parts.limits[2]) + thread * kTaskRows;
+  int64_t count = 0;
+  int64_t r = 0;
+  for (int64_t i = recall.offsets[list]; i < recall.offsets[list + 1]; ++i) {
+    const int32_t position = recall.positions[i];
+    while (r < rows.count && rows.position() + r < recall.visible_from[i]) {
+      limits[r++] = static_cast<int32_t>(count);
+    }
+    if (r == rows.count) break;
+    if (position >= args.rows.position()) continue;
+    if (std::binary_search(memory, memory + members, position)) continue;
+    kept[count++] = position;
+  }
+  while (r < rows.count) limits[r++] = static_cast<int32_t>(count);
 
-  float* scratch = thread_scratch + thread * thread_floats;
-  int32_t* ints = reinterpret_cast<int32_t*>(thread_int_scratch) + thread * thread_ints;
-  int32_t* causal_limits = ints + max_recalled + task_rows;
-  for (int64_t r = 0; r < rows; ++r) causal_limits[r] = static_cast<int32_t>(offset + r + 1);
+  float* const keys = workspace.get(thread_parts.recalled) + thread * thread_parts.recalled_floats;
+  float* const values = keys + kernels.packed_key_floats(count, args.key.dim, args.key.dtype);
+  const auto pack = [&](const HeadsView& from, float* packed) {
+    return PackArgs{.data = from.row(b, h, 0),
+                    .dtype = from.dtype,
+                    .stride_row = from.stride_row,
+                    .positions = kept,
+                    .count = count,
+                    .begin = 0,
+                    .end = count,
+                    .dim = from.dim,
+                    .packed = packed};
+  };
+  kernels.pack_keys(pack(args.key, keys));
+  kernels.pack_values(pack(args.value, values));
+  return {.keys = keys, .values = values, .count = count, .limits = limits, .colsum = nullptr};
+}
 
-  KeySet sets[3];
+void AttendChunk::Impl::attend(const AttendChunkArgs& args, const AttendGrid& grid,
+                               const AttendGrid::Task& task, int64_t thread) const {
+  const int64_t first = args.rows.begin + task.block * kTaskRows;
+  const int64_t end = std::min(first + kTaskRows, args.rows.begin + args.rows.count);
+  for (int s = 0; s < args.num_sets; ++s) {
+    const KeySource& set = args.sets[s];
+    if (!set.sums.data) continue;
+    const int64_t visible = set.kind == KeySource::Kind::kRange
+                                ? set.range.visible_from(args.rows.past + end - 1)
+                                : set.count(task.unit);
+    for (int64_t g = task.first_head; g < task.first_head + task.heads; ++g) {
+      std::fill_n(partial_sums(s, task.unit, grid.blocks, task.block, g), kernels.padded(visible),
+                  0.0F);
+    }
+  }
+  // Rows of different recall blocks see different keys.
+  const int64_t block = args.recall.offsets ? args.recall.block : end;
+  for (int64_t row = first; row < end;) {
+    const int64_t next = std::min(end, (row / block + 1) * block);
+    attend_part(args, grid, task, {.begin = row, .count = next - row, .past = args.rows.past},
+                thread);
+    row = next;
+  }
+  if (kernels.gemm_release) kernels.gemm_release();
+}
+
+// Rows of one recall block, or all of a task's.
+void AttendChunk::Impl::attend_part(const AttendChunkArgs& args, const AttendGrid& grid,
+                                    const AttendGrid::Task& task, const RowRange& rows,
+                                    int64_t thread) const {
+  const int64_t b = task.unit / args.key.heads;
+  const int64_t h = task.unit % args.key.heads;
+  KeySet packed[3];
   int num_sets = 0;
   for (; num_sets < args.num_sets; ++num_sets) {
     const KeySource& set = args.sets[num_sets];
-    sets[num_sets] = {packed_keys[num_sets] + unit * key_floats[num_sets],
-                      packed_values[num_sets] + unit * value_floats[num_sets], key_count(set, unit),
-                      set.causal ? causal_limits : nullptr, nullptr};
+    const SetParts& parts = sets[num_sets];
+    int32_t* limits = nullptr;
+    if (set.kind == KeySource::Kind::kRange &&
+        set.range.visible_from(rows.position()) < set.range.count) {
+      limits = workspace.get(thread_parts.limits[num_sets]) + thread * kTaskRows;
+      for (int64_t r = 0; r < rows.count; ++r) {
+        limits[r] = static_cast<int32_t>(set.range.visible_from(rows.position() + r));
+      }
+    }
+    packed[num_sets] = {.keys = workspace.get(parts.keys) + task.unit * parts.key_floats,
+                        .values = workspace.get(parts.values) + task.unit * parts.value_floats,
+                        .count = set.count(task.unit),
+                        .limits = limits,
+                        .colsum = nullptr};
   }
   if (args.recall.offsets) {
-    const KeySet recalled =
-        pack_recalled(args, b, h, row, rows, scratch + thread_floats - recalled_floats, ints);
-    if (recalled.count) sets[num_sets++] = recalled;
+    packed[num_sets] = pack_recalled(args, task.unit, rows, thread);
+    num_sets += packed[num_sets].count > 0;
   }
 
   AttendRowsArgs attend{};
@@ -242,83 +381,81 @@ void AttendChunk::Impl::attend(const AttendChunkArgs& args, int64_t unit, int64_
   attend.out_dtype = args.out.dtype;
   attend.query_stride = args.query.stride_row;
   attend.out_stride = args.out.stride_row;
-  attend.rows = rows;
+  attend.rows = rows.count;
   attend.head_dim = args.key.dim;
   attend.value_dim = args.value.dim;
   attend.scale = args.scale;
-  attend.sets = sets;
+  attend.sets = packed;
   attend.num_sets = num_sets;
   attend.gemm = kernels.gemm;
-  attend.scratch = scratch;
-  for (int64_t g = first_head; g < first_head + heads; ++g) {
+  attend.scratch = workspace.get(thread_parts.scratch) + thread * thread_parts.scratch_floats;
+  for (int64_t g = task.first_head; g < task.first_head + task.heads; ++g) {
     const int64_t head = h * group + g;
     for (int s = 0; s < args.num_sets; ++s) {
-      if (!args.sets[s].colsum) continue;
-      const int64_t seen = args.sets[s].causal ? offset + rows : sets[s].count;
-      sets[s].colsum = partial_sums(s, unit, blocks, block, g);
-      std::fill_n(sets[s].colsum, kernels.padded(seen), 0.0F);
+      if (!args.sets[s].sums.data) continue;
+      packed[s].colsum = partial_sums(s, task.unit, grid.blocks, task.block, g);
     }
-    attend.query = args.query.row(b, head, row);
-    attend.out = args.out.row(b, head, row);
-    attend.lse = args.lse + (b * args.query.heads + head) * args.query.length + row;
+    attend.query = args.query.row(b, head, rows.begin);
+    attend.out = args.out.row(b, head, rows.begin);
+    attend.lse = args.lse + (b * args.query.heads + head) * args.query.length + rows.begin;
     kernels.attend_rows(attend);
   }
-  if (kernels.gemm_release) kernels.gemm_release();
 }
 
-// Adds up the partial column sums of one (batch row, KV head), always in the same order.
-void AttendChunk::Impl::reduce(const AttendChunkArgs& args, int set, int64_t unit,
+// Adds up partial column sums, always in the same order.
+void AttendChunk::Impl::reduce(const AttendChunkArgs& args, const ReduceGrid::Task& task,
                                int64_t blocks) const {
-  const KeySource& source = args.sets[set];
-  float* sums = source.colsum + unit * source.colsum_stride;
-  const int64_t count = key_count(source, unit);
-  std::fill_n(sums, source.count, 0.0F);
+  const KeySource& set = args.sets[task.set];
+  float* const sums = set.sums.data + task.unit * set.sums.stride;
+  const int64_t count = set.count(task.unit);
+  std::fill_n(sums, set.width(), 0.0F);
   for (int64_t g = 0; g < group; ++g) {
-    // In place: the sums of a head gather in its last partial, the longest one of a causal set.
-    float* total = partial_sums(set, unit, blocks, blocks - 1, g);
+    // In place: the sums of a head gather in its last partial, the longest one of a causal range.
+    float* const total = partial_sums(task.set, task.unit, blocks, blocks - 1, g);
     for (int64_t block = 0; block + 1 < blocks; ++block) {
-      const float* part = partial_sums(set, unit, blocks, block, g);
-      const int64_t seen = source.causal ? std::min((block + 1) * task_rows, count) : count;
-      for (int64_t j = 0; j < seen; ++j) total[j] += part[j];
+      const float* const part = partial_sums(task.set, task.unit, blocks, block, g);
+      const int64_t last = args.rows.position() + (block + 1) * kTaskRows - 1;
+      const int64_t visible =
+          set.kind == KeySource::Kind::kRange ? set.range.visible_from(last) : count;
+      for (int64_t j = 0; j < visible; ++j) total[j] += part[j];
     }
-    for (int64_t j = 0; j < count; ++j)
+    for (int64_t j = 0; j < count; ++j) {
       sums[j] = args.reduce_max ? std::max(sums[j], total[j]) : sums[j] + total[j];
+    }
   }
 }
 
 void AttendChunk::run(const AttendChunkArgs& args) {
   const Impl& m = *impl_;
-  const int64_t units = args.key.batch * args.key.heads;
-  const int64_t blocks = divide_up(args.rows, m.task_rows);
   int64_t most_keys = 0;
   int64_t all_keys = 0;
-  bool any_colsum = false;
+  bool any_sums = false;
   for (int s = 0; s < args.num_sets; ++s) {
-    most_keys = std::max(most_keys, args.sets[s].count);
-    all_keys += args.sets[s].count;
-    any_colsum |= args.sets[s].colsum != nullptr;
+    const int64_t keys = args.sets[s].width();
+    most_keys = std::max(most_keys, keys);
+    all_keys += keys;
+    any_sums |= args.sets[s].sums.data != nullptr;
   }
-  const int64_t work = units * m.group * args.rows * all_keys * (args.key.dim + args.value.dim);
+  const int64_t work =
+      m.units * m.group * args.rows.count * all_keys * (args.key.dim + args.value.dim);
   const int64_t threads = work < kSerialWork ? 1 : m.threads;
 
-  const int64_t ranges = divide_up(most_keys, kPackKeys);
-  parallel_tasks(units * args.num_sets * 2 * ranges, threads,
-                 [&](int64_t task, int64_t) { m.pack(args, task, ranges); });
+  const PackGrid packing{
+      .units = m.units, .sets = args.num_sets, .ranges = divide_up(most_keys, kPackKeys)};
+  for_each_task(packing, threads, [&](const PackGrid::Task& task, int64_t) { m.pack(args, task); });
 
-  const bool share = args.recall.offsets || units * blocks >= kTasksPerThread * threads;
-  const int64_t heads = share ? m.group : 1;  // of a task
-  const int64_t shares = m.group / heads;
-  parallel_tasks(units * blocks * shares, threads, [&](int64_t task, int64_t thread) {
-    const int64_t unit = task / (blocks * shares);
-    // The last rows of a causal range have the most keys: they go first.
-    const int64_t block = blocks - 1 - task / shares % blocks;
-    m.attend(args, unit, block, blocks, task % shares * heads, heads, thread);
+  const int64_t blocks = divide_up(args.rows.count, kTaskRows);
+  const bool whole_groups = args.recall.offsets || m.units * blocks >= kTasksPerThread * threads;
+  const AttendGrid attending{
+      .units = m.units, .blocks = blocks, .shares = whole_groups ? 1 : m.group, .group = m.group};
+  for_each_task(attending, threads, [&](const AttendGrid::Task& task, int64_t thread) {
+    m.attend(args, attending, task, thread);
   });
 
-  if (!any_colsum) return;
-  parallel_tasks(units * args.num_sets, threads, [&](int64_t task, int64_t) {
-    const int set = static_cast<int>(task % args.num_sets);
-    if (args.sets[set].colsum) m.reduce(args, set, task / args.num_sets, blocks);
+  if (!any_sums) return;
+  const ReduceGrid reducing{.units = m.units, .sets = args.num_sets};
+  for_each_task(reducing, threads, [&](const ReduceGrid::Task& task, int64_t) {
+    if (args.sets[task.set].sums.data) m.reduce(args, task, blocks);
   });
 }
 

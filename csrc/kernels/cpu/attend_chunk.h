@@ -1,34 +1,35 @@
-// Attention of a range of queries, over all heads, to up to two key sets and recalled keys: the
-// step that every CPU attention op repeats.
+// Attention of a range of rows, over all heads, to up to two key sets and recalled keys: the step
+// that every CPU attention op repeats.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 
+#include "kernels/cpu/workspace.h"
+#include "kernels/key_sets.h"
 #include "kernels/params.h"
 
 namespace h2o_prefill {
 
-// One key set before it is packed: positions of the KV history.
-struct KeySource {
-  int64_t begin = 0;  // [begin, begin + count) of the history ...
-  int64_t count = 0;
-  const int32_t* indices =
-      nullptr;  // ... or indices[b, h, 0 .. counts[b, h]), with `count` as row stride
-  const int64_t* counts = nullptr;
-  bool causal = false;      // row r sees the first r + 1 keys
-  float* colsum = nullptr;  // set to the column sums: element [b, h, j] at (b Hkv + h) *
-                            // colsum_stride + j; null: not wanted
-  int64_t colsum_stride = 0;
+// Where column sums of a key set go: those of unit u at data + u * stride. Null: not wanted.
+struct ColumnSums {
+  float* data = nullptr;
+  int64_t stride = 0;
 };
 
-// Lists of recalled positions, ragged over blocks of rows of the call (see lexical_recall).
-struct RecallSource {
-  const int32_t* offsets = nullptr;  // null: no recall
-  const int32_t* positions = nullptr;
-  const int32_t* visible_from = nullptr;
-  int64_t block = 0;
-  int64_t blocks = 0;  // blocks of a batch row
+// A key set before it is packed: a range of the history, or the units' memory sets.
+struct KeySource {
+  enum class Kind { kRange, kMemory };
+
+  Kind kind = Kind::kRange;
+  CausalRange range{};
+  MemorySetView memory{};
+  ColumnSums sums{};
+
+  int64_t width() const { return kind == Kind::kRange ? range.count : memory.width; }
+  int64_t count(int64_t unit) const {
+    return kind == Kind::kRange ? range.count : memory.count(unit);
+  }
 };
 
 struct AttendChunkArgs {
@@ -37,22 +38,41 @@ struct AttendChunkArgs {
   HeadsView value;
   HeadsView out;  // rows as query; float32 or the dtype of the query
   float* lse;     // [B, Hq, query.length]
-  int64_t begin;  // rows [begin, begin + rows) of the call
-  int64_t rows;
-  int64_t past;  // absolute position of row 0 of the call
+  RowRange rows;
   float scale;
   bool reduce_max;  // column sums of a group: the maximum over its heads instead of the sum
   KeySource sets[2];
   int num_sets;
-  RecallSource recall;  // keys of sets[1] and keys not before this range are left out
+  RecallView recall;  // keys of sets[1] and keys not before the rows are left out
 };
 
-// Owns the workspace of one op call; run() may be called for one range after another.
+// The passes, each over `rows` of a call whose tensors, scale and recalled keys `call` names.
+//
+// Phase 1: the rows are a chunk, and attend to its keys causally.
+AttendChunkArgs chunk_pass(const AttendChunkArgs& call, const RowRange& rows, ColumnSums sums);
+// Both phases of a chunk in one pass: its own keys, its memory sets, and what it recalls.
+AttendChunkArgs chunk_and_memory_pass(const AttendChunkArgs& call, const RowRange& rows,
+                                      ColumnSums chunk_sums, const MemorySetView& memory,
+                                      ColumnSums memory_sums);
+// Phase 2 alone.
+AttendChunkArgs memory_pass(const AttendChunkArgs& call, const RowRange& rows,
+                            const MemorySetView& memory, ColumnSums sums);
+// Dense attention to one or two ranges of keys. second.count 0: there is none.
+AttendChunkArgs range_pass(const AttendChunkArgs& call, const RowRange& rows,
+                           const CausalRange& first, const CausalRange& second);
+
+// The most that any pass of a call will ask for.
+struct AttendLimits {
+  int64_t rows;
+  int64_t keys[2];  // of set 0 and set 1
+};
+
+// Runs the passes of one op call in one workspace.
 class AttendChunk {
  public:
-  // max_keys: the most keys that a range's set 0 and set 1 will have.
+  // Plans its part of the workspace, which is allocated before run().
   AttendChunk(const HeadsView& query, const HeadsView& key, const HeadsView& value,
-              const RecallSource& recall, int64_t max_rows, int64_t max_keys0, int64_t max_keys1);
+              const RecallView& recall, const AttendLimits& limits, Workspace& workspace);
   ~AttendChunk();
 
   void run(const AttendChunkArgs& args);

@@ -2,11 +2,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "common/checks.h"
 #include "common/tensors.h"
 #include "kernels/composite/composite.h"
-#include "kernels/cpu/attend_chunk.h"
+#include "kernels/cpu/attention_call.h"
 #include "kernels/cpu/dense_attention.h"
 #include "kernels/cpu/merge_states.h"
 
@@ -26,40 +27,50 @@ bool packing_pays(const at::Tensor& q, const at::Tensor& k) {
   return rows >= (group > 1 ? 16 : 64);
 }
 
-// Rows [begin, begin + rows) of the history, the queries q, into out (in its dtype). Two key sets
-// at a time; partial results are merged in float32.
-void attend_step(AttendChunk& attend, AttendChunkArgs args, const at::Tensor& q, int64_t begin,
-                 at::Tensor out) {
-  const int64_t rows = q.size(2);
+// The keys of a step's rows: their own and those before them, from the nearest to the first ones.
+class KeyRanges {
+ public:
+  explicit KeyRanges(const RowRange& rows)
+      : own_{.begin = rows.position(), .count = rows.count}, left_(rows.position()) {}
+
+  bool empty() const { return own_.count == 0 && left_ == 0; }
+
+  // The next range; none has count 0.
+  CausalRange next() {
+    if (own_.count > 0) return std::exchange(own_, {});
+    const int64_t count = std::min(left_, kStep);
+    left_ -= count;
+    return {.begin = left_, .count = count};
+  }
+
+ private:
+  CausalRange own_;
+  int64_t left_;  // keys before the rows that are still to come
+};
+
+// Attends with rows of the call. Two ranges of keys at a time; partial results are merged in
+// float32.
+void attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Tensor& k,
+                         const at::Tensor& v, const at::Tensor& out, const RowRange& rows,
+                         double scale) {
   const auto part_like = at::empty({0}, q.options().dtype(at::kFloat));
-  const bool one_run = begin <= kStep;
+  const bool one_pass = rows.position() <= kStep;
   at::Tensor total;
   at::Tensor total_lse;
-  args.query = heads_view(q);
-  args.rows = rows;
-  args.sets[0] = {begin, rows, nullptr, nullptr, true};
-  args.num_sets = 1;
-  // From the nearest keys to the first ones.
-  for (int64_t left = begin;;) {
-    for (; left > 0 && args.num_sets < 2; ++args.num_sets) {
-      const int64_t count = std::min(left, kStep);
-      left -= count;
-      args.sets[args.num_sets] = {left, count};
-    }
-    auto part = one_run ? out : empty_heads(q.size(0), q.size(1), rows, out.size(3), part_like);
-    auto part_lse = at::empty({q.size(0), q.size(1), rows}, part_like.options());
-    args.out = heads_view(part);
-    args.lse = part_lse.mutable_data_ptr<float>();
-    attend.run(args);
-    if (one_run) return;
+  for (KeyRanges ranges(rows); !ranges.empty();) {
+    const auto part =
+        one_pass ? out : empty_heads(q.size(0), q.size(1), rows.count, out.size(3), part_like);
+    const auto lse = at::empty({q.size(0), q.size(1), rows.count}, part_like.options());
+    const CausalRange first = ranges.next();
+    attend.run(range_pass(attention_call(q, k, v, part, lse.mutable_data_ptr<float>(), scale), rows,
+                          first, ranges.next()));
+    if (one_pass) return;
     if (total.defined()) {
-      std::tie(total, total_lse) = merge_states_cpu(total, total_lse, part, part_lse);
+      std::tie(total, total_lse) = merge_states_cpu(total, total_lse, part, lse);
     } else {
       total = part;
-      total_lse = part_lse;
+      total_lse = lse;
     }
-    if (left == 0) break;
-    args.num_sets = 0;
   }
   out.copy_(total);
 }
@@ -68,27 +79,28 @@ void attend_step(AttendChunk& attend, AttendChunkArgs args, const at::Tensor& q,
 
 at::Tensor dense_attention_cpu(const at::Tensor& q_argument, const at::Tensor& k_argument,
                                const at::Tensor& v_argument, std::optional<double> scale) {
+  check_dense_attention(q_argument, k_argument, v_argument);
   if (q_argument.scalar_type() == at::kDouble || q_argument.numel() == 0 ||
       !packing_pays(q_argument, k_argument)) {
     return composite::dense_attention(q_argument, k_argument, v_argument, scale);
   }
-  check_dense_attention(q_argument, k_argument, v_argument);
   const auto q = with_contiguous_rows(q_argument);
   const auto k = with_contiguous_rows(k_argument);
   const auto v = with_contiguous_rows(v_argument);
   const int64_t length = q.size(2);
   const int64_t past = k.size(2) - length;
-  AttendChunkArgs args{};
-  args.key = heads_view(k);
-  args.value = heads_view(v);
-  args.scale = static_cast<float>(scale_or_default(scale, q.size(3)));
   const int64_t step = std::min(length, kStep);
   const int64_t keys = std::min(k.size(2), kStep);
-  AttendChunk attend(heads_view(q), args.key, args.value, {}, step, keys, keys);
+  Workspace workspace;
+  AttendChunk attend(heads_view(q), heads_view(k), heads_view(v), /*recall=*/{},
+                     {.rows = step, .keys = {keys, keys}}, workspace);
+  workspace.allocate();
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
   for (int64_t row = 0; row < length; row += step) {
     const int64_t rows = std::min(step, length - row);
-    attend_step(attend, args, q.narrow(2, row, rows), past + row, out.narrow(2, row, rows));
+    attend_rows_of_step(attend, q.narrow(2, row, rows), k, v, out.narrow(2, row, rows),
+                        {.begin = 0, .count = rows, .past = past + row},
+                        scale_or_default(scale, q.size(3)));
   }
   return out;
 }

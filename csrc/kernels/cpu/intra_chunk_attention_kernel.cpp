@@ -4,9 +4,8 @@
 #include <algorithm>
 
 #include "common/checks.h"
-#include "common/tensors.h"
 #include "kernels/composite/composite.h"
-#include "kernels/cpu/attend_chunk.h"
+#include "kernels/cpu/attention_call.h"
 
 namespace h2o_prefill {
 namespace {
@@ -14,10 +13,10 @@ namespace {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention_cpu(
     const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
     int64_t chunk_size, std::optional<double> scale) {
+  check_intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size);
   if (q_argument.scalar_type() == at::kDouble) {
     return composite::intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size, scale);
   }
-  check_intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size);
   const auto q = with_contiguous_rows(q_argument);
   const auto k = with_contiguous_rows(k_argument);
   const auto v = with_contiguous_rows(v_argument);
@@ -27,22 +26,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention_cpu(
   auto colsum = at::empty({k.size(0), k.size(1), length}, lse.options());
   if (out.numel() == 0) return {out, lse, colsum};
 
-  AttendChunkArgs args{};
-  args.query = heads_view(q);
-  args.key = heads_view(k);
-  args.value = heads_view(v);
-  args.out = heads_view(out);
-  args.lse = lse.mutable_data_ptr<float>();
-  args.scale = static_cast<float>(scale_or_default(scale, q.size(3)));
-  args.num_sets = 1;
+  const AttendChunkArgs call = attention_call(q, k, v, out, lse.mutable_data_ptr<float>(),
+                                              scale_or_default(scale, q.size(3)));
   const int64_t largest = std::min(chunk_size, length);
-  AttendChunk attend(args.query, args.key, args.value, {}, largest, largest, 0);
+  Workspace workspace;
+  AttendChunk attend(call.query, call.key, call.value, call.recall,
+                     {.rows = largest, .keys = {largest, 0}}, workspace);
+  workspace.allocate();
   for (int64_t begin = 0; begin < length; begin += chunk_size) {
-    args.begin = begin;
-    args.rows = std::min(chunk_size, length - begin);
-    args.sets[0] = {
-        begin, args.rows, nullptr, nullptr, true, colsum.mutable_data_ptr<float>() + begin, length};
-    attend.run(args);
+    attend.run(
+        chunk_pass(call, {.begin = begin, .count = std::min(chunk_size, length - begin), .past = 0},
+                   {.data = colsum.mutable_data_ptr<float>() + begin, .stride = length}));
   }
   return {out, lse, colsum};
 }

@@ -2,12 +2,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "common/checks.h"
-#include "common/tensors.h"
 #include "kernels/composite/composite.h"
-#include "kernels/cpu/attend_chunk.h"
-#include "kernels/cpu/memory_count.h"
+#include "kernels/cpu/attention_call.h"
+#include "kernels/cpu/select_memory.h"
 
 namespace h2o_prefill {
 namespace {
@@ -15,40 +15,35 @@ namespace {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention_cpu(
     const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
     const at::Tensor& indices_argument, std::optional<double> scale) {
+  check_memory_attention(q_argument, k_argument, v_argument, indices_argument);
   if (q_argument.scalar_type() == at::kDouble) {
     return composite::memory_attention(q_argument, k_argument, v_argument, indices_argument, scale);
   }
-  check_memory_attention(q_argument, k_argument, v_argument, indices_argument);
   const auto q = with_contiguous_rows(q_argument);
   const auto k = with_contiguous_rows(k_argument);
   const auto v = with_contiguous_rows(v_argument);
   const auto indices = indices_argument.contiguous();
   const int64_t length = q.size(2);
   const int64_t width = indices.size(2);
-  const auto counts = memory_counts(indices, k.size(2), "indices");
+  const int64_t units = k.size(0) * k.size(1);
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
   auto lse = at::empty({q.size(0), q.size(1), length}, q.options().dtype(at::kFloat));
   auto colsum = at::zeros({k.size(0), k.size(1), width}, lse.options());
   if (out.numel() == 0) return {out, lse, colsum};
 
-  AttendChunkArgs args{};
-  args.query = heads_view(q);
-  args.key = heads_view(k);
-  args.value = heads_view(v);
-  args.out = heads_view(out);
-  args.lse = lse.mutable_data_ptr<float>();
-  args.rows = length;
-  args.scale = static_cast<float>(scale_or_default(scale, q.size(3)));
-  args.num_sets = 1;
-  args.sets[0] = {0,
-                  width,
-                  indices.const_data_ptr<int32_t>(),
-                  counts.data(),
-                  false,
-                  colsum.mutable_data_ptr<float>(),
-                  width};
-  const int64_t longest = counts.empty() ? 0 : *std::max_element(counts.begin(), counts.end());
-  AttendChunk(args.query, args.key, args.value, {}, length, longest, 0).run(args);
+  MemorySetView sets{.positions = indices.const_data_ptr<int32_t>(), .width = width};
+  std::vector<int64_t> counts(units);
+  count_members(sets, units, counts.data());
+  sets.counts = counts.data();
+  const AttendChunkArgs call = attention_call(q, k, v, out, lse.mutable_data_ptr<float>(),
+                                              scale_or_default(scale, q.size(3)));
+  Workspace workspace;
+  AttendChunk attend(call.query, call.key, call.value, call.recall,
+                     {.rows = length, .keys = {*std::max_element(counts.begin(), counts.end()), 0}},
+                     workspace);
+  workspace.allocate();
+  attend.run(memory_pass(call, {.begin = 0, .count = length, .past = k.size(2) - length}, sets,
+                         {.data = colsum.mutable_data_ptr<float>(), .stride = width}));
   return {out, lse, colsum};
 }
 

@@ -47,9 +47,10 @@ std::tuple<at::Tensor, at::Tensor> merge_states_cpu(const at::Tensor& out_a,
                                                     const at::Tensor& lse_a,
                                                     const at::Tensor& out_b,
                                                     const at::Tensor& lse_b) {
-  if (out_a.scalar_type() == at::kDouble)
-    return composite::merge_states(out_a, lse_a, out_b, lse_b);
   check_merge_states(out_a, lse_a, out_b, lse_b);
+  if (out_a.scalar_type() == at::kDouble) {
+    return composite::merge_states(out_a, lse_a, out_b, lse_b);
+  }
   auto out = empty_heads(out_a.size(0), out_a.size(1), out_a.size(2), out_a.size(3), out_a);
   auto lse = at::empty(lse_a.sizes(), lse_a.options());
   const auto dense_a = lse_a.contiguous();

@@ -1,42 +1,44 @@
-// Selection of one head's memory set.
+// Selection of the memory sets of a layer, and what their scores gain.
 #pragma once
 
 #include <cstdint>
-#include <vector>
+
+#include "kernels/key_sets.h"
 
 namespace h2o_prefill {
-
-struct SelectMemoryParams {
-  const int32_t* memory;  // ascending, the first memory_count entries >= 0
-  int64_t memory_count;
-  int64_t chunk_begin;
-  int64_t chunk_end;
-  int64_t local_window;
-  int64_t heavy_budget;
-  int64_t sink_tokens;
-  int32_t* selected;  // [sink_tokens + local_window + heavy_budget]
-};
 
 struct ScoredPosition {
   float score;
   int32_t position;
 };
 
-// All heads of a layer, in parallel: contiguous memory [heads, memory_width], scores [heads,
-// num_scores] (0 behind) and workspace [heads, memory_width + chunk_end - chunk_begin or more].
-struct SelectMemoryHeads {
-  int64_t heads;
-  const int64_t* memory_counts;  // of each head
-  int64_t memory_width;
-  const float* scores;
-  int64_t num_scores;
-  ScoredPosition* workspace;
-  int64_t workspace_width;
+// All units of a layer. Candidates of each are its old set and [chunk_begin, chunk_end).
+struct SelectMemoryParams {
+  int64_t units;
+  MemorySetView from;   // with counts; entries from chunk_begin on do not count
+  const float* scores;  // [units, scores_stride]
+  int64_t scores_stride;
+  int64_t num_scores;  // positions behind these have score 0
+  int64_t chunk_begin;
+  int64_t chunk_end;
+  MemoryBudget budget;                  // of every unit
+  int32_t* selected;                    // [units, selected_stride]: ascending positions, then -1
+  int64_t selected_stride;              // budget.width() or more
+  int64_t* selected_counts = nullptr;   // [units]
+  ScoredPosition* workspace = nullptr;  // [units, workspace_stride]
+  int64_t workspace_stride = 0;         // the most candidates of a unit or more
+
+  int64_t max_candidates() const { return from.width + chunk_end - chunk_begin; }
 };
 
-// first: of head 0, but for memory_count; its `selected` is [heads, the budget]. Returns how many
-// positions each head got; they stand first, ascending, then -1.
-std::vector<int64_t> select_memory_heads(const SelectMemoryParams& first,
-                                         const SelectMemoryHeads& layer);
+// In parallel over units.
+void select_memory_sets(const SelectMemoryParams& params);
+
+// scores[unit, set[j]] += sums[unit, j], where sums has the width of the sets.
+void add_to_scores(const MemorySetView& sets, int64_t units, const float* sums, float* scores,
+                   int64_t scores_stride);
+
+// Entries before the first -1 of every list of sets: counts [units].
+void count_members(const MemorySetView& sets, int64_t units, int64_t* counts);
 
 }  // namespace h2o_prefill

@@ -1,7 +1,10 @@
 #include "kernels/cuda/attend_forward.h"
 
+#include <algorithm>
+
 #include "kernels/cuda/attend_forward.cuh"
 #include "kernels/cuda/attend_forward_float.cuh"
+#include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/launch.cuh"
 
 namespace h2o_prefill {
@@ -28,47 +31,31 @@ cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream)
                        Shape::shared_bytes(kGathered), grid, stream);
 }
 
-template <DType dtype, int kDim>
-cudaError_t launch_keys(const AttendForwardParams& params, cudaStream_t stream) {
-  return params.gathered ? launch_tiles<dtype, kDim, true>(params, stream)
-                         : launch_tiles<dtype, kDim, false>(params, stream);
-}
-
-template <DType dtype>
-cudaError_t launch_dims(const AttendForwardParams& params, cudaStream_t stream) {
-  const int64_t dim = params.key.dim > params.value.dim ? params.key.dim : params.value.dim;
-  if (dim <= 64) return launch_keys<dtype, 64>(params, stream);
-  if (dim <= 96) return launch_keys<dtype, 96>(params, stream);
-  if (dim <= 128) return launch_keys<dtype, 128>(params, stream);
-  if (dim <= 256) return launch_keys<dtype, 256>(params, stream);
-  return cudaErrorInvalidValue;
-}
-
+template <bool kGathered>
 cudaError_t launch_float(const AttendForwardParams& params, cudaStream_t stream) {
   using Shape = attend::FloatShape;
-  if (params.key.dim > Shape::kMaxDim || params.value.dim > Shape::kMaxDim) {
-    return cudaErrorInvalidValue;
-  }
-  const auto kernel = params.gathered ? &attend::attend_forward_float_kernel<true>
-                                      : &attend::attend_forward_float_kernel<false>;
+  if (std::max(params.key.dim, params.value.dim) > Shape::kMaxDim) return cudaErrorInvalidValue;
   const int shared_bytes = Shape::shared_bytes(static_cast<int>(params.key.dim),
-                                               static_cast<int>(params.value.dim), params.gathered);
-  return launch_blocks(kernel, shared_bytes, attend::grid_of(params, Shape::kRows), stream);
+                                               static_cast<int>(params.value.dim), kGathered);
+  return launch_blocks(&attend::attend_forward_float_kernel<kGathered>, shared_bytes,
+                       attend::grid_of(params, Shape::kRows), stream);
 }
 
 }  // namespace
 
 cudaError_t launch_attend_forward(const AttendForwardParams& params, cudaStream_t stream) {
-  if (params.rows == 0 || params.query.batch == 0 || params.query.heads == 0) return cudaSuccess;
-  switch (params.query.dtype) {
-    case DType::kBFloat16:
-      return launch_dims<DType::kBFloat16>(params, stream);
-    case DType::kFloat16:
-      return launch_dims<DType::kFloat16>(params, stream);
-    case DType::kFloat32:
-      return launch_float(params, stream);
+  if (params.rows.count == 0 || params.query.batch == 0 || params.query.heads == 0) {
+    return cudaSuccess;
   }
-  return cudaErrorInvalidValue;
+  return with_kind(params.gathered, [&](auto gathered) {
+    if (params.query.dtype == DType::kFloat32) return launch_float<gathered()>(params, stream);
+    return with_half_dtype(params.query.dtype, [&](auto dtype) {
+      const int64_t dim = std::max(params.key.dim, params.value.dim);
+      return with_padded_dim<64, 96, 128, 256>(dim, [&](auto padded) {
+        return launch_tiles<dtype(), padded(), gathered()>(params, stream);
+      });
+    });
+  });
 }
 
 }  // namespace h2o_prefill

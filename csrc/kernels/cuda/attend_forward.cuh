@@ -117,10 +117,10 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
     if (j + 1 < keys.tiles) load_keys(j + 1, loaded);
     ptx::cp_async_commit();
     if (j == 0 && grid.negate) negate<kWarpRows * kDim>(warp_tile, lane);
-    const bool unseen = keys.unseen(j, warp_row);
-    if (!unseen) {
+    const bool masked = keys.fully_masked(j, warp_row);
+    if (!masked) {
       tile::multiply_transposed<dtype, kUnits>(s, warp_tile, ring + stage, lane);
-      if (!keys.all_seen(j, warp_row)) mask(s, keys, j, warp_row, lane);
+      if (!keys.unmasked(j, warp_row)) mask(s, keys, j, warp_row, lane);
       softmax.update(s, p.scale_log2).apply(out);
     }
     next_stage();
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
     if (j + 1 < keys.tiles) load_values(j + 1, loaded);
     ptx::cp_async_commit();
     const typename Keys::Entry entry = keys.prepare(j + 2);
-    if (!unseen) tile::multiply_rounded<dtype, kUnits>(out, s, ring + stage, lane);
+    if (!masked) tile::multiply_rounded<dtype, kUnits>(out, s, ring + stage, lane);
     if (j + 2 < keys.tiles) keys.store(j + 2, entry);
     next_stage();
   }

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(tile::kThreads)
     float_products(s, query_tile + warp_row * dim, dim, key_tile + lane * key_stride, dim);
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
-      s[r] = keys.seen(j, lane, warp_row + r) ? s[r] * p.scale_log2 : kNegInf;
+      s[r] = keys.is_visible(j, lane, warp_row + r) ? s[r] * p.scale_log2 : kNegInf;
       const float before = maximum[r];
       maximum[r] = fmaxf(before, warp_max(s[r]));
       const float offset = maximum[r] == kNegInf ? 0.0F : maximum[r];

@@ -3,8 +3,9 @@
 #include <algorithm>
 
 #include "kernels/cuda/attend_forward_sm90.cuh"
+#include "kernels/cuda/dims_sm90.h"
+#include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/request_sm90.h"
 
 namespace h2o_prefill {
 namespace {
@@ -25,20 +26,8 @@ cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream)
                 dim3(sm90::kThreads), sm90::shared_bytes<typename Shape::Shared>(), stream, grid);
 }
 
-template <DType dtype, int kDim>
-cudaError_t launch_keys(const AttendForwardParams& params, cudaStream_t stream) {
-  return params.gathered ? launch_tiles<dtype, kDim, true>(params, stream)
-                         : launch_tiles<dtype, kDim, false>(params, stream);
-}
-
 int64_t widest(const AttendForwardParams& params) {
   return std::max(params.key.dim, params.value.dim);
-}
-
-template <DType dtype>
-cudaError_t launch_dims(const AttendForwardParams& params, cudaStream_t stream) {
-  return widest(params) <= 64 ? launch_keys<dtype, 64>(params, stream)
-                              : launch_keys<dtype, 128>(params, stream);
 }
 
 }  // namespace
@@ -48,16 +37,25 @@ bool has_attend_forward_sm90(const AttendForwardParams& params) {
          params.scale_log2 > 0.0F;
 }
 
-bool use_attend_forward_sm90() {
-  return use_sm90(&attend_sm90::attend_forward_sm90_kernel<DType::kBFloat16, 128, true>,
-                  sm90::kProducerRegisters);
-}
-
 cudaError_t launch_attend_forward_sm90(const AttendForwardParams& params, cudaStream_t stream) {
   if (!has_attend_forward_sm90(params)) return cudaErrorInvalidValue;
-  if (params.rows == 0 || params.query.batch == 0 || params.query.heads == 0) return cudaSuccess;
-  return params.query.dtype == DType::kBFloat16 ? launch_dims<DType::kBFloat16>(params, stream)
-                                                : launch_dims<DType::kFloat16>(params, stream);
+  if (params.rows.count == 0 || params.query.batch == 0 || params.query.heads == 0) {
+    return cudaSuccess;
+  }
+  return with_kind(params.gathered, [&](auto gathered) {
+    return with_half_dtype(params.query.dtype, [&](auto dtype) {
+      return with_padded_dim<64, 128>(widest(params), [&](auto padded) {
+        return launch_tiles<dtype(), padded(), gathered()>(params, stream);
+      });
+    });
+  });
+}
+
+bool has_code_for_sm90a() {
+  const auto kernel = &attend_sm90::attend_forward_sm90_kernel<DType::kBFloat16, 128, true>;
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess &&
+         attributes.numRegs > sm90::kProducerRegisters;
 }
 
 }  // namespace h2o_prefill

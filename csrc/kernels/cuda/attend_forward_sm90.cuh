@@ -88,9 +88,9 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
     Keys keys(p, rows, &shared.gathered);
     int memory_tiles = 0;
     if constexpr (kGathered) {
-      memory_tiles =
-          count_tiles<S::kKeys>(p.indices + (rows.batch * p.key.heads + rows.kv_head) * p.width,
-                                static_cast<int>(p.width), thread % 32);
+      memory_tiles = count_tiles<S::kKeys>(
+          p.memory.positions + (rows.batch * p.key.heads + rows.kv_head) * p.memory.width,
+          static_cast<int>(p.memory.width), thread % 32);
       keys.tiles += memory_tiles - keys.memory_tiles;
       keys.memory_tiles = memory_tiles;
       keys.first_slot = key_tiles % S::kSlots;
@@ -241,7 +241,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
         if (j >= memory_tiles || !shared.gathered.has_all(slot)) {
           attend::mask(by_tiles(s), shared.gathered, slot, warp_row, lane);
         }
-      } else if (!causal.all_seen(j, warp_row)) {
+      } else if (!causal.unmasked(j, warp_row)) {
         attend::mask(by_tiles(s), causal, j, warp_row, lane);
       }
       shared.key_ring.release(key_tiles + j, thread);

@@ -12,10 +12,11 @@ namespace h2o_prefill {
 // or 128 without waste, and a scale above 0.
 bool has_attend_forward_sm90(const AttendForwardParams& params);
 
-// Whether to take it on the current device, as use_sm90() says.
-bool use_attend_forward_sm90();
-
 // cudaErrorInvalidValue where !has_attend_forward_sm90(params).
 cudaError_t launch_attend_forward_sm90(const AttendForwardParams& params, cudaStream_t stream);
+
+// Whether the library holds kernels of sm_90a that the current device can run. Code for other
+// architectures is an empty kernel, which takes hardly a register.
+bool has_code_for_sm90a();
 
 }  // namespace h2o_prefill

@@ -7,9 +7,9 @@
 //                       there are slots.
 //   row_of(j, r)        row of the history, counted from where the range begins, of key r of tile
 //                       j; negative: absent
-//   unseen(j, w)        whether none of the kPartRows rows from w on sees any key of tile j
-//   all_seen(j, w)      whether all of them see all keys
-//   seen(j, r, row)     whether row `row` of the query tile sees key r
+//   fully_masked(j, w)  whether none of the kPartRows rows from w on sees any key of tile j
+//   unmasked(j, w)      whether all of them see all keys
+//   is_visible(j, r, row)  whether row `row` of the query tile sees key r
 #pragma once
 
 #include "kernels/cuda/attend_forward.h"
@@ -50,13 +50,13 @@ struct CausalKeys {
     const int key = j * kKeys + r;
     return key < count ? key : -1;
   }
-  __device__ __forceinline__ bool unseen(int j, int w) const {
+  __device__ __forceinline__ bool fully_masked(int j, int w) const {
     return j * kKeys > w + kPartRows - 1 + diagonal;
   }
-  __device__ __forceinline__ bool all_seen(int j, int w) const {
+  __device__ __forceinline__ bool unmasked(int j, int w) const {
     return j * kKeys + kKeys - 1 <= w + diagonal;
   }
-  __device__ __forceinline__ bool seen(int j, int r, int row) const {
+  __device__ __forceinline__ bool is_visible(int j, int r, int row) const {
     return j * kKeys + r <= row + diagonal;
   }
 };
@@ -84,6 +84,7 @@ struct GatheredKeys {
     uint16_t visible[kSlots][kKeys];
     int64_t memory;       // element of `indices` where the head's memory set begins
     int position;         // absolute, of the tile's first row
+    int recall_end;       // of the pass's first row: keys from here on are not recalled
     int first_block;      // of the recall lists, counted over batch rows
     int first_block_row;  // where its rows begin, counted from the tile's first
     int blocks;           // that have rows of the tile
@@ -94,7 +95,7 @@ struct GatheredKeys {
     __device__ __forceinline__ bool has_all(int slot) const {
       return visible[slot][kKeys - 1] != kNoRow;
     }
-    __device__ __forceinline__ bool seen(int slot, int r, int row) const {
+    __device__ __forceinline__ bool is_visible(int slot, int r, int row) const {
       const int rows = visible[slot][r];
       return row >= (rows & 0xFF) && row <= rows >> 8;
     }
@@ -112,26 +113,30 @@ struct GatheredKeys {
                                           void* shared_memory)
       : p(params),
         shared(static_cast<Shared*>(shared_memory)),
-        memory_tiles(tile::divide_up(static_cast<int>(params.width), kKeys)),
+        memory_tiles(tile::divide_up(static_cast<int>(params.memory.width), kKeys)),
         tiles(memory_tiles),
         first_slot(0) {
     Shared all;
-    all.memory = (rows.batch * p.key.heads + rows.kv_head) * p.width;
+    all.memory = (rows.batch * p.key.heads + rows.kv_head) * p.memory.width;
     all.position = rows.position;
+    all.recall_end = static_cast<int>(p.rows.position());
     all.first_block = all.first_block_row = all.blocks = all.first_entry = all.entries = 0;
-    if (p.recall_offsets) {
-      const int block_rows = static_cast<int>(p.recall_block);
+    if (p.recall.offsets) {
+      const int block_rows = static_cast<int>(p.recall.block);
       const int first = rows.first / block_rows;
-      all.first_block = rows.batch * static_cast<int>(p.recall_blocks) + first;
+      all.first_block = rows.batch * static_cast<int>(p.recall.blocks) + first;
       all.first_block_row = first * block_rows - rows.first;
       all.blocks = (rows.first + rows.count - 1) / block_rows - first + 1;
-      all.first_entry = p.recall_offsets[all.first_block];
-      all.entries = p.recall_offsets[all.first_block + all.blocks] - all.first_entry;
+      // Whatever the offsets are, nothing is read outside of the lists.
+      const int entries = static_cast<int>(p.recall.entries);
+      all.first_entry = min(max(p.recall.offsets[all.first_block], 0), entries);
+      all.entries = min(p.recall.offsets[all.first_block + all.blocks], entries) - all.first_entry;
       tiles += tile::divide_up(all.entries, kKeys);
     }
     if (threadIdx.x == 0) {
       shared->memory = all.memory;
       shared->position = all.position;
+      shared->recall_end = all.recall_end;
       shared->first_block = all.first_block;
       shared->first_block_row = all.first_block_row;
       shared->blocks = all.blocks;
@@ -146,12 +151,12 @@ struct GatheredKeys {
     if (thread >= kKeys) return entry;
     if (j < memory_tiles) {
       const int i = j * kKeys + thread;
-      if (i < p.width) entry.position = p.indices[shared->memory + i];
+      if (i < p.memory.width) entry.position = p.memory.positions[shared->memory + i];
     } else {
       const int i = (j - memory_tiles) * kKeys + thread;
       if (i < shared->entries) {
-        entry.position = p.recall_positions[shared->first_entry + i];
-        entry.visible_from = p.recall_visible_from[shared->first_entry + i];
+        entry.position = p.recall.positions[shared->first_entry + i];
+        entry.visible_from = p.recall.visible_from[shared->first_entry + i];
       }
     }
     return entry;
@@ -161,7 +166,8 @@ struct GatheredKeys {
     const int thread = static_cast<int>(threadIdx.x);
     if (thread >= kKeys) return;
     uint16_t rows = kNoRow;
-    if (entry.position >= 0) rows = j < memory_tiles ? kAllRows : rows_that_recall(j, entry);
+    if (tile::is_row_of(p.key, entry.position))
+      rows = j < memory_tiles ? kAllRows : rows_that_recall(j, entry);
     shared->positions[slot_of(j)][thread] = rows == kNoRow ? -1 : entry.position;
     shared->visible[slot_of(j)][thread] = rows;
   }
@@ -171,21 +177,21 @@ struct GatheredKeys {
     return shared->positions[slot_of(j)][r];
   }
   // Absent members of a memory set are its last ones.
-  __device__ __forceinline__ bool unseen(int j, int /*w*/) const {
+  __device__ __forceinline__ bool fully_masked(int j, int /*w*/) const {
     return j < memory_tiles && shared->has_none(slot_of(j));
   }
-  __device__ __forceinline__ bool all_seen(int j, int /*w*/) const {
+  __device__ __forceinline__ bool unmasked(int j, int /*w*/) const {
     return j < memory_tiles && shared->has_all(slot_of(j));
   }
-  __device__ __forceinline__ bool seen(int j, int r, int row) const {
-    return shared->seen(slot_of(j), r, row);
+  __device__ __forceinline__ bool is_visible(int j, int r, int row) const {
+    return shared->is_visible(slot_of(j), r, row);
   }
 
  private:
   __device__ __forceinline__ uint16_t rows_that_recall(int j, const Entry& entry) const {
-    if (entry.position >= p.chunk_begin || in_memory(entry.position)) return kNoRow;
+    if (entry.position >= shared->recall_end || in_memory(entry.position)) return kNoRow;
     const int i = (j - memory_tiles) * kKeys + static_cast<int>(threadIdx.x);
-    const int block_rows = static_cast<int>(p.recall_block);
+    const int block_rows = static_cast<int>(p.recall.block);
     const int begin = shared->first_block_row + block_of(shared->first_entry + i) * block_rows;
     const int first = max(entry.visible_from - shared->position, max(begin, 0));
     const int last = min(begin + block_rows, kRows) - 1;
@@ -194,7 +200,7 @@ struct GatheredKeys {
 
   // The block, counted from the first one, whose list has entry i.
   __device__ __forceinline__ int block_of(int i) const {
-    const int32_t* offsets = p.recall_offsets + shared->first_block;
+    const int32_t* offsets = p.recall.offsets + shared->first_block;
     int low = 0, high = shared->blocks - 1;
     while (low < high) {
       const int middle = (low + high + 1) / 2;
@@ -209,8 +215,8 @@ struct GatheredKeys {
 
   // As unsigned numbers, absent members are the highest: the whole list is ascending.
   __device__ __forceinline__ bool in_memory(int32_t position) const {
-    const int32_t* memory = p.indices + shared->memory;
-    const int width = static_cast<int>(p.width);
+    const int32_t* memory = p.memory.positions + shared->memory;
+    const int width = static_cast<int>(p.memory.width);
     int low = 0, high = width;
     while (low < high) {
       const int middle = (low + high) / 2;

@@ -7,26 +7,11 @@
 // is multiplied the next two are on their way.
 #pragma once
 
-#include "kernels/cuda/column_sums.h"
+#include "kernels/cuda/column_sums_grid.h"
 #include "kernels/cuda/tile.cuh"
 #include "kernels/softmax_state.h"
 
 namespace h2o_prefill::column_sums {
-
-// What the launch computes once for all blocks. A block works on key tile `tile` of a chunk (all
-// indices are one chunk) for some query heads of a KV head and some rows of the chunk: all of them,
-// or one head and split_rows rows, and its sums go to params.partial. Blocks are numbered so that
-// the key tiles of a chunk that the most rows see go first.
-struct Grid {
-  ColumnSumsParams params;
-  uint32_t units;       // batch rows times KV heads
-  uint32_t group;       // query heads of a KV head
-  uint32_t head_parts;  // blocks that share the group: 1 or `group`
-  uint32_t row_parts;   // blocks that share the rows
-  uint32_t chunks;
-  uint32_t tiles;
-  int split_rows;
-};
 
 // What one block works on. Rows and keys of a causal chunk are counted from where it begins.
 struct Part {
@@ -51,7 +36,7 @@ struct Shape {
   static constexpr int kWarpKeys = 16 * kM;
   static constexpr int kKeys = tile::kWarps * kWarpKeys;
   static constexpr int kRows = 64;
-  // Memory sets are few keys, which do not make more blocks (column_sums.cu).
+  // Memory sets are few keys, which do not make more blocks.
   static constexpr int blocks_per_sm(bool gathered) { return gathered || kDim > 128 ? 2 : 3; }
   static constexpr int kStage = kRows * kDim;  // elements of a buffer of the ring
   static constexpr int kStages = 3;
@@ -88,9 +73,9 @@ __device__ __forceinline__ Part part_of_block(const Grid& grid) {
   const int heads = static_cast<int>(grid.group / grid.head_parts);
   part.first_head = part.kv_head * static_cast<int>(grid.group) + head_part * heads;
   part.end_head = part.first_head + heads;
-  const int chunk_size = kGathered ? 0 : static_cast<int>(p.chunk_size);
-  part.chunk_first = static_cast<int>(p.row_begin) + chunk * chunk_size;
-  const int left = static_cast<int>(p.row_begin + p.rows) - part.chunk_first;
+  const int chunk_size = kGathered ? 0 : static_cast<int>(p.causal.chunk_size);
+  part.chunk_first = static_cast<int>(p.rows.begin) + chunk * chunk_size;
+  const int left = static_cast<int>(p.rows.begin + p.rows.count) - part.chunk_first;
   part.chunk_rows = kGathered ? left : min(left, chunk_size);
   part.first_row = kGathered ? part.row_part * grid.split_rows : part.first_key;
   part.end_row =
@@ -118,15 +103,20 @@ struct QueryTile {
   }
 };
 
-// Column `column` of KV head `unit`: of the range of rows if causal, of the indices if gathered.
+// Row of the history of member i of a memory set; -1 where there is none.
+__device__ __forceinline__ int row_of_member(const ColumnSumsParams& p, const int32_t* set, int i) {
+  return tile::is_row_of(p.key, set[i]) ? set[i] : -1;
+}
+
+// Column `column` of unit `unit`: of the range of rows if causal, of the memory set if gathered.
 template <bool kGathered>
 __device__ __forceinline__ void store_sum(const ColumnSumsParams& p, int64_t unit, int column,
                                           float sum) {
   float* const sums = p.sums + unit * p.sums_stride;
   if constexpr (!kGathered) {
-    sums[p.past + p.row_begin + column] = sum;
+    sums[p.rows.position() + column] = sum;
   } else {
-    const int32_t position = p.indices[unit * p.width + column];
+    const int position = row_of_member(p, p.memory.of_unit(unit), column);
     if (!p.scatter_add) {
       sums[column] = position < 0 ? 0.0F : sum;
     } else if (position >= 0) {
@@ -203,15 +193,15 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGa
   QueryTile<kRows> now, ahead;
   {
     const Part part = part_of_block<S::kKeys, kGathered>(grid);
-    const int columns = kGathered ? static_cast<int>(p.width) : part.chunk_rows;
+    const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
     if (part.first_key >= columns) return;
     if (thread == 0) shared.part = part;
     if (thread < S::kKeys) shared.totals[thread] = 0.0F;
-    const int32_t* const indices =
-        kGathered ? p.indices + (part.batch * p.key.heads + part.kv_head) * p.width : nullptr;
+    const int32_t* const set =
+        kGathered ? p.memory.of_unit(part.batch * p.key.heads + part.kv_head) : nullptr;
     now = {part.first_head, part.first_row};
     // Absent members of a memory set are its last ones: a tile without keys needs no query.
-    if (part.first_row >= part.end_row || (kGathered && indices[part.first_key] < 0)) {
+    if (part.first_row >= part.end_row || (kGathered && set[part.first_key] < 0)) {
       now.head = part.end_head;
     }
     ahead = now;
@@ -221,10 +211,10 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGa
       tile::load<S::kKeys, kUnits>(
           ring + S::kStage,
           tile::head_rows(p.key, part.batch, part.kv_head,
-                          kGathered ? 0 : p.past + part.chunk_first + part.first_key),
+                          kGathered ? 0 : p.rows.past + part.chunk_first + part.first_key),
           [&](int r) {
             if (part.first_key + r >= columns) return -1;
-            return kGathered ? indices[part.first_key + r] : r;
+            return kGathered ? row_of_member(p, set, part.first_key + r) : r;
           });
       ahead.advance(part);
       if (ahead.head < part.end_head) store_offset(1, load_offset(part, ahead));
@@ -293,16 +283,16 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGa
   ptx::cp_async_wait<0>();
   __syncthreads();
 
-  const int columns = kGathered ? static_cast<int>(p.width) : part.chunk_rows;
+  const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
   if (thread >= S::kKeys || part.first_key + thread >= columns) return;
   const int column =
-      part.first_key + thread + (kGathered ? 0 : part.chunk_first - static_cast<int>(p.row_begin));
+      part.first_key + thread + (kGathered ? 0 : part.chunk_first - static_cast<int>(p.rows.begin));
   if (grid.head_parts * grid.row_parts == 1) {
     store_sum<kGathered>(p, part.batch * p.key.heads + part.kv_head, column, shared.totals[thread]);
   } else {
     const int64_t list =
         (part.row_part * p.query.batch + part.batch) * p.query.heads + part.first_head;
-    p.partial[list * (kGathered ? p.width : p.rows) + column] = shared.totals[thread];
+    p.partial[list * (kGathered ? p.memory.width : p.rows.count) + column] = shared.totals[thread];
   }
 }
 
@@ -313,7 +303,7 @@ template <bool kGathered>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_partial_kernel(const __grid_constant__ Grid grid) {
   const ColumnSumsParams& p = grid.params;
-  const int columns = static_cast<int>(kGathered ? p.width : p.rows);
+  const int columns = static_cast<int>(kGathered ? p.memory.width : p.rows.count);
   const int64_t unit = blockIdx.x % grid.units;
   const int column =
       static_cast<int>(blockIdx.x / grid.units) * kReduceThreads + static_cast<int>(threadIdx.x);

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(tile::kThreads)
   using S = FloatShape;
   const ColumnSumsParams& p = grid.params;
   const Part part = part_of_block<S::kKeys, kGathered>(grid);
-  const int columns = kGathered ? static_cast<int>(p.width) : part.chunk_rows;
+  const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
   if (part.first_key >= columns) return;
   const int64_t unit = part.batch * p.key.heads + part.kv_head;
 
@@ -39,9 +39,10 @@ __global__ void __launch_bounds__(tile::kThreads)
   float* const warp_sums = query_tile + S::kRows * dim;
   attend::load_float_rows<S::kKeys>(
       key_tile, key_stride, p.key, part.batch, part.kv_head,
-      kGathered ? 0 : p.past + part.chunk_first + part.first_key, [&](int r) {
+      kGathered ? 0 : p.rows.past + part.chunk_first + part.first_key, [&](int r) {
         const int key = part.first_key + r;
-        return key >= columns ? -1 : kGathered ? p.indices[unit * p.width + key] : r;
+        if (key >= columns) return -1;
+        return kGathered ? row_of_member(p, p.memory.of_unit(unit), key) : r;
       });
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(tile::kThreads)
     total = p.reduce_max ? fmaxf(total, of_head) : total + of_head;
   }
   if (warp != 0 || key >= columns) return;
-  const int first_column = kGathered ? 0 : part.chunk_first - static_cast<int>(p.row_begin);
+  const int first_column = kGathered ? 0 : part.chunk_first - static_cast<int>(p.rows.begin);
   store_sum<kGathered>(p, unit, first_column + key, total);
 }
 

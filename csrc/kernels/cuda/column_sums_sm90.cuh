@@ -43,8 +43,8 @@ struct Shape {
 // How many query tiles the part is. Absent members of a memory set are its last ones: a tile
 // without keys needs no query.
 template <bool kGathered>
-__device__ __forceinline__ int count_tiles(const Part& part, const int32_t* indices) {
-  if (part.first_row >= part.end_row || (kGathered && indices[part.first_key] < 0)) return 0;
+__device__ __forceinline__ int count_tiles(const Part& part, const int32_t* set) {
+  if (part.first_row >= part.end_row || (kGathered && set[part.first_key] < 0)) return 0;
   return (part.end_head - part.first_head) * tile::divide_up(part.end_row - part.first_row, kRows);
 }
 
@@ -52,16 +52,16 @@ __device__ __forceinline__ int count_tiles(const Part& part, const int32_t* indi
 template <int kDim, bool kGathered>
 __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
                                         const ColumnSumsParams& p, const Part& part,
-                                        const int32_t* indices, int tiles, int thread) {
+                                        const int32_t* set, int tiles, int thread) {
   using S = Shape<kDim>;
-  const int columns = kGathered ? static_cast<int>(p.width) : part.chunk_rows;
+  const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
   sm90::load_slabs<kKeys, S::kSlabs>(
       shared.keys,
       tile::head_rows(p.key, part.batch, part.kv_head,
-                      kGathered ? 0 : p.past + part.chunk_first + part.first_key),
+                      kGathered ? 0 : p.rows.past + part.chunk_first + part.first_key),
       [&](int r) {
         if (part.first_key + r >= columns) return -1;
-        return kGathered ? indices[part.first_key + r] : r;
+        return kGathered ? column_sums::row_of_member(p, set, part.first_key + r) : r;
       });
 
   // Read a tile ahead, so that nobody waits for it.
@@ -219,20 +219,20 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   using S = Shape<kDim>;
   const ColumnSumsParams& p = grid.params;
   const Part part = column_sums::part_of_block<kKeys, kGathered>(grid);
-  const int columns = kGathered ? static_cast<int>(p.width) : part.chunk_rows;
+  const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
   if (part.first_key >= columns) return;
   auto& shared = sm90::aligned_shared<typename S::Shared>();
   if (threadIdx.x == 0) shared.ring.init();
   __syncthreads();
 
-  const int32_t* const indices =
-      kGathered ? p.indices + (part.batch * p.key.heads + part.kv_head) * p.width : nullptr;
-  const int tiles = count_tiles<kGathered>(part, indices);
+  const int32_t* const set =
+      kGathered ? p.memory.of_unit(part.batch * p.key.heads + part.kv_head) : nullptr;
+  const int tiles = count_tiles<kGathered>(part, set);
   const int thread = static_cast<int>(threadIdx.x) % sm90::kWarpgroupThreads;
   const int warpgroup = sm90::warpgroup_of_thread();
   if (warpgroup == 0) {
     ptx::decrease_registers<sm90::kProducerRegisters>();
-    if (tiles > 0) produce<kDim, kGathered>(shared, p, part, indices, tiles, thread);
+    if (tiles > 0) produce<kDim, kGathered>(shared, p, part, set, tiles, thread);
     return;
   }
   ptx::increase_registers<sm90::kConsumerRegisters>();
@@ -245,14 +245,14 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     const int key =
         part.first_key + group * kGroupKeys + layout_sm90::accumulator_row(thread, 2 * i);
     if (key >= columns) continue;
-    const int column = key + (kGathered ? 0 : part.chunk_first - static_cast<int>(p.row_begin));
+    const int column = key + (kGathered ? 0 : part.chunk_first - static_cast<int>(p.rows.begin));
     if (grid.head_parts * grid.row_parts == 1) {
       column_sums::store_sum<kGathered>(p, part.batch * p.key.heads + part.kv_head, column,
                                         totals.of_all[i]);
     } else {
       const int64_t list =
           (part.row_part * p.query.batch + part.batch) * p.query.heads + part.first_head;
-      p.partial[list * (kGathered ? p.width : p.rows) + column] = totals.of_all[i];
+      p.partial[list * (kGathered ? p.memory.width : p.rows.count) + column] = totals.of_all[i];
     }
   }
 #endif

@@ -12,11 +12,7 @@ namespace h2o_prefill {
 // 64 or 128 without waste.
 bool has_column_sums_sm90(const ColumnSumsParams& params);
 
-// Whether to take it on the current device: only by request, with H2O_PREFILL_CUDA_SM90=1 in the
-// environment, on compute capability 9.0, and where the library holds code for sm_90a.
-bool use_column_sums_sm90();
-
-// As column_sums_partial_floats(), and never more than that.
+// As column_sums_partial_floats(), for launch_column_sums_sm90().
 int64_t column_sums_sm90_partial_floats(const ColumnSumsParams& params);
 
 // cudaErrorInvalidValue where !has_column_sums_sm90(params).

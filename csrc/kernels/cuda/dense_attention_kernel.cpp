@@ -3,7 +3,8 @@
 #include "common/checks.h"
 #include "common/tensors.h"
 #include "kernels/composite/composite.h"
-#include "kernels/cuda/entry.h"
+#include "kernels/cuda/attention_passes.h"
+#include "kernels/cuda/dense_attention.h"
 
 namespace h2o_prefill {
 namespace {
@@ -13,6 +14,8 @@ namespace {
 bool pytorch_has_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   return (q.size(2) == 1 || q.size(2) == k.size(2)) && q.size(3) == v.size(3);
 }
+
+}  // namespace
 
 at::Tensor dense_attention_cuda(const at::Tensor& q_argument, const at::Tensor& k_argument,
                                 const at::Tensor& v_argument, std::optional<double> scale) {
@@ -26,11 +29,11 @@ at::Tensor dense_attention_cuda(const at::Tensor& q_argument, const at::Tensor& 
   const auto k = with_aligned_rows(k_argument);
   const auto v = with_aligned_rows(v_argument);
   auto out = empty_heads(q.size(0), q.size(1), q.size(2), v.size(3), q);
-  run(forward_params(q, k, v, out, at::Tensor(), scale_or_default(scale, q.size(3))));
+  const AttentionCall call(q, k, v, out, /*lse=*/at::Tensor(), scale_or_default(scale, q.size(3)));
+  AttentionStream(q).attend(dense_pass(call, call.rows()));
   return out;
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) { m.impl("dense_attention", &dense_attention_cuda); }
 
-}  // namespace
 }  // namespace h2o_prefill

@@ -27,11 +27,11 @@ struct ForwardGrid {
 
 // That of row tiles with `tile_rows` rows; none if there are more than a launch has blocks.
 inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows) {
-  const int64_t chunk_rows =
-      !params.gathered && params.chunk_size && params.chunk_size < params.rows ? params.chunk_size
-                                                                               : params.rows;
+  const int64_t rows = params.rows.count;
+  const int64_t chunk_size = params.gathered ? 0 : params.causal.chunk_size;
+  const int64_t chunk_rows = chunk_size && chunk_size < rows ? chunk_size : rows;
   const int64_t heads = params.query.batch * params.query.heads;
-  const int64_t chunks = tile::divide_up(params.rows, chunk_rows);
+  const int64_t chunks = tile::divide_up(rows, chunk_rows);
   const int64_t tiles = tile::divide_up(chunk_rows, tile_rows);
   if (heads * chunks * tiles > INT32_MAX) return {};
   return {params,
@@ -134,9 +134,9 @@ __device__ __forceinline__ RowTile row_tile(const ForwardGrid& grid, uint32_t nu
   const int chunk = static_cast<int>(index % grid.chunks);
   const int tile = static_cast<int>(grid.tiles - 1 - index / grid.chunks);
   const int heads = static_cast<int>(p.query.heads);
-  const int chunk_size = kGathered ? 0 : static_cast<int>(p.chunk_size);
-  const int chunk_first = static_cast<int>(p.row_begin) + chunk * chunk_size;
-  const int call_end = static_cast<int>(p.row_begin + p.rows);
+  const int chunk_size = kGathered ? 0 : static_cast<int>(p.causal.chunk_size);
+  const int chunk_first = static_cast<int>(p.rows.begin) + chunk * chunk_size;
+  const int call_end = static_cast<int>(p.rows.begin + p.rows.count);
   const int end = chunk_size ? min(chunk_first + chunk_size, call_end) : call_end;
   RowTile rows{};
   rows.batch = static_cast<int>(unit) / heads;
@@ -144,8 +144,8 @@ __device__ __forceinline__ RowTile row_tile(const ForwardGrid& grid, uint32_t nu
   rows.kv_head = rows.head / grid.group;
   rows.first = chunk_first + tile * kRows;
   rows.count = min(end - rows.first, kRows);
-  rows.position = static_cast<int>(p.past) + rows.first;
-  rows.key_begin = chunk_size ? static_cast<int>(p.past) + chunk_first : 0;
+  rows.position = static_cast<int>(p.rows.past) + rows.first;
+  rows.key_begin = kGathered ? 0 : static_cast<int>(p.causal.begin) + chunk * chunk_size;
   return rows;
 }
 
@@ -179,7 +179,7 @@ __device__ __forceinline__ void mask(float (&s)[kM][kKeyTiles][4], const Keys& k
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         const int row = warp_row + 16 * m + layout::accumulator_row(lane, i);
-        if (!keys.seen(j, key, row)) s[m][n][i] = kNegInf;
+        if (!keys.is_visible(j, key, row)) s[m][n][i] = kNegInf;
       }
     }
   }

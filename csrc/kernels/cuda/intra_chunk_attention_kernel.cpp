@@ -4,7 +4,7 @@
 #include "common/checks.h"
 #include "common/tensors.h"
 #include "kernels/composite/composite.h"
-#include "kernels/cuda/entry.h"
+#include "kernels/cuda/attention_passes.h"
 
 namespace h2o_prefill {
 namespace {
@@ -26,11 +26,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention_cuda(
   auto colsum = at::empty({k.size(0), k.size(1), length}, lse.options());
   if (out.numel() == 0) return {out, lse, colsum};
 
-  auto forward = forward_params(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
-  forward.chunk_size = chunk_size;
-  run(forward);
-  at::Tensor workspace;
-  run(column_sums_params(forward, colsum.mutable_data_ptr<float>(), length), workspace, q);
+  const AttentionCall call(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
+  AttentionStream stream(q);
+  const AttendForwardParams pass = chunk_pass(call, call.rows(), chunk_size);
+  stream.attend(pass);
+  stream.sum_columns(chunk_sums(pass, colsum.mutable_data_ptr<float>(), length));
   return {out, lse, colsum};
 }
 

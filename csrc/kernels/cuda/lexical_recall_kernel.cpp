@@ -12,10 +12,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall_cuda(
     const at::Tensor& token_ids, int64_t begin, int64_t chunk_size, int64_t block, int64_t k,
     int64_t max_suffix, int64_t span, int64_t max_count) {
   check_lexical_recall(token_ids, begin, chunk_size, block, k, max_suffix, span, max_count);
-  const auto [offsets, positions, visible_from] = h2o_prefill::lexical_recall(
-      token_ids.cpu(), begin, chunk_size, block, k, max_suffix, span, max_count);
+  const RecallLists lists = h2o_prefill::lexical_recall(token_ids.cpu(), begin, chunk_size, block,
+                                                        k, max_suffix, span, max_count);
   const auto to_device = [&](const at::Tensor& list) { return list.to(token_ids.device()); };
-  return {to_device(offsets), to_device(positions), to_device(visible_from)};
+  return {to_device(lists.offsets), to_device(lists.positions), to_device(lists.visible_from)};
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) { m.impl("lexical_recall", &lexical_recall_cuda); }

@@ -5,7 +5,7 @@
 #include "common/checks.h"
 #include "common/tensors.h"
 #include "kernels/composite/composite.h"
-#include "kernels/cuda/entry.h"
+#include "kernels/cuda/attention_passes.h"
 
 namespace h2o_prefill {
 namespace {
@@ -29,14 +29,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention_cuda(
   if (out.numel() == 0) return {out, lse, at::zeros({k.size(0), k.size(1), width}, lse.options())};
   auto colsum = at::empty({k.size(0), k.size(1), width}, lse.options());
 
-  auto forward = forward_params(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
-  forward.gathered = true;
-  forward.indices = indices.const_data_ptr<int32_t>();
-  forward.width = width;
-  run(forward);
-  if (width == 0) return {out, lse, colsum};
-  at::Tensor workspace;
-  run(column_sums_params(forward, colsum.mutable_data_ptr<float>(), width), workspace, q);
+  const AttentionCall call(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
+  AttentionStream stream(q);
+  const AttendForwardParams pass = memory_pass(
+      call, call.rows(), {.positions = indices.const_data_ptr<int32_t>(), .width = width});
+  stream.attend(pass);
+  if (width > 0) {
+    stream.sum_columns(memory_sums(pass, call.lse, colsum.mutable_data_ptr<float>(), width));
+  }
   return {out, lse, colsum};
 }
 

@@ -1,5 +1,5 @@
 // Selection without a sort: the score of the last candidate that is taken is found bit by bit, then
-// one stable compaction writes what is above it. One CTA a head.
+// one stable compaction writes what is above it. One CTA a unit.
 #pragma once
 
 #include "kernels/cuda/ptx.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t order_key(float score) {
   return bits & 0x80000000U ? ~bits : bits | 0x80000000U;
 }
 
-// The candidates of one head, by number: rising positions.
+// The candidates of one unit, by number: rising positions.
 struct Candidates {
   const SelectMemoryParams& p;
   const float* scores;
@@ -32,20 +32,16 @@ struct Candidates {
   int64_t sink_end;
   int64_t local_begin;
 
-  __device__ __forceinline__ int64_t count() const {
-    return p.old_width + p.chunk_end - p.chunk_begin;
-  }
-
   // Sets the position of a candidate, and returns the key of its score: 0 for what has no claim to
   // one of the heavy places.
   __device__ __forceinline__ uint32_t key(int64_t i, int32_t& position) const {
     position = -1;
-    if (i >= count()) return 0;
-    if (i < p.old_width) {
+    if (i >= p.candidates()) return 0;
+    if (i < p.from.width) {
       position = memory[i];
       if (position >= p.chunk_begin) return 0;
     } else {
-      position = static_cast<int32_t>(p.chunk_begin + i - p.old_width);
+      position = static_cast<int32_t>(p.chunk_begin + i - p.from.width);
     }
     if (position < 0 || position < sink_end || position >= local_begin) return 0;
     return order_key(position < p.scores_length ? scores[position] : 0.0F);
@@ -92,15 +88,14 @@ __device__ __forceinline__ uint32_t count_lanes(bool flag) {
 template <int kRows>
 __global__ void __launch_bounds__(kThreads)
     select_memory_kernel(__grid_constant__ const SelectMemoryParams p) {
-  const int64_t head = blockIdx.x;
+  const int64_t unit = blockIdx.x;
   const int64_t thread = threadIdx.x;
-  const int64_t local_begin =
-      p.chunk_end > p.local_window ? p.chunk_end - p.local_window : int64_t{0};
-  const int64_t sink_end = p.sink_tokens < local_begin ? p.sink_tokens : local_begin;
-  const Candidates candidates{p, p.scores + head * p.scores_stride, p.memory + head * p.old_width,
-                              sink_end, local_begin};
-  const int64_t width = p.sink_tokens + p.local_window + p.heavy_budget;
-  int32_t* selected = p.selected + head * width;
+  const int64_t local_begin = p.budget.local_begin(p.chunk_end);
+  const int64_t sink_end = p.budget.sink_end(p.chunk_end);
+  const Candidates candidates{p, p.scores + unit * p.scores_stride, p.from.of_unit(unit), sink_end,
+                              local_begin};
+  const int64_t width = p.budget.width();
+  int32_t* selected = p.selected + unit * width;
   CtaCounter counter(ptx::dynamic_shared<WarpCounts>());
 
   constexpr int kKept = kRows > 0 ? kRows : 1;
@@ -112,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
       keys[r] = candidates.key(r * kThreads + thread, positions[r]);
     }
   }
-  const int64_t rows = (candidates.count() + kThreads - 1) / kThreads;
+  const int64_t rows = (p.candidates() + kThreads - 1) / kThreads;
   // Calls with(key, position) for this thread's candidate of every row.
   const auto for_each_row = [&](auto&& with) {
     if constexpr (kRows > 0) {
@@ -131,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
 
   // The largest threshold that heavy_budget keys reach; 1, so all, where there are fewer. Two bits
   // a step: how many keys reach each of the three next higher thresholds.
-  const uint64_t budget = static_cast<uint64_t>(p.heavy_budget);
+  const uint64_t budget = static_cast<uint64_t>(p.budget.heavy_budget);
   uint32_t threshold = 1;
   uint32_t counts[3];
   uint32_t before[3];
@@ -165,7 +160,7 @@ __global__ void __launch_bounds__(kThreads)
   counts[0] = above;
   counts[1] = counts[2] = 0;
   counter.sum(counts, before);
-  const int64_t room_for_ties = p.heavy_budget - static_cast<int64_t>(counts[0]);
+  const int64_t room_for_ties = p.budget.heavy_budget - static_cast<int64_t>(counts[0]);
 
   for (int64_t i = thread; i < sink_end; i += kThreads) selected[i] = static_cast<int32_t>(i);
   const uint32_t lower_lanes = (1U << (threadIdx.x % 32)) - 1U;

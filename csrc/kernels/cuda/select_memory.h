@@ -5,26 +5,26 @@
 
 #include <cstdint>
 
+#include "kernels/key_sets.h"
+
 namespace h2o_prefill {
 
-// Candidates of a head are its old set, then [chunk_begin, chunk_end). The new set is, by rising
-// position: the sinks [0, sink_tokens), the heavy_budget candidates with the highest scores between
-// sinks and local window, and the local window [chunk_end - local_window, chunk_end); -1 behind.
+// Candidates of a unit are its old set, then [chunk_begin, chunk_end). The new set is, by rising
+// position: the sinks, the candidates with the highest scores between sinks and local window, and
+// the local window before chunk_end; -1 behind.
 // Of equal scores the lower position wins; a NaN ranks with the lowest finite score.
 struct SelectMemoryParams {
-  const float* scores;  // [heads, scores_length], rows scores_stride apart; 0 behind scores_length
+  int64_t units;        // batch rows times KV heads
+  MemorySetView from;   // the old sets; entries from chunk_begin on do not count
+  const float* scores;  // [units, scores_length], rows scores_stride apart; 0 behind scores_length
   int64_t scores_stride;
   int64_t scores_length;
-  const int32_t* memory;  // [heads, old_width]: ascending, then -1; entries from chunk_begin on do
-                          // not count
-  int64_t old_width;
-  int32_t* selected;  // [heads, sink_tokens + local_window + heavy_budget]
-  int64_t heads;      // batch rows times KV heads
   int64_t chunk_begin;
   int64_t chunk_end;
-  int64_t local_window;
-  int64_t heavy_budget;
-  int64_t sink_tokens;
+  MemoryBudget budget;
+  int32_t* selected;  // [units, budget.width()]
+
+  H2O_HOST_DEVICE int64_t candidates() const { return from.width + chunk_end - chunk_begin; }
 };
 
 cudaError_t launch_select_memory(const SelectMemoryParams& params, cudaStream_t stream);

@@ -23,14 +23,19 @@ at::Tensor select_memory_cuda(const at::Tensor& scores_argument, const at::Tenso
   const c10::cuda::CUDAGuard guard(scores_argument.device());
   const auto scores = scores_argument.contiguous();
   const auto memory = memory_argument.contiguous();
-  const int64_t heads = memory.size(0) * memory.size(1);
-  const int64_t width = sink_tokens + local_window + heavy_budget;
-  auto selected = at::empty({memory.size(0), memory.size(1), width}, memory.options());
-  C10_CUDA_CHECK(launch_select_memory(
-      {scores.const_data_ptr<float>(), scores.size(2), scores.size(2),
-       memory.const_data_ptr<int32_t>(), memory.size(2), selected.mutable_data_ptr<int32_t>(),
-       heads, chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens},
-      c10::cuda::getCurrentCUDAStream()));
+  const MemoryBudget budget{local_window, heavy_budget, sink_tokens};
+  auto selected = at::empty({memory.size(0), memory.size(1), budget.width()}, memory.options());
+  const SelectMemoryParams params{
+      .units = memory.size(0) * memory.size(1),
+      .from = {.positions = memory.const_data_ptr<int32_t>(), .width = memory.size(2)},
+      .scores = scores.const_data_ptr<float>(),
+      .scores_stride = scores.size(2),
+      .scores_length = scores.size(2),
+      .chunk_begin = chunk_begin,
+      .chunk_end = chunk_end,
+      .budget = budget,
+      .selected = selected.mutable_data_ptr<int32_t>()};
+  C10_CUDA_CHECK(launch_select_memory(params, c10::cuda::getCurrentCUDAStream()));
   return selected;
 }
 

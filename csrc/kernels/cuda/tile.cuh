@@ -35,6 +35,12 @@ __device__ __forceinline__ T* row_pointer(const HeadsView& view, int64_t b, int6
          t * view.stride_row;
 }
 
+// Whether a position, as lists have it, is one of the tensor's rows: -1 is none, and neither is
+// what a caller should not have listed.
+__device__ __forceinline__ bool is_row_of(const HeadsView& view, int32_t position) {
+  return static_cast<uint32_t>(position) < static_cast<uint32_t>(view.length);
+}
+
 // The rows of one head.
 struct HeadRows {
   const uint16_t* data;

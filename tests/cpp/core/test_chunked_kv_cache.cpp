@@ -92,8 +92,8 @@ TEST(ChunkedKVCache, UnlikeEarlierAppendsThrowsAndChangesNothing) {
   ChunkedKVCache cache(2, 8, 16);
   cache.append(0, x.k, x.v);
   EXPECT_VALUE_ERROR(cache.append(0, x.k.slice(3, 0, 4), x.v),
-                     "key must be like what layer 0 holds, [2, 2, *, 8] Float on cpu, got [2, 2, "
-                     "4, 4] Float on cpu");
+                     "key must be like what layer 0 holds, [2, 2, *, 8] float32 on cpu, got [2, 2, "
+                     "4, 4] float32 on cpu");
   EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k, x.v.slice(3, 0, 4)),
                           "value must be like what layer 0 holds");
   EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k.slice(0, 0, 1), x.v.slice(0, 0, 1)),
@@ -101,7 +101,7 @@ TEST(ChunkedKVCache, UnlikeEarlierAppendsThrowsAndChangesNothing) {
   EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k.slice(1, 0, 1), x.v.slice(1, 0, 1)),
                           "key must be like");
   EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k.to(at::kDouble), x.v.to(at::kDouble)),
-                          "got [2, 2, 4, 8] Double on cpu");
+                          "got [2, 2, 4, 8] float64 on cpu");
   EXPECT_EQ(cache.length(0), 4);
   EXPECT_TRUE(same(cache.key(0), x.k));
   EXPECT_TRUE(same(cache.value(0), x.v));
@@ -116,8 +116,10 @@ TEST(ChunkedKVCache, KeyAndValueMustAgree) {
       "value must have batch, heads and length of key [2, 2, 4, 8], got shape [2, 2, 3, 16]");
   EXPECT_VALUE_ERROR_WITH(cache.append(0, x.k, x.v.to(at::kDouble)),
                           "value must have dtype and device of key");
-  EXPECT_VALUE_ERROR(cache.append(0, x.k[0], x.v), "key must have 4 dimensions, got 3");
-  EXPECT_VALUE_ERROR(cache.append(0, at::Tensor(), x.v), "key must have 4 dimensions, got 0");
+  EXPECT_VALUE_ERROR(cache.append(0, x.k[0], x.v),
+                     "key must have 4 dimensions, got shape [2, 4, 8]");
+  EXPECT_VALUE_ERROR(cache.append(0, at::Tensor(), x.v),
+                     "key must be a tensor with 4 dimensions, got none");
   EXPECT_EQ(cache.capacity(0), 0);
 }
 

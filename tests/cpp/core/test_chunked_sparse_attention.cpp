@@ -27,12 +27,11 @@ struct Prompt {
       : config(settings),
         attention(settings),
         cache(c10::make_intrusive<ChunkedKVCache>(kLayers, 8, max_capacity)),
-        tracker(c10::make_intrusive<MemorySetTracker>(
-            kLayers, settings.local_window, settings.heavy_budget, settings.sink_tokens)) {}
+        tracker(c10::make_intrusive<MemorySetTracker>(kLayers, settings)) {}
 
-  at::Tensor forward(const Qkv& tokens, int64_t layer = 0,
-                     const std::optional<RecallLists>& recall = std::nullopt) {
-    return attention.forward(layer, tokens.q, tokens.k, tokens.v, cache, tracker, recall);
+  at::Tensor forward(const Qkv& tokens, int64_t layer = 0, const RecallLists& recall = {},
+                     std::optional<double> scale = std::nullopt) {
+    return attention.forward(layer, tokens.q, tokens.k, tokens.v, cache, tracker, recall, scale);
   }
 
   PrefillConfig config;
@@ -41,15 +40,10 @@ struct Prompt {
   c10::intrusive_ptr<MemorySetTracker> tracker;
 };
 
-using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Result = std::tuple<at::Tensor, LayerState>;
 
-Result run_op(const PrefillConfig& c, const Qkv& call,
-              const std::optional<at::Tensor>& scores = std::nullopt,
-              const std::optional<at::Tensor>& memory = std::nullopt,
-              int64_t last_chunk_begin = 0) {
-  return chunked_sparse_attention(call.q, call.k, call.v, scores, memory, {}, {}, {},
-                                  last_chunk_begin, c.chunk_size, c.local_window, c.heavy_budget,
-                                  c.sink_tokens, c.dense_tail, c.gqa_reduce);
+Result run_op(const PrefillConfig& config, const Qkv& call, const LayerState& state = {}) {
+  return chunked_sparse_attention(call.q, call.k, call.v, state, config);
 }
 
 TEST(ChunkedSparseAttention, LongCallIsTheOp) {
@@ -58,10 +52,10 @@ TEST(ChunkedSparseAttention, LongCallIsTheOp) {
   config.gqa_reduce = "max";
   const auto x = random_qkv(70);
   Prompt prompt(config);
-  const auto [out, scores, memory] = run_op(config, x);
+  const auto [out, state] = run_op(config, x);
   EXPECT_TRUE(same(prompt.forward(x), out));
-  EXPECT_TRUE(same(prompt.tracker->scores(0), scores));
-  EXPECT_TRUE(same(prompt.tracker->indices(0), memory));
+  EXPECT_TRUE(same(prompt.tracker->scores(0), state.scores));
+  EXPECT_TRUE(same(prompt.tracker->indices(0), state.memory));
   EXPECT_EQ(prompt.tracker->last_chunk_begin(0), 64);
   EXPECT_TRUE(same(prompt.cache->key(0), x.k));
   EXPECT_TRUE(same(prompt.cache->value(0), x.v));
@@ -112,11 +106,11 @@ TEST(ChunkedSparseAttention, SparseCallAfterTokensFromElsewhere) {
   prompt.forward(x.tokens(0, 40));
   prompt.forward(x.tokens(40, 50));
   const auto out = prompt.forward(x.tokens(50, 90));
-  const auto [out1, scores1, memory1] = run_op(prompt.config, x.call(0, 40));
-  const auto [out2, scores2, memory2] = run_op(prompt.config, x.call(50, 90), scores1, memory1, 32);
+  const auto [out1, state1] = run_op(prompt.config, x.call(0, 40));
+  const auto [out2, state2] = run_op(prompt.config, x.call(50, 90), state1);
   EXPECT_TRUE(same(out, out2));
-  EXPECT_TRUE(same(prompt.tracker->scores(0), scores2));
-  EXPECT_TRUE(same(prompt.tracker->indices(0), memory2));
+  EXPECT_TRUE(same(prompt.tracker->scores(0), state2.scores));
+  EXPECT_TRUE(same(prompt.tracker->indices(0), state2.memory));
   EXPECT_EQ(prompt.tracker->last_chunk_begin(0), 82);
 }
 
@@ -130,10 +124,11 @@ TEST(ChunkedSparseAttention, OpGetsTheTrackersStateAsItIs) {
   auto scores = prompt.tracker->scores(0).clone();
   const auto left = testing::membership(memory, 32).logical_not();
   scores.slice(2, 0, 32).masked_fill_(left, 1000);
-  prompt.tracker->update(0, scores, memory, 32);
+  const LayerState changed{scores, memory.clone(), 32}, elsewhere{scores, memory.clone(), 0};
+  prompt.tracker->update(0, changed);
   const auto got = prompt.forward(x.tokens(40, 80));
-  EXPECT_TRUE(same(got, std::get<0>(run_op(prompt.config, x.call(40, 80), scores, memory, 32))));
-  EXPECT_FALSE(same(got, std::get<0>(run_op(prompt.config, x.call(40, 80), scores, memory, 0))));
+  EXPECT_TRUE(same(got, std::get<0>(run_op(prompt.config, x.call(40, 80), changed))));
+  EXPECT_FALSE(same(got, std::get<0>(run_op(prompt.config, x.call(40, 80), elsewhere))));
 }
 
 TEST(ChunkedSparseAttention, SparseCallAfterDenseStart) {
@@ -228,13 +223,46 @@ TEST(ChunkedSparseAttention, RecallListsReachTheOp) {
   const auto tokens = at::arange(60).remainder(11).unsqueeze(0);
   const auto lists = lexical_recall(tokens, 0, config.chunk_size, config.recall_block, 2);
   Prompt prompt(config);
-  const auto expected = chunked_sparse_attention(
-      x.q, x.k, x.v, {}, {}, std::get<0>(lists), std::get<1>(lists), std::get<2>(lists), 0,
-      config.chunk_size, config.local_window, config.heavy_budget, config.sink_tokens, 0, "sum",
-      config.recall_block);
+  const auto expected = chunked_sparse_attention(x.q, x.k, x.v, {}, config, lists);
   const auto out = prompt.forward(x, 0, lists);
   EXPECT_TRUE(same(out, std::get<0>(expected)));
   EXPECT_FALSE(same(out, std::get<0>(run_op(config, x)))) << "recall should change the output here";
+}
+
+TEST(ChunkedSparseAttention, ScaleIsTheSoftmaxScale) {
+  const auto x = random_qkv(60);
+  for (const double scale : {0.1, 1.0}) {
+    Prompt prompt;
+    const auto expected = chunked_sparse_attention(x.q, x.k, x.v, {}, prompt.config, {}, scale);
+    EXPECT_TRUE(same(prompt.forward(x, 0, {}, scale), std::get<0>(expected)));
+    const auto one = x.tokens(0, 1);
+    EXPECT_TRUE(
+        close(prompt.forward(one, 0, {}, scale),
+              dense_attention(one.q, at::cat({x.k, one.k}, 2), at::cat({x.v, one.v}, 2), scale)));
+  }
+}
+
+TEST(ChunkedSparseAttention, WideLayersHaveLargerSets) {
+  auto config = small_config();
+  config.wide_layers = {1};
+  config.wide_factor = 2;
+  const auto x = random_qkv(90);
+  Prompt prompt(config);
+  for (const int64_t layer : {0, 1}) {
+    const auto [out, state] = run_op(config.of_layer(layer), x);
+    EXPECT_TRUE(same(prompt.forward(x, layer), out));
+    EXPECT_TRUE(same(prompt.tracker->indices(layer), state.memory));
+  }
+  EXPECT_EQ(prompt.tracker->indices(1).size(2), 15);
+}
+
+TEST(ChunkedSparseAttention, WithoutAMemorySetItIsDenseUnlessBlockDiagonal) {
+  const auto x = random_qkv(60);
+  PrefillConfig config{.chunk_size = 16, .local_window = 0, .heavy_budget = 0};
+  EXPECT_TRUE(close(Prompt(config).forward(x), attend_causally(x).out));
+  config.block_diagonal = true;
+  EXPECT_TRUE(
+      close(Prompt(config).forward(x), std::get<0>(intra_chunk_attention(x.q, x.k, x.v, 16))));
 }
 
 TEST(ChunkedSparseAttention, TwoPromptsEqualTwoFreshObjects) {
@@ -339,14 +367,15 @@ TEST(ChunkedSparseAttention, WrongArgumentsAreNamedAndChangeNothing) {
   prompt.forward(x);
   const Snapshot before(prompt);
   EXPECT_VALUE_ERROR(prompt.forward(x, 7), "layer must be in [0, 2), got 7");
-  EXPECT_VALUE_ERROR(prompt.forward({x.q[0], x.k, x.v}), "query must have 4 dimensions, got 3");
+  EXPECT_VALUE_ERROR(prompt.forward({x.q[0], x.k, x.v}),
+                     "query must have 4 dimensions, got shape [4, 40, 8]");
   EXPECT_VALUE_ERROR(
       prompt.forward({x.q.slice(2, 0, 9), x.k, x.v}),
       "query must have batch, length and head dim of key [2, 2, 40, 8], got shape [2, 4, 9, 8]");
   EXPECT_VALUE_ERROR(prompt.forward({x.q.slice(1, 0, 3), x.k, x.v}),
                      "the query heads must be a multiple of the KV heads, got 3 and 2");
   EXPECT_VALUE_ERROR(prompt.forward({x.q.to(at::kLong), x.k.to(at::kLong), x.v.to(at::kLong)}),
-                     "query must be float32, bfloat16, float16 or float64, got Long");
+                     "query must be float32, bfloat16, float16 or float64, got int64");
   EXPECT_VALUE_ERROR_WITH(prompt.forward({x.q, x.k.to(at::kDouble), x.v}),
                           "key must have dtype and device of query");
   EXPECT_VALUE_ERROR_WITH(prompt.forward({x.q, x.k, x.v.to(at::kDouble)}),
@@ -379,7 +408,7 @@ TEST(ChunkedSparseAttention, CacheAndTrackerMustBelongTogether) {
   EXPECT_VALUE_ERROR(prompt.attention.forward(0, x.q, x.k, x.v, prompt.cache,
                                               c10::make_intrusive<MemorySetTracker>(2, 3, 5, 1)),
                      "tracker must have local_window, heavy_budget and sink_tokens of the config "
-                     "(3, 4, 1), got (3, 5, 1)");
+                     "(3, 4, 1) in layer 0, got (3, 5, 1)");
   other.forward(x);
   EXPECT_VALUE_ERROR(prompt.attention.forward(0, x.q, x.k, x.v, prompt.cache, other.tracker),
                      "tracker must belong to the prompt of cache, which holds 0 tokens of layer 0, "

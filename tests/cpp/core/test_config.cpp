@@ -52,5 +52,58 @@ TEST(PrefillConfig, ErrorsNameFieldRuleAndValue) {
                      "gqa_reduce must be \"sum\" or \"max\", got \"mean\"");
 }
 
+TEST(PrefillConfig, PresetsAndTexts) {
+  EXPECT_EQ(PrefillConfig::preset_names(), (std::vector<std::string>{"h2o", "recommended"}));
+  EXPECT_EQ(PrefillConfig::preset("h2o"), PrefillConfig());
+  EXPECT_EQ(PrefillConfig::parse("spec"), PrefillConfig());
+  EXPECT_EQ(PrefillConfig().to_string(), "h2o");
+  const auto recommended = PrefillConfig::preset("recommended");
+  EXPECT_GT(recommended.recall, 0);
+  auto config = PrefillConfig::parse("recommended,local_window=256,wide_layers=7+17");
+  EXPECT_EQ(config.to_string(), "recommended,local_window=256,wide_layers=7+17");
+  EXPECT_EQ(config.wide_layers, (std::vector<int64_t>{7, 17}));
+  config.local_window = recommended.local_window;
+  config.wide_layers = {};
+  EXPECT_EQ(config, recommended);
+  EXPECT_EQ(PrefillConfig::parse("min_prefill=5,dense_layers=0").to_string(),
+            "h2o,dense_layers=0,min_prefill=5");
+  EXPECT_EQ(PrefillConfig::parse("h2o,min_prefill=5,min_prefill=none"), PrefillConfig());
+}
+
+TEST(PrefillConfig, TheRecallBlockSuitsAnotherChunkSize) {
+  EXPECT_EQ(PrefillConfig::parse("recommended,chunk_size=96").recall_block, 32);
+  EXPECT_EQ(PrefillConfig::parse("recommended,chunk_size=96,recall=0").recall_block, 64);
+  EXPECT_VALUE_ERROR(PrefillConfig::parse("recommended,chunk_size=96,recall_block=64"),
+                     "chunk_size must be a multiple of recall_block, got 96 and 64");
+}
+
+TEST(PrefillConfig, WideLayersHaveLargerBudgets) {
+  const auto config = PrefillConfig::parse("h2o,sink_tokens=2,wide_layers=3,wide_factor=3");
+  EXPECT_EQ(config.of_layer(0), config);
+  const auto wide = config.of_layer(3);
+  EXPECT_EQ(wide.local_window, 768);
+  EXPECT_EQ(wide.memory_size(), 2 * 768 + 2);
+  EXPECT_EQ(wide.of_layer(3), wide);
+  EXPECT_VALUE_ERROR(PrefillConfig::parse("h2o,wide_layers=1,wide_factor=2147483647"),
+                     "wide_factor * local_window must be <= 2147483647, got 549755813632");
+}
+
+TEST(PrefillConfig, DecodingAndEmptyMemorySetsAreDense) {
+  auto config = PrefillConfig::parse("h2o,min_prefill=1,dense_layers=2");
+  EXPECT_TRUE(config.is_sparse(0, 0, 1));
+  EXPECT_FALSE(config.is_sparse(0, 7, 1));
+  EXPECT_TRUE(config.is_sparse(0, 7, 2));
+  EXPECT_FALSE(config.is_sparse(2, 7, 2));
+  EXPECT_TRUE(config.is_sparse_call(7, 2));
+  EXPECT_EQ(config.last_chunk_begin(7, 2048), 7 + 1024);
+  EXPECT_EQ(config.last_chunk_begin(7, 0), 7);
+  config = PrefillConfig::parse("h2o,local_window=0,heavy_budget=0");
+  EXPECT_FALSE(config.is_sparse(0, 0, 4096));
+  ASSERT_EQ(config.advice().size(), 1U);
+  EXPECT_NE(config.advice()[0].find("block_diagonal=true"), std::string::npos);
+  EXPECT_TRUE(config.with("block_diagonal=true").is_sparse(0, 0, 4096));
+  EXPECT_TRUE(config.with("block_diagonal=true").advice().empty());
+}
+
 }  // namespace
 }  // namespace h2o_prefill

@@ -27,8 +27,9 @@ TEST(Library, IsaIsOneThatIsCompiled) {
 
 TEST(Library, OpsAreRegistered) {
   for (const char* name :
-       {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory", "gather_rows",
-        "dense_attention", "chunked_sparse_attention", "lexical_recall"}) {
+       {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory",
+        "accumulate_scores_", "gather_rows", "dense_attention", "chunked_sparse_attention",
+        "prefill_attention", "prefill_attention_", "advance_position_", "lexical_recall"}) {
     const auto op =
         c10::Dispatcher::singleton().findSchema({std::string("h2o_prefill::") + name, ""});
     EXPECT_TRUE(op.has_value()) << name;
@@ -37,7 +38,7 @@ TEST(Library, OpsAreRegistered) {
 
 TEST(Library, ClassesAreRegistered) {
   for (const char* name : {"PrefillConfig", "ChunkManager", "ChunkedKVCache", "MemorySetTracker",
-                           "ChunkedSparseAttention"}) {
+                           "ChunkedSparseAttention", "PrefillContext"}) {
     EXPECT_TRUE(torch::getCustomClass(std::string("__torch__.torch.classes.h2o_prefill.") + name))
         << name;
   }

@@ -18,6 +18,11 @@ constexpr int64_t kLocal = 3;
 constexpr int64_t kHeavy = 4;
 constexpr int64_t kSinks = 1;
 
+PrefillConfig small_config() {
+  return {
+      .chunk_size = kChunk, .local_window = kLocal, .heavy_budget = kHeavy, .sink_tokens = kSinks};
+}
+
 MemorySetTracker make_tracker(int64_t layers = 2) { return {layers, kLocal, kHeavy, kSinks}; }
 
 at::Tensor row(const std::vector<float>& values) { return at::tensor(values).view({1, 1, -1}); }
@@ -44,10 +49,9 @@ TEST(MemorySetTracker, ByChunksEqualsTheWholeOp) {
   const auto x = random_qkv(5 * kChunk + 7);
   auto tracker = make_tracker();
   prefill_by_chunks(tracker, 1, x, 0, x.q.size(2));
-  const auto [out, scores, memory] = chunked_sparse_attention(x.q, x.k, x.v, {}, {}, {}, {}, {}, 0,
-                                                              kChunk, kLocal, kHeavy, kSinks);
-  EXPECT_TRUE(close(tracker.scores(1), scores));
-  EXPECT_TRUE(same(tracker.indices(1), memory));
+  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, small_config());
+  EXPECT_TRUE(close(tracker.scores(1), state.scores));
+  EXPECT_TRUE(same(tracker.indices(1), state.memory));
   EXPECT_EQ(tracker.last_chunk_begin(1), 5 * kChunk);
   EXPECT_FALSE(tracker.has_scores(0));
 }
@@ -60,12 +64,12 @@ TEST(MemorySetTracker, ByChunksEqualsTheOpAcrossCallsAndForeignTokens) {
   prefill_by_chunks(tracker, 0, x, 50, 84);
 
   const auto first = x.call(0, 40), second = x.call(50, 84);
-  const auto [out, scores, memory] = chunked_sparse_attention(
-      first.q, first.k, first.v, {}, {}, {}, {}, {}, 0, kChunk, kLocal, kHeavy, kSinks);
-  const auto [out2, scores2, memory2] = chunked_sparse_attention(
-      second.q, second.k, second.v, scores, memory, {}, {}, {}, 32, kChunk, kLocal, kHeavy, kSinks);
-  EXPECT_TRUE(close(tracker.scores(0), scores2));
-  EXPECT_TRUE(same(tracker.indices(0), memory2));
+  const auto [out, state] = chunked_sparse_attention(first.q, first.k, first.v, {}, small_config());
+  const auto [out2, state2] =
+      chunked_sparse_attention(second.q, second.k, second.v, state, small_config());
+  EXPECT_EQ(state.last_chunk_begin, 32);
+  EXPECT_TRUE(close(tracker.scores(0), state2.scores));
+  EXPECT_TRUE(same(tracker.indices(0), state2.memory));
 }
 
 TEST(MemorySetTracker, WorkedExample) {
@@ -109,26 +113,87 @@ TEST(MemorySetTracker, AbsentEntriesGetNoScore) {
   EXPECT_TRUE(same(tracker.scores(0), row({2, 2})));
 }
 
-TEST(MemorySetTracker, NeverWritesToTensorsItWasGivenOrGaveOut) {
+TEST(MemorySetTracker, NeverWritesToTensorsItWasGiven) {
   MemorySetTracker tracker(1, 1, 1, 0);
   const auto colsum = row({1, 2});
   tracker.init_chunk_scores(0, 0, colsum);
-  const auto scores = tracker.scores(0);
-  const auto memory = tracker.build_memory_set(0, 2);
-  tracker.init_chunk_scores(0, 2, row({3}));
+  tracker.build_memory_set(0, 2);
   tracker.accumulate_memory_scores(0, row({5, 5}));
-  tracker.build_memory_set(0, 3);
   EXPECT_TRUE(same(colsum, row({1, 2})));
-  EXPECT_TRUE(same(scores, row({1, 2})));
+  const auto scores = row({1, 2, 3});
+  const auto memory = positions({0, 1});
+  tracker.update(0, {scores, memory, 2});
+  tracker.accumulate_memory_scores(0, row({5, 5}));
+  tracker.truncate(1);
+  EXPECT_TRUE(same(scores, row({1, 2, 3})));
   EXPECT_TRUE(same(memory, positions({0, 1})));
+}
+
+TEST(MemorySetTracker, ScoresAreUpdatedInPlace) {
+  MemorySetTracker tracker(1, 1, 1, 0);
+  tracker.init_chunk_scores(0, 0, row({1, 2}));
+  tracker.build_memory_set(0, 2);
+  const auto scores = tracker.scores(0);
+  tracker.accumulate_memory_scores(0, row({5, 6}));
+  EXPECT_TRUE(same(scores, row({6, 8}))) << "what scores() returned shows it";
+  const void* const buffer = scores.const_data_ptr();
+  tracker.init_chunk_scores(0, 2, row({3}));
+  EXPECT_NE(tracker.scores(0).const_data_ptr(), buffer) << "the buffer has grown";
+  const void* const grown = tracker.scores(0).const_data_ptr();
+  tracker.init_chunk_scores(0, 3, row({4}));
+  EXPECT_EQ(tracker.scores(0).const_data_ptr(), grown) << "by doubling";
+  EXPECT_TRUE(same(tracker.scores(0), row({6, 8, 3, 4})));
+}
+
+TEST(MemorySetTracker, TruncateRemovesTokens) {
+  MemorySetTracker tracker(2, 1, 2, 0);
+  const auto fill = [&] {
+    tracker.reset();
+    tracker.init_chunk_scores(0, 0, row({5, 1, 3, 2}));
+    tracker.build_memory_set(0, 4);
+    tracker.init_chunk_scores(0, 4, row({4, 1, 1, 6}));
+  };
+  fill();
+  tracker.truncate(9);
+  EXPECT_EQ(tracker.length(0), 8);
+  // Inside the last chunk the set is still the one that it attended to.
+  tracker.truncate(5);
+  EXPECT_TRUE(same(tracker.scores(0), row({5, 1, 3, 2, 4})));
+  EXPECT_TRUE(same(tracker.indices(0), positions({0, 2, 3})));
+  EXPECT_EQ(tracker.last_chunk_begin(0), 4);
+  // Tokens that come densely instead have score 0.
+  EXPECT_TRUE(same(tracker.build_memory_set(0, 7), positions({0, 4, 6})));
+  EXPECT_TRUE(same(tracker.scores(0), row({5, 1, 3, 2, 4, 0, 0})));
+  // Before it every token is a candidate again.
+  fill();
+  tracker.truncate(4);
+  EXPECT_TRUE(same(tracker.indices(0), positions({-1, -1, -1})));
+  EXPECT_EQ(tracker.last_chunk_begin(0), 0);
+  EXPECT_TRUE(same(tracker.build_memory_set(0, 4), positions({0, 2, 3})));
+  tracker.truncate(0);
+  EXPECT_FALSE(tracker.has_scores(0));
+  EXPECT_VALUE_ERROR(tracker.truncate(-1), "length must be >= 0, got -1");
+}
+
+TEST(MemorySetTracker, WideLayersHaveLargerSets) {
+  auto config = small_config();
+  config.wide_layers = {1};
+  config.wide_factor = 3;
+  MemorySetTracker tracker(2, config);
+  EXPECT_EQ(tracker.memory_size(0), kLocal + kHeavy + kSinks);
+  EXPECT_EQ(tracker.memory_size(1), 3 * (kLocal + kHeavy) + kSinks);
+  prefill_by_chunks(tracker, 1, random_qkv(40), 0, 40);
+  const auto restored = MemorySetTracker::from_tensors(tracker.state_tensors());
+  EXPECT_EQ(restored->local_window(1), 3 * kLocal);
+  EXPECT_TRUE(same(restored->indices(1), tracker.indices(1)));
 }
 
 TEST(MemorySetTracker, UpdateTakesWhatTheOpReturned) {
   const auto x = random_qkv(40);
-  const auto [out, scores, memory] = chunked_sparse_attention(x.q, x.k, x.v, {}, {}, {}, {}, {}, 0,
-                                                              kChunk, kLocal, kHeavy, kSinks);
+  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, small_config());
+  const auto& [scores, memory, last_chunk_begin] = state;
   auto tracker = make_tracker();
-  tracker.update(1, scores, memory, 32);
+  tracker.update(1, state);
   EXPECT_TRUE(same(tracker.scores(1), scores));
   EXPECT_TRUE(same(tracker.indices(1), memory));
   EXPECT_EQ(tracker.last_chunk_begin(1), 32);
@@ -196,9 +261,9 @@ TEST(MemorySetTracker, ErrorsNameArgumentRuleAndValueAndChangeNothing) {
                      "layer must have scores, layer 2 has none");
   EXPECT_VALUE_ERROR(tracker.init_chunk_scores(0, -1, one), "chunk_begin must be >= 0, got -1");
   EXPECT_VALUE_ERROR(tracker.init_chunk_scores(0, 0, one[0]),
-                     "colsum must have 3 dimensions, got 2");
+                     "colsum must have 3 dimensions, got shape [1, 1]");
   EXPECT_VALUE_ERROR(tracker.init_chunk_scores(0, 0, one.to(at::kHalf)),
-                     "colsum must be float32 or float64, got Half");
+                     "colsum must be float32 or float64, got float16");
   EXPECT_FALSE(tracker.has_scores(0));
 
   const auto scores = row({1, 2, 3});
@@ -212,15 +277,15 @@ TEST(MemorySetTracker, ErrorsNameArgumentRuleAndValueAndChangeNothing) {
   EXPECT_VALUE_ERROR(tracker.accumulate_memory_scores(0, one),
                      "colsum must have the shape of the memory set [1, 1, 3], got [1, 1, 1]");
   const auto memory = positions({0, 1, -1});
-  EXPECT_VALUE_ERROR(tracker.update(0, scores, memory, 4),
+  EXPECT_VALUE_ERROR(tracker.update(0, {scores, memory, 4}),
                      "last_chunk_begin must be in [0, 3], got 4");
-  EXPECT_VALUE_ERROR(tracker.update(0, scores, memory.slice(2, 0, 2), 0),
+  EXPECT_VALUE_ERROR(tracker.update(0, {scores, memory.slice(2, 0, 2), 0}),
                      "memory must have room for K + L + H positions (3), got shape [1, 1, 2]");
-  EXPECT_VALUE_ERROR_WITH(tracker.update(0, scores, memory.to(at::kLong), 0),
+  EXPECT_VALUE_ERROR_WITH(tracker.update(0, {scores, memory.to(at::kLong), 0}),
                           "memory must be int32");
-  EXPECT_VALUE_ERROR_WITH(tracker.update(0, scores.expand({2, 1, 3}), memory, 0),
+  EXPECT_VALUE_ERROR_WITH(tracker.update(0, {scores.expand({2, 1, 3}), memory, 0}),
                           "memory must have batch and heads");
-  EXPECT_VALUE_ERROR(tracker.update(9, scores, memory, 0), "layer must be in [0, 4), got 9");
+  EXPECT_VALUE_ERROR(tracker.update(9, {scores, memory, 0}), "layer must be in [0, 4), got 9");
   EXPECT_TRUE(same(tracker.scores(0), scores));
   EXPECT_TRUE(same(tracker.indices(0), positions({-1, -1, -1})));
   EXPECT_EQ(tracker.last_chunk_begin(0), 0);

@@ -63,17 +63,8 @@ TEST(RegisteredClasses, ChunkManagerIsSavedWhole) {
 }
 
 TEST(RegisteredClasses, AttentionIsSavedWithEverySetting) {
-  const PrefillConfig config{32, 3, 4, 5, 6, {7, 8}, "max", 9, 10};
-  const auto loaded = round_trip(c10::make_intrusive<ChunkedSparseAttention>(config))->config();
-  EXPECT_EQ(loaded.chunk_size, 32);
-  EXPECT_EQ(loaded.local_window, 3);
-  EXPECT_EQ(loaded.heavy_budget, 4);
-  EXPECT_EQ(loaded.sink_tokens, 5);
-  EXPECT_EQ(loaded.dense_tail, 6);
-  EXPECT_EQ(loaded.dense_layers, (std::vector<int64_t>{7, 8}));
-  EXPECT_EQ(loaded.gqa_reduce, "max");
-  EXPECT_EQ(loaded.min_prefill, 9);
-  EXPECT_EQ(loaded.recall_block, 10);
+  const PrefillConfig config{32, 3, 4, 5, 6, {7, 8}, {1}, 2, "max", 9, 2, 16, 4, 5, 7, true};
+  EXPECT_EQ(round_trip(c10::make_intrusive<ChunkedSparseAttention>(config))->config(), config);
 }
 
 TEST(RegisteredClasses, CacheAndTrackerAreSavedWhole) {
@@ -102,11 +93,11 @@ TEST(RegisteredClasses, ScriptCallsTheOps) {
   const auto x = random_qkv(50);
   auto loaded = save_and_load(module);
   const auto results = loaded.forward({x.q, x.k, x.v}).toTuple();
-  const auto [out, scores, memory] =
-      chunked_sparse_attention(x.q, x.k, x.v, {}, {}, {}, {}, {}, 0, 16, 3, 4);
+  const auto [out, state] = chunked_sparse_attention(
+      x.q, x.k, x.v, {}, {.chunk_size = 16, .local_window = 3, .heavy_budget = 4});
   EXPECT_TRUE(same(results->elements()[0].toTensor(), out));
-  EXPECT_TRUE(same(results->elements()[1].toTensor(), scores));
-  EXPECT_TRUE(same(results->elements()[2].toTensor(), memory));
+  EXPECT_TRUE(same(results->elements()[1].toTensor(), state.scores));
+  EXPECT_TRUE(same(results->elements()[2].toTensor(), state.memory));
 }
 
 TEST(RegisteredClasses, ScriptUsesTheClasses) {
@@ -125,10 +116,10 @@ TEST(RegisteredClasses, ScriptUsesTheClasses) {
   const auto tracker = c10::make_intrusive<MemorySetTracker>(1, 3, 4, 0);
   auto loaded = save_and_load(module);
   const auto results = loaded.forward({x.q, x.k, x.v, cache, tracker}).toTuple();
-  const auto [out, scores, memory] =
-      chunked_sparse_attention(x.q, x.k, x.v, {}, {}, {}, {}, {}, 0, 16, 3, 4);
+  const auto [out, state] = chunked_sparse_attention(
+      x.q, x.k, x.v, {}, {.chunk_size = 16, .local_window = 3, .heavy_budget = 4});
   EXPECT_TRUE(same(results->elements()[0].toTensor(), out));
-  EXPECT_TRUE(same(results->elements()[1].toTensor(), scores));
+  EXPECT_TRUE(same(results->elements()[1].toTensor(), state.scores));
   EXPECT_EQ(results->elements()[2].toInt(), 50);
   EXPECT_EQ(cache->length(0), 50) << "the caller's cache, not a copy";
 }

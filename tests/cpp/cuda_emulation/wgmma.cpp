@@ -135,9 +135,10 @@ void WarpgroupThread::fence_operand(const uint32_t (&a)[4], Site site) {
   const Registers now = std::to_array(a);
   if (const auto before = finished_operands_.find(a); before != finished_operands_.end()) {
     if (before->second != now) {
-      fail("an operand in registers has changed between the wait for its wgmma and fence_operand "
-           "(%s:%d)",
-           site.file, site.line);
+      fail(
+          "an operand in registers has changed between the wait for its wgmma and fence_operand "
+          "(%s:%d)",
+          site.file, site.line);
     }
     finished_operands_.erase(before);
   }

@@ -23,41 +23,44 @@ using testing::select;
 
 constexpr int64_t kChunk = 16;
 
-using Lists = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
 struct Options {
   Budgets budgets{3, 4, 1};
   int64_t dense_tail = 0;
   std::string gqa_reduce = "sum";
   int64_t recall_block = 8;
-  std::optional<Lists> recall = std::nullopt;
+  RecallLists recall = {};
+
+  PrefillConfig settings() const {
+    return {.chunk_size = kChunk,
+            .local_window = budgets.local_window,
+            .heavy_budget = budgets.heavy_budget,
+            .sink_tokens = budgets.sink_tokens,
+            .dense_tail = dense_tail,
+            .gqa_reduce = gqa_reduce,
+            .recall_block = recall_block};
+  }
 };
 
 // What a prompt's calls leave behind.
-struct State {
+struct State : LayerState {
   at::Tensor out;
-  std::optional<at::Tensor> scores = std::nullopt;
-  std::optional<at::Tensor> memory = std::nullopt;
-  int64_t last_chunk_begin = 0;
 };
 
+State state_of(const at::Tensor& scores, const at::Tensor& memory, int64_t last_chunk_begin = 0) {
+  return {{scores, memory, last_chunk_begin}, {}};
+}
+
 State run(const Qkv& x, const State& from = {}, const Options& o = {}) {
-  std::optional<at::Tensor> recall[3];
-  if (o.recall) std::tie(recall[0], recall[1], recall[2]) = *o.recall;
-  const auto [out, scores, memory] = chunked_sparse_attention(
-      x.q, x.k, x.v, from.scores, from.memory, recall[0], recall[1], recall[2],
-      from.last_chunk_begin, kChunk, o.budgets.local_window, o.budgets.heavy_budget,
-      o.budgets.sink_tokens, o.dense_tail, o.gqa_reduce, o.recall_block);
-  const int64_t past = x.k.size(2) - x.q.size(2);
-  return {out, scores, memory, ChunkManager(past, x.q.size(2), kChunk).last_chunk_begin()};
+  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, from, o.settings(), o.recall);
+  return {state, out};
 }
 
 // Which positions before a chunk its rows see by recall: bool [B, 1, rows, begin].
 at::Tensor recall_mask(const Options& o, int64_t batch, int64_t past, int64_t length, int64_t begin,
                        int64_t rows) {
   auto mask = at::zeros({batch, 1, rows, begin}, at::kBool);
-  if (!o.recall) return mask;
-  const auto& [offsets, positions, visible_from] = *o.recall;
+  if (!o.recall.offsets.defined()) return mask;
+  const auto& [offsets, positions, visible_from] = o.recall;
   const int64_t blocks = (length + o.recall_block - 1) / o.recall_block;
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t i = 0; i < rows; ++i) {
@@ -79,9 +82,9 @@ State expected(const Qkv& x, const State& from = {}, const Options& o = {}) {
   const int64_t past = total - length;
   const bool reduce_max = o.gqa_reduce == "max";
   auto scores = at::zeros({batch, heads, total}, at::kDouble);
-  if (from.scores) scores.narrow(2, 0, from.scores->size(2)).copy_(*from.scores);
-  auto memory =
-      from.memory ? *from.memory : at::full({batch, heads, o.budgets.size()}, -1, at::kInt);
+  if (from.scores.defined()) scores.narrow(2, 0, from.scores.size(2)).copy_(from.scores);
+  auto memory = from.memory.defined() ? from.memory
+                                      : at::full({batch, heads, o.budgets.size()}, -1, at::kInt);
   int64_t previous = from.last_chunk_begin;
   std::vector<at::Tensor> outs;
   const ChunkManager chunks(past, length, kChunk);
@@ -108,13 +111,13 @@ State expected(const Qkv& x, const State& from = {}, const Options& o = {}) {
   if (const int64_t tail = std::min(o.dense_tail, length); tail > 0) {
     out.slice(2, length - tail).copy_(attend_causally({x.q.slice(2, length - tail), x.k, x.v}).out);
   }
-  return {out, scores, memory, previous};
+  return {{scores, memory, previous}, out};
 }
 
 void expect_close(const State& got, const State& wanted, double tolerance = 2e-5) {
   EXPECT_TRUE(close(got.out, wanted.out, tolerance));
-  EXPECT_TRUE(close(*got.scores, *wanted.scores, tolerance));
-  EXPECT_TRUE(same(*got.memory, *wanted.memory));
+  EXPECT_TRUE(close(got.scores, wanted.scores, tolerance));
+  EXPECT_TRUE(same(got.memory, wanted.memory));
   EXPECT_EQ(got.last_chunk_begin, wanted.last_chunk_begin);
 }
 
@@ -145,8 +148,8 @@ TEST(ChunkedSparseAttentionOp, SixteenBitWithEveryOption) {
     o.recall = lexical_recall(tokens, 0, kChunk, o.recall_block, 2);
     const auto got = run(x, {}, o), wanted = expected(x, {}, o);
     EXPECT_TRUE(close(got.out, wanted.out, 4e-3));
-    EXPECT_TRUE(close(*got.scores, *wanted.scores, 4e-3));
-    EXPECT_TRUE(same(*got.memory, *wanted.memory));
+    EXPECT_TRUE(close(got.scores, wanted.scores, 4e-3));
+    EXPECT_TRUE(same(got.memory, wanted.memory));
     EXPECT_EQ(got.out.scalar_type(), at::kHalf);
   }
 }
@@ -186,8 +189,8 @@ TEST(ChunkedSparseAttentionOp, MultiplesOfTheChunkEqualOneCall) {
   const auto x = random_qkv(90);
   const auto whole = run(x), first = run(x.call(0, 48)), second = run(x.call(48, 90), first);
   EXPECT_TRUE(close(at::cat({first.out, second.out}, 2), whole.out, 1e-6));
-  EXPECT_TRUE(close(*second.scores, *whole.scores));
-  EXPECT_TRUE(same(*second.memory, *whole.memory));
+  EXPECT_TRUE(close(second.scores, whole.scores));
+  EXPECT_TRUE(same(second.memory, whole.memory));
 }
 
 TEST(ChunkedSparseAttentionOp, BudgetsAsLongAsTheHistoryEqualDenseAttention) {
@@ -204,13 +207,13 @@ TEST(ChunkedSparseAttentionOp, ScoresAddUpToTheRowsOfBothPhases) {
   const int64_t length = 90, group = 2;
   const auto x = random_qkv(length, 4, 2);
   EXPECT_TRUE(
-      close(run(x).scores->sum(2), at::full({2, 2}, group * (length + (length - kChunk))), 1e-3));
+      close(run(x).scores.sum(2), at::full({2, 2}, group * (length + (length - kChunk))), 1e-3));
 }
 
 TEST(ChunkedSparseAttentionOp, ScoresNeverFall) {
   const auto x = random_qkv(90);
   const auto first = run(x.call(0, 48)), second = run(x.call(48, 90), first);
-  EXPECT_TRUE(at::all(second.scores->slice(2, 0, 48) >= *first.scores).item<bool>());
+  EXPECT_TRUE(at::all(second.scores.slice(2, 0, 48) >= first.scores).item<bool>());
 }
 
 TEST(ChunkedSparseAttentionOp, OneChunkIsPhaseOneAndBuildsNoMemory) {
@@ -218,8 +221,8 @@ TEST(ChunkedSparseAttentionOp, OneChunkIsPhaseOneAndBuildsNoMemory) {
   const auto got = run(x);
   const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunk);
   EXPECT_TRUE(same(got.out, out));
-  EXPECT_TRUE(same(*got.scores, colsum));
-  EXPECT_TRUE(same(*got.memory, at::full({2, 2, 8}, -1, at::kInt)));
+  EXPECT_TRUE(same(got.scores, colsum));
+  EXPECT_TRUE(same(got.memory, at::full({2, 2, 8}, -1, at::kInt)));
 }
 
 TEST(ChunkedSparseAttentionOp, DenseTailIsExactAndOffTheChain) {
@@ -230,8 +233,8 @@ TEST(ChunkedSparseAttentionOp, DenseTailIsExactAndOffTheChain) {
     o.dense_tail = tail;
     const auto got = run(x, {}, o);
     expect_close(got, expected(x, {}, o));
-    EXPECT_TRUE(same(*got.scores, *plain.scores));
-    EXPECT_TRUE(same(*got.memory, *plain.memory));
+    EXPECT_TRUE(same(got.scores, plain.scores));
+    EXPECT_TRUE(same(got.memory, plain.memory));
   }
 }
 
@@ -250,10 +253,10 @@ TEST(ChunkedSparseAttentionOp, RecalledKeysAreSeenOnceAndOffTheChain) {
     const auto x = random_qkv(90, 4, 2, type);
     const auto tokens = at::randint(0, 12, {2, 90}, at::kLong);
     o.recall = lexical_recall(tokens, 0, kChunk, o.recall_block, 2);
-    ASSERT_GT(std::get<1>(*o.recall).numel(), 0);
+    ASSERT_GT(o.recall.positions.numel(), 0);
     const auto got = run(x, {}, o), plain = run(x);
     expect_close(got, expected(x, {}, o));
-    EXPECT_TRUE(close(*got.scores, *plain.scores)) << "recalled keys get no score and take none";
+    EXPECT_TRUE(close(got.scores, plain.scores)) << "recalled keys get no score and take none";
 
     const auto first = run(x.call(0, 40));
     o.recall = lexical_recall(tokens, 40, kChunk, o.recall_block, 2);
@@ -280,17 +283,17 @@ TEST(ChunkedSparseAttentionOp, SameForAnyNumberOfThreads) {
   const auto four = run(x);
   at::set_num_threads(threads);
   EXPECT_TRUE(same(four.out, one.out));
-  EXPECT_TRUE(same(*four.scores, *one.scores));
-  EXPECT_TRUE(same(*four.memory, *one.memory));
+  EXPECT_TRUE(same(four.scores, one.scores));
+  EXPECT_TRUE(same(four.memory, one.memory));
 }
 
 TEST(ChunkedSparseAttentionOp, InputsStayAsTheyWere) {
   const auto x = random_qkv(90);
   const auto first = run(x.call(0, 40));
-  const auto scores = first.scores->clone(), memory = first.memory->clone(), k = x.k.clone();
+  const auto scores = first.scores.clone(), memory = first.memory.clone(), k = x.k.clone();
   run(x.call(40, 90), first);
-  EXPECT_TRUE(same(*first.scores, scores));
-  EXPECT_TRUE(same(*first.memory, memory));
+  EXPECT_TRUE(same(first.scores, scores));
+  EXPECT_TRUE(same(first.memory, memory));
   EXPECT_TRUE(same(x.k, k));
 }
 
@@ -309,13 +312,13 @@ TEST(ChunkedSparseAttentionOp, WrongArguments) {
   EXPECT_VALUE_ERROR(with_budgets({3, 1, -1}), "sink_tokens must be >= 0, got -1");
   EXPECT_VALUE_ERROR_WITH(run({x.q, x.k.slice(2, 0, 30), x.v.slice(2, 0, 30)}),
                           "at least as long as q (40), got 30");
-  EXPECT_VALUE_ERROR_WITH(run(second, {{}, at::zeros({2, 2, 41}), memory}),
+  EXPECT_VALUE_ERROR_WITH(run(second, state_of(at::zeros({2, 2, 41}), memory)),
                           "scores must not be longer than k (40)");
-  EXPECT_VALUE_ERROR_WITH(run(second, {{}, scores.to(at::kDouble), memory}),
-                          "scores must be Float, got Double");
-  EXPECT_VALUE_ERROR_WITH(run(second, {{}, scores, memory.to(at::kLong)}),
-                          "memory must be Int, got Long");
-  EXPECT_VALUE_ERROR_WITH(run(second, {{}, scores, memory, 21}),
+  EXPECT_VALUE_ERROR_WITH(run(second, state_of(scores.to(at::kDouble), memory)),
+                          "scores must be float32, got float64");
+  EXPECT_VALUE_ERROR_WITH(run(second, state_of(scores, memory.to(at::kLong))),
+                          "memory must be int32, got int64");
+  EXPECT_VALUE_ERROR_WITH(run(second, state_of(scores, memory, 21)),
                           "last_chunk_begin must be in [0, 20]");
   Options o;
   o.gqa_reduce = "mean";

@@ -50,7 +50,7 @@ TEST(GatherRows, WrongArguments) {
   EXPECT_VALUE_ERROR_WITH(gather_rows(x[0], positions({1}, 1, 2)), "x must have 4 dimensions");
   EXPECT_VALUE_ERROR_WITH(gather_rows(x, positions({1}, 1, 3)), "indices must have the KV heads");
   EXPECT_VALUE_ERROR_WITH(gather_rows(x, positions({1}, 1, 2).to(at::kLong)),
-                          "indices must be Int, got Long");
+                          "indices must be int32, got int64");
 }
 
 TEST(GatherRows, PositionOutOfRange) {

@@ -110,7 +110,7 @@ TEST(IntraChunkAttention, WrongArguments) {
   EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q.to(at::kInt), x.k, x.v, kChunk),
                           "q must be float32");
   EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q, x.k.to(at::kHalf), x.v, kChunk),
-                          "k must be Float, got Half");
+                          "k must have dtype and device of q (float32 on cpu), got float16");
 }
 
 TEST(IntraChunkAttention, RefusesGradientsOnlyWhileTheyAreOn) {

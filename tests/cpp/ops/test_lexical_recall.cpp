@@ -21,16 +21,9 @@ struct Settings {
   int64_t max_count = 16;
 };
 
-struct Lists {
-  at::Tensor offsets;
-  at::Tensor positions;
-  at::Tensor visible_from;
-};
-
-Lists call(const at::Tensor& tokens, const Settings& s) {
-  const auto [offsets, positions, visible_from] = lexical_recall(
-      tokens, s.begin, s.chunk_size, s.block, s.k, s.max_suffix, s.span, s.max_count);
-  return {offsets, positions, visible_from};
+RecallLists call(const at::Tensor& tokens, const Settings& s) {
+  return lexical_recall(tokens, s.begin, s.chunk_size, s.block, s.k, s.max_suffix, s.span,
+                        s.max_count);
 }
 
 // Places before `limit` where the n tokens that end at p also ended, latest first.
@@ -47,7 +40,7 @@ std::vector<int64_t> earlier_places(const std::vector<int64_t>& tokens, int64_t 
 }
 
 // The definition, word by word.
-Lists expected_lists(const at::Tensor& token_ids, const Settings& s) {
+RecallLists expected_lists(const at::Tensor& token_ids, const Settings& s) {
   std::vector<int32_t> offsets{0}, positions, visible_from;
   for (int64_t b = 0; b < token_ids.size(0); ++b) {
     const auto row = token_ids[b].contiguous();
@@ -83,7 +76,7 @@ Lists expected_lists(const at::Tensor& token_ids, const Settings& s) {
           at::tensor(visible_from, at::kInt)};
 }
 
-void expect_equal(const Lists& got, const Lists& expected) {
+void expect_equal(const RecallLists& got, const RecallLists& expected) {
   EXPECT_TRUE(same(got.offsets, expected.offsets));
   EXPECT_TRUE(same(got.positions, expected.positions));
   EXPECT_TRUE(same(got.visible_from, expected.visible_from));
@@ -145,7 +138,7 @@ TEST(LexicalRecall, NoTokens) {
 TEST(LexicalRecall, WrongArguments) {
   const auto tokens = at::zeros({1, 10}, at::kLong);
   EXPECT_VALUE_ERROR_WITH(call(tokens[0], {}), "token_ids must have 2 dimensions");
-  EXPECT_VALUE_ERROR_WITH(call(tokens.to(at::kInt), {}), "token_ids must be Long, got Int");
+  EXPECT_VALUE_ERROR_WITH(call(tokens.to(at::kInt), {}), "token_ids must be int64, got int32");
   EXPECT_VALUE_ERROR(call(tokens, {.begin = 11}), "begin must be in [0, 10], got 11");
   EXPECT_VALUE_ERROR(call(tokens, {.chunk_size = 10}),
                      "chunk_size must be a multiple of block, got 10 and 4");

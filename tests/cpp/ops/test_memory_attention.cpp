@@ -6,8 +6,8 @@ namespace {
 
 using testing::attend;
 using testing::close;
-using testing::kValueDim;
 using testing::kInfinity;
+using testing::kValueDim;
 using testing::membership;
 using testing::positions;
 using testing::random_qkv;
@@ -80,7 +80,7 @@ TEST(MemoryAttention, WrongArguments) {
   const auto x = random_qkv(kLength);
   const auto indices = ragged_sets();
   EXPECT_VALUE_ERROR_WITH(memory_attention(x.q, x.k, x.v, indices.to(at::kLong)),
-                          "indices must be Int, got Long");
+                          "indices must be int32, got int64");
   EXPECT_VALUE_ERROR_WITH(memory_attention(x.q, x.k, x.v, indices[0]),
                           "indices must have 3 dimensions");
   EXPECT_VALUE_ERROR_WITH(memory_attention(x.q, x.k, x.v, indices.slice(1, 0, 1)),

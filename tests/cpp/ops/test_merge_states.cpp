@@ -71,7 +71,7 @@ TEST(MergeStates, WrongArguments) {
   EXPECT_VALUE_ERROR_WITH(merge_states(out, lse.slice(2, 0, 4), out, lse),
                           "lse_a must have shape [1, 2, 5]");
   EXPECT_VALUE_ERROR_WITH(merge_states(out, lse, out, lse.to(at::kDouble)),
-                          "lse_b must be Float, got Double");
+                          "lse_b must be float32, got float64");
 }
 
 }  // namespace

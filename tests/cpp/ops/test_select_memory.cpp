@@ -84,7 +84,7 @@ TEST(SelectMemory, WrongArguments) {
   EXPECT_VALUE_ERROR_WITH(select_memory(scores.to(at::kInt), memory, 0, 8, 1, 1, 0),
                           "scores must be float32");
   EXPECT_VALUE_ERROR_WITH(select_memory(scores, memory.to(at::kLong), 0, 8, 1, 1, 0),
-                          "memory must be Int");
+                          "memory must be int32");
   EXPECT_VALUE_ERROR_WITH(select_memory(scores, memory.slice(1, 0, 1), 0, 8, 1, 1, 0),
                           "memory must have the KV heads");
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 from collections.abc import Callable
@@ -61,35 +62,29 @@ def assert_same_config(got: Any, expected: Any) -> None:
         assert getattr(got, name) == getattr(expected, name), name
 
 
-CONFIG_FIELDS = [
-    "chunk_size",
-    "local_window",
-    "heavy_budget",
-    "sink_tokens",
-    "dense_tail",
-    "dense_layers",
-    "gqa_reduce",
-    "min_prefill",
-    "recall_block",
-]
+CONFIG_FIELDS = [field.name for field in dataclasses.fields(h2o_prefill.PrefillConfig)]
 
-
-def test_config_defaults_are_those_of_python() -> None:
-    config, expected = classes.PrefillConfig(), h2o_prefill.PrefillConfig()
-    for name in CONFIG_FIELDS:
-        value = getattr(config, name)
-        assert (tuple(value) if isinstance(value, list) else value) == getattr(expected, name), name
-    assert config.memory_size() == expected.memory_size
-    assert config.sparse_from() == expected.sparse_from
+# None of them the default.
+CONFIG_VALUES = [32, 3, 4, 5, 6, [7, 8], [1], 2, "max", 9, 2, 16, 4, 5, 7, True]
 
 
 def test_config_takes_every_field_by_name() -> None:
-    values = [32, 3, 4, 5, 6, [7, 8], "max", 9, 16]
-    config = classes.PrefillConfig(**dict(zip(CONFIG_FIELDS, values, strict=True)))
-    assert [getattr(config, name) for name in CONFIG_FIELDS] == values
+    config = classes.PrefillConfig(**dict(zip(CONFIG_FIELDS, CONFIG_VALUES, strict=True)))
+    assert [getattr(config, name) for name in CONFIG_FIELDS] == CONFIG_VALUES
     assert config.memory_size() == 12
+    assert config.of_layer(1).memory_size() == 5 + 2 * 7
     assert config.sparse_from() == 9
     assert config.is_dense_layer(8) and not config.is_dense_layer(0)
+
+
+def test_config_decides_what_is_sparse() -> None:
+    config = classes.PrefillConfig.parse("h2o,chunk_size=16,local_window=4,heavy_budget=4,dense_layers=1")
+    assert config.is_sparse(0, 0, 16) and config.is_sparse(0, 5, 40)
+    assert not config.is_sparse(1, 0, 16)
+    assert not config.is_sparse(0, 5, 15)
+    assert not config.with_fields("min_prefill=1").is_sparse(0, 5, 1), "decoding is dense"
+    assert config.with_fields("min_prefill=1").is_sparse(0, 0, 1)
+    assert config.last_chunk_begin(5, 40) == 37
 
 
 def test_config_is_read_only() -> None:
@@ -122,7 +117,7 @@ def test_attention_takes_recall() -> None:
 
 @COPIES
 def test_config_copies_whole(duplicate: Callable[[Any], Any]) -> None:
-    config = classes.PrefillConfig(32, 3, 4, 5, 6, [7, 8], "max", 9, 16)
+    config = classes.PrefillConfig(*CONFIG_VALUES)
     assert_same_config(duplicate(config), config)
     assert duplicate(classes.PrefillConfig()).min_prefill is None
     assert_same_config(duplicate(classes.ChunkedSparseAttention(config)).config(), config)

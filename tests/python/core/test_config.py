@@ -2,7 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from h2o_prefill.config import PrefillConfig
 
@@ -21,13 +25,84 @@ from h2o_prefill.config import PrefillConfig
         ("min_prefill", 0, "min_prefill must be >= 1, got 0"),
         ("chunk_size", 10.5, "chunk_size must be an int, got 10.5"),
         ("chunk_size", True, "chunk_size must be an int, got True"),
-        ("gqa_reduce", "mean", "gqa_reduce must be one of .* got 'mean'"),
+        ("gqa_reduce", "mean", 'gqa_reduce must be "sum" or "max", got "mean"'),
+        ("gqa_reduce", None, "gqa_reduce must be a str, got None"),
+        ("dense_layers", 0, "dense_layers must be a sequence of ints, got 0"),
+        ("dense_layers", "12", "dense_layers must be a sequence of ints, got '12'"),
+        ("wide_layers", (1.5,), "wide_layers must be an int, got 1.5"),
+        ("block_diagonal", 1, "block_diagonal must be a bool, got 1"),
+        ("heavy_budget", 2**31, "heavy_budget must be <= 2147483647, got 2147483648"),
         ("recall", -1, "recall must be >= 0, got -1"),
     ],
 )
 def test_wrong_values_name_the_field_the_rule_and_the_value(field, value, message):
     with pytest.raises(ValueError, match=message):
         PrefillConfig(**{field: value})
+
+
+def test_fields_are_those_of_the_native_class():
+    constructor = torch.classes.h2o_prefill.PrefillConfig()
+    named = [part.partition("=")[0] for part in constructor.to_fields().split(",")]
+    assert [field.name for field in dataclasses.fields(PrefillConfig)] == named
+
+
+def test_defaults_are_those_of_the_native_class():
+    native = torch.classes.h2o_prefill.PrefillConfig()
+    assert PrefillConfig.from_native(native) == PrefillConfig()
+
+
+@given(st.data())
+def test_texts_stand_for_all_settings(data):
+    layers = st.lists(st.integers(0, 99), max_size=3).map(tuple)
+    size = st.integers(1, 4096)
+    config = PrefillConfig(
+        chunk_size=data.draw(size) * 128,
+        local_window=data.draw(st.integers(0, 60)),
+        heavy_budget=data.draw(st.integers(0, 60)),
+        sink_tokens=data.draw(st.integers(1, 5)),
+        dense_tail=data.draw(st.integers(0, 9)),
+        dense_layers=data.draw(layers),
+        wide_layers=data.draw(layers),
+        gqa_reduce=data.draw(st.sampled_from(["sum", "max"])),
+        min_prefill=data.draw(st.none() | size),
+        block_diagonal=data.draw(st.booleans()),
+        recall=data.draw(st.integers(0, 9)),
+        recall_block=data.draw(st.sampled_from([1, 32, 64, 128])),
+        recall_span=data.draw(size),
+    )
+    assert PrefillConfig.parse(config.to_string()) == config
+    assert PrefillConfig.parse(config.native.to_fields()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", 'preset must be one of h2o, recommended, got ""'),
+        ("h2o,recall", 'settings must be a preset and fields like .*, got "recall" where'),
+        ("h2o,recalls=1", '"recalls" is no setting of PrefillConfig, whose settings are chunk'),
+        ("h2o,recall=1.5", 'recall must be an int, got "1.5"'),
+        ("h2o,dense_layers=1-3", 'dense_layers must be layers like 7.17, or none, got "1-3"'),
+        ("h2o,block_diagonal=maybe", 'block_diagonal must be true or false, got "maybe"'),
+        ("h2o,sink_tokens=-1", "sink_tokens must be >= 0, got -1"),
+    ],
+)
+def test_wrong_texts(text, message):
+    with pytest.raises(ValueError, match=message):
+        PrefillConfig.parse(text)
+
+
+def test_numpy_integers_are_integers():
+    config = PrefillConfig(chunk_size=np.int64(512), local_window=np.int32(8), wide_layers=[np.int8(1)])
+    assert config == PrefillConfig(chunk_size=512, local_window=8, wide_layers=(1,))
+    assert type(config.chunk_size) is int and type(config.wide_layers[0]) is int
+
+
+def test_an_empty_memory_set_is_dense_unless_asked_for():
+    empty = {"local_window": 0, "heavy_budget": 0}
+    with pytest.warns(UserWarning, match=r"memory set is empty \(K \+ L \+ H = 0\), so every call is"):
+        config = PrefillConfig(**empty)
+    assert not config.is_sparse_call(0, 4096) and config.is_long_call(0, 4096)
+    assert PrefillConfig(**empty, block_diagonal=True).is_sparse_call(0, 4096)
 
 
 def test_recall_blocks_tile_chunks():

@@ -8,21 +8,22 @@ from h2o_prefill import PRESETS, PrefillConfig, preset_config
 from h2o_prefill.presets import chosen_config
 
 
-def test_spec_is_the_default_config():
-    assert PRESETS["spec"] == PrefillConfig()
+def test_h2o_is_the_default_config():
+    assert list(PRESETS) == ["h2o", "recommended"]
+    assert PRESETS["h2o"] == PrefillConfig()
     assert PRESETS["recommended"].recall > 0
 
 
 def test_settings_come_whole_by_name_or_by_default():
     config = PrefillConfig(chunk_size=32, local_window=4, heavy_budget=4)
     assert chosen_config(config) is config
-    assert chosen_config("spec") == PRESETS["spec"]
+    assert chosen_config("h2o") == chosen_config("spec") == PRESETS["h2o"]
     assert chosen_config(None) == preset_config() == PRESETS["recommended"]
 
 
 def test_overrides_win():
-    config = chosen_config("spec", {"heavy_budget": 128, "recall": 2})
-    assert config == PrefillConfig(heavy_budget=128, recall=2)
+    config = chosen_config("h2o,sink_tokens=3", {"heavy_budget": 128, "recall": 2})
+    assert config == PrefillConfig(heavy_budget=128, sink_tokens=3, recall=2)
 
 
 @pytest.mark.parametrize(("chunk_size", "block"), [(96, 32), (1000, 8), (2048, 64), (17, 1)])
@@ -34,9 +35,9 @@ def test_the_recall_block_suits_another_chunk_size(chunk_size, block):
 
 
 def test_wrong_settings():
-    with pytest.raises(ValueError, match=r"preset must be one of .*, got 'best'"):
+    with pytest.raises(ValueError, match='preset must be one of h2o, recommended, got "best"'):
         preset_config("best")
-    with pytest.raises(ValueError, match="chunksize is no option of PrefillConfig"):
+    with pytest.raises(ValueError, match='"chunksize" is no setting of PrefillConfig, whose settings are chunk_size, local'):
         preset_config(chunksize=1)
     with pytest.raises(ValueError, match="a PrefillConfig or the name of a preset, got int"):
         chosen_config(3)

@@ -130,13 +130,15 @@ def sparse_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from h2o_prefill import ops
 
     seen: list[int] = []
-    original = ops.chunked_sparse_attention
+    # Without a cache of ours, and with one.
+    for name in ("chunked_sparse_attention", "prefill_attention_"):
+        original = getattr(ops, name)
 
-    def watched(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(q.shape[2])
-        return original(q, *args, **kwargs)
+        def watched(q: torch.Tensor, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            seen.append(q.shape[2])
+            return original(q, *args, **kwargs)
 
-    monkeypatch.setattr(ops, "chunked_sparse_attention", watched)
+        monkeypatch.setattr(ops, name, watched)
     return seen
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from h2o_prefill import ChunkedPrefillCache, enable
-from h2o_prefill.hf.cache import truncate_state
 from h2o_prefill.state import PrefillState
 
 SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4, "min_prefill": 2}
@@ -159,11 +158,11 @@ def test_crop_to_nothing_equals_a_new_cache(llama, ids):
         assert torch.equal(llama(ids, past_key_values=cache).logits, first)
 
 
-def test_truncate_state_leaves_its_argument_alone():
+def test_truncating_a_state_leaves_it_alone():
     state = PrefillState(torch.rand(1, 2, 40), torch.arange(6).int().expand(1, 2, 6), 40, 32)
-    assert truncate_state(state, 40) is state
-    assert truncate_state(state, 0) is None
-    inside, before = truncate_state(state, 33), truncate_state(state, 32)
+    assert state.truncated(40) is state
+    assert state.truncated(0) is None
+    inside, before = state.truncated(33), state.truncated(32)
     assert torch.equal(inside.memory, state.memory) and inside.last_chunk_begin == 32
     assert bool((before.memory == -1).all()) and before.last_chunk_begin == 0
     assert torch.equal(before.scores, state.scores[..., :32]) and state.length == 40

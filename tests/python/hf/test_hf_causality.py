@@ -29,7 +29,7 @@ RECALLING = {
     "recommended": preset_config("recommended", **SIZES),
 }
 OPTIONS = {
-    "spec": preset_config("spec", **SIZES),
+    "h2o": preset_config("h2o", **SIZES),
     "sinks": BASE.replace(sink_tokens=2),
     "dense tail": BASE.replace(dense_tail=10),
     "dense layers": BASE.replace(dense_layers=(0,)),
@@ -37,6 +37,7 @@ OPTIONS = {
     "max over the group": BASE.replace(gqa_reduce="max"),
     "no heavy hitters": BASE.replace(heavy_budget=0),
     "no local window": BASE.replace(local_window=0),
+    "chunks alone": BASE.replace(local_window=0, heavy_budget=0, block_diagonal=True),
     **RECALLING,
 }
 # New tokens of each call of the prompt. After a call that ends inside a chunk, and one that is too
@@ -111,7 +112,7 @@ def test_a_block_that_sees_what_its_later_rows_recall_is_caught(
         assert all(token % config.recall_block for token in leaking)
 
 
-@pytest.mark.parametrize("option", ["spec", "sinks", "recall"])
+@pytest.mark.parametrize("option", ["h2o", "sinks", "recall"])
 def test_a_selection_by_the_coming_chunks_queries_is_caught(llama, prompt, option, monkeypatch):
     oracle, select = reference.ops, reference.ops.select_memory
 
@@ -150,5 +151,5 @@ def test_every_option_changes_what_it_is_for(llama, prompt, option):
     with enable(llama, OPTIONS[option]):
         ours = llama(prompt).logits
     assert ours.isfinite().all() and not torch.allclose(ours[:, 16:], stock[:, 16:], atol=1e-3)
-    assert torch.equal(ours, base) == (option == "spec")
+    assert torch.equal(ours, base) == (option == "h2o")
     torch.testing.assert_close(ours[:, :16], stock[:, :16], atol=1e-5, rtol=1e-5)

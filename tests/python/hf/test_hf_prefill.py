@@ -49,7 +49,7 @@ def test_wrong_arguments(llama, ids):
         chunked_prefill(llama, ids[0])
     with pytest.raises(ValueError, match="must be a ChunkedPrefillCache, got DynamicCache"):
         chunked_prefill(llama, ids, past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match="is no option"):
+    with pytest.raises(ValueError, match="is no setting"):
         chunked_prefill(llama, ids, chunk=3)
     with enable(llama, **SPARSE), pytest.raises(ValueError, match="enabled already"):
         chunked_prefill(llama, ids, **SPARSE)

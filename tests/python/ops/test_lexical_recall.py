@@ -68,5 +68,5 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_token_ids_must_be_int64():
-    with pytest.raises(ValueError, match="token_ids must be Long, got Int"):
+    with pytest.raises(ValueError, match="token_ids must be int64, got int32"):
         ops.lexical_recall(torch.zeros(1, 10, dtype=torch.int32), 0, 8, 4, 1)

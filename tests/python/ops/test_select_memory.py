@@ -75,7 +75,7 @@ def test_wrong_arguments(device, arguments, message):
 
 def test_memory_must_be_int32(device):
     scores = torch.zeros(1, 2, 4, device=device)
-    with pytest.raises(ValueError, match="memory must be Int"):
+    with pytest.raises(ValueError, match="memory must be int32"):
         ops.select_memory(
             scores, torch.zeros(1, 2, 1, dtype=torch.int64, device=device), 0, 4, 1, 1, 0
         )

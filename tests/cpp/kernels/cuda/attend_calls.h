@@ -28,12 +28,25 @@ struct Call {
             shape.transposed ? 8 : 0),
         lse(shape.batch * shape.heads * shape.rows, kUntouched),
         memory_lse(lse) {
-    params.rows = shape.rows;
-    params.past = past;
+    params.rows = {.begin = 0, .count = shape.rows, .past = past};
+    attend_causally(0);
     params.query = in.query.view();
     params.key = in.key.view();
     params.value = in.value.view();
     params.scale_log2 = scale_log2(in);
+  }
+
+  // In chunks of chunk_size rows; 0: to every key up to the row.
+  void attend_causally(int64_t chunk_size) {
+    const int64_t begin = chunk_size ? params.rows.position() : 0;
+    params.causal = {.begin = begin,
+                     .count = params.rows.position() + params.rows.count - begin,
+                     .chunk_size = chunk_size};
+  }
+
+  void attend_to(const std::vector<int32_t>& sets, int64_t width) {
+    params.gathered = true;
+    params.memory = {.positions = sets.data(), .width = width};
   }
 
   void run() {
@@ -103,7 +116,7 @@ inline void expect_reproducible(const std::function<Call()>& run) {
 inline void check_causal(const AttentionShape& shape, int64_t chunk_size) {
   const int64_t past = shape.keys - shape.rows;
   Call call(shape, past);
-  call.params.chunk_size = chunk_size;
+  call.attend_causally(chunk_size);
   call.run();
   expect_close(call, causal_keys(past, chunk_size), describe(shape).c_str());
 }
@@ -117,9 +130,7 @@ struct GatheredCase {
 
 inline Call run_gathered(const GatheredCase& x, const std::vector<int32_t>& sets) {
   Call call(x.shape, x.shape.keys - x.shape.rows);
-  call.params.gathered = true;
-  call.params.indices = sets.data();
-  call.params.width = x.width;
+  call.attend_to(sets, x.width);
   call.run();
   return call;
 }
@@ -136,6 +147,31 @@ inline void check_gathered(const GatheredCase& x) {
       [&](int64_t b, int64_t h, int64_t) { return members(sets, b * shape.kv_heads + h, x.width); },
       what.c_str());
   EXPECT_EQ(call.lse, call.memory_lse) << what;
+}
+
+// Positions that a caller should not have listed are absent, and nothing is read there.
+inline void check_positions_outside(DType dtype) {
+  const AttentionShape shape{dtype, 40, 90};
+  const auto run = [&](const std::vector<int32_t>& set, const std::vector<int32_t>& offsets,
+                       const std::vector<int32_t>& recalled) {
+    Call call(shape, 50);
+    call.attend_to(set, static_cast<int64_t>(set.size()));
+    const std::vector<int32_t> visible_from(recalled.size(), 0);
+    call.params.recall = {.offsets = offsets.data(),
+                          .positions = recalled.data(),
+                          .visible_from = visible_from.data(),
+                          .entries = static_cast<int64_t>(recalled.size()),
+                          .block = 40,
+                          .blocks = 1};
+    call.run();
+    return call;
+  };
+  const Call expected = run({3, 40, -1, -1}, {0, 1}, {7});
+  for (const int32_t far : {90, 5000, -5, -2000000000, 2147483647}) {
+    EXPECT_EQ(run({3, 40, far, far}, {0, 2}, {7, far}).out_numbers(), expected.out_numbers())
+        << far;
+  }
+  EXPECT_EQ(run({3, 40, -1, -1}, {-3, 1000000}, {7}).out_numbers(), expected.out_numbers());
 }
 
 // Lists of recalled keys of all blocks of two batch rows, as lexical_recall writes them: positions
@@ -166,12 +202,13 @@ struct Recall {
     }
   }
 
-  void set(AttendForwardParams& params) const {
-    params.recall_offsets = offsets.data();
-    params.recall_positions = positions.data();
-    params.recall_visible_from = visible_from.data();
-    params.recall_block = block;
-    params.recall_blocks = blocks;
+  RecallView view() const {
+    return {.offsets = offsets.data(),
+            .positions = positions.data(),
+            .visible_from = visible_from.data(),
+            .entries = static_cast<int64_t>(positions.size()),
+            .block = block,
+            .blocks = blocks};
   }
 
   std::vector<int64_t> visible(int64_t b, int64_t t, int64_t past, int64_t chunk_begin,
@@ -203,17 +240,14 @@ inline Call run_chunks(const RecallCase& x, const std::vector<int32_t>& sets,
                        const Recall& recall) {
   const int64_t past = x.shape.keys - x.shape.rows;
   Call call(x.shape, past);
-  call.params.chunk_size = x.chunk_size;
+  call.attend_causally(x.chunk_size);
   call.run();
-  call.params.gathered = true;
-  call.params.indices = sets.data();
-  call.params.width = x.width;
+  call.attend_to(sets, x.width);
   call.params.merge_with_out = true;
-  recall.set(call.params);
+  call.params.recall = recall.view();
   for (int64_t row = 0; row < x.shape.rows; row += x.chunk_size) {
-    call.params.row_begin = row;
-    call.params.rows = std::min(x.chunk_size, x.shape.rows - row);
-    call.params.chunk_begin = past + row;
+    call.params.rows = {
+        .begin = row, .count = std::min(x.chunk_size, x.shape.rows - row), .past = past};
     call.run();
   }
   return call;

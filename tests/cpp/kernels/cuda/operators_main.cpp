@@ -1,18 +1,30 @@
 // Runs the tests of the operators over the CUDA operators and the emulated kernels. Fresh tensors
-// hold NaN, so that what nothing wrote is seen. With the argument --hopper the device has the
-// shared memory of sm_90a.
+// hold NaN, so that what nothing wrote is seen. With the argument --hopper, and
+// H2O_PREFILL_CUDA_SM90=1 in the environment, the kernels are those of sm_90a.
 #include <ATen/Context.h>
 #include <gtest/gtest.h>
 
 #include <string_view>
 
 #include "cuda_emulation/counters.h"
+#include "kernels/cuda/cuda_kernels.h"
+
+namespace {
+
+bool is_hopper = false;
+
+TEST(CudaKernels, AreThoseThatTheEnvironmentAsksFor) {
+  EXPECT_STREQ(h2o_prefill::cuda_kernels().arch, is_hopper ? "sm_90a" : "sm_80");
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   at::globalContext().setDeterministicFillUninitializedMemory(true);
   ::testing::InitGoogleTest(&argc, argv);
-  if (argc > 1 && std::string_view(argv[1]) == "--hopper") {
+  is_hopper = argc > 1 && std::string_view(argv[1]) == "--hopper";
+  if (is_hopper) {
     cuda_emulation::max_shared_bytes = cuda_emulation::kMaxSharedBytesOfHopper;
   }
   return RUN_ALL_TESTS();

@@ -54,7 +54,7 @@ TEST(AttendForward, Scales) {
       Call call({dtype, 140, 140});
       call.in.scale = scale;
       call.params.scale_log2 = scale_log2(call.in);
-      call.params.chunk_size = 100;
+      call.attend_causally(100);
       call.run();
       expect_close(call, causal_keys(0, 100), "scale");
     }
@@ -65,8 +65,7 @@ TEST(AttendForward, Scales) {
 TEST(AttendForward, RowRange) {
   for (const DType dtype : kDTypes) {
     Call call({dtype, 100, 120}, 20);
-    call.params.row_begin = 60;
-    call.params.rows = 30;
+    call.params.rows = {.begin = 60, .count = 30, .past = 20};
     call.run();
     const Expected expected = attend(call.in, causal_keys(20, 0));
     const std::vector<double> out = call.out_numbers();
@@ -127,9 +126,13 @@ TEST(AttendForward, OrderOfThreadsDoesNotMatter) {
   }
 }
 
+TEST(AttendForward, PositionsOutsideOfTheHistoryAreAbsent) {
+  for (const DType dtype : kDTypes) check_positions_outside(dtype);
+}
+
 TEST(AttendForward, NothingToDo) {
   Call call({DType::kBFloat16, 5, 5});
-  call.params.rows = 0;
+  call.params.rows.count = 0;
   call.run();
   EXPECT_EQ(call.lse, std::vector<float>(5, kUntouched));
 }

@@ -2,8 +2,6 @@
 // takes several tiles of rows, against attention in float64.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-
 #include "cuda_emulation/counters.h"
 #include "kernels/cuda/attend_calls.h"
 #include "kernels/cuda/attend_forward_sm90.h"
@@ -60,8 +58,7 @@ TEST(AttendForwardSm90, RingsGoRound) {
 TEST(AttendForwardSm90, RowRangeWithoutLse) {
   Call call({DType::kBFloat16, 100, 120}, 20);
   call.params.out = call.out.view();
-  call.params.row_begin = 60;
-  call.params.rows = 30;
+  call.params.rows = {.begin = 60, .count = 30, .past = 20};
   ASSERT_EQ(launch_tested(call.params), cudaSuccess);
   const Expected expected = attend(call.in, causal_keys(20, 0));
   const double tolerance = out_tolerance(DType::kBFloat16, expected);
@@ -103,9 +100,13 @@ TEST(AttendForwardSm90, OrderOfThreadsDoesNotMatter) {
   expect_reproducible([&] { return run_chunks(x, sets, recall); });
 }
 
+TEST(AttendForwardSm90, PositionsOutsideOfTheHistoryAreAbsent) {
+  check_positions_outside(DType::kBFloat16);
+}
+
 TEST(AttendForwardSm90, NothingToDo) {
   Call call({DType::kBFloat16, 5, 5});
-  call.params.rows = 0;
+  call.params.rows.count = 0;
   call.run();
   EXPECT_EQ(call.lse, std::vector<float>(5, kUntouched));
 }
@@ -124,14 +125,6 @@ TEST(AttendForwardSm90, OtherInputsAreForTheOtherKernel) {
   refused({DType::kFloat32, 2, 2}, 1.0F);
   refused({DType::kFloat16, 2, 2}, 0.0F);
   refused({DType::kFloat16, 2, 2}, -1.0F);
-}
-
-TEST(AttendForwardSm90, OnlyByRequest) {
-  unsetenv("H2O_PREFILL_CUDA_SM90");
-  EXPECT_FALSE(use_attend_forward_sm90());
-  setenv("H2O_PREFILL_CUDA_SM90", "1", 1);
-  EXPECT_TRUE(use_attend_forward_sm90());
-  unsetenv("H2O_PREFILL_CUDA_SM90");
 }
 
 }  // namespace

@@ -25,8 +25,7 @@ struct Call {
     params.query = in.query.view();
     params.key = in.key.view();
     params.scale_log2 = scale_log2(in);
-    params.rows = shape.rows;
-    params.past = shape.keys - shape.rows;
+    params.rows = {.begin = 0, .count = shape.rows, .past = shape.keys - shape.rows};
     params.sums_stride = sums_of_head;
   }
 
@@ -68,7 +67,7 @@ void check_causal(const CausalCase& x, bool with_partial) {
       },
       x.reduce_max, x.skipped);
   call.lse = expected.lse;
-  call.params.chunk_size = x.chunk_size;
+  call.params.causal = {.begin = past, .count = shape.rows, .chunk_size = x.chunk_size};
   call.params.reduce_max = x.reduce_max;
   call.run(with_partial);
   double total = 0.0;
@@ -148,8 +147,7 @@ std::vector<float> check_gathered(const GatheredCase& x, bool with_partial) {
       x.reduce_max, no_row);
   call.lse = expected.lse;
   call.params.gathered = true;
-  call.params.indices = sets.data();
-  call.params.width = x.width;
+  call.params.memory = {.positions = sets.data(), .width = x.width};
   call.params.scatter_add = x.scatter_add;
   call.params.reduce_max = x.reduce_max;
   call.run(with_partial);
@@ -226,14 +224,32 @@ TEST(ColumnSums, PartialSumsAreForFewKeys) {
   few.params.gathered = true;
   few.params.query.heads = 32;
   few.params.key.heads = 8;
-  few.params.rows = 1024;
-  few.params.width = 512;
+  few.params.rows.count = 1024;
+  few.params.memory.width = 512;
   // 8 KV heads and 4 key tiles, by 4 heads and 2 parts of the rows: 256 blocks.
   EXPECT_EQ(column_sums_partial_floats(few.params), 32 * 2 * 512);
   few.params.gathered = false;
-  few.params.chunk_size = 1024;
-  few.params.rows = 32768;
+  few.params.rows.count = 32768;
+  few.params.causal = {.begin = 0, .count = 32768, .chunk_size = 1024};
   EXPECT_EQ(column_sums_partial_floats(few.params), 0);
+}
+
+TEST(ColumnSums, PositionsOutsideOfTheHistoryAreAbsent) {
+  for (const DType dtype : kDTypes) {
+    for (const bool scatter_add : {false, true}) {
+      const AttentionShape shape{dtype, 40, 90};
+      const auto run = [&](const std::vector<int32_t>& set) {
+        Call call(shape, 90);
+        call.lse.assign(shape.heads * shape.rows, 1.0F);
+        call.params.gathered = true;
+        call.params.memory = {.positions = set.data(), .width = static_cast<int64_t>(set.size())};
+        call.params.scatter_add = scatter_add;
+        call.run(false);
+        return call.sums;
+      };
+      EXPECT_EQ(run({3, 40, 90, 2147483647}), run({3, 40, -1, -1}));
+    }
+  }
 }
 
 TEST(ColumnSums, NothingToDo) {

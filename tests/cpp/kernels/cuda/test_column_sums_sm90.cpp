@@ -1,8 +1,6 @@
 // The column-sum kernel of sm_90a on the emulation against softmax weights in float64.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-
 #include "cuda_emulation/counters.h"
 #include "cuda_emulation/scheduler.h"
 #include "kernels/cuda/attention.h"
@@ -35,12 +33,10 @@ class Launch {
     params_.query = in_.query.view();
     params_.key = in_.key.view();
     params_.scale_log2 = scale_log2(in_);
-    params_.rows = shape.rows;
-    params_.past = shape.keys - shape.rows;
-    params_.chunk_size = x.chunk_size;
+    params_.rows = {.begin = 0, .count = shape.rows, .past = past()};
     params_.gathered = x.width > 0;
-    params_.indices = sets_.data();
-    params_.width = x.width;
+    params_.causal = {.begin = past(), .count = shape.rows, .chunk_size = x.chunk_size};
+    params_.memory = {.positions = sets_.data(), .width = x.width};
     params_.sums_stride = by_position() ? shape.keys : x.width;
     params_.scatter_add = x.scatter_add;
     params_.reduce_max = x.reduce_max;
@@ -73,17 +69,18 @@ class Launch {
   const ColumnSumsParams& params() const { return params_; }
 
  private:
+  int64_t past() const { return x_.shape.keys - x_.shape.rows; }
   bool by_position() const { return !params_.gathered || x_.scatter_add; }
   int64_t sets() const { return x_.shape.batch * x_.shape.kv_heads; }
 
   std::vector<int64_t> visible(int64_t set, int64_t t) const {
     if (params_.gathered) return members(sets_, set, x_.width);
-    return range(params_.past + t / x_.chunk_size * x_.chunk_size, params_.past + t + 1);
+    return range(past() + t / x_.chunk_size * x_.chunk_size, past() + t + 1);
   }
 
   double expected_entry(int64_t set, int64_t j) const {
     const double* const of_set = expected_.sums.data() + set * x_.shape.keys;
-    if (!params_.gathered) return j < params_.past ? kBefore : of_set[j];
+    if (!params_.gathered) return j < past() ? kBefore : of_set[j];
     if (x_.scatter_add) return kBefore + of_set[j];
     const int32_t position = sets_[set * x_.width + j];
     return position < 0 ? 0.0 : of_set[position];
@@ -200,9 +197,9 @@ TEST(ColumnSumsSm90, WorkspaceIsThatOfTheOtherKernelOrLess) {
       params.key.heads = kv_heads;
       params.query.heads = kv_heads * 4;
       for (const int64_t rows : {1, 64, 130, 320, 1000, 1024, 5000, 32768}) {
-        params.rows = rows;
-        params.width = rows / 2;
-        params.chunk_size = 1024;
+        params.rows.count = rows;
+        params.memory.width = rows / 2;
+        params.causal = {.begin = 0, .count = rows, .chunk_size = 1024};
         const int64_t floats = column_sums_sm90_partial_floats(params);
         EXPECT_LE(floats, column_sums_partial_floats(params)) << rows << " rows";
         with_workspace += floats > 0;
@@ -219,16 +216,6 @@ TEST(ColumnSumsSm90, OtherInputsAreForTheOtherKernel) {
     EXPECT_EQ(launch_column_sums_sm90(wide.params(), nullptr), cudaErrorInvalidValue);
   }
   EXPECT_FALSE(has_column_sums_sm90(Launch({.shape = {DType::kFloat32, 2, 2}}).params()));
-}
-
-TEST(ColumnSumsSm90, OnlyByRequest) {
-  unsetenv("H2O_PREFILL_CUDA_SM90");
-  EXPECT_FALSE(use_column_sums_sm90());
-  setenv("H2O_PREFILL_CUDA_SM90", "0", 1);
-  EXPECT_FALSE(use_column_sums_sm90());
-  setenv("H2O_PREFILL_CUDA_SM90", "1", 1);
-  EXPECT_TRUE(use_column_sums_sm90());
-  unsetenv("H2O_PREFILL_CUDA_SM90");
 }
 
 }  // namespace

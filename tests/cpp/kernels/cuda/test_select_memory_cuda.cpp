@@ -87,11 +87,16 @@ void check(const Problem& p) {
                << p.chunk_begin << ", " << p.chunk_end << "), L " << p.local_window << ", H "
                << p.heavy_budget << ", K " << p.sink_tokens);
   std::vector<int32_t> selected(p.heads * p.width(), -7);
-  ASSERT_EQ(launch_select_memory({p.scores.data(), p.stride(), p.scores_length, p.memory.data(),
-                                  p.old_width, selected.data(), p.heads, p.chunk_begin, p.chunk_end,
-                                  p.local_window, p.heavy_budget, p.sink_tokens},
-                                 nullptr),
-            cudaSuccess);
+  const SelectMemoryParams params{.units = p.heads,
+                                  .from = {.positions = p.memory.data(), .width = p.old_width},
+                                  .scores = p.scores.data(),
+                                  .scores_stride = p.stride(),
+                                  .scores_length = p.scores_length,
+                                  .chunk_begin = p.chunk_begin,
+                                  .chunk_end = p.chunk_end,
+                                  .budget = {p.local_window, p.heavy_budget, p.sink_tokens},
+                                  .selected = selected.data()};
+  ASSERT_EQ(launch_select_memory(params, nullptr), cudaSuccess);
   for (int64_t head = 0; head < p.heads; ++head) {
     const std::vector<int32_t> of_head(selected.begin() + head * p.width(),
                                        selected.begin() + (head + 1) * p.width());

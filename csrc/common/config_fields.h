@@ -1,0 +1,45 @@
+// The fields of PrefillConfig as a table: their names, and the smallest value of each number.
+#pragma once
+
+#include <limits>
+#include <tuple>
+
+#include "h2o_prefill/config.h"
+
+namespace h2o_prefill {
+
+template <typename T>
+struct ConfigField {
+  const char* name;
+  T PrefillConfig::* member;
+  int64_t least = 0;  // of a number, or of each number of a list
+};
+
+inline constexpr auto kConfigFields =
+    std::make_tuple(ConfigField{"chunk_size", &PrefillConfig::chunk_size, 1},
+                    ConfigField{"local_window", &PrefillConfig::local_window},
+                    ConfigField{"heavy_budget", &PrefillConfig::heavy_budget},
+                    ConfigField{"sink_tokens", &PrefillConfig::sink_tokens},
+                    ConfigField{"dense_tail", &PrefillConfig::dense_tail},
+                    ConfigField{"dense_layers", &PrefillConfig::dense_layers},
+                    ConfigField{"wide_layers", &PrefillConfig::wide_layers},
+                    ConfigField{"wide_factor", &PrefillConfig::wide_factor, 1},
+                    ConfigField{"gqa_reduce", &PrefillConfig::gqa_reduce},
+                    ConfigField{"min_prefill", &PrefillConfig::min_prefill, 1},
+                                    ConfigField{"recall", &PrefillConfig::recall},
+                    ConfigField{"recall_block", &PrefillConfig::recall_block, 1},
+                    ConfigField{"recall_suffix", &PrefillConfig::recall_suffix, 1},
+                    ConfigField{"recall_span", &PrefillConfig::recall_span, 1},
+                    ConfigField{"recall_max_count", &PrefillConfig::recall_max_count, 1},
+    ConfigField{"block_diagonal", &PrefillConfig::block_diagonal});
+
+// Sizes are positions or counts of them, which are int32 in every list.
+inline constexpr int64_t kLargestSetting = std::numeric_limits<int32_t>::max();
+
+// Calls visit(field) for each, in order.
+template <typename Visit>
+void for_each_field(const Visit& visit) {
+  std::apply([&](const auto&... fields) { (visit(fields), ...); }, kConfigFields);
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,112 @@
+// The adapters between the dispatcher and what implements sparse prefill on a device. Each takes
+// the arguments of an op's schema, makes a PrefillRequest of them, checks it, and hands it on; the
+// schemas are in ops/. Nothing else lists these arguments.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+
+#include "common/prefill_request.h"
+
+namespace h2o_prefill {
+
+// Attends as the request says and updates its scores and memory. Returns [B, Hq, T, Dv].
+using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
+
+// The implementation of dense_attention.
+using DenseAttention = at::Tensor (*)(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      std::optional<double> scale);
+
+// What a schema has as three optional tensors.
+inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
+                                const std::optional<at::Tensor>& positions,
+                                const std::optional<at::Tensor>& visible_from) {
+  return {.offsets = offsets.value_or(at::Tensor()),
+          .positions = positions.value_or(at::Tensor()),
+          .visible_from = visible_from.value_or(at::Tensor())};
+}
+
+// h2o_prefill::chunked_sparse_attention
+template <SparseAttention attend>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
+    const std::optional<at::Tensor>& recall_offsets,
+    const std::optional<at::Tensor>& recall_positions,
+    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
+    int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens,
+    int64_t dense_tail, std::string_view gqa_reduce, int64_t recall_block,
+    std::optional<double> scale) {
+  PrefillRequest request{
+      .query = q,
+      .key = k,
+      .value = v,
+      .start = memory.value_or(at::Tensor()),
+      .last_chunk_begin = last_chunk_begin,
+      .recall = recall_lists(recall_offsets, recall_positions, recall_visible_from),
+      .settings = {.chunk_size = chunk_size,
+                   .local_window = local_window,
+                   .heavy_budget = heavy_budget,
+                   .sink_tokens = sink_tokens,
+                   .dense_tail = dense_tail,
+                   .gqa_reduce = std::string(gqa_reduce),
+                   .recall_block = recall_block},
+      .softmax_scale = scale};
+  request.check();
+  request.take_copies(scores, memory, /*keep=*/request.is_empty());
+  at::Tensor out = request.is_empty() ? request.empty_out() : attend(request);
+  return {std::move(out), std::move(request.scores), std::move(request.memory)};
+}
+
+// h2o_prefill::prefill_attention
+template <SparseAttention attend, DenseAttention attend_densely>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> prefill_attention_entry(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
+    const std::optional<at::Tensor>& recall_offsets,
+    const std::optional<at::Tensor>& recall_positions,
+    const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin, int64_t layer,
+    std::string_view settings, std::optional<double> scale) {
+  PrefillRequest request{
+      .query = q,
+      .key = k,
+      .value = v,
+      .start = memory.value_or(at::Tensor()),
+      .last_chunk_begin = last_chunk_begin,
+      .recall = recall_lists(recall_offsets, recall_positions, recall_visible_from),
+      .settings = layer_settings(settings, layer),
+      .softmax_scale = scale};
+  request.check();
+  const bool is_sparse = request.settings.is_sparse(layer, request.past(), request.length());
+  request.take_copies(scores, memory, /*keep=*/!is_sparse);
+  at::Tensor out = request.is_empty() ? request.empty_out()
+                   : is_sparse        ? attend(request)
+                                      : attend_densely(q, k, v, scale);
+  return {std::move(out), std::move(request.scores), std::move(request.memory)};
+}
+
+// h2o_prefill::prefill_attention_
+template <SparseAttention attend, DenseAttention attend_densely>
+at::Tensor prefill_attention_in_place_entry(const at::Tensor& q, const at::Tensor& k,
+                                            const at::Tensor& v, at::Tensor& cache_key,
+                                            at::Tensor& cache_value, at::Tensor& scores,
+                                            at::Tensor& memory, const at::Tensor& position,
+                                            const std::optional<at::Tensor>& recall_offsets,
+                                            const std::optional<at::Tensor>& recall_positions,
+                                            const std::optional<at::Tensor>& recall_visible_from,
+                                            int64_t layer, std::string_view settings,
+                                            std::optional<double> scale) {
+  const PlacedCall call = place_call(
+      q, k, v, {cache_key, cache_value, scores, memory}, position,
+      recall_lists(recall_offsets, recall_positions, recall_visible_from), layer, settings, scale);
+  const PrefillRequest& request = call.request;
+  if (request.is_empty()) return request.empty_out();
+  return call.is_sparse ? attend(request)
+                        : attend_densely(request.query, request.key, request.value, scale);
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,260 @@
+#include "common/prefill_request.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/checks.h"
+#include "common/rules.h"
+#include "common/tensors.h"
+
+namespace h2o_prefill {
+namespace {
+
+// Lists of recalled keys on the host. A bad offset or position would read outside of the history; a
+// position twice in a block would count twice.
+void check_recall_values(const RecallLists& lists, int64_t total) {
+  const auto offsets = lists.offsets.contiguous();
+  const auto positions = lists.positions.contiguous();
+  const auto visible_from = lists.visible_from.contiguous();
+  const int32_t* const offset = offsets.const_data_ptr<int32_t>();
+  const int32_t* const position = positions.const_data_ptr<int32_t>();
+  const int32_t* const visible = visible_from.const_data_ptr<int32_t>();
+  const int64_t blocks = offsets.size(0) - 1;
+  const int64_t entries = positions.size(0);
+  TORCH_CHECK_VALUE(
+      offset[0] == 0 && offset[blocks] == entries && std::is_sorted(offset, offset + blocks + 1),
+      "recall_offsets must rise from 0 to the number of recalled positions, ", entries,
+      "; do the recall lists belong to another call?");
+  at::parallel_for(0, blocks, /*grain_size=*/64, [&](int64_t first, int64_t last) {
+    std::vector<int32_t> listed(total, -1);  // the last block that lists a position
+    for (int64_t block = first; block < last; ++block) {
+      for (int32_t i = offset[block]; i < offset[block + 1]; ++i) {
+        TORCH_CHECK_VALUE(position[i] >= 0 && position[i] < total,
+                          "recall_positions must be in [0, ", total, "), got ", position[i],
+                          "; do the recall lists belong to another call?");
+        TORCH_CHECK_VALUE(listed[position[i]] != block,
+                          "recall_positions must name a position once a block, got ", position[i],
+                          " twice in block ", block);
+        TORCH_CHECK_VALUE(i == offset[block] || visible[i - 1] <= visible[i],
+                          "recall_visible_from must rise inside a block, got ", visible[i],
+                          " behind ", visible[i - 1]);
+        listed[position[i]] = static_cast<int32_t>(block);
+      }
+    }
+  });
+}
+
+void check_recall_lists(const PrefillRequest& request) {
+  const RecallLists& lists = request.recall;
+  const bool any =
+      lists.offsets.defined() || lists.positions.defined() || lists.visible_from.defined();
+  if (!any) return;
+  TORCH_CHECK_VALUE(
+      lists.offsets.defined() && lists.positions.defined() && lists.visible_from.defined(),
+      "recall_offsets, recall_positions and recall_visible_from must be given together");
+  check_recall_block(request.settings.chunk_size, request.settings.recall_block);
+  const auto check_list = [&](const char* name, const at::Tensor& list) {
+    check_dims(name, list, 1);
+    check_dtype(name, list, at::kInt);
+    // The host finds them (see lexical_recall); a kernel of another device copies them.
+    if (!list.is_cpu()) check_device(name, list, request.query, "q");
+  };
+  check_list("recall_offsets", lists.offsets);
+  check_list("recall_positions", lists.positions);
+  check_list("recall_visible_from", lists.visible_from);
+  const int64_t offsets = request.query.size(0) * request.recall_blocks() + 1;
+  TORCH_CHECK_VALUE(lists.offsets.size(0) == offsets, "recall_offsets must have ", offsets,
+                    " entries, one a block of ", request.settings.recall_block,
+                    " rows and batch row and one more, got ", lists.offsets.size(0),
+                    "; do the recall lists belong to another call?");
+  check_size("recall_visible_from", lists.visible_from, 0, lists.positions.size(0),
+             "one entry a position");
+  if (lists.offsets.is_cpu() && lists.positions.is_cpu() && lists.visible_from.is_cpu()) {
+    check_recall_values(lists, request.total());
+  }
+}
+
+void check_buffer(const char* name, const at::Tensor& buffer, const at::Tensor& x) {
+  check_dims(name, buffer, 4);
+  check_same_kind(name, buffer, x, "q");
+  check_size(name, buffer, 0, x.size(0), "the batch size");
+  check_size(name, buffer, 1, x.size(1), "the KV heads");
+  check_size(name, buffer, 3, x.size(3), "the head dim");
+}
+
+// Room for k and v behind `past` tokens.
+void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const PrefillBuffers& buffers, int64_t past) {
+  check_qkv(q, k, v);
+  check_size("k", k, 2, q.size(2), "the length of q");
+  check_buffer("cache_key", buffers.key, k);
+  check_buffer("cache_value", buffers.value, v);
+  const int64_t capacity = buffers.key.size(2);
+  check_size("cache_value", buffers.value, 2, capacity, "the capacity of cache_key");
+  TORCH_CHECK_VALUE(past <= capacity && q.size(2) <= capacity - past,
+                    "cache_key must have room for the tokens before the call, ", past,
+                    ", and its own, ", q.size(2), ", got a capacity of ", capacity);
+  check_per_kv_head("scores", buffers.scores, k);
+  check_dtype("scores", buffers.scores, accumulate_type(q));
+  check_device("scores", buffers.scores, q, "q");
+}
+
+// What a sparse call writes besides.
+void check_state_buffers(const PrefillRequest& request) {
+  TORCH_CHECK_VALUE(request.scores.is_contiguous() && request.scores.size(2) >= request.total(),
+                    "scores must be contiguous with room for ", request.total(),
+                    " tokens, got shape ", request.scores.sizes());
+  check_per_kv_head("memory", request.memory, request.key);
+  check_dtype("memory", request.memory, at::kInt);
+  check_device("memory", request.memory, request.query, "q");
+  TORCH_CHECK_VALUE(
+      request.memory.is_contiguous() && request.memory.size(2) >= request.budget().width(),
+      "memory must be contiguous with room for K + L + H positions (", request.budget().width(),
+      "), got shape ", request.memory.sizes());
+}
+
+// Rows from `begin` on become x, unless x is these rows already.
+void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
+  const auto rows = buffer.narrow(2, begin, x.size(2));
+  if (rows.const_data_ptr() == x.const_data_ptr() && rows.strides() == x.strides()) return;
+  rows.copy_(x);
+}
+
+}  // namespace
+
+double PrefillRequest::scale() const { return scale_or_default(softmax_scale, query.size(3)); }
+
+int64_t PrefillRequest::recall_blocks() const {
+  return (length() + settings.recall_block - 1) / settings.recall_block;
+}
+
+at::Tensor PrefillRequest::empty_out() const {
+  return empty_heads(query.size(0), query.size(1), length(), value.size(3), query);
+}
+
+void PrefillRequest::check() const {
+  settings.check();
+  check_qkv(query, key, value);
+  TORCH_CHECK_VALUE(past() >= 0, "k must hold the call's tokens, so be at least as long as q (",
+                    length(), "), got ", total());
+  TORCH_CHECK_VALUE(last_chunk_begin >= 0 && last_chunk_begin <= past(),
+                    "last_chunk_begin must be in [0, ", past(),
+                    "], the tokens before this call, got ", last_chunk_begin);
+  if (start.defined()) check_memory_sets("memory", start, key, past());
+  check_recall_lists(*this);
+}
+
+void PrefillRequest::take_copies(const std::optional<at::Tensor>& earlier_scores,
+                                 const std::optional<at::Tensor>& earlier_memory, bool keep) {
+  if (earlier_scores) {
+    check_per_kv_head("scores", *earlier_scores, key);
+    check_dtype("scores", *earlier_scores, accumulate_type(query));
+    check_device("scores", *earlier_scores, query, "q");
+    TORCH_CHECK_VALUE(earlier_scores->size(2) <= total(), "scores must not be longer than k (",
+                      total(), "), got ", earlier_scores->size(2));
+  }
+  const int64_t known = earlier_scores ? std::min(earlier_scores->size(2), past()) : 0;
+  const int64_t wanted = keep ? total() : past();
+  scores =
+      at::empty({key.size(0), key.size(1), total()}, query.options().dtype(accumulate_type(query)));
+  if (known > 0) scores.narrow(2, 0, known).copy_(earlier_scores->narrow(2, 0, known));
+  if (known < wanted) scores.narrow(2, known, wanted - known).zero_();
+
+  const int64_t width = budget().width();
+  const auto options = query.options().dtype(at::kInt);
+  if (keep && earlier_memory && past() > 0) {
+    memory = at::constant_pad_nd(*earlier_memory, {0, width - earlier_memory->size(2)}, -1);
+  } else if (keep) {
+    memory = at::full({key.size(0), key.size(1), width}, -1, options);
+  } else {
+    memory = at::empty({key.size(0), key.size(1), width}, options);
+  }
+}
+
+RecallView PrefillRequest::recall_view(const RecallLists& lists) const {
+  if (!lists.offsets.defined()) return {};
+  return {.offsets = lists.offsets.const_data_ptr<int32_t>(),
+          .positions = lists.positions.const_data_ptr<int32_t>(),
+          .visible_from = lists.visible_from.const_data_ptr<int32_t>(),
+          .entries = lists.positions.size(0),
+          .block = settings.recall_block,
+          .blocks = recall_blocks()};
+}
+
+PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const PrefillBuffers& buffers, const at::Tensor& position,
+                      const RecallLists& recall, int64_t layer, std::string_view settings,
+                      std::optional<double> scale) {
+  const PrefillConfig config = layer_settings(settings, layer);
+  const auto [past, last_chunk_begin] = Position::read(position);
+  check_buffers(q, k, v, buffers, past);
+  const int64_t length = q.size(2);
+  PlacedCall call{.is_sparse = config.is_sparse(layer, past, length),
+                  .request = {.query = q,
+                              .key = buffers.key.narrow(2, 0, past + length),
+                              .value = buffers.value.narrow(2, 0, past + length),
+                              .scores = buffers.scores,
+                              .memory = buffers.memory,
+                              .last_chunk_begin = last_chunk_begin,
+                              .softmax_scale = scale}};
+  if (call.is_sparse) {
+    call.request.settings = config;
+    call.request.recall = recall;
+    if (past > 0) call.request.start = buffers.memory;
+    check_state_buffers(call.request);
+    call.request.check();
+  }
+  write_rows(buffers.key, past, k);
+  write_rows(buffers.value, past, v);
+  if (const int64_t scored = std::min(past + length, buffers.scores.size(2));
+      !call.is_sparse && scored > past) {
+    buffers.scores.narrow(2, past, scored - past).zero_();
+  }
+  return call;
+}
+
+Position Position::read(const at::Tensor& position) {
+  check_dims("position", position, 1);
+  check_dtype("position", position, at::kLong);
+  TORCH_CHECK_VALUE(position.is_cpu() && position.size(0) == 2,
+                    "position must be int64 [2] on the CPU: the tokens so far, and where the last "
+                    "sparse chunk began; got ",
+                    describe(position));
+  const int64_t* const values = position.const_data_ptr<int64_t>();
+  const Position read{values[0], values[position.stride(0)]};
+  TORCH_CHECK_VALUE(read.past >= 0 && read.last_chunk_begin >= 0,
+                    "position must not be negative, got ", read.past, " and ",
+                    read.last_chunk_begin);
+  return read;
+}
+
+std::shared_ptr<const PrefillConfig> read_settings(std::string_view text) {
+  // A model has a few texts; what makes up new ones all the time must not fill memory.
+  constexpr size_t kMostTexts = 64;
+  static std::mutex mutex;
+  static std::map<std::string, std::shared_ptr<const PrefillConfig>, std::less<>> known;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = known.find(text); found != known.end()) return found->second;
+  }
+  auto config = std::make_shared<const PrefillConfig>(PrefillConfig::parse(text));
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (known.size() >= kMostTexts) known.clear();
+  known.emplace(text, config);
+  return config;
+}
+
+PrefillConfig layer_settings(std::string_view text, int64_t layer) {
+  check_at_least("layer", layer, 0);
+  return read_settings(text)->of_layer(layer);
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,102 @@
+// One layer's sparse prefill of one call, as every implementation gets it: checked tensors, the
+// state to read and to write in place, recalled keys, settings.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string_view>
+
+#include "h2o_prefill/config.h"
+#include "h2o_prefill/ops.h"
+#include "kernels/key_sets.h"
+
+namespace h2o_prefill {
+
+struct PrefillRequest {
+  at::Tensor query;  // [B, Hq, T, D]
+  at::Tensor key;    // [B, Hkv, T_total, D], the history, which ends with the call's tokens
+  at::Tensor value;  // [B, Hkv, T_total, Dv]
+
+  // [B, Hkv, T_total or more], contiguous. Those of earlier positions come in, 0 where there is
+  // none; those of all positions go out.
+  at::Tensor scores = {};
+  // int32 [B, Hkv, any]: the sets that the last chunk attended to; undefined: there was none.
+  at::Tensor start = {};
+  // int32 [B, Hkv, budget().width() or more], contiguous: takes the sets that the call's last chunk
+  // attended to, and -1 behind them and where there is none. May be `start`.
+  at::Tensor memory = {};
+  int64_t last_chunk_begin = 0;
+
+  RecallLists recall = {};
+  PrefillConfig settings = {};  // of the layer
+  std::optional<double> softmax_scale = {};
+
+  int64_t length() const { return query.size(2); }
+  int64_t total() const { return key.size(2); }
+  int64_t past() const { return total() - length(); }
+  int64_t units() const { return key.size(0) * key.size(1); }
+  MemoryBudget budget() const {
+    return {settings.local_window, settings.heavy_budget, settings.sink_tokens};
+  }
+  bool reduce_max() const { return settings.gqa_reduce == "max"; }
+  double scale() const;
+
+  // The most rows of a chunk, and the most positions between two selections.
+  int64_t largest_chunk() const { return std::min(settings.chunk_size, length()); }
+  int64_t largest_step() const { return std::max(largest_chunk(), past() - last_chunk_begin); }
+  // Whether any chunk has something before it, so that memory sets are selected.
+  bool selects() const { return past() > 0 || length() > settings.chunk_size; }
+  // Queries at the end of the call that attend to every key.
+  int64_t tail() const { return std::min(settings.dense_tail, length()); }
+  bool recalls() const { return recall.offsets.defined(); }
+  int64_t recall_blocks() const;
+
+  // Without rows there is nothing to attend with.
+  bool is_empty() const { return query.numel() == 0; }
+  at::Tensor empty_out() const;
+
+  // Throws c10::ValueError if a tensor, a list or a setting is wrong. `scores` and `memory` are
+  // looked at by whoever provides them.
+  void check() const;
+
+  // Gives the call its own scores and memory, which continue `earlier`. Throws c10::ValueError if
+  // that does not belong to the call. keep: nothing will attend sparsely, so that the sets are
+  // handed on in the width of these settings, and new positions have score 0.
+  void take_copies(const std::optional<at::Tensor>& earlier_scores,
+                   const std::optional<at::Tensor>& earlier_memory, bool keep);
+
+  // The lists as kernels read them. lists: on the kernels' device, contiguous.
+  RecallView recall_view(const RecallLists& lists) const;
+};
+
+// A call of prefill_attention_: its keys and values are in the buffers, and the request names those
+// of the whole history.
+struct PlacedCall {
+  bool is_sparse;
+  PrefillRequest request;
+};
+
+// Checks the arguments, writes k and v into the buffers, and sets the scores of a dense call's
+// tokens to 0.
+PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const PrefillBuffers& buffers, const at::Tensor& position,
+                      const RecallLists& recall, int64_t layer, std::string_view settings,
+                      std::optional<double> scale);
+
+// What the position of prefill_attention_ holds: int64 [2] on the CPU.
+struct Position {
+  int64_t past;              // tokens before the call
+  int64_t last_chunk_begin;  // where the last sparse chunk began
+
+  // Throws c10::ValueError if the tensor is something else, or one of them negative.
+  static Position read(const at::Tensor& position);
+};
+
+// What a text stands for. Texts that were seen before are not read again.
+std::shared_ptr<const PrefillConfig> read_settings(std::string_view text);
+PrefillConfig layer_settings(std::string_view text, int64_t layer);
+
+}  // namespace h2o_prefill

@@ -1,0 +1,83 @@
+#include "common/rules.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/ScalarType.h>
+
+#include <sstream>
+
+namespace h2o_prefill {
+
+std::string dtype_name(at::ScalarType type) { return c10::getDtypeNames(type).first; }
+
+std::string describe(const at::Tensor& t) {
+  if (!t.defined()) return "none";
+  std::ostringstream text;
+  text << t.sizes() << ' ' << dtype_name(t.scalar_type()) << " on " << t.device();
+  return text.str();
+}
+
+void check_at_least(const char* name, int64_t value, int64_t least) {
+  TORCH_CHECK_VALUE(value >= least, name, " must be >= ", least, ", got ", value);
+}
+
+void check_layer(int64_t layer, int64_t num_layers) {
+  TORCH_CHECK_VALUE(layer >= 0 && layer < num_layers, "layer must be in [0, ", num_layers,
+                    "), got ", layer);
+}
+
+void check_gqa_reduce(std::string_view gqa_reduce) {
+  TORCH_CHECK_VALUE(gqa_reduce == "sum" || gqa_reduce == "max",
+                    "gqa_reduce must be \"sum\" or \"max\", got \"", gqa_reduce, "\"");
+}
+
+void check_recall_block(int64_t chunk_size, int64_t recall_block) {
+  TORCH_CHECK_VALUE(chunk_size % recall_block == 0,
+                    "chunk_size must be a multiple of recall_block, got ", chunk_size, " and ",
+                    recall_block);
+}
+
+void check_dims(const char* name, const at::Tensor& t, int64_t dims) {
+  TORCH_CHECK_VALUE(t.defined(), name, " must be a tensor with ", dims, " dimensions, got none");
+  TORCH_CHECK_VALUE(t.dim() == dims, name, " must have ", dims, " dimensions, got shape ",
+                    t.sizes());
+}
+
+void check_size(const char* name, const at::Tensor& t, int64_t dim, int64_t size,
+                const char* rule) {
+  TORCH_CHECK_VALUE(t.size(dim) == size, name, " must have ", rule, " (", size, ") in dimension ",
+                    dim, ", got shape ", t.sizes());
+}
+
+void check_dtype(const char* name, const at::Tensor& t, at::ScalarType type) {
+  TORCH_CHECK_VALUE(t.scalar_type() == type, name, " must be ", dtype_name(type), ", got ",
+                    dtype_name(t.scalar_type()));
+}
+
+void check_float(const char* name, const at::Tensor& t) {
+  const auto type = t.scalar_type();
+  TORCH_CHECK_VALUE(
+      type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble, name,
+      " must be float32, bfloat16, float16 or float64, got ", dtype_name(type));
+}
+
+void check_device(const char* name, const at::Tensor& t, const at::Tensor& other, const char* of) {
+  TORCH_CHECK_VALUE(t.device() == other.device(), name, " must be on the device of ", of, " (",
+                    other.device(), "), got ", t.device());
+}
+
+void check_same_kind(const char* name, const at::Tensor& t, const at::Tensor& other,
+                     const char* of) {
+  TORCH_CHECK_VALUE(t.scalar_type() == other.scalar_type() && t.device() == other.device(), name,
+                    " must have dtype and device of ", of, " (", dtype_name(other.scalar_type()),
+                    " on ", other.device(), "), got ", dtype_name(t.scalar_type()), " on ",
+                    t.device());
+}
+
+void check_inference_only(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(!(at::GradMode::is_enabled() && t.requires_grad()), name,
+                    " must not require a gradient while gradients are on: sparse prefill is for "
+                    "inference, call it under torch.no_grad() or torch.inference_mode(), or detach "
+                    "the input");
+}
+
+}  // namespace h2o_prefill

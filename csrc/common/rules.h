@@ -1,0 +1,40 @@
+// The rules that arguments of operators and classes share. Every error is a c10::ValueError that
+// names the argument, the rule and what came.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace h2o_prefill {
+
+// "float16", "int64", ...: as torch prints them.
+std::string dtype_name(at::ScalarType type);
+
+// "[2, 3] int64 on cpu", or "none" for an undefined tensor.
+std::string describe(const at::Tensor& t);
+
+void check_at_least(const char* name, int64_t value, int64_t least);
+void check_layer(int64_t layer, int64_t num_layers);
+void check_gqa_reduce(std::string_view gqa_reduce);
+void check_recall_block(int64_t chunk_size, int64_t recall_block);
+
+void check_dims(const char* name, const at::Tensor& t, int64_t dims);
+void check_size(const char* name, const at::Tensor& t, int64_t dim, int64_t size, const char* rule);
+void check_dtype(const char* name, const at::Tensor& t, at::ScalarType type);
+
+// float32, bfloat16, float16 or float64.
+void check_float(const char* name, const at::Tensor& t);
+
+// Device, or dtype and device, of another tensor, which `of` describes.
+void check_device(const char* name, const at::Tensor& t, const at::Tensor& other, const char* of);
+void check_same_kind(const char* name, const at::Tensor& t, const at::Tensor& other,
+                     const char* of);
+
+// What is stored has no gradient, and must not look as if it had.
+void check_inference_only(const char* name, const at::Tensor& t);
+
+}  // namespace h2o_prefill

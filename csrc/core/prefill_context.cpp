@@ -1,0 +1,195 @@
+#include "h2o_prefill/prefill_context.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <string>
+
+#include "common/rules.h"
+#include "core/state_header.h"
+
+namespace h2o_prefill {
+namespace {
+
+// Tokens that the first buffers have room for.
+constexpr int64_t kInitialCapacity = 1024;
+
+// The pickled form begins with int64: whether the ids are known, and how many tensors are the
+// cache's. The settings as bytes of text and the ids follow, then the cache's and the tracker's
+// tensors.
+constexpr int64_t kHeaderFields = 2;
+constexpr size_t kFirstStateTensor = 3;
+
+at::Tensor to_bytes(const std::string& text) {
+  auto bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<uint8_t>());
+  return bytes;
+}
+
+std::string to_text(const at::Tensor& bytes) {
+  check_dims("tensors[1]", bytes, 1);
+  check_dtype("tensors[1]", bytes, at::kByte);
+  const auto here = bytes.cpu().contiguous();
+  const auto* const first = here.const_data_ptr<uint8_t>();
+  return {first, first + here.numel()};
+}
+
+}  // namespace
+
+PrefillContext::PrefillContext(int64_t num_layers, int64_t max_tokens, PrefillConfig config)
+    : attention_(std::move(config)) {
+  check_at_least("num_layers", num_layers, 1);
+  check_at_least("max_tokens", max_tokens, 1);
+  for (const auto* layers : {&this->config().dense_layers, &this->config().wide_layers}) {
+    for (const int64_t layer : *layers) {
+      TORCH_CHECK_VALUE(layer < num_layers, "dense_layers and wide_layers must be < ", num_layers,
+                        ", the layers of the context, got ", layer);
+    }
+  }
+  cache_ = c10::make_intrusive<ChunkedKVCache>(num_layers, std::min(kInitialCapacity, max_tokens),
+                                               max_tokens);
+  tracker_ = c10::make_intrusive<MemorySetTracker>(num_layers, this->config());
+}
+
+int64_t PrefillContext::length() const {
+  int64_t shortest = cache_->length(0);
+  for (int64_t layer = 1; layer < num_layers(); ++layer) {
+    shortest = std::min(shortest, cache_->length(layer));
+  }
+  return shortest;
+}
+
+void PrefillContext::begin_call(int64_t num_tokens) {
+  const int64_t past = length();
+  for (int64_t layer = 0; layer < num_layers(); ++layer) {
+    TORCH_CHECK_VALUE(cache_->length(layer) == past, "every layer must attend in a call, layer ",
+                      layer, " has and others have not in the last one: truncate(", past,
+                      ") undoes it");
+  }
+  TORCH_CHECK_VALUE(num_tokens <= cache_->max_capacity() - past,
+                    "max_tokens must be >= ", past + num_tokens,
+                    ", the tokens after this call, got ", cache_->max_capacity());
+  call_ = Call{.past = past, .num_tokens = num_tokens};
+  // Ids of a call that no layer attended in are not the prompt's.
+  ids_length_ = std::min(ids_length_, past);
+}
+
+void PrefillContext::begin(int64_t num_tokens) {
+  check_at_least("num_tokens", num_tokens, 0);
+  begin_call(num_tokens);
+  ids_known_ = ids_known_ && num_tokens == 0;
+}
+
+void PrefillContext::begin(const at::Tensor& token_ids) {
+  check_dims("token_ids", token_ids, 2);
+  check_dtype("token_ids", token_ids, at::kLong);
+  const int64_t past = length();
+  TORCH_CHECK_VALUE(past == 0 || !ids_known_ || token_ids.size(0) == ids_.size(0),
+                    "token_ids must have the batch size of the prompt (", ids_.size(0),
+                    "), got shape ", token_ids.sizes());
+  const int64_t added = token_ids.size(1);
+  begin_call(added);
+  if (!ids_known_) return;
+  // Ordinary tensors, as in the cache.
+  const c10::InferenceMode ordinary_tensors(false);
+  if (!ids_.defined() || ids_.size(0) != token_ids.size(0) || past + added > ids_.size(1)) {
+    const int64_t capacity =
+        std::max(past + added, ids_.defined() ? 2 * ids_.size(1) : kInitialCapacity);
+    auto larger = at::empty({token_ids.size(0), capacity}, at::kLong);
+    if (past > 0) larger.narrow(1, 0, past).copy_(ids_.narrow(1, 0, past));
+    ids_ = std::move(larger);
+  }
+  ids_.narrow(1, past, added).copy_(token_ids);
+  ids_length_ = past + added;
+  if (config().recall > 0 && config().is_sparse_call(past, added)) {
+    call_->recall = lexical_recall(ids_.narrow(1, 0, ids_length_), past, config());
+  }
+}
+
+const RecallLists& PrefillContext::recall_on(const at::Device& device) {
+  RecallLists& lists = call_->recall;
+  if (lists.offsets.defined() && lists.offsets.device() != device) {
+    lists = {.offsets = lists.offsets.to(device),
+             .positions = lists.positions.to(device),
+             .visible_from = lists.visible_from.to(device)};
+  }
+  return lists;
+}
+
+at::Tensor PrefillContext::attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
+                                  const at::Tensor& value, std::optional<double> scale) {
+  check_layer(layer, num_layers());
+  TORCH_CHECK_VALUE(call_, "begin() must be called before the layers of a call attend");
+  check_dims("query", query, 4);
+  TORCH_CHECK_VALUE(query.size(2) == call_->num_tokens,
+                    "query must have the tokens that the call began with (", call_->num_tokens,
+                    "), got shape ", query.sizes());
+  TORCH_CHECK_VALUE(cache_->length(layer) == call_->past,
+                    "a layer must attend once in a call, layer ", layer,
+                    " has attended already: begin() the next call");
+  return attention_.forward(layer, query, key, value, cache_, tracker_, recall_on(query.device()),
+                            scale);
+}
+
+void PrefillContext::truncate(int64_t length) {
+  check_at_least("length", length, 0);
+  cache_->truncate(length);
+  tracker_->truncate(length);
+  ids_length_ = std::min(ids_length_, length);
+  if (length == 0) ids_known_ = true;
+  call_.reset();
+}
+
+void PrefillContext::reset() { truncate(0); }
+
+at::Tensor PrefillContext::token_ids() const {
+  const int64_t known = std::min(ids_length_, length());
+  if (!ids_known_ || known == 0) return {};
+  return ids_.narrow(1, 0, known);
+}
+
+std::vector<at::Tensor> PrefillContext::state_tensors() const {
+  const auto cache = cache_->state_tensors();
+  const auto tracker = tracker_->state_tensors();
+  const auto ids = token_ids();
+  std::vector<at::Tensor> tensors{
+      at::tensor({static_cast<int64_t>(ids_known_), static_cast<int64_t>(cache.size())}, at::kLong),
+      to_bytes(config().to_fields()), ids.defined() ? ids.clone() : at::empty({0, 0}, at::kLong)};
+  tensors.insert(tensors.end(), cache.begin(), cache.end());
+  tensors.insert(tensors.end(), tracker.begin(), tracker.end());
+  return tensors;
+}
+
+c10::intrusive_ptr<PrefillContext> PrefillContext::from_tensors(
+    const std::vector<at::Tensor>& tensors) {
+  const auto header = read_header(tensors, kHeaderFields, /*layer_fields=*/0);
+  const auto num_tensors = static_cast<int64_t>(tensors.size());
+  TORCH_CHECK_VALUE(num_tensors > static_cast<int64_t>(kFirstStateTensor) && header[1] > 0 &&
+                        header[1] < num_tensors - static_cast<int64_t>(kFirstStateTensor),
+                    "tensors must be a state of PrefillContext, got ", num_tensors, " tensors");
+  const auto first_cache = tensors.begin() + kFirstStateTensor;
+  const auto first_tracker = first_cache + header[1];
+  const auto cache = ChunkedKVCache::from_tensors({first_cache, first_tracker});
+  const auto tracker = MemorySetTracker::from_tensors({first_tracker, tensors.end()});
+  auto context = c10::make_intrusive<PrefillContext>(cache->num_layers(), cache->max_capacity(),
+                                                     PrefillConfig::parse(to_text(tensors[1])));
+  TORCH_CHECK_VALUE(tracker->num_layers() == cache->num_layers(),
+                    "tensors must hold a cache and a tracker of the same layers, got ",
+                    cache->num_layers(), " and ", tracker->num_layers());
+  context->cache_ = cache;
+  context->tracker_ = tracker;
+  const at::Tensor& ids = tensors[2];
+  check_dims("tensors[2]", ids, 2);
+  check_dtype("tensors[2]", ids, at::kLong);
+  context->ids_known_ = header[0] != 0;
+  TORCH_CHECK_VALUE(!context->ids_known_ || ids.size(1) == context->length(),
+                    "tensors[2] must hold the ids of ", context->length(), " tokens, got shape ",
+                    ids.sizes());
+  context->ids_ = ids.cpu().clone(at::MemoryFormat::Contiguous);
+  context->ids_length_ = ids.size(1);
+  return context;
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,99 @@
+// All that one prompt needs, for a model of one's own: settings, keys and values, scores and memory
+// sets, token ids and the keys that they recall.
+//
+//   h2o_prefill::PrefillContext context(num_layers, /*max_tokens=*/8192);   // preset "recommended"
+//   context.begin(token_ids);                                               // int64 [1, T]
+//   for (int64_t layer = 0; layer < num_layers; ++layer) {
+//     ... query, key, value of the layer, after RoPE ...
+//     at::Tensor attended = context.attend(layer, query, key, value);
+//     ...
+//   }
+//
+// The same calls prefill, go on with the prompt, and decode. Contexts share nothing: each may be
+// used on a thread of its own.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+#include <optional>
+#include <vector>
+
+#include "h2o_prefill/chunked_kv_cache.h"
+#include "h2o_prefill/chunked_sparse_attention.h"
+#include "h2o_prefill/config.h"
+#include "h2o_prefill/export.h"
+#include "h2o_prefill/memory_set_tracker.h"
+
+namespace h2o_prefill {
+
+class H2O_API PrefillContext : public torch::CustomClassHolder {
+ public:
+  // num_layers: attention layers of the model. max_tokens: the most that a prompt may have with
+  // what is generated behind it; buffers begin small and grow by doubling up to it. Throws if the
+  // settings are not valid.
+  PrefillContext(int64_t num_layers, int64_t max_tokens,
+                 PrefillConfig config = PrefillConfig::preset("recommended"));
+
+  // Begins a call with new tokens, int64 [B, T], and finds the keys that they recall, once for all
+  // layers. Throws if some layers have not attended in the call before: truncate(length()) undoes
+  // that call.
+  void begin(const at::Tensor& token_ids);
+
+  // Begins a call of num_tokens tokens whose ids are not known. From then on nothing is recalled,
+  // until reset().
+  void begin(int64_t num_tokens);
+
+  // Attends with one layer's query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, Dv] of
+  // the call's tokens, after RoPE, once for each layer. Returns [B, Hq, T, Dv]. scale: the softmax
+  // scale, default D^-0.5. A call that throws leaves the layer as it was.
+  at::Tensor attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
+                    const at::Tensor& value, std::optional<double> scale = std::nullopt);
+
+  // Tokens that all layers hold.
+  int64_t length() const;
+
+  // Drops all tokens behind the first `length`, and a call that has begun (see
+  // MemorySetTracker::truncate).
+  void truncate(int64_t length);
+
+  // Forgets the prompt; buffers stay allocated.
+  void reset();
+
+  const PrefillConfig& config() const { return attention_.config(); }
+  const c10::intrusive_ptr<ChunkedKVCache>& cache() const { return cache_; }
+  const c10::intrusive_ptr<MemorySetTracker>& tracker() const { return tracker_; }
+
+  // Ids of the tokens so far, int64 [B, length] on the CPU; undefined if there are none or some are
+  // not known.
+  at::Tensor token_ids() const;
+
+  // Everything as plain tensors, and back: the pickled form. Copies.
+  std::vector<at::Tensor> state_tensors() const;
+  static c10::intrusive_ptr<PrefillContext> from_tensors(const std::vector<at::Tensor>& tensors);
+
+ private:
+  // A call under way.
+  struct Call {
+    int64_t past = 0;
+    int64_t num_tokens = 0;
+    RecallLists recall = {};
+  };
+
+  // Checks that a call of so many tokens may begin.
+  void begin_call(int64_t num_tokens);
+  // The lists where a layer's tensors are.
+  const RecallLists& recall_on(const at::Device& device);
+
+  int64_t num_layers() const { return cache_->num_layers(); }
+
+  ChunkedSparseAttention attention_;
+  c10::intrusive_ptr<ChunkedKVCache> cache_;
+  c10::intrusive_ptr<MemorySetTracker> tracker_;
+  bool ids_known_ = true;
+  at::Tensor ids_;  // [B, capacity] on the CPU, of which ids_length_ columns are known
+  int64_t ids_length_ = 0;
+  std::optional<Call> call_;
+};
+
+}  // namespace h2o_prefill

@@ -1,0 +1,27 @@
+// Tensors of an attention op as its passes get them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "common/tensors.h"
+#include "kernels/cpu/attend_chunk.h"
+
+namespace h2o_prefill {
+
+// What all passes of a call share. Tensors have contiguous rows; lse [B, Hq, T].
+inline AttendChunkArgs attention_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      const at::Tensor& out, float* lse, double scale) {
+  return {.query = heads_view(q),
+          .key = heads_view(k),
+          .value = heads_view(v),
+          .out = heads_view(out),
+          .lse = lse,
+          .rows = {},
+          .scale = static_cast<float>(scale),
+          .reduce_max = false,
+          .sets = {},
+          .num_sets = 0,
+          .recall = {}};
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,86 @@
+// The passes that attention on CUDA is made of: their parameters from tensors, and their launches.
+//
+// No operator reads a value back from the device: none waits for it, and all can be captured into a
+// CUDA graph. So positions in tensors on the device are not checked; kernels leave out what lies
+// outside of the history.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "kernels/cuda/cuda_kernels.h"
+
+namespace h2o_prefill {
+
+// Whether attention with these queries and values has a kernel: float32, bfloat16 or float16, head
+// dims that are multiples of 8 up to 256. The composite versions serve the rest.
+bool has_attention_kernel(const at::Tensor& q, const at::Tensor& v);
+
+// The tensor itself if each of its rows is contiguous and begins at a multiple of 16 bytes, else a
+// contiguous copy.
+at::Tensor with_aligned_rows(const at::Tensor& t);
+
+// What all passes of a call share: views of tensors with aligned rows.
+struct AttentionCall {
+  HeadsView query;
+  HeadsView key;
+  HeadsView value;
+  HeadsView out;
+  float* lse;  // [B, Hq, Tq]
+  float scale_log2;
+
+  // lse may be undefined if no pass wants or merges it.
+  AttentionCall(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const at::Tensor& out, const at::Tensor& lse, double scale);
+
+  // All rows of the call; the last one stands at the last key.
+  RowRange rows() const {
+    return {.begin = 0, .count = query.length, .past = key.length - query.length};
+  }
+};
+
+// Phase 1: rows attend causally inside their chunks of chunk_size rows.
+AttendForwardParams chunk_pass(const AttentionCall& call, const RowRange& rows, int64_t chunk_size);
+
+// Phase 2: rows attend to the memory sets.
+AttendForwardParams memory_pass(const AttentionCall& call, const RowRange& rows,
+                                const MemorySetView& sets);
+
+// Phase 2 of a chunk behind phase 1: the result is fused with what is in `out` and `lse`, recalled
+// keys are attended to as well, and the lse of the memory sets alone goes to memory_lse.
+AttendForwardParams merged_memory_pass(const AttentionCall& call, const RowRange& rows,
+                                       const MemorySetView& sets, const RecallView& recall,
+                                       float* memory_lse);
+
+// Dense attention: rows attend to every key up to themselves.
+AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows);
+
+// Column sums of a chunk_pass() with its lse: element [b, h, p] of [B, Hkv, stride] for the key at
+// position p.
+ColumnSumsParams chunk_sums(const AttendForwardParams& pass, float* sums, int64_t stride);
+
+// Those of a memory_pass(), over `lse`: for each member, or added to the element at its position.
+ColumnSumsParams memory_sums(const AttendForwardParams& pass, const float* lse, float* sums,
+                             int64_t stride);
+ColumnSumsParams added_memory_sums(const AttendForwardParams& pass, const float* lse, float* scores,
+                                   int64_t stride);
+
+// Launches passes on the current stream of the current device. Throws what CUDA reports.
+class AttentionStream {
+ public:
+  // like: a tensor on the device.
+  explicit AttentionStream(const at::Tensor& like);
+
+  void attend(const AttendForwardParams& pass) const;
+  void sum_columns(ColumnSumsParams pass);
+
+ private:
+  const CudaKernels& kernels_;
+  c10::cuda::CUDAStream stream_;
+  at::TensorOptions float_options_;
+  at::Tensor workspace_;  // grows as passes need it
+};
+
+}  // namespace h2o_prefill

@@ -1,0 +1,80 @@
+// How a launch of column sums is divided among blocks: the same for all its kernels, but for the
+// sizes of their tiles.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/column_sums.h"
+
+namespace h2o_prefill::column_sums {
+
+// What the launch computes once for all blocks. A block works on key tile `tile` of a chunk (a
+// memory set is one chunk) for some query heads of a KV head and some rows of the chunk: all of
+// them, or one head and split_rows rows, and its sums go to params.partial. Blocks are numbered so
+// that the key tiles of a chunk that the most rows see go first.
+struct Grid {
+  ColumnSumsParams params;
+  uint32_t units;       // batch rows times KV heads
+  uint32_t group;       // query heads of a KV head
+  uint32_t head_parts;  // blocks that share the group: 1 or `group`
+  uint32_t row_parts;   // blocks that share the rows
+  uint32_t chunks;
+  uint32_t tiles;
+  int split_rows;
+
+  int64_t blocks() const { return int64_t{units} * head_parts * row_parts * chunks * tiles; }
+  bool shares_tiles() const { return head_parts * row_parts > 1; }
+};
+
+// Of a kernel.
+struct TileSizes {
+  int64_t keys;
+  int64_t rows;
+  // Blocks that fill the GPUs that it is for. With fewer, the query heads and rows of a key tile
+  // are shared out.
+  int64_t many_blocks;
+};
+
+// Keys that the launch has sums for.
+inline int64_t columns_of(const ColumnSumsParams& p) {
+  return p.gathered ? p.memory.width : p.rows.count;
+}
+
+inline bool is_empty(const ColumnSumsParams& p) {
+  return p.query.batch == 0 || p.query.heads == 0 || p.key.heads == 0 || columns_of(p) == 0;
+}
+
+inline Grid divide(const ColumnSumsParams& p, const TileSizes& sizes, bool may_share) {
+  const auto divide_up = [](int64_t n, int64_t by) { return (n + by - 1) / by; };
+  const int64_t columns = columns_of(p);
+  const int64_t chunk =
+      !p.gathered && p.causal.chunk_size < columns ? p.causal.chunk_size : columns;
+  Grid grid{.params = p,
+            .units = static_cast<uint32_t>(p.key.batch * p.key.heads),
+            .group = static_cast<uint32_t>(p.query.heads / p.key.heads),
+            .head_parts = 1,
+            .row_parts = 1,
+            .chunks = static_cast<uint32_t>(divide_up(columns, chunk)),
+            .tiles = static_cast<uint32_t>(divide_up(chunk, sizes.keys)),
+            .split_rows = static_cast<int>(p.rows.count)};
+  if (!may_share || grid.blocks() >= sizes.many_blocks) return grid;
+  grid.head_parts = grid.group;
+  const int64_t row_tiles = divide_up(p.rows.count, sizes.rows);
+  const int64_t wanted = sizes.many_blocks / grid.blocks();
+  if (p.gathered && wanted > 1 && row_tiles > 1) {
+    const int64_t tiles_of_part = divide_up(row_tiles, wanted);
+    grid.row_parts = static_cast<uint32_t>(divide_up(row_tiles, tiles_of_part));
+    grid.split_rows = static_cast<int>(tiles_of_part * sizes.rows);
+  }
+  return grid;
+}
+
+// Floats of workspace for a launch that may share out its tiles.
+inline int64_t partial_floats(const ColumnSumsParams& p, const TileSizes& sizes) {
+  if (is_empty(p)) return 0;
+  const Grid grid = divide(p, sizes, /*may_share=*/true);
+  if (!grid.shares_tiles()) return 0;
+  return int64_t{grid.units} * grid.head_parts * grid.row_parts * columns_of(p);
+}
+
+}  // namespace h2o_prefill::column_sums

@@ -1,0 +1,23 @@
+// What every launch of column sums does once its grid is known.
+#pragma once
+
+#include "kernels/cuda/column_sums.cuh"
+#include "kernels/cuda/launch.cuh"
+
+namespace h2o_prefill::column_sums {
+
+// Launches a kernel over a grid, and adds up what blocks have shared out.
+template <bool kGathered>
+cudaError_t launch_grid(void (*kernel)(Grid), int threads, int shared_bytes, const Grid& grid,
+                        cudaStream_t stream) {
+  if (grid.blocks() > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const cudaError_t error = launch(kernel, dim3(static_cast<unsigned>(grid.blocks())),
+                                   dim3(threads), shared_bytes, stream, grid);
+  if (error != cudaSuccess || !grid.shares_tiles()) return error;
+  const int64_t blocks =
+      grid.units * tile::divide_up<int64_t>(columns_of(grid.params), kReduceThreads);
+  return launch(&reduce_partial_kernel<kGathered>, dim3(static_cast<unsigned>(blocks)),
+                dim3(kReduceThreads), 0, stream, grid);
+}
+
+}  // namespace h2o_prefill::column_sums

@@ -1,0 +1,68 @@
+#include "kernels/cuda/cuda_kernels.h"
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels/cuda/attend_forward_sm90.h"
+#include "kernels/cuda/column_sums_sm90.h"
+
+namespace h2o_prefill {
+namespace {
+
+constexpr CudaKernels kSm80{.arch = "sm_80",
+                            .attend_forward = &launch_attend_forward,
+                            .column_sums_partial_floats = &column_sums_partial_floats,
+                            .column_sums = &launch_column_sums};
+
+// Those of sm_80 take what those of sm_90a do not.
+constexpr CudaKernels kSm90a{
+    .arch = "sm_90a",
+    .attend_forward =
+        [](const AttendForwardParams& params, cudaStream_t stream) {
+          return has_attend_forward_sm90(params) ? launch_attend_forward_sm90(params, stream)
+                                                 : launch_attend_forward(params, stream);
+        },
+    .column_sums_partial_floats =
+        [](const ColumnSumsParams& params) {
+          return has_column_sums_sm90(params) ? column_sums_sm90_partial_floats(params)
+                                              : column_sums_partial_floats(params);
+        },
+    .column_sums =
+        [](const ColumnSumsParams& params, cudaStream_t stream) {
+          return has_column_sums_sm90(params) ? launch_column_sums_sm90(params, stream)
+                                              : launch_column_sums(params, stream);
+        }};
+
+bool is_sm90(int device) {
+  int major = 0;
+  int minor = 0;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+         major == 9 && minor == 0;
+}
+
+const CudaKernels& choose(int device) {
+  const char* const requested = std::getenv("H2O_PREFILL_CUDA_SM90");
+  const bool is_requested = requested != nullptr && std::strcmp(requested, "1") == 0;
+  return is_requested && is_sm90(device) && has_code_for_sm90a() ? kSm90a : kSm80;
+}
+
+}  // namespace
+
+const CudaKernels& cuda_kernels() {
+  constexpr int kMostDevices = 64;
+  static std::array<std::atomic<const CudaKernels*>, kMostDevices> chosen{};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return kSm80;
+  // Threads that come at the same time choose the same.
+  const CudaKernels* kernels = chosen[device].load(std::memory_order_acquire);
+  if (kernels == nullptr) {
+    kernels = &choose(device);
+    chosen[device].store(kernels, std::memory_order_release);
+  }
+  return *kernels;
+}
+
+}  // namespace h2o_prefill

@@ -1,0 +1,26 @@
+// Which kernels a GPU runs: one table of launchers an architecture.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/attend_forward.h"
+#include "kernels/cuda/column_sums.h"
+
+namespace h2o_prefill {
+
+struct CudaKernels {
+  const char* arch;
+  cudaError_t (*attend_forward)(const AttendForwardParams&, cudaStream_t);
+  // Floats of workspace for column_sums.
+  int64_t (*column_sums_partial_floats)(const ColumnSumsParams&);
+  cudaError_t (*column_sums)(const ColumnSumsParams&, cudaStream_t);
+};
+
+// Those for the current device, chosen once for each: of sm_80 everywhere; of sm_90a, where they
+// take a problem, by request alone, with H2O_PREFILL_CUDA_SM90=1 in the environment, on compute
+// capability 9.0, and if the library holds code for it.
+const CudaKernels& cuda_kernels();
+
+}  // namespace h2o_prefill

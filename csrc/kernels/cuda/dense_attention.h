@@ -1,0 +1,13 @@
+// The operator dense_attention, for other CUDA kernels.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace h2o_prefill {
+
+at::Tensor dense_attention_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                std::optional<double> scale);
+
+}  // namespace h2o_prefill

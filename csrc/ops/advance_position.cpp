@@ -1,0 +1,16 @@
+#include "ops/dispatch.h"
+
+namespace h2o_prefill {
+
+void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings) {
+  static const auto op =
+      find_op<void(at::Tensor&, int64_t, std::string_view)>("h2o_prefill::advance_position_");
+  op.call(position, num_tokens, settings);
+}
+
+TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
+  m.set_python_module("h2o_prefill._meta");
+  m.def("advance_position_(Tensor(a!) position, SymInt num_tokens, str settings) -> ()");
+}
+
+}  // namespace h2o_prefill

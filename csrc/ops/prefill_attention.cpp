@@ -1,0 +1,53 @@
+#include "common/prefill_entries.h"
+#include "ops/dispatch.h"
+
+namespace h2o_prefill {
+
+std::tuple<at::Tensor, LayerState> prefill_attention(const at::Tensor& q, const at::Tensor& k,
+                                                     const at::Tensor& v, const LayerState& state,
+                                                     int64_t layer, std::string_view settings,
+                                                     const RecallLists& recall,
+                                                     std::optional<double> scale) {
+  static const auto op = find_op<decltype(prefill_attention_entry<nullptr, nullptr>)>(
+      "h2o_prefill::prefill_attention");
+  auto [out, scores, memory] =
+      op.call(q, k, v, if_defined(state.scores), if_defined(state.memory),
+              if_defined(recall.offsets), if_defined(recall.positions),
+              if_defined(recall.visible_from), state.last_chunk_begin, layer, settings, scale);
+  const auto config = read_settings(settings);
+  const int64_t length = q.size(2);
+  const int64_t past = k.size(2) - length;
+  return {std::move(out),
+          {.scores = std::move(scores),
+           .memory = std::move(memory),
+           .last_chunk_begin = length > 0 && config->is_sparse(layer, past, length)
+                                   ? config->last_chunk_begin(past, length)
+                                   : state.last_chunk_begin}};
+}
+
+at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                              PrefillBuffers& buffers, const at::Tensor& position, int64_t layer,
+                              std::string_view settings, const RecallLists& recall,
+                              std::optional<double> scale) {
+  static const auto op = find_op<decltype(prefill_attention_in_place_entry<nullptr, nullptr>)>(
+      "h2o_prefill::prefill_attention_");
+  return op.call(q, k, v, buffers.key, buffers.value, buffers.scores, buffers.memory, position,
+                 if_defined(recall.offsets), if_defined(recall.positions),
+                 if_defined(recall.visible_from), layer, settings, scale);
+}
+
+TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
+  m.set_python_module("h2o_prefill._meta");
+  m.def(
+      "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor? scores, Tensor? memory, "
+      "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, "
+      "SymInt last_chunk_begin, int layer, str settings, float? scale=None) "
+      "-> (Tensor out, Tensor scores, Tensor memory)");
+  m.def(
+      "prefill_attention_(Tensor q, Tensor k, Tensor v, Tensor(a!) cache_key, "
+      "Tensor(b!) cache_value, Tensor(c!) scores, Tensor(d!) memory, Tensor position, "
+      "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, int layer, "
+      "str settings, float? scale=None) -> Tensor");
+}
+
+}  // namespace h2o_prefill

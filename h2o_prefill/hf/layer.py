@@ -1,0 +1,255 @@
+"""A cache layer that sparse prefill works on in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.state import PrefillState
+
+RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+# Tokens that a new buffer has room for beyond those it is made for.
+_SPARE_TOKENS = 256
+
+
+class ChunkedPrefillLayer(DynamicLayer):
+    """Keys and values of one layer, and beside them the scores and memory set of its prefill.
+
+    Keys, values and scores lie in buffers that grow by doubling: a decoded token copies no history.
+    `keys` and `values` are views of what is in use.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self._state: PrefillState | None = None
+        self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 behind the state's length
+        # Key and value buffers, and the views of them that `keys` and `values` were made: whoever
+        # replaces those leaves the buffers behind.
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._views: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def state(self) -> PrefillState | None:
+        """Scores and memory set, None before the first sparse call.
+
+        Its tensors are those that a later sparse call changes in place.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: PrefillState | None) -> None:
+        self._state = state
+        self._scores = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values; return the whole history."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            # Autograd does not follow what is written in place.
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            return keys, values
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        past = self.get_seq_length()
+        total = past + key_states.shape[-2]
+        buffers = self._room_for(total, key_states, value_states)
+        for buffer, new in zip(buffers, (key_states, value_states), strict=True):
+            buffer[:, :, past:total] = new
+        self._use(total)
+        return self.keys, self.values
+
+    def attend(
+        self,
+        query: Tensor,
+        recall: RecallLists,
+        layer: int,
+        config: PrefillConfig,
+        scale: float | None,
+    ) -> Tensor:
+        """Attend sparsely with the tokens that `update` has appended last, and keep the state.
+
+        Parameters
+        ----------
+        query : Tensor
+            [B, Hq, T, D], of the dtype of the keys.
+        recall : tuple
+            What `lexical_recall` returned for the call, or None three times.
+        layer : int
+            The number of the layer.
+        config : PrefillConfig
+            Of the model.
+        scale : float, optional
+            Softmax scale.
+
+        Returns
+        -------
+        Tensor
+            [B, Hq, T, Dv].
+        """
+        total, new = self.get_seq_length(), query.shape[2]
+        past = total - new
+        keys, values = self._room_for(total, self.keys, self.values)
+        state = self._place_state(query, keys.shape[2], config.of_layer(layer))
+        out = ops.prefill_attention_(
+            query,
+            keys[:, :, past:total],
+            values[:, :, past:total],
+            keys,
+            values,
+            self._scores,
+            state.memory,
+            torch.tensor([past, state.last_chunk_begin]),
+            *recall,
+            layer,
+            config.to_string(),
+            scale,
+        )
+        self._state = PrefillState(
+            scores=self._scores[..., :total],
+            memory=state.memory,
+            length=total,
+            last_chunk_begin=config.next_chunk_begin(past, new),
+        )
+        return out
+
+    def holds(self, key: Tensor, value: Tensor) -> bool:
+        """Return whether keys and values are those that `update` returned."""
+        return key is self.keys and value is self.values
+
+    def truncate(self, length: int) -> None:
+        """Keep the first tokens alone, of the state too (see `PrefillState.truncated`)."""
+        if length >= self.get_seq_length():
+            return
+        if self._is_backed():
+            self._use(length)
+        else:
+            self.keys, self.values = self.keys[..., :length, :], self.values[..., :length, :]
+        self._truncate_state(length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, from the state too."""
+        backed, before = self._is_backed(), self.get_seq_length()
+        super().crop(tokens_to_remove)
+        length = self.get_seq_length()
+        if backed and length < before:
+            self._use(length)
+        self._truncate_state(length)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.state = None
+        self._buffers = self._views = None
+        super().reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows of the batch."""
+        super().reorder_cache(beam_idx)
+        self._map_state(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        super().batch_repeat_interleave(repeats)
+        self._map_state(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows of the batch."""
+        super().batch_select_indices(indices)
+        self._map_state(lambda x: x[indices, ...])
+
+    def offload(self) -> None:
+        """Move the layer to the CPU."""
+        super().offload()
+        self._map_state(lambda x: x.to("cpu"))
+
+    def prefetch(self) -> None:
+        """Move an offloaded layer back to its device."""
+        super().prefetch()
+        if self.is_initialized:
+            self._map_state(lambda x: x.to(self.device))
+
+    def _is_backed(self) -> bool:
+        """Return whether keys and values are views of the buffers."""
+        return self._views is not None and self.holds(*self._views)
+
+    def _use(self, length: int) -> None:
+        """Make keys and values views of the first rows of the buffers."""
+        assert self._buffers is not None
+        key, value = (buffer[:, :, :length] for buffer in self._buffers)
+        self.keys, self.values = key, value
+        self._views = key, value
+
+    def _room_for(self, total: int, *like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return buffers with room for so many tokens, which begin with what the layer holds."""
+        past = self.get_seq_length()
+        backed = self._is_backed()
+        if backed and self._buffers is not None and total <= self._buffers[0].shape[2]:
+            return self._buffers
+        capacity = total + _SPARE_TOKENS
+        if backed and self._buffers is not None:
+            capacity = max(capacity, 2 * self._buffers[0].shape[2])
+        grown = []
+        for held, x in zip((self.keys, self.values), like, strict=True):
+            buffer = x.new_empty(*x.shape[:2], capacity, x.shape[3])
+            if past:
+                buffer[:, :, :past] = held
+            grown.append(buffer)
+        key, value = grown
+        self._buffers = key, value
+        if past:
+            self._use(past)
+        return key, value
+
+    def _place_state(self, query: Tensor, capacity: int, config: PrefillConfig) -> PrefillState:
+        """Return the state where the operator can change it, scores with room for `capacity`."""
+        batch, heads = self.keys.shape[:2]
+        state = self._state
+        if state is None:
+            dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+            state = PrefillState(
+                scores=query.new_zeros(batch, heads, 0, dtype=dtype),
+                memory=query.new_full((batch, heads, config.memory_size), -1, dtype=torch.int32),
+                length=0,
+                last_chunk_begin=0,
+            )
+        if self._scores is None or self._scores.shape[2] < capacity:
+            scores = state.scores.new_zeros(batch, heads, capacity, device=query.device)
+            scores[..., : state.length] = state.scores
+            self._scores = scores
+        memory = state.memory.to(query.device)
+        if memory.shape[2] < config.memory_size:
+            # The settings have changed since: a larger set goes on from the smaller one.
+            grown = config.memory_size - memory.shape[2]
+            memory = torch.nn.functional.pad(memory, (0, grown), value=-1)
+        elif not memory.is_contiguous():
+            memory = memory.contiguous()
+        state.memory = memory
+        return state
+
+    def _truncate_state(self, length: int) -> None:
+        state = self._state
+        if state is None or length >= state.length:
+            return
+        if self._scores is not None:
+            self._scores[..., length : state.length] = 0
+        self._state = state.truncated(length)
+        if self._state is None:
+            self._scores = None
+
+    def _map_state(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self._state is not None:
+            self.state = PrefillState(
+                scores=change(self._state.scores),
+                memory=change(self._state.memory),
+                length=self._state.length,
+                last_chunk_begin=self._state.last_chunk_begin,
+            )

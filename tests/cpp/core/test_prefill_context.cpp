@@ -1,0 +1,230 @@
+#include "h2o_prefill/prefill_context.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include <thread>
+
+#include "h2o_prefill/ops.h"
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+using testing::attend_causally;
+using testing::close;
+using testing::Qkv;
+using testing::random_qkv;
+using testing::same;
+
+constexpr int64_t kLayers = 2;
+
+PrefillConfig small_config() {
+  return PrefillConfig::parse(
+      "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,recall_block=8,"
+      "wide_layers=1,wide_factor=2");
+}
+
+// A prompt's tokens and what each layer makes of them.
+struct Prompt {
+  explicit Prompt(int64_t length) : ids(at::arange(length).remainder(11).expand({2, length})) {
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      qkv.push_back(random_qkv(length));
+      at::manual_seed(layer);
+      qkv.back().q.add_(at::randn_like(qkv.back().q));
+    }
+  }
+
+  // The outputs of all layers for the tokens [begin, end).
+  at::Tensor run(PrefillContext& context, int64_t begin, int64_t end, bool with_ids = true) const {
+    if (with_ids) {
+      context.begin(ids.slice(1, begin, end));
+    } else {
+      context.begin(end - begin);
+    }
+    std::vector<at::Tensor> outs;
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      const auto x = qkv[layer].tokens(begin, end);
+      outs.push_back(context.attend(layer, x.q, x.k, x.v));
+    }
+    return at::stack(outs);
+  }
+
+  at::Tensor ids;
+  std::vector<Qkv> qkv;
+};
+
+TEST(PrefillContext, IsTheOperatorWithRecallOnEveryLayer) {
+  const Prompt prompt(90);
+  const auto config = small_config();
+  PrefillContext context(kLayers, 200, config);
+  const auto out = prompt.run(context, 0, 90);
+  const auto lists = lexical_recall(prompt.ids, 0, config);
+  ASSERT_GT(lists.positions.numel(), 0);
+  for (int64_t layer = 0; layer < kLayers; ++layer) {
+    const auto& x = prompt.qkv[layer];
+    const auto [expected, state] =
+        chunked_sparse_attention(x.q, x.k, x.v, {}, config.of_layer(layer), lists);
+    EXPECT_TRUE(same(out[layer], expected));
+    EXPECT_TRUE(same(context.tracker()->scores(layer), state.scores));
+    EXPECT_TRUE(same(context.tracker()->indices(layer), state.memory));
+  }
+  EXPECT_EQ(context.length(), 90);
+  EXPECT_TRUE(same(context.token_ids(), prompt.ids));
+}
+
+TEST(PrefillContext, RecommendedIsTheDefault) {
+  EXPECT_EQ(PrefillContext(1, 8).config(), PrefillConfig::preset("recommended"));
+}
+
+TEST(PrefillContext, GoesOnAndDecodes) {
+  const Prompt prompt(90);
+  PrefillContext whole(kLayers, 90, small_config()), parts(kLayers, 90, small_config());
+  const auto expected = prompt.run(whole, 0, 90);
+  const auto got = at::cat({prompt.run(parts, 0, 32), prompt.run(parts, 32, 90)}, 3);
+  EXPECT_TRUE(close(got, expected));
+
+  PrefillContext decoding(kLayers, 90, small_config());
+  prompt.run(decoding, 0, 80);
+  for (int64_t token = 80; token < 84; ++token) {
+    const auto out = prompt.run(decoding, token, token + 1);
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      EXPECT_TRUE(close(out[layer], attend_causally(prompt.qkv[layer].call(token, token + 1)).out));
+    }
+  }
+  EXPECT_EQ(decoding.token_ids().size(1), 84);
+}
+
+TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
+  const Prompt prompt(60);
+  auto without = small_config();
+  without.recall = 0;
+  PrefillContext expected(kLayers, 60, without), context(kLayers, 60, small_config());
+  EXPECT_TRUE(same(prompt.run(context, 0, 20, /*with_ids=*/false), prompt.run(expected, 0, 20)));
+  EXPECT_FALSE(context.token_ids().defined());
+  EXPECT_TRUE(same(prompt.run(context, 20, 60), prompt.run(expected, 20, 60)))
+      << "what stood before is not known";
+  EXPECT_FALSE(context.token_ids().defined());
+  context.reset();
+  prompt.run(context, 0, 20);
+  EXPECT_TRUE(context.token_ids().defined());
+}
+
+TEST(PrefillContext, TruncateAndReset) {
+  const Prompt prompt(90);
+  PrefillContext context(kLayers, 90, small_config()), straight(kLayers, 90, small_config());
+  prompt.run(context, 0, 70);
+  prompt.run(straight, 0, 70);
+  prompt.run(context, 80, 85);  // dense: leaves no trace in what stays
+  context.truncate(70);
+  EXPECT_EQ(context.length(), 70);
+  EXPECT_TRUE(same(context.token_ids(), prompt.ids.slice(1, 0, 70)));
+  EXPECT_TRUE(same(prompt.run(context, 70, 90), prompt.run(straight, 70, 90)));
+  context.reset();
+  EXPECT_EQ(context.length(), 0);
+  PrefillContext fresh(kLayers, 90, small_config());
+  EXPECT_TRUE(same(prompt.run(context, 0, 90), prompt.run(fresh, 0, 90)));
+}
+
+TEST(PrefillContext, ACallThatStopsHalfwayCanBeUndone) {
+  const Prompt prompt(60);
+  PrefillContext context(kLayers, 90, small_config()), straight(kLayers, 90, small_config());
+  prompt.run(context, 0, 32);
+  prompt.run(straight, 0, 32);
+  context.begin(prompt.ids.slice(1, 32, 40));
+  const auto x = prompt.qkv[0].tokens(32, 40);
+  context.attend(0, x.q, x.k, x.v);
+  EXPECT_VALUE_ERROR(context.attend(0, x.q, x.k, x.v),
+                     "a layer must attend once in a call, layer 0 has attended already: begin() "
+                     "the next call");
+  EXPECT_VALUE_ERROR(
+      context.begin(prompt.ids.slice(1, 40, 41)),
+      "every layer must attend in a call, layer 0 has and others have not in the last one: "
+      "truncate(32) undoes it");
+  EXPECT_EQ(context.length(), 32);
+  context.truncate(32);
+  EXPECT_TRUE(same(prompt.run(context, 32, 60), prompt.run(straight, 32, 60)));
+  // A call that no layer attended in is simply replaced.
+  context.begin(prompt.ids.slice(1, 0, 5));
+  context.begin(prompt.ids.slice(1, 0, 7));
+  EXPECT_EQ(context.token_ids().size(1), 60);
+}
+
+TEST(PrefillContext, StateRoundTrips) {
+  const Prompt prompt(90);
+  PrefillContext context(kLayers, 90, small_config());
+  EXPECT_EQ(PrefillContext::from_tensors(context.state_tensors())->length(), 0);
+  prompt.run(context, 0, 40);
+  const auto restored = PrefillContext::from_tensors(context.state_tensors());
+  EXPECT_EQ(restored->config(), context.config());
+  EXPECT_TRUE(same(prompt.run(*restored, 40, 90), prompt.run(context, 40, 90)));
+  EXPECT_TRUE(same(restored->token_ids(), context.token_ids()));
+  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors({}), "tensors must begin with an int64");
+  auto tensors = context.state_tensors();
+  tensors[2] = tensors[2].narrow(1, 0, 3);
+  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors),
+                          "tensors[2] must hold the ids of 90 tokens, got shape [2, 3]");
+  tensors = context.state_tensors();
+  tensors.pop_back();
+  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors), "tensors must hold scores");
+}
+
+TEST(PrefillContext, WorksInInferenceModeAndOutsideOfIt) {
+  const Prompt prompt(70);
+  PrefillContext context(kLayers, 90, small_config()), straight(kLayers, 90, small_config());
+  {
+    const c10::InferenceMode inference;
+    prompt.run(context, 0, 40);
+  }
+  prompt.run(straight, 0, 40);
+  EXPECT_TRUE(same(prompt.run(context, 40, 70), prompt.run(straight, 40, 70)));
+}
+
+TEST(PrefillContext, ContextsOnThreadsAreIndependent) {
+  const Prompt prompt(90);
+  PrefillContext alone(kLayers, 90, small_config());
+  const auto expected = prompt.run(alone, 0, 90);
+  std::vector<at::Tensor> outs(4);
+  std::vector<std::thread> threads;
+  for (auto& out : outs) {
+    threads.emplace_back([&] {
+      PrefillContext context(kLayers, 90, small_config());
+      for (int round = 0; round < 5; ++round) {
+        context.reset();
+        out = prompt.run(context, 0, 90);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& out : outs) EXPECT_TRUE(same(out, expected));
+}
+
+TEST(PrefillContext, WrongArguments) {
+  const Prompt prompt(40);
+  EXPECT_VALUE_ERROR(PrefillContext(0, 8), "num_layers must be >= 1, got 0");
+  EXPECT_VALUE_ERROR(PrefillContext(2, 0), "max_tokens must be >= 1, got 0");
+  EXPECT_VALUE_ERROR(PrefillContext(1, 8, small_config()),
+                     "dense_layers and wide_layers must be < 1, the layers of the context, got 1");
+  EXPECT_VALUE_ERROR(PrefillContext(1, 8, {.chunk_size = 0}), "chunk_size must be >= 1, got 0");
+  PrefillContext context(kLayers, 50, small_config());
+  const auto x = prompt.qkv[0];
+  EXPECT_VALUE_ERROR(context.attend(0, x.q, x.k, x.v),
+                     "begin() must be called before the layers of a call attend");
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids[0]),
+                     "token_ids must have 2 dimensions, got shape [40]");
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids.to(at::kInt)), "token_ids must be int64, got int32");
+  EXPECT_VALUE_ERROR(context.begin(51),
+                     "max_tokens must be >= 51, the tokens after this call, got 50");
+  context.begin(prompt.ids);
+  EXPECT_VALUE_ERROR(context.attend(2, x.q, x.k, x.v), "layer must be in [0, 2), got 2");
+  const auto other = x.tokens(0, 20);
+  EXPECT_VALUE_ERROR(context.attend(0, other.q, other.k, other.v),
+                     "query must have the tokens that the call began with (40), got shape [2, 4, "
+                     "20, 8]");
+  EXPECT_VALUE_ERROR(context.truncate(-1), "length must be >= 0, got -1");
+  prompt.run(context, 0, 40);
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1)),
+                     "token_ids must have the batch size of the prompt (2), got shape [1, 40]");
+}
+
+}  // namespace
+}  // namespace h2o_prefill

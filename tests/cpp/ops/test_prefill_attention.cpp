@@ -1,0 +1,276 @@
+// prefill_attention_ and prefill_attention: dense or sparse as the settings say, in buffers or not.
+#include <string>
+
+#include "h2o_prefill/ops.h"
+#include "testing.h"
+
+namespace h2o_prefill {
+namespace {
+
+using testing::attend_causally;
+using testing::close;
+using testing::kValueDim;
+using testing::positions;
+using testing::Qkv;
+using testing::random_qkv;
+using testing::same;
+
+const char* const kSettings = "h2o,chunk_size=16,local_window=3,heavy_budget=4,sink_tokens=1";
+constexpr int64_t kMemory = 8;
+
+PrefillConfig config_of(const std::string& settings = kSettings) {
+  return PrefillConfig::parse(settings);
+}
+
+// One layer's buffers, and the position of its model. Rows that nothing wrote hold NaN.
+struct Layer {
+  explicit Layer(int64_t capacity = 100, at::ScalarType type = at::kFloat, int64_t width = kMemory)
+      : position(at::zeros({2}, at::kLong)) {
+    const auto scores_type = type == at::kDouble ? at::kDouble : at::kFloat;
+    buffers.key = at::full({2, 2, capacity, 8}, std::nan(""), type);
+    buffers.value = at::full({2, 2, capacity, kValueDim}, std::nan(""), type);
+    buffers.scores = at::zeros({2, 2, capacity}, scores_type);
+    buffers.memory = at::full({2, 2, width}, -1, at::kInt);
+  }
+
+  at::Tensor attend(const Qkv& x, const std::string& settings = kSettings, int64_t layer = 0,
+                    const RecallLists& recall = {}) {
+    auto out = prefill_attention_(x.q, x.k, x.v, buffers, position, layer, settings, recall);
+    advance_position_(position, x.q.size(2), settings);
+    return out;
+  }
+
+  int64_t at(int64_t i) const { return position[i].item<int64_t>(); }
+  at::Tensor scores() const { return buffers.scores.narrow(2, 0, at(0)); }
+
+  PrefillBuffers buffers;
+  at::Tensor position;
+};
+
+TEST(PrefillAttentionInPlace, IsTheFunctionalOpInBuffers) {
+  for (const auto type : {at::kFloat, at::kDouble}) {
+    const auto x = random_qkv(90, 4, 2, type);
+    Layer layer(100, type);
+    LayerState state;
+    int64_t begin = 0;
+    for (const int64_t end : {40, 60, 61, 90}) {
+      const auto call = x.call(begin, end);
+      const auto out = layer.attend(x.tokens(begin, end));
+      if (end - begin >= 16) {
+        const auto [expected, next] =
+            chunked_sparse_attention(call.q, call.k, call.v, state, config_of());
+        EXPECT_TRUE(same(out, expected));
+        state = next;
+      } else {
+        EXPECT_TRUE(same(out, dense_attention(call.q, call.k, call.v)));
+        state.scores = at::constant_pad_nd(state.scores, {0, end - begin});
+      }
+      EXPECT_TRUE(same(layer.scores(), state.scores));
+      EXPECT_TRUE(same(layer.buffers.memory, state.memory));
+      EXPECT_EQ(layer.at(0), end);
+      EXPECT_EQ(layer.at(1), state.last_chunk_begin);
+      begin = end;
+    }
+    EXPECT_TRUE(same(layer.buffers.key.narrow(2, 0, 90), x.k));
+    EXPECT_TRUE(same(layer.buffers.value.narrow(2, 0, 90), x.v));
+    EXPECT_TRUE(layer.buffers.key.narrow(2, 90, 10).isnan().all().item<bool>());
+    EXPECT_EQ(layer.buffers.scores.narrow(2, 90, 10).abs().sum().item<double>(), 0);
+  }
+}
+
+TEST(PrefillAttentionInPlace, SixteenBitIsTheFunctionalOpToo) {
+  const auto x = random_qkv(70, 4, 2, at::kBFloat16);
+  Layer layer(70, at::kBFloat16);
+  const auto first = layer.attend(x.tokens(0, 32)), second = layer.attend(x.tokens(32, 70));
+  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, config_of());
+  EXPECT_TRUE(close(at::cat({first, second}, 2), out, 1e-2));
+  EXPECT_TRUE(close(layer.buffers.scores, state.scores, 1e-3));
+  EXPECT_TRUE(same(layer.buffers.memory, state.memory));
+}
+
+TEST(PrefillAttentionInPlace, SettingsDecide) {
+  const auto x = random_qkv(60);
+  const auto dense = attend_causally(x).out;
+  const auto is_dense = [&](const std::string& settings, int64_t layer) {
+    Layer buffers;
+    const bool same_output = close(buffers.attend(x, settings, layer), dense);
+    EXPECT_EQ(same_output, buffers.buffers.scores.abs().sum().item<float>() == 0) << settings;
+    return same_output;
+  };
+  const std::string base = kSettings;
+  EXPECT_FALSE(is_dense(base, 0));
+  EXPECT_FALSE(is_dense(base + ",dense_layers=1", 0));
+  EXPECT_TRUE(is_dense(base + ",dense_layers=1", 1));
+  EXPECT_TRUE(is_dense(base + ",min_prefill=61", 0));
+  EXPECT_FALSE(is_dense(base + ",min_prefill=60", 0));
+  EXPECT_TRUE(is_dense("h2o,chunk_size=16,local_window=0,heavy_budget=0", 0));
+  EXPECT_FALSE(is_dense("h2o,chunk_size=16,local_window=0,heavy_budget=0,block_diagonal=true", 0));
+}
+
+TEST(PrefillAttentionInPlace, WideLayersAndWiderBuffers) {
+  const auto x = random_qkv(90);
+  const std::string settings = std::string(kSettings) + ",wide_layers=1,wide_factor=2";
+  for (const int64_t layer : {0, 1}) {
+    Layer buffers(90, at::kFloat, 20);
+    const auto out = buffers.attend(x, settings, layer);
+    const auto [expected, state] =
+        chunked_sparse_attention(x.q, x.k, x.v, {}, config_of(settings).of_layer(layer));
+    EXPECT_TRUE(same(out, expected));
+    const int64_t width = state.memory.size(2);
+    EXPECT_EQ(width, layer == 0 ? 8 : 15);
+    EXPECT_TRUE(same(buffers.buffers.memory.narrow(2, 0, width), state.memory));
+    EXPECT_TRUE(same(buffers.buffers.memory.narrow(2, width, 20 - width),
+                     at::full({2, 2, 20 - width}, -1, at::kInt)));
+  }
+}
+
+TEST(PrefillAttentionInPlace, RecallsAndTakesASliceOfTheSoftmaxScale) {
+  const auto x = random_qkv(60, 4, 2, at::kFloat, 2);
+  const auto config = config_of(std::string(kSettings) + ",recall=2,recall_block=8");
+  const auto lists = lexical_recall(at::randint(0, 9, {2, 60}, at::kLong), 0, config);
+  Layer layer;
+  const auto out = prefill_attention_(x.q, x.k, x.v, layer.buffers, layer.position, 0,
+                                      config.to_string(), lists, 0.7);
+  EXPECT_TRUE(
+      same(out, std::get<0>(chunked_sparse_attention(x.q, x.k, x.v, {}, config, lists, 0.7))));
+  EXPECT_FALSE(
+      same(out, std::get<0>(chunked_sparse_attention(x.q, x.k, x.v, {}, config, {}, 0.7))));
+}
+
+TEST(PrefillAttentionInPlace, GoesOnFromARewoundPosition) {
+  // Tokens behind 40 are replaced; nothing of those that stood there is left.
+  const auto x = random_qkv(90);
+  Layer rewound, straight;
+  for (auto* layer : {&rewound, &straight}) layer->attend(x.tokens(0, 40));
+  rewound.attend(x.tokens(60, 65));
+  rewound.position.copy_(straight.position);
+  for (auto* layer : {&rewound, &straight}) layer->attend(x.tokens(40, 45));
+  EXPECT_TRUE(same(rewound.attend(x.tokens(45, 90)), straight.attend(x.tokens(45, 90))));
+  EXPECT_TRUE(same(rewound.buffers.scores, straight.buffers.scores));
+  EXPECT_TRUE(same(rewound.buffers.memory, straight.buffers.memory));
+}
+
+TEST(PrefillAttentionInPlace, TheSecondPromptOfABufferEqualsTheFirst) {
+  const auto x = random_qkv(90);
+  Layer layer;
+  const auto first = layer.attend(x);
+  layer.position.zero_();
+  EXPECT_TRUE(same(layer.attend(x), first));
+  layer.position.zero_();
+  layer.attend(x.tokens(0, 16));
+  EXPECT_TRUE(same(layer.buffers.memory, at::full({2, 2, kMemory}, -1, at::kInt)));
+}
+
+TEST(PrefillAttentionInPlace, KeysThatAreInTheBufferAlreadyStayWhereTheyAre) {
+  const auto x = random_qkv(60);
+  Layer layer, expected;
+  layer.buffers.key.narrow(2, 0, 60).copy_(x.k);
+  layer.buffers.value.narrow(2, 0, 60).copy_(x.v);
+  const Qkv in_place{x.q, layer.buffers.key.narrow(2, 0, 60), layer.buffers.value.narrow(2, 0, 60)};
+  EXPECT_TRUE(same(layer.attend(in_place), expected.attend(x)));
+}
+
+TEST(PrefillAttentionInPlace, WithoutTokens) {
+  const auto x = random_qkv(40);
+  Layer layer;
+  layer.attend(x);
+  const auto scores = layer.buffers.scores.clone(), memory = layer.buffers.memory.clone();
+  EXPECT_EQ(layer.attend(x.tokens(0, 0)).sizes(), at::IntArrayRef({2, 4, 0, kValueDim}));
+  EXPECT_TRUE(same(layer.buffers.scores, scores));
+  EXPECT_TRUE(same(layer.buffers.memory, memory));
+  EXPECT_EQ(layer.at(0), 40);
+}
+
+TEST(PrefillAttentionInPlace, ADenseLayerNeedsNoScores) {
+  const auto x = random_qkv(40);
+  Layer layer;
+  layer.buffers.scores = at::empty({2, 2, 0});
+  layer.buffers.memory = at::empty({2, 2, 0}, at::kInt);
+  const std::string settings = std::string(kSettings) + ",dense_layers=0";
+  EXPECT_TRUE(close(layer.attend(x, settings), attend_causally(x).out));
+  EXPECT_VALUE_ERROR_WITH(layer.attend(x.tokens(0, 16)), "scores must be contiguous with room");
+}
+
+TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
+  const auto x = random_qkv(40);
+  Layer layer;
+  layer.attend(x);
+  const auto before = layer;
+  const auto keys = layer.buffers.key.clone(), scores = layer.buffers.scores.clone();
+  const auto wrong = [&](const char* message, auto&& change,
+                         const std::string& settings = kSettings) {
+    Layer changed = before;
+    changed.position = before.position.clone();
+    Qkv tokens = x;
+    RecallLists recall;
+    change(changed, tokens, recall);
+    EXPECT_VALUE_ERROR_WITH(changed.attend(tokens, settings, 0, recall), message);
+    EXPECT_TRUE(at::equal(layer.buffers.key.nan_to_num(), keys.nan_to_num())) << message;
+    EXPECT_TRUE(same(layer.buffers.scores, scores)) << message;
+  };
+  using L = Layer;
+  using R = RecallLists;
+  wrong("cache_key must have room for the tokens before the call, 40, and its own, 40, got a capa",
+        [](L& l, Qkv&, R&) {
+          l.buffers.key = l.buffers.key.narrow(2, 0, 79);
+          l.buffers.value = l.buffers.value.narrow(2, 0, 79);
+        });
+  wrong("cache_value must have the capacity of cache_key (100)",
+        [](L& l, Qkv&, R&) { l.buffers.value = l.buffers.value.narrow(2, 0, 99); });
+  wrong("cache_key must have dtype and device of q",
+        [](L& l, Qkv&, R&) { l.buffers.key = l.buffers.key.to(at::kHalf); });
+  wrong("cache_value must have the head dim (16)",
+        [](L& l, Qkv&, R&) { l.buffers.value = l.buffers.value.narrow(3, 0, 8); });
+  wrong("scores must be contiguous with room for 80 tokens",
+        [](L& l, Qkv&, R&) { l.buffers.scores = l.buffers.scores.narrow(2, 0, 80); });
+  wrong("scores must be float32, got float64",
+        [](L& l, Qkv&, R&) { l.buffers.scores = l.buffers.scores.to(at::kDouble); });
+  wrong("memory must be contiguous with room for K + L + H positions (8)",
+        [](L& l, Qkv&, R&) { l.buffers.memory = l.buffers.memory.narrow(2, 0, 7).contiguous(); });
+  wrong("position must be int64 [2] on the CPU",
+        [](L& l, Qkv&, R&) { l.position = at::zeros({1}, at::kLong); });
+  wrong("position must be int64, got int32",
+        [](L& l, Qkv&, R&) { l.position = at::zeros({2}, at::kInt); });
+  wrong("position must not be negative",
+        [](L& l, Qkv&, R&) { l.position = at::tensor({-1, 0}, at::kLong); });
+  wrong("last_chunk_begin must be in [0, 20]",
+        [](L& l, Qkv&, R&) { l.position = at::tensor({20, 32}, at::kLong); });
+  wrong("k must have the length of q (40)",
+        [](L&, Qkv& t, R&) { t.k = t.k.narrow(2, 0, 9), t.v = t.v.narrow(2, 0, 9); });
+  wrong("must be given together", [](L&, Qkv&, R& r) { r.offsets = at::zeros({1}, at::kInt); });
+  wrong("preset must be one of h2o, recommended, got \"best\"", [](L&, Qkv&, R&) {}, "best");
+  EXPECT_VALUE_ERROR(layer.attend(x, kSettings, -1), "layer must be >= 0, got -1");
+  EXPECT_VALUE_ERROR(advance_position_(layer.position, -1, kSettings),
+                     "num_tokens must be >= 0, got -1");
+}
+
+TEST(PrefillAttentionInPlace, PositionOutOfRange) {
+  const auto x = random_qkv(40);
+  Layer layer;
+  layer.attend(x);
+  layer.buffers.memory.select(2, 0).fill_(50);
+  EXPECT_VALUE_ERROR_WITH(layer.attend(x), "memory must be -1 or in [0, 40), got 50");
+  layer.buffers.memory.copy_(positions({0, 3, 3, 4, -1, -1, -1, -1}, 2, 2));
+  EXPECT_VALUE_ERROR_WITH(layer.attend(x), "memory must be strictly ascending, got 3 behind 3");
+}
+
+TEST(PrefillAttention, HandsTheStateOnWhereItIsDense) {
+  const auto x = random_qkv(90);
+  LayerState state;
+  std::vector<at::Tensor> outs;
+  int64_t begin = 0;
+  Layer layer;
+  for (const int64_t end : {10, 50, 51, 90}) {
+    const auto call = x.call(begin, end);
+    const auto [out, next] = prefill_attention(call.q, call.k, call.v, state, 0, kSettings);
+    EXPECT_TRUE(same(out, layer.attend(x.tokens(begin, end))));
+    EXPECT_TRUE(same(next.scores, layer.scores()));
+    EXPECT_TRUE(same(next.memory, layer.buffers.memory));
+    EXPECT_EQ(next.last_chunk_begin, layer.at(1));
+    state = next;
+    begin = end;
+  }
+}
+
+}  // namespace
+}  // namespace h2o_prefill
