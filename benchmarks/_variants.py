@@ -38,7 +38,7 @@ def prefill_variants(
         attention, which no way of attending can beat.
     """
     sparse, bare = _twin(model), _twin(model)
-    h2o_prefill.enable(sparse, config, strict=len(input_ids[0]) >= config.sparse_from)
+    h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, len(input_ids[0])))
     _remove_attention(bare)
     pieces = input_ids.split(config.chunk_size, dim=1)
     return {

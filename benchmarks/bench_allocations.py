@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import _options as options
@@ -10,11 +12,11 @@ import torch.nn.functional as F
 from _memory import allocated_bytes, resident_bytes
 from _report import Report
 from _shapes import Heads
-from bench_prefill import sparse_attention
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.peak_memory import peak_bytes
+from h2o_prefill.functional import sparse_attention
 
 COLUMNS = {
     "model": "{model}",
@@ -40,7 +42,7 @@ def main(
     dtype: options.DtypeOption = None,
     shape: options.ShapeOption = None,
     lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "spec",
+    preset: options.PresetOption = "h2o",
     quick: options.QuickOption = False,
 ) -> None:
     """Count the bytes of one layer's prefill beside those of dense SDPA, then run 100 prompts.
@@ -67,9 +69,10 @@ def _one_prompt(
 ) -> dict[str, float]:
     q, k, v = inputs
     kv_bytes = heads.kv_bytes(k.shape[2], k.dtype)
-    out, scores, memory = sparse_attention(q, k, v, config)
-    state_bytes = scores.nbytes + memory.nbytes
-    workspace = peak_bytes(lambda: sparse_attention(q, k, v, config)) - out.nbytes - state_bytes
+    out, state = sparse_attention(q, k, v, None, config)
+    state_bytes = state.scores.nbytes + state.memory.nbytes
+    peak = _first_call_peak_bytes(lambda: sparse_attention(q, k, v, None, config))
+    workspace = peak - out.nbytes - state_bytes
     dense = peak_bytes(
         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     )
@@ -83,6 +86,12 @@ def _one_prompt(
     }
 
 
+def _first_call_peak_bytes(call: Callable[[], object]) -> int:
+    """Return what a call allocates at most in a thread that has kept no workspace yet."""
+    with ThreadPoolExecutor(max_workers=1) as fresh_thread:
+        return fresh_thread.submit(peak_bytes, call).result()
+
+
 def _many_prompts(case: options.Case, config: PrefillConfig, prompts: int) -> dict[str, Any]:
     chooser = random.Random(0)
     longest = 3 * config.chunk_size
@@ -93,7 +102,7 @@ def _many_prompts(case: options.Case, config: PrefillConfig, prompts: int) -> di
     for prompt in range(prompts):
         # The longest first, so that what comes later needs nothing new.
         length = chooser.randint(1, longest) if prompt else longest
-        sparse_attention(q[:, :, :length], k[:, :, :length], v[:, :, :length], config)
+        sparse_attention(q[:, :, :length], k[:, :, :length], v[:, :, :length], None, config)
         resident[prompt] = resident_bytes()
         allocated[prompt] = allocated_bytes()
     return {

@@ -36,7 +36,7 @@ def main(
         str | None, typer.Option("--dtype", help="Comma-separated. Default: bfloat16,float32.")
     ] = None,
     lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "spec",
+    preset: options.PresetOption = "h2o",
     seconds: options.SecondsOption = 240.0,
     quick: options.QuickOption = False,
 ) -> None:

@@ -52,7 +52,7 @@ def main(
         str | None, typer.Option("--dtype", help="Of our weights. Default: bfloat16.")
     ] = None,
     lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "spec",
+    preset: options.PresetOption = "h2o",
     seconds: options.SecondsOption = 120.0,
     quick: options.QuickOption = False,
 ) -> None:

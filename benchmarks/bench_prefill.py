@@ -8,11 +8,11 @@ from typing import Any
 import _options as options
 from _report import Report, ratio_fields
 from _sdpa import backend_fields, fastest, gpu_attention, sdpa
-from _sparse import sparse_attention
 from _timing import compare
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
+from h2o_prefill.functional import sparse_attention
 
 COLUMNS = {
     "model": "{model}",
@@ -39,7 +39,7 @@ def main(
     dtype: options.DtypeOption = None,
     shape: options.ShapeOption = None,
     lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "spec",
+    preset: options.PresetOption = "h2o",
     seconds: options.SecondsOption = 30.0,
     quick: options.QuickOption = False,
     device: options.DeviceOption = "cpu",
@@ -78,7 +78,7 @@ def _row(case: options.Case, length: int, config: PrefillConfig, seconds: float)
     if case.on_gpu:
         dense_calls = dict(gpu_attention(q, k, v, causal=True))
     timings = compare(
-        {**dense_calls, "sparse": lambda: sparse_attention(q, k, v, config)},
+        {**dense_calls, "sparse": lambda: sparse_attention(q, k, v, None, config)},
         seconds,
         timer=case.timer,
     )

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import _options as options
 import torch
 from _report import Report, Row, ratio_fields
-from _sparse import sparse_attention
 from _timing import compare
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from h2o_prefill.eval.gguf import convert_gguf
 from h2o_prefill.eval.models import packaged_gguf
 from h2o_prefill.eval.text import encode
 from h2o_prefill.eval.visibility import RecalledKeys, find_recalled
+from h2o_prefill.functional import NO_RECALL, sparse_attention
 from h2o_prefill.presets import preset_config
 
 COLUMNS = {
@@ -37,12 +37,12 @@ COLUMNS = {
     "time ratio": "{time_ratio:.3f} ({time_ratio_q1:.3f} to {time_ratio_q3:.3f})",
     "flop ratio": "{flop_ratio:.3f}",
     "excess %": "{excess_percent:.1f}",
-    "time / spec": "{time_by_spec:.3f} ({time_by_spec_q1:.3f} to {time_by_spec_q3:.3f})",
-    "flops / spec": "{flops_by_spec:.3f}",
+    "time / h2o": "{time_by_h2o:.3f} ({time_by_h2o_q1:.3f} to {time_by_h2o_q3:.3f})",
+    "flops / h2o": "{flops_by_h2o:.3f}",
 }
 _NARROW = preset_config("recommended", local_window=256, wide_layers=(0,))
 VARIANTS = {
-    "spec, recall=4": preset_config("spec", recall=4),
+    "h2o, recall=4": preset_config("h2o", recall=4),
     "recommended": preset_config("recommended"),
     # Two layers of the same model.
     "narrow layer": _NARROW.replace(wide_layers=()),
@@ -61,7 +61,7 @@ def main(
     quick: options.QuickOption = False,
 ) -> None:
     """Time the search beside a stable sort of the ids, and the operator with recalled keys beside
-    the operator without and beside the preset spec.
+    the operator without and beside the preset h2o.
 
     The excess is what recall makes the operator take longer than its flops say. Text: WikiText-2
     where H2O_PREFILL_WIKITEXT2 names it, else Python's help topics.
@@ -69,12 +69,12 @@ def main(
     plan = options.make_plan("recall", json, threads, dtype, shape, seconds, quick)
     chosen = plan.numbers("--lengths", lengths, [4096, 8192], [200])
     searched = 2000 if quick else SEARCHED
-    spec = plan.config("spec")
-    configs = {name: _quick(spec, config) if quick else config for name, config in VARIANTS.items()}
+    h2o = plan.config("h2o")
+    configs = {name: _quick(h2o, config) if quick else config for name, config in VARIANTS.items()}
     text, ids = _read_ids(max(searched, *chosen), quick)
     title = (
         f"lexical_recall over {text}: beside a stable sort of the ids; chunked_sparse_attention "
-        "with it: beside the same without, and beside the preset spec"
+        "with it: beside the same without, and beside the preset h2o"
     )
     variants = {name: dataclasses.asdict(config) for name, config in configs.items()}
     with Report(plan, title, COLUMNS, lengths=chosen, variants=variants) as report:
@@ -87,7 +87,7 @@ def main(
             for name, config in configs.items():
                 for length in chosen:
                     qkv = case.heads.qkv(length, case.dtype)
-                    row = _operator_row(qkv, ids[:, :length], config, spec, plan.seconds)
+                    row = _operator_row(qkv, ids[:, :length], config, h2o, plan.seconds)
                     report.add(**case.fields, recall=name, length=length, **row)
 
 
@@ -122,16 +122,17 @@ def _operator_row(
     qkv: tuple[Tensor, Tensor, Tensor],
     ids: Tensor,
     config: PrefillConfig,
-    spec: PrefillConfig,
+    h2o: PrefillConfig,
     seconds: float,
 ) -> Row:
     length = ids.shape[1]
     lists = find_recalled(ids, config)
+    recall = NO_RECALL if lists is None else (lists.offsets, lists.positions, lists.visible_from)
     timings = compare(
         {
-            "with": lambda: sparse_attention(*qkv, config, lists),
-            "without": lambda: sparse_attention(*qkv, config),
-            "spec": lambda: sparse_attention(*qkv, spec),
+            "with": lambda: sparse_attention(*qkv, None, config, recall),
+            "without": lambda: sparse_attention(*qkv, None, config),
+            "h2o": lambda: sparse_attention(*qkv, None, h2o),
         },
         seconds,
     )
@@ -145,8 +146,8 @@ def _operator_row(
         **ratio_fields("time_ratio", time_ratio),
         "flop_ratio": flop_ratio,
         "excess_percent": 100 * (time_ratio.value / flop_ratio - 1),
-        **ratio_fields("time_by_spec", timings.ratio("with", "spec")),
-        "flops_by_spec": flops / sparse_dot_products(length, spec),
+        **ratio_fields("time_by_h2o", timings.ratio("with", "h2o")),
+        "flops_by_h2o": flops / sparse_dot_products(length, h2o),
         "rounds": timings.rounds,
     }
 

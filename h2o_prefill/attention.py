@@ -196,7 +196,7 @@ class ChunkedSparseAttention(nn.Module):
         return int(position[1])
 
     def _warn_of_no_recall(self, past: int, new: int) -> None:
-        if not torch.jit.is_scripting():
+        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript leaves out this branch alone)
             if torch.compiler.is_compiling():
                 return
         if self._warned or not torch.ops.h2o_prefill.is_sparse_call(self.settings, past, new):

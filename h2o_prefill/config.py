@@ -71,8 +71,8 @@ class PrefillConfig:
     Warns
     -----
     UserWarning
-        If the memory set is empty, which makes every call dense, or not smaller than a chunk: legal,
-        but beyond the regime where the method pays.
+        If the memory set is empty, which makes every call dense, or not smaller than a chunk, where
+        sparse prefill saves less than it could.
     """
 
     chunk_size: int = _DEFAULTS.chunk_size
@@ -199,7 +199,7 @@ class PrefillConfig:
         # An unknown name is left to C++, which knows what to say of it.
         known = {field.name for field in dataclasses.fields(self)}
         typed = {name: _typed(name, x) if name in known else x for name, x in changes.items()}
-        text = ",".join(f"{name}={_as_text(value)}" for name, value in typed.items())
+        text = ",".join(f"{name}={format_value(value)}" for name, value in typed.items())
         return self if not text else PrefillConfig.from_native(self.native.with_fields(text))
 
 
@@ -207,6 +207,15 @@ class PrefillConfig:
 LAYER_FIELDS = tuple(
     field.name for field in dataclasses.fields(PrefillConfig) if isinstance(field.default, tuple)
 )
+
+
+def format_value(value: Any) -> str:
+    """Return a field's value as settings texts have it."""
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -234,15 +243,6 @@ def _as_int(name: str, value: Any) -> int:
         return operator.index(value)  # NumPy's integers too
     except TypeError:
         raise ValueError(f"{name} must be an int, got {value!r}") from None
-
-
-def _as_text(value: Any) -> str:
-    """Return a field's value as settings texts have it."""
-    if value is None or value == ():
-        return "none"
-    if isinstance(value, tuple):
-        return "+".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @lru_cache(maxsize=256)

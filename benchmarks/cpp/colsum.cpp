@@ -6,8 +6,12 @@
 
 namespace {
 
+using h2o_prefill::AttendChunk;
+using h2o_prefill::ColumnSums;
 using h2o_prefill::DType;
 using h2o_prefill::HeadsView;
+using h2o_prefill::RowRange;
+using h2o_prefill::Workspace;
 
 // [1, heads, length, dim] lying in memory as [length, heads, dim], as Hugging Face models have it.
 HeadsView view(void* data, int dtype, int64_t heads, int64_t length, int64_t dim) {
@@ -25,20 +29,24 @@ extern "C" __attribute__((visibility("default"))) void h2o_attend_chunk(
     int dtype, void* query, void* key, void* value, void* out, float* lse, float* colsum,
     const int32_t* indices, int64_t width, int64_t query_heads, int64_t kv_heads, int64_t rows,
     int64_t keys, int64_t dim, float scale) {
-  h2o_prefill::AttendChunkArgs args{};
-  args.query = view(query, dtype, query_heads, rows, dim);
-  args.key = view(key, dtype, kv_heads, keys, dim);
-  args.value = view(value, dtype, kv_heads, keys, dim);
-  args.out = view(out, dtype, query_heads, rows, dim);
-  args.lse = lse;
-  args.rows = rows;
-  args.scale = scale;
-  args.num_sets = 1;
-  args.sets[0].count = indices ? width : keys;
-  args.sets[0].indices = indices;
-  args.sets[0].causal = indices == nullptr;
-  args.sets[0].colsum = colsum;
-  args.sets[0].colsum_stride = args.sets[0].count;
-  h2o_prefill::AttendChunk(args.query, args.key, args.value, {}, rows, args.sets[0].count, 0)
-      .run(args);
+  const h2o_prefill::AttendChunkArgs call{.query = view(query, dtype, query_heads, rows, dim),
+                                          .key = view(key, dtype, kv_heads, keys, dim),
+                                          .value = view(value, dtype, kv_heads, keys, dim),
+                                          .out = view(out, dtype, query_heads, rows, dim),
+                                          .lse = lse,
+                                          .rows = {},
+                                          .scale = scale,
+                                          .reduce_max = false,
+                                          .sets = {},
+                                          .num_sets = 0,
+                                          .recall = {}};
+  const RowRange all{.begin = 0, .count = rows, .past = indices ? keys : 0};
+  const int64_t count = indices ? width : keys;
+  const ColumnSums sums{.data = colsum, .stride = count};
+  Workspace workspace;
+  AttendChunk attend(call.query, call.key, call.value, call.recall,
+                     {.rows = rows, .keys = {count, 0}}, workspace);
+  workspace.allocate();
+  attend.run(indices ? memory_pass(call, all, {.positions = indices, .width = width}, sums)
+                     : chunk_pass(call, all, sums));
 }

@@ -26,12 +26,12 @@ inline constexpr auto kConfigFields =
                     ConfigField{"wide_factor", &PrefillConfig::wide_factor, 1},
                     ConfigField{"gqa_reduce", &PrefillConfig::gqa_reduce},
                     ConfigField{"min_prefill", &PrefillConfig::min_prefill, 1},
-                                    ConfigField{"recall", &PrefillConfig::recall},
+                    ConfigField{"recall", &PrefillConfig::recall},
                     ConfigField{"recall_block", &PrefillConfig::recall_block, 1},
                     ConfigField{"recall_suffix", &PrefillConfig::recall_suffix, 1},
                     ConfigField{"recall_span", &PrefillConfig::recall_span, 1},
                     ConfigField{"recall_max_count", &PrefillConfig::recall_max_count, 1},
-    ConfigField{"block_diagonal", &PrefillConfig::block_diagonal});
+                    ConfigField{"block_diagonal", &PrefillConfig::block_diagonal});
 
 // Sizes are positions or counts of them, which are int32 in every list.
 inline constexpr int64_t kLargestSetting = std::numeric_limits<int32_t>::max();

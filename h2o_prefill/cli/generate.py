@@ -76,6 +76,8 @@ def _summary(timing: Any, config: Any) -> str:
     way = "sparse"
     if timing.prompt_tokens < config.sparse_from:
         way = f"dense, since shorter than {config.sparse_from} tokens"
+    elif not config.is_sparse_call(0, timing.prompt_tokens):
+        way = "dense, since the memory set is empty"
     return (
         f"prefill {timing.prompt_tokens} tokens in {timing.prefill_seconds:.2f} s ({way}), "
         f"then {timing.new_tokens} tokens in {timing.decode_seconds:.2f} s"

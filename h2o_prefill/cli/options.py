@@ -52,7 +52,7 @@ PresetOption = Annotated[
     typer.Option(
         "--preset",
         help=f"Settings to start from: {choices(PRESETS)}; with more of them behind commas, as in "
-        "spec,recall=4,dense_tail=64.",
+        "h2o,recall=4,dense_tail=64.",
         rich_help_panel=_SIZES,
     ),
 ]

@@ -59,7 +59,7 @@ def retrieve(
         typer.Option(
             "--variant",
             metavar="PRESET[,NAME=VALUE...]",
-            help="Sparse prefill to compare with dense, like spec,recall=4. May be repeated.",
+            help="Sparse prefill to compare with dense, like h2o,recall=4. May be repeated.",
         ),
     ] = list(PRESETS),  # noqa: B006 (typer takes a list)
     seed: Annotated[int, typer.Option("--seed", help="Of all that is random.")] = 0,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import PrefillConfig
+from ..config import PrefillConfig, format_value
 from ..presets import chosen_config, preset_name
 from .perplexity import check_settings
 
@@ -130,13 +130,6 @@ def parse_values(name: str, text: str) -> list[Any]:
         raise ValueError(f"{name} must be {rule}, with commas between, got {text!r}") from None
 
 
-def format_value(value: Any) -> str:
-    """Return a value of a field as `parse_values` reads it."""
-    if value is None or value == ():
-        return "none"
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def describe(values: Mapping[str, Any]) -> str:
     """Return names and values in a line."""
     return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
@@ -179,10 +172,17 @@ def _number_or_none(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
 # By the annotation of the field.
 _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (int, "whole numbers"),
     "int | None": (_number_or_none, "whole numbers or 'none'"),
+    "bool": (_truth, "true or false"),
     "str": (str, "names"),
     "tuple[int, ...]": (_layers, "layers joined by '+', or 'none'"),
 }

@@ -33,8 +33,8 @@ def count_attention_flops(
     """Count the attention of prompts that are prefilled in one call each.
 
     Layers of `config.dense_layers` count as dense, those of `config.wide_layers` with their own
-    memory sets, and a prompt too short for a sparse call as dense. What lexical recall adds is
-    searched for in every prompt.
+    memory sets, and a prompt that would go densely, as one too short does, as dense. What lexical
+    recall adds is searched for in every prompt.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def count_attention_flops(
         Over all prompts.
     """
     count, length = prompts.shape
-    if length < config.sparse_from:
+    if not config.is_sparse_call(0, length):
         return AttentionFlops(1.0, 0.0 if config.recall else None)
     dense = count * dense_dot_products(length)
     recalled = sum(

@@ -136,7 +136,8 @@ def check_settings(config: PrefillConfig, context: int, windows: str, protocol: 
     Raises
     ------
     ValueError
-        If one is out of its range, or a window is shorter than two chunks.
+        If one is out of its range, a window is shorter than two chunks, or the memory set is empty
+        without `block_diagonal`, so that nothing is sparse.
     """
     scored_rows(protocol, context)
     parse_windows(windows)
@@ -144,6 +145,11 @@ def check_settings(config: PrefillConfig, context: int, windows: str, protocol: 
         raise ValueError(
             f"context must be at least two chunks of {config.chunk_size} tokens, because within "
             f"the first chunk attention is dense, got {context}"
+        )
+    if not config.memory_size and not config.block_diagonal:
+        raise ValueError(
+            "sink_tokens, local_window and heavy_budget must not all be 0 unless block_diagonal is "
+            "on: with an empty memory set every call is dense"
         )
 
 

@@ -128,7 +128,7 @@ def enable(
     model : PreTrainedModel
         A causal decoder. It is on when this function returns; `with` is for turning it off.
     config : PrefillConfig or str, optional
-        Settings, or the name of a preset. Default: "recommended"; "spec" is the algorithm as
+        Settings, or the name of a preset. Default: "recommended"; "h2o" is the algorithm as
         specified.
     strict : bool
         Raise NotImplementedError where a long call would fall back to dense attention.

@@ -11,9 +11,8 @@ from transformers.cache_utils import DynamicLayer
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.functional import RecallLists
 from h2o_prefill.state import PrefillState
-
-RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 # Tokens that a new buffer has room for beyond those it is made for.
 _SPARE_TOKENS = 256
@@ -63,8 +62,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         buffers = self._room_for(total, key_states, value_states)
         for buffer, new in zip(buffers, (key_states, value_states), strict=True):
             buffer[:, :, past:total] = new
-        self._use(total)
-        return self.keys, self.values
+        return self._use(total)
 
     def attend(
         self,
@@ -96,15 +94,16 @@ class ChunkedPrefillLayer(DynamicLayer):
         """
         total, new = self.get_seq_length(), query.shape[2]
         past = total - new
-        keys, values = self._room_for(total, self.keys, self.values)
-        state = self._place_state(query, keys.shape[2], config.of_layer(layer))
+        held = self._held()
+        keys, values = self._room_for(total, *held)
+        scores, state = self._place_state(query, keys.shape[2], config.of_layer(layer))
         out = ops.prefill_attention_(
             query,
             keys[:, :, past:total],
             values[:, :, past:total],
             keys,
             values,
-            self._scores,
+            scores,
             state.memory,
             torch.tensor([past, state.last_chunk_begin]),
             *recall,
@@ -113,7 +112,7 @@ class ChunkedPrefillLayer(DynamicLayer):
             scale,
         )
         self._state = PrefillState(
-            scores=self._scores[..., :total],
+            scores=scores[..., :total],
             memory=state.memory,
             length=total,
             last_chunk_begin=config.next_chunk_begin(past, new),
@@ -131,7 +130,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         if self._is_backed():
             self._use(length)
         else:
-            self.keys, self.values = self.keys[..., :length, :], self.values[..., :length, :]
+            self.keys, self.values = (x[..., :length, :] for x in self._held())
         self._truncate_state(length)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -181,12 +180,18 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Return whether keys and values are views of the buffers."""
         return self._views is not None and self.holds(*self._views)
 
-    def _use(self, length: int) -> None:
-        """Make keys and values views of the first rows of the buffers."""
+    def _held(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values, which the layer has."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def _use(self, length: int) -> tuple[Tensor, Tensor]:
+        """Make keys and values views of the first rows of the buffers, and return them."""
         assert self._buffers is not None
         key, value = (buffer[:, :, :length] for buffer in self._buffers)
         self.keys, self.values = key, value
         self._views = key, value
+        return key, value
 
     def _room_for(self, total: int, *like: Tensor) -> tuple[Tensor, Tensor]:
         """Return buffers with room for so many tokens, which begin with what the layer holds."""
@@ -200,7 +205,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         grown = []
         for held, x in zip((self.keys, self.values), like, strict=True):
             buffer = x.new_empty(*x.shape[:2], capacity, x.shape[3])
-            if past:
+            if past and held is not None:
                 buffer[:, :, :past] = held
             grown.append(buffer)
         key, value = grown
@@ -209,9 +214,11 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._use(past)
         return key, value
 
-    def _place_state(self, query: Tensor, capacity: int, config: PrefillConfig) -> PrefillState:
-        """Return the state where the operator can change it, scores with room for `capacity`."""
-        batch, heads = self.keys.shape[:2]
+    def _place_state(
+        self, query: Tensor, capacity: int, config: PrefillConfig
+    ) -> tuple[Tensor, PrefillState]:
+        """Return scores with room for `capacity` and the state, both to be changed in place."""
+        batch, heads = self._held()[0].shape[:2]
         state = self._state
         if state is None:
             dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -221,8 +228,9 @@ class ChunkedPrefillLayer(DynamicLayer):
                 length=0,
                 last_chunk_begin=0,
             )
-        if self._scores is None or self._scores.shape[2] < capacity:
-            scores = state.scores.new_zeros(batch, heads, capacity, device=query.device)
+        scores = self._scores
+        if scores is None or scores.shape[2] < capacity:
+            scores = state.scores.new_zeros((batch, heads, capacity), device=query.device)
             scores[..., : state.length] = state.scores
             self._scores = scores
         memory = state.memory.to(query.device)
@@ -233,7 +241,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         elif not memory.is_contiguous():
             memory = memory.contiguous()
         state.memory = memory
-        return state
+        return scores, state
 
     def _truncate_state(self, length: int) -> None:
         state = self._state

@@ -26,7 +26,7 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     Tensor
         [B, Tq, Hq, Dv].
     """
-    number = call.module.layer_idx
+    number = int(call.module.layer_idx)  # type: ignore[arg-type]
     layer, recall = call.cache_layer, _recall_lists(call)
     query, key, value = _in_autocast_dtype(call.query, call.key, call.value)
     if layer is not None and layer.holds(key, value):

@@ -25,13 +25,13 @@ def bench(run: Run, model_folder: str) -> Run:
 
 def test_one_table_and_the_file(bench: Run, tmp_path: Path) -> None:
     done = bench(
-        "--preset", "spec", "--json", tmp_path / "b.json", "--threads", 1, "--dtype", "bfloat16"
+        "--preset", "h2o", "--json", tmp_path / "b.json", "--threads", 1, "--dtype", "bfloat16"
     )
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "b.json").read_text())
     assert [row["seq_length"] for row in report["results"]] == [16, 48]
     assert report["config"]["chunk_size"] == 16
-    assert (report["config"]["dtype"], report["config"]["preset"]) == ("bfloat16", "spec")
+    assert (report["config"]["dtype"], report["config"]["preset"]) == ("bfloat16", "h2o")
     assert report["environment"]["threads"] == 1
     lines = [line for line in done.stdout.splitlines() if re.match(r"\s+\d+\s", line)]
     assert len(lines) == 2
@@ -50,7 +50,7 @@ def test_one_table_and_the_file(bench: Run, tmp_path: Path) -> None:
 
 
 def test_recalled_keys_have_a_column_and_fit(bench: Run, tmp_path: Path) -> None:
-    done = bench("--preset", "spec,recall=4,recall_block=8", "--json", tmp_path / "b.json")
+    done = bench("--preset", "h2o,recall=4,recall_block=8", "--json", tmp_path / "b.json")
     assert done.exit_code == 0, done.output
     row = json.loads((tmp_path / "b.json").read_text())["results"][1]
     line = next(line for line in done.stdout.splitlines() if re.match(r"\s+48\s", line))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 Run = Callable[..., Any]
-PRESET = "spec,chunk_size=16,local_window=4,heavy_budget=4"
+PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"
 
 
 @pytest.fixture

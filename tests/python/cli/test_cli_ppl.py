@@ -57,12 +57,12 @@ def test_one_table_and_the_files(ppl: Run, tmp_path: Path) -> None:
 
 
 def test_recalled_keys_have_a_row(ppl: Run, tmp_path: Path) -> None:
-    done = ppl("--preset", "spec,recall=2,recall_block=8", "--json", tmp_path / "r.json")
+    done = ppl("--preset", "h2o,recall=2,recall_block=8", "--json", tmp_path / "r.json")
     assert done.exit_code == 0, done.output
     keys = json.loads((tmp_path / "r.json").read_text())["recalled_keys"]
     (line,) = (line for line in done.stdout.splitlines() if "recalled keys of a row" in line)
     assert line.split()[-1] == f"{keys:.0f}" and keys > 0
-    assert "recalled keys" not in ppl("--preset", "spec").stdout
+    assert "recalled keys" not in ppl("--preset", "h2o").stdout
 
 
 def test_options_reach_the_run(ppl: Run, tmp_path: Path) -> None:

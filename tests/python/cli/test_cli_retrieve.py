@@ -16,7 +16,7 @@ from h2o_prefill.eval.retrieval_result import PromptOutcome, RetrievalResult
 from h2o_prefill.eval.retrieval_scoring import summarize_retrieval
 
 Run = Callable[..., Any]
-SMALL = "spec,chunk_size=64,local_window=16,heavy_budget=16"
+SMALL = "h2o,chunk_size=64,local_window=16,heavy_budget=16"
 RECALL = f"{SMALL},recall=2,recall_block=32"
 
 
@@ -57,7 +57,7 @@ def test_the_table_shows_shares_with_their_intervals() -> None:
 
     from h2o_prefill.cli.retrieve import retrieval_table
 
-    variant = "spec,recall=4,dense_tail=64"
+    variant = "h2o,recall=4,dense_tail=64"
     outcomes = [
         PromptOutcome(
             "variable_tracking", length, 0, 1, 99, ("1",), {}, {"dense": dense, variant: sparse}
@@ -76,33 +76,36 @@ def test_the_table_shows_shares_with_their_intervals() -> None:
         ["variable_tracking", str(length), "dense", "88", "(40-99)", "3/3", "100", "(44-100)"]
         for length in (4096, 16384)
     ]
-    below = [line.split() for line in lines if line.startswith("spec")]
+    below = [line.split() for line in lines if line.startswith("h2o")]
     assert below == [[below[0][0], "75", "(30-95)", "2/3", "67", "(21-94)"]] * 2
     assert variant.startswith(below[0][0]) and "\u2026" not in capture.get()
 
 
 def test_a_variant_is_a_preset_with_changes() -> None:
-    assert parse_variant("spec") == PrefillConfig()
+    assert parse_variant("h2o") == PrefillConfig()
     parsed = parse_variant(
-        "spec,recall=4,dense_layers=0+1,gqa_reduce=max,min_prefill=2048,wide_layers=2"
+        "h2o,recall=4,dense_layers=0+1,gqa_reduce=max,min_prefill=2048,wide_layers=2"
     )
     assert parsed == PrefillConfig(
         recall=4, dense_layers=(0, 1), gqa_reduce="max", min_prefill=2048, wide_layers=(2,)
     )
-    assert list(parse_variants(["spec,recall=2", "spec"])) == ["spec,recall=2", "spec"]
+    assert list(parse_variants(["h2o,recall=2", "h2o"])) == ["h2o,recall=2", "h2o"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--variant", "best"), "preset must be one of .*got 'best'"),
-        (("--variant", "spec,recal=4"), "recal is no option of PrefillConfig"),
-        (("--variant", "spec,recall"), "variant must be a preset and settings .*'spec,recall'"),
-        (("--variant", "spec,recall=x"), "variant must be a preset and settings"),
-        (("--variant", "spec,dense_layers=a"), "variant must be a preset and settings"),
-        (("--variant", "spec,recall=-1"), "recall must be >= 0, got -1"),
-        (("--variant", "spec,gqa_reduce=mean"), "gqa_reduce must be one of"),
-        (("--variant", "spec"), "at least two chunks of 1024 tokens for variant 'spec'"),
+        (("--variant", "best"), 'preset must be one of h2o, recommended, got "best"'),
+        (("--variant", "h2o,recal=4"), '"recal" is no setting of PrefillConfig'),
+        (
+            ("--variant", "h2o,recall"),
+            "settings must be a preset and fields like .*got .recall. where",
+        ),
+        (("--variant", "h2o,recall=x"), 'recall must be an int, got "x"'),
+        (("--variant", "h2o,dense_layers=a"), "dense_layers must be .*got"),
+        (("--variant", "h2o,recall=-1"), "recall must be >= 0, got -1"),
+        (("--variant", "h2o,gqa_reduce=mean"), 'gqa_reduce must be "sum" or "max"'),
+        (("--variant", "h2o"), "at least two chunks of 1024 tokens for variant 'h2o'"),
         (("--tasks", "single,cwe"), "tasks must be of .* got 'cwe'"),
         (("--lengths", "480,many"), "lengths must be numbers with commas between"),
         (("--lengths", "600"), "lengths must be <= 512"),

@@ -21,7 +21,7 @@ def visualize(run: Run, model_folder: str, text_file: str, tmp_path: Path) -> Ru
     """Run `visualize` on the small model; later arguments win over these."""
     pytest.importorskip("matplotlib")
     given = ("--model", model_folder, "--text-file", text_file, "--output", tmp_path / "out")
-    return lambda *arguments: run("visualize", "--preset", "spec", *given, *SIZES, *arguments)
+    return lambda *arguments: run("visualize", "--preset", "h2o", *given, *SIZES, *arguments)
 
 
 def test_the_figures_are_written_and_named(visualize: Run, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_an_ablation_of_the_model_is_drawn_too(
 ) -> None:
     pytest.importorskip("pandas")
     given = ("--model", model_folder, "--text-file", text_file, "--windows", "0:2", *SIZES)
-    done = run("ablate", "--output", tmp_path, "--no-plot", "--preset", "spec", *given)
+    done = run("ablate", "--output", tmp_path, "--no-plot", "--preset", "h2o", *given)
     assert done.exit_code == 0, done.output
     table = tmp_path / "perplexity_ablation.csv"
     picture = tmp_path / "out" / "perplexity.png"
@@ -79,7 +79,7 @@ def test_an_ablation_of_the_model_is_drawn_too(
 
 def test_the_report_is_written(visualize: Run, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    done = visualize("--json", file, "--preset", "spec,recall=2,recall_block=8", "--window", 1)
+    done = visualize("--json", file, "--preset", "h2o,recall=2,recall_block=8", "--window", 1)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "recalled.png").is_file()
     report = json.loads(file.read_text())
@@ -127,10 +127,10 @@ def test_options_reach_the_run(visualize: Run, monkeypatch: pytest.MonkeyPatch) 
         (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
         (("--heavy-budget", -1), "heavy_budget must be >= 0, got -1"),
         (
-            ("--preset", "spec,recall=2,recall_block=12"),
-            "chunk_size must be a multiple of recall_block, got 16 and 12",
+            ("--preset", "h2o,recall=2,recall_block=12"),
+            "chunk_size must be a multiple of recall_block, got 1024 and 12",
         ),
-        (("--preset", "spec,recall=-1"), "recall must be >= 0, got -1"),
+        (("--preset", "h2o,recall=-1"), "recall must be >= 0, got -1"),
         (("--ablation", "missing.csv"), "--ablation: no such file: 'missing.csv'"),
         (("--json", "x.json", "--no-errors"), "--json holds the errors"),
         (("--json", "nowhere/x.json"), "--json must be a file in a folder that exists"),

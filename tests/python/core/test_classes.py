@@ -78,7 +78,9 @@ def test_config_takes_every_field_by_name() -> None:
 
 
 def test_config_decides_what_is_sparse() -> None:
-    config = classes.PrefillConfig.parse("h2o,chunk_size=16,local_window=4,heavy_budget=4,dense_layers=1")
+    config = classes.PrefillConfig.parse(
+        "h2o,chunk_size=16,local_window=4,heavy_budget=4,dense_layers=1"
+    )
     assert config.is_sparse(0, 0, 16) and config.is_sparse(0, 5, 40)
     assert not config.is_sparse(1, 0, 16)
     assert not config.is_sparse(0, 5, 15)

@@ -92,14 +92,18 @@ def test_wrong_texts(text, message):
 
 
 def test_numpy_integers_are_integers():
-    config = PrefillConfig(chunk_size=np.int64(512), local_window=np.int32(8), wide_layers=[np.int8(1)])
+    config = PrefillConfig(
+        chunk_size=np.int64(512), local_window=np.int32(8), wide_layers=[np.int8(1)]
+    )
     assert config == PrefillConfig(chunk_size=512, local_window=8, wide_layers=(1,))
     assert type(config.chunk_size) is int and type(config.wide_layers[0]) is int
 
 
 def test_an_empty_memory_set_is_dense_unless_asked_for():
     empty = {"local_window": 0, "heavy_budget": 0}
-    with pytest.warns(UserWarning, match=r"memory set is empty \(K \+ L \+ H = 0\), so every call is"):
+    with pytest.warns(
+        UserWarning, match=r"memory set is empty \(K \+ L \+ H = 0\), so every call is"
+    ):
         config = PrefillConfig(**empty)
     assert not config.is_sparse_call(0, 4096) and config.is_long_call(0, 4096)
     assert PrefillConfig(**empty, block_diagonal=True).is_sparse_call(0, 4096)

@@ -37,7 +37,10 @@ def test_the_recall_block_suits_another_chunk_size(chunk_size, block):
 def test_wrong_settings():
     with pytest.raises(ValueError, match='preset must be one of h2o, recommended, got "best"'):
         preset_config("best")
-    with pytest.raises(ValueError, match='"chunksize" is no setting of PrefillConfig, whose settings are chunk_size, local'):
+    with pytest.raises(
+        ValueError,
+        match='"chunksize" is no setting of PrefillConfig, whose settings are chunk_size, local',
+    ):
         preset_config(chunksize=1)
     with pytest.raises(ValueError, match="a PrefillConfig or the name of a preset, got int"):
         chosen_config(3)

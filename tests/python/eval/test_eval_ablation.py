@@ -77,7 +77,7 @@ def _csv(folder: Path) -> Any:
         ({"chunks": [1]}, {}, "axes must be fields of PrefillConfig.*got 'chunks'"),
         ({"recall": []}, {}, "recall must be a sequence of at least one value"),
         ({"gqa_reduce": "sum"}, {}, "gqa_reduce must be a sequence of at least one value"),
-        ({"gqa_reduce": ["sum", "mean"]}, {}, "gqa_reduce must be one of"),
+        ({"gqa_reduce": ["sum", "mean"]}, {}, 'gqa_reduce must be "sum" or "max"'),
         ({"heavy_budget": [4, -1]}, {}, "heavy_budget must be >= 0, got -1"),
         ({"chunk_size": [64]}, {}, "a combination that can be run: context must be at least two"),
         ({"dense_layers": [(5,)]}, {}, "dense_layers must be < 2"),

@@ -30,7 +30,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"dense_tail": 100},
     {"recall": 2, "recall_block": 8},
     {"recall": 1, "recall_block": 16, "dense_tail": 5},
-    {"local_window": 0, "heavy_budget": 0},
+    {"local_window": 0, "heavy_budget": 0, "block_diagonal": True},
     {"local_window": 30, "heavy_budget": 40},
 ]
 
@@ -219,7 +219,7 @@ def test_a_memory_of_everything_is_exact(tiny_model: Any, prompt: Tensor) -> Non
 def test_without_memory_the_mass_is_that_inside_chunks(
     tiny_model: Any, prompt: Tensor, layers: list[list[Tensor]]
 ) -> None:
-    config = PrefillConfig(chunk_size=16, local_window=0, heavy_budget=0)
+    config = PrefillConfig(chunk_size=16, local_window=0, heavy_budget=0, block_diagonal=True)
     measures = measure_attention(tiny_model, prompt, config)
     chunk = torch.arange(LENGTH) // 16
     unit = torch.eye(LENGTH).expand(1, 2, -1, -1)
@@ -236,13 +236,13 @@ def test_more_is_seen_with_more_memory_and_with_recall(
     mean = {
         name: measure_attention(tiny_model, prompt, small_config.replace(**options)).mass_recall
         for name, options in {
-            "spec": {},
+            "h2o": {},
             "larger": {"heavy_budget": 8},
             "recall": {"recall": 4, "recall_block": 8},
         }.items()
     }
-    assert (mean["recall"] > mean["spec"]).all()
-    assert mean["larger"].mean() > mean["spec"].mean()
+    assert (mean["recall"] > mean["h2o"]).all()
+    assert mean["larger"].mean() > mean["h2o"].mean()
 
 
 def test_jaccard_of_successive_sets_and_of_two_runs(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.model
 CONTEXT = 4096
 WINDOW = "2:3"
 # Mean KL(dense || sparse) of the window, nats a token: SmolLM2-135M-Instruct in float32.
-COMMITTED = {"spec": 0.02316, "recommended": 0.00299}
+COMMITTED = {"h2o": 0.02316, "recommended": 0.00299}
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def test_wrong_arguments(llama):
 
 
 def test_a_preset_and_overrides(llama):
-    with enable(llama, "spec", **SPARSE) as handle:
+    with enable(llama, "h2o", **SPARSE) as handle:
         assert handle.config == PrefillConfig(**SPARSE)
     with enable(llama) as handle:
         assert handle.config == PRESETS["recommended"] != PRESETS["h2o"]
@@ -200,7 +200,7 @@ def test_by_name_alone_the_algorithm_as_specified_is_used(build, make_ids, spars
     ids = make_ids(1, 1100)
     model = build("llama", max_position_embeddings=2048)
     stock = model(ids).logits
-    with enable(model, "spec"):
+    with enable(model, "h2o"):
         expected = model(ids).logits
     assert sparse_layers == [1100, 1100]
     register()

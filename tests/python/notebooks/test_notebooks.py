@@ -76,7 +76,7 @@ def test_perplexity_and_ablation(
         errors="frame['stderr_percent'].tolist()",
     )
     tokens = tiny.make_tokenizer()(tiny.SENTENCE * 10, verbose=False)["input_ids"]
-    for name in ("spec", "recommended"):
+    for name in ("h2o", "recommended"):
         config = h2o_prefill.preset_config(name, **sizes)
         expected = h2o_prefill.evaluate_perplexity(
             tiny.make_model(), tokens, config, context=context, windows="0:2"
@@ -103,7 +103,7 @@ def test_memory_sets_and_recall(
         memory="list(patterns.memory.shape)",
         best="best.indices.tolist()",
         scores="patterns.scores[1].tolist()",
-        mass="{name: by_layer['mass_recall', name].tolist() for name in ('spec', 'recommended')}",
+        mass="{name: by_layer['mass_recall', name].tolist() for name in ('h2o', 'recommended')}",
         sentence="SENTENCE",
         recalled="[places.tolist() for places in recalled]",
     )

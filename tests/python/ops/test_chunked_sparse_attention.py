@@ -202,7 +202,10 @@ def good_arguments():
         ({"q": torch.randn(1, 4, 21, 16)}, "at least as long as q"),
         ({"k": torch.randn(1, 2, 20, 8)}, "k must have the head dim of q"),
         ({"v": torch.randn(1, 2, 19, 16)}, "v must have the length of k"),
-        ({"k": torch.randn(1, 2, 20, 16).double()}, r"k must have dtype and device of q \(float32 on cpu\), got float64"),
+        (
+            {"k": torch.randn(1, 2, 20, 16).double()},
+            r"k must have dtype and device of q \(float32 on cpu\), got float64",
+        ),
         ({"scores": torch.zeros(1, 2, 21)}, "scores must not be longer than k"),
         ({"memory": torch.zeros(1, 2, 4)}, "memory must be int32, got float32"),
         ({"recall_offsets": torch.zeros(4, dtype=torch.int32)}, "must be given together"),

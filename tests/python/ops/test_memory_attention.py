@@ -64,7 +64,11 @@ def test_no_queries(device):
 
 @pytest.mark.parametrize(
     ("indices", "message"),
-    [([[[0, 9, -1]]], r"-1 or in \[0, 9\), got 9"), ([[[0, -1, 3]]], "-1 only behind"), ([[[-2]]], "got -2")],
+    [
+        ([[[0, 9, -1]]], r"-1 or in \[0, 9\), got 9"),
+        ([[[0, -1, 3]]], "-1 only behind"),
+        ([[[-2]]], "got -2"),
+    ],
 )
 def test_bad_positions_are_refused(indices, message):
     q, k, v = make_qkv(Shape(1, 2, 1, 4, 8, 8), past=5)
