@@ -101,6 +101,7 @@ lint: build
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
 # Slow: parses the PyTorch headers once a file.

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.ablation import run_ablation
     from h2o_prefill.eval.attention_error import measure_attention
     from h2o_prefill.eval.calibration import calibrate_layers
-    from h2o_prefill.eval.patterns import visualize_attention_patterns
     from h2o_prefill.eval.perplexity import evaluate_perplexity
     from h2o_prefill.eval.retrieval import evaluate_retrieval
     from h2o_prefill.eval.throughput import benchmark_throughput
+    from h2o_prefill.eval.visualize import visualize_attention_patterns
     from h2o_prefill.hf.cache import ChunkedPrefillCache
     from h2o_prefill.hf.enable import enable
     from h2o_prefill.hf.prefill import chunked_prefill

@@ -9,12 +9,13 @@ from .attention_result import AttentionMeasures
 from .calibration import LayerCalibration, calibrate_layers
 from .memory_profile import profile_memory
 from .models import DEFAULT_MODEL, DTYPES, load_model
-from .patterns import AttentionPatterns, visualize_attention_patterns
+from .patterns import AttentionPatterns
 from .perplexity import PerplexityResult, check_settings, evaluate_perplexity
 from .protocols import PROTOCOLS
 from .retrieval import evaluate_retrieval
 from .text import DATASETS, Corpus, load_text
 from .throughput import benchmark_throughput
+from .visualize import visualize_attention_patterns
 
 __all__ = [
     "DATASETS",

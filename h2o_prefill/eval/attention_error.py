@@ -13,10 +13,9 @@ from torch import Tensor
 from ..config import PrefillConfig
 from ..presets import chosen_config
 from .attention_result import AttentionMeasures
-from .guards import check_dense, check_length, eval_mode
+from .guards import check_dense, check_length, eval_mode, prompt_ids
 from .layer_error import LayerMeasures, measure_layer
 from .pattern_measures import stack_layers
-from .patterns import prompt_ids
 from .visibility import find_recalled
 
 Progress = Callable[[int, int, str], None]

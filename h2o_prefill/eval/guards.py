@@ -1,11 +1,12 @@
-"""What a model must be for dense and sparse runs of it to be compared."""
+"""What a model and a prompt must be for dense and sparse runs to be compared."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def check_dense(model: nn.Module) -> None:
@@ -44,6 +45,26 @@ def check_length(model: nn.Module, length: int, argument: str) -> None:
         raise ValueError(
             f"{argument} must be <= {longest}, the longest that the model takes, got {length}"
         )
+
+
+def prompt_ids(input_ids: Tensor) -> Tensor:
+    """Return the token ids of one prompt as int64 [1, T].
+
+    Raises
+    ------
+    ValueError
+        If they are no integers, or not of one prompt.
+    """
+    shape = list(input_ids.shape)
+    if (
+        input_ids.is_floating_point()
+        or len(shape) not in (1, 2)
+        or (len(shape) == 2 and shape[0] != 1)
+    ):
+        raise ValueError(
+            f"input_ids must be token ids [1, T] or [T], got {input_ids.dtype} {shape}"
+        )
+    return input_ids.reshape(1, -1).to(torch.int64)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +14,11 @@ from torch import Tensor
 from ..config import PrefillConfig
 from ..functional import next_memory
 from ..presets import chosen_config
-from .guards import check_dense, check_length, eval_mode
+from .guards import check_dense, check_length, eval_mode, prompt_ids
 from .pattern_measures import stack_layers
 from .visibility import RecalledKeys, find_recalled
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from .attention_result import AttentionMeasures
 
 Progress = Callable[[int, int, str], None]
@@ -71,80 +67,6 @@ class AttentionPatterns:
     page: Path | None = None
 
 
-def visualize_attention_patterns(
-    model: Any,
-    input_ids: Tensor,
-    chunk_config: PrefillConfig | str | None = None,
-    output_dir: str | os.PathLike[str] = "benchmark_results/attention_heatmaps",
-    *,
-    title: str = "",
-    errors: bool = True,
-    ablation: pd.DataFrame | None = None,
-    on_progress: Progress | None = None,
-) -> AttentionPatterns:
-    """Prefill a prompt sparsely and draw what its memory sets hold, and what that costs.
-
-    Writes a figure each of the positions that the heads of each layer hold after each chunk, the
-    attention that each position received, the share of heads that hold the first positions, how
-    many heavy positions stay from one memory set to the next, and for how many chunks they stay; of
-    each head's error against dense attention, and of the errors by chunk; with recall, of the
-    positions recalled. `index.html` shows all of them and says what they show.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal decoder with dense attention.
-    input_ids : Tensor
-        int64 [1, T] or [T]: at least two chunks.
-    chunk_config : PrefillConfig or str, optional
-        Default: that of `enable`.
-    output_dir : path
-        Folder for the files; it is made if it is not there.
-    title : str
-        What was run, for the figures.
-    errors : bool
-        Measure the errors too, see `measure_attention`: a dense run, and more time than the sparse
-        one.
-    ablation : pandas.DataFrame, optional
-        Rows as `run_ablation` returns them: draw their perplexity against attention flops too.
-    on_progress : callable, optional
-        Called with (steps done, steps in all, what runs next), first for the chunks of the sparse
-        run, then for the layers of the dense one.
-
-    Returns
-    -------
-    AttentionPatterns
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range, or the model already runs sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
-    ImportError
-        If matplotlib is missing.
-    """
-    from .ablation_plot import plot_ablation
-    from .attention_error import measure_attention
-    from .pattern_page import write_pattern_page
-    from .pattern_plots import plot_patterns
-
-    folder = Path(output_dir).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
-    patterns = collect_patterns(model, input_ids, chunk_config, on_progress=on_progress)
-    if errors:
-        measures = measure_attention(model, input_ids, chunk_config, on_progress=on_progress)
-        patterns = dataclasses.replace(patterns, measures=measures)
-    folder.mkdir(parents=True, exist_ok=True)
-    patterns.paths.update(plot_patterns(patterns, folder, title))
-    if ablation is not None:
-        patterns.paths["perplexity"] = folder / "perplexity.png"
-        plot_ablation(ablation, patterns.paths["perplexity"])
-    page = write_pattern_page(patterns, folder / "index.html", title)
-    return dataclasses.replace(patterns, page=page)
-
-
 def collect_patterns(
     model: Any,
     input_ids: Tensor,
@@ -154,8 +76,25 @@ def collect_patterns(
 ) -> AttentionPatterns:
     """Prefill a prompt sparsely, a chunk a call, and keep the memory sets and the scores.
 
-    They are those of one call over the whole prompt. Parameters and errors are those of
-    `visualize_attention_patterns`.
+    They are those of one call over the whole prompt.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder with dense attention.
+    input_ids : Tensor
+        int64 [1, T] or [T]: at least two chunks.
+    chunk_config : PrefillConfig or str, optional
+        Default: that of `enable`.
+    on_progress : callable, optional
+        Called with (chunks done, chunks in all, what runs next).
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or the model already runs sparsely.
+    NotImplementedError
+        If the model cannot be prefilled sparsely.
     """
     config = chosen_config(chunk_config)
     prompt = prompt_ids(input_ids)
@@ -221,19 +160,6 @@ def check_prompt_length(config: PrefillConfig, length: int, argument: str = "inp
             f"{argument} must not end one token after a chunk, because a call of one token is "
             f"dense: cut it to {length - 1} tokens, got {length}"
         )
-
-
-def prompt_ids(input_ids: Tensor) -> Tensor:
-    shape = list(input_ids.shape)
-    if (
-        input_ids.is_floating_point()
-        or len(shape) not in (1, 2)
-        or (len(shape) == 2 and shape[0] != 1)
-    ):
-        raise ValueError(
-            f"input_ids must be token ids [1, T] or [T], got {input_ids.dtype} {shape}"
-        )
-    return input_ids.reshape(1, -1).to(torch.int64)
 
 
 def _call_config(config: PrefillConfig, new: int, after: int) -> PrefillConfig:

@@ -5,20 +5,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace h2o_prefill {
 namespace {
-
-// What a thread keeps between calls.
-struct Kept {
-  at::DataPtr block;
-  int64_t bytes = 0;
-};
-
-Kept& kept() {
-  thread_local Kept of_this_thread;
-  return of_this_thread;
-}
 
 // As torch.empty() fills fresh tensors for whoever looks for reads of what nothing wrote.
 bool is_poisoned() {
@@ -28,6 +18,11 @@ bool is_poisoned() {
 
 }  // namespace
 
+Workspace::Block& Workspace::kept_by_thread() {
+  thread_local Block kept;
+  return kept;
+}
+
 int64_t Workspace::add_bytes(int64_t bytes) {
   const int64_t offset = bytes_;
   bytes_ += whole_lines<char>(bytes);
@@ -35,26 +30,26 @@ int64_t Workspace::add_bytes(int64_t bytes) {
 }
 
 void Workspace::allocate() {
-  Kept& mine = kept();
-  if (mine.block && mine.bytes >= bytes_) {
-    block_ = std::move(mine.block);
-    block_bytes_ = mine.bytes;
-    mine = {};
+  Block& kept = kept_by_thread();
+  if (kept.data && kept.bytes >= bytes_) {
+    block_ = std::exchange(kept, {});
   } else {
-    block_ = c10::GetCPUAllocator()->allocate(std::max<int64_t>(bytes_, 1));
-    block_bytes_ = bytes_;
+    auto fresh = c10::GetCPUAllocator()->allocate(std::max<int64_t>(bytes_, 1));
+    block_.data = static_cast<char*>(fresh.get());
+    block_.bytes = bytes_;
+    const auto free = fresh.get_deleter();
+    block_.owner = {fresh.release_context(), free};
   }
   if (is_poisoned()) {
-    std::fill_n(static_cast<float*>(block_.get()), bytes_ / static_cast<int64_t>(sizeof(float)),
+    std::fill_n(reinterpret_cast<float*>(block_.data), bytes_ / static_cast<int64_t>(sizeof(float)),
                 std::numeric_limits<float>::quiet_NaN());
   }
 }
 
 Workspace::~Workspace() {
-  Kept& mine = kept();
-  if (block_ && block_bytes_ <= kKeptBytes && block_bytes_ > mine.bytes) {
-    mine.block = std::move(block_);
-    mine.bytes = block_bytes_;
+  Block& kept = kept_by_thread();
+  if (block_.data && block_.bytes <= kKeptBytes && block_.bytes > kept.bytes) {
+    kept = std::move(block_);
   }
 }
 

@@ -1,9 +1,8 @@
 // The temporaries of one operator call: typed parts of one block of memory.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
+#include <memory>
 #include <type_traits>
 
 namespace h2o_prefill {
@@ -50,7 +49,7 @@ class Workspace {
 
   template <typename T>
   T* get(const Part<T>& part) const {
-    return reinterpret_cast<T*>(static_cast<char*>(block_.get()) + part.offset);
+    return reinterpret_cast<T*>(block_.data + part.offset);
   }
 
  private:
@@ -58,9 +57,17 @@ class Workspace {
 
   int64_t add_bytes(int64_t bytes);
 
+  // Memory of PyTorch's allocator.
+  struct Block {
+    char* data = nullptr;
+    int64_t bytes = 0;
+    std::unique_ptr<void, void (*)(void*)> owner{nullptr, nullptr};
+  };
+
+  static Block& kept_by_thread();
+
   int64_t bytes_ = 0;  // of all parts
-  at::DataPtr block_;
-  int64_t block_bytes_ = 0;
+  Block block_;
 };
 
 }  // namespace h2o_prefill
