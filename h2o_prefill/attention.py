@@ -12,6 +12,14 @@ from h2o_prefill.functional import recall_settings
 from h2o_prefill.presets import chosen_config
 
 
+def _is_compiling() -> bool:
+    # TorchScript knows is_scripting() as a constant, and leaves out the other branch.
+    if torch.jit.is_scripting():
+        return False
+    else:
+        return torch.compiler.is_compiling()
+
+
 class ChunkedSparseAttention(nn.Module):
     """Attend under chunked sparse prefill, one layer and one call at a time.
 
@@ -93,8 +101,8 @@ class ChunkedSparseAttention(nn.Module):
         visible_from: Optional[Tensor] = None  # noqa: UP045
         if recall is not None:
             offsets, positions, visible_from = recall
-        elif self.recalls:
-            self._warn_of_no_recall(k.shape[2] - q.shape[2], q.shape[2])
+        elif self.recalls and not _is_compiling():
+            self._warn_of_no_recall(layer, k.shape[2] - q.shape[2], q.shape[2])
         return torch.ops.h2o_prefill.prefill_attention(
             q,
             k,
@@ -135,8 +143,8 @@ class ChunkedSparseAttention(nn.Module):
         visible_from: Optional[Tensor] = None  # noqa: UP045
         if recall is not None:
             offsets, positions, visible_from = recall
-        elif self.recalls:
-            self._warn_of_no_recall(int(position[0]), q.shape[2])
+        elif self.recalls and not _is_compiling():
+            self._warn_of_no_recall(layer, int(position[0]), q.shape[2])
         return torch.ops.h2o_prefill.prefill_attention_(
             q,
             k,
@@ -195,11 +203,9 @@ class ChunkedSparseAttention(nn.Module):
         torch.ops.h2o_prefill.advance_position_(position, new, self.settings)
         return int(position[1])
 
-    def _warn_of_no_recall(self, past: int, new: int) -> None:
-        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript leaves out this branch alone)
-            if torch.compiler.is_compiling():
-                return
-        if self._warned or not torch.ops.h2o_prefill.is_sparse_call(self.settings, past, new):
+    def _warn_of_no_recall(self, layer: int, past: int, new: int) -> None:
+        sparse = torch.ops.h2o_prefill.is_sparse(self.settings, layer, past, new)
+        if self._warned or not sparse:
             return
         self._warned = True
         message = (

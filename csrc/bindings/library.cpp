@@ -26,9 +26,9 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   m.def("version() -> str", [] { return version(); });
   m.def("has_cuda() -> bool", [] { return has_cuda(); });
   m.def("cpu_isa() -> str", [] { return cpu_isa(); });
-  m.def("is_sparse_call(str settings, int past, int num_tokens) -> bool",
-        [](std::string_view settings, int64_t past, int64_t num_tokens) {
-          return read_settings(settings)->is_sparse_call(past, num_tokens);
+  m.def("is_sparse(str settings, int layer, int past, int num_tokens) -> bool",
+        [](std::string_view settings, int64_t layer, int64_t past, int64_t num_tokens) {
+          return read_settings(settings)->is_sparse(layer, past, num_tokens);
         });
 }
 

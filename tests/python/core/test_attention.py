@@ -1,16 +1,19 @@
 """The module: eager, scripted, copied."""
 
 import copy
+import dataclasses
 import io
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
 import h2o_prefill
 from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
+from h2o_prefill.functional import recall_lists, sparse_attention
 from h2o_prefill.testing import Shape, make_qkv
 
 CONFIG = PrefillConfig(chunk_size=32, local_window=8, heavy_budget=8, sink_tokens=2)
@@ -33,6 +36,115 @@ def test_is_the_operator(qkv):
     expected = ops.chunked_sparse_attention(*qkv, *(None,) * 5, 0, 32, 8, 8, 2)
     for a, e in zip(run(ChunkedSparseAttention(CONFIG), *qkv), expected, strict=True):
         assert torch.equal(a, e)
+
+
+RECALLING = CONFIG.replace(recall=3, recall_block=8, wide_layers=(1,))
+EMPTY = {"sink_tokens": 0, "local_window": 0, "heavy_budget": 0}
+# What is changed in what: the module must not do what it does without.
+EVERY_FIELD = [
+    (RECALLING, {"chunk_size": 64}),
+    (CONFIG, {"local_window": 4}),
+    (CONFIG, {"heavy_budget": 4}),
+    (CONFIG, {"sink_tokens": 4}),
+    (CONFIG, {"dense_tail": 20}),
+    (CONFIG, {"dense_layers": (1,)}),
+    (CONFIG, {"wide_layers": (1,), "wide_factor": 2}),
+    (RECALLING, {"wide_factor": 2}),
+    (CONFIG, {"gqa_reduce": "max"}),
+    (CONFIG, {"min_prefill": 200}),
+    (CONFIG.replace(recall_block=8), {"recall": 3}),
+    (RECALLING, {"recall_block": 16}),
+    (RECALLING, {"recall_suffix": 1}),
+    (RECALLING, {"recall_span": 1}),
+    (
+        CONFIG.replace(recall=20, recall_block=8, recall_suffix=1, recall_max_count=1000),
+        {"recall_max_count": 1},
+    ),
+    (EMPTY, {"block_diagonal": True}),
+]
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+@pytest.mark.parametrize(
+    ("base", "change"), EVERY_FIELD, ids=lambda x: "-".join(x) if type(x) is dict else ""
+)
+@pytest.mark.filterwarnings("ignore:the memory set is empty")
+def test_every_field_counts(qkv, base, change, scripted):
+    if base is EMPTY:
+        base = CONFIG.replace(**EMPTY)
+    ids = torch.randint(0, 4, (1, 150), generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for config in (base, base.replace(**change)):
+        attention = ChunkedSparseAttention(config)
+        module = torch.jit.script(attention) if scripted else attention
+        outputs.append(module(*qkv, token_ids=ids, layer=1)[0])
+    assert not torch.equal(*outputs)
+
+
+def test_no_field_is_left_out():
+    changed = {name for _, change in EVERY_FIELD for name in change}
+    assert changed == {field.name for field in dataclasses.fields(PrefillConfig)}
+
+
+def test_is_the_operator_with_every_setting_of_the_layer(qkv):
+    config = RECALLING.replace(dense_layers=(0,), dense_tail=5, gqa_reduce="max")
+    ids = torch.randint(0, 4, (1, 150), generator=torch.Generator().manual_seed(1))
+    attention = ChunkedSparseAttention(config)
+    expected, _ = sparse_attention(*qkv, None, config.of_layer(1), recall_lists(ids, 0, config))
+    assert torch.equal(attention(*qkv, token_ids=ids, layer=1)[0], expected)
+    found = attention.find_recalled(ids, 0)
+    assert torch.equal(attention(*qkv, recall=found, layer=1)[0], expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(attention(*qkv, layer=0)[0], ops.dense_attention(*qkv))
+
+
+def test_recall_without_ids_is_said_once(qkv):
+    attention = ChunkedSparseAttention(RECALLING)
+    with pytest.warns(UserWarning, match="recall is off: a sparse call without token ids") as seen:
+        first = attention(*qkv)
+        second = attention(*qkv)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[0], ChunkedSparseAttention(RECALLING.replace(recall=0))(*qkv)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        q, k, v = qkv
+        ChunkedSparseAttention(RECALLING)(q[:, :, -1:], k, v)  # decoding
+
+
+def test_scripted_recall_without_ids_is_said(qkv):
+    with pytest.warns(UserWarning, match="recall is off: a sparse call without token ids"):
+        torch.jit.script(ChunkedSparseAttention(RECALLING))(*qkv)
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_in_place_is_the_same(qkv, scripted):
+    attention = ChunkedSparseAttention(RECALLING)
+    module = torch.jit.script(attention) if scripted else attention
+    q, k, v = qkv
+    ids = torch.randint(0, 4, (1, 150), generator=torch.Generator().manual_seed(1))
+    key, value = torch.empty(1, 2, 160, 16), torch.empty(1, 2, 160, 16)
+    scores, memory = torch.zeros(1, 2, 160), torch.full((1, 2, 66), -1, dtype=torch.int32)
+    position = torch.zeros(2, dtype=torch.int64)
+    state = (None, None, 0)
+    for begin, end in ((0, 70), (70, 149), (149, 150)):
+        new = slice(begin, end)
+        recall = module.find_recalled(ids[:, :end], begin)
+        out = module.attend_(
+            q[:, :, new], k[:, :, new], v[:, :, new], key, value, scores, memory, position,
+            recall=recall, layer=1,
+        )  # fmt: skip
+        module.advance_(position, end - begin)
+        expected, *held = attention(
+            q[:, :, new], k[:, :, :end], v[:, :, :end], *state, token_ids=ids[:, :end], layer=1
+        )
+        state = (*held, attention.next_chunk_begin(begin, end - begin, state[2]))
+        assert torch.equal(out, expected)
+        assert torch.equal(scores[..., :end], state[0]) and not scores[..., end:].any()
+        assert torch.equal(memory, state[1])
+        assert position.tolist() == [end, state[2]]
+    assert torch.equal(key[:, :, :150], k) and torch.equal(value[:, :, :150], v)
 
 
 def save_and_load(attention):

@@ -1,4 +1,6 @@
-"""What PyTorch asks of every operator: opcheck, torch.compile, TorchScript, and no gradient."""
+"""What PyTorch asks of every operator: opcheck, torch.compile, torch.export, and no gradient."""
+
+import copy
 
 import pytest
 import torch
@@ -9,13 +11,14 @@ from h2o_prefill.testing import Shape, make_indices, make_qkv
 
 OPS = torch.ops.h2o_prefill
 NO_STATE = (None,) * 5
+SETTINGS = "h2o,chunk_size=16,local_window=3,heavy_budget=4,sink_tokens=1,recall_block=8,recall=2"
 
 
 def samples(dtype=torch.float32, layout="transposed", length=40):
     """One call of every operator."""
     shape = Shape(1, 4, 2, length, 16, 24)
     q, k, v = make_qkv(shape, dtype, layout=layout)
-    long_q, long_k, long_v = make_qkv(shape, dtype, layout=layout, past=9)
+    long = long_q, long_k, long_v = make_qkv(shape, dtype, layout=layout, past=9)
     indices = make_indices(shape, length + 9, 6)
     lse = torch.randn(
         1, 4, length, dtype=torch.float64 if dtype == torch.float64 else torch.float32
@@ -24,6 +27,16 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
     memory = torch.tensor([[[0, 2, -1], [1, 3, 4]]], dtype=torch.int32)
     ids = torch.randint(0, 5, (1, length + 9))
     recall = ops.lexical_recall(ids, 9, 16, 8, 2)
+    new = long_k[:, :, 9:], long_v[:, :, 9:]
+    buffers = (
+        torch.empty(1, 2, length + 20, 16, dtype=dtype).copy_(
+            torch.nn.functional.pad(long_k, (0, 0, 0, 11))
+        ),
+        torch.nn.functional.pad(long_v, (0, 0, 0, 11)),
+        torch.nn.functional.pad(scores[..., :9], (0, length + 11)),
+        torch.nn.functional.pad(memory, (0, 5), value=-1),
+    )
+    position = torch.tensor([9, 2])
     return {
         "intra_chunk_attention": (q, k, v, 16),
         "memory_attention": (long_q, long_k, long_v, indices),
@@ -47,8 +60,17 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
             "sum",
             8,
         ),
+        "prefill_attention": (*long, scores[..., :9], memory, *recall, 2, 0, SETTINGS),
+        "prefill_attention_": (long_q, *new, *buffers, position, *recall, 0, SETTINGS),
+        "advance_position_": (position, length, SETTINGS),
+        "accumulate_scores_": (buffers[2], memory, torch.rand(1, 2, 3, dtype=lse.dtype)),
         "lexical_recall": (ids, 9, 16, 8, 2),
     }
+
+
+# Of these the results are in the arguments.
+IN_PLACE = [name for name in samples() if name.endswith("_")]
+WITHOUT_FLOATS = ["select_memory", "lexical_recall", "advance_position_"]
 
 
 @pytest.mark.parametrize("name", samples())
@@ -59,7 +81,14 @@ def test_opcheck(name, dtype, layout):
 
 
 @pytest.mark.parametrize(
-    "name", ["intra_chunk_attention", "dense_attention", "chunked_sparse_attention"]
+    "name",
+    [
+        "intra_chunk_attention",
+        "dense_attention",
+        "chunked_sparse_attention",
+        "prefill_attention",
+        "prefill_attention_",
+    ],
 )
 def test_opcheck_without_tokens(name):
     torch.library.opcheck(getattr(OPS, name), samples(length=0)[name])
@@ -68,22 +97,38 @@ def test_opcheck_without_tokens(name):
 @pytest.mark.parametrize("name", samples())
 def test_documented_function_is_the_operator(name):
     arguments = samples()[name]
-    actual, expected = getattr(ops, name)(*arguments), getattr(OPS, name)(*arguments)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    copies = copy.deepcopy(arguments)
+    actual, expected = getattr(ops, name)(*copies), getattr(OPS, name)(*arguments)
+    if actual is not None:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    changed = [x for x in arguments if isinstance(x, torch.Tensor)]
+    for x, y in zip(changed, [x for x in copies if isinstance(x, torch.Tensor)], strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in samples() if n not in ("select_memory", "lexical_recall")]
-)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_changes_in_place_has_a_new_version(name):
+    arguments = samples()[name]
+    schema = getattr(OPS, name).default._schema
+    before = [getattr(x, "_version", None) for x in arguments]
+    getattr(OPS, name)(*arguments)
+    for declared, argument, version in zip(schema.arguments, arguments, before, strict=False):
+        if isinstance(argument, torch.Tensor):
+            assert (argument._version > version) == declared.is_write, declared.name
+
+
+@pytest.mark.parametrize("name", [n for n in samples() if n not in WITHOUT_FLOATS])
 def test_an_input_that_requires_a_gradient_is_refused(name):
-    arguments = list(samples()[name])
-    arguments[0] = arguments[0].clone().requires_grad_()
+    def call():
+        first, *others = samples()[name]
+        getattr(OPS, name)(first.clone().requires_grad_(), *others)
+
     with pytest.raises(RuntimeError, match=f"{name} is for inference and has no gradient"):
-        getattr(OPS, name)(*arguments)
+        call()
     with torch.no_grad():
-        getattr(OPS, name)(*arguments)
+        call()
     with torch.inference_mode():
-        getattr(OPS, name)(*arguments)
+        call()
 
 
 def prefill(q, k, v):
