@@ -1,22 +1,37 @@
-// Embeds the library in a C++ program: one decoder layer with random weights takes a prompt in two
-// calls, sparsely, and then decodes a token over everything it has seen.
+// Embeds the library in a C++ program: a small decoder with random weights takes a prompt in two
+// calls, sparsely, with what the tokens recall, and then decodes.
 //
 //   embed_prefill [prompt tokens, default 6000]
 #include <ATen/ATen.h>
-#include <h2o_prefill/chunked_sparse_attention.h>
 #include <h2o_prefill/library.h>
+#include <h2o_prefill/prefill_context.h>
 
 #include <cmath>
 #include <exception>
 #include <iostream>
 #include <string>
+#include <vector>
 
 namespace {
 
+constexpr int64_t kVocabulary = 1000;
 constexpr int64_t kHidden = 256;
 constexpr int64_t kHeads = 4;
 constexpr int64_t kKvHeads = 2;
 constexpr int64_t kHeadDim = 64;
+constexpr int64_t kLayers = 2;
+
+at::Tensor weight(int64_t in, int64_t out) {
+  return at::randn({in, out}) / std::sqrt(static_cast<double>(in));
+}
+
+at::Tensor split_heads(const at::Tensor& x) {
+  return x.view({x.size(0), x.size(1), -1, kHeadDim}).transpose(1, 2);
+}
+
+at::Tensor rms_norm(const at::Tensor& x) {
+  return x * at::rsqrt(x.square().mean(-1, /*keepdim=*/true) + 1e-6);
+}
 
 // Rotary position embedding of x [B, H, T, D] at positions [past, past + T). Keys are cached with
 // it, so that a key keeps its position wherever it is used later.
@@ -31,68 +46,51 @@ at::Tensor apply_rope(const at::Tensor& x, int64_t past) {
   return x * cos + rotated * sin;
 }
 
-// A decoder layer without its MLP: norm, attention, residual.
-class DecoderLayer {
- public:
-  explicit DecoderLayer(const h2o_prefill::PrefillConfig& config)
-      : attention_(config),
-        query_(weight(kHidden, kHeads * kHeadDim)),
-        key_(weight(kHidden, kKvHeads * kHeadDim)),
-        value_(weight(kHidden, kKvHeads * kHeadDim)),
-        out_(weight(kHeads * kHeadDim, kHidden)) {}
-
-  // hidden [B, T, hidden] of the tokens that follow what the cache holds.
-  at::Tensor forward(const at::Tensor& hidden,
-                     const c10::intrusive_ptr<h2o_prefill::ChunkedKVCache>& cache,
-                     const c10::intrusive_ptr<h2o_prefill::MemorySetTracker>& tracker) const {
-    const int64_t past = cache->length(/*layer=*/0);
-    const auto normed = hidden * at::rsqrt(hidden.square().mean(-1, /*keepdim=*/true) + 1e-6);
-    const auto attended =
-        attention_.forward(/*layer=*/0, apply_rope(split_heads(normed.matmul(query_)), past),
-                           apply_rope(split_heads(normed.matmul(key_)), past),
-                           split_heads(normed.matmul(value_)), cache, tracker);
-    return hidden + attended.transpose(1, 2).flatten(2).matmul(out_);
-  }
-
- private:
-  static at::Tensor weight(int64_t in, int64_t out) {
-    return at::randn({in, out}) / std::sqrt(static_cast<double>(in));
-  }
-
-  static at::Tensor split_heads(const at::Tensor& x) {
-    return x.view({x.size(0), x.size(1), -1, kHeadDim}).transpose(1, 2);
-  }
-
-  h2o_prefill::ChunkedSparseAttention attention_;
-  at::Tensor query_;
-  at::Tensor key_;
-  at::Tensor value_;
-  at::Tensor out_;
+// The weights of a layer, without an MLP.
+struct Layer {
+  at::Tensor query = weight(kHidden, kHeads* kHeadDim);
+  at::Tensor key = weight(kHidden, kKvHeads* kHeadDim);
+  at::Tensor value = weight(kHidden, kKvHeads* kHeadDim);
+  at::Tensor out = weight(kHeads * kHeadDim, kHidden);
 };
 
-void run(int64_t prompt) {
-  h2o_prefill::PrefillConfig config;
-  config.chunk_size = 1024;
-  config.local_window = 128;
-  config.heavy_budget = 128;
-  const auto cache = c10::make_intrusive<h2o_prefill::ChunkedKVCache>(
-      /*num_layers=*/1, /*initial_capacity=*/2048, /*max_capacity=*/prompt + 1);
-  const auto tracker = c10::make_intrusive<h2o_prefill::MemorySetTracker>(
-      /*num_layers=*/1, config.local_window, config.heavy_budget, config.sink_tokens);
-  const DecoderLayer layer(config);
+struct Decoder {
+  at::Tensor embedding = at::randn({kVocabulary, kHidden});
+  std::vector<Layer> layers = std::vector<Layer>(kLayers);
+
+  // The most likely token behind token_ids [1, T], which follow those that the context holds.
+  at::Tensor forward(const at::Tensor& token_ids, h2o_prefill::PrefillContext& context) const {
+    const int64_t past = context.length();
+    auto hidden = embedding.index({token_ids});
+    context.begin(token_ids);
+    for (int64_t i = 0; i < kLayers; ++i) {
+      const auto x = rms_norm(hidden);
+      const auto attended =
+          context.attend(i, apply_rope(split_heads(x.matmul(layers[i].query)), past),
+                         apply_rope(split_heads(x.matmul(layers[i].key)), past),
+                         split_heads(x.matmul(layers[i].value)));
+      hidden = hidden + attended.transpose(1, 2).flatten(2).matmul(layers[i].out);
+    }
+    return rms_norm(hidden.select(1, -1)).matmul(embedding.t()).argmax(-1, /*keepdim=*/true);
+  }
+};
+
+void run(int64_t prompt_tokens) {
+  const Decoder decoder;
+  h2o_prefill::PrefillContext context(kLayers, /*max_tokens=*/prompt_tokens + 8);
 
   // A call that ends with a whole chunk continues as if both calls had been one.
-  const int64_t first = prompt / 2 / config.chunk_size * config.chunk_size;
-  for (const int64_t tokens : {first, prompt - first, int64_t{1}}) {
-    const auto out = layer.forward(at::randn({1, tokens, kHidden}), cache, tracker);
-    const char* how = tokens >= config.sparse_from() ? "sparse" : "dense";
-    std::cout << tokens << " tokens, " << how << ": output " << out.sizes() << ", the cache holds "
-              << cache->length(0) << " of " << cache->capacity(0) << '\n';
-  }
+  const auto prompt = at::randint(kVocabulary, {1, prompt_tokens}, at::kLong);
+  const int64_t chunk = context.config().chunk_size;
+  const int64_t first = prompt_tokens / 2 / chunk * chunk;
+  decoder.forward(prompt.narrow(1, 0, first), context);
+  auto token = decoder.forward(prompt.narrow(1, first, prompt_tokens - first), context);
+  for (int64_t i = 0; i < 8; ++i) token = decoder.forward(token, context);
 
-  const auto memory = tracker->indices(0)[0][0];
-  const auto scores = tracker->scores(0)[0][0];
-  std::cout << "KV head 0 remembers " << memory.ge(0).sum().item<int64_t>()
+  const auto memory = context.tracker()->indices(/*layer=*/0)[0][0];
+  const auto scores = context.tracker()->scores(/*layer=*/0)[0][0];
+  std::cout << context.config().to_string() << ": " << context.length() << " tokens\n"
+            << "KV head 0 of layer 0 remembers " << memory.ge(0).sum().item<int64_t>()
             << " positions; most attended: position " << scores.argmax().item<int64_t>()
             << ", score " << scores.max().item<double>() << '\n';
 }
@@ -101,14 +99,14 @@ void run(int64_t prompt) {
 
 int main(int argc, char** argv) {
   try {
-    const int64_t prompt = argc > 1 ? std::stoll(argv[1]) : 6000;
-    if (prompt < 2048) {
-      std::cerr << "the prompt must have at least 2048 tokens, got " << prompt << '\n';
+    const int64_t prompt_tokens = argc > 1 ? std::stoll(argv[1]) : 6000;
+    if (prompt_tokens < 2048) {
+      std::cerr << "the prompt must have at least 2048 tokens, got " << prompt_tokens << '\n';
       return 2;
     }
     std::cout << "h2o_prefill " << h2o_prefill::version()
               << ", CPU kernels: " << h2o_prefill::cpu_isa() << '\n';
-    run(prompt);
+    run(prompt_tokens);
   } catch (const c10::Error& error) {
     std::cerr << "error: " << error.what_without_backtrace() << '\n';
     return 1;

@@ -5,7 +5,6 @@
 #include <torch/custom_class.h>
 #include <torch/script.h>
 
-#include <filesystem>
 #include <sstream>
 
 #include "h2o_prefill/chunk_manager.h"
@@ -122,20 +121,6 @@ TEST(RegisteredClasses, ScriptUsesTheClasses) {
   EXPECT_TRUE(same(results->elements()[1].toTensor(), state.scores));
   EXPECT_EQ(results->elements()[2].toInt(), 50);
   EXPECT_EQ(cache->length(0), 50) << "the caller's cache, not a copy";
-}
-
-// The file that the example run_scripted is run with, where the build asks for it.
-TEST(RegisteredClasses, WritesTheScriptOfTheExample) {
-  const auto file = std::filesystem::path(H2O_TEST_OUTPUT_DIR) / "scripted.pt";
-  torch::jit::Module module("Attention");
-  module.define(R"(
-    def forward(self, q, k, v):
-        return h2o_prefill.chunked_sparse_attention(
-            q, k, v, None, None, None, None, None, 0, 128, 16, 16)
-  )",
-                std::make_shared<Names>());
-  module.save(file.string());
-  EXPECT_NO_THROW(torch::jit::load(file.string()));
 }
 
 }  // namespace
