@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.11.0
 JOBS ?= $(shell nproc)
+comma := ,
 
 BIN := $(VENV)/bin
 BUILD := build/cmake
@@ -17,14 +18,14 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VER
 CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' \
   'tests/cpp/*.cpp' 'tests/cpp/*.cuh' \
   'benchmarks/cpp/*.h' 'benchmarks/cpp/*.cpp' 2>/dev/null)
-PY_FILES := h2o_prefill tests benchmarks notebooks setup.py
-BENCHMARKS := cpu_peak intra_chunk memory colsum select gather dense recall prefill model allocations peers
+PY_FILES := h2o_prefill csrc/examples tests benchmarks notebooks setup.py
+BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense recall prefill model allocations peers
 
 # The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-sanitize lint lint-cpp format clean system
+.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-sanitize test-threads lint lint-cpp format clean system
 
 build: $(BIN)/.built
 
@@ -84,18 +85,27 @@ test-isas: build
 	  fi; \
 	done
 
-test-cpp: build
+test-cpp: build $(BIN)/.model
 	$(BIN)/cmake -S . -B $(BUILD) -DH2O_BUILD_TESTS=ON
 	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
 
+configure_sanitized = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DH2O_SANITIZE=$(2) -DH2O_BUILD_TESTS=ON \
+  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')
+
 # AddressSanitizer and UndefinedBehaviorSanitizer over the library and every C++ test.
 test-sanitize: build
-	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DH2O_SANITIZE=ON -DH2O_BUILD_TESTS=ON \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')
+	$(call configure_sanitized,sanitize,"address$(comma)undefined")
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+# ThreadSanitizer over contexts on several threads. OpenMP, which it does not understand, has one
+# thread in each of them.
+test-threads: build
+	$(call configure_sanitized,threads,thread)
+	$(BIN)/cmake --build build/threads --parallel $(JOBS) --target h2o_prefill_tests
+	OMP_NUM_THREADS=1 $(BIN)/ctest --test-dir build/threads --output-on-failure --no-tests=error -R '^PrefillContext$$'
 
 lint: build
 	$(BIN)/ruff check $(PY_FILES)

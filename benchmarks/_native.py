@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+import h2o_prefill
+
 SOURCES = Path(__file__).parent / "cpp"
 # One folder for each installed PyTorch: the parts are linked to it.
 _TORCH = hashlib.sha256(f"{torch.__version__} {torch.__file__}".encode()).hexdigest()[:8]
@@ -26,9 +28,8 @@ def load(target: str) -> ctypes.CDLL:
     RuntimeError
         If it cannot be built; the message ends with what the build said.
     """
-    _run(
-        "cmake", "-S", SOURCES, "-B", BUILD, f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    )
+    packages = f"{torch.utils.cmake_prefix_path};{Path(h2o_prefill.__file__).parent}"
+    _run("cmake", "-S", SOURCES, "-B", BUILD, f"-DCMAKE_PREFIX_PATH={packages}")
     _run("cmake", "--build", BUILD, "--target", target, "--parallel")
     return ctypes.CDLL(str(BUILD / f"lib{target}.so"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _options as options
 import torch
 import torch.nn.functional as F
+from _context import dense_call
 from _report import Report, Row, ratio_fields
 from _timing import compare
 from torch import Tensor
@@ -21,9 +22,13 @@ COLUMNS = {
     "ms": "{milliseconds:.3f}",
     "SDPA ms": "{sdpa_milliseconds:.3f}",
     "against SDPA": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
+    "C++ PrefillContext": "{context:.2f}x ({context_q1:.2f} to {context_q3:.2f})",
 }
 # Queries, and keys of the history: decoding, short calls, a dense tail, one chunk, dense prefill.
-SIZES = [(1, 1024), (1, 16384), (16, 4096), (128, 8192), (1024, 1024), (4096, 4096)]
+SIZES = [
+    *((1, 1024), (1, 4096), (1, 16384), (16, 4096), (500, 4596)),
+    *((128, 8192), (1024, 1024), (4096, 4096)),
+]
 
 
 def main(
@@ -34,7 +39,11 @@ def main(
     seconds: options.SecondsOption = 3.0,
     quick: options.QuickOption = False,
 ) -> None:
-    """Time dense_attention against torch SDPA with the fastest arguments for the same result."""
+    """Time dense_attention against torch SDPA with the fastest arguments for the same result.
+
+    The last column is the time of a dense call through the C++ class PrefillContext, in that of
+    dense_attention, called from C++ as well.
+    """
     plan = options.make_plan("dense", json, threads, dtype, shape, seconds, quick)
     sizes = [(1, 200), (40, 200), (200, 200)] if quick else SIZES
     title = "dense_attention: beside torch SDPA (enable_gqa) over the same keys"
@@ -56,6 +65,10 @@ def _row(case: options.Case, rows: int, keys: int, seconds: float) -> Row:
         )
 
     timings = compare({"kernel": lambda: ops.dense_attention(q, k, v), "sdpa": sdpa}, seconds)
+    with dense_call(q, k, v) as pair:
+        through_context = compare({"context": pair.ours, "kernel": pair.baseline}, seconds)
+        if not pair.same():
+            raise RuntimeError("PrefillContext must give what dense_attention gives")
     return {
         "rows": rows,
         "keys": keys,
@@ -63,6 +76,7 @@ def _row(case: options.Case, rows: int, keys: int, seconds: float) -> Row:
         "sdpa_milliseconds": 1e3 * timings.median("sdpa"),
         "rounds": timings.rounds,
         **ratio_fields("speedup", timings.ratio("sdpa", "kernel")),
+        **ratio_fields("context", through_context.ratio("context", "kernel")),
     }
 
 

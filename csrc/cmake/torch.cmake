@@ -19,6 +19,11 @@ if(H2O_TORCH_VERSION VERSION_LESS 2.11)
   message(FATAL_ERROR "PyTorch 2.11 or newer is needed, found ${H2O_TORCH_VERSION} in ${H2O_TORCH_ROOT}")
 endif()
 
+# The targets are made once, however often the package is looked for.
+if(TARGET h2o_torch)
+  return()
+endif()
+
 foreach(library torch_cpu c10)
   find_library(H2O_LIB_${library} ${library} PATHS "${H2O_TORCH_LIB_DIR}" NO_DEFAULT_PATH REQUIRED)
 endforeach()
@@ -33,7 +38,7 @@ target_link_options(h2o_torch INTERFACE "LINKER:-rpath-link,${H2O_TORCH_LIB_DIR}
 # OpenMP as PyTorch was built with it: a second copy of the runtime in one process would start a second thread pool.
 find_package(OpenMP REQUIRED)
 file(GLOB h2o_gomp "${H2O_TORCH_LIB_DIR}/libgomp*.so*" "${H2O_TORCH_ROOT}/../torch.libs/libgomp*.so*")
-add_library(h2o_openmp INTERFACE IMPORTED)
+add_library(h2o_openmp INTERFACE IMPORTED GLOBAL)
 target_compile_options(h2o_openmp INTERFACE ${OpenMP_CXX_FLAGS})
 if(h2o_gomp)
   list(GET h2o_gomp 0 h2o_gomp)

@@ -21,7 +21,8 @@ FIELDS = {
     "colsum": ["milliseconds", "milliseconds_without"],
     "select": ["milliseconds", "pytorch_milliseconds", "speedup"],
     "gather": ["gigabytes", "copy_gigabytes", "percent"],
-    "dense": ["milliseconds", "sdpa_milliseconds", "speedup"],
+    "scores": ["microseconds", "pytorch_microseconds", "speedup"],
+    "dense": ["milliseconds", "sdpa_milliseconds", "speedup", "context"],
     "prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
 
@@ -40,7 +41,7 @@ def test_operator_benchmarks(run: Run, name: str) -> None:
     done, report = run(name)
     _check_report(report, FIELDS[name])
     assert report["title"] in done.stdout
-    if name not in ("cpu_peak", "select"):
+    if name not in ("cpu_peak", "select", "scores"):
         assert {(r["head_dim"], r["dtype"]) for r in report["rows"]} == {
             (dim, dtype) for dim in (64, 128) for dtype in ("float32", "bfloat16")
         }
@@ -151,6 +152,30 @@ def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
     out, lse, sums = attend_chunk(q, k, v, False, indices)
     assert torch.equal(out, found[0]) and torch.equal(lse, found[1]) and sums is None
+
+
+@pytest.mark.parametrize("rows", [1, 40, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_context_and_dense_attention_do_the_same(dtype: torch.dtype, rows: int) -> None:
+    from _context import dense_call
+    from _shapes import SHAPES
+
+    with dense_call(*SHAPES["smollm2"].qkv(rows, dtype, past=70 - rows)) as pair:
+        pair.ours()
+        pair.baseline()
+        assert pair.same()
+
+
+def test_both_score_updates_do_the_same() -> None:
+    from _context import score_update
+
+    with score_update(3, 100, 40) as pair:
+        for _ in range(3):
+            pair.ours()
+        assert not pair.same()
+        for _ in range(3):
+            pair.baseline()
+        assert pair.same()
 
 
 def test_selection_with_pytorch_chooses_the_same() -> None:

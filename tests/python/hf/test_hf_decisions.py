@@ -102,6 +102,23 @@ def test_up_to_one_chunk_is_dense(llama, make_ids, sparse_layers, length):
     assert sparse_layers == []
 
 
+def test_an_empty_memory_set_is_dense_unless_asked_for(llama, ids, sparse_layers):
+    with pytest.warns(UserWarning, match="every call is dense"):
+        empty = PrefillConfig(chunk_size=16, local_window=0, heavy_budget=0)
+    stock = llama(ids).logits
+    with enable(llama, empty), pytest.warns(UserWarning, match="the memory set is empty"):
+        torch.testing.assert_close(llama(ids).logits, stock, atol=1e-5, rtol=1e-5)
+    with (
+        enable(llama, empty, strict=True),
+        pytest.raises(NotImplementedError, match=r"memory set is empty.*block_diagonal=True"),
+    ):
+        llama(ids)
+    assert sparse_layers == []
+    with enable(llama, empty.replace(block_diagonal=True), strict=True):
+        llama(ids)
+    assert sparse_layers == [72, 72]
+
+
 def test_min_prefill_moves_the_border(llama, ids, sparse_layers):
     with enable(llama, min_prefill=73, **SPARSE):
         llama(ids)

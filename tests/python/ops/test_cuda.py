@@ -9,6 +9,7 @@ from h2o_prefill.testing import DTYPES, Shape, make_indices, make_qkv
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 S = 64
+SETTINGS = f"h2o,chunk_size={S},local_window=16,heavy_budget=16,recall=3,recall_block=16"
 NO_STATE = (None,) * 5
 
 
@@ -26,6 +27,26 @@ def every_operator(dtype, head_dim=64, value_dim=64):
     scores = torch.rand(1, 2, shape.length, device="cuda")
     ids = torch.randint(0, 9, (1, shape.length), generator=torch.Generator().manual_seed(5))
     recall = [x.cuda() for x in ops.lexical_recall(ids, 0, S, 16, 3, max_count=1000)]
+    colsum = torch.rand(1, 2, 33, device="cuda")
+    # Written anew by every call at the same position.
+    position = torch.tensor([40, 0])
+    cache_key, cache_value = long_k.clone(), long_v.clone()
+
+    def prefill_in_place():
+        # As the call finds them: what it leaves is compared too.
+        kept = scores.new_zeros(1, 2, cache_key.shape[2])
+        memory = torch.full((1, 2, 32), -1, dtype=torch.int32, device="cuda")
+        out = ops.prefill_attention_(
+            long_q, long_k[:, :, 40:], long_v[:, :, 40:], cache_key, cache_value, kept, memory,
+            position, *recall, 0, SETTINGS,
+        )  # fmt: skip
+        return out, kept, memory
+
+    def accumulate():
+        total = scores.new_zeros(1, 2, shape.length + 40)
+        ops.accumulate_scores_(total, indices, colsum)
+        return total
+
     return {
         "intra_chunk_attention": lambda: ops.intra_chunk_attention(q, k, v, S),
         "memory_attention": lambda: ops.memory_attention(long_q, long_k, long_v, indices),
@@ -37,6 +58,11 @@ def every_operator(dtype, head_dim=64, value_dim=64):
         "with_recall": lambda: ops.chunked_sparse_attention(
             q, k, v, None, None, *recall, 0, S, 16, 16, recall_block=16
         ),
+        "prefill_attention": lambda: ops.prefill_attention(
+            q, k, v, None, None, *recall, 0, 0, SETTINGS
+        ),
+        "prefill_attention_": prefill_in_place,
+        "accumulate_scores_": accumulate,
     }
 
 
@@ -80,6 +106,35 @@ def test_a_cuda_graph_replays_the_same(name, dtype):
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("length", [1, 3 * S])
+def test_a_captured_call_in_place_writes_where_it_was_captured(length):
+    """The position lies on the CPU, so that a graph holds its value."""
+    q, k, v = make_qkv(Shape(1, 4, 2, length, 64, 64), torch.bfloat16, "cuda")
+    cache_key, cache_value = (x.new_zeros(1, 2, 2 * length + 7, 64) for x in (k, v))
+    scores = torch.zeros(1, 2, 2 * length + 7, device="cuda")
+    memory = torch.full((1, 2, 32), -1, dtype=torch.int32, device="cuda")
+    position = torch.tensor([7, 0])
+
+    def call():
+        return ops.prefill_attention_(
+            q, k, v, cache_key, cache_value, scores, memory, position, None, None, None, 0, SETTINGS
+        )  # fmt: skip
+
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    ops.advance_position_(position, length, SETTINGS)
+    for x in (out, cache_key[:, :, 7:], cache_value[:, :, 7:], scores):
+        x.zero_()
+    memory.fill_(-1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    assert torch.equal(cache_key[:, :, 7 : 7 + length], k)
+    assert not cache_key[:, :, 7 + length :].any()
 
 
 @pytest.mark.parametrize("name", NAMES)
