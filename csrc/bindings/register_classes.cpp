@@ -259,14 +259,14 @@ void register_attention(torch::Library& m) {
       .def("forward",
            [](const Attention& self, int64_t layer, const at::Tensor& query, const at::Tensor& key,
               const at::Tensor& value, const Cache& cache, const Tracker& tracker,
-              const std::optional<Lists>& recall, std::optional<double> scale) {
-             return self->forward(layer, query, key, value, cache, tracker, recall_lists(recall),
-                                  scale);
+              std::optional<double> scale, const std::optional<Lists>& recall) {
+             return self->forward(layer, query, key, value, cache, tracker, scale,
+                                  recall_lists(recall));
            },
            "Append key and value to the cache and attend with the call's queries [B, Hq, T, D], "
            "sparsely or densely as the settings say; return [B, Hq, T, Dv].",
            {arg("layer"), arg("query"), arg("key"), arg("value"), arg("cache"), arg("tracker"),
-            arg("recall") = std::optional<Lists>(), arg("scale") = std::optional<double>()})
+            arg("scale") = std::optional<double>(), arg("recall") = std::optional<Lists>()})
       .def(
           "config", [](const Attention& self) { return hold(self->config()); },
           "Return the settings.")

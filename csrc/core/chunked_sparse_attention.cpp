@@ -47,8 +47,8 @@ at::Tensor ChunkedSparseAttention::forward(int64_t layer, const at::Tensor& quer
                                            const at::Tensor& key, const at::Tensor& value,
                                            const c10::intrusive_ptr<ChunkedKVCache>& cache,
                                            const c10::intrusive_ptr<MemorySetTracker>& tracker,
-                                           const RecallLists& recall,
-                                           std::optional<double> scale) const {
+                                           std::optional<double> scale,
+                                           const RecallLists& recall) const {
   TORCH_CHECK_VALUE(cache && tracker, "cache and tracker must be given, got none");
   TORCH_CHECK_VALUE(tracker->num_layers() == cache->num_layers(),
                     "tracker must have the layers of cache (", cache->num_layers(), "), got ",

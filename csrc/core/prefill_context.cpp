@@ -129,8 +129,8 @@ at::Tensor PrefillContext::attend(int64_t layer, const at::Tensor& query, const 
   TORCH_CHECK_VALUE(cache_->length(layer) == call_->past,
                     "a layer must attend once in a call, layer ", layer,
                     " has attended already: begin() the next call");
-  return attention_.forward(layer, query, key, value, cache_, tracker_, recall_on(query.device()),
-                            scale);
+  return attention_.forward(layer, query, key, value, cache_, tracker_, scale,
+                            recall_on(query.device()));
 }
 
 void PrefillContext::truncate(int64_t length) {

@@ -25,15 +25,15 @@ class H2O_API ChunkedSparseAttention : public torch::CustomClassHolder {
   // Attends with the new tokens of one layer, after RoPE. query [B, Hq, T, D], key [B, Hkv, T, D],
   // value [B, Hkv, T, Dv]; key and value are appended to the cache. Returns [B, Hq, T, Dv]. Sparse
   // or dense as config.is_sparse() says of the layer and the call; a dense call attends to the
-  // whole cache, exactly, and leaves the tracker alone. recall: what lexical_recall returned for
-  // the call; a dense call does not need it, and without it a sparse call recalls nothing. scale:
-  // the softmax scale, default D^-0.5. Cache and tracker belong to one prompt. A call that throws
+  // whole cache, exactly, and leaves the tracker alone. scale: the softmax scale, default D^-0.5.
+  // recall: what lexical_recall returned for the call; a dense call does not need it, and without
+  // it a sparse call recalls nothing. Cache and tracker belong to one prompt. A call that throws
   // leaves both as they were, but for buffers that have grown.
   at::Tensor forward(int64_t layer, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const c10::intrusive_ptr<ChunkedKVCache>& cache,
                      const c10::intrusive_ptr<MemorySetTracker>& tracker,
-                     const RecallLists& recall = {},
-                     std::optional<double> scale = std::nullopt) const;
+                     std::optional<double> scale = std::nullopt,
+                     const RecallLists& recall = {}) const;
 
   const PrefillConfig& config() const { return config_; }
 

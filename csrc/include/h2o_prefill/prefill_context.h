@@ -57,7 +57,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // MemorySetTracker::truncate).
   void truncate(int64_t length);
 
-  // Forgets the prompt; buffers stay allocated.
+  // Forgets the prompt; the buffers of keys and values stay allocated.
   void reset();
 
   const PrefillConfig& config() const { return attention_.config(); }

@@ -31,7 +31,7 @@ struct Prompt {
 
   at::Tensor forward(const Qkv& tokens, int64_t layer = 0, const RecallLists& recall = {},
                      std::optional<double> scale = std::nullopt) {
-    return attention.forward(layer, tokens.q, tokens.k, tokens.v, cache, tracker, recall, scale);
+    return attention.forward(layer, tokens.q, tokens.k, tokens.v, cache, tracker, scale, recall);
   }
 
   PrefillConfig config;

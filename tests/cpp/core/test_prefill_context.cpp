@@ -185,12 +185,15 @@ TEST(PrefillContext, ContextsOnThreadsAreIndependent) {
   const auto expected = prompt.run(alone, 0, 90);
   std::vector<at::Tensor> outs(4);
   std::vector<std::thread> threads;
-  for (auto& out : outs) {
-    threads.emplace_back([&] {
-      PrefillContext context(kLayers, 90, small_config());
+  for (size_t i = 0; i < outs.size(); ++i) {
+    threads.emplace_back([&, i] {
+      // Settings that no thread has read before.
+      auto config = small_config();
+      config.min_prefill = 10 + static_cast<int64_t>(i);
+      PrefillContext context(kLayers, 90, config);
       for (int round = 0; round < 5; ++round) {
         context.reset();
-        out = prompt.run(context, 0, 90);
+        outs[i] = prompt.run(context, 0, 90);
       }
     });
   }
