@@ -314,7 +314,7 @@ def test_failed_call_changes_nothing() -> None:
         ((q[:, :3], k, v, cache, tracker), "query heads must be a multiple of the KV heads"),
         ((q.double(), k, v, cache, tracker), "key must have dtype and device of query"),
         ((q.clone().requires_grad_(), k, v, cache, tracker), "query must not require a gradient"),
-        ((q, k, v, cache, tracker, bad_recall), "recall_offsets must have"),
+        ((q, k, v, cache, tracker, None, bad_recall), "recall_offsets must have"),
         ((q, k, v, cache, classes.MemorySetTracker(LAYERS, 9, 4, 1)), "tracker must have local_"),
     ]:
         with pytest.raises(ValueError, match=message):
