@@ -28,17 +28,19 @@ void select_one_set(const SelectMemoryParams& p, int64_t unit) {
   const int64_t local_begin = budget.local_begin(p.chunk_end);
   const int64_t sink_end = budget.sink_end(p.chunk_end);
   const float* const scores = p.scores + unit * p.scores_stride;
+  const int64_t num_scores = p.num_scores;
   ScoredPosition* const candidate = p.workspace + unit * p.workspace_stride;
   int64_t candidates = 0;
   const auto consider = [&](int64_t position) {
     if (position < sink_end || position >= local_begin) return;
-    const float score = position < p.num_scores ? scores[position] : 0.0F;
+    const float score = position < num_scores ? scores[position] : 0.0F;
     // A NaN ranks last: comparing it would break the order.
     candidate[candidates++] = {score == score ? score : std::numeric_limits<float>::lowest(),
                                static_cast<int32_t>(position)};
   };
   const int32_t* const old_set = p.from.of_unit(unit);
-  for (int64_t i = 0; i < p.from.count(unit); ++i) {
+  const int64_t old_count = p.from.count(unit);
+  for (int64_t i = 0; i < old_count; ++i) {
     if (old_set[i] < p.chunk_begin) consider(old_set[i]);
   }
   for (int64_t position = p.chunk_begin; position < p.chunk_end; ++position) consider(position);
