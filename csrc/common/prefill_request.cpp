@@ -6,6 +6,7 @@
 #include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -121,11 +122,34 @@ void check_state_buffers(const PrefillRequest& request) {
       "), got shape ", request.memory.sizes());
 }
 
+// Whether rows of x [B, H, T, D] can be copied one by one, in the calling thread.
+bool has_few_plain_rows(const at::Tensor& x) {
+  return x.is_cpu() && x.stride(3) == 1 && x.numel() <= at::internal::GRAIN_SIZE;
+}
+
 // Rows from `begin` on become x, unless x is these rows already.
 void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
-  const auto rows = buffer.narrow(2, begin, x.size(2));
-  if (rows.const_data_ptr() == x.const_data_ptr() && rows.strides() == x.strides()) return;
-  rows.copy_(x);
+  const auto item = static_cast<int64_t>(x.itemsize());
+  char* const rows =
+      static_cast<char*>(buffer.mutable_data_ptr()) + begin * buffer.stride(2) * item;
+  const auto* const from = static_cast<const char*>(x.const_data_ptr());
+  if (rows == from && buffer.strides() == x.strides()) return;
+  if (!has_few_plain_rows(x) || buffer.stride(3) != 1 || buffer.is_alias_of(x)) {
+    // Rows of the same buffer may lie across their own place.
+    buffer.narrow(2, begin, x.size(2)).copy_(buffer.is_alias_of(x) ? x.clone() : x);
+    return;
+  }
+  // While decoding, narrow() and copy_() would take longer than the copy itself.
+  for (int64_t b = 0; b < x.size(0); ++b) {
+    for (int64_t h = 0; h < x.size(1); ++h) {
+      for (int64_t t = 0; t < x.size(2); ++t) {
+        const auto offset = [&](const at::Tensor& y) {
+          return (b * y.stride(0) + h * y.stride(1) + t * y.stride(2)) * item;
+        };
+        std::memcpy(rows + offset(buffer), from + offset(x), x.size(3) * item);
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -193,11 +217,12 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                       const PrefillBuffers& buffers, const at::Tensor& position,
                       const RecallLists& recall, int64_t layer, std::string_view settings,
                       std::optional<double> scale) {
-  const PrefillConfig config = layer_settings(settings, layer);
+  check_at_least("layer", layer, 0);
+  const auto config = read_settings(settings);
   const auto [past, last_chunk_begin] = Position::read(position);
   check_buffers(q, k, v, buffers, past);
   const int64_t length = q.size(2);
-  PlacedCall call{.is_sparse = config.is_sparse(layer, past, length),
+  PlacedCall call{.is_sparse = config->is_sparse(layer, past, length),
                   .request = {.query = q,
                               .key = buffers.key.narrow(2, 0, past + length),
                               .value = buffers.value.narrow(2, 0, past + length),
@@ -206,7 +231,7 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                               .last_chunk_begin = last_chunk_begin,
                               .softmax_scale = scale}};
   if (call.is_sparse) {
-    call.request.settings = config;
+    call.request.settings = config->of_layer(layer);
     call.request.recall = recall;
     if (past > 0) call.request.start = buffers.memory;
     check_state_buffers(call.request);

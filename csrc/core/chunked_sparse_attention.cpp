@@ -1,7 +1,6 @@
 #include "h2o_prefill/chunked_sparse_attention.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
 
 #include "common/rules.h"
 #include "common/tensors.h"
@@ -39,7 +38,7 @@ void check_budgets(const MemorySetTracker& tracker, const PrefillConfig& config,
 }  // namespace
 
 ChunkedSparseAttention::ChunkedSparseAttention(PrefillConfig config)
-    : config_(std::move(config)), settings_(config_.to_fields()) {
+    : config_(std::move(config)), settings_(config_.to_string()) {
   config_.validate();
 }
 
@@ -71,15 +70,11 @@ at::Tensor ChunkedSparseAttention::forward(int64_t layer, const at::Tensor& quer
 
   PrefillBuffers buffers;
   std::tie(buffers.key, buffers.value) = cache->reserve(layer, key, value);
-  if (sparse || tracker->has_scores(layer)) {
-    std::tie(buffers.scores, buffers.memory) =
-        tracker->reserve(layer, key, sparse ? buffers.key.size(2) : 0);
-  } else {
-    buffers.scores =
-        at::empty({key.size(0), key.size(1), 0}, key.options().dtype(accumulate_type(key)));
-    buffers.memory = at::empty({key.size(0), key.size(1), 0}, key.options().dtype(at::kInt));
-  }
-  const auto position = at::tensor({past, tracker->last_chunk_begin(layer)}, at::kLong);
+  std::tie(buffers.scores, buffers.memory) =
+      tracker->reserve(layer, key, sparse ? buffers.key.size(2) : 0);
+  const auto position = at::empty({2}, at::kLong);
+  position.mutable_data_ptr<int64_t>()[0] = past;
+  position.mutable_data_ptr<int64_t>()[1] = tracker->last_chunk_begin(layer);
   auto out =
       prefill_attention_(query, key, value, buffers, position, layer, settings_, recall, scale);
   cache->commit(layer, length);
