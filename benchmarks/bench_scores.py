@@ -27,7 +27,7 @@ def main(
 ) -> None:
     """Time MemorySetTracker::accumulate_memory_scores of one layer, both sides in C++."""
     plan = options.make_plan("scores", json, threads, seconds=seconds, quick=quick)
-    positions, sizes = (256, (32,)) if quick else (8192, (512, 1024))
+    positions, sizes = (256, (32,)) if quick else (8192, (512, 768))
     with Report(plan, "score update of one layer: beside scatter_add_", COLUMNS) as report:
         for memory in sizes:
             for count in plan.threads:
