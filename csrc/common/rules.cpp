@@ -7,7 +7,7 @@
 
 namespace h2o_prefill {
 
-std::string dtype_name(at::ScalarType type) { return c10::getDtypeNames(type).first; }
+std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
 std::string describe(const at::Tensor& t) {
   if (!t.defined()) return "none";

@@ -112,6 +112,7 @@ TEST(PrefillAttentionInPlace, WideLayersAndWiderBuffers) {
   const std::string settings = std::string(kSettings) + ",wide_layers=1,wide_factor=2";
   for (const int64_t layer : {0, 1}) {
     Layer buffers(90, at::kFloat, 20);
+    buffers.buffers.memory.fill_(7);  // of another prompt
     const auto out = buffers.attend(x, settings, layer);
     const auto [expected, state] =
         chunked_sparse_attention(x.q, x.k, x.v, {}, config_of(settings).of_layer(layer));
