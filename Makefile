@@ -25,7 +25,7 @@ BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense reca
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-sanitize test-threads lint lint-cpp format clean system
+.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-sanitize test-threads test-package lint lint-cpp format clean system
 
 build: $(BIN)/.built
 
@@ -93,6 +93,21 @@ test-cpp: build $(BIN)/.model
 configure_sanitized = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DH2O_SANITIZE=$(2) -DH2O_BUILD_TESTS=ON \
   -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
   -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')
+
+# The source distribution, installed where there is nothing but PyTorch and the tools to build with.
+test-package: build
+	rm -rf build/package
+	$(BIN)/python -m build --sdist --no-isolation --outdir build/package . >/dev/null
+	$(PYTHON) -m venv --without-pip build/package/venv
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$(build/package/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+	PATH="$(abspath $(BIN)):$$PATH" H2O_BUILD_DIR= H2O_WITH_CUDA=OFF $(BIN)/python -m pip --python build/package/venv \
+	  install --quiet --no-build-isolation --no-deps build/package/h2o_prefill-*.tar.gz
+	cd build/package && venv/bin/python -c 'import torch, h2o_prefill; \
+	  assert "package/venv" in h2o_prefill.__file__; \
+	  q = torch.randn(1, 4, 100, 64); k = q[:, :2]; \
+	  torch.testing.assert_close(h2o_prefill.ops.dense_attention(q, k, k), \
+	    torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True))'
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over the library and every C++ test.
 test-sanitize: build

@@ -50,20 +50,57 @@ def _empty_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], dtype=_accumulate_dtype(q))
 
 
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse the shapes that the operators refuse, so that tracing fails where running would."""
+    check = torch._check_value
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check(x.dim() == 4, lambda n=name, x=x: f"{n} must have 4 dimensions, got {x.shape}")
+        check(
+            x.dtype == q.dtype and x.device == q.device,
+            lambda n=name: f"{n} must have dtype and device of q",
+        )
+        check(x.shape[0] == q.shape[0], lambda n=name: f"{n} must have the batch size of q")
+        check(x.shape[1] > 0, lambda n=name: f"{n} must have heads in dimension 1")
+        check(x.shape[3] > 0, lambda n=name: f"{n} must have a head dim > 0")
+    check(k.shape[3] == q.shape[3], lambda: "k must have the head dim of q")
+    check(v.shape[1] == k.shape[1], lambda: "v must have the heads of k")
+    check(v.shape[2] == k.shape[2], lambda: "v must have the length of k")
+    check(
+        q.shape[1] % k.shape[1] == 0, lambda: "the query heads must be a multiple of the KV heads"
+    )
+
+
+def _check_length(q: Tensor, k: Tensor) -> None:
+    torch._check_value(
+        k.shape[2] == q.shape[2], lambda: "k must have the length of q in dimension 2"
+    )
+
+
+def _check_history(q: Tensor, k: Tensor) -> None:
+    torch._check_value(
+        k.shape[2] >= q.shape[2], lambda: "k must hold the history with the call's tokens"
+    )
+
+
 @_fake("intra_chunk_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_qkv(a.q, a.k, a.v)
+    _check_length(a.q, a.k)
     colsum = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
     return _empty_heads(a.q, a.v.shape[3]), _empty_lse(a.q), colsum
 
 
 @_fake("memory_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_qkv(a.q, a.k, a.v)
     colsum = a.q.new_empty(a.indices.shape, dtype=_accumulate_dtype(a.q))
     return _empty_heads(a.q, a.v.shape[3]), _empty_lse(a.q), colsum
 
 
 @_fake("dense_attention")
 def _(a: Any) -> Tensor:
+    _check_qkv(a.q, a.k, a.v)
+    _check_history(a.q, a.k)
     return _empty_heads(a.q, a.v.shape[3])
 
 
@@ -89,6 +126,8 @@ def _(a: Any) -> Tensor:
 
 @_fake("chunked_sparse_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_qkv(a.q, a.k, a.v)
+    _check_history(a.q, a.k)
     scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
     width = a.sink_tokens + a.local_window + a.heavy_budget
     memory = a.k.new_empty(*a.k.shape[:2], width, dtype=torch.int32)
@@ -97,6 +136,8 @@ def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @_fake("prefill_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_qkv(a.q, a.k, a.v)
+    _check_history(a.q, a.k)
     scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
     width = _memory_size(a.settings, a.layer)
     memory = a.k.new_empty(*a.k.shape[:2], width, dtype=torch.int32)
@@ -105,6 +146,8 @@ def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @_fake("prefill_attention_")
 def _(a: Any) -> Tensor:
+    _check_qkv(a.q, a.k, a.v)
+    _check_length(a.q, a.k)
     return _empty_heads(a.q, a.v.shape[3])
 
 

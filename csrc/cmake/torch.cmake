@@ -34,15 +34,3 @@ target_include_directories(h2o_torch SYSTEM INTERFACE "${H2O_TORCH_ROOT}/include
 target_link_libraries(h2o_torch INTERFACE "${H2O_LIB_torch_cpu}" "${H2O_LIB_c10}")
 # The rest of what the PyTorch libraries themselves need is found beside them.
 target_link_options(h2o_torch INTERFACE "LINKER:-rpath-link,${H2O_TORCH_LIB_DIR}" "LINKER:--allow-shlib-undefined")
-
-# OpenMP as PyTorch was built with it: a second copy of the runtime in one process would start a second thread pool.
-find_package(OpenMP REQUIRED)
-file(GLOB h2o_gomp "${H2O_TORCH_LIB_DIR}/libgomp*.so*" "${H2O_TORCH_ROOT}/../torch.libs/libgomp*.so*")
-add_library(h2o_openmp INTERFACE IMPORTED GLOBAL)
-target_compile_options(h2o_openmp INTERFACE ${OpenMP_CXX_FLAGS})
-if(h2o_gomp)
-  list(GET h2o_gomp 0 h2o_gomp)
-  target_link_libraries(h2o_openmp INTERFACE "${h2o_gomp}")
-else()
-  target_link_libraries(h2o_openmp INTERFACE OpenMP::OpenMP_CXX)
-endif()

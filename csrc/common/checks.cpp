@@ -1,5 +1,6 @@
 #include "common/checks.h"
 
+#include <cmath>
 #include <limits>
 
 #include "common/config_fields.h"
@@ -43,8 +44,8 @@ int64_t check_end(const char* name, const int32_t* list, int64_t width, int64_t 
   return count;
 }
 
-// Whether positions rise and are followed by -1 alone. Without branches, so that compilers vectorise
-// it: the operators ask at every call.
+// Whether positions rise and are followed by -1 alone. Without branches, so that compilers
+// vectorise it: the operators ask at every call.
 bool is_memory_set(const int32_t* list, int64_t width, int64_t length) {
   const auto limit =
       static_cast<int32_t>(std::min<int64_t>(length, std::numeric_limits<int32_t>::max()));
@@ -59,7 +60,7 @@ bool is_memory_set(const int32_t* list, int64_t width, int64_t length) {
 
 }  // namespace
 
-void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v) {
+void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale) {
   check_dims("q", q, 4);
   check_dims("k", k, 4);
   check_dims("v", v, 4);
@@ -81,6 +82,7 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v) {
                     k.size(1));
   TORCH_CHECK_VALUE(k.size(2) <= std::numeric_limits<int32_t>::max(),
                     "k must have fewer than 2^31 rows, got ", k.size(2));
+  TORCH_CHECK_VALUE(!scale || std::isfinite(*scale), "scale must be finite, got ", *scale);
 }
 
 void check_per_kv_head(const char* name, const Tensor& t, const Tensor& x) {
@@ -102,23 +104,24 @@ void check_memory_sets(const char* name, const Tensor& memory, const Tensor& x, 
 }
 
 void check_intra_chunk_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                 int64_t chunk_size) {
-  check_qkv(q, k, v);
+                                 int64_t chunk_size, std::optional<double> scale) {
+  check_qkv(q, k, v, scale);
   check_size("k", k, 2, q.size(2), "the length of q");
   check_at_least("chunk_size", chunk_size, 1);
 }
 
 void check_memory_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const Tensor& indices) {
-  check_qkv(q, k, v);
+                            const Tensor& indices, std::optional<double> scale) {
+  check_qkv(q, k, v, scale);
   check_indices("indices", indices, k);
   for_each_list(indices, [&](const int32_t* list, int64_t width) {
     check_end("indices", list, width, k.size(2));
   });
 }
 
-void check_dense_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
-  check_qkv(q, k, v);
+void check_dense_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                           std::optional<double> scale) {
+  check_qkv(q, k, v, scale);
   TORCH_CHECK_VALUE(k.size(2) >= q.size(2), "k must hold the history with the call's ", q.size(2),
                     " tokens, got length ", k.size(2));
 }
@@ -151,8 +154,7 @@ void check_select_memory(const Tensor& scores, const Tensor& memory, int64_t chu
   check_at_least("chunk_begin", chunk_begin, 0);
   TORCH_CHECK_VALUE(chunk_end >= chunk_begin, "chunk_end must be >= chunk_begin (", chunk_begin,
                     "), got ", chunk_end);
-  TORCH_CHECK_VALUE(chunk_end <= kLargestSetting, "chunk_end must be <= ", kLargestSetting,
-                    ", got ", chunk_end);
+  check_at_most("chunk_end", chunk_end, kLargestSetting);
   PrefillConfig{
       .local_window = local_window, .heavy_budget = heavy_budget, .sink_tokens = sink_tokens}
       .check();
@@ -192,8 +194,11 @@ void check_lexical_recall(const Tensor& token_ids, int64_t begin, int64_t chunk_
   TORCH_CHECK_VALUE(chunk_size % block == 0, "chunk_size must be a multiple of block, got ",
                     chunk_size, " and ", block);
   check_at_least("k", k, 1);
+  check_at_most("k", k, kMostPlaces);
   check_at_least("max_suffix", max_suffix, 1);
+  check_at_most("max_suffix", max_suffix, kLongestSuffix);
   check_at_least("span", span, 1);
+  check_at_most("span", span, kLongestSpan);
   check_at_least("max_count", max_count, 1);
 }
 

@@ -5,10 +5,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace h2o_prefill {
 
-// q [B, Hq, T, D] beside k [B, Hkv, *, D] and v [B, Hkv, *, Dv], of one dtype and device.
-void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+// q [B, Hq, T, D] beside k [B, Hkv, *, D] and v [B, Hkv, *, Dv], of one dtype and device; and the
+// softmax scale, which must be finite.
+void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+               std::optional<double> scale);
 
 // [B, Hkv, *] beside x [B, Hkv, ...].
 void check_per_kv_head(const char* name, const at::Tensor& t, const at::Tensor& x);
@@ -19,12 +23,13 @@ void check_memory_sets(const char* name, const at::Tensor& memory, const at::Ten
                        int64_t length);
 
 void check_intra_chunk_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 int64_t chunk_size);
+                                 int64_t chunk_size, std::optional<double> scale);
 
 void check_memory_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& indices);
+                            const at::Tensor& indices, std::optional<double> scale);
 
-void check_dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+void check_dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           std::optional<double> scale);
 
 void check_merge_states(const at::Tensor& out_a, const at::Tensor& lse_a, const at::Tensor& out_b,
                         const at::Tensor& lse_b);

@@ -144,18 +144,22 @@ std::vector<std::string> differences(const PrefillConfig& config, const PrefillC
   return texts;
 }
 
-void check_range(const char* name, int64_t value, int64_t least) {
-  check_at_least(name, value, least);
-  TORCH_CHECK_VALUE(value <= kLargestSetting, name, " must be <= ", kLargestSetting, ", got ",
-                    value);
+struct Bounds {
+  int64_t least;
+  int64_t most;
+};
+
+void check_range(const char* name, int64_t value, const Bounds& bounds) {
+  check_at_least(name, value, bounds.least);
+  check_at_most(name, value, bounds.most);
 }
-void check_range(const char* /*name*/, bool /*value*/, int64_t /*least*/) {}
-void check_range(const char* /*name*/, const std::string& /*value*/, int64_t /*least*/) {}
-void check_range(const char* name, const std::optional<int64_t>& value, int64_t least) {
-  if (value) check_range(name, *value, least);
+void check_range(const char* /*name*/, bool /*value*/, const Bounds& /*bounds*/) {}
+void check_range(const char* /*name*/, const std::string& /*value*/, const Bounds& /*bounds*/) {}
+void check_range(const char* name, const std::optional<int64_t>& value, const Bounds& bounds) {
+  if (value) check_range(name, *value, bounds);
 }
-void check_range(const char* name, const std::vector<int64_t>& values, int64_t least) {
-  for (const int64_t value : values) check_range(name, value, least);
+void check_range(const char* name, const std::vector<int64_t>& values, const Bounds& bounds) {
+  for (const int64_t value : values) check_range(name, value, bounds);
 }
 
 bool contains(const std::vector<int64_t>& layers, int64_t layer) {
@@ -219,11 +223,12 @@ std::string PrefillConfig::to_fields() const {
 }
 
 void PrefillConfig::check() const {
-  for_each_field(
-      [&](const auto& field) { check_range(field.name, this->*field.member, field.least); });
+  for_each_field([&](const auto& field) {
+    check_range(field.name, this->*field.member, {field.least, field.most});
+  });
   if (!wide_layers.empty()) {
-    check_range("wide_factor * local_window", wide_factor * local_window, 0);
-    check_range("wide_factor * heavy_budget", wide_factor * heavy_budget, 0);
+    check_at_most("wide_factor * local_window", wide_factor * local_window, kLargestBudget);
+    check_at_most("wide_factor * heavy_budget", wide_factor * heavy_budget, kLargestBudget);
   }
   check_gqa_reduce(gqa_reduce);
   if (recall > 0) check_recall_block(chunk_size, recall_block);

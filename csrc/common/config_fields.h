@@ -1,4 +1,4 @@
-// The fields of PrefillConfig as a table: their names, and the smallest value of each number.
+// The fields of PrefillConfig as a table: their names, and the range of each number.
 #pragma once
 
 #include <limits>
@@ -8,33 +8,41 @@
 
 namespace h2o_prefill {
 
+// Positions and counts of them are int32 in every list.
+inline constexpr int64_t kLargestSetting = std::numeric_limits<int32_t>::max();
+// Each of L, H and K: memory sets have room for all of them, whatever the length of a prompt.
+inline constexpr int64_t kLargestBudget = int64_t{1} << 22;
+// What lexical recall looks up for each token, and how much it lists.
+inline constexpr int64_t kMostPlaces = 1024;
+inline constexpr int64_t kLongestSuffix = 64;
+inline constexpr int64_t kLongestSpan = 1024;
+
 template <typename T>
 struct ConfigField {
   const char* name;
   T PrefillConfig::* member;
-  int64_t least = 0;  // of a number, or of each number of a list
+  // Of a number, or of each number of a list.
+  int64_t least = 0;
+  int64_t most = kLargestSetting;
 };
 
 inline constexpr auto kConfigFields =
     std::make_tuple(ConfigField{"chunk_size", &PrefillConfig::chunk_size, 1},
-                    ConfigField{"local_window", &PrefillConfig::local_window},
-                    ConfigField{"heavy_budget", &PrefillConfig::heavy_budget},
-                    ConfigField{"sink_tokens", &PrefillConfig::sink_tokens},
+                    ConfigField{"local_window", &PrefillConfig::local_window, 0, kLargestBudget},
+                    ConfigField{"heavy_budget", &PrefillConfig::heavy_budget, 0, kLargestBudget},
+                    ConfigField{"sink_tokens", &PrefillConfig::sink_tokens, 0, kLargestBudget},
                     ConfigField{"dense_tail", &PrefillConfig::dense_tail},
                     ConfigField{"dense_layers", &PrefillConfig::dense_layers},
                     ConfigField{"wide_layers", &PrefillConfig::wide_layers},
                     ConfigField{"wide_factor", &PrefillConfig::wide_factor, 1},
                     ConfigField{"gqa_reduce", &PrefillConfig::gqa_reduce},
                     ConfigField{"min_prefill", &PrefillConfig::min_prefill, 1},
-                    ConfigField{"recall", &PrefillConfig::recall},
+                    ConfigField{"recall", &PrefillConfig::recall, 0, kMostPlaces},
                     ConfigField{"recall_block", &PrefillConfig::recall_block, 1},
-                    ConfigField{"recall_suffix", &PrefillConfig::recall_suffix, 1},
-                    ConfigField{"recall_span", &PrefillConfig::recall_span, 1},
+                    ConfigField{"recall_suffix", &PrefillConfig::recall_suffix, 1, kLongestSuffix},
+                    ConfigField{"recall_span", &PrefillConfig::recall_span, 1, kLongestSpan},
                     ConfigField{"recall_max_count", &PrefillConfig::recall_max_count, 1},
                     ConfigField{"block_diagonal", &PrefillConfig::block_diagonal});
-
-// Sizes are positions or counts of them, which are int32 in every list.
-inline constexpr int64_t kLargestSetting = std::numeric_limits<int32_t>::max();
 
 // Calls visit(field) for each, in order.
 template <typename Visit>

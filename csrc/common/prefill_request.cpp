@@ -93,8 +93,8 @@ void check_buffer(const char* name, const at::Tensor& buffer, const at::Tensor& 
 
 // Room for k and v behind `past` tokens.
 void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const PrefillBuffers& buffers, int64_t past) {
-  check_qkv(q, k, v);
+                   const PrefillBuffers& buffers, int64_t past, std::optional<double> scale) {
+  check_qkv(q, k, v, scale);
   check_size("k", k, 2, q.size(2), "the length of q");
   check_buffer("cache_key", buffers.key, k);
   check_buffer("cache_value", buffers.value, v);
@@ -166,7 +166,7 @@ at::Tensor PrefillRequest::empty_out() const {
 
 void PrefillRequest::check() const {
   settings.check();
-  check_qkv(query, key, value);
+  check_qkv(query, key, value, softmax_scale);
   TORCH_CHECK_VALUE(past() >= 0, "k must hold the call's tokens, so be at least as long as q (",
                     length(), "), got ", total());
   TORCH_CHECK_VALUE(last_chunk_begin >= 0 && last_chunk_begin <= past(),
@@ -220,7 +220,7 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   check_at_least("layer", layer, 0);
   const auto config = read_settings(settings);
   const auto [past, last_chunk_begin] = Position::read(position);
-  check_buffers(q, k, v, buffers, past);
+  check_buffers(q, k, v, buffers, past, scale);
   const int64_t length = q.size(2);
   PlacedCall call{.is_sparse = config->is_sparse(layer, past, length),
                   .request = {.query = q,

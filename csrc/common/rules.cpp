@@ -20,6 +20,10 @@ void check_at_least(const char* name, int64_t value, int64_t least) {
   TORCH_CHECK_VALUE(value >= least, name, " must be >= ", least, ", got ", value);
 }
 
+void check_at_most(const char* name, int64_t value, int64_t most) {
+  TORCH_CHECK_VALUE(value <= most, name, " must be <= ", most, ", got ", value);
+}
+
 void check_layer(int64_t layer, int64_t num_layers) {
   TORCH_CHECK_VALUE(layer >= 0 && layer < num_layers, "layer must be in [0, ", num_layers,
                     "), got ", layer);

@@ -18,6 +18,7 @@ std::string dtype_name(at::ScalarType type);
 std::string describe(const at::Tensor& t);
 
 void check_at_least(const char* name, int64_t value, int64_t least);
+void check_at_most(const char* name, int64_t value, int64_t most);
 void check_layer(int64_t layer, int64_t num_layers);
 void check_gqa_reduce(std::string_view gqa_reduce);
 void check_recall_block(int64_t chunk_size, int64_t recall_block);

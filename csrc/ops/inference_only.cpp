@@ -1,31 +1,30 @@
 // No op has a gradient. An input that requires one, while gradients are on, is an error rather than
-// a silent cut.
+// a silent cut; so is one with a tangent of forward-mode differentiation.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/AutogradState.h>
 #include <torch/library.h>
 
 namespace h2o_prefill {
 namespace {
 
-bool requires_grad(const c10::IValue& value) {
-  return value.isTensor() && value.toTensor().requires_grad();
-}
-
 void inference_only(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                     torch::jit::Stack* stack) {
-  if (at::GradMode::is_enabled()) {
-    const auto num_arguments = op.schema().arguments().size();
-    for (auto value = stack->end() - static_cast<std::ptrdiff_t>(num_arguments);
-         value != stack->end(); ++value) {
-      TORCH_CHECK(
-          !requires_grad(*value), op.schema().name(),
-          " is for inference and has no gradient, got an input that requires one: call it under "
-          "torch.no_grad() or torch.inference_mode(), or detach the input");
-    }
-  }
-  // What an op changes in place has a new version, as after PyTorch's own ops.
   const auto& arguments = op.schema().arguments();
   const auto first = stack->end() - static_cast<std::ptrdiff_t>(arguments.size());
+  const bool gradients = at::GradMode::is_enabled();
+  const bool tangents = c10::AutogradState::get_tls_state().get_fw_grad_mode();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!first[i].isTensor() || !first[i].toTensor().defined()) continue;
+    const at::Tensor& tensor = first[i].toTensor();
+    TORCH_CHECK(!(gradients && tensor.requires_grad()), op.schema().name(),
+                " is for inference and has no gradient, got an input that requires one: call it "
+                "under torch.no_grad() or torch.inference_mode(), or detach the input");
+    TORCH_CHECK(!(tangents && tensor._fw_grad(/*level=*/0).defined()), op.schema().name(),
+                " is for inference and has no forward-mode gradient, got an input with a tangent: "
+                "take torch.autograd.forward_ad.unpack_dual(input).primal");
+  }
+  // What an op changes in place has a new version, as after PyTorch's own ops.
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
     if (alias && alias->isWrite() && !first[i].toTensor().is_inference()) {

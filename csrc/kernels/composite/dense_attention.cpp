@@ -6,9 +6,23 @@
 
 namespace h2o_prefill::composite {
 
-at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           std::optional<double> scale) {
-  check_dense_attention(q, k, v);
+namespace {
+
+// The same logits with a scale above 0: with any other, PyTorch's attention multiplies the -inf of
+// masked keys by it, which gives NaN or +inf.
+std::tuple<at::Tensor, std::optional<double>> with_positive_scale(const at::Tensor& q,
+                                                                  std::optional<double> scale) {
+  if (!scale || *scale > 0) return {q, scale};
+  if (*scale < 0) return {q.neg(), -*scale};
+  return {at::zeros_like(q), 1.0};
+}
+
+}  // namespace
+
+at::Tensor dense_attention(const at::Tensor& q_argument, const at::Tensor& k, const at::Tensor& v,
+                           std::optional<double> scale_argument) {
+  check_dense_attention(q_argument, k, v, scale_argument);
+  const auto [q, scale] = with_positive_scale(q_argument, scale_argument);
   const int64_t rows = q.size(2);
   const int64_t keys = k.size(2);
   // PyTorch's attention is faster without a mask, and counts `causal` from the first key.

@@ -13,7 +13,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention(const at::T
                                                                      const at::Tensor& v,
                                                                      int64_t chunk_size,
                                                                      std::optional<double> scale) {
-  check_intra_chunk_attention(q, k, v, chunk_size);
+  check_intra_chunk_attention(q, k, v, chunk_size, scale);
   const int64_t length = q.size(2);
   const auto options = q.options().dtype(accumulate_type(q));
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);

@@ -13,7 +13,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(const at::Tensor
                                                                 const at::Tensor& v,
                                                                 const at::Tensor& indices,
                                                                 std::optional<double> scale) {
-  check_memory_attention(q, k, v, indices);
+  check_memory_attention(q, k, v, indices, scale);
   const auto present = (indices >= 0).unsqueeze(2).unsqueeze(2);
   const auto attended =
       attend(q, composite::gather_rows(k, indices), composite::gather_rows(v, indices), present,

@@ -79,7 +79,7 @@ void attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Ten
 
 at::Tensor dense_attention_cpu(const at::Tensor& q_argument, const at::Tensor& k_argument,
                                const at::Tensor& v_argument, std::optional<double> scale) {
-  check_dense_attention(q_argument, k_argument, v_argument);
+  check_dense_attention(q_argument, k_argument, v_argument, scale);
   if (q_argument.scalar_type() == at::kDouble || q_argument.numel() == 0 ||
       !packing_pays(q_argument, k_argument)) {
     return composite::dense_attention(q_argument, k_argument, v_argument, scale);

@@ -13,7 +13,7 @@ namespace {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention_cpu(
     const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
     int64_t chunk_size, std::optional<double> scale) {
-  check_intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size);
+  check_intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size, scale);
   if (q_argument.scalar_type() == at::kDouble) {
     return composite::intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size, scale);
   }

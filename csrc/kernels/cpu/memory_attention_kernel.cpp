@@ -15,7 +15,7 @@ namespace {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention_cpu(
     const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
     const at::Tensor& indices_argument, std::optional<double> scale) {
-  check_memory_attention(q_argument, k_argument, v_argument, indices_argument);
+  check_memory_attention(q_argument, k_argument, v_argument, indices_argument, scale);
   if (q_argument.scalar_type() == at::kDouble) {
     return composite::memory_attention(q_argument, k_argument, v_argument, indices_argument, scale);
   }

@@ -1,6 +1,7 @@
 // Selection of the memory sets of a layer, and what their scores gain.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/key_sets.h"
@@ -28,7 +29,15 @@ struct SelectMemoryParams {
   ScoredPosition* workspace = nullptr;  // [units, workspace_stride]
   int64_t workspace_stride = 0;         // the most candidates of a unit or more
 
-  int64_t max_candidates() const { return from.width + chunk_end - chunk_begin; }
+  // Where candidates of the chunk end that can be chosen: of those without a score, which is 0, the
+  // first heavy_budget.
+  int64_t candidates_end() const {
+    const int64_t scored = std::max({chunk_begin, num_scores, budget.sink_end(chunk_end)});
+    return std::min(budget.local_begin(chunk_end), scored + budget.heavy_budget);
+  }
+  int64_t max_candidates() const {
+    return from.width + std::max<int64_t>(candidates_end() - chunk_begin, 0);
+  }
 };
 
 // In parallel over units.

@@ -43,7 +43,8 @@ void select_one_set(const SelectMemoryParams& p, int64_t unit) {
   for (int64_t i = 0; i < old_count; ++i) {
     if (old_set[i] < p.chunk_begin) consider(old_set[i]);
   }
-  for (int64_t position = p.chunk_begin; position < p.chunk_end; ++position) consider(position);
+  const int64_t candidates_end = p.candidates_end();
+  for (int64_t position = p.chunk_begin; position < candidates_end; ++position) consider(position);
 
   const int64_t heavy = std::min(budget.heavy_budget, candidates);
   if (heavy < candidates) {

@@ -12,7 +12,7 @@ namespace {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention_cuda(
     const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
     int64_t chunk_size, std::optional<double> scale) {
-  check_intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size);
+  check_intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size, scale);
   if (!has_attention_kernel(q_argument, v_argument)) {
     return composite::intra_chunk_attention(q_argument, k_argument, v_argument, chunk_size, scale);
   }

@@ -13,7 +13,7 @@ namespace {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention_cuda(
     const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
     const at::Tensor& indices_argument, std::optional<double> scale) {
-  check_memory_attention(q_argument, k_argument, v_argument, indices_argument);
+  check_memory_attention(q_argument, k_argument, v_argument, indices_argument, scale);
   if (!has_attention_kernel(q_argument, v_argument)) {
     return composite::memory_attention(q_argument, k_argument, v_argument, indices_argument, scale);
   }

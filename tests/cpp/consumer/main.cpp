@@ -7,6 +7,8 @@
 #include <h2o_prefill/library.h>
 #include <h2o_prefill/memory_set_tracker.h>
 #include <h2o_prefill/ops.h>
+#include <h2o_prefill/prefill_context.h>
+#include <h2o_prefill/version.h>
 
 #include <iostream>
 
@@ -29,7 +31,11 @@ int main() {
 
   const auto memory =
       h2o_prefill::select_memory(tracker->scores(0), tracker->indices(0), 96, 100, 4, 4, 1);
+  h2o_prefill::PrefillContext context(/*num_layers=*/1, /*max_tokens=*/100, config);
+  context.begin(at::arange(100).unsqueeze(0));
+  static_assert(H2O_PREFILL_VERSION_NUMBER >= H2O_PREFILL_MAKE_VERSION(0, 1, 0));
   const bool right =
+      at::equal(context.attend(0, q, k, v), out) && h2o_prefill::version() == H2O_PREFILL_VERSION &&
       at::allclose(out, dense, 1e-4, 1e-5) && memory.size(2) == 9 && cache->length(0) == 100 &&
       tracker->last_chunk_begin(0) == h2o_prefill::ChunkManager(0, 100, 32).last_chunk_begin();
   std::cout << "h2o_prefill " << h2o_prefill::version() << (right ? ": right\n" : ": wrong\n");

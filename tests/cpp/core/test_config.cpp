@@ -85,7 +85,7 @@ TEST(PrefillConfig, WideLayersHaveLargerBudgets) {
   EXPECT_EQ(wide.memory_size(), 2 * 768 + 2);
   EXPECT_EQ(wide.of_layer(3), wide);
   EXPECT_VALUE_ERROR(PrefillConfig::parse("h2o,wide_layers=1,wide_factor=2147483647"),
-                     "wide_factor * local_window must be <= 2147483647, got 549755813632");
+                     "wide_factor * local_window must be <= 4194304, got 549755813632");
 }
 
 TEST(PrefillConfig, DecodingAndEmptyMemorySetsAreDense) {

@@ -31,8 +31,12 @@ from h2o_prefill.config import PrefillConfig
         ("dense_layers", "12", "dense_layers must be a sequence of ints, got '12'"),
         ("wide_layers", (1.5,), "wide_layers must be an int, got 1.5"),
         ("block_diagonal", 1, "block_diagonal must be a bool, got 1"),
-        ("heavy_budget", 2**31, "heavy_budget must be <= 2147483647, got 2147483648"),
+        ("heavy_budget", 2**31, "heavy_budget must be <= 4194304, got 2147483648"),
         ("recall", -1, "recall must be >= 0, got -1"),
+        ("recall", 1025, "recall must be <= 1024, got 1025"),
+        ("recall_suffix", 65, "recall_suffix must be <= 64, got 65"),
+        ("recall_span", 1025, "recall_span must be <= 1024, got 1025"),
+        ("chunk_size", 2**31, "chunk_size must be <= 2147483647, got 2147483648"),
     ],
 )
 def test_wrong_values_name_the_field_the_rule_and_the_value(field, value, message):
@@ -68,7 +72,7 @@ def test_texts_stand_for_all_settings(data):
         block_diagonal=data.draw(st.booleans()),
         recall=data.draw(st.integers(0, 9)),
         recall_block=data.draw(st.sampled_from([1, 32, 64, 128])),
-        recall_span=data.draw(size),
+        recall_span=data.draw(st.integers(1, 1024)),
     )
     assert PrefillConfig.parse(config.to_string()) == config
     assert PrefillConfig.parse(config.native.to_fields()) == config

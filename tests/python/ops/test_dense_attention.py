@@ -52,10 +52,11 @@ def test_row_counts(device, dtype, heads, rows):
     check(*make_qkv(Shape(1, *heads, rows, 40, 72), dtype, device, past=150))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [0.9, 0.0, -0.5])
-@pytest.mark.parametrize("rows", [1, 100])
-def test_scale_is_used(device, scale, rows):
-    check(*make_qkv(Shape(1, 4, 2, rows, 32, 32), device=device, past=20), scale)
+@pytest.mark.parametrize(("rows", "past"), [(1, 20), (3, 0), (3, 20), (100, 0), (100, 20)])
+def test_scale_is_used(device, dtype, scale, rows, past):
+    check(*make_qkv(Shape(1, 4, 2, rows, 32, 32), dtype, device, past=past), scale)
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(0, 5), (0, 100), (2, 0)])

@@ -60,6 +60,9 @@ def test_what_a_token_recalls_depends_on_no_later_token(data):
         ((11, 8, 4, 1), r"begin must be in \[0, 10\], got 11"),
         ((0, 8, 3, 1), "chunk_size must be a multiple of block, got 8 and 3"),
         ((0, 8, 4, 0), "k must be >= 1, got 0"),
+        ((0, 8, 4, 2**40), "k must be <= 1024, got 1099511627776"),
+        ((0, 8, 4, 1, 10**6), "max_suffix must be <= 64, got 1000000"),
+        ((0, 8, 4, 1, 3, 2**63 - 1), "span must be <= 1024, got 9223372036854775807"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -131,6 +131,52 @@ def test_an_input_that_requires_a_gradient_is_refused(name):
         call()
 
 
+@pytest.mark.parametrize("name", [n for n in samples() if n not in WITHOUT_FLOATS])
+def test_an_input_with_a_tangent_is_refused(name):
+    first, *others = samples()[name]
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(first, torch.ones_like(first))
+        with pytest.raises(RuntimeError, match=f"{name} is for inference and has no forward-mode"):
+            getattr(OPS, name)(dual, *others)
+        getattr(OPS, name)(torch.autograd.forward_ad.unpack_dual(dual).primal, *others)
+
+
+WITH_SCALE = [n for n in samples() if "scale" in str(getattr(OPS, n).default._schema)]
+
+
+@pytest.mark.parametrize("name", WITH_SCALE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_scale_that_is_not_finite_is_refused(name, dtype, scale):
+    with pytest.raises(ValueError, match=f"scale must be finite, got {scale}"):
+        getattr(OPS, name)(*samples(dtype)[name], scale=scale)
+
+
+MISMATCHES = {
+    "batch": lambda q, k, v: (q, k[[0, 0]], v),
+    "dimensions": lambda q, k, v: (q[0], k, v),
+    "head dim": lambda q, k, v: (q, k[..., 1:], v),
+    "heads of v": lambda q, k, v: (q, k, v[:, :1]),
+    "heads of q": lambda q, k, v: (q[:, :3], k, v),
+    "no heads": lambda q, k, v: (q, k[:, :0], v[:, :0]),
+    "length of v": lambda q, k, v: (q, k, v[:, :, 1:]),
+    "dtype": lambda q, k, v: (q, k.double(), v),
+}
+
+
+@pytest.mark.parametrize("name", WITH_SCALE)
+@pytest.mark.parametrize("mismatch", MISMATCHES)
+def test_tracing_refuses_the_shapes_that_running_refuses(name, mismatch):
+    q, k, v, *others = samples()[name]
+    arguments = (*MISMATCHES[mismatch](q, k, v), *others)
+    with pytest.raises(ValueError):
+        getattr(OPS, name)(*arguments)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        with pytest.raises(ValueError):
+            getattr(OPS, name)(*fake)
+
+
 def prefill(q, k, v):
     out, scores, _ = OPS.chunked_sparse_attention(q * 1.0, k, v, *NO_STATE, 0, 16, 4, 4)
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1) + 1.0, scores
