@@ -25,7 +25,7 @@ BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense reca
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-sanitize test-threads test-package lint lint-cpp format clean system
+.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package soak coverage lint lint-cpp format clean system
 
 build: $(BIN)/.built
 
@@ -65,7 +65,7 @@ bench: build $(BIN)/.model
 	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
 	$(BIN)/python benchmarks/plot.py
 
-test: test-python test-isas test-cpp
+test: test-python test-isas test-cpp test-fuzz
 
 test-python: build $(BIN)/.model
 	$(BIN)/python -m pytest
@@ -73,6 +73,7 @@ test-python: build $(BIN)/.model
 # The tests that take minutes; SLOW=name chooses among them.
 test-slow: build $(BIN)/.model
 	$(BIN)/python -m pytest --runslow -m slow $(if $(SLOW),-k $(SLOW))
+	$(if $(SLOW),,$(MAKE) test-fuzz CASES=5000)
 
 # Every instruction set that this CPU has; test-python runs everything under the one that is chosen.
 test-isas: build
@@ -90,9 +91,25 @@ test-cpp: build $(BIN)/.model
 	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
 
-configure_sanitized = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DH2O_SANITIZE=$(2) -DH2O_BUILD_TESTS=ON \
-  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')
+# A build of its own, for the CPU, with options: $(call configure,name,options).
+configure = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DH2O_WITH_CUDA=OFF -DH2O_BUILD_TESTS=ON \
+  -DH2O_BUILD_PYTHON=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+  -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)') $(2)
+
+# The Python package with the library of such a build, as build/name/package: $(call package,name).
+define package
+rm -rf build/$(1)/package
+mkdir -p build/$(1)/package
+cp -r h2o_prefill build/$(1)/package
+rm -rf build/$(1)/package/h2o_prefill/lib build/$(1)/package/h2o_prefill/_C*.so
+$(BIN)/cmake --install build/$(1) --prefix build/$(1)/package/h2o_prefill >/dev/null
+endef
+
+# The sanitizers' libraries come first, and the exceptions of C++ are looked up behind them.
+runtime = $$($(or $(CXX),c++) -print-file-name=$(1))
+UNDER_SANITIZERS := PYTHONPATH=$(abspath build/sanitize/package) \
+  LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so.6)" \
+  ASAN_OPTIONS=detect_leaks=0,allocator_may_return_null=1,hard_rss_limit_mb=6144 UBSAN_OPTIONS=print_stacktrace=1
 
 # The source distribution, installed where there is nothing but PyTorch and the tools to build with.
 test-package: build
@@ -109,16 +126,40 @@ test-package: build
 	  torch.testing.assert_close(h2o_prefill.ops.dense_attention(q, k, k), \
 	    torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True))'
 
+# Generated calls of every operator and class, right and wrong, under the same sanitizers: CASES each.
+CASES ?= 200
+test-fuzz: build
+	$(call configure,sanitize,-DH2O_SANITIZE="address$(comma)undefined")
+	$(BIN)/cmake --build build/sanitize --parallel $(JOBS) --target h2o_prefill _C
+	$(call package,sanitize)
+	$(UNDER_SANITIZERS) H2O_FUZZ_CASES=$(CASES) $(BIN)/pytest tests/fuzz
+
+# Half an hour of mixed prompts: memory stays flat, and every result is right.
+MINUTES ?= 30
+soak: build $(BIN)/.model
+	$(BIN)/python tests/soak --minutes $(MINUTES)
+
+# Lines of csrc that the tests of operators, classes and C++ run, and those that none runs.
+coverage: build $(BIN)/.model
+	$(call configure,coverage,-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -O1")
+	$(BIN)/cmake --build build/coverage --parallel $(JOBS)
+	$(call package,coverage)
+	find build/coverage -name '*.gcda' -delete
+	$(BIN)/ctest --test-dir build/coverage --output-on-failure -E 'kernels.cuda|example|consumer'
+	PYTHONPATH=$(abspath build/coverage/package) $(BIN)/pytest -q -k 'not compiles and not opcheck' tests/python/ops tests/python/core
+	$(BIN)/gcovr --root . --filter csrc/ --exclude csrc/examples --object-directory build/coverage \
+	  --print-summary --txt build/coverage/report.txt --html-details build/coverage/report.html
+
 # AddressSanitizer and UndefinedBehaviorSanitizer over the library and every C++ test.
 test-sanitize: build
-	$(call configure_sanitized,sanitize,"address$(comma)undefined")
+	$(call configure,sanitize,-DH2O_SANITIZE="address$(comma)undefined")
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
 # ThreadSanitizer over contexts on several threads. OpenMP, which it does not understand, has one
 # thread in each of them.
 test-threads: build
-	$(call configure_sanitized,threads,thread)
+	$(call configure,threads,-DH2O_SANITIZE=thread)
 	$(BIN)/cmake --build build/threads --parallel $(JOBS) --target h2o_prefill_tests
 	OMP_NUM_THREADS=1 $(BIN)/ctest --test-dir build/threads --output-on-failure --no-tests=error -R '^PrefillContext$$'
 

@@ -24,7 +24,11 @@ def _fake(name: str) -> Callable[[Callable[[Any], Any]], None]:
         def fake(*args: Any, **kwargs: Any) -> Any:
             bound = {argument.name: argument.default_value for argument in schema.arguments}
             bound.update(zip(bound, args, strict=False))
-            return function(SimpleNamespace(**(bound | kwargs)))
+            bound.update(kwargs)
+            for argument in schema.arguments:
+                if bound[argument.name] is None and isinstance(argument.type, torch.TensorType):
+                    raise ValueError(f"{argument.name} must be a tensor, got none")
+            return function(SimpleNamespace(**bound))
 
         torch.library.register_fake(f"h2o_prefill::{name}", fake)
 

@@ -82,7 +82,9 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<
                     k.size(1));
   TORCH_CHECK_VALUE(k.size(2) <= std::numeric_limits<int32_t>::max(),
                     "k must have fewer than 2^31 rows, got ", k.size(2));
-  TORCH_CHECK_VALUE(!scale || std::isfinite(*scale), "scale must be finite, got ", *scale);
+  // Kernels scale in float32.
+  TORCH_CHECK_VALUE(!scale || std::isfinite(static_cast<float>(*scale)),
+                    "scale must be finite, got ", *scale);
 }
 
 void check_per_kv_head(const char* name, const Tensor& t, const Tensor& x) {

@@ -281,6 +281,7 @@ bool PrefillConfig::is_sparse(int64_t layer, int64_t past, int64_t num_tokens) c
 }
 
 int64_t PrefillConfig::last_chunk_begin(int64_t past, int64_t num_tokens) const {
+  check_call_tokens(past, num_tokens);
   return num_tokens == 0 ? past : past + (num_tokens - 1) / chunk_size * chunk_size;
 }
 

@@ -12,6 +12,9 @@ namespace h2o_prefill {
 inline constexpr int64_t kLargestSetting = std::numeric_limits<int32_t>::max();
 // Each of L, H and K: memory sets have room for all of them, whatever the length of a prompt.
 inline constexpr int64_t kLargestBudget = int64_t{1} << 22;
+// Layers of a model, and positions whose scores a MemorySetTracker keeps.
+inline constexpr int64_t kMostLayers = int64_t{1} << 16;
+inline constexpr int64_t kMostScores = int64_t{1} << 24;
 // What lexical recall looks up for each token, and how much it lists.
 inline constexpr int64_t kMostPlaces = 1024;
 inline constexpr int64_t kLongestSuffix = 64;

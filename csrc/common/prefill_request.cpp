@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/config_fields.h"
 #include "common/rules.h"
 #include "common/tensors.h"
 
@@ -195,7 +196,8 @@ void PrefillRequest::take_copies(const std::optional<at::Tensor>& earlier_scores
   const int64_t width = budget().width();
   const auto options = query.options().dtype(at::kInt);
   if (keep && earlier_memory && past() > 0) {
-    memory = at::constant_pad_nd(*earlier_memory, {0, width - earlier_memory->size(2)}, -1);
+    memory =
+        at::constant_pad_nd(*earlier_memory, {0, width - earlier_memory->size(2)}, -1).contiguous();
   } else if (keep) {
     memory = at::full({key.size(0), key.size(1), width}, -1, options);
   } else {
@@ -258,6 +260,7 @@ Position Position::read(const at::Tensor& position) {
   TORCH_CHECK_VALUE(read.past >= 0 && read.last_chunk_begin >= 0,
                     "position must not be negative, got ", read.past, " and ",
                     read.last_chunk_begin);
+  check_at_most("position", std::max(read.past, read.last_chunk_begin), kLargestSetting);
   return read;
 }
 

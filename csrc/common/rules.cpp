@@ -5,6 +5,8 @@
 
 #include <sstream>
 
+#include "common/config_fields.h"
+
 namespace h2o_prefill {
 
 std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
@@ -22,6 +24,13 @@ void check_at_least(const char* name, int64_t value, int64_t least) {
 
 void check_at_most(const char* name, int64_t value, int64_t most) {
   TORCH_CHECK_VALUE(value <= most, name, " must be <= ", most, ", got ", value);
+}
+
+void check_call_tokens(int64_t past, int64_t num_tokens) {
+  check_at_least("past", past, 0);
+  check_at_most("past", past, kLargestSetting);
+  check_at_least("num_tokens", num_tokens, 0);
+  check_at_most("num_tokens", num_tokens, kLargestSetting - past);
 }
 
 void check_layer(int64_t layer, int64_t num_layers) {

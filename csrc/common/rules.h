@@ -19,6 +19,8 @@ std::string describe(const at::Tensor& t);
 
 void check_at_least(const char* name, int64_t value, int64_t least);
 void check_at_most(const char* name, int64_t value, int64_t most);
+// Tokens of a call behind `past` others: positions are int32.
+void check_call_tokens(int64_t past, int64_t num_tokens);
 void check_layer(int64_t layer, int64_t num_layers);
 void check_gqa_reduce(std::string_view gqa_reduce);
 void check_recall_block(int64_t chunk_size, int64_t recall_block);

@@ -8,8 +8,7 @@ namespace h2o_prefill {
 
 ChunkManager::ChunkManager(int64_t past, int64_t num_tokens, int64_t chunk_size)
     : past_(past), num_tokens_(num_tokens), chunk_size_(chunk_size) {
-  check_at_least("past", past, 0);
-  check_at_least("num_tokens", num_tokens, 0);
+  check_call_tokens(past, num_tokens);
   check_at_least("chunk_size", chunk_size, 1);
 }
 

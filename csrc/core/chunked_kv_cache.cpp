@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "common/config_fields.h"
 #include "common/rules.h"
 #include "core/state_header.h"
 
@@ -57,6 +58,7 @@ at::Tensor copy_rows(const at::Tensor& rows, int64_t length, int64_t capacity) {
 ChunkedKVCache::ChunkedKVCache(int64_t num_layers, int64_t initial_capacity, int64_t max_capacity)
     : initial_capacity_(initial_capacity), max_capacity_(max_capacity) {
   check_at_least("num_layers", num_layers, 1);
+  check_at_most("num_layers", num_layers, kMostLayers);
   check_at_least("initial_capacity", initial_capacity, 1);
   TORCH_CHECK_VALUE(max_capacity >= initial_capacity, "max_capacity must be >= initial_capacity (",
                     initial_capacity, "), got ", max_capacity);

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "common/checks.h"
+#include "common/config_fields.h"
 #include "common/rules.h"
 #include "common/tensors.h"
 #include "core/state_header.h"
@@ -51,6 +52,7 @@ MemorySetTracker::MemorySetTracker(int64_t num_layers, int64_t local_window, int
 MemorySetTracker::MemorySetTracker(int64_t num_layers, const PrefillConfig& config)
     : sink_tokens_(config.sink_tokens) {
   check_at_least("num_layers", num_layers, 1);
+  check_at_most("num_layers", num_layers, kMostLayers);
   config.check();
   for (int64_t i = 0; i < num_layers; ++i) {
     const PrefillConfig layer = config.of_layer(i);
@@ -99,6 +101,7 @@ void MemorySetTracker::init_chunk_scores(int64_t layer, int64_t chunk_begin,
   check_dims("colsum", colsum, 3);
   check_score_type("colsum", colsum);
   check_at_least("chunk_begin", chunk_begin, state.length);
+  check_at_most("chunk_begin", chunk_begin, kMostScores);
   if (state.has_scores) {
     check_same_kind("colsum", colsum, state.scores, "the layer's scores");
     check_heads("colsum", colsum, state.scores);
@@ -125,6 +128,7 @@ void MemorySetTracker::accumulate_memory_scores(int64_t layer, const at::Tensor&
 at::Tensor MemorySetTracker::build_memory_set(int64_t layer, int64_t chunk_end) {
   const Layer& state = scored_layer_at(layer);
   check_at_least("chunk_end", chunk_end, state.length);
+  check_at_most("chunk_end", chunk_end, kMostScores);
   grow(layer, state.scores, state.scores.scalar_type(), chunk_end);
   const StateGuard guard;
   layers_[layer].memory =

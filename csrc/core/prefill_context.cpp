@@ -63,6 +63,7 @@ int64_t PrefillContext::length() const {
 
 void PrefillContext::begin_call(int64_t num_tokens) {
   const int64_t past = length();
+  check_call_tokens(past, num_tokens);
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
     TORCH_CHECK_VALUE(cache_->length(layer) == past, "every layer must attend in a call, layer ",
                       layer, " has and others have not in the last one: truncate(", past,
@@ -77,7 +78,6 @@ void PrefillContext::begin_call(int64_t num_tokens) {
 }
 
 void PrefillContext::begin(int64_t num_tokens) {
-  check_at_least("num_tokens", num_tokens, 0);
   begin_call(num_tokens);
   ids_known_ = ids_known_ && num_tokens == 0;
 }

@@ -11,7 +11,7 @@ namespace h2o_prefill {
 // [past + c S, min(past + (c + 1) S, past + num_tokens)). A call always starts a new chunk.
 class H2O_API ChunkManager : public torch::CustomClassHolder {
  public:
-  // Throws if past or num_tokens is negative, or chunk_size is not positive.
+  // Throws if past or num_tokens is negative or their sum above 2^31 - 1, or chunk_size below 1.
   ChunkManager(int64_t past, int64_t num_tokens, int64_t chunk_size);
 
   int64_t past() const { return past_; }

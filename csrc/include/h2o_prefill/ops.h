@@ -6,7 +6,8 @@
 // device; lse is the natural logarithm of the softmax's denominator; lse, column sums and scores
 // are float32 (float64 for float64 inputs). scale is the softmax scale, default D^-0.5. All are for
 // inference: an input that requires a gradient while gradients are on is an error. A wrong argument
-// is a c10::ValueError.
+// is a c10::ValueError. The number of threads does not change a bit of a result, except where
+// PyTorch's attention computes it (see dense_attention): there it changes the rounding.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,7 +38,9 @@ H2O_API std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(
     std::optional<double> scale = std::nullopt);
 
 // Exact causal attention: q [B, Hq, Tq, D] are the last rows of the history k [B, Hkv, T, D],
-// v [B, Hkv, T, Dv] -> [B, Hq, Tq, Dv].
+// v [B, Hkv, T, Dv] -> [B, Hq, Tq, Dv]. PyTorch's attention computes it where that is faster: on
+// CPU for few rows of float32 (fewer than 16 that share a KV head, or 64 where every query head has
+// its own) and for 2 to 15 of bfloat16; and for float64.
 H2O_API at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    std::optional<double> scale = std::nullopt);
 

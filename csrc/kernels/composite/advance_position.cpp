@@ -9,7 +9,7 @@ namespace {
 // A position is on the CPU whatever the device of the keys is.
 void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings) {
   const auto [past, last_chunk_begin] = Position::read(position);
-  check_at_least("num_tokens", num_tokens, 0);
+  check_call_tokens(past, num_tokens);
   const auto config = read_settings(settings);
   int64_t* const values = position.mutable_data_ptr<int64_t>();
   values[0] = past + num_tokens;

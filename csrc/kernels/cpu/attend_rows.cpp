@@ -48,7 +48,8 @@ void multiply_queries(BFloat16Gemm gemm, const float* query, int64_t words, int 
 }
 
 // Turns a row of products z into p = exp2(z scale - m), m their maximum, and into words of p, which
-// may be the same memory; keys from `limit` on get 0. Returns m and the sum.
+// may be the same memory; keys from `limit` on get 0. Returns m and the sum. The maximum is
+// subtracted before scaling: one fused operation that rounds m alone is above 0 for large logits.
 template <typename Products>
 void exponentiate_row(float* z, float* words, float scale, int64_t limit, int64_t padded,
                       float* m_out, float* l_out) {
@@ -57,14 +58,15 @@ void exponentiate_row(float* z, float* words, float scale, int64_t limit, int64_
   for (int64_t j = limit; j < visible; ++j) z[j] = kNegInf;
   Vec highest = broadcast(kNegInf);
   for (int64_t j = 0; j < visible; j += kLanes) highest = max(highest, load(z + j));
-  const float m = reduce_max(highest) * scale;
-  const Vec shift = broadcast(m);
+  const float top = reduce_max(highest);
+  const float m = top * scale;
+  const Vec subtrahend = broadcast(top);
   const Vec factor = broadcast(scale);
   Vec sum = Vec{};
   for (int64_t j = 0; j < visible; j += kVectors * kLanes) {
     Vec p[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-      p[i] = exp2_nonpositive(load(z + j + i * kLanes) * factor - shift);
+      p[i] = exp2_nonpositive((load(z + j + i * kLanes) - subtrahend) * factor);
       sum += p[i];
       if (kVectors > 1) store(z + j + i * kLanes, p[i]);
     }

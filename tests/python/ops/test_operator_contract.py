@@ -141,6 +141,23 @@ def test_an_input_with_a_tangent_is_refused(name):
         getattr(OPS, name)(torch.autograd.forward_ad.unpack_dual(dual).primal, *others)
 
 
+# PyTorch's attention computes few rows of float32 and all of float64, and promises no such thing.
+@pytest.mark.parametrize("name", samples())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_number_of_threads_changes_no_bit(name, dtype):
+    results = []
+    given = samples(dtype, length=300)[name]
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        arguments = copy.deepcopy(given)
+        result = getattr(OPS, name)(*arguments)
+        changed = [x for x in arguments if isinstance(x, torch.Tensor)]
+        results.append([*(result if isinstance(result, tuple) else (result,)), *changed])
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert x is None or torch.equal(x, y)
+
+
 WITH_SCALE = [n for n in samples() if "scale" in str(getattr(OPS, n).default._schema)]
 
 

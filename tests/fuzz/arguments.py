@@ -1,0 +1,133 @@
+"""Arguments as descriptions: small, printable, comparable, and built where they are used.
+
+The representation of a description is Python that makes it again, so that a failing call can be
+copied from a report into `regressions.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("contiguous", "transposed", "sliced", "column", "offset")
+FILLS = ("normal", "zeros", "huge", "inf", "nan")
+
+
+@dataclass(frozen=True)
+class Floats:
+    """A tensor of floating-point numbers.
+
+    Attributes
+    ----------
+    layout : str
+        One of `LAYOUTS`: how it lies in memory. "sliced" is a window of a larger buffer that is NaN
+        around it.
+    fill : str
+        One of `FILLS`; "inf" and "nan" are a few among normal numbers.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    layout: str = "contiguous"
+    fill: str = "normal"
+    seed: int = 0
+
+    def build(self) -> Tensor:
+        """Return the tensor."""
+        x = torch.randn(self.shape, generator=torch.Generator().manual_seed(self.seed))
+        if self.fill == "zeros":
+            x = x * 0
+        elif self.fill == "huge":
+            x = x * 1e4
+        elif self.fill != "normal" and x.numel():
+            x.view(-1)[:: max(1, x.numel() // 3)] = float(self.fill)
+        return _lay_out(x.to(getattr(torch, self.dtype)), self.layout)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores or column sums: not negative."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    layout: str = "contiguous"
+    seed: int = 0
+
+    def build(self) -> Tensor:
+        """Return the tensor."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return _lay_out(
+            torch.rand(self.shape, generator=generator).to(getattr(torch, self.dtype)), self.layout
+        )
+
+
+@dataclass(frozen=True)
+class Ints:
+    """A tensor of the listed integers."""
+
+    values: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str = "int32"
+    layout: str = "contiguous"
+
+    def build(self) -> Tensor:
+        """Return the tensor."""
+        x = torch.tensor(self.values, dtype=torch.int64).to(getattr(torch, self.dtype))
+        return _lay_out(x.view(self.shape), self.layout)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A tensor with one value throughout; with "meta" as its device it has no memory."""
+
+    shape: tuple[int, ...]
+    value: float
+    dtype: str = "int32"
+    device: str = "cpu"
+
+    def build(self) -> Tensor:
+        """Return the tensor."""
+        return torch.full(
+            self.shape, self.value, dtype=getattr(torch, self.dtype), device=self.device
+        )
+
+
+@dataclass(frozen=True)
+class SparseMatrix:
+    """A tensor that is stored as a list of its entries."""
+
+    shape: tuple[int, ...]
+
+    def build(self) -> Tensor:
+        """Return the tensor."""
+        return torch.ones(self.shape).to_sparse()
+
+
+Description = Floats | Scores | Ints | Filled | SparseMatrix
+
+
+def build(argument: Any) -> Any:
+    """Return what a description stands for; anything else is returned as it is."""
+    if isinstance(argument, Description):
+        return argument.build()
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(build(item) for item in argument)
+    return argument
+
+
+def _lay_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "transposed" and x.dim() >= 3:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "column" and x.dim() >= 2:
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    outside = float("nan") if x.is_floating_point() else 77
+    if layout == "offset":
+        room = x.new_full((x.numel() + 1,), outside)[1:]
+        return room.view(x.shape).copy_(x)
+    if layout == "sliced":
+        room = x.new_full([n + 3 for n in x.shape], outside)
+        return room[tuple(slice(1, n + 1) for n in x.shape)].copy_(x)
+    return x

@@ -1,0 +1,43 @@
+"""How many cases, and where they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fuzz.sandbox import Sandbox
+from hypothesis import HealthCheck, Phase, settings
+
+CASES = int(os.environ.get("H2O_FUZZ_CASES", "200"))
+
+# A few hundred cases are the same ones every time; thousands are new ones.
+settings.register_profile(
+    "fuzz",
+    max_examples=CASES,
+    derandomize=CASES <= 200,
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+)
+settings.load_profile("fuzz")
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Callable[[Callable[[Any], None]], Sandbox]]:
+    """Make sandboxes that end with the test."""
+    made: list[Sandbox] = []
+    sanitized = "asan" in os.environ.get("LD_PRELOAD", "")
+
+    def make(function: Callable[[Any], None]) -> Sandbox:
+        made.append(Sandbox(function, limit_memory=not sanitized))
+        return made[-1]
+
+    yield make
+    for box in made:
+        box.close()
