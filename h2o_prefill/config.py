@@ -30,37 +30,39 @@ class PrefillConfig:
     Parameters
     ----------
     chunk_size : int
-        S, tokens of a chunk; inside a chunk attention is exact and causal.
+        S, tokens of a chunk; attention within a chunk is exact and causal.
     local_window : int
-        L, the last positions before a chunk that its memory set always holds.
+        L, number of positions directly before a chunk that its memory set always holds.
     heavy_budget : int
-        H, the positions that a memory set holds because earlier queries attended to them most.
+        H, number of heavy hitters: positions that a memory set holds because earlier queries
+        attended to them most.
     sink_tokens : int
-        K, the first positions of the prompt, always held beside L and H.
+        K, number of attention sinks: first positions of the prompt, always held beside L and H.
     dense_tail : int
-        The last queries of a call that attend to every key, exactly.
+        Number of last queries of a call that attend to every key, exactly.
     dense_layers : tuple of int
-        Layers that stay dense.
+        Layers whose attention stays dense.
     wide_layers : tuple of int
         Layers whose memory sets have `wide_factor` times L and H.
     wide_factor : int
-        How many times L and H the memory sets of `wide_layers` hold.
+        Factor of L and H in the memory sets of `wide_layers`.
     gqa_reduce : {"sum", "max"}
-        How the column sums of the query heads that share a KV head become one score.
+        How the scores of the query heads that share a KV head become one: by "sum" or "max".
     min_prefill : int, optional
         Calls with fewer new tokens are dense over the whole cache. Default: one chunk.
     recall : int
-        Earlier places recalled for a token by lexical recall; 0 turns it off.
+        Number of earlier occurrences that lexical recall, an n-gram lookup over the token ids,
+        brings back for a token; 0 turns it off.
     recall_block : int
-        Rows that share one list of recalled keys; `chunk_size` is a multiple of it.
+        Number of queries that share one list of recalled keys; `chunk_size` is a multiple of it.
     recall_suffix : int
-        The longest suffix, in tokens, that lexical recall looks up.
+        Length of the longest n-gram, in tokens, that lexical recall looks up.
     recall_span : int
-        Keys recalled from a place on: 2 means the place and the one after.
+        Number of keys recalled from an occurrence on: 2 means its position and the next one.
     recall_max_count : int
-        A single token is looked up only if it stood at most this often so far.
+        A single token is looked up only if it has occurred at most this often so far.
     block_diagonal : bool
-        Without a memory set (K + L + H = 0), attend inside chunks alone. Off, such settings are
+        Without a memory set (K + L + H = 0), attend within chunks only; if false, such settings are
         dense.
 
     Raises

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from typer import Typer
+
+__all__ = ["load", "main"]
 
 
 def main() -> None:
     """Run the command line."""
+    load()(prog_name="h2o-prefill")
+
+
+def load() -> Typer:
+    """Import the commands; exit with what to install if a package is missing."""
     try:
         from .app import app
     except ModuleNotFoundError as error:
@@ -16,4 +25,4 @@ def main() -> None:
             f"error: the command line needs the package {error.name}: "
             "pip install 'h2o_prefill[eval]'"
         )
-    app(prog_name="h2o-prefill")
+    return app

@@ -15,23 +15,25 @@ import typer
 from rich.progress import Progress, TimeRemainingColumn
 
 from ..config import PrefillConfig
-from ..eval import DATASETS, PROTOCOLS, load_text
+from ..eval import DATASETS, load_text
 from ..presets import DEFAULT_PRESET
 from . import options
 from .ablation_summary import ablation_table
 from .console import (
-    print_wide,
     progress_bar,
     quiet_libraries,
     say_written,
     show_progress,
 )
+from .errors import kept_on_interrupt
+from .outputs import check_output_folder
+from .result_table import print_result
 from .variants import parse_variants
 
 if TYPE_CHECKING:
     from ..eval import Corpus
 
-_GRID = "Grid: values with commas between"
+_GRID = "Grid: one or more values, separated by commas"
 
 
 def _field_options() -> list[inspect.Parameter]:
@@ -39,7 +41,7 @@ def _field_options() -> list[inspect.Parameter]:
     described = re.findall(
         r"^(\w+) : .*\n((?:    .*\n?)+)", inspect.getdoc(PrefillConfig) or "", re.MULTILINE
     )
-    helps = {name: " ".join(text.split()) for name, text in described}
+    helps = {name: _with_options(" ".join(text.split())) for name, text in described}
     return [
         inspect.Parameter(
             field.name,
@@ -52,12 +54,17 @@ def _field_options() -> list[inspect.Parameter]:
                     metavar="V,V,...",
                     help=helps.get(field.name, ""),
                     rich_help_panel=_GRID,
-                    show_default="preset",
+                    show_default=options.FROM_PRESET,
                 ),
             ],
         )
         for field in dataclasses.fields(PrefillConfig)
     ]
+
+
+def _with_options(text: str) -> str:
+    """Return a text of a docstring with `field_name` as --field-name."""
+    return re.sub(r"`(\w+)`", lambda field: f"--{field[1].replace('_', '-')}", text)
 
 
 def _with_field_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -77,7 +84,7 @@ def ablate(
         typer.Option(
             "--dataset",
             metavar="NAME,NAME,...",
-            help=f"Of {options.choices(DATASETS)}.",
+            help=f"Evaluation texts, of {options.choices(DATASETS)}.",
             rich_help_panel=_GRID,
             show_default="wikitext2, if no --text-file is given",
         ),
@@ -87,45 +94,55 @@ def ablate(
         typer.Option(
             "--text-file",
             metavar="FILE",
-            help="A UTF-8 text beside the datasets; may be given several times.",
+            help="UTF-8 text file to evaluate on, in addition to the datasets; may be repeated.",
             rich_help_panel=_GRID,
         ),
     ] = None,
     context: Annotated[
         str,
         typer.Option(
-            "--context", metavar="N,N,...", help="Tokens of a window.", rich_help_panel=_GRID
+            "--context", metavar="N,N,...", help="Window length in tokens.", rich_help_panel=_GRID
         ),
     ] = "4096",
     windows: Annotated[
         str,
         typer.Option(
-            "--windows", help="Slice of the non-overlapping windows.", metavar="BEGIN:END"
+            "--windows",
+            help="Windows of the text to use, as a slice; windows do not overlap.",
+            metavar="BEGIN:END",
         ),
     ] = "0:6",
     protocol: Annotated[
-        str, typer.Option("--protocol", help=f"{options.choices(PROTOCOLS)}, as for ppl.")
+        str,
+        typer.Option(
+            "--protocol",
+            help="Tokens of a window that are scored: gptq scores every token but the first, "
+            "llamacpp those in the second half.",
+        ),
     ] = "gptq",
     preset: Annotated[
         list[str],
         typer.Option(
             "--preset",
             metavar="PRESET[,NAME=VALUE...]",
-            help="Settings of the fields that no option below names; may be given several times.",
+            help="Settings of all fields that no option of the grid names; each of several presets "
+            "is combined with the grid.",
         ),
     ] = [DEFAULT_PRESET],  # noqa: B006 (typer takes a list)
     dtype: options.DtypeOption = "float32",
     output: Annotated[
         Path,
         typer.Option(
-            "--output", metavar="DIR", help="Folder for perplexity_ablation.csv and its parts."
+            "--output",
+            metavar="DIR",
+            help="Folder for perplexity_ablation.csv and the parts from which a run is resumed.",
         ),
     ] = Path("benchmark_results"),
     plot: Annotated[
         bool,
         typer.Option(
             "--plot/--no-plot",
-            help="Also draw perplexity against attention flops, perplexity_ablation.png.",
+            help="Also draw perplexity against attention flops, into perplexity_ablation.png.",
         ),
     ] = True,
     lease: Annotated[
@@ -133,26 +150,29 @@ def ablate(
         typer.Option(
             "--lease",
             metavar="SECONDS",
-            help="Silence after which the cell of another process is taken over.",
+            help="Time without a sign of life after which another process counts as dead and its "
+            "cells are run again.",
         ),
     ] = 60.0,
     threads: options.ThreadsOption = None,
     **fields: str | None,
 ) -> None:
-    """Measure perplexity for every combination of settings.
+    """Measure perplexity over a grid of settings.
 
-    Each cell of the grid is a row of a CSV file. A stopped run goes on where it was, a larger grid
-    adds its cells. Start the same command in several shells, on machines that share the folder, or
-    by torchrun --nproc-per-node 4 -m h2o_prefill.cli ablate ... (accelerate launch likewise): they
-    share the cells, and those of a process that died are run again. Layers are joined by "+":
+    Every combination of values is a cell of the grid, and a row of a CSV file. Finished cells are
+    kept: the same command resumes an interrupted run, and a larger grid computes only its new
+    cells. Several processes share the cells of a grid if the same command is started in several
+    shells, on machines that share the output folder, or by torchrun --nproc-per-node 4 -m
+    h2o_prefill.cli ablate ... (accelerate launch likewise). Lists of layers are joined by "+":
     --dense-layers none,0,0+1.
     """
-    from ..eval.ablation import run_ablation, worker_rank
-    from ..eval.ablation_grid import build_grid, parse_values
-    from ..eval.ablation_plot import plot_ablation
-    from ..eval.ablation_store import CSV_NAME
+    kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
+    with quiet_libraries(), kept_on_interrupt(kept):
+        from ..eval.ablation import run_ablation, worker_rank
+        from ..eval.ablation_grid import build_grid, parse_values
+        from ..eval.ablation_plot import plot_ablation
+        from ..eval.ablation_store import CSV_NAME
 
-    with quiet_libraries():
         rank, _ = worker_rank()
         if rank > 0:
             # One process speaks for all.
@@ -161,9 +181,12 @@ def ablate(
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
         contexts = parse_values("context", context)
         grid = build_grid(axes, contexts, base, protocol)
-        for name in ("pandas", *(["matplotlib"] if plot else [])):
-            if importlib.util.find_spec(name) is None:
-                raise ImportError(f"ablate needs {name}: pip install 'h2o_prefill[eval]'")
+        csv_file = output.expanduser() / CSV_NAME
+        figure = csv_file.with_suffix(".png")
+        names = (CSV_NAME, *([figure.name] if plot else []))
+        check_output_folder(output, names, figures=plot)
+        if importlib.util.find_spec("pandas") is None:
+            raise ImportError("ablate needs pandas: pip install 'h2o_prefill[eval]'")
         options.use_threads(threads)
         with show_progress(f"loading {model}", _bar_with_estimate(rank)) as show:
             frame = run_ablation(
@@ -182,12 +205,11 @@ def ablate(
         if rank > 0:
             return
         title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells"
-        print_wide(title, ablation_table(frame, grid.varied))
-        csv_file = output.expanduser() / CSV_NAME
+        print_result(title, ablation_table(frame, grid.varied))
         say_written(csv_file)
         if plot:
-            plot_ablation(frame, csv_file.with_suffix(".png"), title)
-            say_written(csv_file.with_suffix(".png"))
+            plot_ablation(frame, figure, title)
+            say_written(figure)
 
 
 def _corpora(dataset: str | None, files: list[Path]) -> list[Corpus]:

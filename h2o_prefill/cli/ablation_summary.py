@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.table import Table
 
 from ..eval.ablation_grid import format_value
+from .result_table import new_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +28,7 @@ def ablation_table(frame: pd.DataFrame, varied: Sequence[str]) -> Table:
         Columns of which the grid had more than one value.
     """
     names = [*(["dataset"] if frame["dataset"].nunique() > 1 else []), *varied]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = new_table()
     with_recall = bool(frame["recalled_keys"].notna().any())
     measures = (*_MEASURES, *(["recalled\nkeys"] if with_recall else []))
     for name in (*(name.replace("_", "\n") for name in names), *measures):

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import shutil
+from typing import Annotated
+
 import typer
 
+from .. import __version__
 from . import ablate, bench, calibrate, generate, info, ppl, retrieve, visualize
 from .errors import OneLineErrors
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"h2o-prefill {__version__}")
+        raise typer.Exit
+
+
+# Below this width the boxes of rich's help texts leave no room for the names of options.
+_NARROW = 56
+
 app = typer.Typer(
+    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= _NARROW else None,
     name="h2o-prefill",
     cls=OneLineErrors,
     no_args_is_help=False,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Chunked sparse prefill with an H2O memory set: measure it, run it.",
-    epilog="H2O_PREFILL_DEBUG=1 shows the traceback of an error.",
+    help="Sparse prefill for long prompts (chunked attention with H2O memory sets): measure its "
+    "quality and speed, and run it.",
+    epilog="With H2O_PREFILL_DEBUG=1 in the environment, errors show their traceback.",
 )
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 app.command(name="ppl")(ppl.ppl)
 app.command(name="ablate")(ablate.ablate)
 app.command(name="calibrate")(calibrate.calibrate)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Table
+
+from .result_table import new_table
 
 if TYPE_CHECKING:
     from ..eval import AttentionMeasures
@@ -16,7 +17,7 @@ def attention_table(measures: AttentionMeasures) -> Table:
     """Return the errors against dense attention, a chunk a row, and of the whole prompt."""
     values = measures.to_dict()
     # Narrow, and with headings of two lines, to fit 80 columns.
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = new_table()
     for name in (
         "chunk",
         "relative L1\nerror, mean",

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
 from ..presets import DEFAULT_PRESET
 from . import options
-from .console import error_console, print_wide, quiet_libraries, say_written, show_progress
+from .console import error_console, quiet_libraries, say_written, show_progress
+from .outputs import check_output_folder, json_output
+from .result_table import new_table, print_result
 from .variants import parse_variant
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def bench(
     lengths: Annotated[
         str, typer.Option("--lengths", metavar="N,N,...", help="Prompt lengths in tokens.")
     ] = "1024,2048,4096",
-    runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each.")] = 3,
+    runs: Annotated[
+        int, typer.Option("--runs", min=1, help="Timed runs per length; the table shows medians.")
+    ] = 3,
     preset: options.PresetOption = DEFAULT_PRESET,
     chunk_size: options.ChunkSizeOption = None,
     local_window: options.LocalWindowOption = None,
@@ -37,19 +40,22 @@ def bench(
         typer.Option(
             "--output",
             metavar="DIR",
-            help="Also count memory, and draw throughput_comparison.png and memory_profile.png "
-            "into this folder; it is made if it is not there.",
+            help="Also measure memory, and draw throughput_comparison.png and memory_profile.png "
+            "into this folder, which is created if necessary.",
         ),
     ] = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Time the prefill of random prompts, dense and sparse in turns."""
+    """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
     from ..eval import benchmark_throughput, load_model, profile_memory
     from ..eval.bench_plots import plot_memory, plot_throughput
     from ..eval.environment import environment
-    from ..eval.report import write_json
 
-    with quiet_libraries():
+    with quiet_libraries(), json_output(json_file) as save_json:
+        figures = {
+            "throughput_comparison.png": plot_throughput,
+            "memory_profile.png": plot_memory,
+        }
         config = parse_variant(
             preset,
             chunk_size=chunk_size,
@@ -57,8 +63,7 @@ def bench(
             heavy_budget=heavy_budget,
             sink_tokens=sink_tokens,
         )
-        options.check_output_file(json_file, "--json")
-        options.check_output_folder(output)
+        check_output_folder(output, figures)
         chosen = _parse_lengths(lengths)
         options.use_threads(threads)
         with error_console().status(f"loading {model}"):
@@ -69,7 +74,7 @@ def bench(
             if output is not None:
                 memory = profile_memory(network, chosen, config, on_progress=show)
         what, sizes = f"{model} {dtype}, prefill", options.describe_sizes(config)
-        print_wide(f"{what}, median of {runs}\n{sizes}", throughput_table(frame))
+        print_result(f"{what}, median of {runs}\n{sizes}", throughput_table(frame))
         if json_file is not None:
             origin = {"model": model, "dtype": dtype, "preset": preset}
             report = {
@@ -79,15 +84,11 @@ def bench(
             }
             if memory is not None:
                 report["memory"] = memory.to_dict(orient="records")
-            write_json(report, json_file)
-            say_written(json_file)
+            save_json(report)
         if output is not None and memory is not None:
             folder = output.expanduser()
             folder.mkdir(parents=True, exist_ok=True)
-            for name, draw, values in (
-                ("throughput_comparison.png", plot_throughput, frame),
-                ("memory_profile.png", plot_memory, memory),
-            ):
+            for (name, draw), values in zip(figures.items(), (frame, memory), strict=True):
                 draw(values, folder / name, f"{what}, {sizes}")
                 say_written(folder / name)
 
@@ -95,7 +96,7 @@ def bench(
 def throughput_table(frame: pd.DataFrame) -> Table:
     """Return seconds and tokens per second, one prompt length a row."""
     # Narrow, and with headings of two lines, to fit 80 columns.
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = new_table()
     with_recall = bool(frame["recalled_keys"].notna().any())
     for name in (
         "tokens",

@@ -12,11 +12,11 @@ from . import options
 from .console import (
     error_console,
     output_console,
-    print_wide,
     quiet_libraries,
-    say_written,
     show_progress,
 )
+from .outputs import json_output
+from .result_table import print_result
 from .variants import parse_variant
 
 
@@ -24,20 +24,24 @@ def calibrate(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
     text_file: options.TextFileOption = None,
-    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of a window.")] = 4096,
+    context: Annotated[
+        int, typer.Option("--context", min=1, help="Window length in tokens.")
+    ] = 4096,
     windows: Annotated[
         str,
         typer.Option(
-            "--windows", help="Slice of the non-overlapping windows.", metavar="BEGIN:END"
+            "--windows",
+            help="Windows of the text to use, as a slice; windows do not overlap.",
+            metavar="BEGIN:END",
         ),
     ] = "0:1",
-    layers: Annotated[int, typer.Option("--layers", min=1, help="How many to choose.")] = 6,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers to choose.")] = 6,
     keep: Annotated[
         str,
         typer.Option(
             "--keep",
-            help="What becomes of them: wide, with larger memory sets, or dense, at a cost that "
-            "grows with the square of the prompt.",
+            help="What the chosen layers become: wide gives them larger memory sets, dense keeps "
+            "their attention exact, at a cost quadratic in the prompt length.",
         ),
     ] = "wide",
     preset: options.PresetOption = DEFAULT_PRESET,
@@ -45,19 +49,19 @@ def calibrate(
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Find the layers that lose most when they are sparse, on a text like those to come.
+    """Find the layers whose sparse attention costs the model most.
 
-    One forward pass a layer and window. Prints the settings as --preset takes them.
+    Each layer in turn is made dense, all others stay sparse, and the predictions are compared with
+    those of the dense model: one forward pass per layer and window. The text should be of the kind
+    that the model will read. Prints the settings in the form that --preset takes.
     """
     from ..eval import calibrate_layers, load_model, load_text
     from ..eval.calibration import KEPT
     from ..eval.environment import environment
-    from ..eval.report import write_json
     from .tables import calibration_table
 
-    with quiet_libraries():
+    with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset)
-        options.check_output_file(json_file, "--json")
         corpus = load_text(dataset, text_file)
         options.use_threads(threads)
         with error_console().status(f"loading {model}"):
@@ -77,7 +81,7 @@ def calibrate(
         chosen = getattr(result.config, KEPT[keep])
         variant = f"{preset},{KEPT[keep]}={'+'.join(map(str, chosen))}"
         title = f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {preset}"
-        print_wide(title, calibration_table(result, chosen, keep))
+        print_result(title, calibration_table(result, chosen, keep))
         output_console().print(f"--preset {variant}", markup=False, soft_wrap=True)
         if json_file is not None:
             origin = {
@@ -89,5 +93,4 @@ def calibrate(
                 "variant": variant,
             }
             values = {**origin, **dataclasses.asdict(result)}
-            write_json({"environment": environment(), **values}, json_file)
-            say_written(json_file)
+            save_json({"environment": environment(), **values})

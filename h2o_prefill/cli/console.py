@@ -7,33 +7,44 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-if TYPE_CHECKING:
-    from rich.table import Table
 
-_ANY_WIDTH = 10_000
+class ResultConsole(Console):
+    """A console whose reader may go away, as `head` does: the command still writes its files.
+
+    Attributes
+    ----------
+    closed : bool
+        Of the class: whether that has happened.
+    """
+
+    closed = False
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more."""
+        ResultConsole.closed = True
+        discard_output(self.file)
+
+
+def discard_output(file: IO[str]) -> None:
+    """Let a standard stream write to nowhere."""
+    # What is no real file, as in tests, has no reader that could go away.
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def output_console() -> Console:
     """Return the console of results."""
-    return Console(highlight=False)
-
-
-def print_wide(title: str, table: Table) -> None:
-    """Print a table as a result, over the width of the terminal rather than with cut numbers."""
-    console = output_console()
-    unlimited = console.options.update(width=_ANY_WIDTH)
-    console.width = max(console.width, console.measure(table, options=unlimited).maximum)
-    console.print(title, table, sep="\n", markup=False)
+    return ResultConsole(highlight=False)
 
 
 def error_console() -> Console:
     """Return the console of progress, warnings and errors."""
-    return Console(stderr=True, highlight=False)
+    return ResultConsole(stderr=True, highlight=False)
 
 
 def progress_bar() -> Progress:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from .console import error_console
+from .console import ResultConsole, discard_output, error_console
 
 USAGE = 2
 FAILURE = 1
 INTERRUPTED = 130
+# What a shell reports of a program that a closed pipe has ended.
+CLOSED_PIPE = 128 + signal.SIGPIPE
 
 # What the library raises on purpose. Anything else is a mistake of ours and keeps its traceback.
 _USAGE_ERRORS = (ValueError, FileNotFoundError)
 _FAILURES = (OSError, ImportError, RuntimeError, ArithmeticError, MemoryError)
+
+_NOTHING_KEPT = "partial results are not kept, existing result files are intact"
+
+
+class _Interrupted(Exception):
+    """Ctrl-C; its text says what is kept."""
 
 
 class OneLineErrors(TyperGroup):
@@ -36,6 +46,8 @@ class OneLineErrors(TyperGroup):
         """Run a command line; see `click.Command.main`."""
         if not (sys.argv[1:] if args is None else args):
             args = ["--help"]
+        if standalone_mode:
+            _replace_unknown_letters()
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except Exception as error:
@@ -44,17 +56,40 @@ class OneLineErrors(TyperGroup):
             code = _exit_code(error)
             if code is None:
                 raise
-            error_console().print(
-                f"error: {_one_line(error)}", style="bold red", markup=False, soft_wrap=True
-            )
+            if code != CLOSED_PIPE:
+                error_console().print(
+                    _one_line(error), style="bold red", markup=False, soft_wrap=True
+                )
         if not standalone_mode:
             return code
-        sys.exit(code if isinstance(code, int) else 0)
+        if not _flush():
+            code = code or FAILURE
+        sys.exit(CLOSED_PIPE if ResultConsole.closed else code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; see `click.Command.invoke`. Ctrl-C becomes an error that has a text."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Interrupted(str(error) or _NOTHING_KEPT) from error
+        except BrokenPipeError:
+            # Before click, which would end with another exit code.
+            ResultConsole.closed = True
+            return None
+
+
+@contextlib.contextmanager
+def kept_on_interrupt(what: str) -> Iterator[None]:
+    """Let Ctrl-C in a block say what is kept of its work, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(what) from None
 
 
 def _exit_code(error: Exception) -> int | None:
     """Return the exit code of an expected error, None for any other."""
-    if isinstance(error, typer.Abort):
+    if isinstance(error, (_Interrupted, typer.Abort)):
         return INTERRUPTED
     # click's own errors; typer carries its copy of click in some versions, so they are known by
     # their shape
@@ -68,8 +103,33 @@ def _exit_code(error: Exception) -> int | None:
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, (_Interrupted, typer.Abort)):
+        return f"interrupted: {str(error) or _NOTHING_KEPT}"
     format_message = getattr(error, "format_message", None)
-    text = format_message() if callable(format_message) else str(error)
-    if isinstance(error, typer.Abort):
-        text = "interrupted"
-    return " ".join(text.split()) or type(error).__name__
+    if callable(format_message):
+        text = format_message()
+    elif isinstance(error, OSError) and error.strerror:
+        # Without the number that Python puts in front.
+        text = error.strerror + (f": {error.filename!r}" if error.filename else "")
+    else:
+        text = str(error)
+    return f"error: {' '.join(text.split()) or type(error).__name__}"
+
+
+def _replace_unknown_letters() -> None:
+    """Print "?" for what the terminal's encoding lacks, where Python would raise."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+
+
+def _flush() -> bool:
+    """Write what stdout still holds; False if that fails, as on a full disk."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        # Python would try again on its way out, and print a traceback.
+        discard_output(sys.stdout)
+        return False
+    return True

@@ -9,25 +9,29 @@ import typer
 
 from ..presets import DEFAULT_PRESET
 from . import options
-from .console import error_console, output_console, quiet_libraries
+from .console import ResultConsole, error_console, output_console, quiet_libraries
 from .variants import parse_variant
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue.", show_default=False)
+    ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from this file."),
+        typer.Option(
+            "--prompt-file", metavar="FILE", help="UTF-8 text file that holds the prompt."
+        ),
     ] = None,
     model: options.ModelOption = "smollm2-135m",
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Tokens to add.")
+        int, typer.Option("--max-new-tokens", min=1, help="Maximum number of tokens to generate.")
     ] = 128,
     chat: Annotated[
         bool,
         typer.Option(
             "--chat/--raw",
-            help="Put the prompt into the model's chat template, or take it as it is.",
+            help="Put the prompt into the model's chat template, or use it as it is.",
         ),
     ] = True,
     preset: options.PresetOption = DEFAULT_PRESET,
@@ -38,7 +42,10 @@ def generate(
     dtype: options.DtypeOption = "float32",
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Continue a prompt greedily; a prompt of a chunk's tokens or more is prefilled sparsely."""
+    """Continue a prompt by greedy decoding after sparse prefill.
+
+    Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
+    """
     from ..eval import load_model
     from ..eval.generation import encode_prompt, generate_timed
     from ..eval.text import read_text
@@ -65,6 +72,8 @@ def generate(
 
         def show(piece: str) -> None:
             console.print(piece, end="", markup=False, soft_wrap=True)
+            if ResultConsole.closed:
+                raise BrokenPipeError
 
         with enable(network, config):
             timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)

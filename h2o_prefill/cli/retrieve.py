@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
-from ..eval.retrieval_prompts import QUESTIONS
 from ..eval.retrieval_settings import DEPTHS, LENGTHS
 from ..eval.retrieval_tasks import TASKS
 from ..presets import PRESETS
 from . import options
-from .console import error_console, output_console, quiet_libraries, say_written, show_progress
+from .console import error_console, quiet_libraries, say_written, show_progress
+from .outputs import check_plot, json_output
+from .result_table import new_table, print_result
 from .variants import parse_variants
 
 if TYPE_CHECKING:
@@ -32,26 +31,32 @@ def retrieve(
         typer.Option(
             "--tasks",
             metavar="NAME,NAME,...",
-            help=f"Of {options.choices(TASKS)}.",
+            help=f"Tasks to run, of {options.choices(TASKS)}.",
             show_default="all",
         ),
     ] = ",".join(TASKS),
     lengths: Annotated[
         str,
-        typer.Option("--lengths", metavar="N,N,...", help="Tokens of prompt and answer together."),
+        typer.Option(
+            "--lengths", metavar="N,N,...", help="Lengths of prompt and answer together, in tokens."
+        ),
     ] = ",".join(map(str, LENGTHS)),
     depths: Annotated[
         str,
-        typer.Option("--depths", metavar="N,N,...", help="Percent of the text before the needle."),
+        typer.Option(
+            "--depths",
+            metavar="N,N,...",
+            help="Depths of the needle: percentages of the text that precede it.",
+        ),
     ] = ",".join(map(str, DEPTHS)),
     prompts: Annotated[
-        int, typer.Option("--prompts", min=1, help="Of each task, length and depth.")
+        int, typer.Option("--prompts", min=1, help="Prompts per task, length and depth.")
     ] = 1,
     question: Annotated[
         str,
         typer.Option(
             "--question",
-            help=f"{options.choices(QUESTIONS)}: where it stands, after the text or before it.",
+            help="Place of the question: last is after the text, first is before it.",
         ),
     ] = "last",
     variants: Annotated[
@@ -59,38 +64,44 @@ def retrieve(
         typer.Option(
             "--variant",
             metavar="PRESET[,NAME=VALUE...]",
-            help="Sparse prefill to compare with dense, like h2o,recall=4. May be repeated.",
+            help="Settings of sparse prefill to compare with dense prefill, as in h2o,recall=4; "
+            "may be repeated.",
         ),
     ] = list(PRESETS),  # noqa: B006 (typer takes a list)
-    seed: Annotated[int, typer.Option("--seed", help="Of all that is random.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            help="Seed of the random needles and texts; equal seeds give equal prompts.",
+        ),
+    ] = 0,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="FILE", help="Draw scores by length and depth (png, svg, pdf)."
+            "--plot",
+            metavar="FILE",
+            help="Draw the mean score by length and depth into this file (.png, .svg or .pdf).",
         ),
     ] = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Ask for needles hidden in a text, after dense and after sparse prefill of the same prompts.
+    """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
-    The tasks have the form of RULER's; paraphrased asks for a fact in other words than the text's.
-    In the table, kept is the share of the prompts that dense solves which a variant solves too.
+    Facts (needles) are hidden in a text (the haystack), and the model is asked for them. The tasks
+    have the form of RULER's; paraphrased asks with other words than the text uses. In the table,
+    accuracy is the mean score, and kept is the share of the prompts solved after dense prefill that
+    are solved after sparse prefill too.
     """
     from ..eval import evaluate_retrieval, load_model, load_text
-    from ..eval.plots import PLOT_SUFFIXES
-    from ..eval.report import write_json
     from ..eval.retrieval_plots import plot_retrieval
     from ..eval.retrieval_result import retrieval_report
     from ..eval.retrieval_settings import check_retrieval
 
-    with quiet_libraries():
+    with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)
-        options.check_output_file(json_file, "--json")
-        options.check_output_file(plot, "--plot", PLOT_SUFFIXES)
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("--plot needs matplotlib: pip install 'h2o_prefill[eval]'")
+        check_plot(plot)
         names, sizes = tasks.split(","), _numbers(lengths, "lengths")
         percents = _numbers(depths, "depths")
         check_retrieval(configs, names, sizes, percents, prompts, question)
@@ -113,10 +124,9 @@ def retrieve(
                 on_progress=show,
             )
         title = f"{model} {dtype}\nneedles in {corpus.name}, question {question}"
-        output_console().print(title, retrieval_table(result), sep="\n", markup=False)
+        print_result(title, retrieval_table(result))
         if json_file is not None:
-            write_json(retrieval_report(result, model=model, dtype=dtype), json_file)
-            say_written(json_file)
+            save_json(retrieval_report(result, model=model, dtype=dtype))
         if plot is not None:
             plot_retrieval(result, plot, title.replace("\n", ", "))
             say_written(plot)
@@ -128,7 +138,7 @@ def retrieval_table(result: RetrievalResult) -> Table:
     Kept is what a variant solves of the prompts that the dense run solves.
     """
     # Narrow, and with headings of two lines, to fit 80 columns.
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = new_table()
     table.add_column("task", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("prefill", overflow="fold")

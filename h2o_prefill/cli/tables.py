@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Table
+
+from .result_table import new_table
 
 if TYPE_CHECKING:
     from ..eval.attention_flops import AttentionFlops
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def perplexity_table(result: PerplexityResult) -> Table:
     """Return dense, sparse and their difference, one measure a row."""
     dense, sparse = result.dense, result.sparse
-    table = Table(box=box.SIMPLE_HEAD)
+    table = new_table()
     table.add_column("")
     for name in ("dense", "sparse", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -55,8 +56,8 @@ def calibration_table(result: LayerCalibration, chosen: tuple[int, ...], keep: s
 
     `keep` says what became of them.
     """
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
+    table = new_table()
+    table.add_column("")
     for name in ("mean KL(dense || sparse)", "change", "attention flops"):
         table.add_column(name, justify="right", no_wrap=True)
 
@@ -78,7 +79,7 @@ def calibration_table(result: LayerCalibration, chosen: tuple[int, ...], keep: s
 
 def info_table(sections: dict[str, dict[str, Any]]) -> Table:
     """Return names and values, section by section."""
-    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table = new_table(show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for section, rows in sections.items():

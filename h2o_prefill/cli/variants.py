@@ -28,4 +28,8 @@ def parse_variant(text: str, **overrides: int | None) -> PrefillConfig:
         As `PrefillConfig.parse` and `PrefillConfig.with_fields` do.
     """
     given = {name: value for name, value in overrides.items() if value is not None}
-    return PrefillConfig.parse(text).with_fields(**given)
+    try:
+        config = PrefillConfig.parse(text)
+    except ValueError as error:
+        raise ValueError(f"settings {text!r}: {error}") from None
+    return config.with_fields(**given)

@@ -9,7 +9,9 @@ import typer
 
 from ..presets import DEFAULT_PRESET
 from . import options
-from .console import error_console, output_console, quiet_libraries, say_written, show_progress
+from .console import error_console, output_console, quiet_libraries, show_progress
+from .outputs import check_output_folder, json_output
+from .result_table import print_result
 from .variants import parse_variant
 
 if TYPE_CHECKING:
@@ -20,26 +22,35 @@ def visualize(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
     text_file: options.TextFileOption = None,
-    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of the prompt.")] = 4096,
+    context: Annotated[
+        int, typer.Option("--context", min=1, help="Prompt length in tokens.")
+    ] = 4096,
     window: Annotated[
-        int, typer.Option("--window", min=0, help="Which window of the text is the prompt.")
+        int,
+        typer.Option("--window", min=0, help="Index of the window of the text that is the prompt."),
     ] = 0,
     output: Annotated[
-        Path, typer.Option("--output", metavar="DIR", help="Folder for the figures.")
+        Path,
+        typer.Option(
+            "--output", metavar="DIR", help="Folder for the figures, created if necessary."
+        ),
     ] = Path("benchmark_results/attention_heatmaps"),
     ablation: Annotated[
         Path | None,
         typer.Option(
             "--ablation",
             metavar="FILE",
-            help="A table of `ablate`: perplexity against attention flops, of this model.",
-            show_default="perplexity_ablation.csv beside the output folder, if it has this model",
+            help="CSV file that the command ablate wrote: also draw its perplexities of this model "
+            "against attention flops.",
+            show_default="perplexity_ablation.csv beside the output folder, if it has rows of this "
+            "model",
         ),
     ] = None,
     errors: Annotated[
         bool,
         typer.Option(
-            "--errors/--no-errors", help="Also compare each head with dense attention, in a table."
+            "--errors/--no-errors",
+            help="Also compare each head with dense attention, and print a table of the errors.",
         ),
     ] = True,
     preset: options.PresetOption = DEFAULT_PRESET,
@@ -51,19 +62,19 @@ def visualize(
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Draw which positions heads keep, what attention they received, and the errors that result.
+    """Draw which positions memory sets keep, what attention they received, and the errors.
 
-    Writes PNG files, and index.html that shows them all.
+    Writes the figures as PNG files, and index.html, which shows and explains all of them.
     """
     from ..eval import load_model, load_text, visualize_attention_patterns
     from ..eval.environment import environment
+    from ..eval.pattern_page import FILES
     from ..eval.patterns import check_prompt_length
     from ..eval.protocols import select_windows
-    from ..eval.report import write_json
     from ..eval.text import encode
     from .attention_table import attention_table
 
-    with quiet_libraries():
+    with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(
             preset,
             chunk_size=chunk_size,
@@ -72,8 +83,7 @@ def visualize(
             sink_tokens=sink_tokens,
         )
         check_prompt_length(config, context, "context")
-        options.check_output_folder(output)
-        options.check_output_file(json_file, "--json")
+        check_output_folder(output, FILES)
         if json_file is not None and not errors:
             raise ValueError("--json holds the errors: it must not come with --no-errors")
         rows = _ablation_rows(ablation, output, model)
@@ -99,9 +109,7 @@ def visualize(
                 on_progress=show,
             )
         if patterns.measures is not None:
-            output_console().print(
-                title, attention_table(patterns.measures), sep="\n", markup=False
-            )
+            print_result(title, attention_table(patterns.measures))
         for path in (*patterns.paths.values(), patterns.page):
             output_console().print(str(path), markup=False, soft_wrap=True)
         if json_file is not None and patterns.measures is not None:
@@ -116,8 +124,7 @@ def visualize(
                 "preset": preset,
             }
             report["config"] = {**origin, **report["config"]}
-            write_json({"environment": environment(), **report}, json_file)
-            say_written(json_file)
+            save_json({"environment": environment(), **report})
 
 
 def _ablation_rows(file: Path | None, output: Path, model: str) -> pd.DataFrame | None:
@@ -127,8 +134,12 @@ def _ablation_rows(file: Path | None, output: Path, model: str) -> pd.DataFrame 
 
     path = (output.parent / CSV_NAME if file is None else file).expanduser()
     if file is not None and not path.is_file():
-        raise ValueError(f"--ablation: no such file: {str(file)!r}")
-    rows = [row for row in read_rows(path) if row["model"] == model] if path.is_file() else []
+        what = "must be a file, got the folder" if path.is_dir() else "no such file:"
+        raise ValueError(f"--ablation: {what} {str(file)!r}")
+    rows = []
+    if path.is_file():
+        # A table of another origin may have no model in a row.
+        rows = [row for row in read_rows(path) if str(row["model"]) == model]
     if file is not None and not rows:
         raise ValueError(f"--ablation must hold a row of the model {model!r}, got none")
     return to_frame(rows) if rows else None

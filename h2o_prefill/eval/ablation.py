@@ -18,7 +18,7 @@ from . import ablation_table as table
 from .ablation_cells import find_cells
 from .ablation_claims import Claims
 from .ablation_grid import Grid, build_grid, describe
-from .ablation_store import AblationStore
+from .ablation_store import CSV_NAME, AblationStore
 from .environment import commit, cpu_name, gpu_name
 from .guards import check_dense, check_length, eval_mode
 from .models import load_model
@@ -118,6 +118,8 @@ def run_ablation(
     folder = _checked_folder(output)
     corpora = _corpora(datasets)
     _warn_of_grid(grid)
+    # A file that is no such table shows before the work.
+    table.read_rows(folder / CSV_NAME)
     network, tokenizer = _loaded(model, tokenizer, dtype)
     check_dense(network)
     check_length(network, max(context for context, _ in grid.combinations), "contexts")

@@ -35,6 +35,7 @@ class Claims:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._lease_seconds = lease_seconds
+        self._taken: list[Path] = []
 
     def take(self, key: str) -> Claim | None:
         """Claim a piece of work; None if another process holds it.
@@ -49,10 +50,19 @@ class Claims:
         owner = {"host": platform.node(), "pid": os.getpid()}
         try:
             with open(path, "x", encoding="utf-8") as file:
+                self._taken.append(path)
                 json.dump(owner, file)
         except FileExistsError:
             return None
         return Claim(path, self._path(key, number + 1), self._lease_seconds / _BEATS_PER_LEASE)
+
+    def give_up(self) -> None:
+        """Give up all claims, also of finished work: for a process that ends by an error.
+
+        A claim that is held does this itself, but Ctrl-C may come before and after it is.
+        """
+        for path in self._taken:
+            _expire(path)
 
     def _path(self, key: str, number: int) -> Path:
         return self._folder / f"{key}.{number}"
@@ -101,11 +111,15 @@ class Claim:
         self._stop.set()
         self._thread.join()
         if kind is not None:
-            with contextlib.suppress(OSError):
-                os.utime(self._path, (0, 0))
+            _expire(self._path)
 
     def _beat(self) -> None:
         while not self._stop.wait(self._beat_seconds) and self.held():
             # A file server that does not answer once is no reason to end: the next beat may do.
             with contextlib.suppress(OSError):
                 os.utime(self._path)
+
+
+def _expire(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.utime(path, (0, 0))

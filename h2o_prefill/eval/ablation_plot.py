@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config import PrefillConfig
-from .plot_parts import DENSE, SPARSE, make_figure
+from .plot_parts import DENSE, SPARSE, make_figure, save_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,7 +66,7 @@ def plot_ablation(
     for axes in all_axes[len(panels) :]:
         axes.set_visible(False)
     figure.suptitle(_title(frame) if title is None else title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     return figure
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import ablation_table as table
+from .atomic_write import replaced_file
 from .report import write_json
 
 CSV_NAME = "perplexity_ablation.csv"
@@ -45,15 +42,15 @@ class AblationStore:
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Return the rows of all finished cells, by their keys."""
-        for path in self._cells.glob("*.json"):
+        # Not the hidden files that are still being written.
+        for path in self._cells.glob("[!.]*.json"):
             if path.stem not in self._rows:
                 self._rows[path.stem] = json.loads(path.read_text(encoding="utf-8"))
         return dict(self._rows)
 
     def add(self, row: dict[str, Any]) -> None:
         """Write the row of a finished cell, and the CSV file."""
-        with _replaced(self._cells / f"{row['cell']}.json") as path:
-            write_json(row, path)
+        write_json(row, self._cells / f"{row['cell']}.json")
         self._merge()
 
     def has_dense(self, key: str) -> bool:
@@ -62,7 +59,7 @@ class AblationStore:
 
     def add_dense(self, key: str, rows: Tensor, seconds: float) -> None:
         """Write the dense run of a window: its rows [T, C], as `PromptLogits` takes them."""
-        with _replaced(self._dense_path(key)) as path:
+        with replaced_file(self._dense_path(key)) as path:
             torch.save({"rows": rows.cpu(), "seconds": seconds}, path)
 
     def dense(self, key: str) -> tuple[Tensor, float]:
@@ -78,22 +75,9 @@ class AblationStore:
         # replace it looks again afterwards.
         rows = self.rows()
         while True:
-            with _replaced(self.csv_path) as path:
+            with replaced_file(self.csv_path) as path:
                 table.to_frame(rows.values()).to_csv(path, index=False)
             now = self.rows()
             if now.keys() == rows.keys():
                 return
             rows = now
-
-
-@contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """Give a path to write to that takes the place of `path` at the end, whole or not at all."""
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        yield scratch
-        with open(scratch, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)

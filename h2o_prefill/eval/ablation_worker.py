@@ -79,6 +79,13 @@ class AblationWorker:
 
     def run(self) -> None:
         """Return when every cell is finished, by this process or another, or has failed here."""
+        try:
+            self._run()
+        except BaseException:
+            self._claims.give_up()
+            raise
+
+    def _run(self) -> None:
         while True:
             finished = self._store.rows().keys()
             waiting = [c for c in self._cells if c.key not in {*finished, *self.failed}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .plot_parts import DENSE, SPARSE, make_figure
+from .plot_parts import DENSE, SPARSE, make_figure, save_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +70,7 @@ def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: st
         _finish(axes, frame)
         axes.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     return figure
 
 
@@ -127,7 +127,7 @@ def plot_memory(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = 
     for axes in (whole, state):
         _finish(axes, frame)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     return figure
 
 

@@ -9,7 +9,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from .cache_dir import build_folder_once, cache_dir
+from .atomic_write import build_folder_once
+from .cache_dir import cache_dir
+from .model_files import first_line
 
 # Part of the folder's name: a change of what is written must not find an older folder.
 FORMAT = 1
@@ -50,6 +52,7 @@ def _convert(path: Path, folder: Path) -> None:
                 f"reading {path.name} needs the package {package}: pip install 'h2o_prefill[eval]'"
             )
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
@@ -60,8 +63,12 @@ def _convert(path: Path, folder: Path) -> None:
                 **source, dtype=torch.float32, **_dequantize()
             )
             tokenizer = AutoTokenizer.from_pretrained(**source)
-    except (ValueError, OSError, KeyError, NotImplementedError) as error:
-        raise ValueError(f"cannot read {path} as a GGUF model: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a cut file ends the reader anywhere
+        raise ValueError(
+            f"cannot read {path} as a GGUF model, incomplete download? ({first_line(error)})"
+        ) from error
     # A model that came from GGUF refuses save_pretrained, with plain weights too: save a twin.
     config = loaded.config
     if hasattr(config, "quantization_config"):
@@ -69,8 +76,11 @@ def _convert(path: Path, folder: Path) -> None:
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(loaded.state_dict())
     plain.tie_weights()
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(f"cannot keep the converted {path.name} in {cache_dir()}: {error}") from error
 
 
 def _dequantize() -> dict[str, Any]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from .atomic_write import replaced_file
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto;
   padding: 0 1rem; }
@@ -61,13 +63,14 @@ def write_page(
         f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items()
     )
     figures = "\n".join(_figure(picture) for picture in pictures)
-    path.write_text(
+    page = (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n<table>\n{rows}\n</table>\n{figures}\n</body>\n</html>\n",
-        encoding="utf-8",
+        f"<h1>{escape(title)}</h1>\n<table>\n{rows}\n</table>\n{figures}\n</body>\n</html>\n"
     )
+    with replaced_file(path) as scratch:
+        scratch.write_text(page, encoding="utf-8")
     return path
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 3.0
+OUT_OF_REACH = "the hub cannot be reached and nothing is cached"
 
 
 def hub_is_reachable(timeout: float = TIMEOUT_SECONDS) -> bool:
@@ -30,12 +32,27 @@ def hub_is_reachable(timeout: float = TIMEOUT_SECONDS) -> bool:
     return True
 
 
+def cached_folder(model_id: str) -> Path | None:
+    """Return the folder with the downloaded files of a model, None if there is none."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_id, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
 @contextlib.contextmanager
-def offline_unless_reachable() -> Iterator[bool]:
+def offline_unless_reachable(needed: bool = True) -> Iterator[bool]:
     """Put the hub's clients into their offline mode for a block if the hub does not answer.
 
     Files that were downloaded before are still found. Without this, every file costs about twenty
     seconds of retries on a machine without a network.
+
+    Parameters
+    ----------
+    needed : bool
+        False leaves the clients and the hub alone.
 
     Yields
     ------
@@ -44,7 +61,7 @@ def offline_unless_reachable() -> Iterator[bool]:
     """
     from huggingface_hub import constants
 
-    if hub_is_reachable():
+    if not needed or hub_is_reachable():
         yield True
         return
     # Each client keeps a copy of the switch; `datasets` reads its own.

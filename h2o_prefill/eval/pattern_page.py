@@ -22,6 +22,9 @@ _HEADINGS = {
     "recalled": "Recalled positions",
     "perplexity": "Perplexity against attention flops",
 }
+PAGE_NAME = "index.html"
+# What a folder of figures can hold.
+FILES = (*(f"{name}.png" for name in _HEADINGS), PAGE_NAME)
 _CAPTIONS = {
     "memory": (
         "One panel for the memory set after each chunk (at most eight of them): which positions "

@@ -22,6 +22,7 @@ from .plot_parts import (
     make_figure,
     mark_chunks,
     number_cells,
+    save_figure,
     spread,
 )
 from .recall_plots import plot_recalled
@@ -69,7 +70,7 @@ def plot_patterns(patterns: AttentionPatterns, folder: Path, title: str = "") ->
         if title:
             figure.suptitle(title, fontsize=10)
         paths[name] = folder / f"{name}.png"
-        figure.savefig(paths[name], dpi=150)
+        save_figure(figure, paths[name])
     return paths
 
 

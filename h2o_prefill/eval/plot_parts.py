@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from .atomic_write import replaced_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +43,12 @@ def make_figure(height: float, width: float = WIDTH) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure into a file that ends in .png, .svg or .pdf, whole or not at all."""
+    with replaced_file(path) as scratch:
+        figure.savefig(scratch, dpi=150)
 
 
 def draw_map(axes: Axes, values: Tensor, length: int, width: int, **style: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from .plot_parts import DENSE, SPARSE, make_figure
+from .plot_parts import DENSE, SPARSE, make_figure, save_figure
 from .result import PerplexityResult, PositionCurve
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def plot_perplexity(
     window_change.set_xlabel("position in the window (tokens; dotted: chunk boundaries)")
     chunk_change.set_xlabel("position in the chunk (tokens)")
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     return figure
 
 

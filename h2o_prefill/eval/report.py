@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
+from .atomic_write import replaced_file
 from .environment import environment
 from .result import PerplexityResult
 
@@ -34,8 +34,15 @@ def build_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
 
 
 def write_json(values: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write plain values as JSON. Numbers that JSON does not know (NaN) become null."""
-    Path(path).write_text(json.dumps(_plain(values), indent=2) + "\n", encoding="utf-8")
+    """Write plain values as a JSON file, whole or not at all; see `format_json`."""
+    text = format_json(values)
+    with replaced_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def format_json(values: dict[str, Any]) -> str:
+    """Return plain values as JSON. Numbers that JSON does not know (NaN) become null."""
+    return json.dumps(_plain(values), indent=2) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ import os
 import statistics
 from typing import TYPE_CHECKING
 
+from .plot_parts import save_figure
 from .retrieval_result import RetrievalResult
 from .retrieval_scoring import DENSE
 
@@ -56,7 +57,7 @@ def plot_retrieval(
         bottom.set_xlabel("tokens")
     figure.colorbar(panels[0, 0].images[0], ax=list(panels.flat), label="mean score")
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     return figure
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hub import offline_unless_reachable
+from .hub import OUT_OF_REACH, offline_unless_reachable
+from .model_files import first_line
 
 DATASETS = ("wikitext2", "pydoc")
 WIKITEXT2_VARIABLE = "H2O_PREFILL_WIKITEXT2"
@@ -108,15 +109,19 @@ def read_text(path: str | os.PathLike[str], argument: str) -> str:
     FileNotFoundError
         If there is no such file.
     ValueError
-        If it is not UTF-8, or has no text in it.
+        If it is a folder, is not UTF-8, or has no text in it.
     """
     path = Path(path).expanduser()
-    if not path.is_file():
+    if path.is_dir():
+        raise ValueError(f"{argument} must be a text file, got the folder {str(path)!r}")
+    if not path.exists():
         raise FileNotFoundError(f"{argument}: no such file: {str(path)!r}")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{argument} must be UTF-8 text, got {str(path)!r}: {error}") from error
+    if "\0" in text:
+        raise ValueError(f"{argument} must be UTF-8 text, got the binary file {str(path)!r}")
     if not text.strip():
         raise ValueError(f"{argument} must hold text, got an empty file: {str(path)!r}")
     return text
@@ -138,8 +143,7 @@ def _wikitext2_from_hub() -> Corpus:
         try:
             rows = datasets.load_dataset(path, config, split="test")
         except Exception as error:  # datasets raises its own, the hub's and the connection's
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            why = first_line if reachable else "the hub cannot be reached and nothing is cached"
+            why = first_line(error) if reachable else OUT_OF_REACH
             raise ValueError(_no_wikitext2(why)) from error
     return Corpus("wikitext2", "\n\n".join(rows["text"]), f"{path}/{config}/test")
 

@@ -71,7 +71,7 @@ def visualize_attention_patterns(
         If matplotlib is missing.
     """
     from .ablation_plot import plot_ablation
-    from .pattern_page import write_pattern_page
+    from .pattern_page import PAGE_NAME, write_pattern_page
     from .pattern_plots import plot_patterns
 
     folder = Path(output_dir).expanduser()
@@ -86,5 +86,5 @@ def visualize_attention_patterns(
     if ablation is not None:
         patterns.paths["perplexity"] = folder / "perplexity.png"
         plot_ablation(ablation, patterns.paths["perplexity"])
-    page = write_pattern_page(patterns, folder / "index.html", title)
+    page = write_pattern_page(patterns, folder / PAGE_NAME, title)
     return dataclasses.replace(patterns, page=page)

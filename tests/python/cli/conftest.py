@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,5 +32,73 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     from h2o_prefill.cli.app import app
 
     monkeypatch.delenv("H2O_PREFILL_DEBUG", raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("h2o_prefill.eval.hub.hub_is_reachable", lambda timeout=0.0: False)
     return lambda *arguments: testing.CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"
+
+
+@pytest.fixture
+def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path) -> dict[str, Any]:
+    """The arguments of every command that measures, for a run of a moment, by its name."""
+    long_text = tmp_path / "long.txt"
+    long_text.write_text(tiny.SENTENCE * 60)
+    model = ("--model", model_folder, "--threads", "1")
+    text = (*model, "--text-file", text_file, "--context", "64")
+    haystack = (*model, "--text-file", str(long_text), "--tasks", "single", "--lengths", "480")
+    sizes = ("--chunk-size", "16", "--local-window", "4", "--heavy-budget", "0,4")
+    variant = ("--variant", "h2o,chunk_size=64,local_window=16,heavy_budget=16")
+    return {
+        "ppl": ("ppl", *text, "--windows", "0:2", "--preset", PRESET),
+        "calibrate": ("calibrate", *text, "--layers", "1", "--preset", PRESET),
+        "bench": ("bench", *model, "--lengths", "16,48", "--runs", "1", "--preset", PRESET),
+        "ablate": ("ablate", *text, "--windows", "0:2", "--preset", "h2o", *sizes),
+        "retrieve": ("retrieve", *haystack, "--depths", "0,100", *variant),
+        "visualize": ("visualize", *text, "--preset", PRESET),
+        "info": ("info",),
+    }
+
+
+class CommandServer:
+    """Starts command lines at once, in processes of their own: see `command_server.py`."""
+
+    def __init__(self) -> None:
+        server = Path(__file__).with_name("command_server.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(server)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._read()
+
+    def start(self, arguments: tuple[Any, ...], log: Path) -> int:
+        """Start a command line that prints to a file, and return its process id."""
+        assert self._process.stdin is not None
+        job = {"arguments": [str(argument) for argument in arguments], "log": str(log)}
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        return self._read()
+
+    def wait(self) -> int:
+        """Return the exit code of what was started, the negative signal if one ended it."""
+        return self._read()
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _read(self) -> int:
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def command_server(tiny: Any) -> Iterator[CommandServer]:
+    pytest.importorskip("typer")
+    server = CommandServer()
+    yield server
+    server.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import h2o_prefill
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.presets import PRESETS
 
 Run = Callable[..., Any]
@@ -28,12 +32,41 @@ def test_help_lists_the_commands(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["ppl", "bench", "ablate", "retrieve", "visualize", "generate", "info"]
+    "command", ["ppl", "bench", "ablate", "retrieve", "visualize", "generate", "info", "calibrate"]
 )
 def test_every_command_has_help(run: Run, command: str) -> None:
     done = run(command, "--help")
     assert done.exit_code == 0
     assert "--" in done.stdout
+
+
+def test_the_version_is_the_librarys(run: Run) -> None:
+    done = run("--version")
+    assert done.exit_code == 0
+    assert done.stdout == f"h2o-prefill {h2o_prefill.__version__}\n"
+
+
+COMMANDS = ("ppl", "ablate", "calibrate", "bench", "retrieve", "visualize", "generate", "info")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_text_of_its_own(command: str) -> None:
+    typer = pytest.importorskip("typer")
+    from h2o_prefill.cli.app import app
+
+    group = typer.main.get_command(app)
+    for parameter in group.commands[command].params:
+        text = parameter.help or ""
+        assert len(text.split()) >= 3 and text[0].isupper() and text[-1] == ".", parameter.name
+        assert not text.startswith(("Of ", "See ")), parameter.name
+
+
+def test_help_names_options_whole_on_a_narrow_terminal() -> None:
+    command = [sys.executable, "-m", "h2o_prefill.cli", "ablate", "--help"]
+    environment = {**os.environ, "COLUMNS": "40"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    for field in dataclasses.fields(PrefillConfig):
+        assert f"--{field.name.replace('_', '-')} " in done.stdout
 
 
 def test_an_unknown_command_is_one_line(run: Run) -> None:
@@ -67,14 +100,6 @@ def test_mistakes_of_ours_keep_their_traceback(run: Run, monkeypatch: pytest.Mon
     done = run("ppl")
     assert isinstance(done.exception, TypeError)
     assert done.exit_code == 1
-
-
-def test_an_interrupt_has_its_own_exit_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("h2o_prefill.eval.load_text", interrupted)
-    assert run("ppl").exit_code == 130
 
 
 def test_debug_shows_the_traceback_of_any_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,10 @@ def test_a_variant_is_a_preset_with_changes() -> None:
     ("arguments", "message"),
     [
         (("--variant", "best"), 'preset must be one of h2o, recommended, got "best"'),
-        (("--variant", "h2o,recal=4"), '"recal" is no setting of PrefillConfig'),
+        (
+            ("--variant", "h2o,recal=4"),
+            'settings .h2o,recal=4.: "recal" is no setting of PrefillConfig',
+        ),
         (
             ("--variant", "h2o,recall"),
             "settings must be a preset and fields like .*got .recall. where",

@@ -48,6 +48,14 @@ def test_a_claim_is_given_up_by_an_error(tmp_path: Path) -> None:
     assert claims.take("cell") is not None
 
 
+def test_claims_that_are_not_held_yet_are_given_up_too(tmp_path: Path) -> None:
+    mine, theirs = Claims(tmp_path, 60), Claims(tmp_path, 60)
+    assert mine.take("cell") is not None and theirs.take("other") is not None
+    mine.give_up()
+    assert theirs.take("cell") is not None
+    assert mine.take("other") is None
+
+
 def test_one_of_many_takes_an_expired_claim(tmp_path: Path) -> None:
     claims = Claims(tmp_path, 60)
     assert claims.take("cell") is not None

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from h2o_prefill.eval import load_model, models
-from h2o_prefill.eval.cache_dir import build_folder_once, cache_dir
+from h2o_prefill.eval.atomic_write import build_folder_once
+from h2o_prefill.eval.cache_dir import cache_dir
 
 
 def test_a_folder_gives_a_dense_model_in_eval_mode(tiny: ModuleType, tmp_path: Path) -> None:

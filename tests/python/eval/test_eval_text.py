@@ -50,7 +50,7 @@ def test_what_is_not_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_text("pydoc", tmp_path)
     with pytest.raises(FileNotFoundError, match="text_file: no such file"):
         load_text(text_file=tmp_path / "missing")
-    with pytest.raises(FileNotFoundError, match="text_file: no such file"):
+    with pytest.raises(ValueError, match="text_file must be a text file, got the folder"):
         load_text(text_file=tmp_path)
     (tmp_path / "empty").write_text(" \n\n")
     with pytest.raises(ValueError, match="text_file must hold text, got an empty file"):
@@ -58,6 +58,9 @@ def test_what_is_not_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="text_file must be UTF-8 text"):
         load_text(text_file=tmp_path / "binary")
+    (tmp_path / "zeros").write_bytes(bytes(100))
+    with pytest.raises(ValueError, match="text_file must be UTF-8 text, got the binary file"):
+        load_text(text_file=tmp_path / "zeros")
     monkeypatch.setenv("H2O_PREFILL_WIKITEXT2", str(tmp_path / "missing"))
     with pytest.raises(FileNotFoundError, match="H2O_PREFILL_WIKITEXT2: no such file"):
         load_text("wikitext2")

@@ -1,0 +1,129 @@
+"""Files that commands write: refused before the work if they could not be written after it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..eval.atomic_write import check_folder, check_writable
+from ..eval.plots import PLOT_SUFFIXES
+from ..eval.report import format_json, write_json
+from .console import say_written
+
+# As a file's name: standard output.
+STDOUT = "-"
+
+
+@contextlib.contextmanager
+def json_output(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Give the function that writes the report of a command, for the block that makes it.
+
+    With "-" for the path the report goes to stdout, and all else that the block prints to stderr.
+
+    Parameters
+    ----------
+    path : Path, optional
+        What --json names; without it the function does nothing.
+
+    Raises
+    ------
+    ValueError
+        If the file could not be written.
+    """
+    if path is None:
+        yield lambda values: None
+    elif str(path) == STDOUT:
+        stdout = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            yield lambda values: print(format_json(values), end="", file=stdout, flush=True)
+    else:
+        check_output_file(path, "--json")
+
+        def save(values: dict[str, Any]) -> None:
+            write_json(values, path)
+            say_written(path)
+
+        yield save
+
+
+def check_output_file(path: Path, option: str) -> None:
+    """Refuse a file that could not be written.
+
+    Raises
+    ------
+    ValueError
+        If the folder is not there, the path is a folder, or it may not be written.
+    """
+    target = path.expanduser()
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise ValueError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
+    with _refused(option):
+        check_writable(path)
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a figure that could not be drawn.
+
+    Raises
+    ------
+    ValueError
+        As `check_output_file` does, or if the suffix is that of no figure.
+    ImportError
+        If matplotlib is missing.
+    """
+    if path is None:
+        return
+    check_output_file(path, "--plot")
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise ValueError(f"--plot must end in one of {PLOT_SUFFIXES}, got {str(path)!r}")
+    _check_matplotlib("--plot needs")
+
+
+def check_output_folder(path: Path | None, names: Iterable[str], figures: bool = True) -> None:
+    """Refuse a folder whose files could not be written, and figures without matplotlib.
+
+    Parameters
+    ----------
+    path : Path, optional
+        What --output names; it need not be there.
+    names : iterable of str
+        The files.
+    figures : bool
+        Whether figures are among them.
+
+    Raises
+    ------
+    ValueError
+        If the path is a file, or could not be made or written to.
+    ImportError
+        If matplotlib is missing.
+    """
+    if path is None:
+        return
+    folder = path.expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output must be a folder, got the file {str(path)!r}")
+    with _refused("--output"):
+        check_folder(folder)
+        for name in names:
+            if (folder / name).exists():
+                check_writable(folder / name)
+    if figures:
+        _check_matplotlib("figures need")
+
+
+def _check_matplotlib(what: str) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f"{what} matplotlib: pip install 'h2o_prefill[eval]'")
+
+
+@contextlib.contextmanager
+def _refused(option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option}: {error.strerror}") from error

@@ -1,0 +1,81 @@
+"""Tables as results: one row a line where that fits, else one value a line."""
+
+from __future__ import annotations
+
+import os
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+from .console import output_console
+
+# Columns that may fold are not made narrower than this.
+_LEAST_FOLDED = 12
+_ANY_WIDTH = 10_000
+
+
+def new_table(show_header: bool = True) -> Table:
+    """Return an empty table in the style of all results."""
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_header=show_header)
+
+
+def print_result(title: str, table: Table) -> None:
+    """Print a table as a result; no cell is cut off, however narrow the terminal is.
+
+    Where the width is that of no terminal, as in a file, lines are as long as the table needs.
+
+    Parameters
+    ----------
+    title : str
+        Printed above it, if not empty.
+    table : Table
+        Its columns either are no_wrap or may fold. If the first one has no heading, it holds the
+        names of the rows.
+    """
+    console = output_console()
+    narrowest = _narrowest(table, console)
+    if not _has_own_width(console):
+        console.width = max(console.width, narrowest)
+    if title:
+        console.print(title, markup=False)
+    console.print(table if narrowest <= console.width else _stacked(table, console))
+
+
+def _has_own_width(console: Console) -> bool:
+    return console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+
+
+def _narrowest(table: Table, console: Console) -> int:
+    """Return the least width in which no cell of a table is cut off."""
+    unlimited = console.options.update(width=_ANY_WIDTH)
+    whole = console.measure(table, options=unlimited).maximum
+    folding = (_width(column) for column in table.columns if not column.no_wrap)
+    return whole - sum(max(0, width - _LEAST_FOLDED) for width in folding)
+
+
+def _width(column: Column) -> int:
+    texts = [column.header, *column.cells]
+    return max(cell_len(line) for text in texts for line in str(text).split("\n"))
+
+
+def _stacked(table: Table, console: Console) -> RenderableType:
+    """Return the rows of a table below each other, each cell behind the heading of its column."""
+    headings = [" ".join(str(column.header).split()) for column in table.columns]
+    named = not headings[0]
+    width = min(max(map(cell_len, headings)), console.width // 2)
+    parts: list[RenderableType] = []
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    for row, cells in zip(table.rows, rows, strict=True):
+        pairs = [(name, str(cell)) for name, cell in zip(headings, cells, strict=True) if cell]
+        if named:
+            parts.append(Text(pairs.pop(0)[1], style="bold", overflow="fold"))
+        columns = [Column(width=width), Column(overflow="fold")]
+        block = Table.grid(*columns[0 if width else 1 :], padding=(0, 2, 0, 0))
+        for name, cell in pairs:
+            block.add_row(*([name] if width else []), cell, style=row.style)
+        parts.append(Padding(block, (0, 0, 0 if named else 1, 2)))
+    return Group(*parts)

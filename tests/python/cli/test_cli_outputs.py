@@ -1,0 +1,152 @@
+"""What commands write: to files that are checked before the work, or to stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+ROOT = Path(__file__).parents[3]
+JSON = ("ppl", "calibrate", "bench", "retrieve", "visualize", "info")
+FOLDER = ("bench", "ablate", "visualize")
+PLOT = ("ppl", "retrieve")
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail when a command loads a text or a model."""
+
+    def work(*_: Any, **__: Any) -> None:
+        raise AssertionError("the work has begun")
+
+    for name in ("h2o_prefill.eval", "h2o_prefill.eval.ablation"):
+        monkeypatch.setattr(f"{name}.load_model", work)
+        monkeypatch.setattr(f"{name}.load_text", work)
+
+
+def _refused(done: Any) -> None:
+    assert done.exit_code == 2, done.exception
+    assert done.stderr.startswith("error: --") and done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+# The folder of processes takes no files, from nobody.
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("target", ["missing/result", ".", "/proc/result", "text.txt/result"])
+@pytest.mark.parametrize(
+    ("command", "option", "suffix"),
+    [(name, "--json", ".json") for name in JSON] + [(name, "--plot", ".png") for name in PLOT],
+)
+def test_a_file_that_cannot_be_written_is_found_before_the_work(
+    run: Run,
+    small_commands: dict[str, Any],
+    tmp_path: Path,
+    command: str,
+    option: str,
+    suffix: str,
+    target: str,
+) -> None:
+    path = tmp_path / target if target == "." else tmp_path / f"{target}{suffix}"
+    _refused(run(*small_commands[command], option, path))
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("target", ["text.txt", "text.txt/folder", "/proc/folder"])
+@pytest.mark.parametrize("command", FOLDER)
+def test_a_folder_that_cannot_be_made_is_found_before_the_work(
+    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str, target: str
+) -> None:
+    _refused(run(*small_commands[command], "--output", tmp_path / target))
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("bench", "memory_profile.png"),
+        ("ablate", "perplexity_ablation.csv"),
+        ("ablate", "perplexity_ablation.png"),
+        ("visualize", "heavy.png"),
+        ("visualize", "index.html"),
+    ],
+)
+def test_a_folder_in_the_place_of_a_result_is_found_before_the_work(
+    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    _refused(run(*small_commands[command], "--output", tmp_path))
+
+
+@pytest.mark.parametrize("command", JSON)
+def test_a_failed_run_leaves_the_old_result(
+    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "result.json").write_text("old")
+    wrong = ("--no-such-option",) if command == "info" else ("--model", "./nowhere")
+    done = run(*small_commands[command], "--json", tmp_path / "result.json", *wrong)
+    assert done.exit_code == 2
+    assert (tmp_path / "result.json").read_text() == "old"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("command", JSON)
+def test_json_on_stdout_is_nothing_but_json(
+    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str
+) -> None:
+    output = ("--output", tmp_path / "out") if command in FOLDER else ()
+    done = run(*small_commands[command], *output, "--json", "-")
+    assert done.exit_code == 0, done.output
+    assert "environment" in json.loads(done.stdout)
+    assert "─" in done.stderr or command == "info", "the table is on stderr"
+    assert not Path("-").exists()
+
+
+def test_a_full_disk_is_one_line(run: Run) -> None:
+    done = run("info", "--json", "/dev/full")
+    assert done.exit_code == 1
+    assert done.stderr == "error: cannot write '/dev/full': No space left on device\n"
+
+
+def _run_without_reader(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line whose stdout is a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    os.close(writer)
+    return done
+
+
+def test_a_reader_that_goes_away_does_not_cost_the_result(tmp_path: Path) -> None:
+    done = _run_without_reader("h2o_prefill_cli", "info", "--json", str(tmp_path / "i.json"))
+    assert json.loads((tmp_path / "i.json").read_text())
+    assert done.stderr == f"wrote {tmp_path / 'i.json'}\n"
+    assert done.returncode == 128 + 13
+
+
+def test_a_reader_of_json_that_goes_away() -> None:
+    done = _run_without_reader("h2o_prefill.cli", "info", "--json", "-")
+    assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
+    assert done.returncode == 128 + 13
+
+
+def test_letters_that_the_terminal_lacks_are_replaced(small_commands: dict[str, Any]) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from h2o_prefill.cli.app import app
+
+    done = testing.CliRunner(charset="ascii").invoke(app, small_commands["ppl"])
+    assert done.exit_code == 0, done.output
+    assert " % ? " in done.stdout
