@@ -134,10 +134,11 @@ test-fuzz: build
 	$(call package,sanitize)
 	$(UNDER_SANITIZERS) H2O_FUZZ_CASES=$(CASES) $(BIN)/pytest tests/fuzz
 
-# Half an hour of mixed prompts: memory stays flat, and every result is right.
+# Random prompts through the operators, contexts and models: memory stays flat, and every result is right.
 MINUTES ?= 30
+SEED ?= 0
 soak: build $(BIN)/.model
-	$(BIN)/python tests/soak --minutes $(MINUTES)
+	$(BIN)/python tests/soak --minutes $(MINUTES) --seed $(SEED)
 
 # Lines of csrc that the tests of operators, classes and C++ run, and those that none runs.
 coverage: build $(BIN)/.model

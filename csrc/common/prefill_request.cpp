@@ -107,6 +107,9 @@ void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   check_per_kv_head("scores", buffers.scores, k);
   check_dtype("scores", buffers.scores, accumulate_type(q));
   check_device("scores", buffers.scores, q, "q");
+  check_per_kv_head("memory", buffers.memory, k);
+  check_dtype("memory", buffers.memory, at::kInt);
+  check_device("memory", buffers.memory, q, "q");
 }
 
 // What a sparse call writes besides.
@@ -114,9 +117,6 @@ void check_state_buffers(const PrefillRequest& request) {
   TORCH_CHECK_VALUE(request.scores.is_contiguous() && request.scores.size(2) >= request.total(),
                     "scores must be contiguous with room for ", request.total(),
                     " tokens, got shape ", request.scores.sizes());
-  check_per_kv_head("memory", request.memory, request.key);
-  check_dtype("memory", request.memory, at::kInt);
-  check_device("memory", request.memory, request.query, "q");
   TORCH_CHECK_VALUE(
       request.memory.is_contiguous() && request.memory.size(2) >= request.budget().width(),
       "memory must be contiguous with room for K + L + H positions (", request.budget().width(),

@@ -68,7 +68,7 @@ def chunked_prefill(
         raise ValueError(
             f"past_key_values must be a ChunkedPrefillCache, got {type(past_key_values).__name__}"
         )
-    sizes = _call_sizes(input_ids.shape[1], chunks_per_call * chosen.chunk_size, chosen.sparse_from)
+    sizes = _call_sizes(input_ids.shape[1], chunks_per_call, chosen)
     parameters = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     with enable(model, chosen, strict=strict), torch.no_grad():
@@ -77,11 +77,17 @@ def chunked_prefill(
     return output
 
 
-def _call_sizes(length: int, step: int, sparse_from: int) -> list[int]:
-    """Cut a length into steps; a rest too short to be sparse by itself joins the last one."""
+def _call_sizes(length: int, chunks_per_call: int, config: PrefillConfig) -> list[int]:
+    """Cut a length into calls of whole chunks, each of them sparse where one call would be.
+
+    So none is shorter than `min_prefill`, nor a single token, which is a decoding call; a rest that
+    is joins the last one.
+    """
+    least = max(config.sparse_from, 2)
+    step = max(chunks_per_call, -(-least // config.chunk_size)) * config.chunk_size
     sizes = [step] * (length // step)
     rest = length % step
-    if rest and sizes and rest < sparse_from:
+    if rest and sizes and rest < least:
         sizes[-1] += rest
     elif rest:
         sizes.append(rest)

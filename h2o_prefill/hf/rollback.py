@@ -54,7 +54,10 @@ class CacheSnapshot:
                 layer.keys = layer.keys[..., :length, :]
                 layer.values = layer.values[..., :length, :]
         for layer, state in reversed(self._states):
-            layer.state = state
+            # A cache that its user has cut since an interrupt stays cut.
+            if state is None or state.length <= layer.get_seq_length():
+                layer.state = state
         for layer, attributes in self._sliding:
-            vars(layer).update(attributes)
+            if layer.get_seq_length() >= attributes["cumulative_length"]:
+                vars(layer).update(attributes)
         del self._layers[self._count :]

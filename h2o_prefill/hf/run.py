@@ -161,6 +161,7 @@ def _enter(settings: Settings, model: nn.Module, input_ids: Tensor | None, cache
     run = _current.get()
     if run is not None and any(module is model for module in run.modules):
         # A module is never inside itself: torch skips our closing hook on a KeyboardInterrupt.
+        run.finish(failed=True)
         _current.set(run.outer)
         run = run.outer
     if run is None or run.settings is not settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fuzz.arguments import Filled, Floats, Ints
@@ -84,6 +85,9 @@ _STATE = {
 
 _BUFFERS = {
     **_scores_of_state({}),
+    "memory has another batch": grown("memory", 0),
+    "memory has other heads": grown("memory", 1),
+    "memory is int64": lambda a: {"memory": replace(a["memory"], dtype="int64")},
     "cache_key has another head dim": grown("cache_key", 3),
     "cache_value has other heads": grown("cache_value", 1),
     "cache_value has another capacity": grown("cache_value", 2),

@@ -200,3 +200,20 @@ def test_a_cache_used_without_us_is_a_plain_cache(llama, ids):
 
     ours = calls(llama, ChunkedPrefillCache(config=llama.config), ids, 30, 1, 41)
     assert torch.equal(ours, calls(llama, DynamicCache(config=llama.config), ids, 30, 1, 41))
+
+
+def test_a_call_after_an_interrupt_goes_on_as_if_that_had_not_been(llama, ids):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with enable(llama, **SPARSE):
+        caches = [ChunkedPrefillCache(config=llama.config) for _ in range(2)]
+        for cache in caches:
+            llama(ids[:, :32], past_key_values=cache)
+        expected = llama(ids[:, 32:], past_key_values=caches[0]).logits
+        hook = llama.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llama(ids[:, 32:], past_key_values=caches[1])
+        hook.remove()
+        again = llama(ids[:, 32:], past_key_values=caches[1]).logits
+    torch.testing.assert_close(again, expected, atol=0, rtol=0)

@@ -27,6 +27,15 @@ def test_it_equals_one_call(llama, make_ids, length, chunks_per_call):
     assert llama.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize(("length", "min_prefill"), [(33, 1), (72, 24), (40, 40)])
+def test_it_equals_one_call_whatever_is_sparse(llama, make_ids, length, min_prefill):
+    ids, settings = make_ids(1, length), {**SPARSE, "min_prefill": min_prefill}
+    with enable(llama, **settings):
+        whole = llama(ids, past_key_values=ChunkedPrefillCache(config=llama.config)).logits
+    ours = chunked_prefill(llama, ids, chunks_per_call=1, **settings)
+    torch.testing.assert_close(ours.logits, whole[:, -1:], atol=1e-5, rtol=1e-5)
+
+
 def test_calls_are_as_long_as_asked_for_and_never_too_short_to_be_sparse(
     llama, make_ids, sparse_layers
 ):

@@ -1,0 +1,173 @@
+"""A few seconds of the soak; and that it finds wrong results and leaks that are planted."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import context_items
+import in_place_items
+import op_items
+import soak_run
+from memory_watch import MIB, RESIDENT_TOLERANCE, MemoryWatch, Reading
+from soak_run import KINDS, PRETRAINED, Item, SoakRun
+from soak_table import summary_table
+from typer.testing import CliRunner
+
+import h2o_prefill.hf.layer
+from h2o_prefill.hf.rollback import CacheSnapshot
+
+SEED = 7
+TINY_KINDS = [kind for kind in KINDS if kind != PRETRAINED]
+ITEMS = 10
+# Not every item of a kind looks at what is planted.
+SEARCHED_ITEMS = 60
+SHIFT = 0.01
+
+
+def items_of(kind: str, count: int) -> list[Item]:
+    """Return the first items of a kind that are not of the largest size."""
+    seeds = range(SEED * soak_run.MOST_ITEMS + 1000, (SEED + 1) * soak_run.MOST_ITEMS)
+    found: list[Item] = []
+    for seed in seeds:
+        item = Item.from_seed(seed)
+        if item.kind == kind:
+            found.append(item)
+        if len(found) == count:
+            break
+    return found
+
+
+def failures_of(kind: str, count: int) -> list[str]:
+    """Return what went wrong with items of a kind, up to the first."""
+    run = SoakRun(SEED, seconds=0)
+    for item in items_of(kind, count):
+        run.run_item(item)
+        if run.failures:
+            break
+    return run.failures
+
+
+def shifted(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose result differs in the last element of its last row."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        out = result[0] if isinstance(result, tuple) else result
+        out[-1, -1, -1, -1] += SHIFT
+        return result
+
+    return wrong
+
+
+@pytest.mark.parametrize("kind", TINY_KINDS)
+def test_items_are_right(kind: str) -> None:
+    failures = failures_of(kind, ITEMS)
+    assert not failures, failures[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "name"),
+    [
+        ("operator", op_items, "sparse_attention"),
+        ("operator in place", in_place_items.ChunkedSparseAttention, "attend_"),
+        ("context", context_items, "attend"),
+        ("model, whole memory", h2o_prefill.hf.layer.ops, "prefill_attention_"),
+        ("model, calls", h2o_prefill.hf.layer.ops, "prefill_attention_"),
+    ],
+)
+def test_a_wrong_element_is_found(
+    monkeypatch: pytest.MonkeyPatch, kind: str, place: Any, name: str
+) -> None:
+    monkeypatch.setattr(place, name, shifted(getattr(place, name)))
+    failures = failures_of(kind, SEARCHED_ITEMS)
+    assert failures and "WrongResult" in failures[0]
+    assert failures[0].startswith("item ")
+
+
+def test_a_cache_that_is_not_put_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheSnapshot, "restore", lambda self: None)
+    failures = failures_of("model, failing", SEARCHED_ITEMS)
+    assert failures and "WrongResult" in failures[0]
+
+
+def test_an_item_is_the_same_again() -> None:
+    item = items_of("operator", 1)[0]
+    runs = [SoakRun(SEED, seconds=0) for _ in range(2)]
+    for run in runs:
+        run.run_item(Item.from_seed(item.seed))
+    assert runs[0].judge == runs[1].judge and runs[0].judge.worst
+
+
+@pytest.fixture
+def short_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SoakRun]]:
+    """Return a function that runs operators and contexts, timed by a clock of its own."""
+    kinds = {kind: KINDS[kind] for kind in ("operator", "context")}
+    monkeypatch.setattr(soak_run, "KINDS", kinds)
+    monkeypatch.setattr(soak_run, "is_installed", lambda: False)
+    monkeypatch.setattr(soak_run.tiny_zoo, "build_all", lambda: None)
+    monkeypatch.setattr(soak_run, "LARGEST_ITEMS", 1)
+    monkeypatch.setattr(soak_run, "LEAKED_BYTES", MIB)
+
+    def make(leak: str | None) -> SoakRun:
+        # Each look at the clock is a second, and an item takes three of them.
+        run = SoakRun(SEED, seconds=240, leak=leak, clock=itertools.count().__next__)
+        run.run()
+        return run
+
+    yield make
+
+
+def test_memory_is_flat(short_run: Callable[..., SoakRun]) -> None:
+    run = short_run(None)
+    assert run.problems() == []
+    assert len(run.counts) == 2 and run.judge.exceptions
+    assert summary_table(run).row_count > 5
+
+
+@pytest.mark.parametrize(("leak", "quantity"), [("tensors", "tensors"), ("bytes", "resident")])
+def test_a_leak_is_found(short_run: Callable[..., SoakRun], leak: str, quantity: str) -> None:
+    problems = short_run(leak).problems()
+    assert any(problem.startswith(f"{quantity} grew by") for problem in problems), problems
+
+
+def watch(resident: list[int]) -> MemoryWatch:
+    return MemoryWatch([Reading(i, x, tensors=5, objects=5) for i, x in enumerate(resident)])
+
+
+def test_memory_that_goes_up_and_down_is_flat() -> None:
+    assert watch([100 * MIB, 130 * MIB, 101 * MIB] * 5).complaints() == []
+    assert watch([RESIDENT_TOLERANCE * (i > 5) for i in range(9)]).complaints() == []
+
+
+def test_memory_that_grows_is_not_flat() -> None:
+    step = RESIDENT_TOLERANCE // 5
+    assert watch([i * step for i in range(9)]).complaints() == [
+        f"resident grew by {6 * step:,}, more than {RESIDENT_TOLERANCE:,}"
+    ]
+    assert watch([9, 9, 9]).complaints() == ["3 readings of memory, too few to judge"]
+
+
+def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parent / "__main__.py"
+    spec = importlib.util.spec_from_file_location("soak_main", path)
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    app = program.typer.Typer()
+    app.command()(program.main)
+    seed = str(items_of("operator", 1)[0].seed)
+    right = CliRunner().invoke(app, ["--item", seed])
+    assert right.exit_code == 0, right.output
+    often = KINDS["operator"][0]
+    wrong_work = (often, lambda draw, judge: judge.true("planted", False))
+    monkeypatch.setitem(KINDS, "operator", wrong_work)
+    wrong = CliRunner().invoke(app, ["--item", seed])
+    assert wrong.exit_code == 1 and f"item {seed} (operator)" in wrong.output
