@@ -142,13 +142,13 @@ soak: build $(BIN)/.model
 
 # Lines of csrc that the tests of operators, classes and C++ run, and those that none runs.
 coverage: build $(BIN)/.model
-	$(call configure,coverage,-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -O1")
+	$(call configure,coverage,-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic -O1")
 	$(BIN)/cmake --build build/coverage --parallel $(JOBS)
 	$(call package,coverage)
 	find build/coverage -name '*.gcda' -delete
 	$(BIN)/ctest --test-dir build/coverage --output-on-failure -E 'kernels.cuda|example|consumer'
 	PYTHONPATH=$(abspath build/coverage/package) $(BIN)/pytest -q -k 'not compiles and not opcheck' tests/python/ops tests/python/core
-	$(BIN)/gcovr --root . --filter csrc/ --exclude csrc/examples --object-directory build/coverage \
+	$(BIN)/gcovr --root . --filter csrc/ --exclude csrc/examples build/coverage/CMakeFiles/h2o_prefill*.dir \
 	  --print-summary --txt build/coverage/report.txt --html-details build/coverage/report.html
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over the library and every C++ test.

@@ -51,6 +51,8 @@ void check_recall_block(int64_t chunk_size, int64_t recall_block) {
 
 void check_dims(const char* name, const at::Tensor& t, int64_t dims) {
   TORCH_CHECK_VALUE(t.defined(), name, " must be a tensor with ", dims, " dimensions, got none");
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, name, " must be a strided tensor, got layout ",
+                    t.layout());
   TORCH_CHECK_VALUE(t.dim() == dims, name, " must have ", dims, " dimensions, got shape ",
                     t.sizes());
 }

@@ -25,6 +25,7 @@ void check_layer(int64_t layer, int64_t num_layers);
 void check_gqa_reduce(std::string_view gqa_reduce);
 void check_recall_block(int64_t chunk_size, int64_t recall_block);
 
+// A tensor that is not a sparse one, with so many dimensions.
 void check_dims(const char* name, const at::Tensor& t, int64_t dims);
 void check_size(const char* name, const at::Tensor& t, int64_t dim, int64_t size, const char* rule);
 void check_dtype(const char* name, const at::Tensor& t, at::ScalarType type);

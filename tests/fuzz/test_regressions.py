@@ -1,7 +1,7 @@
 """Cases that were found by fuzzing, as it printed them."""
 
 import pytest
-from fuzz.arguments import Filled, Floats, Ints, Scores
+from fuzz.arguments import Filled, Floats, Ints, Scores, SparseMatrix
 from fuzz.check_call import check_call
 from fuzz.check_program import check_program
 from fuzz.object_programs import Program, Step
@@ -36,6 +36,12 @@ CALLS = {
 }  # fmt: skip
 
 PROGRAMS = {
+    "a cache of sparse tensors": Program(
+        (
+            Step("ChunkedKVCache", "new", (1, 1, 1)),
+            Step("ChunkedKVCache", "append", (0, *[SparseMatrix((1, 1, 0, 1))] * 2)),
+        )
+    ),
     "two billion layers": Program((Step("MemorySetTracker", "new", (2**31 - 1, 0, 0, 0)),)),
     "a call beyond every prompt": Program(
         (Step("ChunkManager", "new", (1, 2**63 - 1, 1)), Step("ChunkManager", "end", (0,)))
