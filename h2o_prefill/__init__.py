@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.throughput import benchmark_throughput
     from h2o_prefill.eval.visualize import visualize_attention_patterns
     from h2o_prefill.hf.cache import ChunkedPrefillCache
-    from h2o_prefill.hf.enable import enable
+    from h2o_prefill.hf.enable import disable, enable
+    from h2o_prefill.hf.explain import explain
     from h2o_prefill.hf.prefill import chunked_prefill
 
 __version__: str = build_info()["version"]
@@ -42,7 +43,9 @@ _LAZY = {
     "benchmark_throughput": "h2o_prefill.eval",
     "calibrate_layers": "h2o_prefill.eval",
     "chunked_prefill": "h2o_prefill.hf",
+    "disable": "h2o_prefill.hf",
     "enable": "h2o_prefill.hf",
+    "explain": "h2o_prefill.hf",
     "evaluate_perplexity": "h2o_prefill.eval",
     "evaluate_retrieval": "h2o_prefill.eval",
     "measure_attention": "h2o_prefill.eval",
@@ -61,9 +64,11 @@ __all__ = [
     "build_info",
     "calibrate_layers",
     "chunked_prefill",
+    "disable",
     "enable",
     "evaluate_perplexity",
     "evaluate_retrieval",
+    "explain",
     "measure_attention",
     "ops",
     "preset_config",

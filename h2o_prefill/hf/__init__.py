@@ -10,6 +10,7 @@
 | sparse.py, dense.py | the two ways that a call can go |
 | cache.py, layer.py | a cache that several calls of one prompt share, and its layers |
 | rollback.py | put a cache back after a forward that failed |
+| explain.py | what each layer does and did |
 | prefill.py | prefill a prompt in several calls |
 | run.py, settings.py | what one forward, and one enabled model, know |
 """
@@ -17,7 +18,8 @@
 from __future__ import annotations
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
-from h2o_prefill.hf.enable import PrefillHandle, enable
+from h2o_prefill.hf.enable import PrefillHandle, disable, enable
+from h2o_prefill.hf.explain import LayerReport, ModelReport, explain
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.prefill import chunked_prefill
@@ -27,8 +29,12 @@ __all__ = [
     "NAME",
     "ChunkedPrefillCache",
     "ChunkedPrefillLayer",
+    "LayerReport",
+    "ModelReport",
     "PrefillHandle",
     "chunked_prefill",
+    "disable",
     "enable",
+    "explain",
     "register",
 ]

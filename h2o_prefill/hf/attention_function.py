@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from h2o_prefill.hf.dense import dense_attention
 from h2o_prefill.hf.eligibility import Call, dense_reason
 from h2o_prefill.hf.run import current_run
-from h2o_prefill.hf.settings import DEFAULT_SETTINGS, is_switched
+from h2o_prefill.hf.settings import DEFAULT_SETTINGS
 from h2o_prefill.hf.sparse import attend_sparsely
-
-OUTSIDE = "a model shares its config with an enabled model, or was called past its hooks"
 
 
 def h2o_prefill_attention(
@@ -50,13 +48,12 @@ def h2o_prefill_attention(
     weights : Tensor or None
         None when sparse.
     """
-    hf_config = getattr(module, "config", None)
-    run = current_run(hf_config)
+    run = current_run(getattr(module, "config", None))
     settings = DEFAULT_SETTINGS if run is None else run.settings
     call = Call(module, query, key, value, attention_mask, dropout, kwargs, settings.config, run)
     reason = dense_reason(call)
-    if reason is None and run is None and is_switched(hf_config):
-        reason = OUTSIDE
+    if run is not None:
+        settings.count(getattr(module, "layer_idx", None), query.shape[0] * query.shape[2], reason)
     if reason is None:
         return attend_sparsely(call, scaling), None
     if reason:

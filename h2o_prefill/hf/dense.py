@@ -153,13 +153,14 @@ def _mask(call: Call, name: str) -> Any:
 
 
 def _needs_causal_mask(call: Call) -> bool:
-    """Return whether no mask means causal up to the last key.
+    """Return whether no mask means causal up to the last key, since our mask function said so.
 
     Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an empty
     static cache, and eager as no mask at all.
     """
-    made_here = call.run is None or call.run.masks_made
-    return made_here and call.new > 1 and call.past >= 0 and is_causal(call.module, call.kwargs)
+    if call.new == 1 or call.past < 0 or not is_causal(call.module, call.kwargs):
+        return False
+    return call.run is None or call.run.plain == (call.new, call.key.shape[2])
 
 
 def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:

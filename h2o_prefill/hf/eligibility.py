@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.run import Run
+from h2o_prefill.hf.run import Run, is_traced
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
@@ -60,6 +60,18 @@ class Call:
         return self.key.shape[2] - self.query.shape[2]
 
     @property
+    def candidates(self) -> int:
+        """Tokens at the end of this call that assisted decoding verifies: always densely."""
+        given = 0 if self.run is None else self.run.candidates
+        # Whoever asks for the logits of a whole first call verifies nothing.
+        return given if given + 1 < self.new or self.past > 0 else 0
+
+    @property
+    def prompt_rows(self) -> int:
+        """Tokens of this call before the candidates."""
+        return self.new - self.candidates
+
+    @property
     def cache_layer(self) -> ChunkedPrefillLayer | None:
         """The layer of a `ChunkedPrefillCache`, if the caller passed one."""
         layer = None if self.run is None else self.run.layer_of(self.module)
@@ -86,8 +98,26 @@ class Rule:
     reason: str | Callable[[Call], str] = ""
 
 
+def is_cross_attention(module: nn.Module, path: str = "") -> bool:
+    """Return whether a layer attends to the keys of something else, such as an image.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The attention layer.
+    path : str
+        Its qualified name in the model, which tells where its class serves both kinds.
+    """
+    parts = [type(module).__name__, *path.split(".")]
+    return bool(getattr(module, "is_cross_attention", False)) or any(
+        "cross" in part.lower() or part in ("encoder_attn", "EncDecAttention") for part in parts
+    )
+
+
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Return whether a layer is causal: the argument if given, else what module and config say."""
+    if is_cross_attention(module):
+        return False
     given = kwargs.get("is_causal")
     if given is not None:
         return bool(given)
@@ -123,11 +153,12 @@ def can_be_sparse(module: nn.Module) -> bool:
 
 
 def _is_short(call: Call) -> bool:
-    if not call.config.is_long_call(call.past, call.new):
+    if not call.config.is_long_call(call.past, call.prompt_rows):
         return True
     # One chunk without history is plain causal attention; only a cache that goes on needs its
     # scores.
-    return call.past == 0 and call.new <= call.config.chunk_size and call.cache_layer is None
+    one_chunk = call.prompt_rows <= call.config.chunk_size
+    return call.past == 0 and one_chunk and call.cache_layer is None
 
 
 def needs_gradients(call: Call) -> bool:
@@ -169,14 +200,19 @@ def _config(call: Call) -> Any:
     return getattr(call.module, "config", None)
 
 
+NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its prefill sparse"
+
+TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
+
 RULES = (
+    Rule(lambda call: is_traced(), TRACED),
     Rule(_is_short),
     Rule(lambda call: not is_causal(call.module, call.kwargs)),
     Rule(lambda call: layer_type(call.module) != "full_attention"),
     Rule(lambda call: call.given("sliding_window")),
     Rule(lambda call: getattr(call.module, "layer_idx", None) in call.config.dense_layers),
     Rule(
-        lambda call: not call.config.is_sparse_call(call.past, call.new),
+        lambda call: not call.config.is_sparse_call(call.past, call.prompt_rows),
         "the memory set is empty (K + L + H = 0); block_diagonal=True attends inside chunks alone",
     ),
     Rule(
@@ -212,6 +248,7 @@ RULES = (
         lambda call: call.past > 0 and call.cache_layer is None,
         "a long call goes on from a plain cache; pass past_key_values=ChunkedPrefillCache(...)",
     ),
+    Rule(lambda call: call.run is None, NOT_ENABLED),
 )
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
-from h2o_prefill.hf.eligibility import can_be_sparse
+from h2o_prefill.hf.eligibility import can_be_sparse, is_cross_attention
+from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.registration import register
-from h2o_prefill.hf.run import ForwardHook, discard_runs, is_hooked
+from h2o_prefill.hf.run import ForwardHook, discard_runs, handle_of
 from h2o_prefill.hf.settings import Settings, is_switched
 from h2o_prefill.presets import chosen_config
 
@@ -35,22 +36,21 @@ class PrefillHandle:
         self.strict = strict
         self.active = False
         self._entered = False
-        self._settings = Settings(config, strict)
+        self.settings = Settings(config, strict)
         self._hooks: list[Any] = []
 
     def enable(self) -> PrefillHandle:
-        """Switch the model over.
+        """Switch the model over. A handle that was active before is disabled.
 
         Raises
         ------
         ValueError
-            If the model is enabled already, shares its config object with an enabled model, or does
-            not use transformers' attention interface.
+            If the model shares its config object with an enabled model, or does not use
+            transformers' attention interface.
         NotImplementedError
             If `strict` and no layer can be sparse.
         """
-        if any(is_hooked(module) for module in self.model.modules()):
-            raise ValueError(f"{_name(self.model)} is enabled already; disable that handle first")
+        disable(self.model)
         configs = _configs_of(self.model)
         if any(is_switched(config) for config in configs):
             raise ValueError(
@@ -58,17 +58,21 @@ class PrefillHandle:
                 "give each model its own (copy.deepcopy)"
             )
         previous = [(c, c._attn_implementation) for c in configs]
-        self._settings = Settings(
-            self.config, self.strict, previous, reported=self._settings.reported
+        self.settings = Settings(
+            self.config,
+            self.strict,
+            previous,
+            reported=self.settings.reported,
+            causal_by_mask=_causal_by_mask(self.model),
         )
         try:
             _switch(self.model)
             _check_switched(self.model)
-            _check_some_layer(self.model, self._settings)
+            _check_some_layer(self.model, self.settings)
             for module in self.model.modules():
                 if module is self.model or isinstance(module, PreTrainedModel):
-                    self._hooks += ForwardHook(module, self._settings).attach(module)
-            self._settings.mark_switched()
+                    self._hooks += ForwardHook(module, self.settings, self).attach(module)
+            self.settings.mark_switched()
             self.active = True
         finally:
             if not self.active:
@@ -79,9 +83,13 @@ class PrefillHandle:
         """Give the model back the attention that it had. Does nothing if it is not enabled."""
         if self.active:
             self.active = False
-            self._settings.unmark_switched()
+            self.settings.unmark_switched()
             self._restore()
-            discard_runs(self._settings)
+            discard_runs(self.settings)
+
+    def report(self) -> ModelReport:
+        """Return what each attention layer does, and what its calls were so far (`explain`)."""
+        return explain(self.model)
 
     def __enter__(self) -> PrefillHandle:
         if self._entered:
@@ -100,11 +108,18 @@ class PrefillHandle:
         self._entered = False
         self.disable()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Switch a copy of an enabled model over, in another process too."""
+        self.__dict__.update(state)
+        if self.active:
+            register()
+            self.settings.mark_switched()
+
     def _restore(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for config, name in self._settings.previous:
+        for config, name in self.settings.previous:
             # Not the public setter: it would spread the choice of a config over its sub-configs.
             config._attn_implementation_internal = name
 
@@ -143,8 +158,7 @@ def enable(
     Raises
     ------
     ValueError
-        If an argument is wrong, the model is enabled already or does not use transformers'
-        attention interface.
+        If an argument is wrong, or the model does not use transformers' attention interface.
     NotImplementedError
         If `strict` and no layer of the model can be sparse.
 
@@ -164,6 +178,22 @@ def enable(
     return PrefillHandle(model, chosen, strict).enable()
 
 
+def disable(model: PreTrainedModel) -> None:
+    """Give a model back the attention that it had before `enable`. Does nothing if it is not on.
+
+    A copy of an enabled model (copy.deepcopy, pickle) is enabled too, and has no other handle.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    """
+    for module in model.modules():
+        handle = handle_of(module)
+        if handle is not None:
+            handle.disable()
+
+
 def _configs_of(model: PreTrainedModel) -> list[Any]:
     """Return every Hugging Face config inside a model, each once."""
     found: dict[int, Any] = {}
@@ -178,6 +208,20 @@ def _configs_of(model: PreTrainedModel) -> list[Any]:
         found[id(config)] = config
         waiting += [getattr(config, name, None) for name in config.sub_configs]
     return list(found.values())
+
+
+def _causal_by_mask(model: PreTrainedModel) -> list[Any]:
+    """Return the Hugging Face configs of self-attention layers that say that they are not causal.
+
+    Some are encoders; others are decoders which leave causality to their masks.
+    """
+    return [
+        module.config
+        for path, module in model.named_modules()
+        if getattr(module, "is_causal", None) is False
+        and hasattr(module, "config")
+        and not is_cross_attention(module, path)
+    ]
 
 
 def _switch(model: PreTrainedModel) -> None:
@@ -202,13 +246,7 @@ def _check_switched(model: PreTrainedModel) -> None:
 
 
 def _check_some_layer(model: PreTrainedModel, settings: Settings) -> None:
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-        and getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
-        and "attention" in type(module).__name__.lower()
-    ]
+    layers = attention_layers(model, NAME)
     if layers and not any(can_be_sparse(layer) for layer in layers):
         settings.report(
             f"no layer of {_name(model)} can be sparse: all are sliding, chunked or not causal"

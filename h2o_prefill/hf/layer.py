@@ -67,17 +67,20 @@ class ChunkedPrefillLayer(DynamicLayer):
     def attend(
         self,
         query: Tensor,
+        total: int,
         recall: RecallLists,
         layer: int,
         config: PrefillConfig,
         scale: float | None,
     ) -> Tensor:
-        """Attend sparsely with the tokens that `update` has appended last, and keep the state.
+        """Attend sparsely with tokens that `update` has just appended, and keep the state.
 
         Parameters
         ----------
         query : Tensor
             [B, Hq, T, D], of the dtype of the keys.
+        total : int
+            Tokens up to the last of them; what lies behind takes no part.
         recall : tuple
             What `lexical_recall` returned for the call, or None three times.
         layer : int
@@ -92,10 +95,10 @@ class ChunkedPrefillLayer(DynamicLayer):
         Tensor
             [B, Hq, T, Dv].
         """
-        total, new = self.get_seq_length(), query.shape[2]
+        new = query.shape[2]
         past = total - new
         held = self._held()
-        keys, values = self._room_for(total, *held)
+        keys, values = self._room_for(self.get_seq_length(), *held)
         scores, state = self._place_state(query, keys.shape[2], config.of_layer(layer))
         out = ops.prefill_attention_(
             query,

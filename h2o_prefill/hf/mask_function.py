@@ -18,9 +18,13 @@ from transformers.masking_utils import (
 )
 
 from h2o_prefill.hf.names import NAME
-from h2o_prefill.hf.run import Run, current_run
+from h2o_prefill.hf.run import Run, current_run, is_traced
 
 PADDING = "attention_mask holds padding; rows must be of equal length and unpadded"
+PACKED = (
+    "a compiled model without a cache and without attention_mask is taken for one of packed "
+    "sequences by transformers; pass attention_mask=torch.ones_like(input_ids)"
+)
 NOT_CAUSAL = "the attention mask is not plain causal (packed sequences, or an overlaid mask)"
 
 
@@ -55,8 +59,21 @@ def h2o_prefill_mask(
         comes.
     """
     run = current_run(kwargs.get("config"))
+    make = _previous_mask_function(run, kwargs.get("config"))
+    arguments = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        **kwargs,
+    }
     if run is not None:
         run.masks_made = True
+        if is_traced() or run.settings.is_causal_by_mask(kwargs.get("config")):
+            return make(**arguments)
     if _is_causal_history(q_length, kv_length, q_offset, kv_offset, mask_function, kwargs):
         if _is_unpadded(attention_mask, kv_length):
             if run is not None:
@@ -69,18 +86,7 @@ def h2o_prefill_mask(
         and mask_function is not causal_mask_function
         and kwargs.get("local_size") is None
     ):
-        run.mask_reason = NOT_CAUSAL
-    make = _previous_mask_function(run, kwargs.get("config"))
-    arguments = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        **kwargs,
-    }
+        run.mask_reason = PACKED if run.assumed_packed else NOT_CAUSAL
     mask = make(**arguments)
     if mask is None and _ends_differ(q_length, kv_length, q_offset, kv_offset):
         # A static cache with free places: this None is top-left causal, which ours is not.

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.enable import enable
+from h2o_prefill.hf.run import handle_of
 from h2o_prefill.presets import chosen_config
 
 
@@ -57,6 +59,8 @@ def chunked_prefill(
     ValueError
         If an argument is wrong, or for the reasons of `enable`.
     """
+    if any(handle_of(module) is not None for module in model.modules()):
+        raise ValueError("the model is enabled already: disable(model), or call it without this")
     chosen = chosen_config(config, overrides)
     if chunks_per_call < 1:
         raise ValueError(f"chunks_per_call must be >= 1, got {chunks_per_call}")
@@ -68,6 +72,11 @@ def chunked_prefill(
         raise ValueError(
             f"past_key_values must be a ChunkedPrefillCache, got {type(past_key_values).__name__}"
         )
+    if kind := _rope_by_length(model, past_key_values.get_seq_length() + input_ids.shape[1]):
+        warn(
+            f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
+            "calls differ from one, as they do without sparse prefill"
+        )
     sizes = _call_sizes(input_ids.shape[1], chunks_per_call, chosen)
     parameters = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -75,6 +84,19 @@ def chunked_prefill(
         for piece in input_ids.split(sizes, dim=1):
             output = model(piece, past_key_values=past_key_values, use_cache=True, **last)
     return output
+
+
+def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:
+    """Return the kind of rotary embeddings if they change within so many tokens, else None."""
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type")
+    if kind not in ("dynamic", "longrope"):
+        return None
+    trained = rope.get("original_max_position_embeddings")
+    trained = trained or getattr(config, "original_max_position_embeddings", None)
+    trained = trained or config.max_position_embeddings
+    return kind if length > trained else None
 
 
 def _call_sizes(length: int, chunks_per_call: int, config: PrefillConfig) -> list[int]:

@@ -14,7 +14,7 @@ def register() -> str:
     """Register the attention function and the mask function with transformers.
 
     `enable` does this. Call it yourself to load a model with `attn_implementation="h2o_prefill"`:
-    it runs with the default `PrefillConfig` until it is enabled with another.
+    it is dense until `enable` switches it on.
 
     Returns
     -------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,8 +14,20 @@ from torch import Tensor, nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.rollback import CacheSnapshot
+from h2o_prefill.hf.rollback import CacheSnapshot, check_usable
 from h2o_prefill.hf.settings import Settings
+
+# What we look at of a model's arguments. A few models still have the older name of the cache.
+READ_ARGUMENTS = (
+    "input_ids",
+    "past_key_values",
+    "past_key_value",
+    "logits_to_keep",
+    "attention_mask",
+    "position_ids",
+)
+
+CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 
 _current: ContextVar[Run | None] = ContextVar("h2o_prefill_run", default=None)
 
@@ -32,6 +46,11 @@ class Run:
         int64 [B, Tq] of this forward.
     cache : Cache or None
         The cache that the caller passed.
+    candidates : int
+        Tokens at the end of this forward that assisted decoding verifies.
+    assumed_packed : bool
+        Whether the model is compiled and was given neither a cache nor a mask nor positions:
+        transformers then reckons with packed sequences.
     masks_made : bool
         Whether our mask function was asked for a mask: if not, the model makes its own.
     plain : (int, int) or None
@@ -43,20 +62,41 @@ class Run:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.modules: list[nn.Module] = []
+        self.frames: list[FrameType | None] = []
         self.outer: Run | None = None
         self.input_ids: Tensor | None = None
         self.cache: Any = None
+        self.candidates = 0
+        self.assumed_packed = False
         self.masks_made = False
         self.plain: tuple[int, int] | None = None
         self.mask_reason: str | None = None
         self._snapshot: CacheSnapshot | None = None
         self._shared: dict[Any, Any] = {}
 
-    def add_arguments(self, input_ids: Tensor | None, cache: Any) -> None:
-        """Take over what a model was called with; the outermost model that names a thing wins."""
+    def add_arguments(self, arguments: dict[str, Any]) -> None:
+        """Take over what a model was called with; the outermost model that names a thing wins.
+
+        Parameters
+        ----------
+        arguments : dict
+            Those of `READ_ARGUMENTS`, None where the caller gave none; and whether the model is
+            "compiled".
+        """
+        input_ids, kept = arguments["input_ids"], arguments["logits_to_keep"]
+        cache = arguments["past_key_values"]
+        if cache is None:
+            cache = arguments["past_key_value"]
+        if len(self.modules) == 1:
+            given = (cache, arguments["attention_mask"], arguments["position_ids"])
+            self.assumed_packed = arguments["compiled"] and all(x is None for x in given)
+        if cache is not None and isinstance(kept, int) and kept > 1:
+            # Assisted decoding asks for the logits of the last token and of every candidate.
+            self.candidates = kept - 1
         if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
             self.input_ids = input_ids
         if self.cache is None and cache is not None:
+            check_usable(cache)
             self.cache = cache
             self._snapshot = CacheSnapshot(cache)
 
@@ -87,10 +127,27 @@ class Run:
 
     def finish(self, failed: bool) -> None:
         """Undo what a failed forward did to the cache, or keep the ids of a good one."""
+        if not failed and not is_traced():
+            self._report_short_calls()
         if failed and self._snapshot is not None:
             self._snapshot.restore()
         elif isinstance(self.cache, ChunkedPrefillCache):
             self.cache.append_token_ids(self.input_ids)
+
+    def _report_short_calls(self) -> None:
+        """Say it if a prompt came in calls that are all too short to be sparse."""
+        least, ids = self.settings.config.sparse_from, self.input_ids
+        if self.cache is None or ids is None or ids.shape[1] < 2:
+            return
+        known = getattr(self.cache, "_h2o_prefill_short_tokens", 0)
+        # A call that was long enough ends the count for good.
+        tokens = known + ids.shape[1] if ids.shape[1] < least and known >= 0 else -1
+        self.cache._h2o_prefill_short_tokens = tokens
+        if tokens >= 2 * least:
+            self.settings.report(
+                f"a prompt came in calls of fewer than {least} tokens, which are dense; make them "
+                "longer (prefill_chunk_size), or min_prefill smaller"
+            )
 
 
 class ForwardHook:
@@ -102,10 +159,13 @@ class ForwardHook:
         The model to hook, enabled or nested in an enabled one.
     settings : Settings
         Of the enabled model.
+    handle : PrefillHandle
+        Through which it was enabled.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, handle: Any) -> None:
         self.settings = settings
+        self.handle = handle
         self._names = tuple(inspect.signature(model.forward).parameters)
 
     def attach(self, model: nn.Module) -> list[Any]:
@@ -117,10 +177,10 @@ class ForwardHook:
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a run, or join that of the enclosing model."""
-        cache = self._argument("past_key_values", args, kwargs)
-        if cache is None:
-            cache = self._argument("past_key_value", args, kwargs)
-        _enter(self.settings, model, self._argument("input_ids", args, kwargs), cache)
+        arguments = {name: self._argument(name, args, kwargs) for name in READ_ARGUMENTS}
+        # Asked here, since what dynamo does not trace is not compiled.
+        arguments["compiled"] = torch.compiler.is_compiling()
+        _enter(self.settings, model, arguments)
 
     def after(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -135,10 +195,18 @@ class ForwardHook:
         return args[index] if index < len(args) else None
 
 
-def is_hooked(model: nn.Module) -> bool:
-    """Return whether a model carries our hooks."""
-    hooks = model._forward_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), ForwardHook) for hook in hooks)
+def is_traced() -> bool:
+    """Return whether torch.export or torch.jit.trace runs the model."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def handle_of(module: nn.Module) -> Any:
+    """Return the handle whose hooks a module carries, None if it carries none."""
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, ForwardHook):
+            return owner.handle
+    return None
 
 
 def current_run(hf_config: Any) -> Run | None:
@@ -155,21 +223,45 @@ def discard_runs(settings: Settings) -> None:
         _current.set(run.outer)
 
 
+def _frame_of_forward() -> FrameType | None:
+    """Return the frame in which torch runs the hooks and the forward of a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(wanted: FrameType | None) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
+
+
 # Dynamo cannot trace context variables, so a compiled model breaks its graph here.
 @torch.compiler.disable
-def _enter(settings: Settings, model: nn.Module, input_ids: Tensor | None, cache: Any) -> None:
+def _enter(settings: Settings, model: nn.Module, arguments: dict[str, Any]) -> None:
     run = _current.get()
     if run is not None and any(module is model for module in run.modules):
-        # A module is never inside itself: torch skips our closing hook on a KeyboardInterrupt.
-        run.finish(failed=True)
-        _current.set(run.outer)
-        run = run.outer
+        if _is_running(run.frames[0]):
+            # A hook inside of the model calls the model: a forward of its own.
+            run = Run(settings)
+            run.outer = _current.get()
+            _current.set(run)
+        else:
+            # Torch skips our closing hook on a KeyboardInterrupt.
+            run.finish(failed=True)
+            _current.set(run.outer)
+            run = run.outer
     if run is None or run.settings is not settings:
         outer, run = run, Run(settings)
         run.outer = outer
         _current.set(run)
+        if not settings.is_switched_on():
+            settings.report(CHANGED)
     run.modules.append(model)
-    run.add_arguments(input_ids, cache)
+    run.frames.append(_frame_of_forward())
+    run.add_arguments(arguments)
 
 
 @torch.compiler.disable
@@ -179,6 +271,7 @@ def _leave(settings: Settings, model: nn.Module, failed: bool) -> None:
     if run is None or run.settings is not settings or run.modules[-1] is not model:
         return
     run.modules.pop()
+    run.frames.pop()
     if not run.modules:
         _current.set(run.outer)
         run.finish(failed)

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.names import NAME
 from h2o_prefill.presets import PRESETS
 
 # Hugging Face configs that some handle has switched over, by id: several models may share one
 # config object, and then the switch of one reaches a model that nobody enabled.
 _switched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class LayerCalls:
+    """What the calls of one layer were.
+
+    Attributes
+    ----------
+    sparse_calls, sparse_rows, dense_calls, dense_rows : int
+        Calls, and their query tokens, counted once a batch row.
+    reason : str
+        Why the last long call was dense; empty if none was.
+    """
+
+    sparse_calls: int = 0
+    sparse_rows: int = 0
+    dense_calls: int = 0
+    dense_rows: int = 0
+    reason: str = ""
+
+    def add(self, rows: int, reason: str | None) -> None:
+        """Count a call; `reason` is None if it was sparse."""
+        if reason is None:
+            self.sparse_calls += 1
+            self.sparse_rows += rows
+        else:
+            self.dense_calls += 1
+            self.dense_rows += rows
+            self.reason = reason or self.reason
 
 
 @dataclass
@@ -29,12 +59,31 @@ class Settings:
         The attention implementation that each config of the model had before.
     reported : set of str
         Reasons already warned of.
+    causal_by_mask : list of Hugging Face configs
+        Those whose self-attention layers do not say that they are causal: the mask alone makes them
+        so.
+    calls : dict
+        What the calls of each layer were, by its number.
     """
 
     config: PrefillConfig
     strict: bool = False
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)
+    causal_by_mask: list[Any] = field(default_factory=list)
+    calls: dict[Any, LayerCalls] = field(default_factory=dict)
+
+    def is_switched_on(self) -> bool:
+        """Return whether any config of the model still has our attention implementation."""
+        return any(config._attn_implementation == NAME for config, _ in self.previous)
+
+    def count(self, layer: Any, rows: int, reason: str | None) -> None:
+        """Count a call of a layer; `reason` is None if it was sparse."""
+        self.calls.setdefault(layer, LayerCalls()).add(rows, reason)
+
+    def is_causal_by_mask(self, hf_config: Any) -> bool:
+        """Return whether only their masks make the layers of a Hugging Face config causal."""
+        return any(config is hf_config for config in self.causal_by_mask)
 
     def owns(self, hf_config: Any) -> bool:
         """Return whether a Hugging Face config is one of this model's."""
@@ -56,7 +105,7 @@ class Settings:
             raise NotImplementedError(f"h2o_prefill: {reason}")
         if reason not in self.reported:
             self.reported.add(reason)
-            warnings.warn(f"h2o_prefill: {reason}", UserWarning, stacklevel=3)
+            warn(f"h2o_prefill: {reason}")
 
     def mark_switched(self) -> None:
         """Note that the configs of this model are switched over."""
@@ -74,6 +123,5 @@ def is_switched(hf_config: Any) -> bool:
     return hf_config is not None and _switched.get(id(hf_config)) is hf_config
 
 
-# For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: an attention
-# function does not see the token ids that lexical recall needs.
+# For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: it is dense.
 DEFAULT_SETTINGS = Settings(PRESETS["h2o"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_prefill import ops
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
 from h2o_prefill.hf.eligibility import Call
 
@@ -29,17 +30,24 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     number = int(call.module.layer_idx)  # type: ignore[arg-type]
     layer, recall = call.cache_layer, _recall_lists(call)
     query, key, value = _in_autocast_dtype(call.query, call.key, call.value)
+    rows, total = call.prompt_rows, call.past + call.prompt_rows
+    prompt = query[:, :, :rows]
     if layer is not None and layer.holds(key, value):
         assert call.run is not None
         call.run.keep_state(layer)
-        out = layer.attend(query, recall, number, call.config, scaling)
+        out = layer.attend(prompt, total, recall, number, call.config, scaling)
     else:
         state = None if layer is None else layer.state
+        config = call.config.of_layer(number)
         out, state = sparse_attention(
-            query, key, value, state, call.config.of_layer(number), recall, scaling
+            prompt, key[:, :, :total], value[:, :, :total], state, config, recall, scaling
         )
         if layer is not None:
             layer.state = state
+    if call.candidates > 0:
+        # They attend as decoded tokens do, and leave no trace in the state.
+        verified = ops.dense_attention(query[:, :, rows:], key, value, scaling)
+        out = torch.cat([out, verified], dim=2)
     return out.transpose(1, 2).contiguous()
 
 
@@ -62,7 +70,8 @@ def _find_recalled(call: Call) -> RecallLists:
     if ids is None or ids.shape != (call.query.shape[0], call.key.shape[2]):
         run.settings.report(NO_IDS)
         return NO_RECALL
-    return recall_lists(ids.to("cpu", torch.int64), call.past, config)
+    prompt = ids[:, : call.past + call.prompt_rows]
+    return recall_lists(prompt.to("cpu", torch.int64), call.past, config)
 
 
 def _in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

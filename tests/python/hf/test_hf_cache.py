@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
 from h2o_prefill.state import PrefillState
@@ -217,3 +219,40 @@ def test_a_call_after_an_interrupt_goes_on_as_if_that_had_not_been(llama, ids):
         hook.remove()
         again = llama(ids[:, 32:], past_key_values=caches[1]).logits
     torch.testing.assert_close(again, expected, atol=0, rtol=0)
+
+
+def test_a_model_may_be_called_inside_of_its_own_hook(llama, ids):
+    nested = []
+
+    def call(*_):
+        if not nested:
+            nested.append(None)
+            nested.append(llama(ids[:, :40]).logits)
+
+    with enable(llama, **SPARSE):
+        expected, short = llama(ids).logits, llama(ids[:, :40]).logits
+        cache = ChunkedPrefillCache(config=llama.config)
+        hook = llama.model.layers[0].register_forward_hook(call)
+        ours = llama(ids, past_key_values=cache).logits
+        hook.remove()
+    assert torch.equal(ours, expected) and torch.equal(nested[1], short)
+    assert cache.get_seq_length() == 72
+
+
+def test_a_cache_that_cannot_be_put_back_is_refused_until_it_is_reset(llama, ids):
+    def fail(*_):
+        raise KeyError("user code")
+
+    cache = StaticCache(config=llama.config, max_cache_len=96)
+    with enable(llama, **SPARSE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="h2o_prefill: .*static caches")
+        llama(ids[:, :40], past_key_values=cache)
+        hook = llama.model.layers[1].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(KeyError):
+            llama(ids[:, 40:], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match=r"half updated; reset\(\) the cache"):
+            llama(ids[:, 40:], past_key_values=cache)
+        cache.reset()
+        ours = llama(ids, past_key_values=cache).logits
+    torch.testing.assert_close(ours, llama(ids).logits, atol=1e-5, rtol=1e-5)

@@ -10,6 +10,8 @@ import torch
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
 from h2o_prefill.hf.eligibility import Call, dense_reason
+from h2o_prefill.hf.run import Run
+from h2o_prefill.hf.settings import Settings
 
 EXACT = {
     "chunk_size": 16,
@@ -295,7 +297,9 @@ def test_arguments_that_make_a_call_dense(llama, arguments, reason):
     kwargs = {"position_ids": torch.arange(72), "use_cache": True, **arguments}
     dropout = kwargs.pop("dropout", 0.0)
     layer = llama.model.layers[0].self_attn
-    given = dense_reason(Call(layer, query, key, key, None, dropout, kwargs, config, None))
+    run = Run(Settings(config))
+    run.plain = (72, 72)
+    given = dense_reason(Call(layer, query, key, key, None, dropout, kwargs, config, run))
     assert given == reason if not reason else reason in given
 
 
@@ -404,3 +408,50 @@ def test_cache_kinds_of_mixed_models(build):
         DynamicSlidingWindowLayer,
         ChunkedPrefillLayer,
     ]
+
+
+def test_a_compiled_model_without_cache_says_what_to_pass(llama, ids, sparse_layers):
+    stock = llama(ids).logits
+    compiled = torch.compile(llama, backend="eager")
+    with enable(llama, **SPARSE):
+        sparse = llama(ids).logits
+        with pytest.warns(UserWarning, match="pass attention_mask=torch.ones_like"):
+            dense = compiled(ids, use_cache=False).logits
+        ours = compiled(ids, use_cache=False, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(dense, stock, atol=1e-5, rtol=1e-5)
+    assert torch.equal(ours, sparse)
+
+
+@pytest.mark.parametrize("how", ["export", "trace"])
+def test_an_exported_or_traced_model_is_dense(llama, ids, how):
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = llama
+
+        def forward(self, ids):
+            return self.model(ids, use_cache=False).logits
+
+    stock = llama(ids).logits
+    with (
+        warnings.catch_warnings(),
+        enable(llama, **SPARSE),
+        pytest.warns(UserWarning, match="is being exported or traced"),
+    ):
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        if how == "export":
+            program = torch.export.export(Logits(), (ids,), strict=False).module()
+        else:
+            program = torch.jit.trace(Logits(), (ids,), check_trace=False)
+    torch.testing.assert_close(program(ids), stock, atol=1e-5, rtol=1e-5)
+
+
+def test_a_warning_points_at_the_line_of_the_user(llama, ids):
+    mask = torch.ones(1, 1, 72, 72, dtype=torch.bool).tril()
+    with (
+        enable(llama, **SPARSE),
+        pytest.warns(UserWarning, match="custom attention mask") as caught,
+    ):
+        llama(ids, attention_mask=mask)
+    assert [warning.filename for warning in caught] == [__file__]

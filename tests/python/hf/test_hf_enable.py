@@ -11,10 +11,12 @@ import threading
 import pytest
 import torch
 
-from h2o_prefill import PRESETS, ChunkedPrefillCache, PrefillConfig, enable, preset_config
+from h2o_prefill import PRESETS, ChunkedPrefillCache, PrefillConfig, disable, enable, preset_config
 from h2o_prefill.hf import NAME, register
+from h2o_prefill.hf.settings import DEFAULT_SETTINGS
 
 SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+OTHER = {"chunk_size": 32, "local_window": 4, "heavy_budget": 4}
 
 
 def is_untouched(model, implementation="sdpa"):
@@ -50,18 +52,74 @@ def test_it_is_on_without_with_and_can_be_switched(llama, ids):
     assert not torch.equal(sparse, stock)
 
 
-def test_enabling_twice_is_an_error_that_changes_nothing(llama, ids):
-    with enable(llama, **SPARSE) as handle:
-        sparse = llama(ids).logits
-        for model in (llama, llama.model):
-            with pytest.raises(ValueError, match="enabled already"):
-                enable(model, chunk_size=32, local_window=4, heavy_budget=4)
-        with pytest.raises(ValueError, match="enabled already"):
-            handle.enable()
-        with pytest.raises(ValueError, match="entered already"), handle:
-            pass
-        assert torch.equal(llama(ids).logits, sparse)
+def test_enabling_again_replaces_the_settings(llama, ids):
+    with enable(llama, **OTHER):
+        other = llama(ids).logits
+    first = enable(llama, **SPARSE)
+    sparse = llama(ids).logits
+    second = enable(llama, **OTHER)
+    assert not first.active and torch.equal(llama(ids).logits, other)
+    first.enable()
+    assert not second.active and torch.equal(llama(ids).logits, sparse)
+    first.disable()
     assert is_untouched(llama)
+
+
+def test_a_handle_is_entered_once(llama):
+    with (
+        enable(llama, **SPARSE) as handle,
+        pytest.raises(ValueError, match="entered already"),
+        handle,
+    ):
+        pass
+    assert is_untouched(llama)
+
+
+def test_disable_needs_no_handle(llama, ids):
+    stock = llama(ids).logits
+    handle = enable(llama, **SPARSE)
+    disable(llama)
+    assert not handle.active and is_untouched(llama)
+    assert torch.equal(llama(ids).logits, stock)
+    disable(llama)
+
+
+def test_a_copy_of_an_enabled_model_is_enabled_and_can_be_disabled(llama, ids):
+    stock = llama(ids).logits
+    with enable(llama, **SPARSE):
+        sparse = llama(ids).logits
+        twin = copy.deepcopy(llama)
+    assert torch.equal(llama(ids).logits, stock)
+    assert torch.equal(twin(ids).logits, sparse)
+    disable(twin)
+    assert is_untouched(twin) and torch.equal(twin(ids).logits, stock)
+
+
+def test_an_enabled_model_is_unpickled_enabled_in_another_process(llama, ids, tmp_path):
+    with enable(llama, **SPARSE):
+        torch.save((llama, ids, llama(ids).logits), tmp_path / "model.pt")
+    program = (
+        "import sys, torch, h2o_prefill\n"
+        "model, ids, sparse = torch.load(sys.argv[1], weights_only=False)\n"
+        "with torch.no_grad(): assert torch.equal(model(ids).logits, sparse)\n"
+        "h2o_prefill.disable(model)\n"
+        "with torch.no_grad(): assert not torch.equal(model(ids).logits, sparse)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "model.pt"], check=True)
+
+
+def test_a_model_built_from_the_config_of_an_enabled_one_is_dense(llama, ids, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(DEFAULT_SETTINGS, "reported", set())
+    with enable(llama, **SPARSE):
+        config = copy.deepcopy(llama.config)
+    other = transformers.LlamaForCausalLM(config).eval()
+    other.load_state_dict(llama.state_dict())
+    long = ids.repeat(1, 15)[:, :1100]
+    with pytest.warns(UserWarning, match="the model is not enabled"):
+        ours = other(long).logits
+    torch.testing.assert_close(ours, llama(long).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_that_does_not_use_the_interface_is_named(build, ids):
@@ -190,28 +248,27 @@ def test_set_attn_implementation_back_and_forth(llama, ids, sparse_layers):
     with enable(llama, **SPARSE):
         sparse = llama(ids).logits
         llama.set_attn_implementation("sdpa")
-        assert torch.equal(llama(ids).logits, stock)
+        with pytest.warns(UserWarning, match="implementation was changed after enable"):
+            assert torch.equal(llama(ids).logits, stock)
         llama.set_attn_implementation(NAME)
         assert torch.equal(llama(ids).logits, sparse)
     assert is_untouched(llama) and torch.equal(llama(ids).logits, stock)
 
 
-def test_by_name_alone_the_algorithm_as_specified_is_used(build, make_ids, sparse_layers):
+def test_by_name_alone_a_model_is_dense_until_it_is_enabled(
+    build, make_ids, sparse_layers, monkeypatch
+):
+    monkeypatch.setattr(DEFAULT_SETTINGS, "reported", set())
     ids = make_ids(1, 1100)
-    model = build("llama", max_position_embeddings=2048)
-    stock = model(ids).logits
-    with enable(model, "h2o"):
-        expected = model(ids).logits
-    assert sparse_layers == [1100, 1100]
+    stock = build("llama", max_position_embeddings=2048)(ids).logits
     register()
     named = build("llama", NAME, max_position_embeddings=2048)
-    assert torch.equal(named(ids).logits, expected)
-    assert sparse_layers == [1100] * 4
-    assert not torch.equal(expected, stock)
-    # And it can still be enabled with another config.
+    with pytest.warns(UserWarning, match="the model is not enabled"):
+        torch.testing.assert_close(named(ids).logits, stock, atol=1e-4, rtol=1e-4)
+    assert sparse_layers == []
     with enable(named, **SPARSE):
-        named(ids[:, :72])
-        assert sparse_layers[-1] == 72
+        named(ids)
+    assert sparse_layers == [1100, 1100]
     assert is_untouched(named, NAME)
 
 
@@ -243,15 +300,18 @@ def test_two_models_with_two_configs(build, ids):
             assert torch.equal(two(ids).logits, also_alone)
 
 
-def test_a_model_that_shares_its_config_object_is_not_dragged_along(llama, ids, sparse_layers):
+def test_a_model_that_shares_its_config_object_is_not_dragged_along(
+    llama, ids, sparse_layers, monkeypatch
+):
     import transformers
 
+    monkeypatch.setattr(DEFAULT_SETTINGS, "reported", set())
     other = transformers.LlamaForCausalLM(llama.config).eval()
     stock = other(ids).logits
     long = ids.repeat(1, 15)
     with enable(llama, **SPARSE):
         torch.testing.assert_close(other(ids).logits, stock, atol=1e-5, rtol=1e-5)
-        with pytest.warns(UserWarning, match="shares its config"):
+        with pytest.warns(UserWarning, match="the model is not enabled"):
             other(long[:, :1030], use_cache=False)
         assert sparse_layers == []
         with pytest.raises(ValueError, match="shares its config object"):

@@ -71,11 +71,41 @@ def test_assisted_decoding(build, ids, sparse_layers):
     assert torch.equal(cache.token_ids, stock[:, : cache.get_seq_length()])
 
 
-def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(build, ids):
-    model, assistant = build("llama"), build("llama", num_hidden_layers=1)
-    with enable(model, **SPARSE):
-        plain = model.generate(ids, **GREEDY)
-        assert torch.equal(model.generate(ids, assistant_model=assistant, **GREEDY), plain)
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("with_cache", [False, True])
+@pytest.mark.parametrize("length", [40, 49, 72, 80])
+def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(
+    build, make_ids, layers, with_cache, length
+):
+    # With as many layers the assistant is the model itself, and most candidates are accepted.
+    model, assistant = build("llama"), build("llama", num_hidden_layers=layers)
+    ids, forwards = make_ids(1, length, length), []
+    settings = {**SPARSE, "recall": 2, "recall_block": 8}
+
+    def generate(**more):
+        cache = {"past_key_values": ChunkedPrefillCache(config=model.config)} if with_cache else {}
+        return model.generate(ids, do_sample=False, max_new_tokens=24, **cache, **more)
+
+    with enable(model, **settings), enable(assistant, **settings):
+        plain = generate()
+        hook = model.register_forward_hook(lambda *_: forwards.append(1))
+        assert torch.equal(generate(assistant_model=assistant), plain)
+        hook.remove()
+        assert torch.equal(generate(prompt_lookup_num_tokens=3), plain)
+    assert len(forwards) < (16 if layers == 2 else 25)
+
+
+def test_verified_candidates_leave_no_trace_in_the_state(llama, ids):
+    with enable(llama, **SPARSE):
+        caches = [ChunkedPrefillCache(config=llama.config) for _ in range(2)]
+        llama(ids, past_key_values=caches[0])
+        candidates = torch.cat([ids, ids[:, :9]], dim=1)
+        llama(candidates, past_key_values=caches[1], logits_to_keep=10)
+        caches[1].crop(-9)
+        for one, other in zip(*(cache.layers for cache in caches), strict=True):
+            assert torch.equal(one.state.scores, other.state.scores)
+            assert torch.equal(one.state.memory, other.state.memory)
+            assert one.state.last_chunk_begin == other.state.last_chunk_begin
 
 
 def test_prompt_lookup_decoding(llama, make_ids):
@@ -147,3 +177,13 @@ def test_compiled_model(llama, ids, sparse_layers):
         compiled = torch.compile(llama, backend="eager")
         torch.testing.assert_close(compiled(ids).logits, eager, atol=1e-5, rtol=1e-5)
     assert sparse_layers == [72] * 4
+
+
+@pytest.mark.parametrize("step", [8, 16])
+def test_a_prefill_chunk_size_that_is_too_small_is_said(llama, ids, step):
+    with warnings.catch_warnings(record=True) as caught, enable(llama, **SPARSE):
+        warnings.simplefilter("always")
+        cache = ChunkedPrefillCache(config=llama.config)
+        llama.generate(ids, past_key_values=cache, prefill_chunk_size=step, max_new_tokens=2)
+    ours = [str(w.message) for w in caught if "calls of fewer than 16 tokens" in str(w.message)]
+    assert len(ours) == (1 if step < 16 else 0)

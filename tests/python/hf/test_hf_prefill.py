@@ -62,3 +62,15 @@ def test_wrong_arguments(llama, ids):
         chunked_prefill(llama, ids, chunk=3)
     with enable(llama, **SPARSE), pytest.raises(ValueError, match="enabled already"):
         chunked_prefill(llama, ids, **SPARSE)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_length_are_said(build, make_ids, kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+        rope |= {**factors, "original_max_position_embeddings": 48}
+    model = build("llama", rope_parameters=rope, max_position_embeddings=48)
+    with pytest.warns(UserWarning, match=f"{kind} rotary embeddings depend on the tokens"):
+        chunked_prefill(model, make_ids(1, 72), chunks_per_call=1, **SPARSE)
+    chunked_prefill(model, make_ids(1, 40), chunks_per_call=1, **SPARSE)

@@ -1,0 +1,149 @@
+"""What the layers of a model did: which were sparse, which dense, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from h2o_prefill.hf.eligibility import NOT_ENABLED, can_be_sparse, layer_type
+from h2o_prefill.hf.names import NAME
+from h2o_prefill.hf.run import handle_of
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One attention layer.
+
+    Attributes
+    ----------
+    layer : int
+        Its number.
+    kind : str
+        As in a config's `layer_types`.
+    mode : {"sparse", "dense"}
+        What long calls of it are.
+    reason : str
+        Why they are dense; empty if they are sparse.
+    sparse_calls, sparse_rows, dense_calls, dense_rows : int
+        Calls since the model was enabled, and their query tokens, counted once a batch row.
+    """
+
+    layer: int
+    kind: str
+    mode: str
+    reason: str
+    sparse_calls: int
+    sparse_rows: int
+    dense_calls: int
+    dense_rows: int
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """The attention layers of a model, in order. `str` gives a table.
+
+    Attributes
+    ----------
+    model : str
+        The class.
+    settings : str
+        The text of the settings, empty if the model is not enabled.
+    layers : tuple of LayerReport
+    """
+
+    model: str
+    settings: str
+    layers: tuple[LayerReport, ...] = field(default=())
+
+    def __iter__(self) -> Iterator[LayerReport]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __str__(self) -> str:
+        heads = ("layer", "kind", "calls", "sparse calls (rows)", "dense calls (rows)", "why dense")
+        rows = [
+            (
+                str(x.layer),
+                x.kind,
+                x.mode,
+                f"{x.sparse_calls} ({x.sparse_rows})",
+                f"{x.dense_calls} ({x.dense_rows})",
+                x.reason,
+            )
+            for x in self.layers
+        ]
+        widths = [max(len(line[i]) for line in [heads, *rows]) for i in range(len(heads))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in [heads, *rows]
+        ]
+        title = f"{self.model}: {self.settings or 'not enabled'}"
+        return "\n".join([title, *lines])
+
+
+def explain(model: PreTrainedModel) -> ModelReport:
+    """Return what each attention layer of a model does, and what its calls were so far.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A model, enabled or not.
+
+    Returns
+    -------
+    ModelReport
+        `print` it for a table.
+    """
+    handle = next((h for h in map(handle_of, model.modules()) if h is not None), None)
+    name = type(model).__name__
+    if handle is None:
+        layers = [_report(module, NOT_ENABLED, None) for module in attention_layers(model, None)]
+        return ModelReport(name, "", tuple(layers))
+    settings = handle.settings
+    return ModelReport(
+        name,
+        settings.config.to_string(),
+        tuple(
+            _report(module, _why_dense(module, settings), settings.calls.get(module.layer_idx))
+            for module in attention_layers(model, NAME)
+        ),
+    )
+
+
+def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
+    """Return the numbered attention layers of a model by number, those of an implementation."""
+    found: list[Any] = []
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if (
+            isinstance(getattr(module, "layer_idx", None), int)
+            and "attention" in type(module).__name__.lower()
+            and hasattr(config, "_attn_implementation")
+            and implementation in (None, config._attn_implementation)
+        ):
+            found.append(module)
+    return sorted(found, key=lambda module: module.layer_idx)
+
+
+def _why_dense(module: Any, settings: Any) -> str:
+    if module.layer_idx in settings.config.dense_layers:
+        return "one of dense_layers"
+    if not can_be_sparse(module):
+        kind = layer_type(module)
+        return "not causal" if kind == "full_attention" else kind.replace("_", " ")
+    calls = settings.calls.get(module.layer_idx)
+    return "" if calls is None or calls.sparse_calls else calls.reason
+
+
+def _report(module: Any, reason: str, calls: Any) -> LayerReport:
+    counts = (0, 0, 0, 0)
+    if calls is not None:
+        counts = (calls.sparse_calls, calls.sparse_rows, calls.dense_calls, calls.dense_rows)
+    mode = "dense" if reason else "sparse"
+    return LayerReport(module.layer_idx, layer_type(module), mode, reason, *counts)

@@ -1,0 +1,47 @@
+"""`explain`: what each layer is, and what its calls were."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o_prefill import enable, explain
+
+SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+
+
+def test_calls_and_rows_are_counted(llama, make_ids):
+    with enable(llama, **SPARSE, dense_layers=(1,)) as handle:
+        llama(make_ids(2, 72))
+        llama(make_ids(1, 5))
+        first, second = handle.report()
+    assert (first.layer, first.kind, first.mode, first.reason) == (
+        0,
+        "full_attention",
+        "sparse",
+        "",
+    )
+    assert (first.sparse_calls, first.sparse_rows) == (1, 144)
+    assert (first.dense_calls, first.dense_rows) == (1, 5)
+    assert (second.mode, second.reason) == ("dense", "one of dense_layers")
+    assert (second.sparse_calls, second.dense_calls, second.dense_rows) == (0, 2, 149)
+
+
+def test_a_table_says_why(build, ids):
+    model = build("gemma2", "eager")
+    assert "not enabled" in str(explain(model))
+    assert {layer.mode for layer in explain(model)} == {"dense"}
+    with enable(model, **SPARSE):
+        with pytest.warns(UserWarning, match="softcap"):
+            model(ids)
+        sliding, full = explain(model)
+        table = str(explain(model)).splitlines()
+    assert sliding.reason == "sliding attention" and "softcap" in full.reason
+    assert table[0].startswith("Gemma2ForCausalLM: ") and "chunk_size=16" in table[0]
+    assert len(table) == 4 and table[3].endswith(full.reason)
+
+
+def test_counts_begin_anew_when_a_model_is_enabled_again(llama, ids):
+    with enable(llama, **SPARSE):
+        llama(ids)
+    with enable(llama, **SPARSE) as handle:
+        assert [layer.sparse_calls for layer in handle.report()] == [0, 0]
