@@ -236,11 +236,14 @@ def same_cache(judge: Judge, what: str, cache: Any, expected: Any) -> None:
 
 
 def _toggle(draw: Draw, judge: Judge, case: Case, handle: Any) -> bool:
-    """Enabling twice is refused; a model may be switched back for one call.
+    """Another handle takes over and gives back; a model may be switched back for one call.
 
     Returns whether it still is enabled, so that the cache gets the ids of the call.
     """
-    judge.refuses("enable twice", lambda: enable(case.model, case.config))
+    other = enable(case.model, "h2o")
+    judge.true("the earlier handle is inactive", other.active and not handle.active)
+    handle.enable()
+    judge.true("the later handle is inactive", handle.active and not other.active)
     judge.refuses("an unknown preset", lambda: enable(case.model, "no-such-preset"))
     if draw.chance(0.5):
         handle.disable()
