@@ -74,8 +74,17 @@ WITHOUT_FLOATS = ["select_memory", "lexical_recall", "advance_position_"]
 
 
 @pytest.mark.parametrize("name", samples())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        (torch.float32, "contiguous"),
+        (torch.float32, "sliced"),
+        (torch.float32, "transposed"),
+        (torch.bfloat16, "transposed"),
+        (torch.float16, "transposed"),
+        (torch.float64, "transposed"),
+    ],
+)
 def test_opcheck(name, dtype, layout):
     torch.library.opcheck(getattr(OPS, name), samples(dtype, layout)[name])
 
