@@ -11,7 +11,7 @@
 | cache.py, layer.py | a cache that several calls of one prompt share, and its layers |
 | rollback.py | put a cache back after a forward that failed |
 | explain.py | what each layer does and did |
-| prefill.py | prefill a prompt in several calls |
+| prefill.py, prompt.py | prefill a prompt in several calls, whatever form it has |
 | run.py, settings.py | what one forward, and one enabled model, know |
 """
 

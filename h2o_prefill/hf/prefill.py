@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,15 +14,18 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.enable import enable
+from h2o_prefill.hf.prompt import read_prompt
 from h2o_prefill.hf.run import handle_of
 from h2o_prefill.presets import chosen_config
 
 
 def chunked_prefill(
     model: PreTrainedModel,
-    input_ids: Tensor,
+    input_ids: Any = None,
     config: PrefillConfig | str | None = None,
     *,
+    attention_mask: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
     chunks_per_call: int = 4,
     past_key_values: ChunkedPrefillCache | None = None,
     strict: bool = False,
@@ -36,10 +40,15 @@ def chunked_prefill(
     ----------
     model : PreTrainedModel
         A causal decoder that is not enabled; it is for the duration of this call.
-    input_ids : Tensor
-        int64 [B, T], without padding.
+    input_ids : Tensor, list or mapping
+        int64 [B, T], the ids of one row or of rows of equal length as lists, or what a tokenizer
+        returned, with its attention_mask.
     config : PrefillConfig or str, optional
         As for `enable`.
+    attention_mask : Tensor, optional
+        [B, T], or [B, T_total] with the tokens in the cache; 0 at padding.
+    inputs_embeds : Tensor, optional
+        [B, T, hidden size], instead of input_ids; lexical recall is off then, which is said.
     chunks_per_call : int
         Chunks that go through the model at once.
     past_key_values : ChunkedPrefillCache, optional
@@ -52,7 +61,8 @@ def chunked_prefill(
     Returns
     -------
     ModelOutput
-        What the model returned for the last call: `logits` of the last token, `past_key_values`.
+        What the model returned for the last call: `logits` of the last token, and
+        `past_key_values`, with which `generate` goes on.
 
     Raises
     ------
@@ -64,25 +74,26 @@ def chunked_prefill(
     chosen = chosen_config(config, overrides)
     if chunks_per_call < 1:
         raise ValueError(f"chunks_per_call must be >= 1, got {chunks_per_call}")
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise ValueError(f"input_ids must be [B, T] with T >= 1, got {list(input_ids.shape)}")
     if past_key_values is None:
         past_key_values = ChunkedPrefillCache(config=model.config)
     elif not isinstance(past_key_values, ChunkedPrefillCache):
         raise ValueError(
             f"past_key_values must be a ChunkedPrefillCache, got {type(past_key_values).__name__}"
         )
-    if kind := _rope_by_length(model, past_key_values.get_seq_length() + input_ids.shape[1]):
+    past = past_key_values.get_seq_length()
+    prompt = read_prompt(input_ids, attention_mask, inputs_embeds, past, model.device)
+    if kind := _rope_by_length(model, past + prompt.length):
         warn(
             f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
             "calls differ from one, as they do without sparse prefill"
         )
-    sizes = _call_sizes(input_ids.shape[1], chunks_per_call, chosen)
+    sizes = _call_sizes(prompt.length, chunks_per_call, chosen)
     parameters = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     with enable(model, chosen, strict=strict), torch.no_grad():
-        for piece in input_ids.split(sizes, dim=1):
-            output = model(piece, past_key_values=past_key_values, use_cache=True, **last)
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            call = prompt.arguments(end - size, end, past)
+            output = model(**call, past_key_values=past_key_values, use_cache=True, **last)
     return output
 
 

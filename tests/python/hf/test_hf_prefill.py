@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import BatchEncoding, DynamicCache
 
 from h2o_prefill import ChunkedPrefillCache, chunked_prefill, enable
 
@@ -74,3 +74,48 @@ def test_rotary_embeddings_that_depend_on_the_length_are_said(build, make_ids, k
     with pytest.warns(UserWarning, match=f"{kind} rotary embeddings depend on the tokens"):
         chunked_prefill(model, make_ids(1, 72), chunks_per_call=1, **SPARSE)
     chunked_prefill(model, make_ids(1, 40), chunks_per_call=1, **SPARSE)
+
+
+def test_a_prompt_may_be_lists_or_what_a_tokenizer_returns(llama, ids):
+    expected = chunked_prefill(llama, ids, **SPARSE).logits
+    mask = torch.ones_like(ids)
+    encoding = BatchEncoding({"input_ids": ids, "attention_mask": mask})
+    for prompt in (ids.tolist(), ids[0].tolist(), {"input_ids": ids}, encoding):
+        assert torch.equal(chunked_prefill(llama, prompt, **SPARSE).logits, expected)
+    assert torch.equal(chunked_prefill(llama, ids, attention_mask=mask, **SPARSE).logits, expected)
+    cache = chunked_prefill(llama, encoding, **SPARSE).past_key_values
+    more = chunked_prefill(llama, ids, past_key_values=cache, attention_mask=mask, **SPARSE).logits
+    cache = chunked_prefill(llama, ids, **SPARSE).past_key_values
+    assert torch.equal(chunked_prefill(llama, ids, past_key_values=cache, **SPARSE).logits, more)
+
+
+def test_embeddings_turn_recall_off_and_say_so(llama, ids):
+    embeddings = llama.get_input_embeddings()(ids)
+    with pytest.warns(UserWarning, match="recall is off: the token ids are unknown"):
+        ours = chunked_prefill(llama, inputs_embeds=embeddings, **SPARSE).logits
+    without = chunked_prefill(llama, ids, **{**SPARSE, "recall": 0}).logits
+    torch.testing.assert_close(ours, without, atol=1e-5, rtol=1e-5)
+
+
+def test_generate_goes_on_from_a_prefilled_cache(llama, ids):
+    arguments = {"max_new_tokens": 6, "do_sample": False}
+    with enable(llama, **SPARSE):
+        cache = ChunkedPrefillCache(config=llama.config)
+        expected = llama.generate(ids, past_key_values=cache, **arguments)
+    cache = chunked_prefill(llama, ids[:, :-1], **SPARSE).past_key_values
+    assert torch.equal(llama.generate(ids, past_key_values=cache, **arguments), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either input_ids or inputs_embeds must be given"),
+        ({"input_ids": [[1, 2], [3]]}, "lists of ints of equal length"),
+        ({"input_ids": ["a"]}, "lists of ints of equal length"),
+        ({"inputs_embeds": torch.zeros(1, 4)}, r"inputs_embeds must be \[B, T, hidden size\]"),
+        ({"input_ids": [1, 2], "attention_mask": [[1]]}, r"attention_mask must be \[1, 2\]"),
+    ],
+)
+def test_a_prompt_that_is_none(llama, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        chunked_prefill(llama, **arguments, **SPARSE)
