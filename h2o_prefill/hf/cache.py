@@ -60,8 +60,7 @@ class ChunkedPrefillCache(DynamicCache):
             unknown until `reset`.
         """
         ids = self.token_ids_with(new)
-        length = 0 if ids is None else ids.shape[1]
-        known = new is not None and ids is not None and length == self.get_seq_length()
+        known = new is not None and ids is not None and ids.shape[1] == self._length()
         self._token_ids = [ids] if known and ids is not None else None
 
     def reset(self) -> None:
@@ -91,6 +90,13 @@ class ChunkedPrefillCache(DynamicCache):
         """Keep some rows of the batch."""
         super().batch_select_indices(indices)
         self._map_ids(lambda ids: ids[indices.to(ids.device), ...])
+
+    def _length(self) -> int | None:
+        """Return the number of cached tokens, None if no layer counts them: all are recurrent."""
+        try:
+            return self.get_seq_length()
+        except ValueError:
+            return None
 
     def _map_ids(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._token_ids is not None:

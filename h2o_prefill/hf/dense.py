@@ -25,7 +25,14 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
-from h2o_prefill.hf.eligibility import Call, is_causal, needs_gradients, wants_weights
+from h2o_prefill.hf.chosen_keys import hide_other_keys
+from h2o_prefill.hf.eligibility import (
+    INDEX_ARGUMENTS,
+    Call,
+    is_causal,
+    needs_gradients,
+    wants_weights,
+)
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.run import Run
 
@@ -52,12 +59,15 @@ def dense_attention(call: Call, scaling: float | None) -> tuple[Tensor, Tensor |
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     if function is sdpa_attention_forward and _suits_our_operator(call):
         return ops.dense_attention(call.query, call.key, call.value, scaling).transpose(1, 2), None
+    mask = _mask(call, name)
+    if name in ("eager", "sdpa") and call.given(*INDEX_ARGUMENTS):
+        mask = hide_other_keys(call, mask)
     out: tuple[Tensor, Tensor | None] = function(
         call.module,
         call.query,
         call.key,
         call.value,
-        _mask(call, name),
+        mask,
         dropout=call.dropout,
         scaling=scaling,
         **call.kwargs,
@@ -128,7 +138,7 @@ def _suits_our_operator(call: Call) -> bool:
         and is_causal(call.module, call.kwargs)
         and reads_as_causal
         and call.dropout == 0
-        and not call.given("position_bias", "cache")
+        and not call.given("position_bias", "cache", *INDEX_ARGUMENTS)
         and not wants_weights(call)  # of which the function warns
         and not needs_gradients(call)
         # PyTorch broadcasts a batch of one.
@@ -139,7 +149,8 @@ def _suits_our_operator(call: Call) -> bool:
 def _mask(call: Call, name: str) -> Any:
     """Return the call's mask in the format of the implementation."""
     mask = call.mask
-    if mask is None and _needs_causal_mask(call):
+    # One query sees every key without a mask, but some eager functions cannot do without one.
+    if mask is None and (call.new > 1 or name == "eager") and _needs_causal_mask(call):
         make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         if make is None:
             return None
@@ -158,9 +169,13 @@ def _needs_causal_mask(call: Call) -> bool:
     Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an empty
     static cache, and eager as no mask at all.
     """
-    if call.new == 1 or call.past < 0 or not is_causal(call.module, call.kwargs):
+    if call.past < 0 or not is_causal(call.module, call.kwargs):
         return False
-    return call.run is None or call.run.plain == (call.new, call.key.shape[2])
+    if call.run is None or call.run.plain is None:
+        return call.run is None
+    # Some models let only the last queries through their last layers.
+    queries, keys = call.run.plain
+    return call.new <= queries and call.key.shape[2] == keys
 
 
 def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:

@@ -10,11 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.run import Run, is_traced
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
+
+# Kinds of layers that are always dense, as the user reads of them.
+_IN_WORDS = {
+    "sliding_attention": "sliding",
+    "hybrid_sliding": "sliding",
+    "reference_sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "indexed_attention": "of keys that the model chooses itself",
+    "minimax_m3_sparse": "of keys that the model chooses itself",
+    "compressed_sparse_attention": "to compressed keys",
+    "heavily_compressed_attention": "to compressed keys",
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,14 @@ class Call:
     @property
     def cache_layer(self) -> ChunkedPrefillLayer | None:
         """The layer of a `ChunkedPrefillCache`, if the caller passed one."""
-        layer = None if self.run is None else self.run.layer_of(self.module)
+        if self.run is None:
+            return None
+        layer = self.run.layer_of(self.module)
+        if getattr(layer, "keys", None) is not self.key:
+            # Recurrent models have several cache layers for one module.
+            layers = getattr(self.run.cache, "layers", None) or ()
+            holders = (other for other in layers if getattr(other, "keys", None) is self.key)
+            layer = next(holders, layer)
         return layer if isinstance(layer, ChunkedPrefillLayer) else None
 
     def given(self, *names: str) -> bool:
@@ -96,6 +116,12 @@ class Rule:
 
     applies: Callable[[Call], bool]
     reason: str | Callable[[Call], str] = ""
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module is an attention layer, or a part of one."""
+    name = type(module).__name__.lower()
+    return any(word in name for word in ("attention", "attn", "mla"))
 
 
 def is_cross_attention(module: nn.Module, path: str = "") -> bool:
@@ -134,15 +160,19 @@ def layer_type(module: nn.Module) -> str:
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     index = getattr(module, "layer_idx", None)
-    if types is not None and isinstance(index, int) and index < len(types):
+    if types is not None and isinstance(index, int) and 0 <= index < len(types):
         kind = str(types[index])
+        if kind == "hybrid":  # Attention of the usual kind, beside a recurrence.
+            kind = "full_attention"
     elif getattr(config, "sliding_window", None) is not None:
         kind = "sliding_attention"
     elif getattr(config, "attention_chunk_size", None) is not None:
         kind = "chunked_attention"
     else:
         kind = "full_attention"
-    if kind == "full_attention" and getattr(module, "sliding_window", None) is not None:
+    # Exaone 4 gives its window to every layer, and a flag.
+    windowed = getattr(module, "is_sliding", True) and getattr(module, "sliding_window", None)
+    if kind == "full_attention" and windowed:
         return "sliding_attention"
     return kind
 
@@ -150,6 +180,28 @@ def layer_type(module: nn.Module) -> str:
 def can_be_sparse(module: nn.Module) -> bool:
     """Return whether an attention layer is of the kind that is ever prefilled sparsely."""
     return is_causal(module, {}) and layer_type(module) == "full_attention"
+
+
+def why_none_sparse(layers: list[nn.Module], encoder_decoder: bool = False) -> str | None:
+    """Return why no layer of a model can be sparse; None if one can.
+
+    Parameters
+    ----------
+    layers : list of nn.Module
+        Its attention layers.
+    encoder_decoder : bool
+        Whether it has an encoder and a decoder.
+    """
+    if any(can_be_sparse(layer) for layer in layers):
+        return None
+    # Each once, in the order of the layers.
+    return " or ".join(dict.fromkeys(_in_words(layer, encoder_decoder) for layer in layers))
+
+
+def _in_words(module: nn.Module, encoder_decoder: bool) -> str:
+    if not is_causal(module, {}):
+        return "that of an encoder-decoder" if encoder_decoder else "not causal"
+    return _IN_WORDS.get(layer_type(module), layer_type(module))
 
 
 def _is_short(call: Call) -> bool:
@@ -171,6 +223,16 @@ def wants_weights(call: Call) -> bool:
     """Return whether the user asked for the attention weights, `output_attentions`."""
     wanted = call.kwargs.get("output_attentions")
     return bool(getattr(_config(call), "output_attentions", False) if wanted is None else wanted)
+
+
+def _changes_values(call: Call) -> bool:
+    layer = call.cache_layer
+    return layer is not None and layer.keys is call.key and layer.values is not call.value
+
+
+def _is_repeated(call: Call) -> bool:
+    state = None if call.cache_layer is None else call.cache_layer.state
+    return state is not None and state.length > call.past
 
 
 def _shares_keys(call: Call) -> bool:
@@ -200,6 +262,18 @@ def _config(call: Call) -> Any:
     return getattr(call.module, "config", None)
 
 
+def _knows_index(module: nn.Module) -> bool:
+    index = getattr(module, "layer_idx", None)
+    # Zamba 2 shares one module between layers and numbers it -1.
+    return isinstance(index, int) and index >= 0
+
+
+def _history_reason(call: Call) -> str:
+    if isinstance(getattr(call.run, "cache", None), ChunkedPrefillCache):
+        return "the cache keeps no state for layers of this kind, such as hybrid ones"
+    return "a long call goes on from a plain cache; pass past_key_values=ChunkedPrefillCache(...)"
+
+
 NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its prefill sparse"
 
 TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
@@ -216,7 +290,7 @@ RULES = (
         "the memory set is empty (K + L + H = 0); block_diagonal=True attends inside chunks alone",
     ),
     Rule(
-        lambda call: not isinstance(getattr(call.module, "layer_idx", None), int),
+        lambda call: not _knows_index(call.module),
         "the attention layers do not know their index",
     ),
     Rule(
@@ -232,6 +306,12 @@ RULES = (
         lambda call: getattr(_config(call), "kv_lora_rank", None) is not None,
         "multi-head latent attention (MLA) is not supported",
     ),
+    Rule(
+        _changes_values, "the model attends to other values than it caches, such as halves of them"
+    ),
+    Rule(
+        _is_repeated, "layers that attend several times to the same cached keys are not supported"
+    ),
     Rule(_shares_keys, "layers that share the keys of another layer are not supported"),
     Rule(lambda call: call.given("s_aux"), "attention sinks (s_aux) are not supported"),
     Rule(lambda call: call.given("softcap"), "soft-capped logits (softcap) are not supported"),
@@ -244,10 +324,7 @@ RULES = (
         lambda call: not _is_plain(call),
         "the model makes its own masks, so that attention is not known to be causal",
     ),
-    Rule(
-        lambda call: call.past > 0 and call.cache_layer is None,
-        "a long call goes on from a plain cache; pass past_key_values=ChunkedPrefillCache(...)",
-    ),
+    Rule(lambda call: call.past > 0 and call.cache_layer is None, _history_reason),
     Rule(lambda call: call.run is None, NOT_ENABLED),
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
-from h2o_prefill.hf.eligibility import can_be_sparse, is_cross_attention
+from h2o_prefill.hf.eligibility import is_attention, is_cross_attention, why_none_sparse
 from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.registration import register
@@ -246,11 +246,18 @@ def _check_switched(model: PreTrainedModel) -> None:
 
 
 def _check_some_layer(model: PreTrainedModel, settings: Settings) -> None:
+    modules = [module for module in model.modules() if is_attention(module)]
     layers = attention_layers(model, NAME)
-    if layers and not any(can_be_sparse(layer) for layer in layers):
-        settings.report(
-            f"no layer of {_name(model)} can be sparse: all are sliding, chunked or not causal"
-        )
+    why = None
+    if layers:
+        kinds = why_none_sparse(layers, bool(model.config.is_encoder_decoder))
+        why = None if kinds is None else f"its attention is {kinds}"
+    elif not modules:
+        why = "it has no attention layers"
+    elif any(hasattr(module, "layer_idx") for module in modules):
+        why = "its attention layers do not use transformers' attention interface"
+    if why is not None:
+        settings.report(f"no layer of {_name(model)} can be sparse: {why}")
 
 
 def _name(thing: object) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from h2o_prefill.hf.eligibility import NOT_ENABLED, can_be_sparse, layer_type
+from h2o_prefill.hf.eligibility import NOT_ENABLED, can_be_sparse, is_attention, layer_type
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.run import handle_of
 
@@ -123,7 +123,7 @@ def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
         config: Any = getattr(module, "config", None)
         if (
             isinstance(getattr(module, "layer_idx", None), int)
-            and "attention" in type(module).__name__.lower()
+            and is_attention(module)
             and hasattr(config, "_attn_implementation")
             and implementation in (None, config._attn_implementation)
         ):
