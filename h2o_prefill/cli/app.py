@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import ablate, bench, calibrate, generate, info, ppl, retrieve, visualize
+from . import ablate, bench, calibrate, generate, info, models, ppl, retrieve, visualize
 from .errors import OneLineErrors
 
 
@@ -53,4 +53,5 @@ app.command(name="bench")(bench.bench)
 app.command(name="retrieve")(retrieve.retrieve)
 app.command(name="visualize")(visualize.visualize)
 app.command(name="generate")(generate.generate)
+app.command(name="models")(models.models)
 app.command(name="info")(info.info)

@@ -8,6 +8,7 @@
 | attention_function.py | what transformers calls to attend |
 | eligibility.py | when a call is sparse |
 | sparse.py, dense.py | the two ways that a call can go |
+| chosen_keys.py | the dense way of models that choose their own keys |
 | cache.py, layer.py | a cache that several calls of one prompt share, and its layers |
 | rollback.py | put a cache back after a forward that failed |
 | explain.py | what each layer does and did |

@@ -120,8 +120,8 @@ class Rule:
 
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module is an attention layer, or a part of one."""
-    name = type(module).__name__.lower()
-    return any(word in name for word in ("attention", "attn", "mla"))
+    name = type(module).__name__
+    return any(word in name for word in ("Attention", "Attn", "MLA"))
 
 
 def is_cross_attention(module: nn.Module, path: str = "") -> bool:
@@ -306,13 +306,13 @@ RULES = (
         lambda call: getattr(_config(call), "kv_lora_rank", None) is not None,
         "multi-head latent attention (MLA) is not supported",
     ),
+    Rule(_shares_keys, "layers that share the keys of another layer are not supported"),
     Rule(
         _changes_values, "the model attends to other values than it caches, such as halves of them"
     ),
     Rule(
         _is_repeated, "layers that attend several times to the same cached keys are not supported"
     ),
-    Rule(_shares_keys, "layers that share the keys of another layer are not supported"),
     Rule(lambda call: call.given("s_aux"), "attention sinks (s_aux) are not supported"),
     Rule(lambda call: call.given("softcap"), "soft-capped logits (softcap) are not supported"),
     Rule(lambda call: call.given("position_bias"), "position_bias is not supported"),

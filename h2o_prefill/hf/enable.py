@@ -247,6 +247,12 @@ def _check_switched(model: PreTrainedModel) -> None:
 
 def _check_some_layer(model: PreTrainedModel, settings: Settings) -> None:
     modules = [module for module in model.modules() if is_attention(module)]
+    numbered = [module for module in modules if hasattr(module, "layer_idx")]
+    switched = [
+        module
+        for module in numbered
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
+    ]
     layers = attention_layers(model, NAME)
     why = None
     if layers:
@@ -254,7 +260,7 @@ def _check_some_layer(model: PreTrainedModel, settings: Settings) -> None:
         why = None if kinds is None else f"its attention is {kinds}"
     elif not modules:
         why = "it has no attention layers"
-    elif any(hasattr(module, "layer_idx") for module in modules):
+    elif numbered and not switched:
         why = "its attention layers do not use transformers' attention interface"
     if why is not None:
         settings.report(f"no layer of {_name(model)} can be sparse: {why}")

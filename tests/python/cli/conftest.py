@@ -57,6 +57,7 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
         "ablate": ("ablate", *text, "--windows", "0:2", "--preset", "h2o", *sizes),
         "retrieve": ("retrieve", *haystack, "--depths", "0,100", *variant),
         "visualize": ("visualize", *text, "--preset", PRESET),
+        "models": ("models", "--class", "LlamaForCausalLM", "--class", "BloomForCausalLM"),
         "info": ("info",),
     }
 

@@ -27,12 +27,22 @@ def test_help_lists_the_commands(run: Run) -> None:
         assert done.exit_code == 0
         assert all(
             name in done.stdout
-            for name in ("ppl", "bench", "ablate", "retrieve", "visualize", "generate", "info")
+            for name in (
+                "ppl",
+                "bench",
+                "ablate",
+                "retrieve",
+                "visualize",
+                "generate",
+                "models",
+                "info",
+            )
         )
 
 
 @pytest.mark.parametrize(
-    "command", ["ppl", "bench", "ablate", "retrieve", "visualize", "generate", "info", "calibrate"]
+    "command",
+    ["ppl", "bench", "ablate", "retrieve", "visualize", "generate", "models", "info", "calibrate"],
 )
 def test_every_command_has_help(run: Run, command: str) -> None:
     done = run(command, "--help")
@@ -46,7 +56,17 @@ def test_the_version_is_the_librarys(run: Run) -> None:
     assert done.stdout == f"h2o-prefill {h2o_prefill.__version__}\n"
 
 
-COMMANDS = ("ppl", "ablate", "calibrate", "bench", "retrieve", "visualize", "generate", "info")
+COMMANDS = (
+    "ppl",
+    "ablate",
+    "calibrate",
+    "bench",
+    "retrieve",
+    "visualize",
+    "generate",
+    "models",
+    "info",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

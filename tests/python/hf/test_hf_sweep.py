@@ -1,0 +1,118 @@
+"""Tiny models of many classes: enabled equals stock, and what is dense is so for the right reason.
+
+`MODELS.md` is what `h2o-prefill models` finds out about all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from h2o_prefill import ChunkedPrefillCache, enable
+from h2o_prefill.eval.model_page import layers_text, models_page
+from h2o_prefill.eval.model_sweep import examine, sweep
+from h2o_prefill.eval.tiny_model import build_tiny, model_classes, random_prompt
+
+PAGE = Path(__file__).parents[3] / "MODELS.md"
+SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+CLASSES = model_classes()
+
+# class, changes of its config, sparse and all layers, part of the reason
+SAMPLE = [
+    ("LlamaForCausalLM", {}, "2 / 2", ""),
+    ("GPT2LMHeadModel", {}, "2 / 2", ""),
+    ("Exaone4ForCausalLM", {}, "1 / 2", ""),
+    ("Gemma3ForConditionalGeneration", {}, "1 / 2", ""),
+    ("Gemma3ForConditionalGeneration", {"text_config__sliding_window": 512}, "1 / 2", ""),
+    ("Gemma4ForCausalLM", {}, "1 / 2", ""),
+    ("Qwen3NextForCausalLM", {}, "1 / 1", ""),
+    ("FalconH1ForCausalLM", {}, "2 / 2", "hybrid"),
+    ("HrmTextForCausalLM", {}, "4 / 4", ""),
+    ("DiffLlamaForCausalLM", {}, "2 / 2", "other values than it caches"),
+    ("ModernBertDecoderForCausalLM", {}, "1 / 2", ""),
+    ("MllamaForConditionalGeneration", {}, None, ""),
+    ("MistralForCausalLM", {}, "0 / 2", "attention is sliding"),
+    ("MistralForCausalLM", {"sliding_window": 512}, "0 / 2", "attention is sliding"),
+    ("Zamba2ForCausalLM", {}, "0 / 1", "do not know their index"),
+    ("DeepseekV32ForCausalLM", {}, "0 / 2", "keys that the model chooses itself"),
+    ("DeepseekV3ForCausalLM", {}, "0 / 2", "latent attention"),
+    ("BertLMHeadModel", {}, "0 / 2", "attention is not causal"),
+    ("BartForConditionalGeneration", {}, "0 / 6", "encoder-decoder"),
+    ("T5Gemma2ForConditionalGeneration", {}, "0 / 2", "encoder-decoder"),
+    ("MambaForCausalLM", {}, "", "no attention layers"),
+    ("GitForCausalLM", {}, "", "do not use transformers' attention interface"),
+    ("BloomForCausalLM", {}, "", "does not use transformers' attention interface"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "layers", "reason"), SAMPLE)
+def test_a_sample_of_classes(name, changes, layers, reason, sparse_layers):
+    if name not in CLASSES:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    finding = examine(name, CLASSES[name], **changes)
+    assert finding.wrong == []
+    assert reason in finding.reason and bool(reason) == bool(finding.reason)
+    assert layers is None or layers_text(finding) == layers
+    assert bool(sparse_layers) == (finding.sparse > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_every_class_is_right_and_in_the_table(name):
+    finding = examine(name, CLASSES[name])
+    assert finding.wrong == []
+    text = PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}," not in text:
+        pytest.skip("MODELS.md is of another version of transformers")
+    [row] = re.findall(rf"^\| `{name}` .*$", text, re.MULTILINE)
+    assert f"| {layers_text(finding)} |" in row or finding.result in ("refused", "not run")
+    assert row in models_page([finding]) or finding.result in ("sparse", "dense")
+
+
+def test_an_unknown_class_is_refused():
+    with pytest.raises(ValueError, match="'Llama' is no model class"):
+        sweep(["Llama"])
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "HrmTextForCausalLM", "Gemma3ForCausalLM"])
+def test_calls_of_one_prompt_give_what_one_call_gives_with_a_small_memory(name, sparse_layers):
+    tiny, prompt = build_tiny(name), random_prompt(72)
+    with enable(tiny.model, **SPARSE):
+        whole = tiny(prompt, use_cache=False).logits
+        cache = ChunkedPrefillCache(config=tiny.model.config)
+        parts = [tiny(piece, past_key_values=cache).logits for piece in prompt.split([32, 40], 1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=2e-4, rtol=1e-4)
+    assert sparse_layers.count(72) * 2 == len(sparse_layers) - sparse_layers.count(72)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_blocks_that_a_model_chooses_itself(implementation):
+    name = "MiniMaxM3VLForCausalLM"
+    if name not in CLASSES:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    tiny = build_tiny(name, layer_types=["minimax_m3_sparse", "full_attention"])
+    tiny.model.set_attn_implementation(implementation)
+    prompt = random_prompt(72)
+    stock = tiny(prompt).logits
+    with enable(tiny.model, chunk_size=16, local_window=40, heavy_budget=40):
+        ours = tiny(prompt).logits
+    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_a_model_that_lets_only_the_last_queries_through_its_last_layers(kept):
+    tiny = build_tiny(
+        "Gemma4ForCausalLM",
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+    )
+    prompt = random_prompt(72)
+    stock = tiny(prompt, logits_to_keep=kept).logits
+    with enable(tiny.model, **SPARSE, dense_layers=(0, 1, 2, 3)):
+        ours = tiny(prompt, logits_to_keep=kept).logits
+    torch.testing.assert_close(ours, stock, atol=1e-4, rtol=1e-4)
