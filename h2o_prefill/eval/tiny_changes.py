@@ -14,6 +14,15 @@ _INDEXER = {
     "indexer_budget": 32,
     "indexer_compress_ratio": 4,
 }
+_NARROW_WINDOWS = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 16,
+}
 
 # Name of the config class: values for its fields, those of a sub-config behind two underscores.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -22,21 +31,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "CohereCompassConfig": {"text_config__rope_parameters": _TWO_ROPES},
     "CohereCompassTextConfig": {"rope_parameters": _TWO_ROPES},
     "DbrxConfig": {"attn_config__rope_theta": 10000.0, "attn_config__clip_qkv": 8.0},
-    "Dots3NoteTextConfig": {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 16,
+    "DeepseekOcr2Config": {"text_config__mlp_layer_types": ["dense", "sparse"]},
+    "Dots3NoteConfig": {
+        "vision_config__adapter_in_dim": 64,
+        "audio_config__adapter_input_size": 64,
+        **{f"text_config__{name}": value for name, value in _NARROW_WINDOWS.items()},
     },
+    "Dots3NoteTextConfig": _NARROW_WINDOWS,
     "Emu3Config": {"vocabulary_map": {"<image>": 100}},
     "Ernie4_5_VLMoeConfig": {"text_config__rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "FunAsrNanoConfig": {"adaptor_config__intermediate_size": 16},
-    "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "Gemma3nTextConfig": {"intermediate_size": [64] * 4},
-    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
     "Glm46VConfig": {"text_config__rope_parameters": _AXES},
     "Glm4vConfig": {"text_config__rope_parameters": _AXES},
     "Glm4vMoeConfig": {
@@ -47,24 +52,28 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "GlmOcrConfig": {"text_config__rope_parameters": _AXES},
+    "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
     "HrmTextConfig": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     "HunYuanVLConfig": {"text_config__rope_parameters": {**_ROPE, "xdrope_section": [2, 2, 2, 2]}},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "LongcatFlashConfig": {"head_dim": 8, "qk_rope_head_dim": 8},
     "Mamba2Config": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "Molmo2Config": {"adapter_config__vision_feature_layer": [1, 0]},
+    "MoonshineConfig": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "MusicgenConfig": {"decoder__num_codebooks": 1},
     "MusicgenDecoderConfig": {"num_codebooks": 1},
     "MusicgenMelodyDecoderConfig": {"num_codebooks": 1},
     "NemotronH_Omni_Reasoning_V3_Config": {"vision_config__video_temporal_patch_size": 2},
     "PaddleOCRVLConfig": {"text_config__rope_parameters": _AXES},
-    "Qwen2VLConfig": {"text_config__rope_parameters": _AXES},
     "Qwen2_5_VLConfig": {"text_config__rope_parameters": _AXES},
     "Qwen2_5OmniConfig": {
         "enable_audio_output": False,
         "thinker_config__text_config__rope_parameters": _AXES,
     },
     "Qwen2_5OmniThinkerConfig": {"text_config__rope_parameters": _AXES},
+    "Qwen2VLConfig": {"text_config__rope_parameters": _AXES},
     "Qwen3OmniMoeConfig": {"enable_audio_output": False},
     "Qwen4ExpConfig": {f"text_config__{name}": value for name, value in _INDEXER.items()},
     "Qwen4ExpTextConfig": _INDEXER,
