@@ -16,7 +16,7 @@ from _timing import Timer, fits, gpu_timer
 from torch import Tensor
 
 from h2o_prefill.cli.console import error_console, quiet_libraries
-from h2o_prefill.cli.options import check_output_file
+from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import DTYPES
 from h2o_prefill.eval.environment import has_cuda

@@ -50,19 +50,22 @@ def json_output(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]
         yield save
 
 
-def check_output_file(path: Path, option: str) -> None:
+def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -> None:
     """Refuse a file that could not be written.
 
     Raises
     ------
     ValueError
-        If the folder is not there, the path is a folder, or it may not be written.
+        If the folder is not there, the path is a folder, it may not be written, or its suffix is
+        not one of `suffixes`.
     """
     target = path.expanduser()
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise ValueError(f"{option} must be a file in a folder that exists, got {str(path)!r}")
     with _refused(option):
         check_writable(path)
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ValueError(f"{option} must end in one of {suffixes}, got {str(path)!r}")
 
 
 def check_plot(path: Path | None) -> None:
@@ -77,9 +80,7 @@ def check_plot(path: Path | None) -> None:
     """
     if path is None:
         return
-    check_output_file(path, "--plot")
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise ValueError(f"--plot must end in one of {PLOT_SUFFIXES}, got {str(path)!r}")
+    check_output_file(path, "--plot", PLOT_SUFFIXES)
     _check_matplotlib("--plot needs")
 
 

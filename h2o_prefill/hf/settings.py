@@ -74,8 +74,9 @@ class Settings:
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
 
     def is_switched_on(self) -> bool:
-        """Return whether any config of the model still has our attention implementation."""
-        return any(config._attn_implementation == NAME for config, _ in self.previous)
+        """Return whether any config of the model still has an attention implementation of ours."""
+        names = (str(config._attn_implementation) for config, _ in self.previous)
+        return any(name.startswith(NAME) for name in names)
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""
