@@ -176,7 +176,8 @@ def make_plan(
         RESULTS.mkdir(exist_ok=True)
         json = RESULTS / (f"{name}.json" if device == "cpu" else f"{name}_{device}.json")
     try:
-        check_output_file(json, "--json", (".json",))
+        if json is not None:
+            check_output_file(json, "--json", (".json",))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     # The host only hands work to a GPU.

@@ -7,6 +7,7 @@
 | mask_function.py | what transformers calls to make a mask |
 | attention_function.py | what transformers calls to attend |
 | eligibility.py | when a call is sparse |
+| padding.py | where the rows of a padded batch lie |
 | sparse.py, dense.py | the two ways that a call can go |
 | chosen_keys.py | the dense way of models that choose their own keys |
 | cache.py, layer.py | a cache that several calls of one prompt share, and its layers |

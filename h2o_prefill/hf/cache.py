@@ -17,7 +17,8 @@ class ChunkedPrefillCache(DynamicCache):
 
     With it, calls of one prompt in multiples of the chunk size give what one call gives, so
     `generate(prefill_chunk_size=...)`, a shared prefix (`copy.deepcopy`) and chat turns stay
-    sparse. It holds the token ids as well, which lexical recall searches.
+    sparse. It holds the token ids as well, which lexical recall searches. Of a padded batch it
+    keeps keys and values only: long calls that go on from one are dense.
 
     Parameters
     ----------

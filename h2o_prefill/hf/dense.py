@@ -135,6 +135,7 @@ def _suits_our_operator(call: Call) -> bool:
         call.query.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")  # which casts for PyTorch's operator
         and call.mask is None
+        and call.padding is None
         and is_causal(call.module, call.kwargs)
         and reads_as_causal
         and call.dropout == 0
@@ -148,9 +149,12 @@ def _suits_our_operator(call: Call) -> bool:
 
 def _mask(call: Call, name: str) -> Any:
     """Return the call's mask in the format of the implementation."""
-    mask = call.mask
+    mask, padding = call.mask, call.padding
+    if mask is None and padding is not None:
+        device = call.query.device
+        mask = _shared(call.run, (padding, device), lambda: padding.mask_on(device))
     # One query sees every key without a mask, but some eager functions cannot do without one.
-    if mask is None and (call.new > 1 or name == "eager") and _needs_causal_mask(call):
+    elif mask is None and (call.new > 1 or name == "eager") and _needs_causal_mask(call):
         make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         if make is None:
             return None

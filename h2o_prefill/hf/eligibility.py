@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.padding import CONTINUES, Padding
 from h2o_prefill.hf.run import Run, is_traced
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
@@ -96,6 +97,19 @@ class Call:
             holders = (other for other in layers if getattr(other, "keys", None) is self.key)
             layer = next(holders, layer)
         return layer if isinstance(layer, ChunkedPrefillLayer) else None
+
+    @property
+    def padding(self) -> Padding | None:
+        """Where the rows lie, if the mask that was asked for is that of a padded batch.
+
+        Other attention of the same forward, such as that to the states of an encoder, may be of the
+        same size.
+        """
+        padding = None if self.run is None else self.run.padding
+        sizes = (self.query.shape[0], self.new, self.key.shape[2])
+        if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
+            return None
+        return padding if is_causal(self.module, {}) else None
 
     def given(self, *names: str) -> bool:
         """Return whether the model passed one of these arguments."""
@@ -205,6 +219,9 @@ def _in_words(module: nn.Module, encoder_decoder: bool) -> str:
 
 
 def _is_short(call: Call) -> bool:
+    padding = call.padding
+    if padding is not None:
+        return not padding.has_long_row(call.config, call.prompt_rows)
     if not call.config.is_long_call(call.past, call.prompt_rows):
         return True
     # One chunk without history is plain causal attention; only a cache that goes on needs its
@@ -250,7 +267,12 @@ def _is_static(call: Call) -> bool:
 
 def _is_plain(call: Call) -> bool:
     run = call.run
-    return run is None or run.plain == (call.query.shape[2], call.key.shape[2])
+    plain = run is None or run.plain == (call.query.shape[2], call.key.shape[2])
+    return plain or call.padding is not None
+
+
+def _goes_on_from_padding(call: Call) -> bool:
+    return call.past > 0 and call.cache_layer is not None and call.cache_layer.padded
 
 
 def _mask_reason(call: Call) -> str:
@@ -325,6 +347,7 @@ RULES = (
         "the model makes its own masks, so that attention is not known to be causal",
     ),
     Rule(lambda call: call.past > 0 and call.cache_layer is None, _history_reason),
+    Rule(_goes_on_from_padding, CONTINUES),
     Rule(lambda call: call.run is None, NOT_ENABLED),
 )
 

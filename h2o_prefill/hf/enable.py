@@ -138,6 +138,9 @@ def enable(
     PyTorch's, on CPU, and plain causal, by `ops.dense_attention`, the same but for rounding. What
     is unsupported is said once, as a warning.
 
+    In a batch with padding, left, right or both, every row is what it is alone: it goes sparse if
+    it has more than one chunk of tokens itself. Only the first call of such a batch can.
+
     Parameters
     ----------
     model : PreTrainedModel

@@ -23,10 +23,16 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     Keys, values and scores lie in buffers that grow by doubling: a decoded token copies no history.
     `keys` and `values` are views of what is in use.
+
+    Attributes
+    ----------
+    padded : bool
+        Whether rows of a padded batch were prefilled sparsely: of those no state is kept.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
+        self.padded = False
         self._state: PrefillState | None = None
         self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 behind the state's length
         # Key and value buffers, and the views of them that `keys` and `values` were made: whoever
@@ -149,6 +155,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Forget everything."""
         self.keys = self.values = None
         self.is_initialized = False
+        self.padded = False
         self.state = None
         self._buffers = self._views = None
         super().reset()
@@ -247,6 +254,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         return scores, state
 
     def _truncate_state(self, length: int) -> None:
+        self.padded = self.padded and length > 0
         state = self._state
         if state is None or length >= state.length:
             return

@@ -1,15 +1,17 @@
 """The mask function of the name `h2o_prefill`: no mask where attention is plain causal.
 
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
-keys up to Tkv - Tq + i, and all of them. Everything else is the mask that the model's own
-implementation would have got.
+keys up to Tkv - Tq + i, and all of them, or, if `Run.padding` is set, those of its row that are no
+padding. Everything else is the mask that the model's own implementation would have got.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -18,9 +20,14 @@ from transformers.masking_utils import (
 )
 
 from h2o_prefill.hf.names import NAME
+from h2o_prefill.hf.padding import CONTINUES, Padding, row_spans
 from h2o_prefill.hf.run import Run, current_run, is_traced
 
-PADDING = "attention_mask holds padding; rows must be of equal length and unpadded"
+HOLES = "attention_mask has holes; padding is supported at the ends of rows only"
+GRADIENTS = (
+    "attention_mask holds padding while gradients are on; run under torch.no_grad() or "
+    "torch.inference_mode()"
+)
 PACKED = (
     "a compiled model without a cache and without attention_mask is taken for one of packed "
     "sequences by transformers; pass attention_mask=torch.ones_like(input_ids)"
@@ -39,6 +46,8 @@ def h2o_prefill_mask(
     **kwargs: Any,
 ) -> Any:
     """Return None for plain causal attention, else the mask that the previous implementation takes.
+
+    Padded rows that may be sparse get None too, and their `Padding` is kept in the run.
 
     Called by transformers once for each mask type of a forward.
 
@@ -75,12 +84,16 @@ def h2o_prefill_mask(
         if is_traced() or run.settings.is_causal_by_mask(kwargs.get("config")):
             return make(**arguments)
     if _is_causal_history(q_length, kv_length, q_offset, kv_offset, mask_function, kwargs):
+        if run is not None:
+            run.plain = run.padding = None
         if _is_unpadded(attention_mask, kv_length):
             if run is not None:
                 run.plain = (q_length, kv_length)
             return None
-        if run is not None:
-            run.mask_reason = PADDING
+        if run is not None and q_length > 1:
+            padding = _padding(run, arguments, make)
+            if padding is not None and padding.has_long_row(run.settings.config):
+                return None
     elif (
         run is not None
         and mask_function is not causal_mask_function
@@ -123,6 +136,25 @@ def _is_unpadded(attention_mask: Tensor | None, kv_length: int) -> bool:
     if attention_mask is None:
         return True
     return attention_mask.shape[-1] >= kv_length and bool(attention_mask[:, :kv_length].all())
+
+
+def _padding(run: Run, arguments: dict[str, Any], make: Callable[..., Any]) -> Padding | None:
+    """Put the padding of a forward into its run, or the reason why it needs its mask."""
+    attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
+    if arguments["q_offset"] > 0:
+        run.mask_reason = CONTINUES
+        return None
+    if torch.is_grad_enabled():
+        # Checkpointed layers run again in the backward pass, where no run knows of the padding.
+        run.mask_reason = GRADIENTS
+        return None
+    whole = attention_mask.shape[0] == arguments["batch_size"]
+    spans = row_spans(attention_mask, length) if whole else None
+    if spans is None:
+        run.mask_reason = HOLES
+        return None
+    run.padding = Padding(length, spans, partial(make, **arguments))
+    return run.padding
 
 
 def _previous_mask_function(run: Run | None, hf_config: Any) -> Callable[..., Any]:

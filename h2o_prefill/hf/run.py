@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.rollback import CacheSnapshot, check_usable
 from h2o_prefill.hf.settings import Settings
 
@@ -55,8 +56,10 @@ class Run:
         Whether our mask function was asked for a mask: if not, the model makes its own.
     plain : (int, int) or None
         Query and key length for which it was plain causal.
+    padding : Padding or None
+        Where the rows lie, if only their padding kept it from being that.
     mask_reason : str or None
-        Why it was not.
+        Why it was neither.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -70,6 +73,7 @@ class Run:
         self.assumed_packed = False
         self.masks_made = False
         self.plain: tuple[int, int] | None = None
+        self.padding: Padding | None = None
         self.mask_reason: str | None = None
         self._snapshot: CacheSnapshot | None = None
         self._shared: dict[Any, Any] = {}

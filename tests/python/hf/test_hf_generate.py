@@ -116,16 +116,6 @@ def test_prompt_lookup_decoding(llama, make_ids):
         assert torch.equal(llama.generate(ids, prompt_lookup_num_tokens=3, **greedy), plain)
 
 
-def test_left_padding(llama, make_ids, sparse_layers):
-    ids, mask = make_ids(2, 72), torch.ones(2, 72, dtype=torch.long)
-    ids[0, :7], mask[0, :7] = 0, 0
-    stock = llama.generate(ids, attention_mask=mask, **GREEDY)
-    with enable(llama, **SPARSE), pytest.warns(UserWarning, match="padding"):
-        ours = llama.generate(ids, attention_mask=mask, **GREEDY)
-    assert torch.equal(ours, stock)
-    assert sparse_layers == []
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 def test_prefill_chunk_size_with_a_plain_cache_is_dense_and_right(build, make_ids, name):
     model, ids = build(name), make_ids(1, 70)

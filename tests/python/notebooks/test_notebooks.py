@@ -51,7 +51,7 @@ def test_quick_start(execute: Execute, tiny: Any, context: int, sizes: dict[str,
     assert not after["active"] and after["attention"] == "sdpa"
     assert after["difference"] < 1e-4 and after["cached"] == context
     assert [answer.split()[0] for answer in after["answers"]] == ["In", "The"]
-    reason = "attention_mask holds padding"
+    reason = "attention_mask has holes"
     assert done.stderr.count("Warning") == done.stderr.count(reason) == 1
     assert reason in done.stdout  # of the error that `strict` makes of it
 

@@ -1,0 +1,106 @@
+"""Where the rows of a padded batch lie, and the mask that they need where attention is dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.config import PrefillConfig
+
+Span = tuple[int, int]
+
+CONTINUES = (
+    "a long call goes on from a padded batch; only the first call of such a batch can be sparse"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """A forward into an empty cache whose rows have padding on the left, on the right, or both.
+
+    Attributes
+    ----------
+    length : int
+        Tokens of the call, padding included: queries and keys.
+    spans : tuple of (int, int)
+        First token and end of every row; equal where a row is all padding.
+    make_mask : callable
+        Makes the mask that the model's own attention implementation takes.
+    """
+
+    length: int
+    spans: tuple[Span, ...]
+    make_mask: Callable[[], Any]
+
+    def mask_on(self, device: torch.device) -> Any:
+        """Make the mask, on the device of a layer."""
+        mask = self.make_mask()
+        return mask.to(device) if hasattr(mask, "to") else mask
+
+    def groups(self) -> dict[Span, slice | list[int]]:
+        """Return the rows that lie in the same place, as an index of the batch; none is empty."""
+        rows: dict[Span, list[int]] = {}
+        for row, span in enumerate(self.spans):
+            if span[0] < span[1]:
+                rows.setdefault(span, []).append(row)
+        return {span: _as_index(found) for span, found in rows.items()}
+
+    def has_long_row(self, config: PrefillConfig, prompt_end: int | None = None) -> bool:
+        """Return whether some row is sparse.
+
+        Parameters
+        ----------
+        config : PrefillConfig
+        prompt_end : int, optional
+            Where the candidates of assisted decoding begin. Default: there are none.
+        """
+        stop = self.length if prompt_end is None else prompt_end
+        return any(is_long_row(min(end, stop) - first, config) for first, end in self.spans)
+
+
+def is_long_row(length: int, config: PrefillConfig) -> bool:
+    """Return whether a row of a padded batch is sparse, as it is alone: longer than one chunk.
+
+    Parameters
+    ----------
+    length : int
+        Its tokens without padding.
+    config : PrefillConfig
+    """
+    return length > config.chunk_size and config.is_long_call(0, length)
+
+
+def row_spans(attention_mask: Tensor, length: int) -> tuple[Span, ...] | None:
+    """Return first token and end of every row, None if padding lies between tokens of a row.
+
+    Parameters
+    ----------
+    attention_mask : Tensor
+        bool [B, T], False at padding.
+    length : int
+        Tokens of a row; what a shorter mask leaves out is padding.
+    """
+    real = attention_mask[:, :length].bool()
+    real = torch.nn.functional.pad(real, (0, length - real.shape[1]))
+    places = torch.arange(length, device=real.device)
+    bounds = torch.stack(
+        [
+            torch.where(real, places, length).amin(dim=1),
+            torch.where(real, places + 1, 0).amax(dim=1),
+            real.sum(dim=1),
+        ],
+        dim=1,
+    ).tolist()  # one transfer from the device
+    if any(tokens not in (0, end - first) for first, end, tokens in bounds):
+        return None
+    return tuple((first, end) if tokens else (0, 0) for first, end, tokens in bounds)
+
+
+def _as_index(rows: list[int]) -> slice | list[int]:
+    """Return neighbouring rows as a slice, which copies nothing."""
+    begin, end = rows[0], rows[-1] + 1
+    return slice(begin, end) if end - begin == len(rows) else rows

@@ -1,0 +1,633 @@
+"""Padded batches: every row is what it is alone, whatever lies beside and around it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from h2o_prefill import ChunkedPrefillCache, enable, ops
+from h2o_prefill.hf.padding import row_spans
+
+EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
+SIZES = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+SPARSE = {"config": "h2o", **SIZES}
+RECALL = {"config": "recommended", "recall_block": 8, **SIZES}
+EVERYTHING = {**RECALL, "sink_tokens": 2, "dense_tail": 5, "wide_layers": (1,), "wide_factor": 2}
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+MODELS = ["llama", "qwen3", "gpt2", "gemma3", "mistral"]
+SIDES = ["left", "right", "both"]
+LENGTHS = (72, 40, 9, 55)  # one row is shorter than a chunk
+CONTINUES = "a long call goes on from a padded batch"
+HOLES = "attention_mask has holes"
+
+
+class Batch:
+    """Rows of different lengths in one padded batch.
+
+    Attributes
+    ----------
+    rows : list of Tensor
+        int64 [1, n], without padding.
+    ids, mask, positions : Tensor
+        int64 [B, T]; positions count the tokens of a row, as `generate` does.
+    spans : list of slice
+        Where the rows lie.
+    """
+
+    def __init__(self, rows, side):
+        longest = max(row.shape[1] for row in rows)
+        length = longest + (7 if side == "both" else 0)
+        self.rows, self.spans = rows, []
+        self.ids = torch.zeros(len(rows), length, dtype=torch.long)
+        self.mask = torch.zeros_like(self.ids)
+        for index, row in enumerate(rows):
+            size = row.shape[1]
+            begin = {"left": length - size, "right": 0, "both": (length - size) // 2}[side]
+            self.spans.append(slice(begin, begin + size))
+            self.ids[index, self.spans[-1]] = row
+            self.mask[index, self.spans[-1]] = 1
+        self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+
+    @property
+    def arguments(self):
+        return {"input_ids": self.ids, "attention_mask": self.mask, "position_ids": self.positions}
+
+    def cut(self, out):
+        """Return what belongs to each row, without padding."""
+        return [out[index, span] for index, span in enumerate(self.spans)]
+
+
+@pytest.fixture
+def make_batch(make_ids):
+    """Return a function that makes a batch; its rows repeat themselves, so recall finds keys."""
+
+    def make(side, lengths=LENGTHS):
+        # Of different periods, so that what is recalled in one row is wrong in another.
+        rows = [
+            make_ids(1, 11 + 3 * i, seed=20 + i).repeat(1, 7)[:, :n] for i, n in enumerate(lengths)
+        ]
+        return Batch(rows, side)
+
+    return make
+
+
+def assert_rows_equal(batch, out, expected, **tolerance):
+    for ours, alone in zip(batch.cut(out), expected, strict=True):
+        torch.testing.assert_close(ours, alone, **(tolerance or CLOSE))
+
+
+@pytest.mark.parametrize("options", [SPARSE, RECALL, EVERYTHING], ids=["h2o", "recall", "all"])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_row_is_what_it_is_alone(build, make_batch, sparse_layers, name, side, options):
+    model, batch = build(name), make_batch(side)
+    stock = model(**batch.arguments).logits
+    with enable(model, strict=True, **options):
+        expected = [model(row).logits[0] for row in batch.rows]
+        alone = sorted(sparse_layers)
+        sparse_layers.clear()
+        ours = model(**batch.arguments).logits
+    assert_rows_equal(batch, ours, expected)
+    assert sorted(sparse_layers) == alone and set(alone) == {72, 40, 55}
+    assert ours.isfinite().all()
+    for index in (0, 1, 3):
+        assert (batch.cut(ours)[index] - batch.cut(stock)[index]).abs().amax() > 1e-2
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", MODELS)
+def test_with_room_for_everything_it_equals_stock(build, make_batch, sparse_layers, name, side):
+    model, batch = build(name), make_batch(side)
+    stock = model(**batch.arguments).logits
+    with enable(model, strict=True, **EXACT):
+        ours = model(**batch.arguments).logits
+    assert_rows_equal(batch, ours, batch.cut(stock))
+    assert set(sparse_layers) == {72, 40, 55}
+
+
+@pytest.mark.parametrize("preset", ["h2o", "recommended"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
+def test_16_bit_models(build, make_batch, sparse_layers, preset, dtype, tolerance):
+    model, batch = build("llama").to(getattr(torch, dtype)), make_batch("left")
+    with enable(model, preset, strict=True, **SIZES):
+        expected = [model(row).logits[0] for row in batch.rows]
+        sparse_layers.clear()
+        ours = model(**batch.arguments).logits
+    assert ours.dtype == getattr(torch, dtype) and len(sparse_layers) == 6
+    assert_rows_equal(batch, ours, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_autocast(llama, make_batch, sparse_layers):
+    batch = make_batch("left")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = llama(**batch.arguments).logits
+        with enable(llama, strict=True, **EXACT):
+            ours = llama(**batch.arguments).logits
+    assert len(sparse_layers) == 6 and ours.dtype == stock.dtype
+    assert_rows_equal(batch, ours.float(), batch.cut(stock.float()), atol=0.3, rtol=0.1)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_without_position_ids_a_row_has_those_of_its_place(build, make_batch, name, side):
+    """Rotary models see distances alone; learned positions are those that stock gives."""
+    model, batch = build(name), make_batch(side)
+    with enable(model, strict=True, **SPARSE):
+        ours = model(batch.ids, attention_mask=batch.mask).logits
+        expected = [
+            model(row, position_ids=torch.arange(span.start, span.stop)[None]).logits[0]
+            for row, span in zip(batch.rows, batch.spans, strict=True)
+        ]
+    assert_rows_equal(batch, ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", SIDES)
+def test_dense_layers_get_the_mask(build, make_batch, sparse_layers, implementation, side):
+    model, batch = build("llama", implementation), make_batch(side)
+    stock = model(**batch.arguments).logits
+    with enable(model, strict=True, dense_layers=(0, 1), **SPARSE):
+        assert_rows_equal(batch, model(**batch.arguments).logits, batch.cut(stock), atol=0, rtol=0)
+    assert sparse_layers == []
+    with enable(model, strict=True, dense_layers=(0,), **SPARSE):
+        expected = [model(row).logits[0] for row in batch.rows]
+        sparse_layers.clear()
+        ours = model(**batch.arguments).logits
+    assert sorted(sparse_layers) == [40, 55, 72]
+    assert_rows_equal(batch, ours, expected)
+
+
+def test_the_mask_of_dense_layers_is_made_once_and_only_if_needed(build, make_batch, monkeypatch):
+    from h2o_prefill.hf import mask_function
+
+    made, make = [], mask_function.sdpa_mask
+
+    def watched(**arguments):
+        made.append(arguments["batch_size"])
+        return make(**arguments)
+
+    monkeypatch.setitem(mask_function.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", watched)
+    model, batch = build("llama", num_hidden_layers=3), make_batch("left")
+    with enable(model, strict=True, **SPARSE):
+        model(**batch.arguments)
+        assert made == []
+    with enable(model, strict=True, dense_layers=(0, 2), **SPARSE):
+        model(**batch.arguments)
+    assert made == [4]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("side", SIDES)
+def test_models_that_are_dense_for_another_reason(build, make_batch, sparse_layers, name, side):
+    model, batch = build(name, "eager"), make_batch(side)
+    stock = model(**batch.arguments).logits
+    with enable(model, **SPARSE), pytest.warns(UserWarning, match=r"softcap|sinks|\(MLA\)"):
+        ours = model(**batch.arguments).logits
+    assert_rows_equal(batch, ours, batch.cut(stock))
+    assert sparse_layers == []
+
+
+def test_attention_to_other_states_of_the_same_length_is_not_that_of_the_rows(
+    build, make_batch, sparse_layers
+):
+    model, batch = build("gpt2", add_cross_attention=True), make_batch("left")
+    states = torch.randn(4, 72, 32, generator=torch.Generator().manual_seed(5))
+    arguments = {**batch.arguments, "encoder_hidden_states": states, "use_cache": False}
+    stock = model(**arguments).logits
+    with enable(model, strict=True, **EXACT):
+        ours = model(**arguments).logits
+    assert_rows_equal(batch, ours, batch.cut(stock))
+    assert sorted(sparse_layers) == [40, 40, 55, 55, 72, 72]
+
+
+def test_a_later_mask_of_the_same_forward_takes_the_place_of_the_padding(
+    llama, make_batch, sparse_layers
+):
+    """As where a model has two decoders."""
+    from transformers.masking_utils import create_causal_mask
+
+    def ask_again(module, args):
+        mask = create_causal_mask(
+            config=llama.config, inputs_embeds=args[0], attention_mask=None, past_key_values=None
+        )
+        assert mask is None
+
+    batch = make_batch("left")
+    llama.model.layers[1].register_forward_pre_hook(ask_again)
+    with enable(llama, strict=True, **SPARSE):
+        llama(**batch.arguments)
+    assert sorted(sparse_layers[:3]) == [40, 55, 72] and sparse_layers[3:] == [72]
+
+
+@pytest.mark.parametrize("options", [SPARSE, {**RECALL, "dense_layers": (0,)}])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_that_is_all_padding_is_finite_and_changes_nothing(
+    build, make_batch, name, options, dtype
+):
+    model, batch = build(name).to(getattr(torch, dtype)), make_batch("right")
+    arguments = batch.arguments
+    with enable(model, strict=True, **options):
+        expected = model(**arguments).logits
+        arguments["attention_mask"][2] = 0
+        ours = model(**arguments).logits
+    assert ours.isfinite().all()
+    for index in (0, 1, 3):
+        span = batch.spans[index]
+        torch.testing.assert_close(ours[index, span], expected[index, span], **CLOSE)
+
+
+def test_a_batch_of_nothing_but_padding_is_dense(llama, make_ids, sparse_layers):
+    ids = make_ids(2, 40)
+    with enable(llama, strict=True, **SPARSE):
+        assert llama(ids, attention_mask=torch.zeros_like(ids)).logits.isfinite().all()
+    assert sparse_layers == []
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", SIDES)
+def test_rows_of_up_to_one_chunk_are_dense_as_before(
+    build, make_batch, sparse_layers, implementation, side
+):
+    """The call is longer than a chunk with padding on both sides, no row is."""
+    model, batch, masks = build("llama", implementation), make_batch(side, (16, 9, 12)), []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _module, _args, arguments: masks.append(arguments["attention_mask"]),
+        with_kwargs=True,
+    )
+    stock = model(**batch.arguments).logits
+    with enable(model, strict=True, **SPARSE):
+        ours = model(**batch.arguments).logits
+    assert torch.equal(ours, stock) and torch.equal(*masks)
+    assert sparse_layers == []
+
+
+def test_candidates_do_not_make_a_row_long(llama, make_batch, sparse_layers):
+    batch = make_batch("both", (18,))
+    with enable(llama, strict=True, **SPARSE):
+        for kept, layers in ((12, 0), (1, 2)):
+            cache = ChunkedPrefillCache(config=llama.config)
+            llama(**batch.arguments, past_key_values=cache, logits_to_keep=kept)
+            assert len(sparse_layers) == layers
+
+
+def test_min_prefill_counts_the_tokens_of_a_row(llama, make_batch, sparse_layers):
+    batch = make_batch("left")
+    with enable(llama, strict=True, min_prefill=55, **SPARSE):
+        expected = [llama(row).logits[0] for row in batch.rows]
+        assert sorted(sparse_layers) == [55, 55, 72, 72]
+        ours = llama(**batch.arguments).logits
+    assert sorted(sparse_layers) == [55] * 4 + [72] * 4
+    assert_rows_equal(batch, ours, expected)
+
+
+@pytest.mark.parametrize("order", [(50, 50, 72), (50, 72, 50)], ids=["neighbours", "apart"])
+def test_rows_in_the_same_place_go_together(llama, make_batch, monkeypatch, order):
+    seen, attend = [], ops.chunked_sparse_attention
+
+    def watched(q, *args):
+        seen.append((q.shape[0], q.shape[2]))
+        return attend(q, *args)
+
+    batch = make_batch("left", order)
+    with enable(llama, strict=True, **RECALL):
+        expected = [llama(row).logits[0] for row in batch.rows]
+        monkeypatch.setattr(ops, "chunked_sparse_attention", watched)
+        ours = llama(**batch.arguments).logits
+    assert sorted(seen) == [(1, 72), (1, 72), (2, 50), (2, 50)]
+    assert_rows_equal(batch, ours, expected)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_recall_searches_a_row_without_its_padding(llama, make_batch, monkeypatch, side):
+    searched, search = [], ops.lexical_recall
+
+    def watched(token_ids, begin, *args):
+        searched.append((token_ids.clone(), begin))
+        return search(token_ids, begin, *args)
+
+    monkeypatch.setattr(ops, "lexical_recall", watched)
+    batch = make_batch(side)
+    with enable(llama, strict=True, **RECALL):
+        llama(**batch.arguments)
+    long = [row for row in batch.rows if row.shape[1] > 16]
+    assert [begin for _, begin in searched] == [0] * len(long)
+    for (ids, _), row in zip(searched, long, strict=True):
+        assert torch.equal(ids, row)
+
+
+def test_embeddings_cannot_be_searched(llama, make_batch):
+    batch = make_batch("left")
+    embeddings = llama.get_input_embeddings()(batch.ids)
+    with enable(llama, **{**RECALL, "recall": 0}):
+        without = llama(**batch.arguments).logits
+    with enable(llama, **RECALL), pytest.warns(UserWarning, match="recall is off") as caught:
+        arguments = {**batch.arguments, "input_ids": None, "inputs_embeds": embeddings}
+        ours = llama(**arguments).logits
+    assert len(caught) == 1
+    assert_rows_equal(batch, ours, batch.cut(without))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", SIDES)
+def test_a_mask_with_holes_is_dense(build, make_batch, sparse_layers, implementation, side):
+    model, batch = build("llama", implementation), make_batch(side)
+    batch.mask[3, batch.spans[3].start + 4] = 0
+    stock = model(**batch.arguments).logits
+    with enable(model, **SPARSE), pytest.warns(UserWarning, match=HOLES) as caught:
+        ours = model(**batch.arguments).logits
+        model(**batch.arguments)
+    torch.testing.assert_close(ours[batch.mask.bool()], stock[batch.mask.bool()], **CLOSE)
+    assert sparse_layers == [] and len(caught) == 1
+    with enable(model, strict=True, **SPARSE), pytest.raises(NotImplementedError, match=HOLES):
+        model(**batch.arguments)
+
+
+MASKS = {
+    "whole": ("1111", (0, 4)),
+    "left": ("0011", (2, 4)),
+    "right": ("1000", (0, 1)),
+    "both": ("0110", (1, 3)),
+    "nothing": ("0000", (0, 0)),
+    "a hole": ("1011", None),
+    "a shorter mask": ("11", (0, 2)),
+    "a longer mask": ("00111", (2, 4)),
+    "a hole behind the keys": ("11110", (0, 4)),
+}
+
+
+@pytest.mark.parametrize("name", list(MASKS))
+def test_spans(name):
+    text, span = MASKS[name]
+    mask = torch.tensor([[letter == "1" for letter in text]] * 2)
+    assert row_spans(mask, 4) == (None if span is None else (span, span))
+    mask[1] = True
+    if span is not None:
+        assert row_spans(mask, 4)[0] == span
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # a new name in some version
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_stock(llama, make_batch, sparse_layers, checkpointing):
+    batch = make_batch("left")
+    labels = batch.ids.masked_fill(batch.mask == 0, -100)
+    weight = llama.model.layers[0].self_attn.q_proj.weight
+    llama.train()
+    if checkpointing:
+        llama.gradient_checkpointing_enable()
+
+    def gradient():
+        llama.zero_grad()
+        llama(**batch.arguments, labels=labels, use_cache=False).loss.backward()
+        return weight.grad.clone()
+
+    with torch.enable_grad():
+        stock = gradient()
+        with enable(llama, **SPARSE), pytest.warns(UserWarning, match="training mode"):
+            ours = gradient()
+    torch.testing.assert_close(ours, stock, **CLOSE)
+    assert sparse_layers == []
+
+
+def test_a_frozen_model_outside_of_no_grad_is_dense(llama, make_batch, sparse_layers):
+    batch = make_batch("left")
+    llama.requires_grad_(False)
+    stock = llama(**batch.arguments).logits
+    with torch.enable_grad(), enable(llama, **SPARSE):
+        with pytest.warns(UserWarning, match=r"padding while gradients are on.*no_grad"):
+            ours = llama(**batch.arguments).logits
+        assert sparse_layers == []
+    assert_rows_equal(batch, ours, batch.cut(stock))
+
+
+# ----------------------------------------------------------------------- generate and its like
+
+
+@pytest.mark.parametrize("options", [SPARSE, RECALL], ids=["h2o", "recall"])
+@pytest.mark.parametrize("own_cache", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_gives_what_each_row_gives_alone(
+    build, make_batch, sparse_layers, name, own_cache, options
+):
+    model, batch = build(name), make_batch("left")
+
+    def generate(**arguments):
+        found = model.generate(
+            **arguments, **GREEDY, return_dict_in_generate=True, output_logits=True
+        )
+        tokens = found.sequences[:, arguments["input_ids"].shape[1] :]
+        return tokens, torch.stack(found.logits, dim=1)
+
+    padded = {"input_ids": batch.ids, "attention_mask": batch.mask}
+    _, stock = generate(**padded)
+    with enable(model, strict=True, **options):
+        alone = [generate(input_ids=row) for row in batch.rows]
+        sparse_layers.clear()
+        cache = {"past_key_values": ChunkedPrefillCache(config=model.config)} if own_cache else {}
+        ours, logits = generate(**padded, **cache)
+    assert torch.equal(ours, torch.cat([tokens for tokens, _ in alone]))
+    torch.testing.assert_close(logits, torch.cat([x for _, x in alone]), atol=1e-4, rtol=1e-4)
+    assert (logits - stock).abs().amax() > 1e-2
+    assert set(sparse_layers) == {72, 40, 55}
+
+
+def test_beams_of_a_padded_batch(llama, make_batch, sparse_layers):
+    batch = make_batch("left")
+    arguments = {"attention_mask": batch.mask, "num_beams": 2, **GREEDY}
+    stock = llama.generate(batch.ids, **arguments)
+    with enable(llama, strict=True, **EXACT):
+        assert torch.equal(llama.generate(batch.ids, **arguments), stock)
+        cache = ChunkedPrefillCache(config=llama.config)
+        assert torch.equal(llama.generate(batch.ids, past_key_values=cache, **arguments), stock)
+    assert len(sparse_layers) == 2 * 2 * 3
+
+
+def test_assisted_decoding_of_one_padded_row(build, make_batch, sparse_layers):
+    model, assistant = build("llama"), build("llama", num_hidden_layers=1)
+    batch = make_batch("both", (55,))
+    ids, mask = batch.ids[:, : batch.spans[0].stop], batch.mask[:, : batch.spans[0].stop]
+    with enable(model, strict=True, **RECALL):
+        alone = model.generate(batch.rows[0], assistant_model=assistant, **GREEDY)[:, 55:]
+        ours = model.generate(ids, attention_mask=mask, assistant_model=assistant, **GREEDY)
+    assert torch.equal(ours[:, ids.shape[1] :], alone)
+    # The first call has 5 candidates behind the prompt.
+    assert sparse_layers == [55] * 4
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_last_rows_of_a_call_verify_candidates(llama, make_batch, sparse_layers, side):
+    """With a cache and the logits of 6 tokens, the last 5 places of a call are candidates."""
+    kept, batch = 6, make_batch(side, (72, 70, 68, 40))
+    length = batch.ids.shape[1]
+    with enable(llama, strict=True, **RECALL):
+        cache = ChunkedPrefillCache(config=llama.config)
+        ours = llama(**batch.arguments, past_key_values=cache, logits_to_keep=kept).logits
+        together = sorted(sparse_layers)
+        sparse_layers.clear()
+        for index, (row, span) in enumerate(zip(batch.rows, batch.spans, strict=True)):
+            here = max(0, kept - (length - span.stop))  # of the kept places, those of this row
+            if here == 0:
+                llama(row)
+                continue
+            cache = ChunkedPrefillCache(config=llama.config)
+            alone = llama(row, past_key_values=cache, logits_to_keep=here).logits[0]
+            torch.testing.assert_close(ours[index, :here], alone, **CLOSE)
+    assert together == sorted(sparse_layers)
+    assert together == sorted([67, 65, 63, 35] * 2 if side == "left" else [67, 67, 67, 40] * 2)
+
+
+def test_a_pipeline_of_batches(tiny):
+    model, tokenizer = tiny.make_model(), tiny.make_tokenizer()
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.bos_token, "left"
+    tokenizer.model_max_length = 512
+    prompts = [tiny.SENTENCE * times for times in (4, 2, 1, 3)]
+    make = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    options = {"return_full_text": False, **GREEDY}
+
+    def texts(**arguments):
+        return [found[0]["generated_text"] for found in make(prompts, **options, **arguments)]
+
+    stock = texts(batch_size=4)
+    with enable(model, strict=True, **SPARSE):
+        assert texts(batch_size=4) == texts(batch_size=1) != stock
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_scores_of_a_right_padded_batch(llama, make_batch, sparse_layers, masked):
+    """The loop of lm-eval, which passes no mask: pads on the right are seen by nobody."""
+    batch, last = make_batch("right", (72, 40, 55)), 7
+
+    def score(logits, row):
+        log_probs = logits[: row.shape[1] - 1].log_softmax(-1)
+        return log_probs.gather(1, row[0, 1:, None])[-last:].sum()
+
+    arguments = {"attention_mask": batch.mask} if masked else {}
+    with enable(llama, strict=True, **RECALL):
+        expected = [score(llama(row).logits[0], row) for row in batch.rows]
+        logits = llama(batch.ids, **arguments).logits
+    ours = [score(*pair) for pair in zip(logits, batch.rows, strict=True)]
+    torch.testing.assert_close(torch.stack(ours), torch.stack(expected), atol=1e-4, rtol=1e-5)
+    assert sparse_layers
+
+
+# ------------------------------------------------------------------- calls after a padded batch
+
+
+def stock_copy(cache, config):
+    """Return a plain cache with the same keys and values."""
+    pairs = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    return transformers.DynamicCache(pairs, config=config)
+
+
+@pytest.mark.parametrize("new", [1, 7, 40])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("own_cache", [True, False])
+def test_later_calls_are_dense_over_the_cache(
+    build, make_batch, make_ids, sparse_layers, implementation, own_cache, new
+):
+    model, batch = build("llama", implementation), make_batch("left")
+    more = make_ids(4, new, seed=9)
+    mask = torch.cat([batch.mask, torch.ones_like(more)], dim=1)
+    positions = batch.positions[:, -1:] + 1 + torch.arange(new)
+    arguments = {"attention_mask": mask, "position_ids": positions}
+    with enable(model, **RECALL):
+        kind = ChunkedPrefillCache if own_cache else transformers.DynamicCache
+        cache = model(**batch.arguments, past_key_values=kind(config=model.config)).past_key_values
+        plain, sparse = stock_copy(cache, model.config), len(sparse_layers)
+        if new == 40:
+            with pytest.warns(UserWarning, match=CONTINUES):
+                ours = model(more, past_key_values=cache, **arguments).logits
+        else:
+            ours = model(more, past_key_values=cache, **arguments).logits
+    stock = model(more, past_key_values=plain, **arguments).logits
+    torch.testing.assert_close(ours, stock, **CLOSE)
+    assert len(sparse_layers) == sparse == 6
+
+
+def test_a_later_long_call_without_a_mask_is_dense_too(llama, make_batch, make_ids, sparse_layers):
+    batch, more = make_batch("right"), make_ids(4, 40, seed=9)
+    with enable(llama, **SPARSE):
+        cache = ChunkedPrefillCache(config=llama.config)
+        llama(**batch.arguments, past_key_values=cache)
+        assert all(layer.padded and layer.state is None for layer in cache.layers)
+        plain, later = stock_copy(cache, llama.config), copy.deepcopy(cache)
+        with pytest.warns(UserWarning, match=CONTINUES):
+            ours = llama(more, past_key_values=cache).logits
+    assert len(sparse_layers) == 6
+    stock = llama(more, past_key_values=plain).logits
+    torch.testing.assert_close(ours, stock, **CLOSE)
+    with (
+        enable(llama, strict=True, **SPARSE),
+        pytest.raises(NotImplementedError, match=CONTINUES),
+    ):
+        llama(more, past_key_values=later)
+
+
+def test_padding_behind_an_unpadded_prefix_is_dense(llama, make_batch, make_ids, sparse_layers):
+    prefix, batch = make_ids(4, 32, seed=9), make_batch("right")
+    mask = torch.cat([torch.ones_like(prefix), batch.mask], dim=1)
+    stock = llama(torch.cat([prefix, batch.ids], dim=1), attention_mask=mask).logits[:, 32:]
+    with enable(llama, **EXACT):
+        cache = ChunkedPrefillCache(config=llama.config)
+        llama(prefix, past_key_values=cache)
+        with pytest.warns(UserWarning, match=CONTINUES):
+            ours = llama(batch.ids, attention_mask=mask, past_key_values=cache).logits
+    assert sparse_layers == [32, 32]
+    assert_rows_equal(batch, ours, batch.cut(stock))
+
+
+@pytest.mark.parametrize("how", ["reset", "crop"])
+def test_an_emptied_cache_begins_anew(llama, make_batch, make_ids, how):
+    batch, ids = make_batch("left"), make_ids(4, 72)
+    with enable(llama, strict=True, **RECALL):
+        cache, other = (ChunkedPrefillCache(config=llama.config) for _ in range(2))
+        llama(**batch.arguments, past_key_values=cache)
+        if how == "reset":
+            cache.reset()
+        else:
+            cache.crop(-batch.ids.shape[1])
+        for each in (cache, other):
+            llama(ids[:, :32], past_key_values=each)
+        ours = llama(ids[:, 32:], past_key_values=cache).logits
+        assert torch.equal(ours, llama(ids[:, 32:], past_key_values=other).logits)
+    assert cache.layers[0].state.length == 72
+
+
+def test_an_exception_leaves_an_empty_cache(llama, make_batch, ids):
+    batch, cache = make_batch("left"), ChunkedPrefillCache(config=llama.config)
+    with enable(llama, strict=True, **RECALL):
+        hook = llama.model.norm.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llama(**batch.arguments, past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        assert not any(layer.padded for layer in cache.layers)
+        llama(ids[:, :32], past_key_values=cache)
+        assert llama(ids[:, 32:], past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("own_cache", [True, False])
+def test_prefill_chunk_size_goes_on_densely(llama, make_batch, sparse_layers, own_cache):
+    """Only the first piece is sparse; the shortest row is all padding in it."""
+    batch = make_batch("left")
+    stock = llama.generate(batch.ids, attention_mask=batch.mask, **GREEDY)
+    with enable(llama, **EXACT), pytest.warns(UserWarning, match=CONTINUES):
+        cache = {"past_key_values": ChunkedPrefillCache(config=llama.config)} if own_cache else {}
+        ours = llama.generate(
+            batch.ids, attention_mask=batch.mask, prefill_chunk_size=50, **cache, **GREEDY
+        )
+    assert torch.equal(ours, stock)
+    assert sorted(sparse_layers) == [18, 18, 33, 33, 50, 50]
+
+
+def test_compiled_model(llama, make_batch):
+    batch = make_batch("left")
+    with enable(llama, strict=True, **SPARSE):
+        eager = llama(**batch.arguments).logits
+        compiled = torch.compile(llama, backend="eager")
+        torch.testing.assert_close(compiled(**batch.arguments).logits, eager, **CLOSE)
