@@ -177,3 +177,20 @@ def test_a_prefill_chunk_size_that_is_too_small_is_said(llama, ids, step):
         llama.generate(ids, past_key_values=cache, prefill_chunk_size=step, max_new_tokens=2)
     ours = [str(w.message) for w in caught if "calls of fewer than 16 tokens" in str(w.message)]
     assert len(ours) == (1 if step < 16 else 0)
+
+
+def test_a_chat_of_several_turns_shares_a_cache(llama, make_ids, sparse_layers):
+    arguments = {"max_new_tokens": 5, "do_sample": False}
+    with enable(llama, **SPARSE):
+        cache = ChunkedPrefillCache(config=llama.config)
+        first = llama.generate(make_ids(1, 72), past_key_values=cache, **arguments)
+        # The last generated token is not in the cache: the second turn begins with it.
+        turn = torch.cat([first, make_ids(1, 40, 9)], dim=1)
+        second = llama.generate(turn, past_key_values=cache, **arguments)
+        assert sparse_layers == [72, 72, 41, 41]
+        assert torch.equal(cache.token_ids, second[:, : cache.get_seq_length()])
+        # A turn that is taken back leaves what was before it.
+        cache.crop(-(cache.get_seq_length() - first.shape[1] + 1))
+        assert torch.equal(cache.token_ids, first[:, :-1])
+        again = llama.generate(turn, past_key_values=cache, **arguments)
+    assert torch.equal(again[:, : turn.shape[1]], turn) and again.shape == second.shape
