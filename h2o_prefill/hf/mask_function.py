@@ -79,10 +79,8 @@ def h2o_prefill_mask(
         "attention_mask": attention_mask,
         **kwargs,
     }
-    if run is not None:
-        run.masks_made = True
-        if is_traced() or run.settings.is_causal_by_mask(kwargs.get("config")):
-            return make(**arguments)
+    if run is not None and (is_traced() or run.settings.is_causal_by_mask(kwargs.get("config"))):
+        return make(**arguments)
     if _is_causal_history(q_length, kv_length, q_offset, kv_offset, mask_function, kwargs):
         if run is not None:
             run.plain = run.padding = None

@@ -52,12 +52,10 @@ class Run:
     assumed_packed : bool
         Whether the model is compiled and was given neither a cache nor a mask nor positions:
         transformers then reckons with packed sequences.
-    masks_made : bool
-        Whether our mask function was asked for a mask: if not, the model makes its own.
     plain : (int, int) or None
-        Query and key length for which it was plain causal.
+        Query and key length for which our mask function was asked for a plain causal mask.
     padding : Padding or None
-        Where the rows lie, if only their padding kept it from being that.
+        Where the rows lie, if only their padding kept the mask from being that.
     mask_reason : str or None
         Why it was neither.
     """
@@ -65,13 +63,12 @@ class Run:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.modules: list[nn.Module] = []
-        self.frames: list[FrameType | None] = []
+        self.frame: FrameType | None = None
         self.outer: Run | None = None
         self.input_ids: Tensor | None = None
         self.cache: Any = None
         self.candidates = 0
         self.assumed_packed = False
-        self.masks_made = False
         self.plain: tuple[int, int] | None = None
         self.padding: Padding | None = None
         self.mask_reason: str | None = None
@@ -246,25 +243,21 @@ def _is_running(wanted: FrameType | None) -> bool:
 @torch.compiler.disable
 def _enter(settings: Settings, model: nn.Module, arguments: dict[str, Any]) -> None:
     run = _current.get()
-    if run is not None and any(module is model for module in run.modules):
-        if _is_running(run.frames[0]):
-            # A hook inside of the model calls the model: a forward of its own.
-            run = Run(settings)
-            run.outer = _current.get()
-            _current.set(run)
-        else:
-            # Torch skips our closing hook on a KeyboardInterrupt.
-            run.finish(failed=True)
-            _current.set(run.outer)
-            run = run.outer
-    if run is None or run.settings is not settings:
+    again = run is not None and any(module is model for module in run.modules)
+    # A hook inside of a model may call the model: that is a forward of its own.
+    nested = run is not None and again and _is_running(run.frame)
+    if run is not None and again and not nested:
+        # Torch skips our closing hook on a KeyboardInterrupt.
+        run.finish(failed=True)
+        _current.set(run.outer)
+        run = run.outer
+    if run is None or nested or run.settings is not settings:
         outer, run = run, Run(settings)
-        run.outer = outer
+        run.outer, run.frame = outer, _frame_of_forward()
         _current.set(run)
         if not settings.is_switched_on():
             settings.report(CHANGED)
     run.modules.append(model)
-    run.frames.append(_frame_of_forward())
     run.add_arguments(arguments)
 
 
@@ -275,7 +268,6 @@ def _leave(settings: Settings, model: nn.Module, failed: bool) -> None:
     if run is None or run.settings is not settings or run.modules[-1] is not model:
         return
     run.modules.pop()
-    run.frames.pop()
     if not run.modules:
         _current.set(run.outer)
         run.finish(failed)

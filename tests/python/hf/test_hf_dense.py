@@ -106,7 +106,6 @@ def test_calls_that_only_pytorch_takes(llama, dense_calls, shapes, arguments, ou
     layer = llama.model.layers[0].self_attn
     layer.num_key_value_groups = 1
     run = Run(Settings(config))
-    run.masks_made = True
     call = Call(layer, query, key, key, None, 0.0, arguments, config, run)
     out, _ = dense_attention(call, None)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
