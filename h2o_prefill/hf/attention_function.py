@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from h2o_prefill.hf.dense import dense_attention
 from h2o_prefill.hf.eligibility import Call, dense_reason
+from h2o_prefill.hf.graph_call import call_in_graph
+from h2o_prefill.hf.in_graph import attend_in_graph
 from h2o_prefill.hf.run import current_run
 from h2o_prefill.hf.settings import DEFAULT_SETTINGS
 from h2o_prefill.hf.sparse import attend_sparsely
@@ -48,6 +51,27 @@ def h2o_prefill_attention(
     weights : Tensor or None
         None when sparse.
     """
+    forward = call_in_graph()
+    # No mask may mean anything, if it was not our mask function that made none.
+    if forward is not None and (isinstance(attention_mask, Tensor) or forward.plain):
+        return attend_in_graph(
+            forward, module, query, key, value, attention_mask, dropout, scaling, kwargs
+        )
+    return _attend(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+
+
+# Dynamo cannot trace context variables: a compiled model breaks its graph here.
+@torch.compiler.disable
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
     run = current_run(getattr(module, "config", None))
     settings = DEFAULT_SETTINGS if run is None else run.settings
     call = Call(module, query, key, value, attention_mask, dropout, kwargs, settings.config, run)

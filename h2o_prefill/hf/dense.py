@@ -58,15 +58,14 @@ def dense_attention(call: Call, scaling: float | None) -> tuple[Tensor, Tensor |
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     if function is sdpa_attention_forward and _suits_our_operator(call):
-        return ops.dense_attention(call.query, call.key, call.value, scaling).transpose(1, 2), None
+        return ops.dense_attention(call.query, *call.held, scaling).transpose(1, 2), None
     mask = _mask(call, name)
     if name in ("eager", "sdpa") and call.given(*INDEX_ARGUMENTS):
         mask = hide_other_keys(call, mask)
     out: tuple[Tensor, Tensor | None] = function(
         call.module,
         call.query,
-        call.key,
-        call.value,
+        *call.held,
         mask,
         dropout=call.dropout,
         scaling=scaling,
@@ -158,12 +157,12 @@ def _mask(call: Call, name: str) -> Any:
         make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         if make is None:
             return None
-        key = (name, call.query.shape[2], call.key.shape[2], call.query.device, call.query.dtype)
+        key = (name, call.query.shape[2], call.total, call.query.device, call.query.dtype)
         return _shared(call.run, key, lambda: _causal_mask(call, make))
-    if name == "eager" and isinstance(mask, Tensor) and mask.dtype == torch.bool:
+    if name == "eager" and isinstance(mask, Tensor):
         dtype = call.query.dtype
         # The mask itself is in the value, so that its id cannot be taken by another.
-        return _shared(call.run, (id(mask), dtype), lambda: (mask, _additive(mask, dtype)))[1]
+        return _shared(call.run, (id(mask), dtype), lambda: (mask, as_additive(mask, dtype)))[1]
     return mask
 
 
@@ -179,7 +178,7 @@ def _needs_causal_mask(call: Call) -> bool:
         return call.run is None
     # Some models let only the last queries through their last layers.
     queries, keys = call.run.plain
-    return call.new <= queries and call.key.shape[2] == keys
+    return call.new <= queries and call.total == keys
 
 
 def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:
@@ -187,7 +186,7 @@ def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:
         # Masks that are tensors broadcast over the batch; flex attention's do not.
         batch_size=1 if make in (sdpa_mask, eager_mask) else call.query.shape[0],
         q_length=call.new,
-        kv_length=call.key.shape[2],
+        kv_length=call.total,
         q_offset=call.past,
         kv_offset=0,
         mask_function=causal_mask_function,
@@ -200,7 +199,10 @@ def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:
     )
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to the logits; one that is already added stays as it is."""
+    if mask.dtype != torch.bool:
+        return mask
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(dtype).min)
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import StaticLayer
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import CONTINUES, Padding
 from h2o_prefill.hf.run import Run, is_traced
+from h2o_prefill.hf.static import StaticPrefillLayer
+from h2o_prefill.hf.token_history import KeepsTokenIds
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
@@ -69,16 +71,30 @@ class Call:
         return self.query.shape[2]
 
     @property
+    def total(self) -> int:
+        """Tokens up to the last of this call; behind them are the free places of a static cache."""
+        plain = None if self.run is None or self.mask is not None else self.run.plain
+        if plain is not None and plain[1] < self.key.shape[2] and _is_static(self):
+            return plain[1]
+        return self.key.shape[2]
+
+    @property
     def past(self) -> int:
         """Tokens before this call."""
-        return self.key.shape[2] - self.query.shape[2]
+        return self.total - self.new
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Key and value without free places."""
+        total = self.total
+        if total == self.key.shape[2]:
+            return self.key, self.value
+        return self.key[:, :, :total], self.value[:, :, :total]
 
     @property
     def candidates(self) -> int:
         """Tokens at the end of this call that assisted decoding verifies: always densely."""
-        given = 0 if self.run is None else self.run.candidates
-        # Whoever asks for the logits of a whole first call verifies nothing.
-        return given if given + 1 < self.new or self.past > 0 else 0
+        return 0 if self.run is None else self.run.candidates_in(self.past, self.new)
 
     @property
     def prompt_rows(self) -> int:
@@ -86,8 +102,8 @@ class Call:
         return self.new - self.candidates
 
     @property
-    def cache_layer(self) -> ChunkedPrefillLayer | None:
-        """The layer of a `ChunkedPrefillCache`, if the caller passed one."""
+    def cache_layer(self) -> ChunkedPrefillLayer | StaticPrefillLayer | None:
+        """The layer of a cache of ours, if the caller passed one."""
         if self.run is None:
             return None
         layer = self.run.layer_of(self.module)
@@ -96,7 +112,7 @@ class Call:
             layers = getattr(self.run.cache, "layers", None) or ()
             holders = (other for other in layers if getattr(other, "keys", None) is self.key)
             layer = next(holders, layer)
-        return layer if isinstance(layer, ChunkedPrefillLayer) else None
+        return layer if isinstance(layer, ChunkedPrefillLayer | StaticPrefillLayer) else None
 
     @property
     def padding(self) -> Padding | None:
@@ -126,10 +142,14 @@ class Rule:
         Tells whether a call is one of these.
     reason : str, or callable that makes it
         What the user reads. Empty for calls that are dense by design: nobody is told of those.
+    in_graph : bool
+        Whether the rule looks only at the layer and at what the model passed, and holds in a
+        compiled graph.
     """
 
     applies: Callable[[Call], bool]
     reason: str | Callable[[Call], str] = ""
+    in_graph: bool = False
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -248,8 +268,10 @@ def _changes_values(call: Call) -> bool:
 
 
 def _is_repeated(call: Call) -> bool:
-    state = None if call.cache_layer is None else call.cache_layer.state
-    return state is not None and state.length > call.past
+    layer = call.cache_layer
+    if isinstance(layer, StaticPrefillLayer):
+        return layer.added is None
+    return layer is not None and layer.state is not None and layer.state.length > call.past
 
 
 def _shares_keys(call: Call) -> bool:
@@ -262,12 +284,20 @@ def _shares_keys(call: Call) -> bool:
 
 def _is_static(call: Call) -> bool:
     layer = None if call.run is None else call.run.layer_of(call.module)
+    return type(layer) in (StaticLayer, StaticPrefillLayer)
+
+
+def _is_static_elsewhere(call: Call) -> bool:
+    layer = None if call.run is None else call.run.layer_of(call.module)
+    if isinstance(layer, StaticPrefillLayer):
+        # A cache that only a part of the model was given.
+        return call.run is None or call.run.call is None
     return bool(getattr(layer, "is_compileable", False))
 
 
 def _is_plain(call: Call) -> bool:
     run = call.run
-    plain = run is None or run.plain == (call.query.shape[2], call.key.shape[2])
+    plain = run is None or run.plain == (call.new, call.total)
     return plain or call.padding is not None
 
 
@@ -291,21 +321,23 @@ def _knows_index(module: nn.Module) -> bool:
 
 
 def _history_reason(call: Call) -> str:
-    if isinstance(getattr(call.run, "cache", None), ChunkedPrefillCache):
+    if isinstance(getattr(call.run, "cache", None), KeepsTokenIds):
         return "the cache keeps no state for layers of this kind, such as hybrid ones"
-    return "a long call goes on from a plain cache; pass past_key_values=ChunkedPrefillCache(...)"
+    return "a long call goes on from a cache that was not filled by this model while it was enabled"
 
 
 NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its prefill sparse"
+
+OTHER_VALUES = "the model attends to other values than it caches, such as halves of them"
 
 TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
 
 RULES = (
     Rule(lambda call: is_traced(), TRACED),
     Rule(_is_short),
-    Rule(lambda call: not is_causal(call.module, call.kwargs)),
-    Rule(lambda call: layer_type(call.module) != "full_attention"),
-    Rule(lambda call: call.given("sliding_window")),
+    Rule(lambda call: not is_causal(call.module, call.kwargs), in_graph=True),
+    Rule(lambda call: layer_type(call.module) != "full_attention", in_graph=True),
+    Rule(lambda call: call.given("sliding_window"), in_graph=True),
     Rule(lambda call: getattr(call.module, "layer_idx", None) in call.config.dense_layers),
     Rule(
         lambda call: not call.config.is_sparse_call(call.past, call.prompt_rows),
@@ -314,33 +346,62 @@ RULES = (
     Rule(
         lambda call: not _knows_index(call.module),
         "the attention layers do not know their index",
+        in_graph=True,
     ),
     Rule(
         lambda call: bool(getattr(_config(call), "is_encoder_decoder", False)),
         "encoder-decoder models are not supported",
+        in_graph=True,
     ),
-    Rule(lambda call: call.module.training, "the model is in training mode; call model.eval()"),
-    Rule(needs_gradients, "gradients are on; run under torch.no_grad() or torch.inference_mode()"),
-    Rule(lambda call: call.dropout > 0, "attention dropout is not supported"),
-    Rule(wants_weights, "output_attentions is not supported"),
-    Rule(lambda call: call.given("cache"), "paged caches are not supported"),
+    Rule(
+        lambda call: call.module.training,
+        "the model is in training mode; call model.eval()",
+        in_graph=True,
+    ),
+    Rule(
+        needs_gradients,
+        "gradients are on; run under torch.no_grad() or torch.inference_mode()",
+        in_graph=True,
+    ),
+    Rule(lambda call: call.dropout > 0, "attention dropout is not supported", in_graph=True),
+    Rule(wants_weights, "output_attentions is not supported", in_graph=True),
+    Rule(lambda call: call.given("cache"), "paged caches are not supported", in_graph=True),
     Rule(
         lambda call: getattr(_config(call), "kv_lora_rank", None) is not None,
         "multi-head latent attention (MLA) is not supported",
+        in_graph=True,
     ),
-    Rule(_shares_keys, "layers that share the keys of another layer are not supported"),
     Rule(
-        _changes_values, "the model attends to other values than it caches, such as halves of them"
+        _shares_keys, "layers that share the keys of another layer are not supported", in_graph=True
     ),
+    Rule(_changes_values, OTHER_VALUES),
     Rule(
         _is_repeated, "layers that attend several times to the same cached keys are not supported"
     ),
-    Rule(lambda call: call.given("s_aux"), "attention sinks (s_aux) are not supported"),
-    Rule(lambda call: call.given("softcap"), "soft-capped logits (softcap) are not supported"),
-    Rule(lambda call: call.given("position_bias"), "position_bias is not supported"),
-    Rule(lambda call: call.given(*PACKING_ARGUMENTS), "packed sequences are not supported"),
-    Rule(lambda call: call.given(*INDEX_ARGUMENTS), "the model chooses its own keys already"),
-    Rule(_is_static, "static caches are not supported"),
+    Rule(
+        lambda call: call.given("s_aux"), "attention sinks (s_aux) are not supported", in_graph=True
+    ),
+    Rule(
+        lambda call: call.given("softcap"),
+        "soft-capped logits (softcap) are not supported",
+        in_graph=True,
+    ),
+    Rule(lambda call: call.given("position_bias"), "position_bias is not supported", in_graph=True),
+    Rule(
+        lambda call: call.given(*PACKING_ARGUMENTS),
+        "packed sequences are not supported",
+        in_graph=True,
+    ),
+    Rule(
+        lambda call: call.given(*INDEX_ARGUMENTS),
+        "the model chooses its own keys already",
+        in_graph=True,
+    ),
+    Rule(
+        _is_static_elsewhere,
+        "static caches that were filled while the model was not enabled, and those of other "
+        "classes than StaticCache, are not supported",
+    ),
     Rule(lambda call: call.mask is not None, _mask_reason),
     Rule(
         lambda call: not _is_plain(call),

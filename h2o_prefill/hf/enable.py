@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.eligibility import is_attention, is_cross_attention, why_none_sparse
 from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
+from h2o_prefill.hf.hooks import ForwardHook, handle_of
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.registration import register
-from h2o_prefill.hf.run import ForwardHook, discard_runs, handle_of
+from h2o_prefill.hf.run import discard_runs
 from h2o_prefill.hf.settings import Settings, is_switched
 from h2o_prefill.presets import chosen_config
 

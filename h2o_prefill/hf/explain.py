@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from h2o_prefill.hf.eligibility import NOT_ENABLED, can_be_sparse, is_attention, layer_type
+from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.names import NAME
-from h2o_prefill.hf.run import handle_of
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import RecallLists
+from h2o_prefill.hf.graph_call import GraphCall, graph
 from h2o_prefill.state import PrefillState
 
 # Tokens that a new buffer has room for beyond those it is made for.
@@ -28,11 +29,14 @@ class ChunkedPrefillLayer(DynamicLayer):
     ----------
     padded : bool
         Whether rows of a padded batch were prefilled sparsely: of those no state is kept.
+    traced : tuple of Tensor or None
+        Scores and memory set that a compiled graph has left behind.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self.padded = False
+        self.traced: tuple[Tensor, Tensor] | None = None
         self._state: PrefillState | None = None
         self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 behind the state's length
         # Key and value buffers, and the views of them that `keys` and `values` were made: whoever
@@ -61,6 +65,8 @@ class ChunkedPrefillLayer(DynamicLayer):
             # Autograd does not follow what is written in place.
             keys, values = super().update(key_states, value_states, *args, **kwargs)
             return keys, values
+        if torch.compiler.is_dynamo_compiling():
+            graph.layer = self
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()
@@ -127,6 +133,65 @@ class ChunkedPrefillLayer(DynamicLayer):
             last_chunk_begin=config.next_chunk_begin(past, new),
         )
         return out
+
+    def attend_in_graph(
+        self, query: Tensor, call: GraphCall, layer: int, scale: float | None
+    ) -> Tensor:
+        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
+
+        Parameters
+        ----------
+        query : Tensor
+            [B, Hq, T, D], of the dtype of the keys.
+        call : GraphCall
+            The forward.
+        layer : int
+            The number of the layer.
+        scale : float, optional
+            Softmax scale.
+
+        Returns
+        -------
+        Tensor
+            [B, Hq, T, Dv].
+        """
+        keys, values = self._held()
+        total = keys.shape[2] - call.candidates
+        state = self._state
+        out, scores, memory = ops.prefill_attention(
+            query,
+            keys[:, :, :total],
+            values[:, :, :total],
+            None if state is None else state.scores,
+            None if state is None else state.memory,
+            *call.recall,
+            0 if state is None else state.last_chunk_begin,
+            layer,
+            call.settings,
+            scale,
+        )
+        self.traced = scores, memory
+        return out
+
+    def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
+        """Make the state that of a forward whose graph has attended to so many tokens.
+
+        Parameters
+        ----------
+        total, new : int
+            Tokens up to the last one, and those of the forward.
+        config : PrefillConfig
+            Of the model.
+        """
+        assert self.traced is not None
+        scores, memory = self.traced
+        self.traced = None
+        self.state = PrefillState(
+            scores=scores,
+            memory=memory,
+            length=total,
+            last_chunk_begin=config.next_chunk_begin(total - new, new),
+        )
 
     def holds(self, key: Tensor, value: Tensor) -> bool:
         """Return whether keys and values are those that `update` returned."""

@@ -1,8 +1,9 @@
 """The mask function of the name `h2o_prefill`: no mask where attention is plain causal.
 
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
-keys up to Tkv - Tq + i, and all of them, or, if `Run.padding` is set, those of its row that are no
-padding. Everything else is the mask that the model's own implementation would have got.
+keys up to T - Tq + i, where T is the number of keys without the free places of a static cache, and
+all of them, or, if `Run.padding` is set, those of its row that are no padding. Everything else is
+the mask that the model's own implementation would have got.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from h2o_prefill.hf.graph_call import call_in_graph
+from h2o_prefill.hf.in_graph import is_plain_causal, mask_in_graph
 from h2o_prefill.hf.names import NAME
-from h2o_prefill.hf.padding import CONTINUES, Padding, row_spans
+from h2o_prefill.hf.padding import CONTINUES, Padding, is_unpadded, row_spans
 from h2o_prefill.hf.run import Run, current_run, is_traced
+from h2o_prefill.hf.settings import is_switched
+from h2o_prefill.hf.static import StaticPrefillCache
 
 HOLES = "attention_mask has holes; padding is supported at the ends of rows only"
 GRADIENTS = (
@@ -67,8 +72,6 @@ def h2o_prefill_mask(
         `local_size`, `allow_is_causal_skip`, `use_vmap`, `dtype`, `config`, `device` and what
         comes.
     """
-    run = current_run(kwargs.get("config"))
-    make = _previous_mask_function(run, kwargs.get("config"))
     arguments = {
         "batch_size": batch_size,
         "q_length": q_length,
@@ -79,61 +82,76 @@ def h2o_prefill_mask(
         "attention_mask": attention_mask,
         **kwargs,
     }
-    if run is not None and (is_traced() or run.settings.is_causal_by_mask(kwargs.get("config"))):
+    forward = call_in_graph()
+    if forward is not None:
+        return mask_in_graph(arguments, forward)
+    return _mask(arguments, torch.compiler.is_dynamo_compiling())
+
+
+@torch.compiler.disable
+def _mask(arguments: dict[str, Any], compiled: bool) -> Any:
+    config, attention_mask = arguments.get("config"), arguments["attention_mask"]
+    run = current_run(config)
+    make = _previous_mask_function(run, config)
+    if run is not None and (is_traced() or run.settings.is_causal_by_mask(config)):
         return make(**arguments)
-    if _is_causal_history(q_length, kv_length, q_offset, kv_offset, mask_function, kwargs):
+    total = _causal_history(arguments, _may_be_static(run, config))
+    if total is not None:
         if run is not None:
             run.plain = run.padding = None
-        if _is_unpadded(attention_mask, kv_length):
+        if is_unpadded(attention_mask, total):
             if run is not None:
-                run.plain = (q_length, kv_length)
+                run.plain = (arguments["q_length"], total)
             return None
-        if run is not None and q_length > 1:
+        if run is not None and arguments["q_length"] > 1 and total == arguments["kv_length"]:
             padding = _padding(run, arguments, make)
             if padding is not None and padding.has_long_row(run.settings.config):
                 return None
     elif (
         run is not None
-        and mask_function is not causal_mask_function
-        and kwargs.get("local_size") is None
+        and arguments["mask_function"] is not causal_mask_function
+        and arguments.get("local_size") is None
     ):
-        run.mask_reason = PACKED if run.assumed_packed else NOT_CAUSAL
+        run.mask_reason = PACKED if compiled and run.bare else NOT_CAUSAL
     mask = make(**arguments)
-    if mask is None and _ends_differ(q_length, kv_length, q_offset, kv_offset):
+    if mask is None and _ends_differ(arguments):
         # A static cache with free places: this None is top-left causal, which ours is not.
         mask = make(**{**arguments, "allow_is_causal_skip": False})
     return mask
 
 
-def _is_causal_history(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    mask_function: Callable[..., Any],
-    kwargs: dict[str, Any],
-) -> bool:
-    """Return whether the keys are exactly the tokens up to the last query, causally masked."""
-    return (
-        mask_function is causal_mask_function
-        and kwargs.get("local_size") is None
-        and kwargs.get("allow_is_causal_skip", True)
-        and not kwargs.get("use_vmap", False)
-        and not _ends_differ(q_length, kv_length, q_offset, kv_offset)
-        and kv_offset == 0
-    )
+def _may_be_static(run: Run | None, config: Any) -> bool:
+    """Return whether keys behind the last query may be the free places of a static cache.
+
+    Transformers makes the masks of such a cache before the forward, where there is no run.
+    """
+    if run is not None:
+        return isinstance(run.cache, StaticPrefillCache)
+    return is_switched(config) and not getattr(config, "is_encoder_decoder", False)
 
 
-def _ends_differ(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> bool:
+def _causal_history(arguments: dict[str, Any], may_be_static: bool) -> int | None:
+    """Return the number of keys that are the tokens up to the last query, causally masked.
+
+    None if the mask is another.
+    """
+    if not is_plain_causal(arguments) or arguments["kv_offset"] != 0:
+        return None
+    if not _ends_differ(arguments):
+        return int(arguments["kv_length"])
+    if not may_be_static or arguments["q_length"] == 1:
+        return None
+    total = int(arguments["q_offset"]) + int(arguments["q_length"])
+    return total if total <= arguments["kv_length"] else None
+
+
+def _ends_differ(arguments: dict[str, Any]) -> bool:
     """Return whether the last key is another token than the last query."""
-    return not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
-
-
-def _is_unpadded(attention_mask: Tensor | None, kv_length: int) -> bool:
-    """Return whether no key is padding; a mask shorter than the keys means padding after it."""
-    if attention_mask is None:
-        return True
-    return attention_mask.shape[-1] >= kv_length and bool(attention_mask[:, :kv_length].all())
+    offset = arguments["q_offset"]
+    return (
+        not isinstance(offset, int)
+        or offset + arguments["q_length"] != arguments["kv_offset"] + arguments["kv_length"]
+    )
 
 
 def _padding(run: Run, arguments: dict[str, Any], make: Callable[..., Any]) -> Padding | None:

@@ -74,6 +74,21 @@ def is_long_row(length: int, config: PrefillConfig) -> bool:
     return length > config.chunk_size and config.is_long_call(0, length)
 
 
+def is_unpadded(attention_mask: Tensor | None, length: int) -> bool:
+    """Return whether none of the first keys is padding.
+
+    Parameters
+    ----------
+    attention_mask : Tensor, optional
+        [B, T], False or 0 at padding; a shorter one than the keys means padding after it.
+    length : int
+        Number of keys.
+    """
+    if attention_mask is None:
+        return True
+    return attention_mask.shape[-1] >= length and bool(attention_mask[:, :length].all())
+
+
 def row_spans(attention_mask: Tensor, length: int) -> tuple[Span, ...] | None:
     """Return first token and end of every row, None if padding lies between tokens of a row.
 

@@ -14,8 +14,8 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.enable import enable
+from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.prompt import read_prompt
-from h2o_prefill.hf.run import handle_of
 from h2o_prefill.presets import chosen_config
 
 

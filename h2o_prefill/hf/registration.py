@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from h2o_prefill.hf.attention_function import h2o_prefill_attention
@@ -21,9 +20,8 @@ def register() -> str:
     str
         The name to pass as `attn_implementation`.
     """
-    # Dynamo cannot trace context variables: a compiled model breaks its graph at these functions.
-    AttentionInterface.register(NAME, torch.compiler.disable(h2o_prefill_attention))
+    AttentionInterface.register(NAME, h2o_prefill_attention)
     # Without a mask function of this name every layer would get no mask at all, padded rows
     # included.
-    AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
+    AttentionMaskInterface.register(NAME, h2o_prefill_mask)
     return NAME

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -13,20 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.graph_call import GraphCall
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.rollback import CacheSnapshot, check_usable
 from h2o_prefill.hf.settings import Settings
-
-# What we look at of a model's arguments. A few models still have the older name of the cache.
-READ_ARGUMENTS = (
-    "input_ids",
-    "past_key_values",
-    "past_key_value",
-    "logits_to_keep",
-    "attention_mask",
-    "position_ids",
-)
+from h2o_prefill.hf.static import StaticPrefillCache
+from h2o_prefill.hf.token_history import KeepsTokenIds
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 
@@ -43,17 +35,21 @@ class Run:
 
     Attributes
     ----------
+    tokens : Tensor or None
+        What the model was called with: input_ids [B, Tq], else inputs_embeds [B, Tq, hidden size].
     input_ids : Tensor or None
         int64 [B, Tq] of this forward.
     cache : Cache or None
         The cache that the caller passed.
     candidates : int
         Tokens at the end of this forward that assisted decoding verifies.
-    assumed_packed : bool
-        Whether the model is compiled and was given neither a cache nor a mask nor positions:
-        transformers then reckons with packed sequences.
+    bare : bool
+        Whether the model was given neither a cache nor a mask nor positions.
+    call : GraphCall or None
+        What a compiled graph is told of this forward.
     plain : (int, int) or None
-        Query and key length for which our mask function was asked for a plain causal mask.
+        Query and key length for which our mask function was asked for a plain causal mask; the free
+        places of a static cache do not count.
     padding : Padding or None
         Where the rows lie, if only their padding kept the mask from being that.
     mask_reason : str or None
@@ -65,10 +61,12 @@ class Run:
         self.modules: list[nn.Module] = []
         self.frame: FrameType | None = None
         self.outer: Run | None = None
+        self.tokens: Tensor | None = None
         self.input_ids: Tensor | None = None
         self.cache: Any = None
         self.candidates = 0
-        self.assumed_packed = False
+        self.bare = False
+        self.call: GraphCall | None = None
         self.plain: tuple[int, int] | None = None
         self.padding: Padding | None = None
         self.mask_reason: str | None = None
@@ -81,8 +79,7 @@ class Run:
         Parameters
         ----------
         arguments : dict
-            Those of `READ_ARGUMENTS`, None where the caller gave none; and whether the model is
-            "compiled".
+            Those that a forward hook reads, None where the caller gave none.
         """
         input_ids, kept = arguments["input_ids"], arguments["logits_to_keep"]
         cache = arguments["past_key_values"]
@@ -90,22 +87,51 @@ class Run:
             cache = arguments["past_key_value"]
         if len(self.modules) == 1:
             given = (cache, arguments["attention_mask"], arguments["position_ids"])
-            self.assumed_packed = arguments["compiled"] and all(x is None for x in given)
+            self.bare = all(x is None for x in given)
         if cache is not None and isinstance(kept, int) and kept > 1:
             # Assisted decoding asks for the logits of the last token and of every candidate.
             self.candidates = kept - 1
         if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
             self.input_ids = input_ids
+        if self.tokens is None:
+            self.tokens = arguments["inputs_embeds"] if input_ids is None else input_ids
         if self.cache is None and cache is not None:
             check_usable(cache)
+            for kind in (ChunkedPrefillCache, StaticPrefillCache):
+                kind.adopt(cache)
             self.cache = cache
             self._snapshot = CacheSnapshot(cache)
+            self._read_masks(arguments["attention_mask"])
+
+    @property
+    def new(self) -> int:
+        """Tokens of this forward; 0 if they are unknown."""
+        return 0 if self.tokens is None else self.tokens.shape[1]
+
+    @property
+    def past(self) -> int:
+        """Tokens in the cache; 0 if it does not count them."""
+        try:
+            return 0 if self.cache is None else int(self.cache.get_seq_length())
+        except ValueError:  # All layers are recurrent.
+            return 0
+
+    def _read_masks(self, masks: Any) -> None:
+        # Transformers makes the masks of a static cache before the forward. What our mask function
+        # said by None is not asked again if there are masks of several kinds.
+        if isinstance(masks, Mapping) and masks.get("full_attention", masks) is None:
+            self.plain = (self.new, self.past + self.new)
 
     def token_ids(self) -> Tensor | None:
         """Return the ids [B, T_total] of the whole prompt up to this forward, None if unknown."""
-        if isinstance(self.cache, ChunkedPrefillCache):
+        if isinstance(self.cache, KeepsTokenIds):
             return self.cache.token_ids_with(self.input_ids)
         return self.input_ids
+
+    def candidates_in(self, past: int, new: int) -> int:
+        """Return how many tokens at the end of a call assisted decoding verifies."""
+        # Whoever asks for the logits of a whole first call verifies nothing.
+        return self.candidates if self.candidates + 1 < new or past > 0 else 0
 
     def layer_of(self, module: nn.Module) -> Any:
         """Return the cache layer of an attention module, None if the caller passed no cache."""
@@ -132,7 +158,7 @@ class Run:
             self._report_short_calls()
         if failed and self._snapshot is not None:
             self._snapshot.restore()
-        elif isinstance(self.cache, ChunkedPrefillCache):
+        elif isinstance(self.cache, KeepsTokenIds):
             self.cache.append_token_ids(self.input_ids)
 
     def _report_short_calls(self) -> None:
@@ -151,69 +177,29 @@ class Run:
             )
 
 
-class ForwardHook:
-    """Hooks that open a run before a forward and close it after, even if it raises.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The model to hook, enabled or nested in an enabled one.
-    settings : Settings
-        Of the enabled model.
-    handle : PrefillHandle
-        Through which it was enabled.
-    """
-
-    def __init__(self, model: nn.Module, settings: Settings, handle: Any) -> None:
-        self.settings = settings
-        self.handle = handle
-        self._names = tuple(inspect.signature(model.forward).parameters)
-
-    def attach(self, model: nn.Module) -> list[Any]:
-        """Register both hooks and return their handles."""
-        return [
-            model.register_forward_pre_hook(self.before, with_kwargs=True),
-            model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
-        ]
-
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open a run, or join that of the enclosing model."""
-        arguments = {name: self._argument(name, args, kwargs) for name in READ_ARGUMENTS}
-        # Asked here, since what dynamo does not trace is not compiled.
-        arguments["compiled"] = torch.compiler.is_compiling()
-        _enter(self.settings, model, arguments)
-
-    def after(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Leave the run; `output` is None if the forward raised."""
-        _leave(self.settings, model, failed=output is None)
-
-    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in kwargs:
-            return kwargs[name]
-        index = self._names.index(name) if name in self._names else len(args)
-        return args[index] if index < len(args) else None
-
-
 def is_traced() -> bool:
     """Return whether torch.export or torch.jit.trace runs the model."""
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
-
-
-def handle_of(module: nn.Module) -> Any:
-    """Return the handle whose hooks a module carries, None if it carries none."""
-    for hook in module._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, ForwardHook):
-            return owner.handle
-    return None
 
 
 def current_run(hf_config: Any) -> Run | None:
     """Return the run of the enabled model that owns a Hugging Face config, None outside of one."""
     run = _current.get()
     return run if run is not None and run.settings.owns(hf_config) else None
+
+
+def leave_run(settings: Settings, model: nn.Module, failed: bool) -> Run | None:
+    """Leave the run that a forward of a model belongs to; return it if that ended it."""
+    run = _current.get()
+    # A pre-hook that raised before ours ran leaves us nothing to close.
+    if run is None or run.settings is not settings or run.modules[-1] is not model:
+        return None
+    run.modules.pop()
+    if run.modules:
+        return None
+    _current.set(run.outer)
+    run.finish(failed)
+    return run
 
 
 def discard_runs(settings: Settings) -> None:
@@ -224,24 +210,8 @@ def discard_runs(settings: Settings) -> None:
         _current.set(run.outer)
 
 
-def _frame_of_forward() -> FrameType | None:
-    """Return the frame in which torch runs the hooks and the forward of a module."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_call_impl":
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(wanted: FrameType | None) -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
-
-
-# Dynamo cannot trace context variables, so a compiled model breaks its graph here.
-@torch.compiler.disable
-def _enter(settings: Settings, model: nn.Module, arguments: dict[str, Any]) -> None:
+def run_of(settings: Settings, model: nn.Module) -> Run:
+    """Return the run that a forward of a model belongs to, opened if there is none."""
     run = _current.get()
     again = run is not None and any(module is model for module in run.modules)
     # A hook inside of a model may call the model: that is a forward of its own.
@@ -257,17 +227,19 @@ def _enter(settings: Settings, model: nn.Module, arguments: dict[str, Any]) -> N
         _current.set(run)
         if not settings.is_switched_on():
             settings.report(CHANGED)
-    run.modules.append(model)
-    run.add_arguments(arguments)
+    return run
 
 
-@torch.compiler.disable
-def _leave(settings: Settings, model: nn.Module, failed: bool) -> None:
-    run = _current.get()
-    # A pre-hook that raised before ours ran leaves us nothing to close.
-    if run is None or run.settings is not settings or run.modules[-1] is not model:
-        return
-    run.modules.pop()
-    if not run.modules:
-        _current.set(run.outer)
-        run.finish(failed)
+def _frame_of_forward() -> FrameType | None:
+    """Return the frame in which torch runs the hooks and the forward of a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(wanted: FrameType | None) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None

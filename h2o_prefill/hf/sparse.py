@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
+from h2o_prefill.functional import RecallLists, sparse_attention
 from h2o_prefill.hf.eligibility import Call
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Span, is_long_row
-
-NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
-
-ALL_ROWS = slice(None)
+from h2o_prefill.hf.recall import ALL_ROWS, recall_of
+from h2o_prefill.hf.static import StaticPrefillLayer
 
 
 def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
@@ -35,9 +34,14 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
         return _attend_padded(call, padding, scaling)
     number = int(call.module.layer_idx)  # type: ignore[arg-type]
     rows, total = call.prompt_rows, call.past + call.prompt_rows
-    layer, recall = call.cache_layer, _recall_lists(call, (0, call.key.shape[2]))
-    query, key, value = _in_autocast_dtype(call.query, call.key, call.value)
+    layer = call.cache_layer
+    query, key, value = in_autocast_dtype(call.query, *call.held)
     prompt = query[:, :, :rows]
+    if isinstance(layer, StaticPrefillLayer):
+        assert call.run is not None and call.run.call is not None
+        out = layer.attend(prompt, call.run.call, number, scaling)
+        return with_candidates(out, query, key, value, scaling).transpose(1, 2).contiguous()
+    recall = _recall_lists(call, (0, call.total))
     if layer is not None and layer.holds(key, value):
         assert call.run is not None
         call.run.keep_state(layer)
@@ -50,7 +54,7 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
         )
         if layer is not None:
             layer.state = state
-    return _with_candidates(out, query, key, value, scaling).transpose(1, 2).contiguous()
+    return with_candidates(out, query, key, value, scaling).transpose(1, 2).contiguous()
 
 
 def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tensor:
@@ -61,7 +65,7 @@ def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tenso
     """
     number = int(call.module.layer_idx)  # type: ignore[arg-type]
     config = call.config.of_layer(number)
-    query, key, value = _in_autocast_dtype(call.query, call.key, call.value)
+    query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     for (first, end), rows in padding.groups().items():
         q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
@@ -70,16 +74,16 @@ def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tenso
             recall = _recall_lists(call, (first, end), rows)
             prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
             attended, _ = sparse_attention(prompt, keys, values, None, config, recall, scaling)
-            attended = _with_candidates(attended, q, k, v, scaling)
+            attended = with_candidates(attended, q, k, v, scaling)
         else:
             attended = ops.dense_attention(q, k, v, scaling)
         out[rows, first:end] = attended.transpose(1, 2)
-    if call.cache_layer is not None:
+    if isinstance(call.cache_layer, ChunkedPrefillLayer):
         call.cache_layer.padded = True
     return out
 
 
-def _with_candidates(
+def with_candidates(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor:
     """Append the rows of `query` behind those of `out`: they verify candidates.
@@ -93,40 +97,12 @@ def _with_candidates(
 
 
 def _recall_lists(call: Call, span: Span, rows: slice | list[int] = ALL_ROWS) -> RecallLists:
-    """Return the lists of recalled keys on the call's device, made once per forward.
-
-    Parameters
-    ----------
-    call : Call
-    span : (int, int)
-        First token and end of the rows.
-    rows : slice or list of int
-        All rows of the batch that lie there.
-    """
-    run, config, device = call.run, call.config, call.query.device
-    if run is None or config.recall == 0:
-        return NO_RECALL
-    lists: RecallLists = run.shared(("recall", span), lambda: _find_recalled(call, span, rows))
-    moved: RecallLists = run.shared(
-        ("recall", span, device),
-        lambda: tuple(None if x is None else x.to(device) for x in lists),
-    )
-    return moved
+    tokens = (call.query.shape[0], call.total)
+    end = call.past + call.prompt_rows
+    return recall_of(call.run, tokens, call.past, span, call.query.device, end, rows)
 
 
-def _find_recalled(call: Call, span: Span, rows: slice | list[int]) -> RecallLists:
-    run, config = call.run, call.config
-    assert run is not None
-    ids = run.token_ids()
-    if ids is None or ids.shape != (call.query.shape[0], call.key.shape[2]):
-        run.settings.report(NO_IDS)
-        return NO_RECALL
-    first, end = span[0], min(span[1], call.past + call.prompt_rows)
-    prompt = ids[:, first:end][rows]
-    return recall_lists(prompt.to("cpu", torch.int64), call.past, config)
-
-
-def _in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as autocast does for attention: RoPE leaves fp32 queries beside 16-bit values."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):

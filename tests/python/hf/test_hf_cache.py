@@ -255,4 +255,4 @@ def test_a_cache_that_cannot_be_put_back_is_refused_until_it_is_reset(llama, ids
             llama(ids[:, 40:], past_key_values=cache)
         cache.reset()
         ours = llama(ids, past_key_values=cache).logits
-    torch.testing.assert_close(ours, llama(ids).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours, llama(ids).logits, atol=1e-5, rtol=1e-5)

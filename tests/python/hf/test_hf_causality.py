@@ -57,7 +57,7 @@ def prompt(make_ids):
 def logits_of(model, ids, calls):
     """Return [1, T, V] of a prompt that comes in several calls."""
     if len(calls) == 1:
-        return model(ids).logits
+        return model(ids, use_cache=False).logits
     cache = ChunkedPrefillCache(config=model.config)
     pieces = [model(piece, past_key_values=cache).logits for piece in ids.split(calls, dim=1)]
     return torch.cat(pieces, dim=1)

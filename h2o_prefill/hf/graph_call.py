@@ -1,0 +1,74 @@
+"""What a compiled graph is told of a forward: all that it could not find out by itself."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.functional import NO_RECALL, RecallLists
+
+MASKED = "a custom attention mask, or padding in a static cache, is not supported"
+
+
+@dataclass
+class GraphCall:
+    """One forward of an enabled model, as its compiled graph and a static cache see it.
+
+    Attributes
+    ----------
+    config : PrefillConfig
+        The settings of the model.
+    settings : str
+        Their text.
+    previous : str or None
+        The attention implementation that the model had before.
+    sparse : bool
+        Whether layers that can be sparse are, by the number of tokens.
+    cached : bool
+        Whether the model was given a cache.
+    unpadded : bool
+        Whether a mask of two dimensions hides nothing.
+    plain : bool
+        Whether no mask means plain causal attention, since our mask function made none before the
+        forward.
+    candidates : int
+        Tokens at the end of the call that assisted decoding verifies.
+    recall : tuple of Tensor or None
+        What `lexical_recall` found for the call.
+    position : Tensor or None
+        Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
+    outcomes : list of (int, str or None)
+        Layers that the graph attended in, and why they were dense: empty if by design, None if they
+        were not.
+    """
+
+    config: PrefillConfig
+    settings: str
+    previous: str | None
+    sparse: bool
+    cached: bool
+    unpadded: bool
+    plain: bool
+    candidates: int
+    recall: RecallLists = NO_RECALL
+    position: Tensor | None = None
+    outcomes: list[tuple[int, str | None]] = field(default_factory=list)
+
+
+# `call`: the forward that is under way in this thread, None if it cannot be in a graph. `layer`:
+# the layer of the cache that was updated last; attention that follows belongs to it. `compiled`:
+# whether the hooks of the model that was called run under torch.compile. Dynamo reads attributes of
+# a thread's own alone, so this is no class with defaults.
+graph = threading.local()
+
+
+def call_in_graph() -> GraphCall | None:
+    """Return the forward that torch.compile is tracing, None if attention must break its graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    call: GraphCall | None = getattr(graph, "call", None)
+    return call

@@ -1,0 +1,172 @@
+"""Masks and attention in a compiled graph: nothing here may break it.
+
+What depends on the content of tensors was decided before the forward, and is read from its
+`GraphCall`. With a static cache the graph holds one way for calls of any length:
+`ops.prefill_attention_`, which is sparse or dense as the settings say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from h2o_prefill import ops
+from h2o_prefill.hf.dense import EAGER_ONLY, as_additive, eager_function
+from h2o_prefill.hf.eligibility import OTHER_VALUES, RULES, Call
+from h2o_prefill.hf.graph_call import MASKED, GraphCall, graph
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.sparse import in_autocast_dtype, with_candidates
+from h2o_prefill.hf.static import StaticPrefillLayer
+
+# The attribute of masks that are plain causal. A graph that needs no mask does not compute it.
+_PLAIN = "_h2o_prefill_plain"
+
+Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
+
+
+def is_plain_causal(arguments: dict[str, Any]) -> bool:
+    """Return whether a mask function was asked for the plain causal mask, apart from padding.
+
+    Parameters
+    ----------
+    arguments : dict
+        Of the mask function.
+    """
+    return (
+        arguments["mask_function"] is causal_mask_function
+        and arguments.get("local_size") is None
+        and arguments.get("allow_is_causal_skip", True)
+        and not arguments.get("use_vmap", False)
+    )
+
+
+def mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
+    """Return the bool mask of PyTorch's attention, marked if it is plain causal.
+
+    Parameters
+    ----------
+    arguments : dict
+        Of the mask function.
+    forward : GraphCall
+        What is known of the forward.
+    """
+    given = None if forward.unpadded else arguments["attention_mask"]
+    changed = {"attention_mask": given, "allow_is_causal_skip": False}
+    mask = sdpa_mask(**{**arguments, **changed})
+    assert mask is not None
+    if is_plain_causal(arguments) and given is None:
+        setattr(mask, _PLAIN, True)
+    return mask
+
+
+def attend_in_graph(
+    forward: GraphCall,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as the attention function does.
+
+    Parameters
+    ----------
+    forward : GraphCall
+        What is known of the forward.
+    module, query, key, value, mask, dropout, scaling, kwargs
+        As the attention function takes them.
+    """
+    layer: Layer = graph.layer
+    graph.layer = None
+    if layer is not None and layer.keys is not key:
+        layer = None
+    call = Call(module, query, key, value, mask, dropout, kwargs, forward.config, None)
+    number: Any = getattr(module, "layer_idx", None)
+    reason = _dense_reason(call, forward, layer)
+    is_sparse = forward.sparse and number not in forward.config.dense_layers
+    forward.outcomes.append((number, reason if reason is not None or is_sparse else ""))
+    if reason is not None:
+        return _attend_densely(call, forward, layer, scaling)
+    rows = call.new - forward.candidates
+    if isinstance(layer, StaticPrefillLayer):
+        out = layer.attend(query[:, :, :rows], forward, number, scaling).transpose(1, 2)
+        if rows < call.new:
+            last = replace(call, query=query[:, :, rows:], mask=_mask_of(call, layer)[:, :, rows:])
+            out = torch.cat([out, _attend_densely(last, forward, layer, scaling)[0]], dim=1)
+        return out.contiguous(), None
+    query, key, value = in_autocast_dtype(query, key, value)
+    if not is_sparse:
+        out = ops.dense_attention(query, key, value, scaling)
+    elif layer is None:
+        settings, recall = forward.settings, forward.recall
+        state = (None, None, *recall, 0)
+        out, _, _ = ops.prefill_attention(query, key, value, *state, number, settings, scaling)
+    else:
+        out = layer.attend_in_graph(query[:, :, :rows], forward, number, scaling)
+        out = with_candidates(out, query, key, value, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _dense_reason(call: Call, forward: GraphCall, layer: Layer) -> str | None:
+    """Return why a call is dense, whatever its length: None if nothing is against it."""
+    for rule in RULES:
+        if rule.in_graph and rule.applies(call):
+            return str(rule.reason)
+    plain = forward.plain if call.mask is None else bool(getattr(call.mask, _PLAIN, False))
+    if not plain:
+        # The mask of one row of a static cache is not marked: decoding is dense.
+        return "" if call.new == 1 else MASKED
+    if layer is None:
+        if forward.cached:
+            return "the layers of this cache keep no state of sparse prefill"
+        return None if call.new == call.key.shape[2] else MASKED
+    return None if layer.values is call.value else OTHER_VALUES
+
+
+def _mask_of(call: Call, layer: Layer) -> Tensor:
+    """Return the mask of a call, made if it needed none to be plain causal."""
+    if call.mask is not None:
+        return call.mask
+    past: Any = call.key.shape[2] - call.new
+    if isinstance(layer, StaticPrefillLayer):
+        past = layer.cumulative_length - call.new
+    mask = sdpa_mask(
+        call.query.shape[0],
+        call.new,
+        call.key.shape[2],
+        past,
+        allow_is_causal_skip=False,
+        device=call.query.device,
+    )
+    assert mask is not None
+    return mask
+
+
+def _attend_densely(
+    call: Call, forward: GraphCall, layer: Layer, scaling: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as the model did before; an implementation that has its own masks becomes sdpa."""
+    mask = _mask_of(call, layer)
+    if forward.previous == "eager" or call.given(*EAGER_ONLY):
+        function, mask = eager_function(call.module), as_additive(mask, call.query.dtype)
+    else:
+        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    out: tuple[Tensor, Tensor | None] = function(
+        call.module,
+        call.query,
+        call.key,
+        call.value,
+        mask,
+        dropout=call.dropout,
+        scaling=scaling,
+        **call.kwargs,
+    )
+    return out

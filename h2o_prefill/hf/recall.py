@@ -1,0 +1,65 @@
+"""The lists of recalled keys of a forward, found once for all layers."""
+
+from __future__ import annotations
+
+import torch
+
+from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
+from h2o_prefill.hf.padding import Span
+from h2o_prefill.hf.run import Run
+
+NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
+
+ALL_ROWS = slice(None)
+
+
+def recall_of(
+    run: Run | None,
+    tokens: tuple[int, int],
+    past: int,
+    span: Span,
+    device: torch.device,
+    end: int,
+    rows: slice | list[int] = ALL_ROWS,
+) -> RecallLists:
+    """Return the lists of recalled keys on a device, made once per forward.
+
+    Parameters
+    ----------
+    run : Run or None
+        The forward.
+    tokens : (int, int)
+        Rows of the batch, and tokens of the cache with those of the call.
+    past : int
+        Tokens before the call.
+    span : (int, int)
+        First token and end of the rows.
+    device : torch.device
+        Where the lists are needed.
+    end : int
+        Where the candidates begin; they recall nothing.
+    rows : slice or list of int
+        All rows of the batch that lie there.
+    """
+    if run is None or run.settings.config.recall == 0:
+        return NO_RECALL
+    lists: RecallLists = run.shared(
+        ("recall", span),
+        lambda: _find_recalled(run, tokens, past, (span[0], min(span[1], end)), rows),
+    )
+    moved: RecallLists = run.shared(
+        ("recall", span, device),
+        lambda: tuple(None if x is None else x.to(device) for x in lists),
+    )
+    return moved
+
+
+def _find_recalled(
+    run: Run, tokens: tuple[int, int], past: int, span: Span, rows: slice | list[int]
+) -> RecallLists:
+    ids = run.token_ids()
+    if ids is None or ids.shape != tokens:
+        run.settings.report(NO_IDS)
+        return NO_RECALL
+    prompt = ids[:, span[0] : span[1]][rows]
+    return recall_lists(prompt.to("cpu", torch.int64), past, run.settings.config)

@@ -1,0 +1,233 @@
+"""torch.compile with fullgraph=True: what an enabled model computes eagerly, without a break."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from h2o_prefill import ChunkedPrefillCache, enable
+from h2o_prefill.hf import ChunkedPrefillLayer
+
+SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+RECALL = {**SPARSE, "recall": 2, "recall_block": 8, "wide_layers": (1,), "wide_factor": 2}
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+# Sparse, sparse after a history, decoded, short, and sparse again.
+CALLS = (40, 32, 1, 1, 5, 43)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def prompt(make_ids):
+    # Words that come again, so that there is something to recall.
+    words = make_ids(12, 3)
+    return words[torch.arange(41) * 5 % 12].reshape(1, -1)[:, : sum(CALLS)].clone()
+
+
+def compiled(model, backend="eager"):
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+def in_calls(model, cache, prompt):
+    pieces = prompt.split(CALLS, dim=1)
+    return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+
+
+def counts(handle):
+    return [(x.sparse_calls, x.sparse_rows, x.dense_calls, x.dense_rows) for x in handle.report()]
+
+
+CACHES = {
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "ours": lambda model: ChunkedPrefillCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=150),
+}
+
+
+def assert_same_cache(ours, eager):
+    for one, other in zip(ours.layers, eager.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, **CLOSE)
+        if isinstance(ours, StaticCache):
+            torch.testing.assert_close(one.scores, other.scores, **CLOSE)
+            assert torch.equal(one.memory, other.memory)
+        elif isinstance(one, ChunkedPrefillLayer):
+            torch.testing.assert_close(one.state.scores, other.state.scores, **CLOSE)
+            assert torch.equal(one.state.memory, other.state.memory)
+            assert one.state.length == other.state.length
+            assert one.state.last_chunk_begin == other.state.last_chunk_begin
+    assert torch.equal(ours.token_ids, eager.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "cache"),
+    [
+        ("llama", "sdpa", "dynamic"),
+        ("llama", "sdpa", "static"),
+        ("llama", "eager", "static"),
+        ("gemma3", "sdpa", "ours"),
+        ("qwen3", "sdpa", "static"),
+    ],
+)
+def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implementation):
+    model = build(name, implementation)
+    caches = [CACHES[cache](model) for _ in range(3)]
+    with enable(model, strict=True, **RECALL) as handle:
+        eager = in_calls(model, caches[0], prompt)
+        expected = counts(handle)
+    graphs = compiled(model)
+    with enable(model, strict=True, **RECALL) as handle:
+        ours = in_calls(graphs, caches[1], prompt)
+        assert counts(handle) == expected and expected[1][0] == 3
+        # A second prompt needs no graph more.
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            again = in_calls(graphs, caches[2], prompt)
+    torch.testing.assert_close(ours, eager, **CLOSE)
+    assert torch.equal(again, ours)
+    if name == "llama":
+        assert_same_cache(caches[1], caches[0])
+
+
+def test_the_code_of_inductor(llama, prompt):
+    with enable(llama, strict=True, **RECALL):
+        logits = []
+        for model in (llama, compiled(llama, "inductor")):
+            cache = StaticCache(config=llama.config, max_cache_len=150)
+            calls = (model(ids, past_key_values=cache) for ids in prompt.split([80, 42], dim=1))
+            logits.append(torch.cat([call.logits for call in calls], dim=1))
+    torch.testing.assert_close(*logits, **CLOSE)
+
+
+WITHOUT_A_CACHE = {
+    "default": lambda ids: {},
+    "no cache": lambda ids: {"use_cache": False},
+    "mask": lambda ids: {"use_cache": False, "attention_mask": torch.ones_like(ids)},
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "call"),
+    [
+        *(("torch.compile", call) for call in WITHOUT_A_CACHE),
+        ("model.compile", "default"),
+        ("model.forward", "no cache"),
+    ],
+)
+def test_calls_without_a_cache(llama, ids, make_ids, call, how):
+    longer = make_ids(1, 90)
+    with enable(llama, strict=True, **RECALL) as handle:
+        eager = [llama(ids).logits, llama(longer).logits]
+        model = llama
+        if how == "torch.compile":
+            model = compiled(llama)
+        elif how == "model.compile":
+            llama.compile(fullgraph=True, backend="eager")
+        else:
+            llama.forward = torch.compile(llama.forward, fullgraph=True, backend="eager")
+        ours = [model(x, **WITHOUT_A_CACHE[call](x)).logits for x in (ids, longer)]
+        assert counts(handle)[0] == (4, 2 * 72 + 2 * 90, 0, 0)
+    for one, expected in zip(ours, eager, strict=True):
+        torch.testing.assert_close(one, expected, **CLOSE)
+
+
+def test_candidates_are_dense_in_a_graph_too(llama, prompt):
+    with enable(llama, **SPARSE):
+        for kind in ("ours", "static"):
+            logits = []
+            for model in (llama, compiled(llama)):
+                cache = CACHES[kind](llama)
+                model(prompt[:, :40], past_key_values=cache)
+                more = prompt[:, 40:80]
+                logits.append(model(more, past_key_values=cache, logits_to_keep=6).logits)
+            torch.testing.assert_close(*logits, **CLOSE)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_with_a_compiled_forward(llama, ids, cache, sparse_layers):
+    arguments = {"cache_implementation": "static"} if cache == "static" else {}
+    with enable(llama, strict=True, **SPARSE) as handle:
+        plain = llama.generate(ids, **GREEDY)
+        llama.forward = torch.compile(llama.forward, fullgraph=True, backend="eager")
+        assert torch.equal(llama.generate(ids, **arguments, **GREEDY), plain)
+        assert counts(handle)[0] == (2, 144, 22, 22)
+
+
+def test_a_mask_of_ones_and_padding_in_a_static_cache(llama, make_ids):
+    ids = make_ids(2, 72)
+    ones, padded = torch.ones_like(ids), torch.ones_like(ids)
+    padded[0, :20] = 0
+
+    def call(model, mask):
+        cache = StaticCache(config=llama.config, max_cache_len=80)
+        return model(ids, attention_mask=mask, past_key_values=cache).logits
+
+    stock = call(llama, padded)
+    with enable(llama, **SPARSE) as handle:
+        model = compiled(llama)
+        torch.testing.assert_close(call(model, ones), llama(ids).logits, **CLOSE)
+        assert counts(handle)[0] == (2, 288, 0, 0)
+        with pytest.warns(UserWarning, match="padding in a static cache"):
+            ours = call(model, padded)
+    torch.testing.assert_close(ours[1], stock[1], **CLOSE)
+    torch.testing.assert_close(ours[0, 20:], stock[0, 20:], **CLOSE)
+
+
+def test_what_a_graph_cannot_do_sparsely_is_dense_and_said(build, ids):
+    """The model chooses its own keys, windows slide, or gradients are on."""
+    model = build("llama")
+    stock = model(ids).logits
+    with enable(model, **SPARSE), pytest.warns(UserWarning, match="training mode"):
+        model.train()
+        ours = compiled(model)(ids).logits
+    model.eval()
+    torch.testing.assert_close(ours, stock, **CLOSE)
+    with enable(model, strict=True, **SPARSE), pytest.raises(NotImplementedError, match="training"):
+        model.train()
+        compiled(model)(ids)
+
+
+def test_where_a_graph_breaks_the_result_is_the_same(llama, ids, make_ids):
+    """A forward of the user breaks the graph between the layers."""
+    llama.model.layers[1].mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    padded = torch.ones_like(ids)
+    padded[0, :20] = 0
+    with enable(llama, strict=True, **RECALL):
+        model = torch.compile(llama, backend="eager")
+        torch.testing.assert_close(model(ids).logits, llama(ids).logits, **CLOSE)
+        ours = model(ids, attention_mask=padded).logits[:, 20:]
+        eager = llama(ids, attention_mask=padded).logits[:, 20:]
+        torch.testing.assert_close(ours, eager, **CLOSE)
+
+
+def test_two_threads_with_prompts_of_their_own(llama, make_ids):
+    """What a graph is told is told to its thread: the lists of recalled keys above all."""
+    prompts = [make_ids(1, 24, seed).repeat(1, 4) for seed in (5, 6)]
+    with enable(llama, strict=True, **RECALL):
+        eager = [llama(ids, use_cache=False).logits for ids in prompts]
+        model = compiled(llama)
+        for ids in prompts:
+            model(ids, use_cache=False)
+        found = [[], []]
+
+        def work(index):
+            for _ in range(10):
+                with torch.no_grad():
+                    found[index].append(model(prompts[index], use_cache=False).logits)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for expected, all_found in zip(eager, found, strict=True):
+        assert len(all_found) == 10
+        for logits in all_found:
+            torch.testing.assert_close(logits, expected, **CLOSE)
