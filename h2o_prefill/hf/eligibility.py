@@ -18,7 +18,10 @@ from h2o_prefill.hf.run import Run, is_traced
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
 
-# Kinds of layers that are always dense, as the user reads of them.
+# Kinds of layers that attend as full ones do to a prompt that their window holds.
+_WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
+
+# Kinds of layers that are never sparse, or but for such prompts, as the user reads of them.
 _IN_WORDS = {
     "sliding_attention": "sliding",
     "hybrid_sliding": "sliding",
@@ -191,22 +194,42 @@ def layer_type(module: nn.Module) -> str:
     return kind
 
 
-def can_be_sparse(module: nn.Module) -> bool:
-    """Return whether an attention layer is of the kind that is ever prefilled sparsely."""
-    return is_causal(module, {}) and layer_type(module) == "full_attention"
+def window_of(module: nn.Module) -> int | None:
+    """Return how many keys a query of a sliding or chunked layer sees, None for other kinds."""
+    kind = layer_type(module)
+    if kind not in _WINDOWED:
+        return None
+    name = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
+    config = getattr(module, "config", None)
+    window = getattr(module, name, None) or getattr(config, name, None)
+    return window if isinstance(window, int) else None
 
 
-def why_none_sparse(layers: list[nn.Module], encoder_decoder: bool = False) -> str | None:
+def can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
+    """Return whether some calls of an attention layer are sparse, by what kind it is of."""
+    if not is_causal(module, {}):
+        return False
+    window = window_of(module)
+    if window is not None:
+        return window > config.chunk_size and config.is_long_call(0, window)
+    return layer_type(module) == "full_attention"
+
+
+def why_none_sparse(
+    layers: list[nn.Module], config: PrefillConfig, encoder_decoder: bool = False
+) -> str | None:
     """Return why no layer of a model can be sparse; None if one can.
 
     Parameters
     ----------
     layers : list of nn.Module
         Its attention layers.
+    config : PrefillConfig
+        How to prefill.
     encoder_decoder : bool
         Whether it has an encoder and a decoder.
     """
-    if any(can_be_sparse(layer) for layer in layers):
+    if any(can_be_sparse(layer, config) for layer in layers):
         return None
     # Each once, in the order of the layers.
     return " or ".join(dict.fromkeys(_in_words(layer, encoder_decoder) for layer in layers))
@@ -216,6 +239,17 @@ def _in_words(module: nn.Module, encoder_decoder: bool) -> str:
     if not is_causal(module, {}):
         return "that of an encoder-decoder" if encoder_decoder else "not causal"
     return _IN_WORDS.get(layer_type(module), layer_type(module))
+
+
+def _is_windowed(call: Call) -> bool:
+    """Return whether a layer is of another kind than full attention, and attends otherwise."""
+    kind = layer_type(call.module)
+    if kind == "full_attention" and not call.given("sliding_window"):
+        return False
+    if kind not in ("full_attention", *_WINDOWED) or call.run is None:
+        return True
+    given = call.kwargs.get("sliding_window")
+    return not call.run.windows_show_all or (given is not None and given < call.key.shape[2])
 
 
 def _is_short(call: Call) -> bool:
@@ -280,6 +314,18 @@ def _mask_reason(call: Call) -> str:
     return made or "a custom attention mask is not supported"
 
 
+def _window_reason(call: Call) -> str:
+    """Return why a windowed layer is dense: by design, unless no layer of the model is sparse."""
+    run = call.run
+    if run is None or not run.settings.only_windows:
+        return ""
+    if _is_static(call):
+        return STATIC
+    if run.windows_show_all is None:
+        return OWN_MASKS if call.mask is None else _mask_reason(call)
+    return "every layer has a sliding window, or chunks, that the prompt does not fit into"
+
+
 def _config(call: Call) -> Any:
     return getattr(call.module, "config", None)
 
@@ -291,10 +337,16 @@ def _knows_index(module: nn.Module) -> bool:
 
 
 def _history_reason(call: Call) -> str:
+    if window_of(call.module) is not None:
+        return "a long call goes on in sliding or chunked layers, which keep no state between calls"
     if isinstance(getattr(call.run, "cache", None), ChunkedPrefillCache):
         return "the cache keeps no state for layers of this kind, such as hybrid ones"
     return "a long call goes on from a plain cache; pass past_key_values=ChunkedPrefillCache(...)"
 
+
+STATIC = "static caches are not supported"
+
+OWN_MASKS = "the model makes its own masks, so that attention is not known to be causal"
 
 NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its prefill sparse"
 
@@ -304,8 +356,7 @@ RULES = (
     Rule(lambda call: is_traced(), TRACED),
     Rule(_is_short),
     Rule(lambda call: not is_causal(call.module, call.kwargs)),
-    Rule(lambda call: layer_type(call.module) != "full_attention"),
-    Rule(lambda call: call.given("sliding_window")),
+    Rule(_is_windowed, _window_reason),
     Rule(lambda call: getattr(call.module, "layer_idx", None) in call.config.dense_layers),
     Rule(
         lambda call: not call.config.is_sparse_call(call.past, call.prompt_rows),
@@ -340,12 +391,9 @@ RULES = (
     Rule(lambda call: call.given("position_bias"), "position_bias is not supported"),
     Rule(lambda call: call.given(*PACKING_ARGUMENTS), "packed sequences are not supported"),
     Rule(lambda call: call.given(*INDEX_ARGUMENTS), "the model chooses its own keys already"),
-    Rule(_is_static, "static caches are not supported"),
+    Rule(_is_static, STATIC),
     Rule(lambda call: call.mask is not None, _mask_reason),
-    Rule(
-        lambda call: not _is_plain(call),
-        "the model makes its own masks, so that attention is not known to be causal",
-    ),
+    Rule(lambda call: not _is_plain(call), OWN_MASKS),
     Rule(lambda call: call.past > 0 and call.cache_layer is None, _history_reason),
     Rule(_goes_on_from_padding, CONTINUES),
     Rule(lambda call: call.run is None, NOT_ENABLED),

@@ -8,7 +8,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
-from h2o_prefill.hf.eligibility import is_attention, is_cross_attention, why_none_sparse
+from h2o_prefill.hf.eligibility import (
+    can_be_sparse,
+    is_attention,
+    is_cross_attention,
+    why_none_sparse,
+    window_of,
+)
 from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.registration import register
@@ -257,9 +263,12 @@ def _check_some_layer(model: PreTrainedModel, settings: Settings) -> None:
         if getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
     ]
     layers = attention_layers(model, NAME)
+    candidates = [layer for layer in layers if can_be_sparse(layer, settings.config)]
+    windows = [window_of(layer) for layer in candidates]
+    settings.only_windows = bool(windows) and None not in windows
     why = None
     if layers:
-        kinds = why_none_sparse(layers, bool(model.config.is_encoder_decoder))
+        kinds = why_none_sparse(layers, settings.config, bool(model.config.is_encoder_decoder))
         why = None if kinds is None else f"its attention is {kinds}"
     elif not modules:
         why = "it has no attention layers"

@@ -1,5 +1,7 @@
 """The mask function of the name `h2o_prefill`: no mask where attention is plain causal.
 
+So is the mask of a sliding window, or of chunks, that is at least as long as the keys are many.
+
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
 keys up to Tkv - Tq + i, and all of them, or, if `Run.padding` is set, those of its row that are no
 padding. Everything else is the mask that the model's own implementation would have got.
@@ -81,6 +83,11 @@ def h2o_prefill_mask(
     }
     if run is not None and (is_traced() or run.settings.is_causal_by_mask(kwargs.get("config"))):
         return make(**arguments)
+    window = kwargs.get("local_size")
+    ends_differ = _ends_differ(q_length, kv_length, q_offset, kv_offset)
+    shows_all = window is None or (window >= kv_length and kv_offset == 0 and not ends_differ)
+    if run is not None and window is not None:
+        run.add_window(shows_all)
     if _is_causal_history(q_length, kv_length, q_offset, kv_offset, mask_function, kwargs):
         if run is not None:
             run.plain = run.padding = None
@@ -92,14 +99,10 @@ def h2o_prefill_mask(
             padding = _padding(run, arguments, make)
             if padding is not None and padding.has_long_row(run.settings.config):
                 return None
-    elif (
-        run is not None
-        and mask_function is not causal_mask_function
-        and kwargs.get("local_size") is None
-    ):
+    elif run is not None and mask_function is not causal_mask_function and shows_all:
         run.mask_reason = PACKED if run.assumed_packed else NOT_CAUSAL
     mask = make(**arguments)
-    if mask is None and _ends_differ(q_length, kv_length, q_offset, kv_offset):
+    if mask is None and ends_differ:
         # A static cache with free places: this None is top-left causal, which ours is not.
         mask = make(**{**arguments, "allow_is_causal_skip": False})
     return mask
@@ -114,9 +117,11 @@ def _is_causal_history(
     kwargs: dict[str, Any],
 ) -> bool:
     """Return whether the keys are exactly the tokens up to the last query, causally masked."""
+    window = kwargs.get("local_size")
     return (
-        mask_function is causal_mask_function
-        and kwargs.get("local_size") is None
+        # A window's mask function is made anew each time. It is the plain one of that window where
+        # transformers allows to leave causal masks out. Query i sees the keys behind i - window.
+        (mask_function is causal_mask_function if window is None else window >= kv_length)
         and kwargs.get("allow_is_causal_skip", True)
         and not kwargs.get("use_vmap", False)
         and not _ends_differ(q_length, kv_length, q_offset, kv_offset)

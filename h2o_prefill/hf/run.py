@@ -58,6 +58,9 @@ class Run:
         Where the rows lie, if only their padding kept the mask from being that.
     mask_reason : str or None
         Why it was neither.
+    windows_show_all : bool or None
+        Whether the windows (sliding, or chunks) that masks were asked for hold all keys; None if
+        there were none.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -72,6 +75,7 @@ class Run:
         self.plain: tuple[int, int] | None = None
         self.padding: Padding | None = None
         self.mask_reason: str | None = None
+        self.windows_show_all: bool | None = None
         self._snapshot: CacheSnapshot | None = None
         self._shared: dict[Any, Any] = {}
 
@@ -100,6 +104,10 @@ class Run:
             check_usable(cache)
             self.cache = cache
             self._snapshot = CacheSnapshot(cache)
+
+    def add_window(self, shows_all: bool) -> None:
+        """Note that the mask of a window was asked for, and whether it holds all keys."""
+        self.windows_show_all = shows_all and self.windows_show_all is not False
 
     def token_ids(self) -> Tensor | None:
         """Return the ids [B, T_total] of the whole prompt up to this forward, None if unknown."""

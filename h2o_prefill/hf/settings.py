@@ -62,6 +62,8 @@ class Settings:
     causal_by_mask : list of Hugging Face configs
         Those whose self-attention layers do not say that they are causal: the mask alone makes them
         so.
+    only_windows : bool
+        Whether every layer that can be sparse has a window (sliding, or chunks).
     calls : dict
         What the calls of each layer were, by its number.
     """
@@ -71,6 +73,7 @@ class Settings:
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)
     causal_by_mask: list[Any] = field(default_factory=list)
+    only_windows: bool = False
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
 
     def is_switched_on(self) -> bool:

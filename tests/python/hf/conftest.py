@@ -69,6 +69,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Phi3ForCausalLM",
         {"sliding_window": WINDOW, "head_dim": None},
     ),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", MIXED),
     "gemma2-uncapped": (
         "Gemma2Config",
