@@ -90,7 +90,10 @@ class Call:
 
     @property
     def cache_layer(self) -> ChunkedPrefillLayer | None:
-        """The layer of a `ChunkedPrefillCache`, if the caller passed one."""
+        """The layer of a `ChunkedPrefillCache`, if the caller passed one and it holds the keys.
+
+        Multi-head latent attention caches latents, one for each key.
+        """
         if self.run is None:
             return None
         layer = self.run.layer_of(self.module)
@@ -99,7 +102,9 @@ class Call:
             layers = getattr(self.run.cache, "layers", None) or ()
             holders = (other for other in layers if getattr(other, "keys", None) is self.key)
             layer = next(holders, layer)
-        return layer if isinstance(layer, ChunkedPrefillLayer) else None
+        if not isinstance(layer, ChunkedPrefillLayer):
+            return None
+        return layer if layer.get_seq_length() == self.key.shape[2] else None
 
     @property
     def padding(self) -> Padding | None:
@@ -375,10 +380,6 @@ RULES = (
     Rule(lambda call: call.dropout > 0, "attention dropout is not supported"),
     Rule(wants_weights, "output_attentions is not supported"),
     Rule(lambda call: call.given("cache"), "paged caches are not supported"),
-    Rule(
-        lambda call: getattr(_config(call), "kv_lora_rank", None) is not None,
-        "multi-head latent attention (MLA) is not supported",
-    ),
     Rule(_shares_keys, "layers that share the keys of another layer are not supported"),
     Rule(
         _changes_values, "the model attends to other values than it caches, such as halves of them"

@@ -38,9 +38,9 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     layer, recall = call.cache_layer, _recall_lists(call, (0, call.key.shape[2]))
     query, key, value = _in_autocast_dtype(call.query, call.key, call.value)
     prompt = query[:, :, :rows]
-    if layer is not None and layer.holds(key, value):
-        assert call.run is not None
+    if layer is not None and call.run is not None:
         call.run.keep_state(layer)
+    if layer is not None and layer.holds(key, value):
         out = layer.attend(prompt, total, recall, number, call.config, scaling)
     else:
         state = None if layer is None else layer.state

@@ -31,7 +31,7 @@ TABLE = [
     ("llama4", 1, None),
     ("gemma2", 0, "softcap"),
     ("gpt-oss", 0, "attention sinks"),
-    ("deepseek-v3", 0, "latent attention"),
+    ("deepseek-v3", 2, None),
 ]
 WINDOW = 24  # of the zoo's models
 ALL_SLIDING = ["mistral-window", "phi3-window"]
