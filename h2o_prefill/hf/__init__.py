@@ -10,7 +10,7 @@
 | padding.py | where the rows of a padded batch lie |
 | sparse.py, dense.py | the two ways that a call can go |
 | chosen_keys.py | the dense way of models that choose their own keys |
-| cache.py, layer.py | a cache that several calls of one prompt share, and its layers |
+| cache.py, layer.py, hybrid_layer.py | a cache that calls of one prompt share, and its layers |
 | rollback.py | put a cache back after a forward that failed |
 | explain.py | what each layer does and did |
 | prefill.py, prompt.py | prefill a prompt in several calls, whatever form it has |

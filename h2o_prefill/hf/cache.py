@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from h2o_prefill.hf.hybrid_layer import prefill_layer_for
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 
 
@@ -30,11 +31,7 @@ class ChunkedPrefillCache(DynamicCache):
 
     def __init__(self, config: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
-        # Only plain layers: those of sliding, linear or indexed attention are never prefilled
-        # sparsely.
-        self.layers = [
-            ChunkedPrefillLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
-        ]
+        self.layers = [prefill_layer_for(layer) for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = ChunkedPrefillLayer
         self._token_ids: list[Tensor] | None = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h2o_prefill.config import PrefillConfig
+from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import CONTINUES, Padding
@@ -87,6 +87,12 @@ class Call:
     def prompt_rows(self) -> int:
         """Tokens of this call before the candidates."""
         return self.new - self.candidates
+
+    @property
+    def layer(self) -> int | None:
+        """The number of the layer. None if it has none: Zamba's share a module, numbered -1."""
+        index = getattr(self.module, "layer_idx", None)
+        return index if isinstance(index, int) and index >= 0 else None
 
     @property
     def cache_layer(self) -> ChunkedPrefillLayer | None:
@@ -335,17 +341,11 @@ def _config(call: Call) -> Any:
     return getattr(call.module, "config", None)
 
 
-def _knows_index(module: nn.Module) -> bool:
-    index = getattr(module, "layer_idx", None)
-    # Zamba 2 shares one module between layers and numbers it -1.
-    return isinstance(index, int) and index >= 0
-
-
 def _history_reason(call: Call) -> str:
     if window_of(call.module) is not None:
         return "a long call goes on in sliding or chunked layers, which keep no state between calls"
     if isinstance(getattr(call.run, "cache", None), ChunkedPrefillCache):
-        return "the cache keeps no state for layers of this kind, such as hybrid ones"
+        return "the cache keeps no state for layers of this kind"
     return "a long call goes on from a plain cache; pass past_key_values=ChunkedPrefillCache(...)"
 
 
@@ -362,14 +362,18 @@ RULES = (
     Rule(_is_short),
     Rule(lambda call: not is_causal(call.module, call.kwargs)),
     Rule(_is_windowed, _window_reason),
-    Rule(lambda call: getattr(call.module, "layer_idx", None) in call.config.dense_layers),
+    Rule(lambda call: call.layer in call.config.dense_layers),
     Rule(
         lambda call: not call.config.is_sparse_call(call.past, call.prompt_rows),
         "the memory set is empty (K + L + H = 0); block_diagonal=True attends inside chunks alone",
     ),
     Rule(
-        lambda call: not _knows_index(call.module),
+        lambda call: not isinstance(getattr(call.module, "layer_idx", None), int),
         "the attention layers do not know their index",
+    ),
+    Rule(
+        lambda call: call.layer is None and any(getattr(call.config, x) for x in LAYER_FIELDS),
+        "layers share a module, and settings by layer cannot tell them apart",
     ),
     Rule(
         lambda call: bool(getattr(_config(call), "is_encoder_decoder", False)),

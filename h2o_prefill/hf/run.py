@@ -119,7 +119,7 @@ class Run:
         """Return the cache layer of an attention module, None if the caller passed no cache."""
         layers = getattr(self.cache, "layers", None)
         index = getattr(module, "layer_idx", None)
-        if layers is None or not isinstance(index, int) or index >= len(layers):
+        if layers is None or not isinstance(index, int) or not 0 <= index < len(layers):
             return None
         return layers[index]
 

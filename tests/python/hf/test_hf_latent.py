@@ -6,13 +6,11 @@ import copy
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from h2o_prefill import ChunkedPrefillCache, enable
 from h2o_prefill.eval.model_sweep import TOLERANCE
 from h2o_prefill.eval.tiny_model import build_tiny, random_prompt
 from h2o_prefill.hf import ChunkedPrefillLayer
-from h2o_prefill.reference import ops as oracle
 
 TOKENS = 72
 EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64, "strict": True}
@@ -42,24 +40,11 @@ def prompt():
     return random_prompt(TOKENS)
 
 
-def attend_by_reference(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Attend as a call of a whole prompt does with SMALL, in float64 and without our kernels."""
-    q, k, v = query.double(), key.double(), value.double()
-    out, _, _ = oracle.chunked_sparse_attention(q, k, v, *[None] * 5, 0, 16, 4, 4, scale=scaling)
-    return out.transpose(1, 2).to(query.dtype), None
-
-
-def test_a_small_memory_equals_the_reference(model, prompt, monkeypatch, sparse_layers):
-    for interface, function in (
-        (AttentionInterface, attend_by_reference),
-        (AttentionMaskInterface, lambda **_: None),
-    ):
-        known = dict(interface._global_mapping)
-        monkeypatch.setattr(interface, "_global_mapping", {**known, "reference": function})
+def test_a_small_memory_equals_the_reference(model, prompt, reference_attention, sparse_layers):
     stock = model(prompt).logits
     with enable(model, "h2o", **SMALL):
         ours = model(prompt, use_cache=False).logits
-    model.set_attn_implementation("reference")
+    model.set_attn_implementation(reference_attention(chunk_size=16, budget=4))
     expected = model(prompt, use_cache=False).logits
     # As in the sweep, relative to the largest logit: float32 alone moves those of LongCat-Flash by
     # 3e-4. What the memory leaves out moves them by more than a tenth.
