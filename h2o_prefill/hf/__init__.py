@@ -14,6 +14,7 @@
 | rollback.py | put a cache back after a forward that failed |
 | explain.py | what each layer does and did |
 | prefill.py, prompt.py | prefill a prompt in several calls, whatever form it has |
+| forwards.py | which forwards run, so that none is switched over half-way |
 | run.py, settings.py | what one forward, and one enabled model, know |
 """
 

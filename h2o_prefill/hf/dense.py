@@ -35,6 +35,7 @@ from h2o_prefill.hf.eligibility import (
 )
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.run import Run
+from h2o_prefill.hf.settings import switched_from
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")
@@ -93,9 +94,11 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
 
 def _implementation(call: Call) -> str:
     """Return the name of the attention implementation to fall back to."""
-    name = None
-    if call.run is not None:
-        name = call.run.settings.previous_of(getattr(call.module, "config", None))
+    hf_config = getattr(call.module, "config", None)
+    if call.run is None:  # The forward began before the model was enabled, or it is another one's.
+        name = switched_from(hf_config)
+    else:
+        name = call.run.settings.previous_of(hf_config)
     if name is None or name == NAME:
         name = _default_implementation(call.module)
     if name == "sdpa" and (call.given(*EAGER_ONLY) or _sdpa_drops_position_bias(call)):

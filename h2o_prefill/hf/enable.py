@@ -16,6 +16,7 @@ from h2o_prefill.hf.eligibility import (
     window_of,
 )
 from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
+from h2o_prefill.hf.forwards import close, switching
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.registration import register
 from h2o_prefill.hf.run import ForwardHook, discard_runs, handle_of
@@ -48,6 +49,8 @@ class PrefillHandle:
     def enable(self) -> PrefillHandle:
         """Switch the model over. A handle that was active before is disabled.
 
+        A handle that cannot be enabled leaves the one before as it was.
+
         Raises
         ------
         ValueError
@@ -55,8 +58,28 @@ class PrefillHandle:
             transformers' attention interface.
         NotImplementedError
             If `strict` and no layer can be sparse.
+        RuntimeError
+            If it is called inside of a forward of the model, which is enabled already.
         """
-        disable(self.model)
+        earlier = _handles_of(self.model)
+        for handle in earlier:
+            handle.disable()
+            if handle.settings.on:
+                raise RuntimeError(
+                    f"{_name(self.model)} is enabled and inside of a forward; enable it again after"
+                )
+        with switching():
+            settings, self.settings = self.settings, self._new_settings()
+            try:
+                self._switch_on(checked=False)
+            except BaseException:
+                self.settings = settings
+                for handle in earlier:
+                    handle._switch_on(checked=True)
+                raise
+        return self
+
+    def _new_settings(self) -> Settings:
         configs = _configs_of(self.model)
         if any(is_switched(config) for config in configs):
             raise ValueError(
@@ -64,17 +87,27 @@ class PrefillHandle:
                 "give each model its own (copy.deepcopy)"
             )
         previous = [(c, c._attn_implementation) for c in configs]
-        self.settings = Settings(
+        return Settings(
             self.config,
             self.strict,
             previous,
             reported=self.settings.reported,
             causal_by_mask=_causal_by_mask(self.model),
         )
+
+    def _switch_on(self, checked: bool) -> None:
+        """Switch the model over with the settings as they are, or leave it as it was.
+
+        Parameters
+        ----------
+        checked : bool
+            Whether it is known that it can be.
+        """
         try:
             _switch(self.model)
-            _check_switched(self.model)
-            _check_some_layer(self.model, self.settings)
+            if not checked:
+                _check_switched(self.model)
+                _check_some_layer(self.model, self.settings)
             for module in self.model.modules():
                 if module is self.model or isinstance(module, PreTrainedModel):
                     self._hooks += ForwardHook(module, self.settings, self).attach(module)
@@ -83,15 +116,15 @@ class PrefillHandle:
         finally:
             if not self.active:
                 self._restore()
-        return self
 
     def disable(self) -> None:
-        """Give the model back the attention that it had. Does nothing if it is not enabled."""
-        if self.active:
-            self.active = False
-            self.settings.unmark_switched()
-            self._restore()
-            discard_runs(self.settings)
+        """Give the model back the attention that it had. Does nothing if it is not enabled.
+
+        A forward ends as it began: those of other threads are waited for. Inside of a forward this
+        returns at once, and the model is switched back when that ends.
+        """
+        discard_runs(self.settings)
+        close(self.settings, self._switch_off)
 
     def report(self) -> ModelReport:
         """Return what each attention layer does, and what its calls were so far (`explain`)."""
@@ -120,6 +153,11 @@ class PrefillHandle:
         if self.active:
             register()
             self.settings.mark_switched()
+
+    def _switch_off(self) -> None:
+        self.active = False
+        self.settings.unmark_switched()
+        self._restore()
 
     def _restore(self) -> None:
         for hook in self._hooks:
@@ -197,10 +235,14 @@ def disable(model: PreTrainedModel) -> None:
     model : PreTrainedModel
         The model.
     """
-    for module in model.modules():
-        handle = handle_of(module)
-        if handle is not None:
-            handle.disable()
+    for handle in _handles_of(model):
+        handle.disable()
+
+
+def _handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
+    """Return the handles that a model, or one inside of it, is enabled through, each once."""
+    handles = (handle_of(module) for module in model.modules())
+    return list({id(handle): handle for handle in handles if handle is not None}.values())
 
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:

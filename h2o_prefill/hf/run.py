@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.forwards import Forward, begin, end, is_on_stack
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.rollback import CacheSnapshot, check_usable
@@ -68,6 +69,7 @@ class Run:
         self.modules: list[nn.Module] = []
         self.frame: FrameType | None = None
         self.outer: Run | None = None
+        self.forward: Forward | None = None
         self.input_ids: Tensor | None = None
         self.cache: Any = None
         self.candidates = 0
@@ -227,9 +229,8 @@ def current_run(hf_config: Any) -> Run | None:
 def discard_runs(settings: Settings) -> None:
     """End the runs of a model that an interrupt left open, as failed."""
     run = _current.get()
-    if run is not None and run.settings is settings:
-        run.finish(failed=True)
-        _current.set(run.outer)
+    if run is not None and run.settings is settings and not _is_running(run.frame):
+        _close(run, failed=True)
 
 
 def _frame_of_forward() -> FrameType | None:
@@ -241,10 +242,16 @@ def _frame_of_forward() -> FrameType | None:
 
 
 def _is_running(wanted: FrameType | None) -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
+    return is_on_stack(wanted, sys._getframe())
+
+
+def _close(run: Run, failed: bool) -> None:
+    _current.set(run.outer)
+    try:
+        run.finish(failed)
+    finally:
+        if run.forward is not None:
+            end(run.forward)
 
 
 # Dynamo cannot trace context variables, so a compiled model breaks its graph here.
@@ -256,12 +263,14 @@ def _enter(settings: Settings, model: nn.Module, arguments: dict[str, Any]) -> N
     nested = run is not None and again and _is_running(run.frame)
     if run is not None and again and not nested:
         # Torch skips our closing hook on a KeyboardInterrupt.
-        run.finish(failed=True)
-        _current.set(run.outer)
+        _close(run, failed=True)
         run = run.outer
     if run is None or nested or run.settings is not settings:
         outer, run = run, Run(settings)
         run.outer, run.frame = outer, _frame_of_forward()
+        run.forward = begin(settings, run.frame, inside_another=outer is not None)
+        if run.forward is None:
+            return
         _current.set(run)
         if not settings.is_switched_on():
             settings.report(CHANGED)
@@ -277,5 +286,4 @@ def _leave(settings: Settings, model: nn.Module, failed: bool) -> None:
         return
     run.modules.pop()
     if not run.modules:
-        _current.set(run.outer)
-        run.finish(failed)
+        _close(run, failed)

@@ -11,9 +11,10 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.presets import PRESETS
 
-# Hugging Face configs that some handle has switched over, by id: several models may share one
-# config object, and then the switch of one reaches a model that nobody enabled.
-_switched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# The settings through which Hugging Face configs are switched over, by the configs' ids: several
+# models may share one config object, and then the switch of one reaches a model that nobody
+# enabled.
+_switched: weakref.WeakValueDictionary[int, Settings] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Settings:
         Whether every layer that can be sparse has a window (sliding, or chunks).
     calls : dict
         What the calls of each layer were, by its number.
+    on : bool
+        Whether the model is enabled.
     """
 
     config: PrefillConfig
@@ -75,6 +78,7 @@ class Settings:
     causal_by_mask: list[Any] = field(default_factory=list)
     only_windows: bool = False
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
+    on: bool = False
 
     def is_switched_on(self) -> bool:
         """Return whether any config of the model still has an attention implementation of ours."""
@@ -113,18 +117,31 @@ class Settings:
 
     def mark_switched(self) -> None:
         """Note that the configs of this model are switched over."""
+        self.on = True
         for config, _ in self.previous:
-            _switched[id(config)] = config
+            _switched[id(config)] = self
 
     def unmark_switched(self) -> None:
         """Note that the configs of this model are as they were."""
+        self.on = False
         for config, _ in self.previous:
             _switched.pop(id(config), None)
 
 
 def is_switched(hf_config: Any) -> bool:
     """Return whether a handle has switched this Hugging Face config over."""
-    return hf_config is not None and _switched.get(id(hf_config)) is hf_config
+    return _settings_of(hf_config) is not None
+
+
+def switched_from(hf_config: Any) -> str | None:
+    """Return the implementation that a switched config had before, None if there is none."""
+    settings = _settings_of(hf_config)
+    return None if settings is None else settings.previous_of(hf_config)
+
+
+def _settings_of(hf_config: Any) -> Settings | None:
+    settings = _switched.get(id(hf_config))
+    return settings if settings is not None and settings.owns(hf_config) else None
 
 
 # For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: it is dense.
