@@ -216,6 +216,14 @@ def window_of(module: nn.Module) -> int | None:
     return window if isinstance(window, int) else None
 
 
+def attends_to_tokens_alone(module: nn.Module) -> bool:
+    """Return whether a layer is of a kind that adds nothing to the mask that it is given.
+
+    DeepSeek V4 adds what hides compressed keys to that of its window, if there is one.
+    """
+    return layer_type(module) in ("full_attention", "linear_attention", *_WINDOWED)
+
+
 def can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
     """Return whether some calls of an attention layer are sparse, by what kind it is of."""
     if not is_causal(module, {}):

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.eligibility import (
+    attends_to_tokens_alone,
     can_be_sparse,
     is_attention,
     is_cross_attention,
@@ -308,6 +309,7 @@ def _check_some_layer(model: PreTrainedModel, settings: Settings) -> None:
     candidates = [layer for layer in layers if can_be_sparse(layer, settings.config)]
     windows = [window_of(layer) for layer in candidates]
     settings.only_windows = bool(windows) and None not in windows
+    settings.leaves_window_masks = all(attends_to_tokens_alone(layer) for layer in layers)
     why = None
     if layers:
         kinds = why_none_sparse(layers, settings.config, bool(model.config.is_encoder_decoder))

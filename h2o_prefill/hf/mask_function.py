@@ -85,10 +85,13 @@ def h2o_prefill_mask(
         return make(**arguments)
     window = kwargs.get("local_size")
     ends_differ = _ends_differ(q_length, kv_length, q_offset, kv_offset)
-    shows_all = window is None or (window >= kv_length and kv_offset == 0 and not ends_differ)
-    if run is not None and window is not None:
+    shows_all = window is None
+    if run is not None and window is not None and run.settings.leaves_window_masks:
+        shows_all = window >= kv_length and kv_offset == 0 and not ends_differ
         run.add_window(shows_all)
-    if _is_causal_history(q_length, kv_length, q_offset, kv_offset, mask_function, kwargs):
+    if shows_all and _is_causal_history(
+        q_length, kv_length, q_offset, kv_offset, mask_function, kwargs
+    ):
         if run is not None:
             run.plain = run.padding = None
         if _is_unpadded(attention_mask, kv_length):
@@ -116,12 +119,14 @@ def _is_causal_history(
     mask_function: Callable[..., Any],
     kwargs: dict[str, Any],
 ) -> bool:
-    """Return whether the keys are exactly the tokens up to the last query, causally masked."""
-    window = kwargs.get("local_size")
+    """Return whether the keys are exactly the tokens up to the last query, causally masked.
+
+    A window, if there is one, holds them all.
+    """
     return (
         # A window's mask function is made anew each time. It is the plain one of that window where
-        # transformers allows to leave causal masks out. Query i sees the keys behind i - window.
-        (mask_function is causal_mask_function if window is None else window >= kv_length)
+        # transformers allows to leave causal masks out.
+        (mask_function is causal_mask_function or kwargs.get("local_size") is not None)
         and kwargs.get("allow_is_causal_skip", True)
         and not kwargs.get("use_vmap", False)
         and not _ends_differ(q_length, kv_length, q_offset, kv_offset)

@@ -65,6 +65,8 @@ class Settings:
         so.
     only_windows : bool
         Whether every layer that can be sparse has a window (sliding, or chunks).
+    leaves_window_masks : bool
+        Whether layers with a window take no mask where it holds all keys.
     calls : dict
         What the calls of each layer were, by its number.
     on : bool
@@ -77,6 +79,7 @@ class Settings:
     reported: set[str] = field(default_factory=set)
     causal_by_mask: list[Any] = field(default_factory=list)
     only_windows: bool = False
+    leaves_window_masks: bool = False
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
     on: bool = False
 
