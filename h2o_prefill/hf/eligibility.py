@@ -119,7 +119,7 @@ class Call:
         Other attention of the same forward, such as that to the states of an encoder, may be of the
         same size.
         """
-        padding = None if self.run is None else self.run.padding
+        padding = None if self.run is None else self.run.paddings.get(self.new)
         sizes = (self.query.shape[0], self.new, self.key.shape[2])
         if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
             return None
@@ -320,7 +320,7 @@ def _is_static(call: Call) -> bool:
 
 def _is_plain(call: Call) -> bool:
     run = call.run
-    plain = run is None or run.plain == (call.query.shape[2], call.key.shape[2])
+    plain = run is None or (call.query.shape[2], call.key.shape[2]) in run.plain
     return plain or call.padding is not None
 
 

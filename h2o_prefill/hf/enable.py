@@ -209,6 +209,8 @@ def enable(
         If an argument is wrong, or the model does not use transformers' attention interface.
     NotImplementedError
         If `strict` and no layer of the model can be sparse.
+    RuntimeError
+        If the model is enabled already and this is called inside of a forward of it.
 
     Examples
     --------
@@ -228,6 +230,8 @@ def enable(
 
 def disable(model: PreTrainedModel) -> None:
     """Give a model back the attention that it had before `enable`. Does nothing if it is not on.
+
+    Waits for forwards of other threads. Inside of a forward it takes effect when that ends.
 
     A copy of an enabled model (copy.deepcopy, pickle) is enabled too, and has no other handle.
 

@@ -3,8 +3,8 @@
 So is the mask of a sliding window, or of chunks, that is at least as long as the keys are many.
 
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
-keys up to Tkv - Tq + i, and all of them, or, if `Run.padding` is set, those of its row that are no
-padding. Everything else is the mask that the model's own implementation would have got.
+keys up to Tkv - Tq + i, and all of them, or, if `Run.paddings` has that length, those of its row
+that are no padding. Everything else is the mask that the model's own implementation would have got.
 """
 
 from __future__ import annotations
@@ -93,10 +93,11 @@ def h2o_prefill_mask(
         q_length, kv_length, q_offset, kv_offset, mask_function, kwargs
     ):
         if run is not None:
-            run.plain = run.padding = None
+            run.plain.discard((q_length, kv_length))
+            run.paddings.pop(q_length, None)
         if _is_unpadded(attention_mask, kv_length):
             if run is not None:
-                run.plain = (q_length, kv_length)
+                run.plain.add((q_length, kv_length))
             return None
         if run is not None and q_length > 1:
             padding = _padding(run, arguments, make)
@@ -161,8 +162,9 @@ def _padding(run: Run, arguments: dict[str, Any], make: Callable[..., Any]) -> P
     if spans is None:
         run.mask_reason = HOLES
         return None
-    run.padding = Padding(length, spans, partial(make, **arguments))
-    return run.padding
+    padding = Padding(length, spans, partial(make, **arguments))
+    run.paddings[length] = padding
+    return padding
 
 
 def _previous_mask_function(run: Run | None, hf_config: Any) -> Callable[..., Any]:

@@ -53,10 +53,11 @@ class Run:
     assumed_packed : bool
         Whether the model is compiled and was given neither a cache nor a mask nor positions:
         transformers then reckons with packed sequences.
-    plain : (int, int) or None
-        Query and key length for which our mask function was asked for a plain causal mask.
-    padding : Padding or None
-        Where the rows lie, if only their padding kept the mask from being that.
+    plain : set of (int, int)
+        Query and key lengths for which our mask function was asked for a plain causal mask. Some
+        models have sequences of several lengths in a forward, such as bytes and patches.
+    paddings : dict of Padding
+        Where the rows lie, if only their padding kept the mask from being that, by their length.
     mask_reason : str or None
         Why it was neither.
     windows_show_all : bool or None
@@ -74,8 +75,8 @@ class Run:
         self.cache: Any = None
         self.candidates = 0
         self.assumed_packed = False
-        self.plain: tuple[int, int] | None = None
-        self.padding: Padding | None = None
+        self.plain: set[tuple[int, int]] = set()
+        self.paddings: dict[int, Padding] = {}
         self.mask_reason: str | None = None
         self.windows_show_all: bool | None = None
         self._snapshot: CacheSnapshot | None = None

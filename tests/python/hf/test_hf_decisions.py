@@ -284,7 +284,7 @@ def test_arguments_that_make_a_call_dense(llama, arguments, reason):
     dropout = kwargs.pop("dropout", 0.0)
     layer = llama.model.layers[0].self_attn
     run = Run(Settings(config))
-    run.plain = (72, 72)
+    run.plain.add((72, 72))
     given = dense_reason(Call(layer, query, key, key, None, dropout, kwargs, config, run))
     assert given == reason if not reason else reason in given
 
