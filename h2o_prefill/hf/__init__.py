@@ -6,18 +6,19 @@
 | names.py, registration.py | the name that transformers knows us by |
 | mask_function.py | what transformers calls to make a mask |
 | attention_function.py | what transformers calls to attend |
-| in_graph.py | what these two are in a compiled graph |
+| in_graph.py, graph_call.py | what these two are in a compiled graph, and what it is told |
 | eligibility.py | when a call is sparse |
 | padding.py | where the rows of a padded batch lie |
 | sparse.py, dense.py | the two ways that a call can go |
 | chosen_keys.py | the dense way of models that choose their own keys |
-| cache.py, layer.py | a cache that several calls of one prompt share, and its layers |
-| static.py, static_forward.py | the same in buffers of one size, for compiled graphs too |
+| cache.py, layer.py, hybrid_layer.py | a cache that calls of one prompt share, and its layers |
+| static.py | the same in buffers of one size |
 | token_history.py, recall.py | the ids of the cached tokens, and what is recalled by them |
 | rollback.py | put a cache back after a forward that failed |
 | explain.py | what each layer does and did |
 | prefill.py, prompt.py | prefill a prompt in several calls, whatever form it has |
-| hooks.py | the hooks around a forward |
+| hooks.py, forward.py | what happens before and after a forward |
+| forwards.py | which forwards run, so that none is switched over half-way |
 | run.py, settings.py | what one forward, and one enabled model, know |
 """
 

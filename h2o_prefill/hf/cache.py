@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from h2o_prefill.hf.hybrid_layer import prefill_layer_for
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.token_history import KeepsTokenIds
 
@@ -44,11 +45,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
             cache._replace_layers()  # type: ignore[attr-defined]
 
     def _replace_layers(self) -> None:
-        # Only plain layers: those of sliding, linear or indexed attention are never prefilled
-        # sparsely.
-        self.layers = [
-            ChunkedPrefillLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
-        ]
+        self.layers = [prefill_layer_for(layer) for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = ChunkedPrefillLayer
         self._token_ids = []

@@ -35,6 +35,7 @@ from h2o_prefill.hf.eligibility import (
 )
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.run import Run
+from h2o_prefill.hf.settings import switched_from
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")
@@ -92,9 +93,11 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
 
 def _implementation(call: Call) -> str:
     """Return the name of the attention implementation to fall back to."""
-    name = None
-    if call.run is not None:
-        name = call.run.settings.previous_of(getattr(call.module, "config", None))
+    hf_config = getattr(call.module, "config", None)
+    if call.run is None:  # The forward began before the model was enabled, or it is another one's.
+        name = switched_from(hf_config)
+    else:
+        name = call.run.settings.previous_of(hf_config)
     if name is None or name == NAME:
         name = _default_implementation(call.module)
     if name == "sdpa" and (call.given(*EAGER_ONLY) or _sdpa_drops_position_bias(call)):
@@ -174,11 +177,10 @@ def _needs_causal_mask(call: Call) -> bool:
     """
     if call.past < 0 or not is_causal(call.module, call.kwargs):
         return False
-    if call.run is None or call.run.plain is None:
-        return call.run is None
+    if call.run is None:
+        return True
     # Some models let only the last queries through their last layers.
-    queries, keys = call.run.plain
-    return call.new <= queries and call.total == keys
+    return any(call.new <= new and call.total == keys for new, keys in call.run.plain)
 
 
 def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 
-from h2o_prefill.config import PrefillConfig
+from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import CONTINUES, Padding
 from h2o_prefill.hf.run import Run, is_traced
@@ -20,7 +20,10 @@ from h2o_prefill.hf.token_history import KeepsTokenIds
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
 
-# Kinds of layers that are always dense, as the user reads of them.
+# Kinds of layers that attend as full ones do to a prompt that their window holds.
+_WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
+
+# Kinds of layers that are never sparse, or but for such prompts, as the user reads of them.
 _IN_WORDS = {
     "sliding_attention": "sliding",
     "hybrid_sliding": "sliding",
@@ -73,9 +76,11 @@ class Call:
     @property
     def total(self) -> int:
         """Tokens up to the last of this call; behind them are the free places of a static cache."""
-        plain = None if self.run is None or self.mask is not None else self.run.plain
-        if plain is not None and plain[1] < self.key.shape[2] and _is_static(self):
-            return plain[1]
+        if self.run is not None and self.mask is None and _is_static(self):
+            # Only layers without a window have a plain mask then: there is one.
+            for new, keys in self.run.plain:
+                if new == self.new:
+                    return keys
         return self.key.shape[2]
 
     @property
@@ -102,8 +107,17 @@ class Call:
         return self.new - self.candidates
 
     @property
+    def layer(self) -> int | None:
+        """The number of the layer. None if it has none: Zamba's share a module, numbered -1."""
+        index = getattr(self.module, "layer_idx", None)
+        return index if isinstance(index, int) and index >= 0 else None
+
+    @property
     def cache_layer(self) -> ChunkedPrefillLayer | StaticPrefillLayer | None:
-        """The layer of a cache of ours, if the caller passed one."""
+        """The layer of a cache of ours, if the caller passed one and it holds the keys.
+
+        Multi-head latent attention caches latents, one for each key.
+        """
         if self.run is None:
             return None
         layer = self.run.layer_of(self.module)
@@ -112,7 +126,11 @@ class Call:
             layers = getattr(self.run.cache, "layers", None) or ()
             holders = (other for other in layers if getattr(other, "keys", None) is self.key)
             layer = next(holders, layer)
-        return layer if isinstance(layer, ChunkedPrefillLayer | StaticPrefillLayer) else None
+        if isinstance(layer, StaticPrefillLayer):
+            return layer if layer.keys is self.key else None
+        if not isinstance(layer, ChunkedPrefillLayer):
+            return None
+        return layer if layer.get_seq_length() == self.key.shape[2] else None
 
     @property
     def padding(self) -> Padding | None:
@@ -121,7 +139,7 @@ class Call:
         Other attention of the same forward, such as that to the states of an encoder, may be of the
         same size.
         """
-        padding = None if self.run is None else self.run.padding
+        padding = None if self.run is None else self.run.paddings.get(self.new)
         sizes = (self.query.shape[0], self.new, self.key.shape[2])
         if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
             return None
@@ -142,14 +160,10 @@ class Rule:
         Tells whether a call is one of these.
     reason : str, or callable that makes it
         What the user reads. Empty for calls that are dense by design: nobody is told of those.
-    in_graph : bool
-        Whether the rule looks only at the layer and at what the model passed, and holds in a
-        compiled graph.
     """
 
     applies: Callable[[Call], bool]
     reason: str | Callable[[Call], str] = ""
-    in_graph: bool = False
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -211,22 +225,50 @@ def layer_type(module: nn.Module) -> str:
     return kind
 
 
-def can_be_sparse(module: nn.Module) -> bool:
-    """Return whether an attention layer is of the kind that is ever prefilled sparsely."""
-    return is_causal(module, {}) and layer_type(module) == "full_attention"
+def window_of(module: nn.Module) -> int | None:
+    """Return how many keys a query of a sliding or chunked layer sees, None for other kinds."""
+    kind = layer_type(module)
+    if kind not in _WINDOWED:
+        return None
+    name = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
+    config = getattr(module, "config", None)
+    window = getattr(module, name, None) or getattr(config, name, None)
+    return window if isinstance(window, int) else None
 
 
-def why_none_sparse(layers: list[nn.Module], encoder_decoder: bool = False) -> str | None:
+def attends_to_tokens_alone(module: nn.Module) -> bool:
+    """Return whether a layer is of a kind that adds nothing to the mask that it is given.
+
+    DeepSeek V4 adds what hides compressed keys to that of its window, if there is one.
+    """
+    return layer_type(module) in ("full_attention", "linear_attention", *_WINDOWED)
+
+
+def can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
+    """Return whether some calls of an attention layer are sparse, by what kind it is of."""
+    if not is_causal(module, {}):
+        return False
+    window = window_of(module)
+    if window is not None:
+        return window > config.chunk_size and config.is_long_call(0, window)
+    return layer_type(module) == "full_attention"
+
+
+def why_none_sparse(
+    layers: list[nn.Module], config: PrefillConfig, encoder_decoder: bool = False
+) -> str | None:
     """Return why no layer of a model can be sparse; None if one can.
 
     Parameters
     ----------
     layers : list of nn.Module
         Its attention layers.
+    config : PrefillConfig
+        How to prefill.
     encoder_decoder : bool
         Whether it has an encoder and a decoder.
     """
-    if any(can_be_sparse(layer) for layer in layers):
+    if any(can_be_sparse(layer, config) for layer in layers):
         return None
     # Each once, in the order of the layers.
     return " or ".join(dict.fromkeys(_in_words(layer, encoder_decoder) for layer in layers))
@@ -236,6 +278,17 @@ def _in_words(module: nn.Module, encoder_decoder: bool) -> str:
     if not is_causal(module, {}):
         return "that of an encoder-decoder" if encoder_decoder else "not causal"
     return _IN_WORDS.get(layer_type(module), layer_type(module))
+
+
+def _is_windowed(call: Call) -> bool:
+    """Return whether a layer is of another kind than full attention, and attends otherwise."""
+    kind = layer_type(call.module)
+    if kind == "full_attention" and not call.given("sliding_window"):
+        return False
+    if kind not in ("full_attention", *_WINDOWED) or call.run is None:
+        return True
+    given = call.kwargs.get("sliding_window")
+    return not call.run.windows_show_all or (given is not None and given < call.key.shape[2])
 
 
 def _is_short(call: Call) -> bool:
@@ -297,7 +350,7 @@ def _is_static_elsewhere(call: Call) -> bool:
 
 def _is_plain(call: Call) -> bool:
     run = call.run
-    plain = run is None or run.plain == (call.new, call.total)
+    plain = run is None or (call.new, call.total) in run.plain
     return plain or call.padding is not None
 
 
@@ -310,21 +363,36 @@ def _mask_reason(call: Call) -> str:
     return made or "a custom attention mask is not supported"
 
 
+def _window_reason(call: Call) -> str:
+    """Return why a windowed layer is dense: by design, unless no layer of the model is sparse."""
+    run = call.run
+    if run is None or not run.settings.only_windows:
+        return ""
+    if getattr(run.layer_of(call.module), "is_compileable", False):
+        return "sliding or chunked layers of static caches are not supported"
+    if run.windows_show_all is None:
+        return OWN_MASKS if call.mask is None else _mask_reason(call)
+    return "every layer has a sliding window, or chunks, that the prompt does not fit into"
+
+
 def _config(call: Call) -> Any:
     return getattr(call.module, "config", None)
 
 
-def _knows_index(module: nn.Module) -> bool:
-    index = getattr(module, "layer_idx", None)
-    # Zamba 2 shares one module between layers and numbers it -1.
-    return isinstance(index, int) and index >= 0
-
-
 def _history_reason(call: Call) -> str:
+    if window_of(call.module) is not None:
+        return "a long call goes on in sliding or chunked layers, which keep no state between calls"
     if isinstance(getattr(call.run, "cache", None), KeepsTokenIds):
-        return "the cache keeps no state for layers of this kind, such as hybrid ones"
+        return "the cache keeps no state for layers of this kind"
     return "a long call goes on from a cache that was not filled by this model while it was enabled"
 
+
+STATIC = (
+    "static caches that were filled while the model was not enabled, and those of other classes "
+    "than StaticCache, are not supported"
+)
+
+OWN_MASKS = "the model makes its own masks, so that attention is not known to be causal"
 
 NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its prefill sparse"
 
@@ -332,90 +400,60 @@ OTHER_VALUES = "the model attends to other values than it caches, such as halves
 
 TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
 
-RULES = (
-    Rule(lambda call: is_traced(), TRACED),
-    Rule(_is_short),
-    Rule(lambda call: not is_causal(call.module, call.kwargs), in_graph=True),
-    Rule(lambda call: layer_type(call.module) != "full_attention", in_graph=True),
-    Rule(lambda call: call.given("sliding_window"), in_graph=True),
-    Rule(lambda call: getattr(call.module, "layer_idx", None) in call.config.dense_layers),
+# These look only at the layer and at what the model passed: they hold in a compiled graph too.
+LAYER_RULES = (
+    Rule(lambda call: not is_causal(call.module, call.kwargs)),
+    Rule(_is_windowed, _window_reason),
     Rule(
-        lambda call: not call.config.is_sparse_call(call.past, call.prompt_rows),
-        "the memory set is empty (K + L + H = 0); block_diagonal=True attends inside chunks alone",
+        lambda call: not isinstance(getattr(call.module, "layer_idx", None), int),
+        "the attention layers do not know their index",
     ),
     Rule(
-        lambda call: not _knows_index(call.module),
-        "the attention layers do not know their index",
-        in_graph=True,
+        lambda call: call.layer is None and any(getattr(call.config, x) for x in LAYER_FIELDS),
+        "layers share a module, and settings by layer cannot tell them apart",
     ),
     Rule(
         lambda call: bool(getattr(_config(call), "is_encoder_decoder", False)),
         "encoder-decoder models are not supported",
-        in_graph=True,
     ),
+    Rule(lambda call: call.module.training, "the model is in training mode; call model.eval()"),
+    Rule(needs_gradients, "gradients are on; run under torch.no_grad() or torch.inference_mode()"),
+    Rule(lambda call: call.dropout > 0, "attention dropout is not supported"),
+    Rule(wants_weights, "output_attentions is not supported"),
+    Rule(lambda call: call.given("cache"), "paged caches are not supported"),
+    Rule(_shares_keys, "layers that share the keys of another layer are not supported"),
+    Rule(lambda call: call.given("s_aux"), "attention sinks (s_aux) are not supported"),
+    Rule(lambda call: call.given("softcap"), "soft-capped logits (softcap) are not supported"),
+    Rule(lambda call: call.given("position_bias"), "position_bias is not supported"),
+    Rule(lambda call: call.given(*PACKING_ARGUMENTS), "packed sequences are not supported"),
+    Rule(lambda call: call.given(*INDEX_ARGUMENTS), "the model chooses its own keys already"),
+)
+
+RULES = (
+    Rule(lambda call: is_traced(), TRACED),
+    Rule(_is_short),
+    Rule(lambda call: call.layer in call.config.dense_layers),
     Rule(
-        lambda call: call.module.training,
-        "the model is in training mode; call model.eval()",
-        in_graph=True,
+        lambda call: not call.config.is_sparse_call(call.past, call.prompt_rows),
+        "the memory set is empty (K + L + H = 0); block_diagonal=True attends inside chunks alone",
     ),
-    Rule(
-        needs_gradients,
-        "gradients are on; run under torch.no_grad() or torch.inference_mode()",
-        in_graph=True,
-    ),
-    Rule(lambda call: call.dropout > 0, "attention dropout is not supported", in_graph=True),
-    Rule(wants_weights, "output_attentions is not supported", in_graph=True),
-    Rule(lambda call: call.given("cache"), "paged caches are not supported", in_graph=True),
-    Rule(
-        lambda call: getattr(_config(call), "kv_lora_rank", None) is not None,
-        "multi-head latent attention (MLA) is not supported",
-        in_graph=True,
-    ),
-    Rule(
-        _shares_keys, "layers that share the keys of another layer are not supported", in_graph=True
-    ),
+    *LAYER_RULES,
     Rule(_changes_values, OTHER_VALUES),
     Rule(
         _is_repeated, "layers that attend several times to the same cached keys are not supported"
     ),
-    Rule(
-        lambda call: call.given("s_aux"), "attention sinks (s_aux) are not supported", in_graph=True
-    ),
-    Rule(
-        lambda call: call.given("softcap"),
-        "soft-capped logits (softcap) are not supported",
-        in_graph=True,
-    ),
-    Rule(lambda call: call.given("position_bias"), "position_bias is not supported", in_graph=True),
-    Rule(
-        lambda call: call.given(*PACKING_ARGUMENTS),
-        "packed sequences are not supported",
-        in_graph=True,
-    ),
-    Rule(
-        lambda call: call.given(*INDEX_ARGUMENTS),
-        "the model chooses its own keys already",
-        in_graph=True,
-    ),
-    Rule(
-        _is_static_elsewhere,
-        "static caches that were filled while the model was not enabled, and those of other "
-        "classes than StaticCache, are not supported",
-    ),
+    Rule(_is_static_elsewhere, STATIC),
     Rule(lambda call: call.mask is not None, _mask_reason),
-    Rule(
-        lambda call: not _is_plain(call),
-        "the model makes its own masks, so that attention is not known to be causal",
-    ),
+    Rule(lambda call: not _is_plain(call), OWN_MASKS),
     Rule(lambda call: call.past > 0 and call.cache_layer is None, _history_reason),
     Rule(_goes_on_from_padding, CONTINUES),
     Rule(lambda call: call.run is None, NOT_ENABLED),
 )
 
 
-def dense_reason(call: Call) -> str | None:
+def dense_reason(call: Call, rules: tuple[Rule, ...] = RULES) -> str | None:
     """Return why a call is dense: None if it is sparse, empty if it is dense by design."""
-    for rule in RULES:
+    for rule in rules:
         if rule.applies(call):
             return rule.reason(call) if callable(rule.reason) else rule.reason
     return None

@@ -8,8 +8,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
-from h2o_prefill.hf.eligibility import is_attention, is_cross_attention, why_none_sparse
+from h2o_prefill.hf.eligibility import (
+    attends_to_tokens_alone,
+    can_be_sparse,
+    is_attention,
+    is_cross_attention,
+    why_none_sparse,
+    window_of,
+)
 from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
+from h2o_prefill.hf.forwards import close, switching
 from h2o_prefill.hf.hooks import ForwardHook, handle_of
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.registration import register
@@ -43,6 +51,8 @@ class PrefillHandle:
     def enable(self) -> PrefillHandle:
         """Switch the model over. A handle that was active before is disabled.
 
+        A handle that cannot be enabled leaves the one before as it was.
+
         Raises
         ------
         ValueError
@@ -50,8 +60,28 @@ class PrefillHandle:
             transformers' attention interface.
         NotImplementedError
             If `strict` and no layer can be sparse.
+        RuntimeError
+            If it is called inside of a forward of the model, which is enabled already.
         """
-        disable(self.model)
+        earlier = _handles_of(self.model)
+        for handle in earlier:
+            handle.disable()
+            if handle.settings.on:
+                raise RuntimeError(
+                    f"{_name(self.model)} is enabled and inside of a forward; enable it again after"
+                )
+        with switching():
+            settings, self.settings = self.settings, self._new_settings()
+            try:
+                self._switch_on(checked=False)
+            except BaseException:
+                self.settings = settings
+                for handle in earlier:
+                    handle._switch_on(checked=True)
+                raise
+        return self
+
+    def _new_settings(self) -> Settings:
         configs = _configs_of(self.model)
         if any(is_switched(config) for config in configs):
             raise ValueError(
@@ -59,17 +89,27 @@ class PrefillHandle:
                 "give each model its own (copy.deepcopy)"
             )
         previous = [(c, c._attn_implementation) for c in configs]
-        self.settings = Settings(
+        return Settings(
             self.config,
             self.strict,
             previous,
             reported=self.settings.reported,
             causal_by_mask=_causal_by_mask(self.model),
         )
+
+    def _switch_on(self, checked: bool) -> None:
+        """Switch the model over with the settings as they are, or leave it as it was.
+
+        Parameters
+        ----------
+        checked : bool
+            Whether it is known that it can be.
+        """
         try:
             _switch(self.model)
-            _check_switched(self.model)
-            _check_some_layer(self.model, self.settings)
+            if not checked:
+                _check_switched(self.model)
+                _check_some_layer(self.model, self.settings)
             for module in self.model.modules():
                 if module is self.model or isinstance(module, PreTrainedModel):
                     self._hooks += ForwardHook(module, self.settings, self).attach(module)
@@ -78,15 +118,15 @@ class PrefillHandle:
         finally:
             if not self.active:
                 self._restore()
-        return self
 
     def disable(self) -> None:
-        """Give the model back the attention that it had. Does nothing if it is not enabled."""
-        if self.active:
-            self.active = False
-            self.settings.unmark_switched()
-            self._restore()
-            discard_runs(self.settings)
+        """Give the model back the attention that it had. Does nothing if it is not enabled.
+
+        A forward ends as it began: those of other threads are waited for. Inside of a forward this
+        returns at once, and the model is switched back when that ends.
+        """
+        discard_runs(self.settings)
+        close(self.settings, self._switch_off)
 
     def report(self) -> ModelReport:
         """Return what each attention layer does, and what its calls were so far (`explain`)."""
@@ -115,6 +155,11 @@ class PrefillHandle:
         if self.active:
             register()
             self.settings.mark_switched()
+
+    def _switch_off(self) -> None:
+        self.active = False
+        self.settings.unmark_switched()
+        self._restore()
 
     def _restore(self) -> None:
         for hook in self._hooks:
@@ -165,6 +210,8 @@ def enable(
         If an argument is wrong, or the model does not use transformers' attention interface.
     NotImplementedError
         If `strict` and no layer of the model can be sparse.
+    RuntimeError
+        If the model is enabled already and this is called inside of a forward of it.
 
     Examples
     --------
@@ -185,6 +232,8 @@ def enable(
 def disable(model: PreTrainedModel) -> None:
     """Give a model back the attention that it had before `enable`. Does nothing if it is not on.
 
+    Waits for forwards of other threads. Inside of a forward it takes effect when that ends.
+
     A copy of an enabled model (copy.deepcopy, pickle) is enabled too, and has no other handle.
 
     Parameters
@@ -192,10 +241,14 @@ def disable(model: PreTrainedModel) -> None:
     model : PreTrainedModel
         The model.
     """
-    for module in model.modules():
-        handle = handle_of(module)
-        if handle is not None:
-            handle.disable()
+    for handle in _handles_of(model):
+        handle.disable()
+
+
+def _handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
+    """Return the handles that a model, or one inside of it, is enabled through, each once."""
+    handles = (handle_of(module) for module in model.modules())
+    return list({id(handle): handle for handle in handles if handle is not None}.values())
 
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:
@@ -258,9 +311,13 @@ def _check_some_layer(model: PreTrainedModel, settings: Settings) -> None:
         if getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
     ]
     layers = attention_layers(model, NAME)
+    candidates = [layer for layer in layers if can_be_sparse(layer, settings.config)]
+    windows = [window_of(layer) for layer in candidates]
+    settings.only_windows = bool(windows) and None not in windows
+    settings.leaves_window_masks = all(attends_to_tokens_alone(layer) for layer in layers)
     why = None
     if layers:
-        kinds = why_none_sparse(layers, bool(model.config.is_encoder_decoder))
+        kinds = why_none_sparse(layers, settings.config, bool(model.config.is_encoder_decoder))
         why = None if kinds is None else f"its attention is {kinds}"
     elif not modules:
         why = "it has no attention layers"

@@ -9,7 +9,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from h2o_prefill.hf.eligibility import NOT_ENABLED, can_be_sparse, is_attention, layer_type
+from h2o_prefill.hf.eligibility import (
+    NOT_ENABLED,
+    can_be_sparse,
+    is_attention,
+    layer_type,
+    window_of,
+)
 from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.names import NAME
 
@@ -134,11 +140,14 @@ def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
 def _why_dense(module: Any, settings: Any) -> str:
     if module.layer_idx in settings.config.dense_layers:
         return "one of dense_layers"
-    if not can_be_sparse(module):
-        kind = layer_type(module)
-        return "not causal" if kind == "full_attention" else kind.replace("_", " ")
+    kind = layer_type(module).replace("_", " ")
+    if not can_be_sparse(module, settings.config):
+        return "not causal" if kind == "full attention" else kind
     calls = settings.calls.get(module.layer_idx)
-    return "" if calls is None or calls.sparse_calls else calls.reason
+    if calls is not None and (calls.sparse_calls or calls.reason):
+        return "" if calls.sparse_calls else str(calls.reason)
+    window = window_of(module)
+    return "" if window is None else f"{kind}, sparse for prompts of up to {window} tokens"
 
 
 def _report(module: Any, reason: str, calls: Any) -> LayerReport:

@@ -59,7 +59,7 @@ def begin_forward(run: Run, mask: Any, compiled: bool) -> None:
         sparse=sparse,
         cached=run.cache is not None,
         unpadded=unpadded,
-        plain=run.plain is not None,
+        plain=bool(run.plain),
         candidates=candidates,
         recall=recall,
         position=position,

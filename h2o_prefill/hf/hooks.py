@@ -115,6 +115,9 @@ def before_forward(
     """Open a run, or join that of the enclosing model; return other arguments if it needs some."""
     compiled = _is_compiled(model)
     run = run_of(hook.settings, model)
+    if run is None:
+        graph.call = graph.layer = None
+        return None
     arguments = hook.read(args, kwargs)
     run.modules.append(model)
     if len(run.modules) > 1:

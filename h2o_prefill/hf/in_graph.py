@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
 from h2o_prefill.hf.dense import EAGER_ONLY, as_additive, eager_function
-from h2o_prefill.hf.eligibility import OTHER_VALUES, RULES, Call
+from h2o_prefill.hf.eligibility import LAYER_RULES, OTHER_VALUES, Call, dense_reason
 from h2o_prefill.hf.graph_call import MASKED, GraphCall, graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.sparse import in_autocast_dtype, with_candidates
@@ -29,20 +29,15 @@ _PLAIN = "_h2o_prefill_plain"
 Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
 
 
-def is_plain_causal(arguments: dict[str, Any]) -> bool:
-    """Return whether a mask function was asked for the plain causal mask, apart from padding.
+def may_be_left_out(arguments: dict[str, Any]) -> bool:
+    """Return whether a mask function may leave out a mask that is plain causal.
 
     Parameters
     ----------
     arguments : dict
         Of the mask function.
     """
-    return (
-        arguments["mask_function"] is causal_mask_function
-        and arguments.get("local_size") is None
-        and arguments.get("allow_is_causal_skip", True)
-        and not arguments.get("use_vmap", False)
-    )
+    return arguments.get("allow_is_causal_skip", True) and not arguments.get("use_vmap", False)
 
 
 def mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
@@ -59,7 +54,8 @@ def mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
     changed = {"attention_mask": given, "allow_is_causal_skip": False}
     mask = sdpa_mask(**{**arguments, **changed})
     assert mask is not None
-    if is_plain_causal(arguments) and given is None:
+    plain = arguments["mask_function"] is causal_mask_function and given is None
+    if plain and arguments.get("local_size") is None and may_be_left_out(arguments):
         setattr(mask, _PLAIN, True)
     return mask
 
@@ -89,8 +85,8 @@ def attend_in_graph(
     if layer is not None and layer.keys is not key:
         layer = None
     call = Call(module, query, key, value, mask, dropout, kwargs, forward.config, None)
-    number: Any = getattr(module, "layer_idx", None)
-    reason = _dense_reason(call, forward, layer)
+    number = call.layer or 0  # Where layers have no number, no setting depends on it.
+    reason = _why_dense(call, forward, layer)
     is_sparse = forward.sparse and number not in forward.config.dense_layers
     forward.outcomes.append((number, reason if reason is not None or is_sparse else ""))
     if reason is not None:
@@ -115,11 +111,11 @@ def attend_in_graph(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _dense_reason(call: Call, forward: GraphCall, layer: Layer) -> str | None:
+def _why_dense(call: Call, forward: GraphCall, layer: Layer) -> str | None:
     """Return why a call is dense, whatever its length: None if nothing is against it."""
-    for rule in RULES:
-        if rule.in_graph and rule.applies(call):
-            return str(rule.reason)
+    reason = dense_reason(call, LAYER_RULES)
+    if reason is not None:
+        return reason
     plain = forward.plain if call.mask is None else bool(getattr(call.mask, _PLAIN, False))
     if not plain:
         # The mask of one row of a static cache is not marked: decoding is dense.

@@ -1,9 +1,11 @@
 """The mask function of the name `h2o_prefill`: no mask where attention is plain causal.
 
+So is the mask of a sliding window, or of chunks, that is at least as long as the keys are many.
+
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
 keys up to T - Tq + i, where T is the number of keys without the free places of a static cache, and
-all of them, or, if `Run.padding` is set, those of its row that are no padding. Everything else is
-the mask that the model's own implementation would have got.
+all of them, or, if `Run.paddings` has that length, those of its row that are no padding. Everything
+else is the mask that the model's own implementation would have got.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from h2o_prefill.hf.graph_call import call_in_graph
-from h2o_prefill.hf.in_graph import is_plain_causal, mask_in_graph
+from h2o_prefill.hf.in_graph import mask_in_graph, may_be_left_out
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.padding import CONTINUES, Padding, is_unpadded, row_spans
 from h2o_prefill.hf.run import Run, current_run, is_traced
@@ -95,26 +97,32 @@ def _mask(arguments: dict[str, Any], compiled: bool) -> Any:
     make = _previous_mask_function(run, config)
     if run is not None and (is_traced() or run.settings.is_causal_by_mask(config)):
         return make(**arguments)
-    total = _causal_history(arguments, _may_be_static(run, config))
+    ends_differ = _ends_differ(arguments)
+    window = arguments.get("local_size")
+    shows_all = window is None
+    if run is not None and window is not None and run.settings.leaves_window_masks:
+        shows_all = (
+            window >= arguments["kv_length"] and arguments["kv_offset"] == 0 and not ends_differ
+        )
+        run.add_window(shows_all)
+    total = _causal_history(arguments, _may_be_static(run, config)) if shows_all else None
     if total is not None:
+        size = arguments["q_length"], total
         if run is not None:
-            run.plain = run.padding = None
+            run.plain.discard(size)
+            run.paddings.pop(size[0], None)
         if is_unpadded(attention_mask, total):
             if run is not None:
-                run.plain = (arguments["q_length"], total)
+                run.plain.add(size)
             return None
         if run is not None and arguments["q_length"] > 1 and total == arguments["kv_length"]:
             padding = _padding(run, arguments, make)
             if padding is not None and padding.has_long_row(run.settings.config):
                 return None
-    elif (
-        run is not None
-        and arguments["mask_function"] is not causal_mask_function
-        and arguments.get("local_size") is None
-    ):
+    elif run is not None and arguments["mask_function"] is not causal_mask_function and shows_all:
         run.mask_reason = PACKED if compiled and run.bare else NOT_CAUSAL
     mask = make(**arguments)
-    if mask is None and _ends_differ(arguments):
+    if mask is None and ends_differ:
         # A static cache with free places: this None is top-left causal, which ours is not.
         mask = make(**{**arguments, "allow_is_causal_skip": False})
     return mask
@@ -133,9 +141,13 @@ def _may_be_static(run: Run | None, config: Any) -> bool:
 def _causal_history(arguments: dict[str, Any], may_be_static: bool) -> int | None:
     """Return the number of keys that are the tokens up to the last query, causally masked.
 
-    None if the mask is another.
+    A window, if there is one, holds them all. None if the mask is another.
     """
-    if not is_plain_causal(arguments) or arguments["kv_offset"] != 0:
+    # A window's mask function is made anew each time. It is the plain one of that window where
+    # transformers allows to leave causal masks out.
+    if not may_be_left_out(arguments) or arguments["kv_offset"] != 0:
+        return None
+    if arguments["mask_function"] is not causal_mask_function and not arguments.get("local_size"):
         return None
     if not _ends_differ(arguments):
         return int(arguments["kv_length"])
@@ -169,8 +181,9 @@ def _padding(run: Run, arguments: dict[str, Any], make: Callable[..., Any]) -> P
     if spans is None:
         run.mask_reason = HOLES
         return None
-    run.padding = Padding(length, spans, partial(make, **arguments))
-    return run.padding
+    padding = Padding(length, spans, partial(make, **arguments))
+    run.paddings[length] = padding
+    return padding
 
 
 def _previous_mask_function(run: Run | None, hf_config: Any) -> Callable[..., Any]:

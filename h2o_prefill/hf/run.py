@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.forwards import Forward, begin, end, is_on_stack
 from h2o_prefill.hf.graph_call import GraphCall
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding
@@ -47,13 +48,17 @@ class Run:
         Whether the model was given neither a cache nor a mask nor positions.
     call : GraphCall or None
         What a compiled graph is told of this forward.
-    plain : (int, int) or None
-        Query and key length for which our mask function was asked for a plain causal mask; the free
-        places of a static cache do not count.
-    padding : Padding or None
-        Where the rows lie, if only their padding kept the mask from being that.
+    plain : set of (int, int)
+        Query and key lengths for which our mask function was asked for a plain causal mask; the
+        free places of a static cache do not count. Some models have sequences of several lengths in
+        a forward, such as bytes and patches.
+    paddings : dict of Padding
+        Where the rows lie, if only their padding kept the mask from being that, by their length.
     mask_reason : str or None
         Why it was neither.
+    windows_show_all : bool or None
+        Whether the windows (sliding, or chunks) that masks were asked for hold all keys; None if
+        there were none.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -61,15 +66,17 @@ class Run:
         self.modules: list[nn.Module] = []
         self.frame: FrameType | None = None
         self.outer: Run | None = None
+        self.forward: Forward | None = None
         self.tokens: Tensor | None = None
         self.input_ids: Tensor | None = None
         self.cache: Any = None
         self.candidates = 0
         self.bare = False
         self.call: GraphCall | None = None
-        self.plain: tuple[int, int] | None = None
-        self.padding: Padding | None = None
+        self.plain: set[tuple[int, int]] = set()
+        self.paddings: dict[int, Padding] = {}
         self.mask_reason: str | None = None
+        self.windows_show_all: bool | None = None
         self._snapshot: CacheSnapshot | None = None
         self._shared: dict[Any, Any] = {}
 
@@ -120,7 +127,11 @@ class Run:
         # Transformers makes the masks of a static cache before the forward. What our mask function
         # said by None is not asked again if there are masks of several kinds.
         if isinstance(masks, Mapping) and masks.get("full_attention", masks) is None:
-            self.plain = (self.new, self.past + self.new)
+            self.plain.add((self.new, self.past + self.new))
+
+    def add_window(self, shows_all: bool) -> None:
+        """Note that the mask of a window was asked for, and whether it holds all keys."""
+        self.windows_show_all = shows_all and self.windows_show_all is not False
 
     def token_ids(self) -> Tensor | None:
         """Return the ids [B, T_total] of the whole prompt up to this forward, None if unknown."""
@@ -137,7 +148,7 @@ class Run:
         """Return the cache layer of an attention module, None if the caller passed no cache."""
         layers = getattr(self.cache, "layers", None)
         index = getattr(module, "layer_idx", None)
-        if layers is None or not isinstance(index, int) or index >= len(layers):
+        if layers is None or not isinstance(index, int) or not 0 <= index < len(layers):
             return None
         return layers[index]
 
@@ -197,33 +208,36 @@ def leave_run(settings: Settings, model: nn.Module, failed: bool) -> Run | None:
     run.modules.pop()
     if run.modules:
         return None
-    _current.set(run.outer)
-    run.finish(failed)
+    _close(run, failed)
     return run
 
 
 def discard_runs(settings: Settings) -> None:
     """End the runs of a model that an interrupt left open, as failed."""
     run = _current.get()
-    if run is not None and run.settings is settings:
-        run.finish(failed=True)
-        _current.set(run.outer)
+    if run is not None and run.settings is settings and not _is_running(run.frame):
+        _close(run, failed=True)
 
 
-def run_of(settings: Settings, model: nn.Module) -> Run:
-    """Return the run that a forward of a model belongs to, opened if there is none."""
+def run_of(settings: Settings, model: nn.Module) -> Run | None:
+    """Return the run that a forward of a model belongs to, opened if there is none.
+
+    None if the model is not enabled any more.
+    """
     run = _current.get()
     again = run is not None and any(module is model for module in run.modules)
     # A hook inside of a model may call the model: that is a forward of its own.
     nested = run is not None and again and _is_running(run.frame)
     if run is not None and again and not nested:
         # Torch skips our closing hook on a KeyboardInterrupt.
-        run.finish(failed=True)
-        _current.set(run.outer)
+        _close(run, failed=True)
         run = run.outer
     if run is None or nested or run.settings is not settings:
         outer, run = run, Run(settings)
         run.outer, run.frame = outer, _frame_of_forward()
+        run.forward = begin(settings, run.frame, inside_another=outer is not None)
+        if run.forward is None:
+            return None
         _current.set(run)
         if not settings.is_switched_on():
             settings.report(CHANGED)
@@ -239,7 +253,13 @@ def _frame_of_forward() -> FrameType | None:
 
 
 def _is_running(wanted: FrameType | None) -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
+    return is_on_stack(wanted, sys._getframe())
+
+
+def _close(run: Run, failed: bool) -> None:
+    _current.set(run.outer)
+    try:
+        run.finish(failed)
+    finally:
+        if run.forward is not None:
+            end(run.forward)

@@ -11,9 +11,10 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.presets import PRESETS
 
-# Hugging Face configs that some handle has switched over, by id: several models may share one
-# config object, and then the switch of one reaches a model that nobody enabled.
-_switched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# The settings through which Hugging Face configs are switched over, by the configs' ids: several
+# models may share one config object, and then the switch of one reaches a model that nobody
+# enabled.
+_switched: weakref.WeakValueDictionary[int, Settings] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -62,8 +63,14 @@ class Settings:
     causal_by_mask : list of Hugging Face configs
         Those whose self-attention layers do not say that they are causal: the mask alone makes them
         so.
+    only_windows : bool
+        Whether every layer that can be sparse has a window (sliding, or chunks).
+    leaves_window_masks : bool
+        Whether layers with a window take no mask where it holds all keys.
     calls : dict
         What the calls of each layer were, by its number.
+    on : bool
+        Whether the model is enabled.
     """
 
     config: PrefillConfig
@@ -71,7 +78,10 @@ class Settings:
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)
     causal_by_mask: list[Any] = field(default_factory=list)
+    only_windows: bool = False
+    leaves_window_masks: bool = False
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
+    on: bool = False
 
     def is_switched_on(self) -> bool:
         """Return whether any config of the model still has an attention implementation of ours."""
@@ -110,18 +120,31 @@ class Settings:
 
     def mark_switched(self) -> None:
         """Note that the configs of this model are switched over."""
+        self.on = True
         for config, _ in self.previous:
-            _switched[id(config)] = config
+            _switched[id(config)] = self
 
     def unmark_switched(self) -> None:
         """Note that the configs of this model are as they were."""
+        self.on = False
         for config, _ in self.previous:
             _switched.pop(id(config), None)
 
 
 def is_switched(hf_config: Any) -> bool:
     """Return whether a handle has switched this Hugging Face config over."""
-    return hf_config is not None and _switched.get(id(hf_config)) is hf_config
+    return _settings_of(hf_config) is not None
+
+
+def switched_from(hf_config: Any) -> str | None:
+    """Return the implementation that a switched config had before, None if there is none."""
+    settings = _settings_of(hf_config)
+    return None if settings is None else settings.previous_of(hf_config)
+
+
+def _settings_of(hf_config: Any) -> Settings | None:
+    settings = _switched.get(id(hf_config))
+    return settings if settings is not None and settings.owns(hf_config) else None
 
 
 # For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: it is dense.

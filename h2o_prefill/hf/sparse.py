@@ -32,23 +32,23 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     padding = call.padding
     if padding is not None:
         return _attend_padded(call, padding, scaling)
-    number = int(call.module.layer_idx)  # type: ignore[arg-type]
     rows, total = call.prompt_rows, call.past + call.prompt_rows
     layer = call.cache_layer
     query, key, value = in_autocast_dtype(call.query, *call.held)
     prompt = query[:, :, :rows]
     if isinstance(layer, StaticPrefillLayer):
         assert call.run is not None and call.run.call is not None
-        out = layer.attend(prompt, call.run.call, number, scaling)
+        # Where layers have no number, no setting depends on it.
+        out = layer.attend(prompt, call.run.call, call.layer or 0, scaling)
         return with_candidates(out, query, key, value, scaling).transpose(1, 2).contiguous()
     recall = _recall_lists(call, (0, call.total))
-    if layer is not None and layer.holds(key, value):
-        assert call.run is not None
+    if layer is not None and call.run is not None:
         call.run.keep_state(layer)
-        out = layer.attend(prompt, total, recall, number, call.config, scaling)
+    if layer is not None and layer.holds(key, value):
+        out = layer.attend(prompt, total, recall, call.layer or 0, call.config, scaling)
     else:
         state = None if layer is None else layer.state
-        config = call.config.of_layer(number)
+        config = call.config.of_layer(call.layer)
         out, state = sparse_attention(
             prompt, key[:, :, :total], value[:, :, :total], state, config, recall, scaling
         )
@@ -63,8 +63,7 @@ def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tenso
     The operators take rows of one length, so those that lie in the same place go together. No state
     is kept: its positions would be other tokens in every row.
     """
-    number = int(call.module.layer_idx)  # type: ignore[arg-type]
-    config = call.config.of_layer(number)
+    config = call.config.of_layer(call.layer)
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     for (first, end), rows in padding.groups().items():

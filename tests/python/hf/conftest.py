@@ -69,6 +69,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Phi3ForCausalLM",
         {"sliding_window": WINDOW, "head_dim": None},
     ),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", MIXED),
     "gemma2-uncapped": (
         "Gemma2Config",
@@ -152,3 +153,38 @@ def random_ids(batch: int, length: int, seed: int = 3) -> torch.Tensor:
 def make_ids() -> Callable[..., torch.Tensor]:
     """Return `random_ids`."""
     return random_ids
+
+
+@pytest.fixture
+def reference_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that registers the oracle as attention of whole prompts; it gives the name.
+
+    Its local window and heavy budget are both `budget`.
+    """
+    from h2o_prefill.reference import ops as oracle
+
+    def register(chunk_size: int, budget: int) -> str:
+        def attend(
+            module: Any,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: Any,
+            scaling: float | None = None,
+            **kwargs: Any,
+        ) -> tuple[torch.Tensor, None]:
+            wide = (x.double() for x in (query, key, value))
+            out, _, _ = oracle.chunked_sparse_attention(
+                *wide, *[None] * 5, 0, chunk_size, budget, budget, scale=scaling
+            )
+            return out.transpose(1, 2).to(query.dtype), None
+
+        for interface, function in (
+            (transformers.AttentionInterface, attend),
+            (transformers.AttentionMaskInterface, lambda **_: None),
+        ):
+            known = dict(interface._global_mapping)
+            monkeypatch.setattr(interface, "_global_mapping", {**known, "reference": function})
+        return "reference"
+
+    return register

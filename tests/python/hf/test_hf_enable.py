@@ -65,6 +65,32 @@ def test_enabling_again_replaces_the_settings(llama, ids):
     assert is_untouched(llama)
 
 
+@pytest.mark.parametrize("wrong", [{"strict": True}, {"chunksize": 3}, {"dense_layers": (9,)}])
+def test_settings_that_are_refused_leave_the_earlier_handle_as_it_was(build, ids, wrong):
+    model = build("mistral", sliding_window=72)
+    with enable(model, **SPARSE) as handle:
+        sparse = model(ids).logits
+        # No layer is sparse: the window is one chunk.
+        with pytest.raises((NotImplementedError, ValueError)):
+            enable(model, **{**SPARSE, "chunk_size": 72, **wrong})
+        assert handle.active and handle.settings.on
+        assert [layer.sparse_calls for layer in handle.report()] == [1, 1]
+        assert torch.equal(model(ids).logits, sparse)
+    assert is_untouched(model)
+
+
+def test_a_handle_that_is_refused_keeps_off_another_model(llama, build, ids):
+    import transformers
+
+    other = transformers.LlamaForCausalLM(llama.config).eval()
+    with enable(llama, **SPARSE):
+        sparse = llama(ids).logits
+        with pytest.raises(ValueError, match="shares its config object"):
+            enable(other, **SPARSE)
+        assert torch.equal(llama(ids).logits, sparse)
+    assert is_untouched(llama) and is_untouched(other)
+
+
 def test_a_handle_is_entered_once(llama):
     with (
         enable(llama, **SPARSE) as handle,

@@ -181,12 +181,12 @@ def test_the_mask_of_dense_layers_is_made_once_and_only_if_needed(build, make_ba
     assert made == [4]
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
 @pytest.mark.parametrize("side", SIDES)
 def test_models_that_are_dense_for_another_reason(build, make_batch, sparse_layers, name, side):
     model, batch = build(name, "eager"), make_batch(side)
     stock = model(**batch.arguments).logits
-    with enable(model, **SPARSE), pytest.warns(UserWarning, match=r"softcap|sinks|\(MLA\)"):
+    with enable(model, **SPARSE), pytest.warns(UserWarning, match="softcap|sinks"):
         ours = model(**batch.arguments).logits
     assert_rows_equal(batch, ours, batch.cut(stock))
     assert sparse_layers == []

@@ -38,6 +38,17 @@ def test_agrees_with_the_oracle(device, dtype, heads, layout):
     check(q, k, v, *NO_STATE, 0, S, 8, 8)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("past", [0, 45])
+def test_head_dims_of_latent_attention(device, dtype, past):
+    """DeepSeek V2 and V3 have keys of 192 and values of 128."""
+    q, k, v = make_qkv(Shape(1, 2, 2, 150, 192, 128), dtype, device, "transposed", past=past)
+    ids = torch.randint(0, 9, (1, past + 150), generator=torch.Generator().manual_seed(5))
+    recall = [t.to(device) for t in ops.lexical_recall(ids, past, S, 16, 3, max_count=1000)]
+    check(q, k, v, *NO_STATE, 0, S, 8, 8, dense_tail=20)
+    check(q, k, v, None, None, *recall, 0, S, 8, 8, recall_block=16)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("budgets", [(0, 0), (1, 0), (0, 1), (8, 8), (20, 4), (500, 500)], ids=str)
 def test_budgets_and_options(device, budgets, options):

@@ -27,6 +27,12 @@ def test_agrees_with_the_oracle(device, dtype, heads, layout, rows):
     check(*make_qkv(Shape(2, *heads, rows, 64, 48), dtype, device, layout, past=60))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 8, 77])
+def test_head_dims_of_latent_attention(device, dtype, rows):
+    check(*make_qkv(Shape(1, 2, 2, rows, 192, 128), dtype, device, "transposed", past=60))
+
+
 def test_float64(device):
     check(*make_qkv(Shape(1, 4, 2, 30, 16, 24), torch.float64, device, past=9))
 

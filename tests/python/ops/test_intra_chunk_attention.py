@@ -31,6 +31,11 @@ def test_agrees_with_the_oracle(device, dtype, heads, layout):
     check(*make_qkv(Shape(2, *heads, 77, 64, 64), dtype, device, layout), CHUNK)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_dims_of_latent_attention(device, dtype):
+    check(*make_qkv(Shape(1, 2, 2, 77, 192, 128), dtype, device, "transposed"), CHUNK)
+
+
 @pytest.mark.parametrize(
     "length", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 128]
 )

@@ -31,6 +31,14 @@ def test_agrees_with_the_oracle(device, dtype, heads, layout):
     check(*make_qkv(shape, dtype, device, layout, past=60), make_indices(shape, 105, 33, device))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_dims_of_latent_attention(device, dtype):
+    shape = Shape(1, 2, 2, 45, 192, 128)
+    check(
+        *make_qkv(shape, dtype, device, "transposed", past=60), make_indices(shape, 105, 33, device)
+    )
+
+
 @pytest.mark.parametrize("size", [0, 1, 2, 31, 32, 33, 200])
 def test_memory_sizes(device, size):
     shape = Shape(1, 4, 4, 20, 32, 32)

@@ -1,0 +1,141 @@
+"""Which forwards of enabled models run, in all threads: none is switched over half-way.
+
+Transformers reads the name of the attention implementation in every layer. So a model is switched
+back only when no forward of it runs any more; until then, no other one begins.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import FrameType
+
+from h2o_prefill.hf.settings import Settings
+
+# How often to look for forwards that an interrupt has ended: nobody tells us of those.
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+_changed = threading.Condition()
+_running: list[Forward] = []
+_closing: list[tuple[Settings, Callable[[], None]]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """One that runs.
+
+    Attributes
+    ----------
+    settings : Settings
+        Of the enabled model.
+    frame : FrameType or None
+        The frame that runs it.
+    thread : int
+        The thread, by its identifier.
+    """
+
+    settings: Settings
+    frame: FrameType | None
+    thread: int
+
+
+def begin(settings: Settings, frame: FrameType | None, inside_another: bool) -> Forward | None:
+    """Note that a forward begins.
+
+    Parameters
+    ----------
+    settings : Settings
+        Of the enabled model.
+    frame : FrameType or None
+        The frame that runs it.
+    inside_another : bool
+        Whether the thread runs a forward of an enabled model already. Otherwise it waits until a
+        model that is being switched back is so: whoever runs one must not wait for the others.
+
+    Returns
+    -------
+    Forward or None
+        For `end`; None if the model is not enabled any more.
+    """
+    with _changed:
+        while not inside_another and _is_closing(settings):
+            _wait()
+        if not settings.on:
+            return None
+        forward = Forward(settings, frame, threading.get_ident())
+        _running.append(forward)
+        return forward
+
+
+def end(forward: Forward) -> None:
+    """Note that a forward has ended."""
+    with _changed:
+        if forward in _running:
+            _running.remove(forward)
+        _close_idle()
+
+
+def close(settings: Settings, switch_off: Callable[[], None]) -> bool:
+    """Switch a model back once no forward of it runs.
+
+    Waits for those of other threads; but not inside of one, which would wait for itself.
+
+    Parameters
+    ----------
+    settings : Settings
+        Of the enabled model.
+    switch_off : callable
+        Does it; called once, in this thread or in that of the last forward.
+
+    Returns
+    -------
+    bool
+        Whether it is done.
+    """
+    with _changed:
+        if settings.on and not _is_closing(settings):
+            _closing.append((settings, switch_off))
+        _close_idle()
+        mine = threading.get_ident()
+        inside = any(x.settings is settings and x.thread == mine for x in _running)
+        while not inside and _is_closing(settings):
+            _wait()
+        return not _is_closing(settings)
+
+
+def switching() -> AbstractContextManager[bool]:
+    """Return a lock that a thread holds while it switches a model over."""
+    return _changed
+
+
+def is_on_stack(wanted: FrameType | None, frame: FrameType | None) -> bool:
+    """Return whether a frame is another one, or called it."""
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_closing(settings: Settings) -> bool:
+    return any(closing is settings for closing, _ in _closing)
+
+
+def _wait() -> None:
+    _changed.wait(_SECONDS_BETWEEN_LOOKS)
+    _close_idle()
+
+
+def _close_idle() -> None:
+    """Switch back what is to be, and has no forward left."""
+    if not _closing:
+        return
+    frames = sys._current_frames()
+    _running[:] = [x for x in _running if is_on_stack(x.frame, frames.get(x.thread))]
+    for closing in list(_closing):
+        settings, switch_off = closing
+        if not any(x.settings is settings for x in _running):
+            _closing.remove(closing)
+            switch_off()
+            _changed.notify_all()

@@ -1,0 +1,175 @@
+"""Sliding windows and attention chunks that hold the whole prompt are full attention."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from h2o_prefill import ChunkedPrefillCache, enable, explain
+
+TOKENS = 40
+EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
+SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+# name, how it gets a window, what it is without one, layers with a window
+MODELS = {
+    "mistral": (lambda window: {"sliding_window": window}, {"sliding_window": None}, 2),
+    "phi3-window": (lambda window: {"sliding_window": window}, {"sliding_window": None}, 2),
+    "qwen2": (
+        lambda window: {
+            "use_sliding_window": True,
+            "sliding_window": window,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        {},
+        1,
+    ),
+    "gemma3": (
+        lambda window: {
+            "sliding_window": window,
+            "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
+        },
+        {
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
+        },
+        1,
+    ),
+    "llama4": (lambda window: {"attention_chunk_size": window}, {"attention_chunk_size": 512}, 1),
+}
+
+
+@pytest.fixture
+def prompt(make_ids):
+    return make_ids(1, TOKENS)
+
+
+def windowed(build, name, window, implementation=None):
+    return build(name, implementation, **MODELS[name][0](window))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("window", [TOKENS, TOKENS + 1])
+def test_a_prompt_that_fits_the_window_is_sparse(
+    build, prompt, sparse_layers, name, window, implementation
+):
+    unlimited = build(name, implementation, **MODELS[name][1])
+    with enable(unlimited, **SPARSE):
+        expected = unlimited(prompt).logits
+    sparse_layers.clear()
+    model = windowed(build, name, window, implementation)
+    with enable(model, strict=True, **SPARSE):
+        for cache in (None, ChunkedPrefillCache(config=model.config)):
+            ours = model(prompt, past_key_values=cache).logits
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+        ours = model(prompt, use_cache=False).logits
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    assert sparse_layers == [TOKENS] * 6
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_prompt_one_token_longer_than_the_window_is_as_stock_there(
+    build, prompt, sparse_layers, name, implementation
+):
+    model, sliding = windowed(build, name, TOKENS - 1, implementation), MODELS[name][2]
+    stock = model(prompt).logits
+    with warnings.catch_warnings(record=True) as caught, enable(model, **EXACT):
+        warnings.simplefilter("always")
+        torch.testing.assert_close(model(prompt).logits, stock, atol=1e-5, rtol=1e-5)
+    assert sparse_layers == [TOKENS] * (2 - sliding)
+    assert any("prompt does not fit into" in str(w.message) for w in caught) == (sliding == 2)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("window", [TOKENS - 1, TOKENS])
+def test_padded_rows_are_what_they_are_alone(build, make_ids, sparse_layers, name, side, window):
+    """Windows are measured on the padded batch, as transformers measures them."""
+    batch, tokens = make_ids(2, TOKENS), slice(7, None) if side == "left" else slice(None, -7)
+    mask = torch.zeros_like(batch)
+    mask[0], mask[1, tokens] = 1, 1
+    model = windowed(build, name, window)
+    with warnings.catch_warnings(), enable(model, **(SPARSE if window == TOKENS else EXACT)):
+        warnings.filterwarnings("ignore", message=r"h2o_prefill: .* does not fit into")
+        together = model(batch, attention_mask=mask).logits
+        assert len(sparse_layers) == (4 if window == TOKENS else 2 * (2 - MODELS[name][2]))
+        for row, places in ((0, slice(None)), (1, tokens)):
+            alone = model(batch[row : row + 1, places]).logits[0]
+            torch.testing.assert_close(together[row, places], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("window", [TOKENS, TOKENS + 3])
+def test_generating_beyond_the_window(build, prompt, sparse_layers, name, window):
+    model = windowed(build, name, window)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    stock = model.generate(prompt, **arguments)
+    with enable(model, strict=True, **EXACT):
+        assert torch.equal(model.generate(prompt, **arguments), stock)
+        cache = ChunkedPrefillCache(config=model.config)
+        assert torch.equal(model.generate(prompt, past_key_values=cache, **arguments), stock)
+    assert sparse_layers == [TOKENS] * 4
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("window", [TOKENS - 1, TOKENS, 30])
+def test_a_second_call_is_dense_where_the_cache_keeps_no_state(
+    build, prompt, sparse_layers, name, implementation, window
+):
+    model = windowed(build, name, window, implementation)
+    stock = model(prompt).logits
+    cache, parts = ChunkedPrefillCache(config=model.config), []
+    with warnings.catch_warnings(record=True) as caught, enable(model, **EXACT):
+        warnings.simplefilter("always")
+        for piece in prompt.split([20, 20], dim=1):
+            parts.append(model(piece, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), stock, atol=1e-5, rtol=1e-5)
+    reasons = [str(w.message) for w in caught if "h2o_prefill" in str(w.message)]
+    assert any("sliding or chunked layers" in x for x in reasons) == (window == TOKENS)
+    assert sparse_layers == [20, 20] + [20] * (2 - MODELS[name][2])
+
+
+def test_explain_tells_the_window(build, prompt, make_ids):
+    model = build("mistral", sliding_window=TOKENS)
+    with enable(model, **SPARSE):
+        for layer in explain(model):
+            assert layer.mode == "dense"
+            assert layer.reason == "sliding attention, sparse for prompts of up to 40 tokens"
+        with pytest.warns(UserWarning, match="does not fit into"):
+            model(make_ids(1, TOKENS + 1))
+        assert {layer.mode for layer in explain(model)} == {"dense"}
+        assert "does not fit" in explain(model).layers[0].reason
+        model(prompt)
+        assert {(layer.mode, layer.reason) for layer in explain(model)} == {("sparse", "")}
+
+
+@pytest.mark.parametrize(("window", "least"), [(16, 1), (40, 41)])
+def test_a_window_that_no_sparse_call_fits_is_told_of(build, window, least):
+    model = build("mistral", sliding_window=window)
+    with pytest.warns(UserWarning, match="no layer of .* can be sparse: its attention is sliding"):
+        handle = enable(model, min_prefill=least, **SPARSE)
+    assert {layer.reason for layer in handle.report()} == {"sliding attention"}
+    enable(build("mistral", sliding_window=window + 1), min_prefill=least, **SPARSE)
+
+
+def test_other_reasons_of_a_model_with_one_window(build, make_ids):
+    """A mask of the user's, or a static cache, is no prompt that is too long."""
+    from transformers import StaticCache
+
+    ids, model = make_ids(1, TOKENS), build("mistral", sliding_window=TOKENS)
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+    holes = torch.ones_like(ids)
+    holes[0, 9] = 0
+    with enable(model, **SPARSE):
+        with pytest.warns(UserWarning, match="custom attention mask"):
+            model(ids, attention_mask=mask)
+        with pytest.warns(UserWarning, match="has holes"):
+            model(ids, attention_mask=holes)
+        with pytest.warns(UserWarning, match="static caches"):
+            model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=64))
