@@ -175,11 +175,12 @@ def _needs_causal_mask(call: Call) -> bool:
     """
     if call.past < 0 or not is_causal(call.module, call.kwargs):
         return False
-    if call.run is None or call.run.plain is None:
-        return call.run is None
+    if call.run is None:
+        return True
     # Some models let only the last queries through their last layers.
-    queries, keys = call.run.plain
-    return call.new <= queries and call.key.shape[2] == keys
+    return any(
+        call.new <= queries and call.key.shape[2] == keys for queries, keys in call.run.plain
+    )
 
 
 def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:

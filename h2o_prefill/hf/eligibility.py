@@ -196,6 +196,11 @@ def can_be_sparse(module: nn.Module) -> bool:
     return is_causal(module, {}) and layer_type(module) == "full_attention"
 
 
+def chooses_keys(module: nn.Module) -> bool:
+    """Return whether a layer reads its mask to choose keys, as those of DSA and Doge do."""
+    return getattr(module, "indexer", None) is not None or hasattr(module, "prepare_dynamic_mask")
+
+
 def why_none_sparse(layers: list[nn.Module], encoder_decoder: bool = False) -> str | None:
     """Return why no layer of a model can be sparse; None if one can.
 
@@ -267,7 +272,7 @@ def _is_static(call: Call) -> bool:
 
 def _is_plain(call: Call) -> bool:
     run = call.run
-    plain = run is None or run.plain == (call.query.shape[2], call.key.shape[2])
+    plain = run is None or (call.new, call.key.shape[2]) in run.plain
     return plain or call.padding is not None
 
 

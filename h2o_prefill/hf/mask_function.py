@@ -83,10 +83,11 @@ def h2o_prefill_mask(
         return make(**arguments)
     if _is_causal_history(q_length, kv_length, q_offset, kv_offset, mask_function, kwargs):
         if run is not None:
-            run.plain = run.padding = None
+            run.plain.discard((q_length, kv_length))
+            run.padding = None
         if _is_unpadded(attention_mask, kv_length):
             if run is not None:
-                run.plain = (q_length, kv_length)
+                run.plain.add((q_length, kv_length))
             return None
         if run is not None and q_length > 1:
             padding = _padding(run, arguments, make)

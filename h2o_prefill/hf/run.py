@@ -52,8 +52,9 @@ class Run:
     assumed_packed : bool
         Whether the model is compiled and was given neither a cache nor a mask nor positions:
         transformers then reckons with packed sequences.
-    plain : (int, int) or None
-        Query and key length for which our mask function was asked for a plain causal mask.
+    plain : set of (int, int)
+        Query and key lengths for which our mask function was asked for a plain causal mask; some
+        models have several at a time.
     padding : Padding or None
         Where the rows lie, if only their padding kept the mask from being that.
     mask_reason : str or None
@@ -69,7 +70,7 @@ class Run:
         self.cache: Any = None
         self.candidates = 0
         self.assumed_packed = False
-        self.plain: tuple[int, int] | None = None
+        self.plain: set[tuple[int, int]] = set()
         self.padding: Padding | None = None
         self.mask_reason: str | None = None
         self._snapshot: CacheSnapshot | None = None
