@@ -19,13 +19,13 @@ CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cu
   'tests/cpp/*.cpp' 'tests/cpp/*.cuh' \
   'benchmarks/cpp/*.h' 'benchmarks/cpp/*.cpp' 2>/dev/null)
 PY_FILES := h2o_prefill h2o_prefill_cli.py csrc/examples tests benchmarks notebooks setup.py
-BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense recall prefill model allocations peers
+BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense recall prefill model padded allocations peers
 
 # The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package soak coverage lint lint-cpp format clean system
+.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package test-transformers soak coverage lint lint-cpp format clean system
 
 build: $(BIN)/.built
 
@@ -114,13 +114,26 @@ UNDER_SANITIZERS := PYTHONPATH=$(abspath build/sanitize/package) \
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so.6)" \
   ASAN_OPTIONS=detect_leaks=0,allocator_may_return_null=1,hard_rss_limit_mb=6144 UBSAN_OPTIONS=print_stacktrace=1
 
+# An environment whose own packages come before those of VENV, without what is editable there:
+# $(call environment,folder).
+define environment
+$(PYTHON) -m venv --without-pip $(1)
+$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+endef
+
+# The tests of the integration under another transformers: VERSION, by default the lowest supported.
+VERSION ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+test-transformers: build
+	$(call environment,build/transformers-$(VERSION))
+	$(BIN)/python -m pip --python build/transformers-$(VERSION)/bin/python install --quiet transformers==$(VERSION)
+	build/transformers-$(VERSION)/bin/python -m pytest tests/python/hf
+
 # The source distribution, installed where there is nothing but PyTorch and the tools to build with.
 test-package: build
 	rm -rf build/package
 	$(BIN)/python -m build --sdist --no-isolation --outdir build/package . >/dev/null
-	$(PYTHON) -m venv --without-pip build/package/venv
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  > $$(build/package/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+	$(call environment,build/package/venv)
 	PATH="$(abspath $(BIN)):$$PATH" H2O_BUILD_DIR= H2O_WITH_CUDA=OFF $(BIN)/python -m pip --python build/package/venv \
 	  install --quiet --no-build-isolation --no-deps build/package/h2o_prefill-*.tar.gz
 	cd build/package && venv/bin/python -c 'import torch, h2o_prefill; \

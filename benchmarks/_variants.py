@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import h2o_prefill
@@ -47,6 +48,58 @@ def prefill_variants(
         "sparse": lambda: _prefill(sparse, [input_ids]),
         "no_attention": lambda: _prefill(bare, [input_ids]),
     }
+
+
+def padded_variants(
+    model: Any, rows: Sequence[Tensor], config: PrefillConfig
+) -> dict[str, Callable[[], Tensor]]:
+    """Return ways of prefilling prompts of several lengths, each giving the last tokens' logits.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With dense attention.
+    rows : sequence of Tensor
+        int64 [T] each.
+    config : PrefillConfig
+        Of the sparse variants.
+
+    Returns
+    -------
+    dict
+        dense, sparse: one call of all, padded on the left. dense_rows, sparse_rows: a call each.
+        All give [B, vocabulary].
+    """
+    sparse = _twin(model)
+    h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, max(map(len, rows))))
+    return {
+        "dense": lambda: _prefill_padded(model, rows),
+        "sparse": lambda: _prefill_padded(sparse, rows),
+        "dense_rows": lambda: _prefill_rows(model, rows),
+        "sparse_rows": lambda: _prefill_rows(sparse, rows),
+    }
+
+
+@torch.inference_mode()
+def _prefill_padded(model: Any, rows: Sequence[Tensor]) -> Tensor:
+    longest = max(map(len, rows))
+    ids = torch.stack([functional.pad(row, (longest - len(row), 0)) for row in rows])
+    mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows]).long()
+    # Positions as `generate` counts them.
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    output = model(
+        ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=DynamicCache(config=model.config),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]
+
+
+def _prefill_rows(model: Any, rows: Sequence[Tensor]) -> Tensor:
+    return torch.stack([_prefill(model, [row.unsqueeze(0)]) for row in rows])
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ def hide_other_keys(call: Call, mask: Any) -> Any:
     call : Call
         A call with one of `INDEX_ARGUMENTS`.
     mask : Tensor or None
-        The mask without the choice: bool, or additive.
+        The mask without the choice: bool, or additive; None is plain causal.
     """
     blocks = call.kwargs.get("block_indices")
     if blocks is not None:
@@ -38,6 +38,8 @@ def hide_other_keys(call: Call, mask: Any) -> Any:
     chosen = call.kwargs["indices"].long()
     shape = (*chosen.shape[:2], call.key.shape[2])
     hidden = torch.ones(shape, dtype=torch.bool, device=chosen.device).scatter(-1, chosen, False)
+    if mask is None:
+        mask = torch.ones(shape[1:], dtype=torch.bool, device=chosen.device).tril(call.past)
     if mask.dtype == torch.bool:
         return mask & ~hidden[:, None]
     return mask.masked_fill(hidden[:, None], torch.finfo(call.query.dtype).min)

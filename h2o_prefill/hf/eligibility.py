@@ -244,6 +244,11 @@ def attends_to_tokens_alone(module: nn.Module) -> bool:
     return layer_type(module) in ("full_attention", "linear_attention", *_WINDOWED)
 
 
+def chooses_keys(module: nn.Module) -> bool:
+    """Return whether a layer reads its mask to choose keys, as those of DSA and Doge do."""
+    return getattr(module, "indexer", None) is not None or hasattr(module, "prepare_dynamic_mask")
+
+
 def can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
     """Return whether some calls of an attention layer are sparse, by what kind it is of."""
     if not is_causal(module, {}):

@@ -11,6 +11,7 @@ from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.eligibility import (
     attends_to_tokens_alone,
     can_be_sparse,
+    chooses_keys,
     is_attention,
     is_cross_attention,
     why_none_sparse,
@@ -94,7 +95,7 @@ class PrefillHandle:
             self.strict,
             previous,
             reported=self.settings.reported,
-            causal_by_mask=_causal_by_mask(self.model),
+            causal_by_mask=_causal_by_mask(self.model, configs, self.config),
         )
 
     def _switch_on(self, checked: bool) -> None:
@@ -267,12 +268,23 @@ def _configs_of(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
-def _causal_by_mask(model: PreTrainedModel) -> list[Any]:
-    """Return the Hugging Face configs of self-attention layers that say that they are not causal.
+def _causal_by_mask(model: PreTrainedModel, configs: list[Any], config: PrefillConfig) -> list[Any]:
+    """Return the Hugging Face configs of self-attention layers that need their masks to be causal.
 
-    Some are encoders; others are decoders which leave causality to their masks.
+    These are layers that say that they are not causal: encoders, and decoders which leave
+    causality to their masks; and layers that choose keys among those that the mask shows, unless
+    the config has others which can be sparse. In a model whose layers add the mask to their logits
+    themselves, and so have no config that could name our attention function, it is all `configs`.
     """
-    return [
+    layers = [module for module in model.modules() if is_attention(module)]
+    numbered = [module for module in layers if hasattr(module, "layer_idx")]
+    switched: list[Any] = [module for module in numbered if hasattr(module, "config")]
+    if numbered and not switched:
+        return configs
+    others = [m.config for m in switched if can_be_sparse(m, config) and not chooses_keys(m)]
+    choosing = [m.config for m in switched if chooses_keys(m)]
+    by_choice = [one for one in choosing if all(one is not other for other in others)]
+    return by_choice + [
         module.config
         for path, module in model.named_modules()
         if getattr(module, "is_causal", None) is False

@@ -133,6 +133,30 @@ def test_the_variants_of_a_model_are_what_they_say(model_folder: str) -> None:
     assert (logits["no_attention"] - dense).abs().max() > 1e-2
 
 
+def test_padded(run: Run, model_folder: str) -> None:
+    _, report = run("padded", "--model", model_folder)
+    _check_report(report, ["seconds", "tokens_per_second", "speedup", "rows_speedup"])
+    variants = ["dense", "sparse", "dense_rows", "sparse_rows"]
+    assert [row["variant"] for row in report["rows"]] == variants * 2
+
+
+def test_the_variants_of_a_padded_batch_give_what_its_rows_give(model_folder: str) -> None:
+    from _variants import padded_variants
+
+    from h2o_prefill.config import PrefillConfig
+    from h2o_prefill.eval import load_model
+
+    model, _ = load_model(model_folder)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(257, (length,), generator=generator) for length in (150, 60, 200)]
+    config = PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
+    logits = {name: run() for name, run in padded_variants(model, rows, config).items()}
+    for name in ("dense", "sparse"):
+        torch.testing.assert_close(logits[name], logits[f"{name}_rows"], rtol=1e-4, atol=1e-4)
+    differs = (logits["sparse"] - logits["dense"]).abs().amax(1)
+    assert differs[0] > 1e-2 and differs[1] < 1e-4 and differs[2] > 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype) -> None:
     from _colsum import attend_chunk

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
 from h2o_prefill.hf.eligibility import Call, dense_reason
@@ -414,18 +415,21 @@ def test_an_exported_or_traced_model_is_dense(llama, ids, how):
         def forward(self, ids):
             return self.model(ids, use_cache=False).logits
 
+    def make():
+        with warnings.catch_warnings():
+            for category in (DeprecationWarning, FutureWarning, torch.jit.TracerWarning):
+                warnings.filterwarnings("ignore", category=category)
+            if how == "export":
+                return torch.export.export(Logits(), (ids,), strict=False).module()
+            return torch.jit.trace(Logits(), (ids,), check_trace=False)
+
+    try:
+        make()
+    except IndexError as error:
+        pytest.skip(f"transformers {transformers.__version__} cannot do it: {error}")
     stock = llama(ids).logits
-    with (
-        warnings.catch_warnings(),
-        enable(llama, **SPARSE),
-        pytest.warns(UserWarning, match="is being exported or traced"),
-    ):
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        if how == "export":
-            program = torch.export.export(Logits(), (ids,), strict=False).module()
-        else:
-            program = torch.jit.trace(Logits(), (ids,), check_trace=False)
+    with enable(llama, **SPARSE), pytest.warns(UserWarning, match="is being exported or traced"):
+        program = make()
     torch.testing.assert_close(program(ids), stock, atol=1e-5, rtol=1e-5)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import pytest
 import torch
+import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import PrefillConfig, enable, ops
@@ -101,13 +104,16 @@ SQUARE = {"query": (1, 4, 3, 8), "key": (1, 4, 3, 8)}
     ids=["plain", "a batch of one is broadcast", "fewer keys", "position_bias", "paged cache"],
 )
 def test_calls_that_only_pytorch_takes(llama, dense_calls, shapes, arguments, ours):
+    for name in arguments:
+        if name not in inspect.signature(sdpa_attention_forward).parameters:
+            pytest.skip(f"sdpa of transformers {transformers.__version__} does not take {name}")
     query, key = torch.randn(shapes["query"]), torch.randn(shapes["key"])
     config = PrefillConfig(**SPARSE)
     layer = llama.model.layers[0].self_attn
     layer.num_key_value_groups = 1
     run = Run(Settings(config))
     call = Call(layer, query, key, key, None, 0.0, arguments, config, run)
-    out, _ = dense_attention(call, None)
+    out, _ = dense_attention(call, query.shape[-1] ** -0.5)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
     torch.testing.assert_close(out, expected.transpose(1, 2))
     assert bool(dense_calls) == ours

@@ -7,8 +7,10 @@ import warnings
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import create_causal_mask
 
 from h2o_prefill import enable
+from h2o_prefill.eval.tiny_model import build_tiny, random_prompt
 
 EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
 ENCODER_DECODER = {
@@ -48,12 +50,13 @@ TEXT = {
 }
 
 
-def make(name, config, **values):
-    """Build a model by the names of its classes, or skip where transformers lacks them."""
+def make(name, **values):
+    """Build a model by the name of its class, or skip where transformers lacks it."""
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     torch.manual_seed(1)
-    return getattr(transformers, name)(getattr(transformers, config)(**values)).eval()
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**values)).eval()
 
 
 def assert_as_stock(model, **inputs):
@@ -72,7 +75,7 @@ def assert_as_stock(model, **inputs):
 )
 @pytest.mark.parametrize("encoded", [72, 50])
 def test_a_decoder_that_is_causal_by_its_mask(make_ids, name, more, encoded):
-    model = make(f"{name}ForConditionalGeneration", f"{name}Config", **{**ENCODER_DECODER, **more})
+    model = make(f"{name}ForConditionalGeneration", **{**ENCODER_DECODER, **more})
     assert_as_stock(model, input_ids=make_ids(1, encoded), decoder_input_ids=make_ids(1, 72, 5))
 
 
@@ -81,7 +84,6 @@ def test_a_decoder_that_is_causal_by_its_mask(make_ids, name, more, encoded):
 def test_attention_that_may_be_bidirectional(make_ids, name, bidirectional):
     model = make(
         f"{name}ForCausalLM",
-        f"{name}Config",
         **TEXT,
         use_bidirectional_attention=bidirectional,
         attn_implementation="eager",
@@ -96,7 +98,6 @@ def test_cross_attention_is_told_by_what_it_is(make_ids, implementation, image_k
     rope = {"rope_type": "default", "rope_theta": 1e4}
     model = make(
         "MllamaForCausalLM",
-        "MllamaTextConfig",
         **TEXT,
         cross_attention_layers=[1],
         rope_parameters=rope,
@@ -113,3 +114,34 @@ def test_cross_attention_is_told_by_what_it_is(make_ids, implementation, image_k
     if masked:
         inputs["cross_attention_mask"] = torch.zeros(1, 1, 72, image_keys)
     assert_as_stock(model, **inputs)
+
+
+def test_layers_that_add_the_mask_themselves_get_one():
+    tiny, masks = build_tiny("GitForCausalLM"), []
+
+    def make_mask(*_):
+        states = torch.zeros(1, 72, 1)
+        arguments = {"attention_mask": None, "past_key_values": None}
+        masks.append(create_causal_mask(tiny.model.config, inputs_embeds=states, **arguments))
+
+    tiny.model.git.encoder.register_forward_pre_hook(make_mask)
+    with pytest.warns(UserWarning, match="do not use transformers' attention interface"):
+        enable(tiny.model)
+    tiny(random_prompt(72))
+    assert masks[0].shape == (1, 1, 72, 72)
+
+
+def test_masks_of_several_sizes_in_one_forward(build, ids, sparse_layers):
+    llama = build("llama", "eager")
+
+    def make_mask(*_):
+        states = torch.zeros(1, 30, 1)
+        arguments = {"attention_mask": None, "past_key_values": None}
+        create_causal_mask(llama.config, inputs_embeds=states, **arguments)
+
+    stock = llama(ids).logits
+    llama.model.layers[1].register_forward_pre_hook(make_mask)
+    with enable(llama, **EXACT):
+        ours = llama(ids).logits
+    torch.testing.assert_close(ours, stock, atol=2e-5, rtol=1e-5)
+    assert sparse_layers == [72, 72]
