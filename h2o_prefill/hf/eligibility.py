@@ -111,6 +111,16 @@ class Call:
             return None
         return padding if is_causal(self.module, {}) else None
 
+    @property
+    def sinks(self) -> Tensor | None:
+        """Attention sinks [Hq], one more logit of each query head's softmax."""
+        return self.kwargs.get("s_aux")
+
+    @property
+    def softcap(self) -> float:
+        """The bound of the logits; 0: none."""
+        return self.kwargs.get("softcap") or 0.0
+
     def given(self, *names: str) -> bool:
         """Return whether the model passed one of these arguments."""
         return any(self.kwargs.get(name) is not None for name in names)
@@ -232,8 +242,8 @@ def _is_short(call: Call) -> bool:
 
 def needs_gradients(call: Call) -> bool:
     """Return whether a gradient of the result may be asked for."""
-    tensors = (call.query, call.key, call.value)
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    tensors = (call.query, call.key, call.value, call.sinks)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def wants_weights(call: Call) -> bool:
@@ -335,8 +345,6 @@ RULES = (
     Rule(
         _is_repeated, "layers that attend several times to the same cached keys are not supported"
     ),
-    Rule(lambda call: call.given("s_aux"), "attention sinks (s_aux) are not supported"),
-    Rule(lambda call: call.given("softcap"), "soft-capped logits (softcap) are not supported"),
     Rule(lambda call: call.given("position_bias"), "position_bias is not supported"),
     Rule(lambda call: call.given(*PACKING_ARGUMENTS), "packed sequences are not supported"),
     Rule(lambda call: call.given(*INDEX_ARGUMENTS), "the model chooses its own keys already"),

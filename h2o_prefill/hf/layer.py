@@ -78,6 +78,8 @@ class ChunkedPrefillLayer(DynamicLayer):
         layer: int,
         config: PrefillConfig,
         scale: float | None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Attend sparsely with tokens that `update` has just appended, and keep the state.
 
@@ -95,6 +97,10 @@ class ChunkedPrefillLayer(DynamicLayer):
             Of the model.
         scale : float, optional
             Softmax scale.
+        sinks : Tensor, optional
+            [Hq], a further logit of each query head's softmax.
+        softcap : float
+            Bound of the logits; 0: none.
 
         Returns
         -------
@@ -119,6 +125,8 @@ class ChunkedPrefillLayer(DynamicLayer):
             layer,
             config.to_string(),
             scale,
+            sinks,
+            softcap,
         )
         self._state = PrefillState(
             scores=scores[..., :total],

@@ -14,6 +14,9 @@ NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cac
 
 ALL_ROWS = slice(None)
 
+# Softmax scale, sinks and softcap, as the operators take them.
+LogitOptions = tuple[float | None, Tensor | None, float]
+
 
 def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     """Prefill one layer sparsely and keep its state, if the cache has a place for it.
@@ -31,8 +34,9 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
         [B, Tq, Hq, Dv]; 0 where the query is padding.
     """
     padding = call.padding
+    options = (scaling, call.sinks, call.softcap)
     if padding is not None:
-        return _attend_padded(call, padding, scaling)
+        return _attend_padded(call, padding, options)
     number = int(call.module.layer_idx)  # type: ignore[arg-type]
     rows, total = call.prompt_rows, call.past + call.prompt_rows
     layer, recall = call.cache_layer, _recall_lists(call, (0, call.key.shape[2]))
@@ -41,19 +45,19 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     if layer is not None and layer.holds(key, value):
         assert call.run is not None
         call.run.keep_state(layer)
-        out = layer.attend(prompt, total, recall, number, call.config, scaling)
+        out = layer.attend(prompt, total, recall, number, call.config, *options)
     else:
         state = None if layer is None else layer.state
         config = call.config.of_layer(number)
         out, state = sparse_attention(
-            prompt, key[:, :, :total], value[:, :, :total], state, config, recall, scaling
+            prompt, key[:, :, :total], value[:, :, :total], state, config, recall, *options
         )
         if layer is not None:
             layer.state = state
-    return _with_candidates(out, query, key, value, scaling).transpose(1, 2).contiguous()
+    return _with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
 
 
-def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tensor:
+def _attend_padded(call: Call, padding: Padding, options: LogitOptions) -> Tensor:
     """Attend in a padded batch: in every row as if it were alone, so that none sees padding.
 
     The operators take rows of one length, so those that lie in the same place go together. No state
@@ -69,10 +73,10 @@ def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tenso
         if is_long_row(length, call.config):
             recall = _recall_lists(call, (first, end), rows)
             prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
-            attended, _ = sparse_attention(prompt, keys, values, None, config, recall, scaling)
-            attended = _with_candidates(attended, q, k, v, scaling)
+            attended, _ = sparse_attention(prompt, keys, values, None, config, recall, *options)
+            attended = _with_candidates(attended, q, k, v, options)
         else:
-            attended = ops.dense_attention(q, k, v, scaling)
+            attended = ops.dense_attention(q, k, v, *options)
         out[rows, first:end] = attended.transpose(1, 2)
     if call.cache_layer is not None:
         call.cache_layer.padded = True
@@ -80,7 +84,7 @@ def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tenso
 
 
 def _with_candidates(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
 ) -> Tensor:
     """Append the rows of `query` behind those of `out`: they verify candidates.
 
@@ -89,7 +93,7 @@ def _with_candidates(
     rows = out.shape[2]
     if rows == query.shape[2]:
         return out
-    return torch.cat([out, ops.dense_attention(query[:, :, rows:], key, value, scaling)], dim=2)
+    return torch.cat([out, ops.dense_attention(query[:, :, rows:], key, value, *options)], dim=2)
 
 
 def _recall_lists(call: Call, span: Span, rows: slice | list[int] = ALL_ROWS) -> RecallLists:
