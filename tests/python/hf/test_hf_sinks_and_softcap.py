@@ -96,9 +96,9 @@ def test_what_the_layer_passes_reaches_the_operator(model, ids, monkeypatch):
 def test_sinks_in_training_are_dense(model, ids, sparse_layers):
     model.requires_grad_(False)
     model.model.layers[1].self_attn.sinks.requires_grad_(True)
-    with enable(model, **SPARSE), torch.enable_grad():
-        with pytest.warns(UserWarning, match="gradients are on"):
-            model(ids).logits.sum().backward()
+    warned = pytest.warns(UserWarning, match="gradients are on")
+    with enable(model, **SPARSE), torch.enable_grad(), warned:
+        model(ids).logits.sum().backward()
     assert model.model.layers[1].self_attn.sinks.grad.any() and sparse_layers == []
 
 
