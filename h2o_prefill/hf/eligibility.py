@@ -270,6 +270,13 @@ def _shares_keys(call: Call) -> bool:
     return shared > 0 and getattr(call.module, "layer_idx", 0) >= layers - shared
 
 
+def _is_encoder_decoder(call: Call) -> bool:
+    config = _config(call)
+    # A decoder with a config of its own, as that of T5Gemma, names the width of the encoder.
+    states = getattr(config, "cross_attention_hidden_size", None)
+    return bool(getattr(config, "is_encoder_decoder", False)) or states is not None
+
+
 def _is_static(call: Call) -> bool:
     layer = None if call.run is None else call.run.layer_of(call.module)
     return bool(getattr(layer, "is_compileable", False))
@@ -326,7 +333,7 @@ RULES = (
         "the attention layers do not know their index",
     ),
     Rule(
-        lambda call: bool(getattr(_config(call), "is_encoder_decoder", False)),
+        _is_encoder_decoder,
         "encoder-decoder models are not supported",
     ),
     Rule(lambda call: call.module.training, "the model is in training mode; call model.eval()"),

@@ -287,6 +287,14 @@ def test_arguments_that_make_a_call_dense(llama, arguments, reason):
     assert given == reason if not reason else reason in given
 
 
+def test_a_decoder_that_knows_the_width_of_its_encoder_is_dense(llama, ids, sparse_layers):
+    """As that of T5Gemma: the ids of its forward are those of the encoder."""
+    llama.config.cross_attention_hidden_size = 8
+    with enable(llama, **SPARSE), pytest.warns(UserWarning, match="encoder-decoder models"):
+        llama(ids)
+    assert sparse_layers == []
+
+
 def test_output_attentions_is_dense_and_gives_weights(build, ids, sparse_layers):
     model = build("llama", "eager")
     stock = model(ids, output_attentions=True)
