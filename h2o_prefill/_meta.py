@@ -74,6 +74,14 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     )
 
 
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is not None:
+        torch._check_value(
+            sinks.shape == q.shape[1:2] and sinks.device == q.device,
+            lambda: "sinks must have one entry a query head, on the device of q",
+        )
+
+
 def _check_length(q: Tensor, k: Tensor) -> None:
     torch._check_value(
         k.shape[2] == q.shape[2], lambda: "k must have the length of q in dimension 2"
@@ -105,6 +113,7 @@ def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _(a: Any) -> Tensor:
     _check_qkv(a.q, a.k, a.v)
     _check_history(a.q, a.k)
+    _check_sinks(a.sinks, a.q)
     return _empty_heads(a.q, a.v.shape[3])
 
 
@@ -132,6 +141,7 @@ def _(a: Any) -> Tensor:
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_qkv(a.q, a.k, a.v)
     _check_history(a.q, a.k)
+    _check_sinks(a.sinks, a.q)
     scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
     width = a.sink_tokens + a.local_window + a.heavy_budget
     memory = a.k.new_empty(*a.k.shape[:2], width, dtype=torch.int32)
@@ -142,6 +152,7 @@ def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_qkv(a.q, a.k, a.v)
     _check_history(a.q, a.k)
+    _check_sinks(a.sinks, a.q)
     scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
     width = _memory_size(a.settings, a.layer)
     memory = a.k.new_empty(*a.k.shape[:2], width, dtype=torch.int32)
@@ -152,6 +163,7 @@ def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _(a: Any) -> Tensor:
     _check_qkv(a.q, a.k, a.v)
     _check_length(a.q, a.k)
+    _check_sinks(a.sinks, a.q)
     return _empty_heads(a.q, a.v.shape[3])
 
 

@@ -66,6 +66,8 @@ class ChunkedSparseAttention(nn.Module):
         token_ids: Optional[Tensor] = None,  # noqa: UP045
         recall: Optional[tuple[Tensor, Tensor, Tensor]] = None,  # noqa: UP045
         layer: int = 0,
+        sinks: Optional[Tensor] = None,  # noqa: UP045
+        softcap: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend with the queries of one call.
 
@@ -88,6 +90,10 @@ class ChunkedSparseAttention(nn.Module):
             What `find_recalled` returned for the call.
         layer : int
             The number of the layer, for `dense_layers` and `wide_layers`.
+        sinks : Tensor, optional
+            [Hq], a further logit of each query head's softmax, without a value.
+        softcap : float
+            Logits z become softcap * tanh(z / softcap); 0: they do not.
 
         Returns
         -------
@@ -116,6 +122,8 @@ class ChunkedSparseAttention(nn.Module):
             layer,
             self.settings,
             scale,
+            sinks,
+            softcap,
         )
 
     @torch.jit.export
@@ -132,6 +140,8 @@ class ChunkedSparseAttention(nn.Module):
         scale: Optional[float] = None,  # noqa: UP045
         recall: Optional[tuple[Tensor, Tensor, Tensor]] = None,  # noqa: UP045
         layer: int = 0,
+        sinks: Optional[Tensor] = None,  # noqa: UP045
+        softcap: float = 0.0,
     ) -> Tensor:
         """Attend with the queries of one call in buffers that are allocated once.
 
@@ -160,6 +170,8 @@ class ChunkedSparseAttention(nn.Module):
             layer,
             self.settings,
             scale,
+            sinks,
+            softcap,
         )
 
     @torch.jit.export

@@ -21,6 +21,8 @@ def sparse_attention(
     config: PrefillConfig,
     recall: RecallLists = NO_RECALL,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, PrefillState]:
     """Prefill one layer sparsely, whatever the length of the call.
 
@@ -37,6 +39,10 @@ def sparse_attention(
         What `recall_lists` returned for the call.
     scale : float, optional
         Softmax scale, default D^-0.5.
+    sinks : Tensor, optional
+        [Hq], a further logit of each query head's softmax.
+    softcap : float
+        Bound of the logits; 0: none.
 
     Returns
     -------
@@ -61,6 +67,8 @@ def sparse_attention(
         config.gqa_reduce,
         config.recall_block,
         scale,
+        sinks,
+        softcap,
     )
     past = k.shape[2] - q.shape[2]
     return out, PrefillState(

@@ -3,7 +3,11 @@
 Symbols: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), T tokens, D key dim, Dv value
 dim, M memory size. Tensors are float32, bfloat16, float16 or float64, all of one dtype and device,
 with any strides. `lse` is the natural logarithm of a softmax's denominator. lse, column sums and
-scores are float32 (float64 for float64 inputs). `scale` defaults to D ** -0.5. The operators are
+scores are float32 (float64 for float64 inputs). `scale` defaults to D ** -0.5. `softcap` > 0 makes
+softcap * tanh(z / softcap) of each logit z behind the scale. `sinks`, [Hq] of any of these dtypes,
+are one further logit of each query head's softmax, neither scaled nor capped, without a value: the
+output's denominator has it once, and so has that of each key set's softmax, of which scores are the
+sums. With either of them CUDA tensors are served by composite versions. The operators are
 for inference: inputs that require gradients are refused while gradients are on. A wrong argument
 raises ValueError. The number of threads does not change a bit of a result, except where PyTorch's
 attention computes it: `dense_attention` with few rows or in float64, and a dense tail of so few
@@ -67,12 +71,19 @@ def memory_attention(
     return _ops.memory_attention(q, k, v, indices, scale)
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
     """Attend causally to the whole history: exact, without scores.
 
-    Uses PyTorch's attention where that is faster: on CPU for few rows of float32 (fewer than 16
-    that share a KV head, or 64 where every query head has its own) and for 2 to 15 of bfloat16; and
-    for float64.
+    Without sinks and softcap uses PyTorch's attention where that is faster: on CPU for few rows of
+    float32 (fewer than 16 that share a KV head, or 64 where every query head has its own) and for 2
+    to 15 of bfloat16; and for float64.
 
     Parameters
     ----------
@@ -86,7 +97,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
     Tensor
         [B, Hq, Tq, Dv].
     """
-    return _ops.dense_attention(q, k, v, scale)
+    return _ops.dense_attention(q, k, v, scale, sinks, softcap)
 
 
 def merge_states(
@@ -193,6 +204,8 @@ def chunked_sparse_attention(
     gqa_reduce: str = "sum",
     recall_block: int = 128,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the whole sparse prefill of one layer.
 
@@ -249,6 +262,8 @@ def chunked_sparse_attention(
         gqa_reduce,
         recall_block,
         scale,
+        sinks,
+        softcap,
     )
 
 
@@ -265,13 +280,15 @@ def prefill_attention(
     layer: int,
     settings: str,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend with one layer's queries of a call, sparsely or densely as the settings say.
 
     Parameters
     ----------
     q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from,
-    last_chunk_begin, scale
+    last_chunk_begin, scale, sinks, softcap
         As for `chunked_sparse_attention`.
     layer : int
         The number of the layer.
@@ -297,6 +314,8 @@ def prefill_attention(
         layer,
         settings,
         scale,
+        sinks,
+        softcap,
     )
 
 
@@ -315,6 +334,8 @@ def prefill_attention_(
     layer: int,
     settings: str,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend with one layer's queries of a call, and update its cache and state in place.
 
@@ -364,6 +385,8 @@ def prefill_attention_(
         layer,
         settings,
         scale,
+        sinks,
+        softcap,
     )
 
 

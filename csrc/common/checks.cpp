@@ -87,6 +87,16 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<
                     "scale must be finite, got ", *scale);
 }
 
+void check_logit_options(const std::optional<Tensor>& sinks, double softcap, const Tensor& q) {
+  TORCH_CHECK_VALUE(std::isfinite(softcap) && softcap >= 0.0,
+                    "softcap must be finite and >= 0 (0: none), got ", softcap);
+  if (!sinks) return;
+  check_dims("sinks", *sinks, 1);
+  check_float("sinks", *sinks);
+  check_device("sinks", *sinks, q, "q");
+  check_size("sinks", *sinks, 0, q.size(1), "one entry a query head");
+}
+
 void check_per_kv_head(const char* name, const Tensor& t, const Tensor& x) {
   check_dims(name, t, 3);
   check_size(name, t, 0, x.size(0), "the batch size");
@@ -122,8 +132,10 @@ void check_memory_attention(const Tensor& q, const Tensor& k, const Tensor& v,
 }
 
 void check_dense_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                           std::optional<double> scale) {
+                           std::optional<double> scale, const std::optional<Tensor>& sinks,
+                           double softcap) {
   check_qkv(q, k, v, scale);
+  check_logit_options(sinks, softcap, q);
   TORCH_CHECK_VALUE(k.size(2) >= q.size(2), "k must hold the history with the call's ", q.size(2),
                     " tokens, got length ", k.size(2));
 }

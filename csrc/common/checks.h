@@ -14,6 +14,10 @@ namespace h2o_prefill {
 void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                std::optional<double> scale);
 
+// sinks: floating point [Hq], on the device of q [B, Hq, T, D]. softcap: finite, not negative.
+void check_logit_options(const std::optional<at::Tensor>& sinks, double softcap,
+                         const at::Tensor& q);
+
 // [B, Hkv, *] beside x [B, Hkv, ...].
 void check_per_kv_head(const char* name, const at::Tensor& t, const at::Tensor& x);
 
@@ -29,7 +33,8 @@ void check_memory_attention(const at::Tensor& q, const at::Tensor& k, const at::
                             const at::Tensor& indices, std::optional<double> scale);
 
 void check_dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           std::optional<double> scale);
+                           std::optional<double> scale, const std::optional<at::Tensor>& sinks,
+                           double softcap);
 
 void check_merge_states(const at::Tensor& out_a, const at::Tensor& lse_a, const at::Tensor& out_b,
                         const at::Tensor& lse_b);

@@ -19,7 +19,8 @@ using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
 
 // The implementation of dense_attention.
 using DenseAttention = at::Tensor (*)(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      std::optional<double> scale);
+                                      std::optional<double> scale,
+                                      const std::optional<at::Tensor>& sinks, double softcap);
 
 // What a schema has as three optional tensors.
 inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
@@ -40,7 +41,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
     const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
     int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens,
     int64_t dense_tail, std::string_view gqa_reduce, int64_t recall_block,
-    std::optional<double> scale) {
+    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
   PrefillRequest request{
       .query = q,
       .key = k,
@@ -55,7 +56,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
                    .dense_tail = dense_tail,
                    .gqa_reduce = std::string(gqa_reduce),
                    .recall_block = recall_block},
-      .softmax_scale = scale};
+      .softmax_scale = scale,
+      .sinks = sinks,
+      .softcap = softcap};
   request.check();
   request.take_copies(scores, memory, /*keep=*/request.is_empty());
   at::Tensor out = request.is_empty() ? request.empty_out() : attend(request);
@@ -70,7 +73,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prefill_attention_entry(
     const std::optional<at::Tensor>& recall_offsets,
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin, int64_t layer,
-    std::string_view settings, std::optional<double> scale) {
+    std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
+    double softcap) {
   PrefillRequest request{
       .query = q,
       .key = k,
@@ -79,34 +83,36 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prefill_attention_entry(
       .last_chunk_begin = last_chunk_begin,
       .recall = recall_lists(recall_offsets, recall_positions, recall_visible_from),
       .settings = layer_settings(settings, layer),
-      .softmax_scale = scale};
+      .softmax_scale = scale,
+      .sinks = sinks,
+      .softcap = softcap};
   request.check();
   const bool is_sparse = request.settings.is_sparse(layer, request.past(), request.length());
   request.take_copies(scores, memory, /*keep=*/!is_sparse);
   at::Tensor out = request.is_empty() ? request.empty_out()
                    : is_sparse        ? attend(request)
-                                      : attend_densely(q, k, v, scale);
+                                      : attend_densely(q, k, v, scale, sinks, softcap);
   return {std::move(out), std::move(request.scores), std::move(request.memory)};
 }
 
 // h2o_prefill::prefill_attention_
 template <SparseAttention attend, DenseAttention attend_densely>
-at::Tensor prefill_attention_in_place_entry(const at::Tensor& q, const at::Tensor& k,
-                                            const at::Tensor& v, at::Tensor& cache_key,
-                                            at::Tensor& cache_value, at::Tensor& scores,
-                                            at::Tensor& memory, const at::Tensor& position,
-                                            const std::optional<at::Tensor>& recall_offsets,
-                                            const std::optional<at::Tensor>& recall_positions,
-                                            const std::optional<at::Tensor>& recall_visible_from,
-                                            int64_t layer, std::string_view settings,
-                                            std::optional<double> scale) {
-  const PlacedCall call = place_call(
-      q, k, v, {cache_key, cache_value, scores, memory}, position,
-      recall_lists(recall_offsets, recall_positions, recall_visible_from), layer, settings, scale);
+at::Tensor prefill_attention_in_place_entry(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& cache_key,
+    at::Tensor& cache_value, at::Tensor& scores, at::Tensor& memory, const at::Tensor& position,
+    const std::optional<at::Tensor>& recall_offsets,
+    const std::optional<at::Tensor>& recall_positions,
+    const std::optional<at::Tensor>& recall_visible_from, int64_t layer, std::string_view settings,
+    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
+  const PlacedCall call =
+      place_call(q, k, v, {cache_key, cache_value, scores, memory}, position,
+                 recall_lists(recall_offsets, recall_positions, recall_visible_from), layer,
+                 settings, scale, sinks, softcap);
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
-  return call.is_sparse ? attend(request)
-                        : attend_densely(request.query, request.key, request.value, scale);
+  return call.is_sparse
+             ? attend(request)
+             : attend_densely(request.query, request.key, request.value, scale, sinks, softcap);
 }
 
 }  // namespace h2o_prefill

@@ -168,6 +168,7 @@ at::Tensor PrefillRequest::empty_out() const {
 void PrefillRequest::check() const {
   settings.check();
   check_qkv(query, key, value, softmax_scale);
+  check_logit_options(sinks, softcap, query);
   TORCH_CHECK_VALUE(past() >= 0, "k must hold the call's tokens, so be at least as long as q (",
                     length(), "), got ", total());
   TORCH_CHECK_VALUE(last_chunk_begin >= 0 && last_chunk_begin <= past(),
@@ -218,11 +219,13 @@ RecallView PrefillRequest::recall_view(const RecallLists& lists) const {
 PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       const PrefillBuffers& buffers, const at::Tensor& position,
                       const RecallLists& recall, int64_t layer, std::string_view settings,
-                      std::optional<double> scale) {
+                      std::optional<double> scale, const std::optional<at::Tensor>& sinks,
+                      double softcap) {
   check_at_least("layer", layer, 0);
   const auto config = read_settings(settings);
   const auto [past, last_chunk_begin] = Position::read(position);
   check_buffers(q, k, v, buffers, past, scale);
+  check_logit_options(sinks, softcap, q);
   const int64_t length = q.size(2);
   PlacedCall call{.is_sparse = config->is_sparse(layer, past, length),
                   .request = {.query = q,
@@ -231,7 +234,9 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                               .scores = buffers.scores,
                               .memory = buffers.memory,
                               .last_chunk_begin = last_chunk_begin,
-                              .softmax_scale = scale}};
+                              .softmax_scale = scale,
+                              .sinks = sinks,
+                              .softcap = softcap}};
   if (call.is_sparse) {
     call.request.settings = config->of_layer(layer);
     call.request.recall = recall;

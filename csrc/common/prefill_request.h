@@ -33,6 +33,10 @@ struct PrefillRequest {
   RecallLists recall = {};
   PrefillConfig settings = {};  // of the layer
   std::optional<double> softmax_scale = {};
+  // [Hq]: a further logit of each row's denominators, in the output once and in the column sums of
+  // either key set.
+  std::optional<at::Tensor> sinks = {};
+  double softcap = 0.0;  // logits z become softcap tanh(z / softcap); 0: they do not
 
   int64_t length() const { return query.size(2); }
   int64_t total() const { return key.size(2); }
@@ -84,7 +88,8 @@ struct PlacedCall {
 PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       const PrefillBuffers& buffers, const at::Tensor& position,
                       const RecallLists& recall, int64_t layer, std::string_view settings,
-                      std::optional<double> scale);
+                      std::optional<double> scale, const std::optional<at::Tensor>& sinks,
+                      double softcap);
 
 // What the position of prefill_attention_ holds: int64 [2] on the CPU.
 struct Position {

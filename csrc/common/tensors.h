@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 
@@ -26,6 +27,11 @@ at::Tensor empty_heads(int64_t batch, int64_t heads, int64_t length, int64_t dim
 
 inline double scale_or_default(std::optional<double> scale, int64_t head_dim) {
   return scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
+}
+
+// The same logits to rounding: beyond these bounds all are capped, or none. 0 stays 0, no cap.
+inline double bounded_softcap(double softcap) {
+  return softcap == 0.0 ? 0.0 : std::clamp(softcap, 1e-30, 1e30);
 }
 
 }  // namespace h2o_prefill

@@ -39,6 +39,20 @@ H2O_HOST_DEVICE float natural_lse(float m, float l) {
   return l == 0.0F ? kNegInf : (m + __builtin_log2f(l)) * kLn2;
 }
 
+// What finishes a row: the factor of its numerator, and its natural lse.
+struct FinishedRow {
+  float weight;
+  float lse;
+};
+
+// (m, l) with a sink, a logit in base 2 of which the denominator alone knows; -inf: none.
+H2O_HOST_DEVICE FinishedRow finish_row(float m, float l, float sink) {
+  if (sink == kNegInf) return {inverse_denominator(l), natural_lse(m, l)};
+  const MergeFactors factors = merge_factors(m, sink);
+  const float total = l * factors.a + factors.b;
+  return {factors.a * inverse_denominator(total), natural_lse(factors.m, total)};
+}
+
 // What fuses two finished results: the weights of their outputs, and the natural lse of both.
 struct MergeWeights {
   float a;

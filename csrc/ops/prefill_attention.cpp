@@ -3,17 +3,16 @@
 
 namespace h2o_prefill {
 
-std::tuple<at::Tensor, LayerState> prefill_attention(const at::Tensor& q, const at::Tensor& k,
-                                                     const at::Tensor& v, const LayerState& state,
-                                                     int64_t layer, std::string_view settings,
-                                                     const RecallLists& recall,
-                                                     std::optional<double> scale) {
+std::tuple<at::Tensor, LayerState> prefill_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
+    int64_t layer, std::string_view settings, const RecallLists& recall,
+    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
   static const auto op = find_op<decltype(prefill_attention_entry<nullptr, nullptr>)>(
       "h2o_prefill::prefill_attention");
-  auto [out, scores, memory] =
-      op.call(q, k, v, if_defined(state.scores), if_defined(state.memory),
-              if_defined(recall.offsets), if_defined(recall.positions),
-              if_defined(recall.visible_from), state.last_chunk_begin, layer, settings, scale);
+  auto [out, scores, memory] = op.call(q, k, v, if_defined(state.scores), if_defined(state.memory),
+                                       if_defined(recall.offsets), if_defined(recall.positions),
+                                       if_defined(recall.visible_from), state.last_chunk_begin,
+                                       layer, settings, scale, sinks, softcap);
   const auto config = read_settings(settings);
   const int64_t length = q.size(2);
   const int64_t past = k.size(2) - length;
@@ -28,12 +27,13 @@ std::tuple<at::Tensor, LayerState> prefill_attention(const at::Tensor& q, const 
 at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                               PrefillBuffers& buffers, const at::Tensor& position, int64_t layer,
                               std::string_view settings, const RecallLists& recall,
-                              std::optional<double> scale) {
+                              std::optional<double> scale, const std::optional<at::Tensor>& sinks,
+                              double softcap) {
   static const auto op = find_op<decltype(prefill_attention_in_place_entry<nullptr, nullptr>)>(
       "h2o_prefill::prefill_attention_");
   return op.call(q, k, v, buffers.key, buffers.value, buffers.scores, buffers.memory, position,
                  if_defined(recall.offsets), if_defined(recall.positions),
-                 if_defined(recall.visible_from), layer, settings, scale);
+                 if_defined(recall.visible_from), layer, settings, scale, sinks, softcap);
 }
 
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
@@ -41,13 +41,13 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   m.def(
       "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor? scores, Tensor? memory, "
       "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, "
-      "SymInt last_chunk_begin, int layer, str settings, float? scale=None) "
-      "-> (Tensor out, Tensor scores, Tensor memory)");
+      "SymInt last_chunk_begin, int layer, str settings, float? scale=None, Tensor? sinks=None, "
+      "float softcap=0.0) -> (Tensor out, Tensor scores, Tensor memory)");
   m.def(
       "prefill_attention_(Tensor q, Tensor k, Tensor v, Tensor(a!) cache_key, "
       "Tensor(b!) cache_value, Tensor(c!) scores, Tensor(d!) memory, Tensor position, "
       "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, int layer, "
-      "str settings, float? scale=None) -> Tensor");
+      "str settings, float? scale=None, Tensor? sinks=None, float softcap=0.0) -> Tensor");
 }
 
 }  // namespace h2o_prefill

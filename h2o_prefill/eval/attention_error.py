@@ -39,7 +39,8 @@ def measure_attention(
       R and all d;
     - recall of dense softmax mass of head h over rows R: the mean over i in R of sum p_hij over the
       keys j that row i sees sparsely, with p_hij = exp(z_hij) / sum_{j' <= i} exp(z_hij') and
-      z_hij = scale q_hi . k_hj. A row sees its chunk up to itself, the memory set that its chunk
+      z_hij = scale q_hi . k_hj, under the soft cap if the layer has one; its sinks, if it has any,
+      are in x and y but not in p. A row sees its chunk up to itself, the memory set that its chunk
       attends to (that of the operator, on these q and k), the keys that it recalls, and all keys
       before it if it lies in the dense tail.
 
@@ -90,7 +91,9 @@ def measure_attention(
         report(index, total, f"attention of layer {index}")
         indices.append(index)
         settings = config.of_layer(index)
-        found.append(measure_layer(call.query, call.key, call.value, settings, recalled, scaling))
+        qkv = call.query, call.key, call.value
+        options = scaling, call.sinks, call.softcap
+        found.append(measure_layer(*qkv, settings, recalled, *options))
 
     parameters = inspect.signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}

@@ -47,6 +47,8 @@ def measure_layer(
     config: PrefillConfig,
     recalled: RecalledKeys | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> LayerMeasures:
     """Prefill one layer sparsely, a chunk a call, beside dense attention.
 
@@ -59,6 +61,10 @@ def measure_layer(
         What `find_recalled` returned for the prompt.
     scale : float, optional
         Factor of the logits, default D^-0.5.
+    sinks : Tensor, optional
+        [Hq], a further logit of each query head's softmax. The masses are of all keys without it.
+    softcap : float
+        Bound of the logits; 0: none.
     """
     # In 16 bits the rounding of two outputs would count as the error of one.
     query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
@@ -79,10 +85,13 @@ def measure_layer(
             config if tail == config.dense_tail else config.replace(dense_tail=tail),
             lists,
             scale,
+            sinks,
+            softcap,
         )
-        dense = ops.dense_attention(q, k, v, scale)
+        dense = ops.dense_attention(q, k, v, scale, sinks, softcap)
+        tail_begin = length - config.dense_tail
         mass = _visible_mass(
-            q[0], k[0], begin, state.memory[0], recalled, length - config.dense_tail, scale
+            q[0], k[0], begin, state.memory[0], recalled, tail_begin, scale, softcap
         )
         chunks.append(
             (
@@ -104,6 +113,7 @@ def _visible_mass(
     recalled: RecalledKeys | None,
     tail_begin: int,
     scale: float | None,
+    softcap: float,
 ) -> Tensor:
     """Return the dense softmax mass that falls on visible keys, fp64 [Hq, rows].
 
@@ -121,6 +131,8 @@ def _visible_mass(
         logits = group_q @ k[:, : rows.stop].transpose(1, 2)
         # [Hkv, G, rows, keys] beside masks that the heads of a group share.
         logits = logits.mul_(factor).unflatten(1, (-1, len(rows)))
+        if softcap > 0:
+            logits.div_(softcap).tanh_().mul_(softcap)
         row = torch.arange(rows.start, rows.stop, device=q.device).unsqueeze(1)
         logits.masked_fill_(torch.arange(rows.stop, device=q.device) > row, -torch.inf)
         visible = visible_keys(rows, begin, memory, recalled, tail_begin)

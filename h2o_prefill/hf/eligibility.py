@@ -145,6 +145,16 @@ class Call:
             return None
         return padding if is_causal(self.module, {}) else None
 
+    @property
+    def sinks(self) -> Tensor | None:
+        """Attention sinks [Hq], one more logit of each query head's softmax."""
+        return self.kwargs.get("s_aux")
+
+    @property
+    def softcap(self) -> float:
+        """The bound of the logits; 0: none."""
+        return self.kwargs.get("softcap") or 0.0
+
     def given(self, *names: str) -> bool:
         """Return whether the model passed one of these arguments."""
         return any(self.kwargs.get(name) is not None for name in names)
@@ -310,8 +320,8 @@ def _is_short(call: Call) -> bool:
 
 def needs_gradients(call: Call) -> bool:
     """Return whether a gradient of the result may be asked for."""
-    tensors = (call.query, call.key, call.value)
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    tensors = (call.query, call.key, call.value, call.sinks)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def wants_weights(call: Call) -> bool:
@@ -338,6 +348,13 @@ def _shares_keys(call: Call) -> bool:
     shared = getattr(_config(call), "num_kv_shared_layers", None) or 0
     layers = getattr(_config(call), "num_hidden_layers", None) or 0
     return shared > 0 and getattr(call.module, "layer_idx", 0) >= layers - shared
+
+
+def _is_encoder_decoder(call: Call) -> bool:
+    config = _config(call)
+    # A decoder with a config of its own, as that of T5Gemma, names the width of the encoder.
+    states = getattr(config, "cross_attention_hidden_size", None)
+    return bool(getattr(config, "is_encoder_decoder", False)) or states is not None
 
 
 def _is_static(call: Call) -> bool:
@@ -418,7 +435,7 @@ LAYER_RULES = (
         "layers share a module, and settings by layer cannot tell them apart",
     ),
     Rule(
-        lambda call: bool(getattr(_config(call), "is_encoder_decoder", False)),
+        _is_encoder_decoder,
         "encoder-decoder models are not supported",
     ),
     Rule(lambda call: call.module.training, "the model is in training mode; call model.eval()"),
@@ -427,8 +444,6 @@ LAYER_RULES = (
     Rule(wants_weights, "output_attentions is not supported"),
     Rule(lambda call: call.given("cache"), "paged caches are not supported"),
     Rule(_shares_keys, "layers that share the keys of another layer are not supported"),
-    Rule(lambda call: call.given("s_aux"), "attention sinks (s_aux) are not supported"),
-    Rule(lambda call: call.given("softcap"), "soft-capped logits (softcap) are not supported"),
     Rule(lambda call: call.given("position_bias"), "position_bias is not supported"),
     Rule(lambda call: call.given(*PACKING_ARGUMENTS), "packed sequences are not supported"),
     Rule(lambda call: call.given(*INDEX_ARGUMENTS), "the model chooses its own keys already"),

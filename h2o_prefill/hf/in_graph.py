@@ -91,23 +91,23 @@ def attend_in_graph(
     forward.outcomes.append((number, reason if reason is not None or is_sparse else ""))
     if reason is not None:
         return _attend_densely(call, forward, layer, scaling)
-    rows = call.new - forward.candidates
+    rows, options = call.new - forward.candidates, (scaling, call.sinks, call.softcap)
     if isinstance(layer, StaticPrefillLayer):
-        out = layer.attend(query[:, :, :rows], forward, number, scaling).transpose(1, 2)
+        out = layer.attend(query[:, :, :rows], forward, number, *options).transpose(1, 2)
         if rows < call.new:
             last = replace(call, query=query[:, :, rows:], mask=_mask_of(call, layer)[:, :, rows:])
             out = torch.cat([out, _attend_densely(last, forward, layer, scaling)[0]], dim=1)
         return out.contiguous(), None
     query, key, value = in_autocast_dtype(query, key, value)
     if not is_sparse:
-        out = ops.dense_attention(query, key, value, scaling)
+        out = ops.dense_attention(query, key, value, *options)
     elif layer is None:
         settings, recall = forward.settings, forward.recall
         state = (None, None, *recall, 0)
-        out, _, _ = ops.prefill_attention(query, key, value, *state, number, settings, scaling)
+        out, _, _ = ops.prefill_attention(query, key, value, *state, number, settings, *options)
     else:
-        out = layer.attend_in_graph(query[:, :, :rows], forward, number, scaling)
-        out = with_candidates(out, query, key, value, scaling)
+        out = layer.attend_in_graph(query[:, :, :rows], forward, number, *options)
+        out = with_candidates(out, query, key, value, options)
     return out.transpose(1, 2).contiguous(), None
 
 

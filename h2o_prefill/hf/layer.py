@@ -84,6 +84,8 @@ class ChunkedPrefillLayer(DynamicLayer):
         layer: int,
         config: PrefillConfig,
         scale: float | None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Attend sparsely with tokens that `update` has just appended, and keep the state.
 
@@ -101,6 +103,10 @@ class ChunkedPrefillLayer(DynamicLayer):
             Of the model.
         scale : float, optional
             Softmax scale.
+        sinks : Tensor, optional
+            [Hq], a further logit of each query head's softmax.
+        softcap : float
+            Bound of the logits; 0: none.
 
         Returns
         -------
@@ -125,6 +131,8 @@ class ChunkedPrefillLayer(DynamicLayer):
             layer,
             config.to_string(),
             scale,
+            sinks,
+            softcap,
         )
         self._state = PrefillState(
             scores=scores[..., :total],
@@ -135,7 +143,13 @@ class ChunkedPrefillLayer(DynamicLayer):
         return out
 
     def attend_in_graph(
-        self, query: Tensor, call: GraphCall, layer: int, scale: float | None
+        self,
+        query: Tensor,
+        call: GraphCall,
+        layer: int,
+        scale: float | None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
 
@@ -149,6 +163,10 @@ class ChunkedPrefillLayer(DynamicLayer):
             The number of the layer.
         scale : float, optional
             Softmax scale.
+        sinks : Tensor, optional
+            [Hq], a further logit of each query head's softmax.
+        softcap : float
+            Bound of the logits; 0: none.
 
         Returns
         -------
@@ -169,6 +187,8 @@ class ChunkedPrefillLayer(DynamicLayer):
             layer,
             call.settings,
             scale,
+            sinks,
+            softcap,
         )
         self.traced = scores, memory
         return out

@@ -13,6 +13,9 @@ from h2o_prefill.hf.padding import Padding, Span, is_long_row
 from h2o_prefill.hf.recall import ALL_ROWS, recall_of
 from h2o_prefill.hf.static import StaticPrefillLayer
 
+# Softmax scale, sinks and softcap, as the operators take them.
+LogitOptions = tuple[float | None, Tensor | None, float]
+
 
 def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     """Prefill one layer sparsely and keep its state, if the cache has a place for it.
@@ -30,8 +33,9 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
         [B, Tq, Hq, Dv]; 0 where the query is padding.
     """
     padding = call.padding
+    options = (scaling, call.sinks, call.softcap)
     if padding is not None:
-        return _attend_padded(call, padding, scaling)
+        return _attend_padded(call, padding, options)
     rows, total = call.prompt_rows, call.past + call.prompt_rows
     layer = call.cache_layer
     query, key, value = in_autocast_dtype(call.query, *call.held)
@@ -39,25 +43,25 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     if isinstance(layer, StaticPrefillLayer):
         assert call.run is not None and call.run.call is not None
         # Where layers have no number, no setting depends on it.
-        out = layer.attend(prompt, call.run.call, call.layer or 0, scaling)
-        return with_candidates(out, query, key, value, scaling).transpose(1, 2).contiguous()
+        out = layer.attend(prompt, call.run.call, call.layer or 0, *options)
+        return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
     recall = _recall_lists(call, (0, call.total))
     if layer is not None and call.run is not None:
         call.run.keep_state(layer)
     if layer is not None and layer.holds(key, value):
-        out = layer.attend(prompt, total, recall, call.layer or 0, call.config, scaling)
+        out = layer.attend(prompt, total, recall, call.layer or 0, call.config, *options)
     else:
         state = None if layer is None else layer.state
         config = call.config.of_layer(call.layer)
         out, state = sparse_attention(
-            prompt, key[:, :, :total], value[:, :, :total], state, config, recall, scaling
+            prompt, key[:, :, :total], value[:, :, :total], state, config, recall, *options
         )
         if layer is not None:
             layer.state = state
-    return with_candidates(out, query, key, value, scaling).transpose(1, 2).contiguous()
+    return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
 
 
-def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tensor:
+def _attend_padded(call: Call, padding: Padding, options: LogitOptions) -> Tensor:
     """Attend in a padded batch: in every row as if it were alone, so that none sees padding.
 
     The operators take rows of one length, so those that lie in the same place go together. No state
@@ -72,10 +76,10 @@ def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tenso
         if is_long_row(length, call.config):
             recall = _recall_lists(call, (first, end), rows)
             prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
-            attended, _ = sparse_attention(prompt, keys, values, None, config, recall, scaling)
-            attended = with_candidates(attended, q, k, v, scaling)
+            attended, _ = sparse_attention(prompt, keys, values, None, config, recall, *options)
+            attended = with_candidates(attended, q, k, v, options)
         else:
-            attended = ops.dense_attention(q, k, v, scaling)
+            attended = ops.dense_attention(q, k, v, *options)
         out[rows, first:end] = attended.transpose(1, 2)
     if isinstance(call.cache_layer, ChunkedPrefillLayer):
         call.cache_layer.padded = True
@@ -83,7 +87,7 @@ def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tenso
 
 
 def with_candidates(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
 ) -> Tensor:
     """Append the rows of `query` behind those of `out`: they verify candidates.
 
@@ -92,7 +96,7 @@ def with_candidates(
     rows = out.shape[2]
     if rows == query.shape[2]:
         return out
-    return torch.cat([out, ops.dense_attention(query[:, :, rows:], key, value, scaling)], dim=2)
+    return torch.cat([out, ops.dense_attention(query[:, :, rows:], key, value, *options)], dim=2)
 
 
 def _recall_lists(call: Call, span: Span, rows: slice | list[int] = ALL_ROWS) -> RecallLists:

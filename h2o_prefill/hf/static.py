@@ -83,7 +83,15 @@ class StaticPrefillLayer(StaticLayer):
         added, self.added = self.added, None
         return added
 
-    def attend(self, query: Tensor, call: GraphCall, number: int, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        call: GraphCall,
+        number: int,
+        scale: float | None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
         """Attend with the first tokens of those that `update` has just written.
 
         Parameters
@@ -96,6 +104,10 @@ class StaticPrefillLayer(StaticLayer):
             The number of the layer.
         scale : float, optional
             Softmax scale.
+        sinks : Tensor, optional
+            [Hq], a further logit of each query head's softmax.
+        softcap : float
+            Bound of the logits; 0: none.
 
         Returns
         -------
@@ -120,6 +132,8 @@ class StaticPrefillLayer(StaticLayer):
             number,
             call.settings,
             scale,
+            sinks,
+            softcap,
         )
 
     def reset(self) -> None:

@@ -7,7 +7,8 @@ Selection is that of `memory_selection`.
 Shapes: q [B, Hq, Tq, D]; k [B, Hkv, T, D]; v [B, Hkv, T, Dv]; Hq is a multiple of Hkv, and query
 head h belongs to KV head h // (Hq / Hkv). fp64 computes in fp64, everything else in fp32. `out` has
 the dtype of q; lse (natural log), column sums and scores have the dtype computed in. `scale`
-defaults to D^-0.5.
+defaults to D^-0.5. `sinks` [Hq] join every softmax as one more logit without a value; `softcap` > 0
+bounds logits, the sinks excepted.
 """
 
 from __future__ import annotations
@@ -82,7 +83,14 @@ def memory_attention(
     return _mix(weights, v, q.dtype), lse, gather_rows(sums.unsqueeze(-1), indices).squeeze(-1)
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
     """Attend causally to the whole history: query i of Tq sees keys j <= T - Tq + i.
 
     Parameters
@@ -91,6 +99,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
         [B, Hq, Tq, D], [B, Hkv, T, D], [B, Hkv, T, Dv]: the queries are those of the last keys.
     scale : float, optional
         Factor of the logits.
+    sinks : Tensor, optional
+        [Hq], one more logit of each head.
+    softcap : float
+        Bound of the logits; 0: none.
 
     Returns
     -------
@@ -98,7 +110,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
         [B, Hq, Tq, Dv].
     """
     mask = _causal_mask(k.shape[2] - q.shape[2], k.shape[2], q.device).expand(*k.shape[:2], -1, -1)
-    weights, _ = _softmax_over(q, k, mask, scale)
+    weights, _ = _softmax_over(q, k, mask, scale, sinks, softcap)
     return _mix(weights, v, q.dtype)
 
 
@@ -180,6 +192,8 @@ def chunked_sparse_attention(
     gqa_reduce: str = "sum",
     recall_block: int = 128,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one layer's sparse prefill of the Tq newest tokens.
 
@@ -207,6 +221,10 @@ def chunked_sparse_attention(
         R, rows that share one list of recalled keys.
     scale : float, optional
         Factor of the logits.
+    sinks : Tensor, optional
+        [Hq], one more logit of each head: of the output, and of either phase that scores come from.
+    softcap : float
+        Bound of the logits; 0: none.
 
     Returns
     -------
@@ -219,7 +237,7 @@ def chunked_sparse_attention(
     visible = _chunk_mask(past, total, chunk_size, q.device).repeat(batch, heads, 1, 1)
 
     # Phase 1: every chunk looks at itself, and that gives its tokens their first score.
-    weights, _ = _softmax_over(q, k, visible, scale)
+    weights, _ = _softmax_over(q, k, visible, scale, sinks, softcap)
     new_scores = torch.zeros(batch, heads, total, dtype=weights.dtype, device=q.device)
     if scores is not None:
         new_scores[:, :, : scores.shape[2]] = scores
@@ -247,9 +265,8 @@ def chunked_sparse_attention(
             )
             in_memory = _membership(attended, total).unsqueeze(2)
             chunk_q = q[:, :, rows]
-            weights, _ = _softmax_over(
-                chunk_q, k, in_memory.expand(-1, -1, chunk_q.shape[2], -1), scale
-            )
+            in_memory_of_rows = in_memory.expand(-1, -1, chunk_q.shape[2], -1)
+            weights, _ = _softmax_over(chunk_q, k, in_memory_of_rows, scale, sinks, softcap)
             new_scores += _column_sums(weights, heads, gqa_reduce)
             visible[:, :, rows] |= in_memory
         previous, last_chunk_begin = attended, begin
@@ -266,7 +283,7 @@ def chunked_sparse_attention(
         visible[:, :, -dense_tail:] = _causal_mask(past, total, q.device)[-dense_tail:]
 
     # The output: one softmax over whatever a row sees, however it came to see it.
-    weights, _ = _softmax_over(q, k, visible, scale)
+    weights, _ = _softmax_over(q, k, visible, scale, sinks, softcap)
     return _mix(weights, v, q.dtype), new_scores, attended
 
 
@@ -313,15 +330,26 @@ def _recall_mask(
     return mask
 
 
-def _softmax_over(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+def _softmax_over(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Return weights [B, Hq, Tq, T] and lse [B, Hq, Tq] where mask [B, Hkv, Tq, T] is True."""
     dtype = _compute_dtype(q)
     group = q.shape[1] // k.shape[1]
     keys = k.to(dtype).repeat_interleave(group, dim=1)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     logits = factor * (q.to(dtype) @ keys.transpose(-1, -2))
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~mask.repeat_interleave(group, dim=1), -torch.inf)
     lse = logits.logsumexp(dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(dtype).unsqueeze(-1))
     finite = lse.masked_fill(lse == -torch.inf, 0)  # a row that sees nothing has weights 0, not nan
     return (logits - finite.unsqueeze(-1)).exp(), lse
 

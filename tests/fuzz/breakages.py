@@ -66,6 +66,16 @@ def of_attention() -> Breakages:
     }
 
 
+def of_logits() -> Breakages:
+    """Sinks that are not those of the query heads, and bounds that are none."""
+    return {
+        "sinks has another size": grown("sinks", 0),
+        "sinks has two dimensions": lambda a: {"sinks": Floats((1, *a["q"].shape[1:2]))},
+        "sinks is integers": lambda a: {"sinks": Filled(a["q"].shape[1:2], 1, "int64")},
+        **of_number("softcap", -1.0, float("inf"), float("nan")),
+    }
+
+
 def of_number(name: str, *values: Any) -> Breakages:
     """An argument with these values."""
     return {f"{name} is {value}": lambda a, value=value: {name: value} for value in values}

@@ -13,6 +13,7 @@ from fuzz.breakages import (
     grown,
     of_attention,
     of_lists,
+    of_logits,
     of_number,
     of_recall,
     resized,
@@ -122,6 +123,7 @@ BROKEN: dict[str, Breakages] = {
     },
     "chunked_sparse_attention": {
         **of_attention(),
+        **of_logits(),
         **_STATE,
         **of_recall(_history),
         **_BUDGETS,
@@ -130,7 +132,11 @@ BROKEN: dict[str, Breakages] = {
         **of_number("gqa_reduce", "", "mean"),
         **of_number("recall_block", 0, -1, INT64_MAX),
     },
-    "dense_attention": {**of_attention(), "q is longer than the history": _longer_than_history},
+    "dense_attention": {
+        **of_attention(),
+        **of_logits(),
+        "q is longer than the history": _longer_than_history,
+    },
     "gather_rows": {
         **of_lists("indices", lambda a: a["x"].shape[2], ascending=False),
         "x is integers": lambda a: {"x": Filled(a["x"].shape, 1, "int64")},
@@ -166,6 +172,7 @@ BROKEN: dict[str, Breakages] = {
     },
     "prefill_attention": {
         **of_attention(),
+        **of_logits(),
         **_STATE,
         **of_recall(_history),
         **of_number("layer", -1, -INT64_MAX - 1),
@@ -173,6 +180,7 @@ BROKEN: dict[str, Breakages] = {
     },
     "prefill_attention_": {
         **of_attention(),
+        **of_logits(),
         **_BUFFERS,
         **of_number("layer", -1, -INT64_MAX - 1),
         **_SETTINGS,

@@ -81,7 +81,7 @@ def _check_advance_position(arguments: list[Any], before: list[Any], result: Any
 
 
 def _check_sparse(arguments: list[Any], before: list[Any], result: Any) -> None:
-    if before[-1] == 0:
+    if before[-3] == 0:  # the scale
         return  # every key has the same score, up to rounding
     wide = _wide(before)
     expected = reference.chunked_sparse_attention(*wide)
@@ -108,7 +108,8 @@ def _is_stable(wide: list[Any], expected: tuple[Tensor, ...]) -> bool:
 
 
 def _check_prefill(arguments: list[Any], before: list[Any], result: Any) -> None:
-    q, k, v, scores, memory, *recall, last_chunk_begin, layer, settings, scale = before
+    q, k, v, scores, memory, *recall, last_chunk_begin, layer, settings = before[:-3]
+    options = before[-3:]
     past = k.shape[2] - q.shape[2]
     config = Config.parse(settings)
     if q.shape[2] and config.is_sparse(layer, past, q.shape[2]):
@@ -117,11 +118,11 @@ def _check_prefill(arguments: list[Any], before: list[Any], result: Any) -> None
             arguments,
             [q, k, v, scores, memory, *recall, last_chunk_begin, config.chunk_size,
              config.local_window, config.heavy_budget, config.sink_tokens, config.dense_tail,
-             config.gqa_reduce, config.recall_block, scale],
+             config.gqa_reduce, config.recall_block, *options],
             result,
         )  # fmt: skip
         return
-    _check_close(result[0], reference.dense_attention(*_wide([q, k, v, scale])))
+    _check_close(result[0], reference.dense_attention(*_wide([q, k, v, *options])))
     known = min(scores.shape[2], past) if scores is not None else 0
     assert not result[1][..., known:].any()
     if known:
@@ -129,7 +130,8 @@ def _check_prefill(arguments: list[Any], before: list[Any], result: Any) -> None
 
 
 def _check_prefill_in_place(arguments: list[Any], before: list[Any], result: Any) -> None:
-    q, k, v, cache_key, cache_value, scores, memory, position, *recall, layer, text, scale = before
+    q, k, v, cache_key, cache_value, scores, memory, position, *recall, layer, text = before[:-3]
+    options = before[-3:]
     past, last_chunk_begin = position.tolist()
     end = past + q.shape[2]
     keys = torch.cat([cache_key[:, :, :past], k], 2)
@@ -140,7 +142,7 @@ def _check_prefill_in_place(arguments: list[Any], before: list[Any], result: Any
         assert torch.equal(arguments[index][:, :, end:], before[index][:, :, end:])
     config = Config.parse(text)
     if not q.shape[2] or not config.is_sparse(layer, past, q.shape[2]):
-        _check_close(result, reference.dense_attention(*_wide([q, keys, values, scale])))
+        _check_close(result, reference.dense_attention(*_wide([q, keys, values, *options])))
         assert torch.equal(arguments[6], memory)
         assert torch.equal(arguments[5][..., :past], scores[..., :past])
         return
@@ -149,7 +151,7 @@ def _check_prefill_in_place(arguments: list[Any], before: list[Any], result: Any
         if past
         else (None, None, *recall, 0)
     )
-    expected = ops.prefill_attention(q, keys, values, *state, layer, text, scale)
+    expected = ops.prefill_attention(q, keys, values, *state, layer, text, *options)
     _check_close(result, expected[0].double())
     _check_close(arguments[5][..., :end], expected[1].double())
     width = expected[2].shape[2]

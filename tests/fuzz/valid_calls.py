@@ -67,6 +67,14 @@ def attentions(draw: Any, with_past: bool = True) -> Attention:
 
 
 @st.composite
+def logit_options(draw: Any, a: Attention) -> tuple[Any, ...]:
+    """Scale, sinks and soft cap."""
+    sinks = Floats(a.q.shape[1:2], draw(st.sampled_from(DTYPES)), draw(layouts), seed=draw(seeds))
+    softcap = draw(st.sampled_from([0.0, 0.0, 0.0, 3.0, 50.0, 1e300]))
+    return draw(scales), sinks if draw(st.booleans()) else None, softcap
+
+
+@st.composite
 def position_lists(
     draw: Any, per_head: tuple[int, int], length: int, ascending: bool, most: int = 40
 ) -> Ints:
@@ -117,7 +125,7 @@ def memory_attention(draw: Any) -> tuple[Any, ...]:
 @st.composite
 def dense_attention(draw: Any) -> tuple[Any, ...]:
     a = draw(attentions())
-    return a.q, a.k, a.v, draw(scales)
+    return a.q, a.k, a.v, *draw(logit_options(a))
 
 
 @st.composite
@@ -206,7 +214,7 @@ def chunked_sparse_attention(draw: Any) -> tuple[Any, ...]:
     sizes = (chunk, draw(budgets), draw(budgets), draw(budgets), tail)
     return (
         *(a.q, a.k, a.v, scores, memory, *recall, last_chunk_begin, *sizes),
-        *(draw(st.sampled_from(GQA_REDUCE)), block, draw(scales)),
+        *(draw(st.sampled_from(GQA_REDUCE)), block, *draw(logit_options(a))),
     )
 
 
@@ -246,7 +254,7 @@ def prefill_attention(draw: Any) -> tuple[Any, ...]:
     )
     return (
         *(a.q, a.k, a.v, scores, memory, *recall, last_chunk_begin),
-        *(draw(st.integers(0, 3)), text, draw(scales)),
+        *(draw(st.integers(0, 3)), text, *draw(logit_options(a))),
     )
 
 
@@ -286,7 +294,7 @@ def prefill_attention_(draw: Any) -> tuple[Any, ...]:
         *recall,
         draw(st.integers(0, 3)),
         text,
-        draw(scales),
+        *draw(logit_options(a)),
     )
 
 

@@ -4,10 +4,14 @@
 // Symbols: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), T tokens, D key dim, Dv
 // value dim, M memory size. Tensors are float32, bfloat16, float16 or float64, all of one dtype and
 // device; lse is the natural logarithm of the softmax's denominator; lse, column sums and scores
-// are float32 (float64 for float64 inputs). scale is the softmax scale, default D^-0.5. All are for
-// inference: an input that requires a gradient while gradients are on is an error. A wrong argument
-// is a c10::ValueError. The number of threads does not change a bit of a result, except where
-// PyTorch's attention computes it (see dense_attention): there it changes the rounding.
+// are float32 (float64 for float64 inputs). scale is the softmax scale, default D^-0.5; softcap > 0
+// makes softcap tanh(z / softcap) of each logit z behind it; sinks [Hq], of any of these dtypes,
+// are one further logit of each query head's softmax, neither scaled nor capped, without a value:
+// the output's denominator has it once, and so has that of each key set's softmax, of which scores
+// are the sums. All are for inference: an input that requires a gradient while gradients are on is
+// an error. A wrong argument is a c10::ValueError. The number of threads does not change a bit of a
+// result, except where PyTorch's attention computes it (see dense_attention): there it changes the
+// rounding.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,11 +42,13 @@ H2O_API std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(
     std::optional<double> scale = std::nullopt);
 
 // Exact causal attention: q [B, Hq, Tq, D] are the last rows of the history k [B, Hkv, T, D],
-// v [B, Hkv, T, Dv] -> [B, Hq, Tq, Dv]. PyTorch's attention computes it where that is faster: on
-// CPU for few rows of float32 (fewer than 16 that share a KV head, or 64 where every query head has
-// its own) and for 2 to 15 of bfloat16; and for float64.
+// v [B, Hkv, T, Dv] -> [B, Hq, Tq, Dv]. Without sinks and softcap PyTorch's attention computes it
+// where that is faster: on CPU for few rows of float32 (fewer than 16 that share a KV head, or 64
+// where every query head has its own) and for 2 to 15 of bfloat16; and for float64.
 H2O_API at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   std::optional<double> scale = std::nullopt);
+                                   std::optional<double> scale = std::nullopt,
+                                   const std::optional<at::Tensor>& sinks = std::nullopt,
+                                   double softcap = 0.0);
 
 // Fuses two partial results over disjoint key sets. out_* [B, H, T, Dv], lse_* [B, H, T]; a row
 // with lse -inf contributes nothing; both -inf give out 0 and lse -inf.
@@ -94,7 +100,8 @@ struct LayerState {
 H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
     const PrefillConfig& settings, const RecallLists& recall = {},
-    std::optional<double> scale = std::nullopt);
+    std::optional<double> scale = std::nullopt,
+    const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
 
 // The same as the settings say: sparsely, or densely, and then the state is handed on as it is,
 // with score 0 for the new positions. settings: of the model, a text that PrefillConfig::parse()
@@ -102,7 +109,8 @@ H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
 H2O_API std::tuple<at::Tensor, LayerState> prefill_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
     int64_t layer, std::string_view settings, const RecallLists& recall = {},
-    std::optional<double> scale = std::nullopt);
+    std::optional<double> scale = std::nullopt,
+    const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
 
 // What one layer keeps in place for prefill_attention_(), allocated by the caller.
 struct PrefillBuffers {
@@ -123,7 +131,9 @@ H2O_API at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, 
                                       PrefillBuffers& buffers, const at::Tensor& position,
                                       int64_t layer, std::string_view settings,
                                       const RecallLists& recall = {},
-                                      std::optional<double> scale = std::nullopt);
+                                      std::optional<double> scale = std::nullopt,
+                                      const std::optional<at::Tensor>& sinks = std::nullopt,
+                                      double softcap = 0.0);
 
 // Moves a position behind a call of num_tokens tokens.
 H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings);

@@ -62,7 +62,7 @@ struct Recall {
       return t.narrow(0, b, 1).index_select(2, index);
     };
     return attend(request.query.narrow(0, b, 1).narrow(2, row, rows), select(request.key),
-                  select(request.value), visible, request.scale());
+                  select(request.value), visible, request.scale(), {.softcap = request.softcap});
   }
 };
 
@@ -83,6 +83,8 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
           ? request.start.clone(at::MemoryFormat::Contiguous)
           : at::full({k.size(0), k.size(1), budget.width()}, -1, q.options().dtype(at::kInt));
   const Recall recall(request);
+  const LogitOptions options{
+      .sinks = request.sinks, .softcap = request.softcap, .reduce_max = request.reduce_max()};
 
   int64_t previous_begin = request.last_chunk_begin;
   for (int64_t row = 0; row < length; row += request.settings.chunk_size) {
@@ -90,7 +92,7 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
     const int64_t begin = past + row;
     const auto queries = q.narrow(2, row, rows);
     auto attended = attend(queries, k.narrow(2, begin, rows), v.narrow(2, begin, rows),
-                           causal_mask(rows, q), request.scale(), request.reduce_max());
+                           causal_mask(rows, q), request.scale(), options);
     request.scores.narrow(2, begin, rows).copy_(attended.colsum);
     if (begin > 0) {
       sets = h2o_prefill::select_memory(request.scores.narrow(2, 0, begin), sets, previous_begin,
@@ -99,20 +101,21 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
       const auto present = sets >= 0;
       const auto remembered =
           attend(queries, h2o_prefill::gather_rows(k, sets), h2o_prefill::gather_rows(v, sets),
-                 present.unsqueeze(2).unsqueeze(2), request.scale(), request.reduce_max());
+                 present.unsqueeze(2).unsqueeze(2), request.scale(), options);
       auto scores = request.scores;
       composite::accumulate_scores_(scores, sets, remembered.colsum);
       attended = merge(attended, remembered);
       if (request.recalls()) attended = merge(attended, recall.attend_chunk(sets, row, rows));
     }
-    out.narrow(2, row, rows).copy_(attended.out);
+    out.narrow(2, row, rows).copy_(out_with_sinks(attended, options));
     previous_begin = begin;
   }
   request.memory.fill_(-1);
   if (request.selects()) request.memory.narrow(2, 0, budget.width()).copy_(sets);
   if (const int64_t tail = request.tail(); tail > 0) {
     out.narrow(2, length - tail, tail)
-        .copy_(composite::dense_attention(q.narrow(2, length - tail, tail), k, v, request.scale()));
+        .copy_(composite::dense_attention(q.narrow(2, length - tail, tail), k, v, request.scale(),
+                                          request.sinks, request.softcap));
   }
   return out;
 }

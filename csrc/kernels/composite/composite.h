@@ -24,7 +24,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(const at::Tensor
                                                                 std::optional<double> scale);
 
 at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           std::optional<double> scale);
+                           std::optional<double> scale, const std::optional<at::Tensor>& sinks,
+                           double softcap);
 
 std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a, const at::Tensor& lse_a,
                                                 const at::Tensor& out_b, const at::Tensor& lse_b);

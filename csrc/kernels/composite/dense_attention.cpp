@@ -1,7 +1,11 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "common/checks.h"
+#include "common/tensors.h"
+#include "kernels/composite/attend.h"
 #include "kernels/composite/composite.h"
 
 namespace h2o_prefill::composite {
@@ -17,11 +21,36 @@ std::tuple<at::Tensor, std::optional<double>> with_positive_scale(const at::Tens
   return {at::zeros_like(q), 1.0};
 }
 
+// What PyTorch's attention does not know, some rows at a time, so that logits stay small.
+at::Tensor attend_by_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          double scale, const LogitOptions& options) {
+  constexpr int64_t kMostLogits = 1 << 26;
+  const int64_t rows = q.size(2);
+  const int64_t past = k.size(2) - rows;
+  const int64_t step =
+      std::max<int64_t>(1, kMostLogits / std::max<int64_t>(1, q.size(0) * q.size(1) * k.size(2)));
+  auto out = empty_heads(q.size(0), q.size(1), rows, v.size(3), q);
+  for (int64_t row = 0; row < rows; row += step) {
+    const int64_t count = std::min(step, rows - row);
+    const int64_t end = past + row + count;
+    const auto visible = at::ones({count, end}, q.options().dtype(at::kBool)).tril(end - count);
+    const auto attended = attend(q.narrow(2, row, count), k.narrow(2, 0, end), v.narrow(2, 0, end),
+                                 visible, scale, options);
+    out.narrow(2, row, count).copy_(out_with_sinks(attended, options));
+  }
+  return out;
+}
+
 }  // namespace
 
 at::Tensor dense_attention(const at::Tensor& q_argument, const at::Tensor& k, const at::Tensor& v,
-                           std::optional<double> scale_argument) {
-  check_dense_attention(q_argument, k, v, scale_argument);
+                           std::optional<double> scale_argument,
+                           const std::optional<at::Tensor>& sinks, double softcap) {
+  check_dense_attention(q_argument, k, v, scale_argument, sinks, softcap);
+  if (sinks || softcap > 0.0) {
+    return attend_by_rows(q_argument, k, v, scale_or_default(scale_argument, q_argument.size(3)),
+                          {.sinks = sinks, .softcap = softcap});
+  }
   const auto [q, scale] = with_positive_scale(q_argument, scale_argument);
   const int64_t rows = q.size(2);
   const int64_t keys = k.size(2);

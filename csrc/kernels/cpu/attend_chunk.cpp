@@ -385,6 +385,7 @@ void AttendChunk::Impl::attend_part(const AttendChunkArgs& args, const AttendGri
   attend.head_dim = args.key.dim;
   attend.value_dim = args.value.dim;
   attend.scale = args.scale;
+  attend.softcap = args.softcap;
   attend.sets = packed;
   attend.num_sets = num_sets;
   attend.gemm = kernels.gemm;
@@ -395,6 +396,7 @@ void AttendChunk::Impl::attend_part(const AttendChunkArgs& args, const AttendGri
       if (!args.sets[s].sums.data) continue;
       packed[s].colsum = partial_sums(s, task.unit, grid.blocks, task.block, g);
     }
+    attend.sink = args.sinks ? args.sinks[head] : kNegInf;
     attend.query = args.query.row(b, head, rows.begin);
     attend.out = args.out.row(b, head, rows.begin);
     attend.lse = args.lse + (b * args.query.heads + head) * args.query.length + rows.begin;

@@ -40,6 +40,8 @@ struct AttendChunkArgs {
   float* lse;     // [B, Hq, query.length]
   RowRange rows;
   float scale;
+  const float* sinks = nullptr;  // [Hq], a further logit of each head's denominators; null: none
+  float softcap = 0.0F;          // logits z become softcap tanh(z / softcap); 0: they do not
   bool reduce_max;  // column sums of a group: the maximum over its heads instead of the sum
   KeySource sets[2];
   int num_sets;

@@ -47,6 +47,12 @@ void multiply_queries(BFloat16Gemm gemm, const float* query, int64_t words, int 
   }
 }
 
+// Turns a row of products z, up to `limit` or a vector's end behind it, into tanh(z scale).
+void cap_row(float* z, float scale, int64_t limit) {
+  const Vec factor = broadcast(scale);
+  for (int64_t j = 0; j < limit; j += kLanes) store(z + j, tanh(load(z + j) * factor));
+}
+
 // Turns a row of products z into p = exp2(z scale - m), m their maximum, and into words of p, which
 // may be the same memory; keys from `limit` on get 0. Returns m and the sum. The maximum is
 // subtracted before scaling: one fused operation that rounds m alone is above 0 for large logits.
@@ -133,7 +139,8 @@ struct RowBlock {
   int64_t first;  // of the call's rows
   int rows;
   const float* query;  // words
-  float scale;         // from a product to a logit in base 2, positive
+  float cap_scale;     // products z become tanh(z cap_scale) first; 0: they do not
+  float scale;         // from what they are then to a logit in base 2, positive
 };
 
 // Attends with one row block to one key set: leaves exp2 sums in `state` and the numerators in acc.
@@ -145,6 +152,7 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
   const int64_t num_keys = set.limits ? set.limits[block.first + rows - 1] : set.count;
   const int64_t padded = pad_to(num_keys, kPanel);
   const int64_t acc_stride = pad_to(args.value_dim, kPanel);
+  const float sink = args.sink * kLog2E;
   if (num_keys == 0) {
     for (int r = 0; r < rows; ++r) state.m[r] = kNegInf, state.l[r] = 0.0F;
     for (int64_t i = 0; i < rows * acc_stride; ++i) acc[i] = 0.0F;
@@ -162,9 +170,10 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
     for (int r = 0; r < count; ++r) {
       const int row = first + r;
       const int64_t limit = set.limits ? set.limits[block.first + row] : set.count;
+      if (block.cap_scale > 0.0F) cap_row(p + r * stride, block.cap_scale, limit);
       exponentiate_row<Products>(p + r * stride, words + row * word_stride, block.scale, limit,
                                  padded, &state.m[row], &state.l[row]);
-      inverse_l[r] = inverse_denominator(state.l[row]);
+      inverse_l[r] = finish_row(state.m[row], state.l[row], sink).weight;
     }
     if (!set.colsum) continue;
     if (count == kSumRows) {
@@ -199,10 +208,15 @@ void merge_key_set(int rows, int64_t acc_stride, const RowBlockState& other, con
 template <typename Products>
 RowBlock load_queries(const AttendRowsArgs& args, int64_t first, int rows, float* query) {
   const int64_t words = words_of<Products>(args.head_dim);
-  RowBlock block{first, rows, query, args.scale * kLog2E};
   float sign = 1.0F;
-  if (args.scale < 0.0F) sign = -1.0F, block.scale = -block.scale;
-  if (args.scale == 0.0F) sign = 0.0F, block.scale = 1.0F;
+  float scale = args.scale;
+  if (args.scale < 0.0F) sign = -1.0F, scale = -scale;
+  if (args.scale == 0.0F) sign = 0.0F, scale = 1.0F;
+  const RowBlock block =
+      args.softcap > 0.0F
+          ? RowBlock{first, rows, query, __builtin_fminf(scale / args.softcap, __FLT_MAX__),
+                     args.softcap * kLog2E}
+          : RowBlock{first, rows, query, /*cap_scale=*/0.0F, scale * kLog2E};
   for (int r = 0; r < rows; ++r) {
     const int64_t offset = (first + r) * args.query_stride;
     load_words<Products>(args.query, args.dtype, offset, args.head_dim, sign, query + r * words);
@@ -242,9 +256,10 @@ void attend_row_blocks(const AttendRowsArgs& args) {
       merge_key_set(rows, acc_stride, other, other_acc, state, acc);
     }
     for (int r = 0; r < rows; ++r) {
-      store_floats(acc + r * acc_stride, args.value_dim, inverse_denominator(state.l[r]), args.out,
-                   args.out_dtype, (first + r) * args.out_stride);
-      args.lse[first + r] = natural_lse(state.m[r], state.l[r]);
+      const FinishedRow row = finish_row(state.m[r], state.l[r], args.sink * kLog2E);
+      store_floats(acc + r * acc_stride, args.value_dim, row.weight, args.out, args.out_dtype,
+                   (first + r) * args.out_stride);
+      args.lse[first + r] = row.lse;
     }
   }
 }

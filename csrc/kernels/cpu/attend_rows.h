@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kernels/params.h"
+#include "kernels/softmax_state.h"
 
 namespace h2o_prefill {
 
@@ -52,7 +53,9 @@ struct AttendRowsArgs {
   int64_t head_dim;
   int64_t value_dim;
   float scale;
-  const KeySet* sets;  // a row's result is the softmax over all that it sees in all sets
+  float sink = kNegInf;  // a further logit of the denominator, natural, not capped; -inf: none
+  float softcap = 0.0F;  // logits z become softcap tanh(z / softcap); 0: they do not
+  const KeySet* sets;    // a row's result is the softmax over all that it sees in all sets
   int num_sets;
   BFloat16Gemm gemm;  // multiplies words of bfloat16 instead of the kernel's own tiles; may be null
   float* scratch;     // scratch_floats(...) floats, of one thread

@@ -3,14 +3,23 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "common/tensors.h"
 #include "kernels/cpu/attend_chunk.h"
 
 namespace h2o_prefill {
 
-// What all passes of a call share. Tensors have contiguous rows; lse [B, Hq, T].
+// Sinks as passes read them; undefined: none.
+inline at::Tensor float_sinks(const std::optional<at::Tensor>& sinks) {
+  return sinks ? sinks->to(at::kFloat).contiguous() : at::Tensor();
+}
+
+// What all passes of a call share. Tensors have contiguous rows; lse [B, Hq, T]; sinks as of
+// float_sinks().
 inline AttendChunkArgs attention_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      const at::Tensor& out, float* lse, double scale) {
+                                      const at::Tensor& out, float* lse, double scale,
+                                      const at::Tensor& sinks = {}, double softcap = 0.0) {
   return {.query = heads_view(q),
           .key = heads_view(k),
           .value = heads_view(v),
@@ -18,6 +27,8 @@ inline AttendChunkArgs attention_call(const at::Tensor& q, const at::Tensor& k, 
           .lse = lse,
           .rows = {},
           .scale = static_cast<float>(scale),
+          .sinks = sinks.defined() ? sinks.const_data_ptr<float>() : nullptr,
+          .softcap = static_cast<float>(bounded_softcap(softcap)),
           .reduce_max = false,
           .sets = {},
           .num_sets = 0,

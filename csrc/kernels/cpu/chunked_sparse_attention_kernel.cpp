@@ -35,7 +35,9 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
   Workspace workspace;
   std::optional<MemorySetUpdater> updater;
   if (request.selects()) updater.emplace(request, workspace);
-  AttendChunkArgs call = attention_call(q, k, v, out, /*lse=*/nullptr, request.scale());
+  const at::Tensor sinks = float_sinks(request.sinks);
+  AttendChunkArgs call =
+      attention_call(q, k, v, out, /*lse=*/nullptr, request.scale(), sinks, request.softcap);
   call.reduce_max = request.reduce_max();
   call.recall = request.recall_view(recall);
   const int64_t largest = request.largest_chunk();
@@ -71,7 +73,8 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
   }
   if (const int64_t tail = request.tail(); tail > 0) {
     out.narrow(2, length - tail, tail)
-        .copy_(dense_attention_cpu(q.narrow(2, length - tail, tail), k, v, request.scale()));
+        .copy_(dense_attention_cpu(q.narrow(2, length - tail, tail), k, v, request.scale(),
+                                   request.sinks, request.softcap));
   }
   return out;
 }

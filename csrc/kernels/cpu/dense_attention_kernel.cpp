@@ -52,7 +52,7 @@ class KeyRanges {
 // float32.
 void attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Tensor& k,
                          const at::Tensor& v, const at::Tensor& out, const RowRange& rows,
-                         double scale) {
+                         double scale, const at::Tensor& sinks, double softcap) {
   const auto part_like = at::empty({0}, q.options().dtype(at::kFloat));
   const bool one_pass = rows.position() <= kStep;
   at::Tensor total;
@@ -61,9 +61,11 @@ void attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Ten
     const auto part =
         one_pass ? out : empty_heads(q.size(0), q.size(1), rows.count, out.size(3), part_like);
     const auto lse = at::empty({q.size(0), q.size(1), rows.count}, part_like.options());
+    // A sink counts once.
+    const AttendChunkArgs call = attention_call(q, k, v, part, lse.mutable_data_ptr<float>(), scale,
+                                                total.defined() ? at::Tensor() : sinks, softcap);
     const CausalRange first = ranges.next();
-    attend.run(range_pass(attention_call(q, k, v, part, lse.mutable_data_ptr<float>(), scale), rows,
-                          first, ranges.next()));
+    attend.run(range_pass(call, rows, first, ranges.next()));
     if (one_pass) return;
     if (total.defined()) {
       std::tie(total, total_lse) = merge_states_cpu(total, total_lse, part, lse);
@@ -78,15 +80,19 @@ void attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Ten
 }  // namespace
 
 at::Tensor dense_attention_cpu(const at::Tensor& q_argument, const at::Tensor& k_argument,
-                               const at::Tensor& v_argument, std::optional<double> scale) {
-  check_dense_attention(q_argument, k_argument, v_argument, scale);
+                               const at::Tensor& v_argument, std::optional<double> scale,
+                               const std::optional<at::Tensor>& sinks_argument, double softcap) {
+  check_dense_attention(q_argument, k_argument, v_argument, scale, sinks_argument, softcap);
+  const bool pytorch_has_it = !sinks_argument && softcap == 0.0;
   if (q_argument.scalar_type() == at::kDouble || q_argument.numel() == 0 ||
-      !packing_pays(q_argument, k_argument)) {
-    return composite::dense_attention(q_argument, k_argument, v_argument, scale);
+      (pytorch_has_it && !packing_pays(q_argument, k_argument))) {
+    return composite::dense_attention(q_argument, k_argument, v_argument, scale, sinks_argument,
+                                      softcap);
   }
   const auto q = with_contiguous_rows(q_argument);
   const auto k = with_contiguous_rows(k_argument);
   const auto v = with_contiguous_rows(v_argument);
+  const auto sinks = float_sinks(sinks_argument);
   const int64_t length = q.size(2);
   const int64_t past = k.size(2) - length;
   const int64_t step = std::min(length, kStep);
@@ -100,7 +106,7 @@ at::Tensor dense_attention_cpu(const at::Tensor& q_argument, const at::Tensor& k
     const int64_t rows = std::min(step, length - row);
     attend_rows_of_step(attend, q.narrow(2, row, rows), k, v, out.narrow(2, row, rows),
                         {.begin = 0, .count = rows, .past = past + row},
-                        scale_or_default(scale, q.size(3)));
+                        scale_or_default(scale, q.size(3)), sinks, softcap);
   }
   return out;
 }

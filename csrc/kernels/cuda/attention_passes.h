@@ -10,6 +10,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <optional>
+
 #include "kernels/cuda/cuda_kernels.h"
 
 namespace h2o_prefill {
@@ -17,6 +19,10 @@ namespace h2o_prefill {
 // Whether attention with these queries and values has a kernel: float32, bfloat16 or float16, head
 // dims that are multiples of 8 up to 256. The composite versions serve the rest.
 bool has_attention_kernel(const at::Tensor& q, const at::Tensor& v);
+// No kernel has sinks, nor a soft cap.
+inline bool has_attention_kernel(const std::optional<at::Tensor>& sinks, double softcap) {
+  return !sinks && softcap == 0.0;
+}
 
 // The tensor itself if each of its rows is contiguous and begins at a multiple of 16 bytes, else a
 // contiguous copy.

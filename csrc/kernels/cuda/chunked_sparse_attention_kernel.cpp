@@ -75,7 +75,8 @@ RecallLists on_device(const RecallLists& lists, const at::Tensor& q) {
 }
 
 at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
-  if (!has_attention_kernel(request.query, request.value)) {
+  if (!has_attention_kernel(request.query, request.value) ||
+      !has_attention_kernel(request.sinks, request.softcap)) {
     return composite::chunked_sparse_attention(request);
   }
   const c10::cuda::CUDAGuard guard(request.query.device());

@@ -8,6 +8,7 @@
 namespace h2o_prefill {
 
 at::Tensor dense_attention_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                std::optional<double> scale);
+                                std::optional<double> scale, const std::optional<at::Tensor>& sinks,
+                                double softcap);
 
 }  // namespace h2o_prefill

@@ -18,11 +18,12 @@ bool pytorch_has_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tens
 }  // namespace
 
 at::Tensor dense_attention_cuda(const at::Tensor& q_argument, const at::Tensor& k_argument,
-                                const at::Tensor& v_argument, std::optional<double> scale) {
-  check_dense_attention(q_argument, k_argument, v_argument, scale);
-  if (!has_attention_kernel(q_argument, v_argument) || q_argument.numel() == 0 ||
-      pytorch_has_kernel(q_argument, k_argument, v_argument)) {
-    return composite::dense_attention(q_argument, k_argument, v_argument, scale);
+                                const at::Tensor& v_argument, std::optional<double> scale,
+                                const std::optional<at::Tensor>& sinks, double softcap) {
+  check_dense_attention(q_argument, k_argument, v_argument, scale, sinks, softcap);
+  if (!has_attention_kernel(q_argument, v_argument) || !has_attention_kernel(sinks, softcap) ||
+      q_argument.numel() == 0 || pytorch_has_kernel(q_argument, k_argument, v_argument)) {
+    return composite::dense_attention(q_argument, k_argument, v_argument, scale, sinks, softcap);
   }
   const c10::cuda::CUDAGuard guard(q_argument.device());
   const auto q = with_aligned_rows(q_argument);

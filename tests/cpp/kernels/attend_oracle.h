@@ -13,7 +13,7 @@ struct Answer {
   std::vector<std::vector<double>> colsum;  // [sets][count]
 };
 
-// exp(scale query[row] . key[j]) of all keys that the row sees.
+// exp(scale query[row] . key[j]) of all keys that the row sees, under the cap.
 inline std::vector<double> exponentials(const Problem& problem, const std::vector<double>& query,
                                         const ProblemSet& set, const std::vector<double>& keys,
                                         int64_t row) {
@@ -24,19 +24,23 @@ inline std::vector<double> exponentials(const Problem& problem, const std::vecto
     for (int64_t d = 0; d < dim; ++d) {
       sum += query[row * dim + d] * keys[set.source_row(j) * dim + d];
     }
-    result.push_back(std::exp(problem.spec.scale * sum));
+    const double logit = problem.spec.scale * sum;
+    const double cap = problem.spec.softcap;
+    result.push_back(std::exp(cap > 0.0 ? cap * std::tanh(logit / cap) : logit));
   }
   return result;
 }
 
-// One softmax a row over what it sees in all sets; column sums by one softmax a row and set.
+// One softmax a row over what it sees in all sets; column sums by one softmax a row and set. The
+// sink is in the denominators of both.
 inline Answer solve(const Problem& problem) {
   const int64_t rows = problem.spec.rows, dim = problem.spec.value_dim;
   Answer answer;
   answer.out.resize(rows * dim);
   answer.weight.resize(rows * dim);
   const std::vector<double> query = problem.query.numbers();
-  std::vector<double> total(rows);
+  const double sink = std::exp(static_cast<double>(problem.spec.sink));
+  std::vector<double> total(rows, sink);
   for (const ProblemSet& set : problem.sets) {
     const std::vector<double> keys = set.keys.numbers(), values = set.values.numbers();
     std::vector<double>& colsum = answer.colsum.emplace_back(set.spec.count);
@@ -45,7 +49,7 @@ inline Answer solve(const Problem& problem) {
       double sum = 0.0;
       for (const double x : e) sum += x;
       for (size_t j = 0; j < e.size(); ++j) {
-        colsum[j] += e[j] / sum;
+        colsum[j] += e[j] / (sum + sink);
         for (int64_t d = 0; d < dim; ++d) {
           const double share = e[j] * values[set.source_row(j) * dim + d];
           answer.out[r * dim + d] += share;

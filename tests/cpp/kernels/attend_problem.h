@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/rows.h"
+#include "kernels/softmax_state.h"
 
 namespace h2o_prefill::testing {
 
@@ -27,6 +28,8 @@ struct ProblemSpec {
   int64_t gap = 0;  // elements between rows, in and out
   // Queries and keys are small multiples of 1/4: their products are exact in float32 in any order.
   bool exact_products = false;
+  float sink = kNegInf;  // -inf: none
+  float softcap = 0.0F;  // 0: none
 };
 
 struct ProblemSet {

@@ -85,6 +85,8 @@ inline Outcome run(const CpuKernels& kernels, const Problem& problem, BFloat16Ge
   args.head_dim = spec.head_dim;
   args.value_dim = spec.value_dim;
   args.scale = spec.scale;
+  args.sink = spec.sink;
+  args.softcap = spec.softcap;
   args.sets = sets.data();
   args.num_sets = static_cast<int>(sets.size());
   args.gemm = gemm;

@@ -154,6 +154,37 @@ void test_large_logits() {
   }
 }
 
+// Below the logits, among them and far above them; also for rows without keys.
+void test_sinks() {
+  for (const DType dtype : kDTypes) {
+    for (const float sink : {-200.0F, 0.0F, 3.0F, 200.0F}) {
+      ProblemSpec spec =
+          usual("sink " + std::to_string(sink), dtype, {{70, late_limits(70, 70)}, {45, {}, true}});
+      spec.sink = sink;
+      check_problem(make_problem(spec));
+      spec.sets.pop_back();
+      check_problem(make_problem(spec));
+    }
+  }
+}
+
+// Caps that nearly all logits reach, that some do, and that none does.
+void test_softcaps() {
+  for (const DType dtype : kDTypes) {
+    for (const float softcap : {1e-30F, 0.5F, 5.0F, 50.0F, 1e30F}) {
+      for (const float scale : {usual_scale(64), -0.3F, 0.0F}) {
+        ProblemSpec spec = usual("softcap " + std::to_string(softcap), dtype,
+                                 {{70, causal_limits(70, 70)}, {45, {}, true}});
+        spec.scale = scale;
+        spec.softcap = softcap;
+        check_problem(make_problem(spec));
+        spec.sink = 1.0F;
+        check_problem(make_problem(spec));
+      }
+    }
+  }
+}
+
 void test_out_dtype() {
   for (const DType dtype : kDTypes) {
     for (const DType out_dtype : kDTypes) {
@@ -255,6 +286,8 @@ int main() {
   test_merged_sets();
   test_scales();
   test_large_logits();
+  test_sinks();
+  test_softcaps();
   test_out_dtype();
   test_nan_in_a_key();
   test_packing_in_ranges();

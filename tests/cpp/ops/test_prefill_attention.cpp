@@ -138,6 +138,32 @@ TEST(PrefillAttentionInPlace, RecallsAndTakesASliceOfTheSoftmaxScale) {
       same(out, std::get<0>(chunked_sparse_attention(x.q, x.k, x.v, {}, config, {}, 0.7))));
 }
 
+TEST(PrefillAttention, HasSinksAndSoftcapSparselyAndDensely) {
+  const auto x = random_qkv(60, 4, 2, at::kFloat, 2);
+  const auto sinks = at::arange(4, at::kFloat);
+  const auto sparse =
+      std::get<0>(chunked_sparse_attention(x.q, x.k, x.v, {}, config_of(), {}, 0.7, sinks, 2.0));
+  const auto dense = dense_attention(x.q, x.k, x.v, 0.7, sinks, 2.0);
+  const auto everything = config_of("h2o,chunk_size=16,local_window=60,heavy_budget=0");
+  EXPECT_TRUE(close(
+      std::get<0>(chunked_sparse_attention(x.q, x.k, x.v, {}, everything, {}, 0.7, sinks, 2.0)),
+      dense));
+  for (const bool is_dense : {false, true}) {
+    const std::string settings = std::string(kSettings) + (is_dense ? ",dense_layers=0" : "");
+    const auto& expected = is_dense ? dense : sparse;
+    const auto attend = [&](const std::optional<at::Tensor>& with, double softcap) {
+      return std::get<0>(prefill_attention(x.q, x.k, x.v, {}, 0, settings, {}, 0.7, with, softcap));
+    };
+    EXPECT_TRUE(same(attend(sinks, 2.0), expected));
+    EXPECT_FALSE(close(attend(std::nullopt, 2.0), expected));
+    EXPECT_FALSE(close(attend(sinks, 0.0), expected));
+    Layer layer;
+    EXPECT_TRUE(same(prefill_attention_(x.q, x.k, x.v, layer.buffers, layer.position, 0, settings,
+                                        {}, 0.7, sinks, 2.0),
+                     expected));
+  }
+}
+
 TEST(PrefillAttentionInPlace, GoesOnFromARewoundPosition) {
   // Tokens behind 40 are replaced; nothing of those that stood there is left.
   const auto x = random_qkv(90);

@@ -119,6 +119,21 @@ def test_scripted_recall_without_ids_is_said(qkv):
 
 
 @pytest.mark.parametrize("scripted", [False, True])
+def test_sinks_and_softcap(qkv, scripted):
+    attention = ChunkedSparseAttention(CONFIG)
+    module = torch.jit.script(attention) if scripted else attention
+    options = {"sinks": torch.linspace(-1, 3, 4), "softcap": 1.5}
+    expected = ops.prefill_attention(*qkv, *(None,) * 5, 0, 0, CONFIG.to_string(), **options)
+    for a, e in zip(module(*qkv, **options), expected, strict=True):
+        assert torch.equal(a, e)
+    q, k, v = qkv
+    buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros(1, 2, 150)]
+    memory = torch.full((1, 2, CONFIG.memory_size), -1, dtype=torch.int32)
+    position = torch.zeros(2, dtype=torch.int64)
+    assert torch.equal(module.attend_(q, k, v, *buffers, memory, position, **options), expected[0])
+
+
+@pytest.mark.parametrize("scripted", [False, True])
 def test_in_place_is_the_same(qkv, scripted):
     attention = ChunkedSparseAttention(RECALLING)
     module = torch.jit.script(attention) if scripted else attention

@@ -50,7 +50,12 @@ def _layer(query_heads: int = 6, kv_heads: int = 2, dim: int = 8) -> list[Tensor
 
 
 def _brute_force(
-    layer: list[Tensor], config: PrefillConfig, prompt: Tensor, scale: float | None = None
+    layer: list[Tensor],
+    config: PrefillConfig,
+    prompt: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return |sparse - dense| and |dense| [Hq, T] and the dense mass on visible keys [Hq, T].
 
@@ -82,12 +87,14 @@ def _brute_force(
         config.gqa_reduce,
         config.recall_block,
         scale,
+        sinks,
+        softcap,
     )
     unit = torch.eye(q.shape[2], dtype=torch.float64).expand(1, k.shape[1], -1, -1)
     sparse = reference.ops.chunked_sparse_attention(q, k, v, *settings)[0][0]
     visible = reference.ops.chunked_sparse_attention(q, k, unit, *settings)[0][0] > 0
-    dense = reference.ops.dense_attention(q, k, v, scale)[0]
-    weights = reference.ops.dense_attention(q, k, unit, scale)[0]
+    dense = reference.ops.dense_attention(q, k, v, scale, sinks, softcap)[0]
+    weights = reference.ops.dense_attention(q, k, unit, scale, None, softcap)[0]
     return (sparse - dense).abs().sum(-1), dense.abs().sum(-1), (weights * visible).sum(-1)
 
 
@@ -127,6 +134,15 @@ def test_heads_without_and_with_one_group_and_a_scale(
     found = measure_layer(*layer, small_config, scale=0.9)
     difference, _, mass = _brute_force(layer, small_config, prompt, scale=0.9)
     torch.testing.assert_close(found.difference, _by_chunk(difference), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.mass, _by_chunk(mass), rtol=1e-6, atol=1e-9)
+
+
+def test_sinks_and_softcap(prompt: Tensor, small_config: PrefillConfig) -> None:
+    layer, sinks = _layer(), torch.linspace(-1, 3, 6, dtype=torch.float64)
+    found = measure_layer(*layer, small_config, sinks=sinks, softcap=1.5)
+    difference, size, mass = _brute_force(layer, small_config, prompt, None, sinks, 1.5)
+    torch.testing.assert_close(found.difference, _by_chunk(difference), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.size, _by_chunk(size), rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(found.mass, _by_chunk(mass), rtol=1e-6, atol=1e-9)
 
 

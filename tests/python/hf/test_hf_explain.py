@@ -27,16 +27,17 @@ def test_calls_and_rows_are_counted(llama, make_ids):
 
 
 def test_a_table_says_why(build, ids):
-    model = build("gemma2", "eager")
+    model = build("gemma3", "eager")
     assert "not enabled" in str(explain(model))
     assert {layer.mode for layer in explain(model)} == {"dense"}
     with enable(model, **SPARSE):
-        with pytest.warns(UserWarning, match="softcap"):
-            model(ids)
+        with pytest.warns(UserWarning, match="output_attentions"):
+            model(ids, output_attentions=True)
         sliding, full = explain(model)
         table = str(explain(model)).splitlines()
-    assert sliding.reason.startswith("sliding attention, sparse for") and "softcap" in full.reason
-    assert table[0].startswith("Gemma2ForCausalLM: ") and "chunk_size=16" in table[0]
+    assert sliding.reason.startswith("sliding attention, sparse for")
+    assert "output_attentions" in full.reason
+    assert table[0].startswith("Gemma3ForCausalLM: ") and "chunk_size=16" in table[0]
     assert len(table) == 4 and table[3].endswith(full.reason)
 
 

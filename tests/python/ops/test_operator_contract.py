@@ -89,6 +89,27 @@ def test_opcheck(name, dtype, layout):
     torch.library.opcheck(getattr(OPS, name), samples(dtype, layout)[name])
 
 
+WITH_SINKS = [n for n in samples() if "sinks" in str(getattr(OPS, n).default._schema)]
+
+
+@pytest.mark.parametrize("name", WITH_SINKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_opcheck_with_sinks_and_softcap(name, dtype):
+    options = {"sinks": torch.tensor([0.5, 2.0, -1.0, 0.0]), "softcap": 2.0}
+    torch.library.opcheck(getattr(OPS, name), samples(dtype)[name], options)
+
+
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_sinks_are_checked_as_every_input(name):
+    call, arguments = getattr(OPS, name), samples()[name]
+    with pytest.raises(RuntimeError, match=f"{name} is for inference and has no gradient"):
+        call(*arguments, sinks=torch.zeros(4, requires_grad=True))
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        with pytest.raises(ValueError, match="sinks must have one entry a query head"):
+            call(*fake, sinks=mode.from_tensor(torch.zeros(2)))
+
+
 @pytest.mark.parametrize(
     "name",
     [

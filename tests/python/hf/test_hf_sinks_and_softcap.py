@@ -1,0 +1,111 @@
+"""Full layers with attention sinks (gpt-oss) or soft-capped logits (Gemma 2) are sparse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_prefill import ChunkedPrefillCache, enable, ops
+from h2o_prefill.reference import ops as oracle
+
+EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
+SIZES = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+SPARSE = {"config": "h2o", **SIZES}
+RECALL = {"config": "recommended", "recall_block": 8, **SIZES}
+EVERYTHING = {**RECALL, "sink_tokens": 2, "dense_tail": 5, "wide_layers": (1,), "wide_factor": 2}
+MODELS = ["gemma2", "gpt-oss"]
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.fixture
+def model(build, request):
+    """A model whose sinks take their share, or whose cap bites."""
+    name = request.param
+    made = build(name, "eager", **({"attn_logit_softcapping": 0.5} if name == "gemma2" else {}))
+    if name == "gpt-oss":
+        for layer in made.model.layers:
+            layer.self_attn.sinks.copy_(torch.tensor([-2.0, 0.5, 2.0, 4.0]))
+    return made
+
+
+@pytest.fixture
+def ids(make_ids):
+    """A prompt that repeats itself, so that recall finds keys."""
+    return make_ids(1, 19).repeat(1, 4)[:, :72]
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_with_room_for_everything_it_equals_stock(model, ids, sparse_layers):
+    stock = model(ids).logits
+    with enable(model, strict=True, **EXACT):
+        torch.testing.assert_close(model(ids).logits, stock, **CLOSE)
+        out = model(ids, past_key_values=ChunkedPrefillCache(config=model.config))
+        torch.testing.assert_close(out.logits, stock, **CLOSE)
+    assert sparse_layers == [72, 72]
+
+
+@pytest.mark.parametrize("options", [SPARSE, RECALL, EVERYTHING], ids=["h2o", "recall", "all"])
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_with_a_smaller_memory_it_is_what_the_oracle_gives(model, ids, monkeypatch, options):
+    def in_float64(*arguments):
+        wide = [
+            x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for x in arguments
+        ]
+        out, *state = oracle.chunked_sparse_attention(*wide)
+        return out.float(), *state
+
+    stock = model(ids).logits
+    with enable(model, strict=True, **options):
+        ours = model(ids).logits
+        monkeypatch.setattr(ops, "chunked_sparse_attention", in_float64)
+        torch.testing.assert_close(ours, model(ids).logits, **CLOSE)
+    assert not torch.allclose(ours[:, 16:], stock[:, 16:], atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [SPARSE, RECALL], ids=["h2o", "recall"])
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_several_calls_equal_one(model, ids, sparse_layers, options):
+    with enable(model, strict=True, **options):
+        whole = model(ids).logits
+        cache = ChunkedPrefillCache(config=model.config)
+        parts = [model(x, past_key_values=cache).logits for x in ids.split([32, 16, 24], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, **CLOSE)
+    assert sparse_layers == [72, 32, 16, 24]
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_what_the_layer_passes_reaches_the_operator(model, ids, monkeypatch):
+    attend, given = ops.chunked_sparse_attention, []
+
+    def watched(*arguments):
+        given.append(arguments[-2:])
+        return attend(*arguments)
+
+    monkeypatch.setattr(ops, "chunked_sparse_attention", watched)
+    with enable(model, strict=True, **SPARSE):
+        model(ids)
+    layer = model.model.layers[1].self_attn
+    ((sinks, softcap),) = given
+    assert sinks is getattr(layer, "sinks", None)
+    assert softcap == (getattr(layer, "attn_logit_softcapping", None) or 0.0)
+    assert sinks is not None or softcap > 0
+
+
+@pytest.mark.parametrize("model", ["gpt-oss"], indirect=True)
+def test_sinks_in_training_are_dense(model, ids, sparse_layers):
+    model.requires_grad_(False)
+    model.model.layers[1].self_attn.sinks.requires_grad_(True)
+    warned = pytest.warns(UserWarning, match="gradients are on")
+    with enable(model, **SPARSE), torch.enable_grad(), warned:
+        model(ids).logits.sum().backward()
+    assert model.model.layers[1].self_attn.sinks.grad.any() and sparse_layers == []
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_decoding_goes_on_from_the_prompt(model, ids):
+    """Densely, by the eager function of the model."""
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+    stock = model.generate(ids, **greedy)
+    with enable(model, strict=True, **EXACT):
+        assert torch.equal(model.generate(ids, **greedy), stock)
