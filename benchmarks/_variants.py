@@ -80,6 +80,56 @@ def padded_variants(
     }
 
 
+def decode_variants(
+    model: Any, input_ids: Tensor, config: PrefillConfig, steps: int
+) -> dict[str, Callable[[], Tensor]]:
+    """Return ways of decoding after one prompt, which each prefills here, once.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With dense attention.
+    input_ids : Tensor
+        int64 [1, T].
+    config : PrefillConfig
+        Of the sparse prefill.
+    steps : int
+        Tokens that a call decodes, greedily; afterwards it takes them back from its cache.
+
+    Returns
+    -------
+    dict
+        stock: the model with a DynamicCache. dynamic, chunked: enabled, with a DynamicCache and a
+        ChunkedPrefillCache. All give the tokens, int64 [steps].
+    """
+    sparse = _twin(model)
+    h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, len(input_ids[0])))
+    ways = {
+        "stock": (model, DynamicCache),
+        "dynamic": (sparse, DynamicCache),
+        "chunked": (sparse, h2o_prefill.ChunkedPrefillCache),
+    }
+    return {name: _decoder(*way, input_ids, steps) for name, way in ways.items()}
+
+
+def _decoder(network: Any, cache_class: Any, input_ids: Tensor, steps: int) -> Callable[[], Tensor]:
+    cache = cache_class(config=network.config)
+    arguments = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    with torch.inference_mode():
+        first = network(input_ids, **arguments).logits[:, -1].argmax(-1, keepdim=True)
+
+    @torch.inference_mode()
+    def decode() -> Tensor:
+        token, tokens = first, []
+        for _ in range(steps):
+            token = network(token, **arguments).logits[:, -1].argmax(-1, keepdim=True)
+            tokens.append(token[0, 0])
+        cache.crop(-steps)
+        return torch.stack(tokens)
+
+    return decode
+
+
 @torch.inference_mode()
 def _prefill_padded(model: Any, rows: Sequence[Tensor]) -> Tensor:
     longest = max(map(len, rows))

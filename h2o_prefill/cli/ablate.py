@@ -9,13 +9,13 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.progress import Progress, TimeRemainingColumn
 
 from ..config import PrefillConfig
-from ..eval import DATASETS, load_text
+from ..eval import DATASETS
 from ..presets import DEFAULT_PRESET
 from . import options
 from .ablation_summary import ablation_table
@@ -28,10 +28,8 @@ from .console import (
 from .errors import kept_on_interrupt
 from .outputs import check_output_folder
 from .result_table import print_result
+from .texts import load_texts
 from .variants import parse_variants
-
-if TYPE_CHECKING:
-    from ..eval import Corpus
 
 _GRID = "Grid: one or more values, separated by commas"
 
@@ -194,7 +192,7 @@ def ablate(
                 axes,
                 output,
                 base=base,
-                datasets=_corpora(dataset, text_file or []),
+                datasets=load_texts(dataset, text_file),
                 contexts=contexts,
                 windows=windows,
                 protocol=protocol,
@@ -210,12 +208,6 @@ def ablate(
         if plot:
             plot_ablation(frame, figure, title)
             say_written(figure)
-
-
-def _corpora(dataset: str | None, files: list[Path]) -> list[Corpus]:
-    names = ([] if files else ["wikitext2"]) if dataset is None else dataset.split(",")
-    corpora = [load_text(name.strip()) for name in names]
-    return corpora + [load_text(text_file=file) for file in files]
 
 
 def _bar_with_estimate(rank: int) -> Progress:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import ablate, bench, calibrate, generate, info, models, ppl, retrieve, visualize
+from . import ablate, answers, bench, calibrate, generate, info, models, ppl, retrieve, visualize
 from .errors import OneLineErrors
 
 
@@ -51,6 +51,7 @@ app.command(name="ablate")(ablate.ablate)
 app.command(name="calibrate")(calibrate.calibrate)
 app.command(name="bench")(bench.bench)
 app.command(name="retrieve")(retrieve.retrieve)
+app.command(name="answers")(answers.answers)
 app.command(name="visualize")(visualize.visualize)
 app.command(name="generate")(generate.generate)
 app.command(name="models")(models.models)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .ablation import run_ablation
+from .answers import compare_answers
 from .attention_error import measure_attention
 from .attention_flops import AttentionFlops, count_attention_flops
 from .attention_result import AttentionMeasures
@@ -31,6 +32,7 @@ __all__ = [
     "benchmark_throughput",
     "calibrate_layers",
     "check_settings",
+    "compare_answers",
     "count_attention_flops",
     "evaluate_perplexity",
     "evaluate_retrieval",

@@ -157,6 +157,29 @@ def test_the_variants_of_a_padded_batch_give_what_its_rows_give(model_folder: st
     assert differs[0] > 1e-2 and differs[1] < 1e-4 and differs[2] > 1e-2
 
 
+def test_decode(run: Run, model_folder: str) -> None:
+    _, report = run("decode", "--model", model_folder, "--dtype", "float32")
+    _check_report(report, ["milliseconds", "tokens_per_second", "speedup"])
+    assert [row["variant"] for row in report["rows"]] == ["stock", "dynamic", "chunked"]
+
+
+def test_a_call_of_the_decoding_variants_leaves_its_cache_as_it_was(model_folder: str) -> None:
+    from _variants import decode_variants
+
+    from h2o_prefill.config import PrefillConfig
+    from h2o_prefill.eval import load_model
+
+    model, _ = load_model(model_folder)
+    ids = torch.randint(257, (1, 150), generator=torch.Generator().manual_seed(0))
+    config = PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
+    variants = decode_variants(model, ids, config, steps=6)
+    expected = model.generate(ids, max_new_tokens=7, do_sample=False)[0, 151:]
+    assert torch.equal(variants["stock"](), expected)
+    for decode in variants.values():
+        assert torch.equal(decode(), decode())
+    assert torch.equal(variants["dynamic"](), variants["chunked"]())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype) -> None:
     from _colsum import attend_chunk

@@ -32,6 +32,7 @@ def test_help_lists_the_commands(run: Run) -> None:
                 "bench",
                 "ablate",
                 "retrieve",
+                "answers",
                 "visualize",
                 "generate",
                 "models",
@@ -42,7 +43,18 @@ def test_help_lists_the_commands(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["ppl", "bench", "ablate", "retrieve", "visualize", "generate", "models", "info", "calibrate"],
+    [
+        "ppl",
+        "bench",
+        "ablate",
+        "retrieve",
+        "visualize",
+        "generate",
+        "models",
+        "info",
+        "calibrate",
+        "answers",
+    ],
 )
 def test_every_command_has_help(run: Run, command: str) -> None:
     done = run(command, "--help")
@@ -62,6 +74,7 @@ COMMANDS = (
     "calibrate",
     "bench",
     "retrieve",
+    "answers",
     "visualize",
     "generate",
     "models",

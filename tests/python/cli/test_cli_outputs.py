@@ -14,7 +14,7 @@ import pytest
 
 Run = Callable[..., Any]
 ROOT = Path(__file__).parents[3]
-JSON = ("ppl", "calibrate", "bench", "retrieve", "visualize", "models", "info")
+JSON = ("ppl", "calibrate", "bench", "retrieve", "answers", "visualize", "models", "info")
 FOLDER = ("bench", "ablate", "visualize")
 PLOT = ("ppl", "retrieve")
 

@@ -10,7 +10,17 @@ import pytest
 pytest.importorskip("typer")
 
 Run = Callable[..., Any]
-COMMANDS = ("ppl", "calibrate", "bench", "ablate", "retrieve", "visualize", "models", "info")
+COMMANDS = (
+    "ppl",
+    "calibrate",
+    "bench",
+    "ablate",
+    "retrieve",
+    "answers",
+    "visualize",
+    "models",
+    "info",
+)
 
 
 def _words(table: Any) -> set[str]:

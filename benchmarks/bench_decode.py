@@ -1,0 +1,95 @@
+"""Decoding after a long prompt: a ChunkedPrefillCache beside transformers' DynamicCache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import _options as options
+import torch
+import typer
+from _allocator import keep_freed_memory
+from _report import Report, ratio_fields
+from _timing import compare
+
+from h2o_prefill.cli.options import ModelOption
+from h2o_prefill.eval import load_model, load_text
+from h2o_prefill.eval.text import encode
+
+COLUMNS = {
+    "N": "{length}",
+    "dtype": "{dtype}",
+    "threads": "{threads}",
+    "variant": "{variant}",
+    "ms/token": "{milliseconds:.2f}",
+    "tokens/s": "{tokens_per_second:.1f}",
+    "against stock": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
+}
+LENGTHS = [8000]
+STEPS = 16
+
+
+def main(
+    model: ModelOption = "smollm2-135m",
+    text_file: Annotated[
+        Path | None,
+        typer.Option("--text-file", metavar="FILE", help="The prompt. Default: Python's help."),
+    ] = None,
+    json: options.JsonOption = None,
+    threads: options.ThreadsOption = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Comma-separated. Default: bfloat16,float32.")
+    ] = None,
+    lengths: options.LengthsOption = None,
+    preset: options.PresetOption = "recommended",
+    seconds: options.SecondsOption = 30.0,
+    quick: options.QuickOption = False,
+) -> None:
+    """Time greedy decoding after a prompt of real text, one token a call, over the whole history.
+
+    "stock" is the model that nobody enabled with a DynamicCache; "dynamic" and "chunked" are the
+    enabled one with a DynamicCache and with a ChunkedPrefillCache. Prefill is not timed.
+    """
+    # Loads transformers, which --help does not need.
+    from _variants import decode_variants
+
+    plan = options.make_plan(
+        "decode", json, threads, dtype or "bfloat16,float32", seconds=seconds, quick=quick
+    )
+    config = plan.config(preset)
+    kept = {"freed_memory_kept": keep_freed_memory()}
+    chosen = plan.numbers("--lengths", lengths, LENGTHS, [200])
+    corpus = load_text("wikitext2" if text_file else "pydoc", text_file)
+    title = f"decoding by {model} after a prompt, preset {preset}"
+    facts = {"preset": preset, "lengths": chosen, "steps": STEPS, "text": corpus.source, **kept}
+    with Report(plan, title, COLUMNS, model=model, **facts) as report:
+        for kind in plan.dtypes:
+            network, tokenizer = load_model(model, kind)
+            tokens = encode(tokenizer, corpus.text)
+            for length in chosen:
+                if len(tokens) < length:
+                    raise typer.BadParameter(
+                        f"--lengths must be <= the text's {len(tokens)} tokens, got {length}"
+                    )
+                variants = decode_variants(network, tokens[None, :length], config, STEPS)
+                for count in plan.threads:
+                    torch.set_num_threads(count)
+                    timings = compare(variants, plan.seconds)
+                    for name in variants:
+                        seconds_a_token = timings.median(name) / STEPS
+                        report.add(
+                            length=length,
+                            dtype=options.dtype_name(kind),
+                            threads=count,
+                            variant=name,
+                            milliseconds=1e3 * seconds_a_token,
+                            tokens_per_second=1 / seconds_a_token,
+                            rounds=timings.rounds,
+                            **ratio_fields("speedup", timings.ratio("stock", name)),
+                        )
+
+
+app = options.command(main)
+
+if __name__ == "__main__":
+    app()

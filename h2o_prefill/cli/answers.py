@@ -1,0 +1,124 @@
+"""`h2o-prefill answers`: greedy answers over long texts, dense against sparse prefill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from ..eval import DATASETS
+from ..eval.answers import QUESTION
+from ..presets import PRESETS
+from . import options
+from .console import error_console, quiet_libraries, show_progress
+from .outputs import json_output
+from .result_table import new_table, print_result
+from .texts import load_texts
+from .variants import parse_variants
+
+if TYPE_CHECKING:
+    from ..eval.answers_result import AnswersResult
+
+
+def answers(
+    model: options.ModelOption = "smollm2-135m",
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset",
+            metavar="NAME,NAME,...",
+            help=f"Texts to ask about, of {options.choices(DATASETS)}.",
+            show_default="wikitext2, if no --text-file is given",
+        ),
+    ] = None,
+    text_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text-file",
+            metavar="FILE",
+            help="UTF-8 text file to ask about, in addition to the datasets; may be repeated.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        int, typer.Option("--prompts", min=1, help="Prompts in all; the texts take turns.")
+    ] = 20,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, help="Tokens of text in every prompt.")
+    ] = 6000,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", min=1, help="Maximum number of tokens of an answer.")
+    ] = 32,
+    question: Annotated[
+        str,
+        typer.Option(
+            "--question",
+            help="Question behind every text, in the model's chat template; with an empty one the "
+            "text is continued.",
+        ),
+    ] = QUESTION,
+    variants: Annotated[
+        list[str],
+        typer.Option(
+            "--variant",
+            metavar="PRESET[,NAME=VALUE...]",
+            help="Settings of sparse prefill to compare with dense prefill, as in h2o,recall=4; "
+            "may be repeated.",
+        ),
+    ] = list(PRESETS),  # noqa: B006 (typer takes a list)
+    dtype: options.DtypeOption = "float32",
+    json_file: options.JsonOption = None,
+    threads: options.ThreadsOption = None,
+) -> None:
+    """Compare greedy answers after dense and after sparse prefill.
+
+    Every prompt is a piece of a text and a question about it. The table says how many answers are
+    the same to the token, at which token the others part from dense (counted from 0), and how much
+    less likely the dense run holds that token than its own, in nats.
+    """
+    from ..eval import load_model
+    from ..eval.answers import compare_answers
+    from ..eval.answers_result import answers_report
+
+    with quiet_libraries(), json_output(json_file) as save_json:
+        configs = parse_variants(variants)
+        texts = load_texts(dataset, text_file)
+        options.use_threads(threads)
+        with error_console().status(f"loading {model}"):
+            network, tokenizer = load_model(model, dtype)
+        with show_progress("answers") as show:
+            result = compare_answers(
+                network,
+                texts,
+                configs,
+                tokenizer=tokenizer,
+                prompts=prompts,
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                question=question,
+                on_progress=show,
+            )
+        names = ", ".join(text.name for text in texts)
+        asked = f"{prompts} prompts of {prompt_tokens} tokens of {names}"
+        print_result(f"{model} {dtype}\n{asked}", answers_table(result))
+        if json_file is not None:
+            save_json(answers_report(result, model=model, dtype=dtype))
+
+
+def answers_table(result: AnswersResult) -> Table:
+    """Return how many answers of each variant equal dense, and where the others part from it."""
+    table = new_table()
+    table.add_column("prefill", overflow="fold")
+    table.add_column("equal to\ndense", justify="right", no_wrap=True)
+    table.add_column("others part\nat token", overflow="fold")
+    table.add_column("median\ngap", justify="right", no_wrap=True)
+    for name in result.variants:
+        gaps = result.gaps(name)
+        table.add_row(
+            name,
+            f"{result.equal(name)}/{len(result.prompts)}",
+            " ".join(map(str, result.parting_tokens(name))) or "-",
+            f"{gaps[len(gaps) // 2]:.2f}" if gaps else "-",
+        )
+    return table
