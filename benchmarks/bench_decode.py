@@ -1,4 +1,4 @@
-"""Decoding after a long prompt: a ChunkedPrefillCache beside transformers' DynamicCache."""
+"""Decoding after a long prompt: the cache of an enabled model beside transformers' DynamicCache."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def main(
 ) -> None:
     """Time greedy decoding after a prompt of real text, one token a call, over the whole history.
 
-    "stock" is the model that nobody enabled with a DynamicCache; "dynamic" and "chunked" are the
-    enabled one with a DynamicCache and with a ChunkedPrefillCache. Prefill is not timed.
+    "stock" is the model with its DynamicCache, which copies the history for every token; "enabled"
+    is the enabled one, whose cache does not. Prefill is not timed.
     """
     # Loads transformers, which --help does not need.
     from _variants import decode_variants

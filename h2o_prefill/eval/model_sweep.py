@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache
+from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, StaticCache
 
 from ..hf import NAME, ChunkedPrefillCache, enable, register
 from ..hf.attention_function import h2o_prefill_attention
@@ -42,6 +42,10 @@ class Mode:
         With a cache: a `DynamicCache` for the stock model, a `ChunkedPrefillCache` for ours.
     calls : tuple of int
         New tokens of each call.
+    static : bool
+        With a `StaticCache`, for the stock model as for ours.
+    own_cache : bool
+        Without a cache given: the model makes one, if it makes any by default.
     generate : bool
         By `generate`, without a cache of ours.
     """
@@ -49,20 +53,32 @@ class Mode:
     eager: bool = False
     cached: bool = False
     calls: tuple[int, ...] = (TOKENS,)
+    static: bool = False
+    own_cache: bool = False
     generate: bool = False
 
     def __str__(self) -> str:
         parts = ["eager" if self.eager else "default"]
         if self.generate:
             parts.append("generate")
+        elif self.static:
+            parts.append("static cache " + "+".join(map(str, self.calls)))
         elif self.cached:
             parts.append("cache " + "+".join(map(str, self.calls)))
+        elif self.own_cache:
+            parts.append("its own cache")
         else:
             parts.append("no cache")
         return ", ".join(parts)
 
 
-MODES = (Mode(), *(Mode(cached=True, calls=calls) for calls in CALLS), Mode(generate=True))
+MODES = (
+    Mode(),
+    Mode(own_cache=True),
+    *(Mode(cached=True, calls=calls) for calls in CALLS),
+    Mode(static=True, calls=CALLS[-1]),
+    Mode(generate=True),
+)
 
 
 @dataclass
@@ -230,9 +246,11 @@ def _run(tiny: TinyModel, prompt: Tensor, mode: Mode, cache_class: Any) -> Tenso
             return_dict_in_generate=True,
         )
         return torch.stack(made.logits, dim=1)
-    if not mode.cached:
-        return tiny(prompt, use_cache=False).logits
+    if not mode.cached and not mode.static:
+        return tiny(prompt, **({} if mode.own_cache else {"use_cache": False})).logits
     cache = cache_class(config=tiny.model.config)
+    if mode.static:
+        cache = StaticCache(config=tiny.model.config, max_cache_len=TOKENS + NEW_TOKENS)
     if tiny.prompt_name == "decoder_input_ids":
         cache = EncoderDecoderCache(cache, DynamicCache(config=tiny.model.config))
     pieces = [

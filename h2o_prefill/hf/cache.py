@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from h2o_prefill.hf.hybrid_layer import prefill_layer_for
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.token_history import KeepsTokenIds
+from h2o_prefill.hf.token_history import KeepsTokenIds, is_empty
 
 
 class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
@@ -40,7 +40,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
 
         Its owner goes on with the same object.
         """
-        if type(cache) is DynamicCache and _is_empty(cache):
+        if type(cache) is DynamicCache and is_empty(cache):
             cache.__class__ = ChunkedPrefillCache
             cache._replace_layers()  # type: ignore[attr-defined]
 
@@ -49,10 +49,3 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = ChunkedPrefillLayer
         self._token_ids = []
-
-
-def _is_empty(cache: Cache) -> bool:
-    try:
-        return int(cache.get_seq_length()) == 0
-    except ValueError:  # All layers are recurrent, and do not say.
-        return False

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import StaticLayer
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
@@ -76,12 +75,10 @@ class Call:
     @property
     def total(self) -> int:
         """Tokens up to the last of this call; behind them are the free places of a static cache."""
-        if self.run is not None and self.mask is None and _is_static(self):
-            # Only layers without a window have a plain mask then: there is one.
-            for new, keys in self.run.plain:
-                if new == self.new:
-                    return keys
-        return self.key.shape[2]
+        length = self.key.shape[2]
+        if self.run is None or self.mask is not None or not is_causal(self.module, self.kwargs):
+            return length
+        return self.run.filled.get(length, length)
 
     @property
     def past(self) -> int:
@@ -355,11 +352,6 @@ def _is_encoder_decoder(call: Call) -> bool:
     # A decoder with a config of its own, as that of T5Gemma, names the width of the encoder.
     states = getattr(config, "cross_attention_hidden_size", None)
     return bool(getattr(config, "is_encoder_decoder", False)) or states is not None
-
-
-def _is_static(call: Call) -> bool:
-    layer = None if call.run is None else call.run.layer_of(call.module)
-    return type(layer) in (StaticLayer, StaticPrefillLayer)
 
 
 def _is_static_elsewhere(call: Call) -> bool:

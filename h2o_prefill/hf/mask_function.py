@@ -113,7 +113,7 @@ def _mask(arguments: dict[str, Any], compiled: bool) -> Any:
             run.paddings.pop(size[0], None)
         if is_unpadded(attention_mask, total):
             if run is not None:
-                run.plain.add(size)
+                run.add_plain(*size, arguments["kv_length"])
             return None
         if run is not None and arguments["q_length"] > 1 and total == arguments["kv_length"]:
             padding = _padding(run, arguments, make)

@@ -54,6 +54,8 @@ class Run:
         a forward, such as bytes and patches.
     paddings : dict of Padding
         Where the rows lie, if only their padding kept the mask from being that, by their length.
+    filled : dict of int
+        Of a static cache: how many of so many places hold tokens, where masks are plain causal.
     mask_reason : str or None
         Why it was neither.
     windows_show_all : bool or None
@@ -75,6 +77,7 @@ class Run:
         self.call: GraphCall | None = None
         self.plain: set[tuple[int, int]] = set()
         self.paddings: dict[int, Padding] = {}
+        self.filled: dict[int, int] = {}
         self.mask_reason: str | None = None
         self.windows_show_all: bool | None = None
         self._snapshot: CacheSnapshot | None = None
@@ -127,7 +130,23 @@ class Run:
         # Transformers makes the masks of a static cache before the forward. What our mask function
         # said by None is not asked again if there are masks of several kinds.
         if isinstance(masks, Mapping) and masks.get("full_attention", masks) is None:
-            self.plain.add((self.new, self.past + self.new))
+            layers = getattr(self.cache, "layers", None) or []
+            places = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
+            self.add_plain(self.new, self.past + self.new, places)
+
+    def add_plain(self, queries: int, keys: int, places: int) -> None:
+        """Note that our mask function made no mask, since it would be plain causal.
+
+        Parameters
+        ----------
+        queries, keys : int
+            Tokens of the call, and tokens up to the last of them.
+        places : int
+            Length of the tensors of keys and values.
+        """
+        self.plain.add((queries, keys))
+        if keys < places:
+            self.filled[places] = keys
 
     def add_window(self, shows_all: bool) -> None:
         """Note that the mask of a window was asked for, and whether it holds all keys."""

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, StaticCache, StaticLayer
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.graph_call import GraphCall, graph
-from h2o_prefill.hf.token_history import KeepsTokenIds
+from h2o_prefill.hf.token_history import KeepsTokenIds, is_empty
 
 
 class StaticPrefillLayer(StaticLayer):
@@ -185,7 +185,7 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
     @staticmethod
     def adopt(cache: Cache) -> None:
         """Make an empty `StaticCache` one of these, in place; leave every other cache alone."""
-        if type(cache) is StaticCache and not cache.offloading and int(cache.get_seq_length()) == 0:
+        if type(cache) is StaticCache and not cache.offloading and is_empty(cache):
             cache.__class__ = StaticPrefillCache
             cache._replace_layers()  # type: ignore[attr-defined]
 

@@ -80,3 +80,11 @@ class KeepsTokenIds(Cache):
     def _map_ids(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._token_ids is not None:
             self._token_ids = [change(piece) for piece in self._token_ids]
+
+
+def is_empty(cache: Cache) -> bool:
+    """Return whether a cache is known to hold no token."""
+    try:
+        return int(cache.get_seq_length()) == 0
+    except ValueError:  # All layers are recurrent, and do not say.
+        return False

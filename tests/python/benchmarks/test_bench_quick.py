@@ -160,7 +160,7 @@ def test_the_variants_of_a_padded_batch_give_what_its_rows_give(model_folder: st
 def test_decode(run: Run, model_folder: str) -> None:
     _, report = run("decode", "--model", model_folder, "--dtype", "float32")
     _check_report(report, ["milliseconds", "tokens_per_second", "speedup"])
-    assert [row["variant"] for row in report["rows"]] == ["stock", "dynamic", "chunked"]
+    assert [row["variant"] for row in report["rows"]] == ["stock", "enabled"]
 
 
 def test_a_call_of_the_decoding_variants_leaves_its_cache_as_it_was(model_folder: str) -> None:
@@ -177,7 +177,6 @@ def test_a_call_of_the_decoding_variants_leaves_its_cache_as_it_was(model_folder
     assert torch.equal(variants["stock"](), expected)
     for decode in variants.values():
         assert torch.equal(decode(), decode())
-    assert torch.equal(variants["dynamic"](), variants["chunked"]())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -75,6 +75,8 @@ def assert_same_cache(ours, eager):
         ("llama", "eager", "static"),
         ("gemma3", "sdpa", "ours"),
         ("qwen3", "sdpa", "static"),
+        ("gemma2", "eager", "static"),
+        ("gpt-oss", None, "ours"),
     ],
 )
 def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implementation):

@@ -74,17 +74,18 @@ def test_several_calls_equal_one(model, ids, sparse_layers, options):
     assert sparse_layers == [72, 32, 16, 24]
 
 
+@pytest.mark.parametrize("operator", ["chunked_sparse_attention", "prefill_attention_"])
 @pytest.mark.parametrize("model", MODELS, indirect=True)
-def test_what_the_layer_passes_reaches_the_operator(model, ids, monkeypatch):
-    attend, given = ops.chunked_sparse_attention, []
+def test_what_the_layer_passes_reaches_the_operator(model, ids, monkeypatch, operator):
+    attend, given = getattr(ops, operator), []
 
     def watched(*arguments):
         given.append(arguments[-2:])
         return attend(*arguments)
 
-    monkeypatch.setattr(ops, "chunked_sparse_attention", watched)
+    monkeypatch.setattr(ops, operator, watched)
     with enable(model, strict=True, **SPARSE):
-        model(ids)
+        model(ids, use_cache=operator == "prefill_attention_")
     layer = model.model.layers[1].self_attn
     ((sinks, softcap),) = given
     assert sinks is getattr(layer, "sinks", None)
