@@ -26,7 +26,7 @@ COLUMNS = {
     "against dense": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
     "against rows": "{rows_speedup:.2f}x ({rows_speedup_q1:.2f} to {rows_speedup_q3:.2f})",
 }
-LENGTHS = [4096, 3000, 2000, 1200]
+LENGTHS = [4096, 2500, 1500]
 
 
 def main(
