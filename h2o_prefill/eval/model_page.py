@@ -47,9 +47,9 @@ def models_page(findings: Sequence[Finding]) -> str:
         "everything but the sizes as its config has it by default. Each is compared with itself "
         f"enabled, on a prompt of {TOKENS} tokens in chunks of {CHUNK_SIZE} and with "
         "memory sets that hold everything: by the default attention and by eager attention, "
-        "without a cache, with the one that it makes itself, with a `ChunkedPrefillCache` in one call "
-        "and in several, with a `StaticCache` in several, and by `generate`. With small memory sets, "
-        "outputs must be finite and the first chunk as stock. "
+        "without a cache, with the one that it makes itself, with a `ChunkedPrefillCache` in one "
+        "call and in several, with a `StaticCache` in several, and by `generate`. With small "
+        "memory sets, outputs must be finite and the first chunk as stock. "
         "The difference is the largest one of a logit, as a part of the largest logit; more than "
         f"{TOLERANCE:g} is wrong.",
         f"{len(findings)} classes: "
