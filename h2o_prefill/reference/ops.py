@@ -12,6 +12,8 @@ defaults to D^-0.5.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from h2o_prefill.reference.recall import lexical_recall
 __all__ = [
     "chunked_sparse_attention",
     "chunkwise_linear_attention",
+    "chunkwise_linear_attention_backward",
     "dense_attention",
     "gather_rows",
     "intra_chunk_attention",
@@ -301,6 +304,48 @@ def chunkwise_linear_attention(
             q, k, v, log_decay, feature_map, diagonal_once, normalize, scale
         )
     return out, state, normalizer if normalize else normalizer[..., :0]
+
+
+def chunkwise_linear_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    initial_normalizer: Tensor | None,
+    grad_out: Tensor,
+    grad_state: Tensor | None,
+    grad_normalizer: Tensor | None,
+    *settings: Any,
+) -> tuple[Tensor, ...]:
+    """Differentiate the oracle above by PyTorch.
+
+    Parameters and results are those of `h2o_prefill.ops.chunkwise_linear_attention_backward`.
+    """
+    given = [
+        None if x is None else x.detach().requires_grad_()
+        for x in (q, k, v, log_decay, initial_state, initial_normalizer)
+    ]
+    inputs = [x for x in given if x is not None]
+    with torch.enable_grad():
+        results = chunkwise_linear_attention(*given, *settings)  # type: ignore[arg-type]
+    pairs = [
+        (result, gradient)
+        for result, gradient in zip(results, (grad_out, grad_state, grad_normalizer), strict=True)
+        if gradient is not None and result.requires_grad
+    ]
+    found = iter(
+        torch.autograd.grad(
+            [result for result, _ in pairs],
+            inputs,
+            [gradient.to(result.dtype) for result, gradient in pairs],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    )
+    return tuple(
+        q.new_empty(0, dtype=_compute_dtype(q)) if x is None else next(found) for x in given
+    )
 
 
 def _causal_mask(past: int, total: int, device: torch.device) -> Tensor:
