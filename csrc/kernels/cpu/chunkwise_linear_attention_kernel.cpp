@@ -170,6 +170,7 @@ class LinearAttention {
            .normalize = call_.normalize,
            .scale = call_.scale,
            .rows = std::min(chunk_, end - row),
+           .rows_behind = std::clamp<int64_t>(end - row - chunk_, 0, chunk_),
            .key_dim = call_.key.dim,
            .value_dim = call_.value.dim,
            .key = call_.key.row(b, h, row),

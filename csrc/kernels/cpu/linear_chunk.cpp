@@ -107,6 +107,111 @@ PackArgs pack_args(const void* data, DType dtype, int64_t stride, int64_t rows, 
           .packed = packed};
 }
 
+// c[rows, kPanel] = a b, or added to c. Not inlined: the loops of several products in one function
+// leave each too few registers.
+template <bool kAccumulate>
+__attribute__((noinline)) void multiply(const float* a, int64_t lda, int rows, const RowEnds& ends,
+                                        const float* b, int64_t depth, float* c, int64_t ldc) {
+  multiply_rows<Products, kAccumulate>(a, lda, rows, ends, b, depth, c, ldc);
+}
+
+// Rows that lie far from each other, which no hardware prefetcher follows: asked for line by line
+// while products run, as many lines at a time as keep the memory busy without holding up loads.
+template <int kWrite>
+class RowStream {
+ public:
+  RowStream() = default;
+  // `steps`: calls of advance() within which all is asked for.
+  RowStream(const void* data, DType dtype, int64_t stride, int64_t rows, int64_t dim, int64_t steps)
+      : data_(static_cast<const char*>(data)),
+        stride_(stride * size_of(dtype)),
+        lines_((dim * size_of(dtype) + kLine - 1) / kLine),
+        left_(rows * lines_),
+        step_((left_ + steps - 1) / steps) {}
+
+  void advance() {
+    int64_t count = left_ < step_ ? left_ : step_;
+    left_ -= count;
+    for (; count > 0; --count) {
+      __builtin_prefetch(data_ + line_ * kLine, kWrite, 3);
+      if (++line_ == lines_) line_ = 0, data_ += stride_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  const char* data_ = nullptr;
+  int64_t stride_ = 0;  // bytes
+  int64_t lines_ = 0;   // of a row
+  int64_t left_ = 0;
+  int64_t step_ = 0;
+  int64_t line_ = 0;
+};
+
+// What a chunk asks for while it computes.
+struct Streams {
+  RowStream<0> keys;  // of the next chunk
+  RowStream<0> values;
+  RowStream<0> queries;  // of the next row block or head
+  RowStream<1> out;      // of the row block and head in hand
+
+  void advance() {
+    keys.advance();
+    values.advance();
+    queries.advance();
+    out.advance();
+  }
+};
+
+int64_t panels(int64_t dim) { return pad_to(dim, kPanel) / kPanel; }
+
+// Products of the state update.
+int64_t update_steps(const LinearChunkArgs& args) {
+  return panels(args.rows) * panels(args.value_dim);
+}
+
+// Products of one row block of one head, at least.
+int64_t attend_steps(const LinearChunkArgs& args) { return 1 + panels(args.value_dim); }
+
+Streams next_chunk(const LinearChunkArgs& args) {
+  const int64_t blocks = (args.rows + kRowBlock - 1) / kRowBlock;
+  const int64_t steps = update_steps(args) + args.heads * blocks * attend_steps(args);
+  const auto behind = [&](const void* data, int64_t stride) {
+    return static_cast<const char*>(data) + args.rows * stride * size_of(args.dtype);
+  };
+  Streams streams;
+  streams.keys = {behind(args.key, args.key_stride),
+                  args.dtype,
+                  args.key_stride,
+                  args.rows_behind,
+                  args.key_dim,
+                  steps};
+  streams.values = {behind(args.value, args.value_stride),
+                    args.dtype,
+                    args.value_stride,
+                    args.rows_behind,
+                    args.value_dim,
+                    steps};
+  return streams;
+}
+
+// The rows of queries that come after those of `head` in the row block from `first` on.
+RowStream<0> next_queries(const LinearChunkArgs& args, int64_t head, int64_t first, int rows) {
+  int64_t row = first;
+  if (++head == args.heads) head = 0, row += rows;
+  const int64_t all = args.rows + args.rows_behind;
+  if (row >= all) return {};
+  const int64_t count = all - row < kRowBlock ? all - row : kRowBlock;
+  const int64_t offset = head * args.query_head_stride + row * args.query_stride;
+  return {static_cast<const char*>(args.query) + offset * size_of(args.dtype),
+          args.dtype,
+          args.query_stride,
+          count,
+          args.key_dim,
+          attend_steps(args)};
+}
+
 void pack(const LinearChunkArgs& args, const Scratch& scratch) {
   pack_key_rows<Products>(
       pack_args(args.key, args.dtype, args.key_stride, args.rows, args.key_dim, scratch.keys));
@@ -162,18 +267,18 @@ void fill_decays(const LinearChunkArgs& args, const Scratch& scratch, int64_t fi
   exponentiate(sums, pad_to(rows, kLanes), scratch.from_start);
 }
 
-// Leaves a row's scores with the keys that it sees, decayed, and returns their sum.
-float mask_row(float* scores, const float* decays, int64_t visible, int64_t end) {
+// Leaves a row's scores with the keys that it sees, decayed where `decays` is not null.
+void mask_row(float* scores, const float* decays, int64_t visible, int64_t end) {
   for (int64_t j = visible; j < end; ++j) scores[j] = 0.0F;
-  Vec sum = Vec{};
-  for (int64_t j = 0; j < visible; j += kLanes) {
-    Vec x = load(scores + j);
-    if (decays) {
-      x = x * load(decays + j);
-      store(scores + j, x);
-    }
-    sum += x;
+  for (int64_t j = 0; decays && j < visible; j += kLanes) {
+    store(scores + j, load(scores + j) * load(decays + j));
   }
+}
+
+// Of whole vectors.
+float sum_of(const float* x, int64_t n) {
+  Vec sum = Vec{};
+  for (int64_t i = 0; i < n; i += kLanes) sum += load(x + i);
   return reduce_add(sum);
 }
 
@@ -188,14 +293,14 @@ float dot(const float* a, const float* b, int64_t n) {
 
 // acc = from_start (query state) + scores values.
 void multiply_rows_by_past(const LinearChunkArgs& args, const Scratch& scratch, const float* state,
-                           int64_t first, int rows) {
+                           int64_t first, int rows, Streams& streams) {
   const int64_t width = pad_to(args.value_dim, kPanel), padded = pad_to(args.rows, kPanel);
   const int64_t stride = score_stride(args.rows), num_keys = first + rows;
   if (state) {
     for (int64_t d = 0; d < width; d += kPanel) {
-      multiply_rows<Products, false>(scratch.query, args.key_dim, rows, RowEnds{},
-                                     state + d * args.key_dim, args.key_dim, scratch.acc + d,
-                                     width);
+      multiply<false>(scratch.query, args.key_dim, rows, RowEnds{}, state + d * args.key_dim,
+                      args.key_dim, scratch.acc + d, width);
+      streams.advance();
     }
     for (int r = 0; args.log_decay && r < rows; ++r) {
       const Vec kept = broadcast(scratch.from_start[r]);
@@ -208,58 +313,61 @@ void multiply_rows_by_past(const LinearChunkArgs& args, const Scratch& scratch, 
     const RowEnds ends{scratch.limits + first, j};
     for (int64_t d = 0; d < width; d += kPanel) {
       const float* const values = scratch.values + d * padded + j * kPanel;
-      if (state || j > 0) {
-        multiply_rows<Products, true>(scratch.scores + j, stride, rows, ends, values, depth,
-                                      scratch.acc + d, width);
-      } else {
-        multiply_rows<Products, false>(scratch.scores + j, stride, rows, ends, values, depth,
-                                       scratch.acc + d, width);
-      }
+      (state || j > 0 ? multiply<true> : multiply<false>)(scratch.scores + j, stride, rows, ends,
+                                                          values, depth, scratch.acc + d, width);
+      streams.advance();
     }
   }
 }
 
 // Rows [first, first + rows) of one query head.
 void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, const float* state,
-                         int64_t head, int64_t first, int rows) {
+                         int64_t head, int64_t first, int rows, Streams& streams) {
+  streams.queries = next_queries(args, head, first, rows);
+  streams.out = {
+      static_cast<const char*>(args.out) +
+          (head * args.out_head_stride + first * args.out_stride) * size_of(args.out_dtype),
+      args.out_dtype,
+      args.out_stride,
+      rows,
+      args.value_dim,
+      attend_steps(args)};
   const int64_t dim = args.key_dim, width = pad_to(args.value_dim, kPanel);
   const int64_t stride = score_stride(args.rows), end = pad_to(first + rows, kPanel);
   for (int r = 0; r < rows; ++r) {
     const int64_t row = first + r;
     load_floats(args.query, args.dtype, head * args.query_head_stride + row * args.query_stride,
                 dim, 1.0F, scratch.query + r * dim);
-    prefetch_row<1>(args.out, args.out_dtype, head * args.out_head_stride + row * args.out_stride,
-                    args.value_dim);
   }
   // Behind the last row, whatever is there is mapped too.
   map_features(args.feature_map, rows * dim, scratch.query);
   for (int64_t j = 0; j < end; j += kPanel) {
-    multiply_rows<Products, false>(scratch.query, dim, rows, RowEnds{}, scratch.keys + j * dim, dim,
-                                   scratch.scores + j, stride);
+    multiply<false>(scratch.query, dim, rows, RowEnds{}, scratch.keys + j * dim, dim,
+                    scratch.scores + j, stride);
+    streams.advance();
   }
-  float weights[kRowBlock];
   for (int r = 0; r < rows; ++r) {
-    weights[r] =
-        mask_row(scratch.scores + r * stride,
-                 args.log_decay ? scratch.decays + r * stride : nullptr, first + r + 1, end);
+    mask_row(scratch.scores + r * stride, args.log_decay ? scratch.decays + r * stride : nullptr,
+             first + r + 1, end);
   }
-  multiply_rows_by_past(args, scratch, state, first, rows);
+  multiply_rows_by_past(args, scratch, state, first, rows, streams);
   for (int r = 0; r < rows; ++r) {
     float factor = args.scale;
     if (args.normalize) {
+      float weight = sum_of(scratch.scores + r * stride, pad_to(first + r + 1, kLanes));
       if (state) {
         const float past =
             dot(scratch.query + r * dim, state + matrix_floats(dim, args.value_dim), dim);
-        weights[r] += args.log_decay ? scratch.from_start[r] * past : past;
+        weight += args.log_decay ? scratch.from_start[r] * past : past;
       }
-      factor = weights[r] == 0.0F ? 0.0F : 1.0F / weights[r];
+      factor = weight == 0.0F ? 0.0F : 1.0F / weight;
     }
     store_floats(scratch.acc + r * width, args.value_dim, factor, args.out, args.out_dtype,
                  head * args.out_head_stride + (first + r) * args.out_stride);
   }
 }
 
-void attend(const LinearChunkArgs& args, const Scratch& scratch) {
+void attend(const LinearChunkArgs& args, const Scratch& scratch, Streams& streams) {
   const float* const state = state_before(args, scratch);
   for (int64_t i = 0; i < args.rows; ++i) scratch.limits[i] = static_cast<int32_t>(i + 1);
   if (args.log_decay) {
@@ -271,7 +379,7 @@ void attend(const LinearChunkArgs& args, const Scratch& scratch) {
         static_cast<int>(args.rows - first < kRowBlock ? args.rows - first : kRowBlock);
     if (args.log_decay) fill_decays(args, scratch, first, rows, &log_from_start);
     for (int64_t head = 0; head < args.heads; ++head) {
-      attend_rows_of_head(args, scratch, state, head, first, rows);
+      attend_rows_of_head(args, scratch, state, head, first, rows, streams);
     }
   }
 }
@@ -289,7 +397,7 @@ float fill_to_end(const LinearChunkArgs& args, const Scratch& scratch) {
 }
 
 // Adds keys^T values, and the sum of the keys, panel by panel of keys.
-float update_state(const LinearChunkArgs& args, const Scratch& scratch) {
+float update_state(const LinearChunkArgs& args, const Scratch& scratch, Streams& streams) {
   const int64_t dim = args.key_dim, width = pad_to(args.value_dim, kPanel);
   const int64_t padded = pad_to(args.rows, kPanel);
   const int64_t floats = state_floats(dim, args.value_dim);
@@ -316,13 +424,10 @@ float update_state(const LinearChunkArgs& args, const Scratch& scratch) {
     for (int64_t d = 0; d < width; d += kPanel) {
       const float* const values = scratch.values + d * padded + j * kPanel;
       float* const sum = args.sum + d * dim;
-      if (args.sum_is_zero && j == 0) {
-        multiply_rows<Products, false>(panel, kPanel, static_cast<int>(dim), RowEnds{}, values,
-                                       depth, sum, kPanel);
-      } else {
-        multiply_rows<Products, true>(panel, kPanel, static_cast<int>(dim), RowEnds{}, values,
-                                      depth, sum, kPanel);
-      }
+      (args.sum_is_zero && j == 0 ? multiply<false>
+                                  : multiply<true>)(panel, kPanel, static_cast<int>(dim), RowEnds{},
+                                                    values, depth, sum, kPanel);
+      streams.advance();
     }
     for (int64_t d = 0; args.normalize && d < dim; ++d) {
       Vec sum = Vec{};
@@ -336,8 +441,9 @@ float update_state(const LinearChunkArgs& args, const Scratch& scratch) {
 float linear_chunk(const LinearChunkArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
   pack(args, scratch);
-  if (args.heads > 0) attend(args, scratch);
-  return update_state(args, scratch);
+  Streams streams = next_chunk(args);
+  if (args.heads > 0) attend(args, scratch, streams);
+  return update_state(args, scratch, streams);
 }
 
 void pack_state(const float* state, const float* normalizer, int64_t key_dim, int64_t value_dim,

@@ -19,6 +19,7 @@ struct LinearChunkArgs {
   bool normalize;
   float scale;  // of outputs that are not normalised
   int64_t rows;
+  int64_t rows_behind;  // rows of the next chunk, behind these; asked for before they are needed
   int64_t key_dim;
   int64_t value_dim;
   // First row of each; strides in elements.

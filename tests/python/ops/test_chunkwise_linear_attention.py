@@ -112,6 +112,23 @@ def test_long_sequences_keep_their_digits(device, normalize):
             assert_close_to_reference(a, e)
 
 
+@pytest.mark.parametrize("heads", [(2, 1), (6, 3)])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_the_number_of_threads_changes_no_bit(heads, with_states):
+    """Over pieces of long sequences, whole heads at a time or each piece for itself."""
+    q, k, v = make_qkv(Shape(1, *heads, 3333, 16, 24))
+    states = make_states(k, v) if with_states else (None, None)
+    results = []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        results.append(
+            ops.chunkwise_linear_attention(q, k, v, make_decay(k), *states, normalize=True)
+        )
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert torch.equal(x, y)
+
+
 def test_decoding_continues_a_prompt(device):
     q, k, v = make_qkv(Shape(1, 4, 2, 40, 16, 24), device=device)
     decay = make_decay(k)
