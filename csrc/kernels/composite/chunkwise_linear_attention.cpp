@@ -12,7 +12,7 @@ namespace {
 at::Tensor map_features(const at::Tensor& x, FeatureMap feature_map) {
   if (feature_map == FeatureMap::kIdentity) return x;
   if (feature_map == FeatureMap::kRelu) return x.relu();
-  return at::where(x > 0, x + 1, x.clamp_max(0).exp());
+  return x.clamp_max(0).exp_().add_(x.relu());  // above 0, the exponential is 1
 }
 
 // The gradient of x, from that of its features.
@@ -79,7 +79,7 @@ at::Tensor in_direction(const at::Tensor& t, size_t direction) {
 Scanned scan_normalizer(const Operands& x, int64_t chunk_size, LinearScan scan) {
   const auto ones =
       x.key.new_ones({1, 1, 1, 1}).expand({x.key.size(0), x.key.size(1), x.key.size(2), 1});
-  return scan(ones, ones, x.key, x.decay, x.normalizer, chunk_size);
+  return scan(ones, ones, x.key, x.decay, x.normalizer, chunk_size, /*reverse=*/false);
 }
 
 // phi(q_i) . z_i [B, Hq, T, 1], of the z_i of all directions.
@@ -126,7 +126,7 @@ void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chu
   const int64_t heads = x.key.size(1), length = x.key.size(2);
   at::Tensor decay;
   if (x.decay.defined() && length > 0) {
-    decay = reversed(at::constant_pad_nd(x.decay.narrow(2, 1, length - 1), {0, 1}, 0));
+    decay = at::constant_pad_nd(x.decay.narrow(2, 1, length - 1), {0, 1}, 0);
   }
   // A normaliser is one more dimension of the values, always 1.
   const bool normalize = arriving.weights.defined();
@@ -135,16 +135,16 @@ void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chu
   at::Tensor last = transposed(arriving.state);
   if (arriving.normalizer.defined()) last = at::cat({last, arriving.normalizer}, 2);
 
-  const auto key = reversed(x.key), value = reversed(with_ones);
   const auto of_group = [&](const at::Tensor& t, int64_t g) {
-    return reversed(t.unflatten(1, {heads, t.size(1) / heads}).select(2, g));
+    return t.unflatten(1, {heads, t.size(1) / heads}).select(2, g);
   };
   for (int64_t g = 0; g < x.query.size(1) / heads; ++g) {
     const auto query = of_group(x.query, g);
-    const auto by_key = scan(value, of_group(with_weights, g), query, decay,
-                             g == 0 ? last : at::Tensor(), chunk_size);
-    const auto by_value = scan(key, query, of_group(arriving.out, g), decay,
-                               g == 0 ? arriving.state : at::Tensor(), chunk_size);
+    const auto by_key = scan(with_ones, of_group(with_weights, g), query, decay,
+                             g == 0 ? last : at::Tensor(), chunk_size, /*reverse=*/true);
+    const auto by_value = scan(x.key, query, of_group(arriving.out, g), decay,
+                               g == 0 ? arriving.state : at::Tensor(), chunk_size,
+                               /*reverse=*/true);
     gradient.key = sum_of(gradient.key, by_key.out);
     gradient.value = sum_of(gradient.value, by_value.out);
     gradient.state = sum_of(gradient.state, by_value.state);
@@ -152,8 +152,6 @@ void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chu
       gradient.normalizer = sum_of(gradient.normalizer, by_key.state.narrow(2, x.value.size(3), 1));
     }
   }
-  gradient.key = reversed(gradient.key);
-  gradient.value = reversed(gradient.value);
   if (!x.decay.defined() || length == 0) return;
   const auto first = x.decay.select(2, 0).exp().unsqueeze(2).unsqueeze(3);
   gradient.state = gradient.state * first;
@@ -192,7 +190,8 @@ LinearAttentionResult linear_attention(const LinearAttentionRequest& r, LinearSc
   const Operands x = operands_of(r);
   std::vector<Scanned> found, normalizers;
   for (const Operands& way : directions_of(r, x)) {
-    found.push_back(scan(way.query, way.key, way.value, way.decay, way.state, r.chunk_size));
+    found.push_back(scan(way.query, way.key, way.value, way.decay, way.state, r.chunk_size,
+                         /*reverse=*/false));
     if (r.normalize) normalizers.push_back(scan_normalizer(way, r.chunk_size, scan));
   }
   auto weighted = found[0].out;
@@ -238,14 +237,14 @@ LinearAttentionInputGradients linear_attention_backward(const LinearAttentionReq
           x.key.new_zeros({x.key.size(0), x.key.size(1), x.key.size(3), x.value.size(3)});
     }
   } else {
-    arriving.out = arriving.out * r.scale;
+    if (r.scale != 1.0) arriving.out = arriving.out * r.scale;
   }
   // The query's gradient is S_i dout_i: the recurrence with keys and values exchanged.
   at::Tensor along;  // phi(q_i) S_i dout_i
   for (size_t i = 0; i < ways.size(); ++i) {
     const Operands& way = ways[i];
     by_query.push_back(scan(in_direction(arriving.out, i), way.value, way.key, way.decay,
-                            transposed(way.state), r.chunk_size));
+                            transposed(way.state), r.chunk_size, /*reverse=*/false));
     if (r.normalize) along = sum_of(along, in_direction(dot_rows(way.query, by_query[i].out), i));
   }
   if (r.normalize) {

@@ -26,7 +26,14 @@ at::Tensor decay_matrix(const at::Tensor& log_decay) {
 }  // namespace
 
 Scanned linear_scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                    const at::Tensor& log_decay, const at::Tensor& initial, int64_t chunk_size) {
+                    const at::Tensor& log_decay, const at::Tensor& initial, int64_t chunk_size,
+                    bool reverse) {
+  if (reverse) {
+    const auto flipped = [](const at::Tensor& t) { return t.defined() ? t.flip(2) : t; };
+    auto found = linear_scan(flipped(q), flipped(k), flipped(v), flipped(log_decay), initial,
+                             chunk_size, false);
+    return {flipped(found.out), found.state};
+  }
   const int64_t batch = k.size(0), heads = k.size(1), length = k.size(2);
   const int64_t group = q.size(1) / heads;
   const auto queries = q.unflatten(1, {heads, group});

@@ -37,7 +37,23 @@ struct LinearCall {
   bool normalize;
   float scale;
   int64_t chunk_size;
+
+  // The same call from the last token to the first.
+  LinearCall reversed() const;
 };
+
+LinearCall LinearCall::reversed() const {
+  LinearCall call = *this;
+  for (HeadsView* view : {&call.query, &call.key, &call.value, &call.out}) {
+    view->data = view->row(0, 0, view->length - 1);
+    view->stride_row = -view->stride_row;
+  }
+  if (call.log_decay) {
+    call.log_decay += (call.key.length - 1) * call.decay_strides[2];
+    call.decay_strides[2] = -call.decay_strides[2];
+  }
+  return call;
+}
 
 struct TaskRange {
   int64_t tasks;
@@ -220,7 +236,7 @@ std::pair<at::Tensor, at::Tensor> run(const at::Tensor& q_argument, const at::Te
                                       const at::Tensor& state_argument,
                                       const at::Tensor& normalizer_argument, const at::Tensor& out,
                                       FeatureMap feature_map, int64_t chunk_size, bool normalize,
-                                      double scale) {
+                                      double scale, bool reverse) {
   const auto q = with_contiguous_rows(q_argument);
   const auto k = with_contiguous_rows(k_argument);
   const auto v = with_contiguous_rows(v_argument);
@@ -254,15 +270,17 @@ std::pair<at::Tensor, at::Tensor> run(const at::Tensor& q_argument, const at::Te
       .scale = static_cast<float>(scale),
       .chunk_size = chunk_size};
   for (int i = 0; log_decay.defined() && i < 3; ++i) call.decay_strides[i] = log_decay.stride(i);
+  if (reverse) call = call.reversed();
   LinearAttention(call).run();
   return {last_state, last_normalizer};
 }
 
 composite::Scanned scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                        const at::Tensor& log_decay, const at::Tensor& state, int64_t chunk_size) {
+                        const at::Tensor& log_decay, const at::Tensor& state, int64_t chunk_size,
+                        bool reverse) {
   auto out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
   const auto states = run(q, k, v, log_decay, state, {}, out, FeatureMap::kIdentity, chunk_size,
-                          /*normalize=*/false, /*scale=*/1.0);
+                          /*normalize=*/false, /*scale=*/1.0, reverse);
   return {out, states.first};
 }
 
@@ -277,7 +295,7 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
   auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
   const auto [state, normalizer] =
       run(r.query, r.key, r.value, r.decay_by_token(), r.state, r.normalizer, out, r.feature_map,
-          r.chunk_size, r.normalize, r.scale);
+          r.chunk_size, r.normalize, r.scale, /*reverse=*/false);
   return {out, state, normalizer};
 }
 
