@@ -86,7 +86,8 @@ def _row(
     }
     if with_sdpa:
         calls["sdpa"] = sdpa(q, k, v, causal=True)
-    sums_bytes = 2 * 4 * heads.kv_heads * length * heads.head_dim**2
+    # Outer products and their sums; the product with the queries repeats these for every head.
+    sums_bytes = 4 * (2 * heads.kv_heads + heads.query_heads) * length * heads.head_dim**2
     if with_sdpa and 2 * 4 * heads.query_heads * length**2 <= MOST_BYTES:
         calls["square"] = lambda: masked_square(q, k, v)
     if with_sdpa and sums_bytes <= MOST_BYTES:
