@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from h2o_prefill.eval.peak_memory import peak_bytes
 
 
 def resident_bytes() -> int | None:
@@ -16,6 +20,12 @@ def resident_bytes() -> int | None:
     except OSError:
         return None
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def first_call_peak_bytes(call: Callable[[], object]) -> int:
+    """Return what a call allocates at most in a thread that has kept no workspace yet."""
+    with ThreadPoolExecutor(max_workers=1) as fresh_thread:
+        return fresh_thread.submit(peak_bytes, call).result()
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import _options as options
 import torch.nn.functional as F
-from _memory import allocated_bytes, resident_bytes
+from _memory import allocated_bytes, first_call_peak_bytes, resident_bytes
 from _report import Report
 from _shapes import Heads
 from torch import Tensor
@@ -75,7 +73,7 @@ def _one_prompt(
     dense = peak_bytes(
         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     )
-    peak = _first_call_peak_bytes(lambda: sparse_attention(q, k, v, None, config))
+    peak = first_call_peak_bytes(lambda: sparse_attention(q, k, v, None, config))
     workspace = peak - out.nbytes - state_bytes
     return {
         "kv_megabytes": kv_bytes / 1e6,
@@ -85,12 +83,6 @@ def _one_prompt(
         "workspace_percent": 100 * workspace / (heads.layers * kv_bytes),
         "dense_workspace_megabytes": (dense - out.nbytes) / 1e6,
     }
-
-
-def _first_call_peak_bytes(call: Callable[[], object]) -> int:
-    """Return what a call allocates at most in a thread that has kept no workspace yet."""
-    with ThreadPoolExecutor(max_workers=1) as fresh_thread:
-        return fresh_thread.submit(peak_bytes, call).result()
 
 
 def _many_prompts(case: options.Case, config: PrefillConfig, prompts: int) -> dict[str, Any]:

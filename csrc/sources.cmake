@@ -6,6 +6,7 @@ set(H2O_HOST_SOURCES
     bindings/register_classes.cpp
     common/checks.cpp
     common/config.cpp
+    common/linear_attention_request.cpp
     common/prefill_request.cpp
     common/rules.cpp
     common/tensors.cpp
@@ -18,15 +19,19 @@ set(H2O_HOST_SOURCES
     kernels/composite/advance_position.cpp
     kernels/composite/attend.cpp
     kernels/composite/chunked_sparse_attention.cpp
+    kernels/composite/chunkwise_linear_attention.cpp
     kernels/composite/dense_attention.cpp
     kernels/composite/gather_rows.cpp
     kernels/composite/intra_chunk_attention.cpp
+    kernels/composite/linear_scan.cpp
     kernels/composite/memory_attention.cpp
     kernels/composite/merge_states.cpp
     kernels/composite/select_memory.cpp
     ops/accumulate_scores.cpp
     ops/advance_position.cpp
     ops/chunked_sparse_attention.cpp
+    ops/chunkwise_linear_attention.cpp
+    ops/chunkwise_linear_attention_autograd.cpp
     ops/dense_attention.cpp
     ops/gather_rows.cpp
     ops/inference_only.cpp
@@ -43,6 +48,7 @@ set(H2O_CPU_SOURCES
     kernels/cpu/attend_chunk.cpp
     kernels/cpu/bfloat16_probe.cpp
     kernels/cpu/chunked_sparse_attention_kernel.cpp
+    kernels/cpu/chunkwise_linear_attention_kernel.cpp
     kernels/cpu/dense_attention_kernel.cpp
     kernels/cpu/gather_rows_kernel.cpp
     kernels/cpu/intra_chunk_attention_kernel.cpp
@@ -55,7 +61,7 @@ set(H2O_CPU_SOURCES
     kernels/cpu/workspace.cpp)
 
 # Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
-set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp)
+set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp kernels/cpu/linear_chunk.cpp)
 
 # Of builds with CUDA alone: kernels in .cu, operators in .cpp (see cmake/cuda.cmake).
 set(H2O_CUDA_SOURCES

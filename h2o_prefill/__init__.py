@@ -17,6 +17,11 @@ from h2o_prefill import _meta as _meta  # noqa: E402
 from h2o_prefill import ops  # noqa: E402
 from h2o_prefill.attention import ChunkedSparseAttention  # noqa: E402
 from h2o_prefill.config import PrefillConfig  # noqa: E402
+from h2o_prefill.linear import (  # noqa: E402
+    ChunkwiseLinearAttention,
+    LinearAttentionState,
+    linear_attention,
+)
 from h2o_prefill.presets import PRESETS, preset_config  # noqa: E402
 from h2o_prefill.state import PrefillState  # noqa: E402
 
@@ -58,6 +63,8 @@ __all__ = [
     "PRESETS",
     "ChunkedPrefillCache",
     "ChunkedSparseAttention",
+    "ChunkwiseLinearAttention",
+    "LinearAttentionState",
     "PrefillConfig",
     "PrefillState",
     "benchmark_throughput",
@@ -69,6 +76,7 @@ __all__ = [
     "evaluate_perplexity",
     "evaluate_retrieval",
     "explain",
+    "linear_attention",
     "measure_attention",
     "ops",
     "preset_config",

@@ -172,6 +172,41 @@ def _(a: Any) -> None:
     return None
 
 
+def _check_log_decay(k: Tensor, log_decay: Tensor | None) -> None:
+    if log_decay is not None:
+        shapes = ((k.shape[1],), tuple(k.shape[:3]))
+        torch._check_value(
+            log_decay.dim() in (1, 3) and tuple(log_decay.shape) == shapes[log_decay.dim() // 2],
+            lambda: f"log_decay must be [KV heads] or [B, KV heads, T], got {log_decay.shape}",
+        )
+
+
+@_fake("chunkwise_linear_attention")
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_qkv(a.q, a.k, a.v)
+    _check_length(a.q, a.k)
+    _check_log_decay(a.k, a.log_decay)
+    dtype = _accumulate_dtype(a.q)
+    per_head = a.k.shape[:2]
+    state = a.k.new_empty(*per_head, a.k.shape[3], a.v.shape[3], dtype=dtype)
+    normalizer = a.k.new_empty(*per_head, a.k.shape[3] if a.normalize else 0, dtype=dtype)
+    return _empty_heads(a.q, a.v.shape[3]), state, normalizer
+
+
+@_fake("chunkwise_linear_attention_backward")
+def _(a: Any) -> tuple[Tensor, ...]:
+    _check_qkv(a.q, a.k, a.v)
+    _check_length(a.q, a.k)
+
+    def like(x: Tensor | None) -> Tensor:
+        shape = [0] if x is None else x.shape
+        return a.q.new_empty(shape, dtype=_accumulate_dtype(a.q))
+
+    states = (a.log_decay, a.initial_state, a.initial_normalizer)
+    floats = (a.q.new_empty(a.q.shape), a.k.new_empty(a.k.shape), a.v.new_empty(a.v.shape))
+    return (*floats, *(like(x) for x in states))
+
+
 @_fake("lexical_recall")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, length = a.token_ids.shape

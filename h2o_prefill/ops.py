@@ -7,8 +7,9 @@ scores are float32 (float64 for float64 inputs). `scale` defaults to D ** -0.5. 
 softcap * tanh(z / softcap) of each logit z behind the scale. `sinks`, [Hq] of any of these dtypes,
 are one further logit of each query head's softmax, neither scaled nor capped, without a value: the
 output's denominator has it once, and so has that of each key set's softmax, of which scores are the
-sums. With either of them CUDA tensors are served by composite versions. The operators are
-for inference: inputs that require gradients are refused while gradients are on. A wrong argument
+sums. With either of them CUDA tensors are served by composite versions. The operators are for
+inference: inputs that require gradients are refused while gradients are on, except by
+`chunkwise_linear_attention`, which has a gradient. A wrong argument
 raises ValueError. The number of threads does not change a bit of a result, except where PyTorch's
 attention computes it: `dense_attention` with few rows or in float64, and a dense tail of so few
 rows. There it changes the rounding.
@@ -445,3 +446,129 @@ def lexical_recall(
         block.
     """
     return _ops.lexical_recall(token_ids, begin, chunk_size, block, k, max_suffix, span, max_count)
+
+
+def chunkwise_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    initial_normalizer: Tensor | None = None,
+    feature_map: str = "elu+1",
+    chunk_size: int = 64,
+    causal: bool = True,
+    diagonal_once: bool = False,
+    normalize: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend linearly: the past of a token is one matrix, so time is linear in the tokens.
+
+    S_i = exp(g_i) S_{i-1} + phi(k_i)^T v_i and out_i = scale phi(q_i) S_i, chunk by chunk. With the
+    normaliser, z_i = exp(g_i) z_{i-1} + phi(k_i) and out_i = phi(q_i) S_i / (phi(q_i) . z_i), which
+    is 0 where the divisor is 0. The normaliser's state travels beside the other: it comes out as
+    the third result, and goes in together with `initial_state`. Differentiable once in all tensors;
+    the gradient needs memory linear in T, since states are computed again.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        [B, Hq, T, D], [B, Hkv, T, D] and [B, Hkv, T, Dv], any T. One token with a state is a
+        decoding step.
+    log_decay : Tensor, optional
+        g <= 0, [Hkv] or [B, Hkv, T], of the dtype of the state; -inf forgets all that came before.
+        None: 0. Values are checked on the CPU; on other devices the check would wait for the
+        device, and values above 0 let the state grow without a bound.
+    initial_state, initial_normalizer : Tensor, optional
+        [B, Hkv, D, Dv] and [B, Hkv, D], float32 (float64 for float64 inputs): what the previous
+        call returned. None: 0.
+    feature_map : {"elu+1", "relu", "identity"}
+        phi. "identity" takes inputs that are mapped already.
+    chunk_size : int
+        C. Time is O(T (C (D + Dv) + D Dv)); results differ by rounding alone.
+    causal : bool
+        False: the sum of the forward and the backward direction, for encoders; no initial states.
+        The backward direction is the forward one over the reversed sequence, decays included. The
+        normaliser is the sum of both directions' too.
+    diagonal_once : bool
+        With causal=False: whether a token sees itself once instead of in both directions.
+    normalize : bool
+        Whether to divide by phi(q) . z.
+    scale : float, optional
+        Default 1. Cancels out where the output is normalised.
+
+    Returns
+    -------
+    out : Tensor
+        [B, Hq, T, Dv]; `out.transpose(1, 2)` is contiguous.
+    state : Tensor
+        [B, Hkv, D, Dv], behind the last token; of both directions, that of the forward one.
+    normalizer : Tensor
+        [B, Hkv, D], or [B, Hkv, 0] without normalize.
+    """
+    return _ops.chunkwise_linear_attention(
+        q,
+        k,
+        v,
+        log_decay,
+        initial_state,
+        initial_normalizer,
+        feature_map,
+        chunk_size,
+        causal,
+        diagonal_once,
+        normalize,
+        scale,
+    )
+
+
+def chunkwise_linear_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    initial_normalizer: Tensor | None,
+    grad_out: Tensor,
+    grad_state: Tensor | None,
+    grad_normalizer: Tensor | None,
+    feature_map: str,
+    chunk_size: int,
+    causal: bool,
+    diagonal_once: bool,
+    normalize: bool,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of `chunkwise_linear_attention`: what its backward() calls.
+
+    Parameters
+    ----------
+    q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size, causal,
+    diagonal_once, normalize, scale
+        Those of the call.
+    grad_out, grad_state, grad_normalizer : Tensor
+        Gradients of the results; None: 0.
+
+    Returns
+    -------
+    tuple of Tensor
+        Gradients of q, k, v, log_decay, initial_state and initial_normalizer; empty where the
+        argument is None.
+    """
+    return _ops.chunkwise_linear_attention_backward(
+        q,
+        k,
+        v,
+        log_decay,
+        initial_state,
+        initial_normalizer,
+        grad_out,
+        grad_state,
+        grad_normalizer,
+        feature_map,
+        chunk_size,
+        causal,
+        diagonal_once,
+        normalize,
+        scale,
+    )

@@ -1,5 +1,6 @@
-// No op has a gradient. An input that requires one, while gradients are on, is an error rather than
-// a silent cut; so is one with a tangent of forward-mode differentiation.
+// No op but chunkwise_linear_attention has a gradient. An input that requires one, while gradients
+// are on, is an error rather than a silent cut; so is one with a tangent of forward-mode
+// differentiation.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/AutogradState.h>
@@ -41,7 +42,8 @@ TORCH_LIBRARY_IMPL(h2o_prefill, Autograd, m) {
   for (const char* name :
        {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory",
         "accumulate_scores_", "gather_rows", "dense_attention", "chunked_sparse_attention",
-        "prefill_attention", "prefill_attention_", "advance_position_", "lexical_recall"}) {
+        "prefill_attention", "prefill_attention_", "advance_position_", "lexical_recall",
+        "chunkwise_linear_attention_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&inference_only>());
   }
 }

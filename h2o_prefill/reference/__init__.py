@@ -10,6 +10,8 @@ Read in this order:
 6. `pipeline`: a layer, a whole decoder, `chunked_prefill`
 7. `gather`: rows of the cache by index
 
+`linear_attention` is the sibling of the method, whose past is a matrix instead of keys.
+
 `ops` holds an oracle for each operator, under the operator's name; its `intra_chunk_attention`
 works on batches of whole prompts and is not the one of task 2. `recall` is lexical recall, an
 option.
@@ -31,6 +33,12 @@ from h2o_prefill.reference.intra_chunk import (
     intra_chunk_attention,
     populate_kv_cache,
     rope_frequencies,
+)
+from h2o_prefill.reference.linear_attention import (
+    bidirectional_linear_attention,
+    chunkwise_linear_attention,
+    decay_matrix,
+    recurrent_linear_attention,
 )
 from h2o_prefill.reference.memory_selection import (
     build_memory_set,
@@ -57,9 +65,12 @@ __all__ = [
     "ScoreTracker",
     "TransformerConfig",
     "apply_rope_global",
+    "bidirectional_linear_attention",
     "build_memory_set",
     "causal_mask",
     "chunked_prefill",
+    "chunkwise_linear_attention",
+    "decay_matrix",
     "finalize_online_softmax",
     "fused_chunk_attention",
     "gather_memory_kv",
@@ -69,6 +80,7 @@ __all__ = [
     "intra_chunk_attention",
     "ops",
     "populate_kv_cache",
+    "recurrent_linear_attention",
     "rope_frequencies",
     "select_heavy_hitters",
     "sorted_gather",

@@ -2,7 +2,7 @@
 
 Each builds the mask of what a query may see over *all* keys and takes one softmax. Nothing is
 gathered, blocked or merged, so a mistake in gathering, blocking or merging cannot be in both.
-Selection is that of `memory_selection`.
+Selection is that of `memory_selection`, and linear attention goes token by token.
 
 Shapes: q [B, Hq, Tq, D]; k [B, Hkv, T, D]; v [B, Hkv, T, Dv]; Hq is a multiple of Hkv, and query
 head h belongs to KV head h // (Hq / Hkv). fp64 computes in fp64, everything else in fp32. `out` has
@@ -13,15 +13,23 @@ bounds logits, the sinks excepted.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from h2o_prefill.reference.gather import gather_rows
+from h2o_prefill.reference.linear_attention import (
+    bidirectional_linear_attention,
+    recurrent_linear_attention,
+)
 from h2o_prefill.reference.memory_selection import build_memory_set
 from h2o_prefill.reference.recall import lexical_recall
 
 __all__ = [
     "chunked_sparse_attention",
+    "chunkwise_linear_attention",
+    "chunkwise_linear_attention_backward",
     "dense_attention",
     "gather_rows",
     "intra_chunk_attention",
@@ -285,6 +293,76 @@ def chunked_sparse_attention(
     # The output: one softmax over whatever a row sees, however it came to see it.
     weights, _ = _softmax_over(q, k, visible, scale, sinks, softcap)
     return _mix(weights, v, q.dtype), new_scores, attended
+
+
+def chunkwise_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    initial_normalizer: Tensor | None = None,
+    feature_map: str = "elu+1",
+    chunk_size: int = 64,
+    causal: bool = True,
+    diagonal_once: bool = False,
+    normalize: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend linearly, as `linear_attention` says; `chunk_size` changes nothing.
+
+    Parameters and results are those of `h2o_prefill.ops.chunkwise_linear_attention`.
+    """
+    out, state, normalizer = recurrent_linear_attention(
+        q, k, v, log_decay, initial_state, initial_normalizer, feature_map, normalize, scale
+    )
+    if not causal:
+        out = bidirectional_linear_attention(
+            q, k, v, log_decay, feature_map, diagonal_once, normalize, scale
+        )
+    return out, state, normalizer if normalize else normalizer[..., :0]
+
+
+def chunkwise_linear_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    initial_normalizer: Tensor | None,
+    grad_out: Tensor,
+    grad_state: Tensor | None,
+    grad_normalizer: Tensor | None,
+    *settings: Any,
+) -> tuple[Tensor, ...]:
+    """Differentiate the oracle above by PyTorch.
+
+    Parameters and results are those of `h2o_prefill.ops.chunkwise_linear_attention_backward`.
+    """
+    given = [
+        None if x is None else x.detach().requires_grad_()
+        for x in (q, k, v, log_decay, initial_state, initial_normalizer)
+    ]
+    inputs = [x for x in given if x is not None]
+    with torch.enable_grad():
+        results = chunkwise_linear_attention(*given, *settings)  # type: ignore[arg-type]
+    pairs = [
+        (result, gradient)
+        for result, gradient in zip(results, (grad_out, grad_state, grad_normalizer), strict=True)
+        if gradient is not None and result.requires_grad
+    ]
+    found = iter(
+        torch.autograd.grad(
+            [result for result, _ in pairs],
+            inputs,
+            [gradient.to(result.dtype) for result, gradient in pairs],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    )
+    return tuple(
+        q.new_empty(0, dtype=_compute_dtype(q)) if x is None else next(found) for x in given
+    )
 
 
 def _causal_mask(past: int, total: int, device: torch.device) -> Tensor:

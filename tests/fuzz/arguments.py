@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "column", "offset")
-FILLS = ("normal", "zeros", "huge", "inf", "nan")
+FILLS = ("normal", "zeros", "positive", "negative", "huge", "inf", "nan")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Floats:
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(self.seed))
         if self.fill == "zeros":
             x = x * 0
+        elif self.fill in ("positive", "negative"):
+            x = x.abs() if self.fill == "positive" else -x.abs()
         elif self.fill == "huge":
             x = x * 1e4
         elif self.fill != "normal" and x.numel():

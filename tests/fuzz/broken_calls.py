@@ -105,6 +105,36 @@ _BUFFERS = {
     "q is longer than k": lambda a: {"q": resized(a["q"], 2, a["k"].shape[2] + 1)},
 }
 
+_LINEAR = {
+    **of_attention(),
+    **of_number("chunk_size", 0, -1, -INT64_MAX - 1),
+    **of_number("feature_map", "", "elu", "softmax"),
+    "k is longer": lambda a: {x: resized(a[x], 2, a[x].shape[2] + 1) for x in ("k", "v")},
+    "the decay grows": lambda a: (
+        {"log_decay": replace(a["log_decay"], fill="positive")}
+        if a["log_decay"] and 0 not in a["log_decay"].shape
+        else None
+    ),
+    "the decay has other heads": lambda a: (
+        a["log_decay"] and grown("log_decay", len(a["log_decay"].shape) // 2)(a)
+    ),
+    "the decay is of two dimensions": lambda a: {
+        "log_decay": Floats(a["k"].shape[:2], "float32", fill="negative")
+    },
+    "the decay is 16-bit": lambda a: (
+        a["log_decay"] and {"log_decay": replace(a["log_decay"], dtype="float16")}
+    ),
+    "the state is of another batch": grown("initial_state", 0),
+    "the state has another value dim": grown("initial_state", 3),
+    "the state is 16-bit": lambda a: (
+        a["initial_state"] and {"initial_state": replace(a["initial_state"], dtype="bfloat16")}
+    ),
+    "the state is missing": lambda a: {"initial_state": None} if a["initial_normalizer"] else None,
+    "the normaliser has another dim": grown("initial_normalizer", 2),
+    "both directions of a state": lambda a: {"causal": False} if a["initial_state"] else None,
+    "one direction with a diagonal": lambda a: {"causal": True, "diagonal_once": True},
+}
+
 BROKEN: dict[str, Breakages] = {
     "accumulate_scores_": {
         **of_lists("memory", lambda a: a["scores"].shape[2]),
@@ -131,6 +161,19 @@ BROKEN: dict[str, Breakages] = {
         **of_number("dense_tail", -1, INT64_MAX),
         **of_number("gqa_reduce", "", "mean"),
         **of_number("recall_block", 0, -1, INT64_MAX),
+    },
+    "chunkwise_linear_attention": _LINEAR,
+    "chunkwise_linear_attention_backward": {
+        **_LINEAR,
+        "grad_out is longer": grown("grad_out", 2),
+        "grad_out has another dtype": lambda a: {
+            "grad_out": replace(
+                a["grad_out"],
+                dtype="float32" if a["grad_out"].dtype == "float16" else "float16",
+            )
+        },
+        "grad_state has other heads": grown("grad_state", 1),
+        "grad_normalizer is wider": grown("grad_normalizer", 2),
     },
     "dense_attention": {
         **of_attention(),

@@ -30,6 +30,7 @@ def check_result(name: str, arguments: list[Any], before: list[Any], result: Any
     check = {
         "accumulate_scores_": _check_accumulate_scores,
         "advance_position_": _check_advance_position,
+        "chunkwise_linear_attention_backward": _check_linear_backward,
         "chunked_sparse_attention": _check_sparse,
         "prefill_attention": _check_prefill,
         "prefill_attention_": _check_prefill_in_place,
@@ -78,6 +79,16 @@ def _check_advance_position(arguments: list[Any], before: list[Any], result: Any
     if config.is_sparse_call(past, tokens):
         begin = config.last_chunk_begin(past, tokens)
     assert arguments[0].tolist() == [past + tokens, begin]
+
+
+def _check_linear_backward(arguments: list[Any], before: list[Any], result: Any) -> None:
+    wide = _wide(before)
+    expected = reference.chunkwise_linear_attention_backward(*wide)
+    for i, (actual, wanted) in enumerate(zip(result, expected, strict=True)):
+        if i == 3:  # a sum of differences, as exact as what it is made of
+            terms = sum(((wide[j].abs() + 1) * expected[j].abs()).sum().item() for j in (0, 1))
+            actual, wanted = actual / max(1.0, terms), wanted / max(1.0, terms)
+        _check_close(actual, wanted)
 
 
 def _check_sparse(arguments: list[Any], before: list[Any], result: Any) -> None:

@@ -326,12 +326,61 @@ def lexical_recall(draw: Any) -> tuple[Any, ...]:
     )
 
 
+@st.composite
+def chunkwise_linear_attention(draw: Any) -> tuple[Any, ...]:
+    a = draw(attentions(with_past=False))
+    causal, normalize, given = draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
+    dtype, dim, value_dim = a.accumulate_dtype, a.k.shape[3], a.v.shape[3]
+
+    def state(*shape: int, fill: str = "normal") -> Floats:
+        return Floats(shape, dtype, draw(layouts), fill, draw(seeds))
+
+    decay_shape = draw(st.sampled_from([None, (a.kv_heads,), (*a.per_head, a.length)]))
+    # Products of both signs would let a divisor come near 0.
+    feature_map = draw(st.sampled_from(["elu+1", "relu", "identity"][: 1 if normalize else 3]))
+    return (
+        a.q,
+        a.k,
+        a.v,
+        state(*decay_shape, fill="negative") if decay_shape else None,
+        state(*a.per_head, dim, value_dim) if given and causal else None,
+        state(*a.per_head, dim, fill="positive") if given and causal and normalize else None,
+        feature_map,
+        draw(st.one_of(st.integers(1, 70), st.just(2**31 - 1))),
+        causal,
+        not causal and draw(st.booleans()),
+        normalize,
+        draw(scales),
+    )
+
+
+@st.composite
+def chunkwise_linear_attention_backward(draw: Any) -> tuple[Any, ...]:
+    *inputs, feature_map, chunk_size, causal, once, normalize, scale = draw(
+        chunkwise_linear_attention()
+    )
+    q, k, v = inputs[:3]
+    dtype = "float64" if q.dtype == "float64" else "float32"
+
+    def gradient(*shape: int) -> Floats | None:
+        given = Floats(shape, dtype, draw(layouts), "normal", draw(seeds))
+        return draw(st.sampled_from([given, given, None]))
+
+    grad_out = Floats((*q.shape[:3], v.shape[3]), q.dtype, draw(layouts), "normal", draw(seeds))
+    grad_state = gradient(*k.shape[:2], k.shape[3], v.shape[3])
+    grad_normalizer = gradient(*k.shape[:2], k.shape[3] if normalize else 0)
+    gradients = (grad_out, grad_state, grad_normalizer)
+    return (*inputs, *gradients, feature_map, chunk_size, causal, once, normalize, scale)
+
+
 VALID = {
     strategy.__name__: strategy()
     for strategy in (
         accumulate_scores_,
         advance_position_,
         chunked_sparse_attention,
+        chunkwise_linear_attention,
+        chunkwise_linear_attention_backward,
         dense_attention,
         gather_rows,
         intra_chunk_attention,

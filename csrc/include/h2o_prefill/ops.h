@@ -8,15 +8,16 @@
 // makes softcap tanh(z / softcap) of each logit z behind it; sinks [Hq], of any of these dtypes,
 // are one further logit of each query head's softmax, neither scaled nor capped, without a value:
 // the output's denominator has it once, and so has that of each key set's softmax, of which scores
-// are the sums. All are for inference: an input that requires a gradient while gradients are on is
-// an error. A wrong argument is a c10::ValueError. The number of threads does not change a bit of a
-// result, except where PyTorch's attention computes it (see dense_attention): there it changes the
-// rounding.
+// are the sums. All but chunkwise_linear_attention are for inference: an input that requires a
+// gradient while gradients are on is an error. A wrong argument is a c10::ValueError. The number of
+// threads does not change a bit of a result, except where PyTorch's attention computes it (see
+// dense_attention): there it changes the rounding.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 
@@ -151,5 +152,31 @@ H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin, i
 // The same with the settings of a config whose recall is > 0.
 H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin,
                                    const PrefillConfig& config);
+
+// What linear attention carries from one call of a sequence to the next, float32 (float64 for
+// float64 inputs). Undefined tensors at first.
+struct LinearState {
+  at::Tensor state = {};       // [B, Hkv, D, Dv]
+  at::Tensor normalizer = {};  // [B, Hkv, D]; [B, Hkv, 0] of a call without a normaliser
+};
+
+struct LinearAttentionOptions {
+  std::string feature_map = "elu+1";  // or "relu", "identity"
+  int64_t chunk_size = 64;            // does not change the result beyond rounding
+  bool causal = true;                 // false: the sum of both directions, without initial states
+  bool diagonal_once = false;         // of both directions: a token sees itself once, not twice
+  bool normalize = false;
+  std::optional<double> scale = {};  // default 1; cancels out where the output is normalised
+};
+
+// Linear attention, chunk by chunk in linear time: S_i = exp(g_i) S_{i-1} + phi(k_i)^T v_i, out_i =
+// scale phi(q_i) S_i; normalised, out_i = phi(q_i) S_i / (phi(q_i) . z_i) with z_i = exp(g_i)
+// z_{i-1} + phi(k_i), and 0 where the divisor is 0. q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv,
+// T, Dv]; log_decay g <= 0, [Hkv] or [B, Hkv, T], of the dtype of the state; undefined: 0. A call
+// of one token with a state is a decoding step. Differentiable once in all tensors. Returns out [B,
+// Hq, T, Dv] and the state behind the last token; of both directions, that of the forward one.
+H2O_API std::tuple<at::Tensor, LinearState> chunkwise_linear_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& log_decay = {},
+    const LinearState& initial = {}, const LinearAttentionOptions& options = {});
 
 }  // namespace h2o_prefill

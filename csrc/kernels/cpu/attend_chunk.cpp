@@ -3,9 +3,9 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <atomic>
 
 #include "kernels/cpu/attend_rows.h"
+#include "kernels/cpu/tasks.h"
 
 namespace h2o_prefill {
 namespace {
@@ -19,11 +19,6 @@ constexpr int64_t kPackKeys = 256;
 // A task takes all query heads of a KV head, which share its packed keys in L2, where that leaves
 // each thread this many tasks; else it takes one.
 constexpr int64_t kTasksPerThread = 4;
-
-// Multiply-adds below which waking other threads costs more than they save.
-constexpr int64_t kSerialWork = 1 << 19;
-
-int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // Tasks that pack keys and values: one a range of the keys, or the values, of one set of one unit.
 struct PackGrid {
@@ -84,24 +79,6 @@ struct ReduceGrid {
   int64_t count() const { return units * sets; }
   Task at(int64_t i) const { return {.unit = i / sets, .set = static_cast<int>(i % sets)}; }
 };
-
-// Runs use(task, thread) for all tasks of a grid; threads take the next task as they become free.
-// Each task writes only what is its own, so the result does not depend on who runs it.
-template <typename Grid, typename Use>
-void for_each_task(const Grid& grid, int64_t max_threads, const Use& use) {
-  const int64_t count = grid.count();
-  const int64_t threads = std::min(count, max_threads);
-  if (threads <= 1) {
-    for (int64_t i = 0; i < count; ++i) use(grid.at(i), 0);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) {
-      for (int64_t i = next++; i < count; i = next++) use(grid.at(i), thread);
-    }
-  });
-}
 
 AttendChunkArgs pass_of(const AttendChunkArgs& call, const RowRange& rows) {
   AttendChunkArgs args = call;

@@ -18,11 +18,6 @@ constexpr bool kBFloat16Products = true;
 constexpr bool kBFloat16Products = false;
 #endif
 
-// Score rows are this much longer than their keys, so that the rows of a tile do not share cache
-// sets.
-constexpr int64_t kRowGap = 16;
-
-H2O_INLINE int64_t score_stride(int64_t count) { return pad_to(count, kPanel) + kRowGap; }
 H2O_INLINE int64_t word_pair_stride(int64_t count) { return pad_to(count, kPanel) / 2 + kRowGap; }
 
 // c[rows, kPanel] (+)= a b, for one panel of b.
@@ -281,9 +276,10 @@ void attend_rows(const AttendRowsArgs& args) {
 #define H2O_STRING_OF(x) #x
 #define H2O_STRING(x) H2O_STRING_OF(x)
 
+extern const LinearKernels kLinearKernels;  // linear_chunk.cpp
 extern const CpuKernels kCpuKernels;
 const CpuKernels kCpuKernels = {
-    H2O_STRING(H2O_ISA), kPanel,      kBFloat16Products, nullptr,       nullptr,
-    pack_keys,           pack_values, attend_rows,       scratch_floats};
+    H2O_STRING(H2O_ISA), kPanel,      kBFloat16Products, nullptr,        nullptr,
+    pack_keys,           pack_values, attend_rows,       scratch_floats, &kLinearKernels};
 
 }  // namespace h2o_prefill::H2O_ISA

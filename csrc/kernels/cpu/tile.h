@@ -22,6 +22,12 @@ H2O_INLINE int64_t pad_to(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
+// Score rows are this much longer than their keys, so that the rows of a tile do not share cache
+// sets.
+constexpr int64_t kRowGap = 16;
+
+H2O_INLINE int64_t score_stride(int64_t count) { return pad_to(count, kPanel) + kRowGap; }
+
 // Words of the probabilities of n keys, and of their values: pairs reach over two vectors of keys.
 template <typename Products>
 H2O_INLINE int64_t key_words_of(int64_t n) {

@@ -23,6 +23,7 @@ FIELDS = {
     "gather": ["gigabytes", "copy_gigabytes", "percent"],
     "scores": ["microseconds", "pytorch_microseconds", "speedup"],
     "dense": ["milliseconds", "sdpa_milliseconds", "speedup", "context"],
+    "linear": ["milliseconds", "gflops", "percent", "speedup", "square_speedup"],
     "prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
 
@@ -198,6 +199,18 @@ def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
     out, lse, sums = attend_chunk(q, k, v, False, indices)
     assert torch.equal(out, found[0]) and torch.equal(lse, found[1]) and sums is None
+
+
+def test_other_forms_of_linear_attention_give_the_same() -> None:
+    from _shapes import SHAPES
+    from bench_linear import cumulative_sums, masked_square
+
+    from h2o_prefill import ops
+
+    q, k, v = SHAPES["smollm2"].qkv(70, torch.float32)
+    expected, _, _ = ops.chunkwise_linear_attention(q, k, v)
+    for form in (masked_square, cumulative_sums):
+        torch.testing.assert_close(form(q, k, v), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 70])

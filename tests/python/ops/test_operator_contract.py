@@ -1,4 +1,4 @@
-"""What PyTorch asks of every operator: opcheck, torch.compile, torch.export, and no gradient."""
+"""What PyTorch asks of every operator: opcheck, torch.compile, torch.export, and its gradients."""
 
 import copy
 
@@ -37,6 +37,11 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
         torch.nn.functional.pad(memory, (0, 5), value=-1),
     )
     position = torch.tensor([9, 2])
+    decay = -torch.rand(1, 2, length, dtype=lse.dtype)
+    states = torch.rand(1, 2, 16, 24, dtype=lse.dtype), torch.rand(1, 2, 16, dtype=lse.dtype)
+    linear = (q, k, v, decay, *states)
+    mode = ("elu+1", 16, True, False, True)
+    grad_out = torch.rand(1, 4, length, 24, dtype=dtype)
     return {
         "intra_chunk_attention": (q, k, v, 16),
         "memory_attention": (long_q, long_k, long_v, indices),
@@ -65,12 +70,16 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
         "advance_position_": (position, length, SETTINGS),
         "accumulate_scores_": (buffers[2], memory, torch.rand(1, 2, 3, dtype=lse.dtype)),
         "lexical_recall": (ids, 9, 16, 8, 2),
+        "chunkwise_linear_attention": (*linear, *mode),
+        "chunkwise_linear_attention_backward": (*linear, grad_out, *states, *mode),
     }
 
 
 # Of these the results are in the arguments.
 IN_PLACE = [name for name in samples() if name.endswith("_")]
 WITHOUT_FLOATS = ["select_memory", "lexical_recall", "advance_position_"]
+DIFFERENTIABLE = ["chunkwise_linear_attention"]
+INFERENCE_ONLY = [n for n in samples() if n not in WITHOUT_FLOATS + DIFFERENTIABLE]
 
 
 @pytest.mark.parametrize("name", samples())
@@ -118,10 +127,21 @@ def test_sinks_are_checked_as_every_input(name):
         "chunked_sparse_attention",
         "prefill_attention",
         "prefill_attention_",
+        "chunkwise_linear_attention",
+        "chunkwise_linear_attention_backward",
     ],
 )
 def test_opcheck_without_tokens(name):
     torch.library.opcheck(getattr(OPS, name), samples(length=0)[name])
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_opcheck_with_gradients(name, dtype):
+    arguments = [
+        x.requires_grad_() if isinstance(x, torch.Tensor) else x for x in samples(dtype)[name]
+    ]
+    torch.library.opcheck(getattr(OPS, name), arguments)
 
 
 @pytest.mark.parametrize("name", samples())
@@ -147,7 +167,7 @@ def test_what_changes_in_place_has_a_new_version(name):
             assert (argument._version > version) == declared.is_write, declared.name
 
 
-@pytest.mark.parametrize("name", [n for n in samples() if n not in WITHOUT_FLOATS])
+@pytest.mark.parametrize("name", INFERENCE_ONLY)
 def test_an_input_that_requires_a_gradient_is_refused(name):
     def call():
         first, *others = samples()[name]
@@ -161,7 +181,7 @@ def test_an_input_that_requires_a_gradient_is_refused(name):
         call()
 
 
-@pytest.mark.parametrize("name", [n for n in samples() if n not in WITHOUT_FLOATS])
+@pytest.mark.parametrize("name", INFERENCE_ONLY)
 def test_an_input_with_a_tangent_is_refused(name):
     first, *others = samples()[name]
     with torch.no_grad(), torch.autograd.forward_ad.dual_level():

@@ -1,0 +1,113 @@
+// One call of chunkwise_linear_attention, as every implementation gets it: checked tensors and
+// settings.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "h2o_prefill/ops.h"
+#include "kernels/feature_map.h"
+
+namespace h2o_prefill {
+
+struct LinearAttentionRequest {
+  at::Tensor query;  // [B, Hq, T, D]
+  at::Tensor key;    // [B, Hkv, T, D]
+  at::Tensor value;  // [B, Hkv, T, Dv]
+  // Of the accumulation type; undefined: none.
+  at::Tensor log_decay;   // [Hkv] or [B, Hkv, T]
+  at::Tensor state;       // [B, Hkv, D, Dv]
+  at::Tensor normalizer;  // [B, Hkv, D]
+  FeatureMap feature_map;
+  int64_t chunk_size;
+  bool causal;
+  bool diagonal_once;
+  bool normalize;
+  double scale;  // not used where the output is normalised
+
+  int64_t length() const { return query.size(2); }
+  // Tokens of the longest chunk.
+  int64_t largest_chunk() const;
+  // The decay as a view [B, Hkv, T]; undefined: none.
+  at::Tensor decay_by_token() const;
+};
+
+// Gradients that reach the results of a call. Undefined: 0.
+struct LinearAttentionGradients {
+  at::Tensor out;         // [B, Hq, T, Dv], of the dtype of the query
+  at::Tensor state;       // [B, Hkv, D, Dv]
+  at::Tensor normalizer;  // [B, Hkv, D]
+};
+
+// out [B, Hq, T, Dv], state [B, Hkv, D, Dv], normaliser [B, Hkv, D or 0].
+using LinearAttentionResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+// Gradients of q, k, v, the decay, the state and the normaliser; empty ones of what was not given.
+using LinearAttentionInputGradients =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// What the dispatcher calls.
+using LinearAttentionSignature = LinearAttentionResult(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
+    const std::optional<at::Tensor>& initial_normalizer, std::string_view feature_map,
+    int64_t chunk_size, bool causal, bool diagonal_once, bool normalize,
+    std::optional<double> scale);
+using LinearAttentionBackwardSignature = LinearAttentionInputGradients(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
+    const std::optional<at::Tensor>& initial_normalizer, const at::Tensor& grad_out,
+    const std::optional<at::Tensor>& grad_state, const std::optional<at::Tensor>& grad_normalizer,
+    std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
+    bool normalize, std::optional<double> scale);
+
+// Makes a request of the operator's arguments. Throws c10::ValueError if one is wrong. Decays are
+// looked at where the host can read them; those above 0 on another device grow without a bound.
+LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::Tensor& k,
+                                                const at::Tensor& v,
+                                                const std::optional<at::Tensor>& log_decay,
+                                                const std::optional<at::Tensor>& initial_state,
+                                                const std::optional<at::Tensor>& initial_normalizer,
+                                                std::string_view feature_map, int64_t chunk_size,
+                                                bool causal, bool diagonal_once, bool normalize,
+                                                std::optional<double> scale);
+
+// Checks what came for the results of a call.
+void check_linear_attention_gradients(const LinearAttentionRequest& request,
+                                      const LinearAttentionGradients& gradients);
+
+// The adapters between the dispatcher and what implements the operators on a device; the schemas
+// are in ops/.
+template <LinearAttentionResult (*attend)(const LinearAttentionRequest& request)>
+LinearAttentionResult chunkwise_linear_attention_entry(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
+    const std::optional<at::Tensor>& initial_normalizer, std::string_view feature_map,
+    int64_t chunk_size, bool causal, bool diagonal_once, bool normalize,
+    std::optional<double> scale) {
+  return attend(linear_attention_request(q, k, v, log_decay, initial_state, initial_normalizer,
+                                         feature_map, chunk_size, causal, diagonal_once, normalize,
+                                         scale));
+}
+
+template <LinearAttentionInputGradients (*differentiate)(const LinearAttentionRequest& request,
+                                                         const LinearAttentionGradients& gradients)>
+LinearAttentionInputGradients chunkwise_linear_attention_backward_entry(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
+    const std::optional<at::Tensor>& initial_normalizer, const at::Tensor& grad_out,
+    const std::optional<at::Tensor>& grad_state, const std::optional<at::Tensor>& grad_normalizer,
+    std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
+    bool normalize, std::optional<double> scale) {
+  const auto request =
+      linear_attention_request(q, k, v, log_decay, initial_state, initial_normalizer, feature_map,
+                               chunk_size, causal, diagonal_once, normalize, scale);
+  const LinearAttentionGradients gradients{grad_out, grad_state.value_or(at::Tensor()),
+                                           grad_normalizer.value_or(at::Tensor())};
+  check_linear_attention_gradients(request, gradients);
+  return differentiate(request, gradients);
+}
+
+}  // namespace h2o_prefill

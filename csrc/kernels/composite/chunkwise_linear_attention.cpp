@@ -1,0 +1,317 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "common/tensors.h"
+#include "kernels/composite/linear_attention.h"
+
+namespace h2o_prefill::composite {
+namespace {
+
+at::Tensor map_features(const at::Tensor& x, FeatureMap feature_map) {
+  if (feature_map == FeatureMap::kIdentity) return x;
+  if (feature_map == FeatureMap::kRelu) return x.relu();
+  return x.clamp_max(0).exp_().add_(x.relu());  // above 0, the exponential is 1
+}
+
+// The gradient of x, from that of its features.
+at::Tensor map_gradient(const at::Tensor& gradient, const at::Tensor& x, FeatureMap feature_map) {
+  if (feature_map == FeatureMap::kIdentity) return gradient;
+  if (feature_map == FeatureMap::kRelu) return gradient.masked_fill(x <= 0, 0);
+  return gradient * x.clamp_max(0).exp();
+}
+
+at::Tensor reversed(const at::Tensor& t) { return t.defined() ? t.flip(2) : t; }
+
+// [B, Hq, T, *] summed over the query heads of a group: [B, Hkv, T, *].
+at::Tensor sum_groups(const at::Tensor& t, int64_t heads) {
+  return t.unflatten(1, {heads, t.size(1) / heads}).sum(2);
+}
+
+// [B, Hkv, T, *] for every query head.
+at::Tensor repeat_groups(const at::Tensor& t, int64_t query_heads) {
+  return t.repeat_interleave(query_heads / t.size(1), 1);
+}
+
+at::Tensor dot_rows(const at::Tensor& a, const at::Tensor& b) { return (a * b).sum(3, true); }
+
+// 1 / weights, and 0 where they are 0.
+at::Tensor inverse_weights(const at::Tensor& weights) {
+  const auto zero = weights == 0;
+  return weights.masked_fill(zero, 1).reciprocal().masked_fill(zero, 0);
+}
+
+// The tensors of a call, or of one direction of it, as the recurrence takes them.
+struct Operands {
+  at::Tensor query;  // features
+  at::Tensor key;
+  at::Tensor value;
+  at::Tensor decay;
+  at::Tensor state;       // [B, Hkv, D, Dv]
+  at::Tensor normalizer;  // [B, Hkv, 1, D]
+};
+
+Operands operands_of(const LinearAttentionRequest& r) {
+  const auto type = accumulate_type(r.query);
+  return {.query = map_features(r.query.to(type), r.feature_map),
+          .key = map_features(r.key.to(type), r.feature_map),
+          .value = r.value.to(type),
+          .decay = r.decay_by_token(),
+          .state = r.state,
+          .normalizer = r.normalizer.defined() ? r.normalizer.unsqueeze(2) : at::Tensor()};
+}
+
+// The forward direction, and the backward one of a call that has both: the forward one over
+// reversed tensors, without a state.
+std::vector<Operands> directions_of(const LinearAttentionRequest& r, const Operands& x) {
+  if (r.causal) return {x};
+  return {x, {reversed(x.query), reversed(x.key), reversed(x.value), reversed(x.decay), {}, {}}};
+}
+
+// A tensor of the call in the order of a direction, and back.
+at::Tensor in_direction(const at::Tensor& t, size_t direction) {
+  return direction == 0 ? t : reversed(t);
+}
+
+// z_i [B, Hkv, T, D] of one direction, and [B, Hkv, 1, D] behind the last token: what queries and
+// keys of one dimension, all 1, give with keys for values.
+Scanned scan_normalizer(const Operands& x, int64_t chunk_size, LinearScan scan) {
+  const auto ones =
+      x.key.new_ones({1, 1, 1, 1}).expand({x.key.size(0), x.key.size(1), x.key.size(2), 1});
+  return scan(ones, ones, x.key, x.decay, x.normalizer, chunk_size, /*reverse=*/false);
+}
+
+// phi(q_i) . z_i [B, Hq, T, 1], of the z_i of all directions.
+at::Tensor weights_of(const LinearAttentionRequest& r, const Operands& x,
+                      const std::vector<Scanned>& normalizers) {
+  auto z = normalizers[0].out;
+  if (!r.causal) z = z + reversed(normalizers[1].out);
+  if (r.diagonal_once) z = z - x.key;
+  return dot_rows(x.query, repeat_groups(z, x.query.size(1)));
+}
+
+struct OperandGradients {
+  at::Tensor query;
+  at::Tensor key;
+  at::Tensor value;
+  at::Tensor decay;  // undefined: there is none
+  at::Tensor state;
+  at::Tensor normalizer;
+};
+
+// What reaches one direction from the results. `weights` and `normalizer` are undefined without a
+// normaliser, the last two also where nothing comes.
+struct Arriving {
+  at::Tensor out;         // [B, Hq, T, Dv], before the division
+  at::Tensor weights;     // [B, Hq, T, 1]
+  at::Tensor state;       // [B, Hkv, D, Dv]
+  at::Tensor normalizer;  // [B, Hkv, 1, D]
+};
+
+at::Tensor transposed(const at::Tensor& state) {
+  return state.defined() ? state.transpose(2, 3) : state;
+}
+
+// Adds up what may be undefined.
+at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined()) return b;
+  return b.defined() ? a + b : a;
+}
+
+// Gradients of keys, values and initial states in one direction. The same recurrence runs backwards
+// in time, where the step between tokens i and i + 1 decays by g_{i+1} too.
+void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chunk_size,
+                        LinearScan scan, OperandGradients& gradient) {
+  const int64_t heads = x.key.size(1), length = x.key.size(2);
+  at::Tensor decay;
+  if (x.decay.defined() && length > 0) {
+    decay = at::constant_pad_nd(x.decay.narrow(2, 1, length - 1), {0, 1}, 0);
+  }
+  // A normaliser is one more dimension of the values, always 1.
+  const bool normalize = arriving.weights.defined();
+  const auto with_ones = normalize ? at::constant_pad_nd(x.value, {0, 1}, 1) : x.value;
+  const auto with_weights = normalize ? at::cat({arriving.out, arriving.weights}, 3) : arriving.out;
+  at::Tensor last = transposed(arriving.state);
+  if (arriving.normalizer.defined()) last = at::cat({last, arriving.normalizer}, 2);
+
+  const auto of_group = [&](const at::Tensor& t, int64_t g) {
+    return t.unflatten(1, {heads, t.size(1) / heads}).select(2, g);
+  };
+  for (int64_t g = 0; g < x.query.size(1) / heads; ++g) {
+    const auto query = of_group(x.query, g);
+    const auto by_key = scan(with_ones, of_group(with_weights, g), query, decay,
+                             g == 0 ? last : at::Tensor(), chunk_size, /*reverse=*/true);
+    const auto by_value = scan(x.key, query, of_group(arriving.out, g), decay,
+                               g == 0 ? arriving.state : at::Tensor(), chunk_size,
+                               /*reverse=*/true);
+    gradient.key = sum_of(gradient.key, by_key.out);
+    gradient.value = sum_of(gradient.value, by_value.out);
+    gradient.state = sum_of(gradient.state, by_value.state);
+    if (normalize) {
+      gradient.normalizer = sum_of(gradient.normalizer, by_key.state.narrow(2, x.value.size(3), 1));
+    }
+  }
+  if (!x.decay.defined() || length == 0) return;
+  const auto first = x.decay.select(2, 0).exp().unsqueeze(2).unsqueeze(3);
+  gradient.state = gradient.state * first;
+  if (normalize) gradient.normalizer = gradient.normalizer * first;
+}
+
+// g_t scales all that the tokens from t on take from those before it: its gradient is the sum over
+// them of what their queries give less what their keys do, and of what the last states give.
+at::Tensor differentiate_decay(const Operands& x, const OperandGradients& gradient,
+                               const at::Tensor& last) {
+  auto flow =
+      (sum_groups(dot_rows(x.query, gradient.query), x.key.size(1)) - dot_rows(x.key, gradient.key))
+          .squeeze(3);
+  if (last.defined() && x.key.size(2) > 0) flow.select(2, x.key.size(2) - 1).add_(last);
+  return reversed(reversed(flow).cumsum(2));
+}
+
+// sum of a b over all but batch and heads; undefined if b is.
+at::Tensor dot_heads(const at::Tensor& a, const at::Tensor& b) {
+  return b.defined() ? (a * b).sum(at::IntArrayRef{2, 3}) : b;
+}
+
+void subtract_diagonal(OperandGradients& sum, const Operands& x, const Arriving& arriving) {
+  const int64_t query_heads = x.query.size(1), heads = x.key.size(1);
+  const auto key = repeat_groups(x.key, query_heads), value = repeat_groups(x.value, query_heads);
+  auto by_product = dot_rows(arriving.out, value);
+  if (arriving.weights.defined()) by_product = by_product + arriving.weights;
+  sum.query = sum.query - by_product * key;
+  sum.key = sum.key - sum_groups(by_product * x.query, heads);
+  sum.value = sum.value - sum_groups(dot_rows(x.query, key) * arriving.out, heads);
+}
+
+}  // namespace
+
+LinearAttentionResult linear_attention(const LinearAttentionRequest& r, LinearScan scan) {
+  const Operands x = operands_of(r);
+  std::vector<Scanned> found, normalizers;
+  for (const Operands& way : directions_of(r, x)) {
+    found.push_back(scan(way.query, way.key, way.value, way.decay, way.state, r.chunk_size,
+                         /*reverse=*/false));
+    if (r.normalize) normalizers.push_back(scan_normalizer(way, r.chunk_size, scan));
+  }
+  auto weighted = found[0].out;
+  if (!r.causal) weighted = weighted + reversed(found[1].out);
+  if (r.diagonal_once) {
+    const int64_t heads = x.query.size(1);
+    weighted =
+        weighted - dot_rows(x.query, repeat_groups(x.key, heads)) * repeat_groups(x.value, heads);
+  }
+  weighted = weighted * (r.normalize ? inverse_weights(weights_of(r, x, normalizers))
+                                     : at::scalar_tensor(r.scale, weighted.options()));
+  auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
+  out.copy_(weighted);
+  return {out, found[0].state,
+          r.normalize ? normalizers[0].state.squeeze(2)
+                      : weighted.new_empty({r.key.size(0), r.key.size(1), 0})};
+}
+
+LinearAttentionInputGradients linear_attention_backward(const LinearAttentionRequest& r,
+                                                        const LinearAttentionGradients& gradients,
+                                                        LinearScan scan) {
+  const auto type = accumulate_type(r.query);
+  const Operands x = operands_of(r);
+  const auto ways = directions_of(r, x);
+  std::vector<Scanned> normalizers, by_query;
+  Arriving arriving{
+      .out = gradients.out.to(type), .weights = {}, .state = gradients.state, .normalizer = {}};
+  at::Tensor inverse;
+  if (r.normalize) {
+    for (const Operands& way : ways) {
+      normalizers.push_back(scan_normalizer(way, r.chunk_size, scan));
+    }
+    inverse = inverse_weights(weights_of(r, x, normalizers));
+    arriving.out = arriving.out * inverse;
+    // Both come together below.
+    if (gradients.normalizer.defined()) {
+      arriving.normalizer = gradients.normalizer.unsqueeze(2);
+    } else if (arriving.state.defined()) {
+      arriving.normalizer = at::zeros_like(normalizers[0].state);
+    }
+    if (arriving.normalizer.defined() && !arriving.state.defined()) {
+      arriving.state =
+          x.key.new_zeros({x.key.size(0), x.key.size(1), x.key.size(3), x.value.size(3)});
+    }
+  } else {
+    if (r.scale != 1.0) arriving.out = arriving.out * r.scale;
+  }
+  // The query's gradient is S_i dout_i: the recurrence with keys and values exchanged.
+  at::Tensor along;  // phi(q_i) S_i dout_i
+  for (size_t i = 0; i < ways.size(); ++i) {
+    const Operands& way = ways[i];
+    by_query.push_back(scan(in_direction(arriving.out, i), way.value, way.key, way.decay,
+                            transposed(way.state), r.chunk_size, /*reverse=*/false));
+    if (r.normalize) along = sum_of(along, in_direction(dot_rows(way.query, by_query[i].out), i));
+  }
+  if (r.normalize) {
+    if (r.diagonal_once) {
+      along = along - dot_rows(x.query, repeat_groups(x.key, x.query.size(1))) *
+                          dot_rows(arriving.out, repeat_groups(x.value, x.query.size(1)));
+    }
+    arriving.weights = (along * inverse).neg();
+  }
+
+  OperandGradients sum;
+  for (size_t i = 0; i < ways.size(); ++i) {
+    const Operands& way = ways[i];
+    const Arriving reaching{in_direction(arriving.out, i), in_direction(arriving.weights, i),
+                            i == 0 ? arriving.state : at::Tensor(),
+                            i == 0 ? arriving.normalizer : at::Tensor()};
+    OperandGradients one;
+    one.query = by_query[i].out;
+    at::Tensor last = dot_heads(transposed(by_query[i].state), reaching.state);
+    if (r.normalize) {
+      one.query = one.query + repeat_groups(normalizers[i].out, x.query.size(1)) * reaching.weights;
+      last = sum_of(last, dot_heads(normalizers[i].state, reaching.normalizer));
+    }
+    differentiate_keys(way, reaching, r.chunk_size, scan, one);
+    if (way.decay.defined()) one.decay = differentiate_decay(way, one, last);
+    sum.query = sum_of(sum.query, in_direction(one.query, i));
+    sum.key = sum_of(sum.key, in_direction(one.key, i));
+    sum.value = sum_of(sum.value, in_direction(one.value, i));
+    sum.decay = sum_of(sum.decay, in_direction(one.decay, i));
+    if (i == 0) sum.state = one.state, sum.normalizer = one.normalizer;
+  }
+  if (r.diagonal_once) subtract_diagonal(sum, x, arriving);
+
+  const auto none = sum.query.new_empty({0});
+  const auto dtype = r.query.scalar_type();
+  const auto by_features = [&](const at::Tensor& gradient, const at::Tensor& from) {
+    return map_gradient(gradient, from.to(type), r.feature_map).to(dtype).contiguous();
+  };
+  at::Tensor decay = none;
+  if (r.log_decay.defined()) {
+    decay = r.log_decay.dim() == 1 ? sum.decay.sum(at::IntArrayRef{0, 2}) : sum.decay.contiguous();
+  }
+  return {by_features(sum.query, r.query),
+          by_features(sum.key, r.key),
+          sum.value.to(dtype).contiguous(),
+          decay,
+          r.state.defined() ? sum.state.contiguous() : none,
+          r.normalizer.defined() ? sum.normalizer.squeeze(2).contiguous() : none};
+}
+
+namespace {
+
+LinearAttentionResult attend_plainly(const LinearAttentionRequest& request) {
+  return linear_attention(request, &linear_scan);
+}
+
+LinearAttentionInputGradients differentiate_plainly(const LinearAttentionRequest& request,
+                                                    const LinearAttentionGradients& gradients) {
+  return linear_attention_backward(request, gradients, &linear_scan);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
+  m.impl("chunkwise_linear_attention", &chunkwise_linear_attention_entry<&attend_plainly>);
+  m.impl("chunkwise_linear_attention_backward",
+         &chunkwise_linear_attention_backward_entry<&differentiate_plainly>);
+}
+
+}  // namespace h2o_prefill::composite

@@ -1,0 +1,35 @@
+// Work of an operator call, cut into tasks for the threads of PyTorch's pool.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace h2o_prefill {
+
+// Multiply-adds below which waking other threads costs more than they save.
+constexpr int64_t kSerialWork = 1 << 19;
+
+inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// Runs use(task, thread) for all tasks of a grid; threads take the next task as they become free.
+// Each task writes only what is its own, so the result does not depend on who runs it.
+template <typename Grid, typename Use>
+void for_each_task(const Grid& grid, int64_t max_threads, const Use& use) {
+  const int64_t count = grid.count();
+  const int64_t threads = std::min(count, max_threads);
+  if (threads <= 1) {
+    for (int64_t i = 0; i < count; ++i) use(grid.at(i), 0);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      for (int64_t i = next++; i < count; i = next++) use(grid.at(i), thread);
+    }
+  });
+}
+
+}  // namespace h2o_prefill

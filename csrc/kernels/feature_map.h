@@ -1,0 +1,14 @@
+// What linear attention does to queries and keys before it multiplies them.
+#pragma once
+
+#include <cstdint>
+
+namespace h2o_prefill {
+
+enum class FeatureMap : int32_t {
+  kIdentity,
+  kRelu,
+  kEluPlusOne,  // x + 1 above 0, exp(x) elsewhere
+};
+
+}  // namespace h2o_prefill

@@ -1,0 +1,185 @@
+"""Linear attention as a function with any feature map, and as a module with its projections."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor, nn
+
+from h2o_prefill import ops
+
+
+class LinearAttentionState(NamedTuple):
+    """What one call of a sequence leaves to the next.
+
+    Attributes
+    ----------
+    state : Tensor
+        [B, Hkv, D, Dv], float32 (float64 for float64 inputs).
+    normalizer : Tensor
+        [B, Hkv, D], of the same dtype; [B, Hkv, 0] without a normaliser.
+    """
+
+    state: Tensor
+    normalizer: Tensor
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    initial: LinearAttentionState | None = None,
+    *,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu+1",
+    chunk_size: int = 64,
+    causal: bool = True,
+    diagonal_once: bool = False,
+    normalize: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, LinearAttentionState]:
+    """Attend linearly with any feature map.
+
+    Parameters
+    ----------
+    q, k, v, log_decay, chunk_size, causal, diagonal_once, normalize, scale
+        As `ops.chunkwise_linear_attention` takes them.
+    initial : LinearAttentionState, optional
+        What the previous call of the sequence returned.
+    feature_map : str or callable
+        A name that the operator knows, or a function of q and of k, which may change their last
+        dimension.
+
+    Returns
+    -------
+    out : Tensor
+        [B, Hq, T, Dv].
+    state : LinearAttentionState
+        Behind the last token.
+    """
+    if not isinstance(feature_map, str):
+        q, k, feature_map = feature_map(q), feature_map(k), "identity"
+    out, state, normalizer = ops.chunkwise_linear_attention(
+        q,
+        k,
+        v,
+        log_decay,
+        None if initial is None else initial.state,
+        None if initial is None or not normalize else initial.normalizer,
+        feature_map,
+        chunk_size,
+        causal,
+        diagonal_once,
+        normalize,
+        scale,
+    )
+    return out, LinearAttentionState(state, normalizer)
+
+
+class ChunkwiseLinearAttention(nn.Module):
+    """Linear attention between projections: a layer in the place of softmax attention.
+
+    The module holds weights and no state: what a sequence leaves behind goes in and out as tensors,
+    so that one token with a state is a decoding step. It trains, and can be scripted.
+
+    Parameters
+    ----------
+    hidden_size : int
+        Of what comes in and goes out.
+    num_heads : int
+        Query heads; the head dim is hidden_size / num_heads.
+    num_kv_heads : int, optional
+        Key heads, which divide the query heads. Default: num_heads.
+    feature_map : {"elu+1", "relu", "identity"}
+        Of queries and keys.
+    log_decay : Tensor, optional
+        [num_kv_heads], <= 0: kept as a buffer. Default: nothing decays.
+    chunk_size, causal, normalize
+        As `ops.chunkwise_linear_attention` takes them.
+    bias : bool
+        Whether the projections have one.
+
+    Raises
+    ------
+    ValueError
+        If the heads do not divide.
+
+    Example
+    -------
+    >>> attention = ChunkwiseLinearAttention(512, 8)
+    >>> out, state, normalizer = attention(hidden)
+    >>> out, state, normalizer = attention(next_token, state, normalizer)
+    """
+
+    log_decay: Optional[Tensor]  # noqa: UP045 (TorchScript reads annotations)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: Optional[int] = None,  # noqa: UP045
+        feature_map: str = "elu+1",
+        log_decay: Optional[Tensor] = None,  # noqa: UP045
+        chunk_size: int = 64,
+        causal: bool = True,
+        normalize: bool = True,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or hidden_size % num_heads:
+            raise ValueError(f"num_heads must divide hidden_size ({hidden_size}), got {num_heads}")
+        if kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads ({num_heads}), got {kv_heads}")
+        self.num_heads = num_heads
+        self.num_kv_heads = kv_heads
+        self.feature_map = feature_map
+        self.chunk_size = chunk_size
+        self.causal = causal
+        self.normalize = normalize
+        kv_size = hidden_size // num_heads * kv_heads
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias)
+        self.k_proj = nn.Linear(hidden_size, kv_size, bias)
+        self.v_proj = nn.Linear(hidden_size, kv_size, bias)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias)
+        self.register_buffer("log_decay", log_decay)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        initial_state: Optional[Tensor] = None,  # noqa: UP045
+        initial_normalizer: Optional[Tensor] = None,  # noqa: UP045
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend with the tokens of one call.
+
+        Parameters
+        ----------
+        hidden : Tensor
+            [B, T, hidden_size].
+        initial_state, initial_normalizer : Tensor, optional
+            What the previous call of the sequence returned; nothing at first. Without a normaliser
+            the second is not looked at.
+
+        Returns
+        -------
+        tuple of Tensor
+            Output [B, T, hidden_size], state [B, Hkv, D, D], normaliser [B, Hkv, D or 0].
+        """
+        q = self.q_proj(hidden).unflatten(2, [self.num_heads, -1]).transpose(1, 2)
+        k = self.k_proj(hidden).unflatten(2, [self.num_kv_heads, -1]).transpose(1, 2)
+        v = self.v_proj(hidden).unflatten(2, [self.num_kv_heads, -1]).transpose(1, 2)
+        out, state, normalizer = torch.ops.h2o_prefill.chunkwise_linear_attention(
+            q,
+            k,
+            v,
+            self.log_decay,
+            initial_state,
+            initial_normalizer if self.normalize else None,
+            self.feature_map,
+            self.chunk_size,
+            self.causal,
+            False,
+            self.normalize,
+            None,
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2)), state, normalizer

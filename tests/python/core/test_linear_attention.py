@@ -1,0 +1,115 @@
+"""Linear attention as a function and as a module: states, scripts, feature maps, training."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from h2o_prefill import ChunkwiseLinearAttention, LinearAttentionState, linear_attention, ops
+from h2o_prefill.testing import Shape, make_qkv
+
+
+def make_module(**options):
+    torch.manual_seed(0)
+    return ChunkwiseLinearAttention(32, 4, 2, chunk_size=8, **options)
+
+
+def test_a_callable_feature_map_is_applied_to_queries_and_keys():
+    q, k, v = make_qkv(Shape(1, 4, 2, 30, 8, 6))
+    out, state = linear_attention(q, k, v, feature_map=lambda x: F.elu(x) + 1, normalize=True)
+    expected = ops.chunkwise_linear_attention(q, k, v, normalize=True)
+    torch.testing.assert_close((out, *state), expected)
+    wider, state = linear_attention(q, k, v, feature_map=lambda x: torch.cat([x.relu(), x**2], -1))
+    assert wider.shape == out.shape and state.state.shape == (1, 2, 16, 6)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_state_continues_a_sequence(normalize):
+    q, k, v = make_qkv(Shape(1, 4, 2, 30, 8, 6), torch.float64)
+    whole, last = linear_attention(q, k, v, normalize=normalize)
+    first, state = linear_attention(q[:, :, :20], k[:, :, :20], v[:, :, :20], normalize=normalize)
+    assert isinstance(state, LinearAttentionState)
+    rest, state = linear_attention(
+        q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], initial=state, normalize=normalize
+    )
+    torch.testing.assert_close(torch.cat([first, rest], 2), whole)
+    torch.testing.assert_close(tuple(state), tuple(last))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_module_decodes_as_it_prefills(normalize):
+    module = make_module(normalize=normalize, log_decay=torch.tensor([-0.1, -0.01]))
+    hidden = torch.randn(2, 21, 32)
+    with torch.no_grad():
+        whole, _, _ = module(hidden)
+        out, *state = module(hidden[:, :15])
+        outs = [out]
+        for i in range(15, 21):
+            out, *state = module(hidden[:, i : i + 1], *state)
+            outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("log_decay", [None, torch.tensor([-0.1, -0.2])])
+def test_a_module_is_scripted_copied_and_saved(log_decay):
+    module = make_module(log_decay=log_decay)
+    hidden = torch.randn(1, 20, 32)
+    expected = module(hidden)
+    scripted = torch.jit.script(module)
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    buffer.seek(0)
+    for other in (scripted, torch.jit.load(buffer), copy.deepcopy(module)):
+        torch.testing.assert_close(other(hidden), expected, rtol=0, atol=0)
+    if log_decay is not None:
+        assert "log_decay" in module.state_dict()
+
+
+def test_heads_must_divide():
+    with pytest.raises(ValueError, match=r"num_heads must divide hidden_size \(32\), got 5"):
+        ChunkwiseLinearAttention(32, 5)
+    with pytest.raises(ValueError, match=r"num_kv_heads must divide num_heads \(4\), got 3"):
+        ChunkwiseLinearAttention(32, 4, 3)
+
+
+class Copier(nn.Module):
+    """Two layers of linear attention over tokens and their positions."""
+
+    def __init__(self, words, length, width=64):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.layers = nn.ModuleList(
+            ChunkwiseLinearAttention(width, 2, chunk_size=8) for _ in range(2)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.place.weight[: ids.shape[1]]
+        for layer, norm in zip(self.layers, self.norms, strict=False):
+            x = x + layer(norm(x))[0]
+        return self.head(self.norms[2](x))
+
+
+def test_a_small_model_learns_to_copy():
+    torch.manual_seed(0)
+    words, length = 8, 6
+    model = Copier(words + 1, 2 * length + 1)
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+
+    def loss():
+        text = torch.randint(words, (32, length))
+        ids = torch.cat([text, torch.full((32, 1), words), text], 1)
+        logits = model(ids[:, :-1])[:, length:]
+        return F.cross_entropy(logits.flatten(0, 1), text.flatten())
+
+    assert loss().item() > 1.8  # log 8 = 2.08 is chance
+    for _ in range(80):
+        optimizer.zero_grad()
+        last = loss()
+        last.backward()
+        optimizer.step()
+    assert last.item() < 0.2

@@ -1,0 +1,351 @@
+"""Linear attention against the oracle: forward, gradients, states, and what must be refused."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+from h2o_prefill import ops
+from h2o_prefill.reference import ops as oracle
+from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
+
+CHUNK = 32
+NAMES = ("out", "state", "normalizer")
+GRADIENTS = ("q", "k", "v", "log_decay", "initial_state", "initial_normalizer")
+
+
+def make_decay(k, per_token=True, seed=1):
+    """Strong and weak ones, [B, Hkv, T] or [Hkv]."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = k.shape[:3] if per_token else k.shape[1:2]
+    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+    x = torch.rand(shape, generator=generator, dtype=dtype).to(k.device)
+    return -3 * x**6
+
+
+def make_states(k, v, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+    shape = (*k.shape[:2], k.shape[3], v.shape[3])
+    state = torch.randn(shape, generator=generator, dtype=dtype).to(k.device)
+    return state, state.abs().sum(3)
+
+
+def widened(arguments):
+    return [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+def check(*arguments, **options):
+    actual = ops.chunkwise_linear_attention(*arguments, **options)
+    expected = oracle.chunkwise_linear_attention(*widened(arguments), **options)
+    peer = oracle.chunkwise_linear_attention(*arguments, **options)
+    assert actual[0].dtype == arguments[0].dtype
+    for name, a, e, p in zip(NAMES, actual, expected, peer, strict=True):
+        assert_close_to_reference(a, e, p, name)
+    return actual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "column"])
+def test_agrees_with_the_oracle(device, dtype, heads, layout):
+    q, k, v = make_qkv(Shape(2, *heads, 77, 64, 48), dtype, device, layout)
+    check(q, k, v, make_decay(k), normalize=True, chunk_size=CHUNK)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature_map", ["elu+1", "relu", "identity"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_feature_maps(device, dtype, feature_map, normalize):
+    q, k, v = make_qkv(Shape(1, 4, 2, 70, 24, 40), dtype, device)
+    if feature_map == "identity":  # products of both signs: a divisor near 0 has no right digits
+        q, k = q.abs(), k.abs()
+    check(q, k, v, feature_map=feature_map, normalize=normalize, scale=0.25)
+
+
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("with_states", [False, True])
+@pytest.mark.parametrize(
+    "length", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 128]
+)
+def test_awkward_lengths(device, length, decay, with_states):
+    q, k, v = make_qkv(Shape(1, 4, 2, length, 16, 24), device=device)
+    decays = make_decay(k, decay == "token") if decay else None
+    states = make_states(k, v) if with_states else (None, None)
+    check(q, k, v, decays, *states, chunk_size=CHUNK, normalize=True)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 31))
+def test_head_dims(device, head_dim):
+    q, k, v = make_qkv(Shape(1, 2, 1, 70, head_dim, 264 - head_dim), device=device)
+    check(q, k, v, make_decay(k), normalize=True)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 113, 300, 1 << 40])
+def test_the_chunk_size_changes_nothing(device, chunk_size):
+    q, k, v = make_qkv(Shape(1, 2, 2, 203, 24, 40), device=device)
+    check(q, k, v, make_decay(k), normalize=True, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("diagonal_once", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+def test_both_directions(device, dtype, diagonal_once, normalize, decay):
+    q, k, v = make_qkv(Shape(2, 4, 2, 70, 16, 24), dtype, device)
+    decays = make_decay(k, decay == "token") if decay else None
+    check(
+        q, k, v, decays, causal=False, diagonal_once=diagonal_once, normalize=normalize,
+        chunk_size=CHUNK,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_long_sequences_keep_their_digits(device, normalize):
+    """More than one super-chunk, and decays that hardly decay."""
+    q, k, v = make_qkv(Shape(1, 2, 1, 2500, 16, 16), device=device)
+    for decay in (None, torch.full((1,), -1e-4, device=device), make_decay(k) / 100):
+        expected = oracle.chunkwise_linear_attention(
+            *widened((q, k, v, decay)), normalize=normalize
+        )
+        actual = ops.chunkwise_linear_attention(q, k, v, decay, normalize=normalize)
+        for a, e in zip(actual, expected, strict=True):
+            assert_close_to_reference(a, e)
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (6, 3)])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_the_number_of_threads_changes_no_bit(heads, with_states):
+    """Over pieces of long sequences, whole heads at a time or each piece for itself."""
+    q, k, v = make_qkv(Shape(1, *heads, 3333, 16, 24))
+    states = make_states(k, v) if with_states else (None, None)
+    results = []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        results.append(
+            ops.chunkwise_linear_attention(q, k, v, make_decay(k), *states, normalize=True)
+        )
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_decoding_continues_a_prompt(device):
+    q, k, v = make_qkv(Shape(1, 4, 2, 40, 16, 24), device=device)
+    decay = make_decay(k)
+    whole = ops.chunkwise_linear_attention(q, k, v, decay, normalize=True)
+    states = (None, None)
+    outs = []
+    for begin, end in ((0, 30), *((i, i + 1) for i in range(30, 40))):
+        part = [x[:, :, begin:end] for x in (q, k, v, decay)]
+        out, *states = ops.chunkwise_linear_attention(*part, *states, normalize=True)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 2), whole[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tuple(states), whole[1:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_decay_of_minus_infinity_forgets(device):
+    q, k, v = make_qkv(Shape(1, 2, 2, 50, 16, 16), device=device)
+    decay = make_decay(k)
+    decay[:, :, 40] = -torch.inf
+    out, state, _ = ops.chunkwise_linear_attention(q, k, v, decay, chunk_size=16)
+    fresh = [x[:, :, 40:] for x in (q, k, v, decay)]
+    expected = ops.chunkwise_linear_attention(*fresh, chunk_size=16)
+    torch.testing.assert_close(out[:, :, 40:], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_normaliser_of_zero_gives_zero(device, causal):
+    q, k, v = make_qkv(Shape(1, 2, 1, 40, 8, 8), device=device)
+    q[:, :, 20:30] = -1
+    q.requires_grad_()
+    out, _, _ = ops.chunkwise_linear_attention(
+        q, k, v, feature_map="relu", normalize=True, causal=causal
+    )
+    assert (out[:, :, 20:30] == 0).all() and out.isfinite().all()
+    out.sum().backward()
+    assert (q.grad[:, :, 20:30] == 0).all() and q.grad.isfinite().all()
+
+
+def test_a_nan_is_not_swallowed(device):
+    q, k, v = make_qkv(Shape(1, 1, 1, 8, 8, 8), device=device)
+    q[0, 0, 3, 0] = float("nan")
+    for feature_map in ("elu+1", "relu", "identity"):
+        out, _, _ = ops.chunkwise_linear_attention(q, k, v, feature_map=feature_map)
+        assert out[0, 0, 3].isnan().all()
+        assert out[0, 0, [0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+
+
+def gradients(function, arguments, options, seed=3):
+    given = [x.detach().requires_grad_() if x is not None else None for x in arguments]
+    results = function(*given, **options)
+    generator = torch.Generator().manual_seed(seed)
+    total = 0
+    for x in results:
+        weights = torch.randn(x.shape, generator=generator).bfloat16().to(x)
+        total = total + (x * weights).double().sum()
+    inputs = [x for x in given if x is not None]
+    return torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("feature_map", ["elu+1", "relu", "identity"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gradients_agree_with_the_oracle(device, dtype, heads, feature_map, normalize):
+    q, k, v = make_qkv(Shape(1, *heads, 70, 16, 24), dtype, device)
+    if feature_map == "identity":
+        q, k = q.abs(), k.abs()
+    states = make_states(k, v)
+    arguments = [q, k, v, make_decay(k), states[0], states[1] if normalize else None]
+    options = dict(feature_map=feature_map, normalize=normalize, chunk_size=CHUNK, scale=0.2)
+    actual = gradients(ops.chunkwise_linear_attention, arguments, options)
+    expected = gradients(oracle.chunkwise_linear_attention, widened(arguments), options)
+    peer = gradients(oracle.chunkwise_linear_attention, arguments, options)
+    names = [n for n, x in zip(GRADIENTS, arguments, strict=True) if x is not None]
+    for name, a, e, p in zip(names, actual, expected, peer, strict=True):
+        if name == "log_decay" and dtype != torch.float32:
+            # Sums of differences between products of 16-bit gradients.
+            torch.testing.assert_close(a.double(), e, rtol=0, atol=2e-2 * e.abs().max().item())
+        else:
+            assert_close_to_reference(a, e, p, name)
+
+
+@pytest.mark.parametrize(
+    ("causal", "diagonal_once"), [(True, False), (False, False), (False, True)]
+)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+def test_gradcheck(device, causal, diagonal_once, normalize, decay):
+    q, k, v = make_qkv(Shape(1, 2, 1, 7, 3, 2), torch.float64, device)
+    states = (None, None)
+    if causal:
+        state, normalizer = make_states(k, v)
+        states = (state, normalizer if normalize else None)
+    decays = make_decay(k, decay == "token") - 0.1 if decay else None
+    arguments = [q, k, v, decays, *states]
+    given = [x.requires_grad_() for x in arguments if x is not None]
+
+    def call(*tensors):
+        found = iter(tensors)
+        filled = [None if x is None else next(found) for x in arguments]
+        out, state, normalizer = ops.chunkwise_linear_attention(
+            *filled, chunk_size=3, causal=causal, diagonal_once=diagonal_once, normalize=normalize,
+            scale=0.5,
+        )  # fmt: skip
+        return (out, state, normalizer) if normalize else (out, state)
+
+    assert torch.autograd.gradcheck(call, given)
+
+
+def test_a_second_derivative_is_refused(device):
+    q, k, v = make_qkv(Shape(1, 2, 1, 7, 4, 4), device=device)
+    out, _, _ = ops.chunkwise_linear_attention(q.requires_grad_(), k, v)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_an_input_with_a_tangent_is_refused(device):
+    q, k, v = make_qkv(Shape(1, 2, 1, 7, 4, 4), device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="jvp is not implemented"):
+            ops.chunkwise_linear_attention(dual, k, v)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_forward_and_backward_compile_into_one_graph_each(backend):
+    torch._dynamo.reset()
+
+    def attend(q, k, v, decay):
+        return ops.chunkwise_linear_attention(q * 1.0, k, v, decay, normalize=True)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for length in (33, 50, 128, 97):
+        q, k, v = make_qkv(Shape(1, 4, 2, length, 16, 16))
+        inputs = [x.requires_grad_() for x in (q, k, v, make_decay(k))]
+        expected, actual = attend(*inputs), compiled(*inputs)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        expected = torch.autograd.grad(expected, inputs, expected)
+        actual = torch.autograd.grad(actual, inputs, actual)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def wrong(**changes):
+    q, k, v = make_qkv(Shape(2, 4, 2, 10, 8, 6))
+    return dict(q=q, k=k, v=v) | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(chunk_size=0), "chunk_size must be >= 1, got 0"),
+        (dict(feature_map="softmax"), 'feature_map must be "elu.1", "relu" or "identity", got "so'),
+        (dict(diagonal_once=True), "diagonal_once must be False where causal is True"),
+        (dict(scale=float("nan")), "scale must be finite, got nan"),
+        (dict(k=torch.zeros(2, 2, 9, 8), v=torch.zeros(2, 2, 9, 6)), "k must have the length of q"),
+        (dict(log_decay=torch.tensor([-1.0, 0.5])), "log_decay must be <= 0, got 0.5"),
+        (dict(log_decay=torch.tensor([-1.0, torch.nan])), "log_decay must be <= 0, got -?nan"),
+        (dict(log_decay=torch.zeros(4)), r"log_decay must have shape \[2\], got \[4\]"),
+        (dict(log_decay=torch.zeros(2, 4, 10)), r"log_decay must have shape \[2, 2, 10\]"),
+        (dict(log_decay=torch.zeros(2, 2)), r"log_decay must be a strided tensor \[2\] or \[2, 2,"),
+        (dict(log_decay=torch.zeros(2).half()), "log_decay must be float32, got float16"),
+        (
+            dict(initial_state=torch.zeros(2, 2, 6, 8)),
+            r"initial_state must have shape \[2, 2, 8, 6\], got \[2, 2, 6, 8\]",
+        ),
+        (
+            dict(initial_state=torch.zeros(2, 2, 8, 6).double()),
+            "initial_state must be float32, got float64",
+        ),
+        (
+            dict(initial_state=torch.zeros(2, 2, 8, 6), causal=False),
+            "initial_state must be none where causal is False",
+        ),
+        (
+            dict(initial_normalizer=torch.zeros(2, 2, 8)),
+            "initial_normalizer must be none where normalize is False",
+        ),
+        (
+            dict(initial_state=torch.zeros(2, 2, 8, 6), normalize=True),
+            "must come together where normalize is True, got only initial_state",
+        ),
+        (
+            dict(
+                initial_state=torch.zeros(2, 2, 8, 6),
+                initial_normalizer=torch.zeros(2, 2, 6),
+                normalize=True,
+            ),
+            r"initial_normalizer must have shape \[2, 2, 8\], got \[2, 2, 6\]",
+        ),
+    ],
+)
+def test_wrong_arguments(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ops.chunkwise_linear_attention(**wrong(**changes))
+
+
+def test_wrong_gradients():
+    q, k, v = make_qkv(Shape(1, 2, 1, 10, 8, 6))
+    out, state, _ = ops.chunkwise_linear_attention(q, k, v)
+    settings = ("elu+1", 64, True, False, False)
+    given = (q, k, v, None, None, None)
+    backward = ops.chunkwise_linear_attention_backward
+    with pytest.raises(ValueError, match="grad_out must have shape"):
+        backward(*given, out[:, :, 1:], state, None, *settings)
+    with pytest.raises(ValueError, match="grad_out must have dtype and device of q"):
+        backward(*given, out.half(), state, None, *settings)
+    with pytest.raises(ValueError, match="grad_state must have shape"):
+        backward(*given, out, state.transpose(2, 3), None, *settings)
+    with pytest.raises(ValueError, match="grad_normalizer must have shape"):
+        backward(*given, out, None, state[..., 0], *settings)
+
+
+def test_output_layout_lets_models_reshape_without_a_copy(device):
+    for causal in (True, False):
+        q, k, v = make_qkv(Shape(2, 4, 2, 20, 16, 24), device=device)
+        out, _, _ = ops.chunkwise_linear_attention(q, k, v, causal=causal)
+        assert out.transpose(1, 2).is_contiguous()
