@@ -239,7 +239,7 @@ def test_a_model_may_be_called_inside_of_its_own_hook(llama, ids):
     assert cache.get_seq_length() == 72
 
 
-def test_a_cache_that_cannot_be_put_back_is_refused_until_it_is_reset(llama, ids):
+def test_a_static_cache_is_refused_after_a_failed_forward_until_it_is_reset(llama, ids):
     def fail(*_):
         raise KeyError("user code")
 

@@ -98,7 +98,7 @@ def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implem
         assert_same_cache(caches[1], caches[0])
 
 
-def test_the_code_of_inductor(llama, prompt):
+def test_the_code_of_inductor_with_a_static_cache(llama, prompt):
     with enable(llama, strict=True, **RECALL):
         logits = []
         for model in (llama, compiled(llama, "inductor")):
@@ -140,16 +140,16 @@ def test_calls_without_a_cache(llama, ids, make_ids, call, how):
         torch.testing.assert_close(one, expected, **CLOSE)
 
 
-def test_candidates_are_dense_in_a_graph_too(llama, prompt):
+@pytest.mark.parametrize("cache", ["ours", "static"])
+def test_candidates_are_dense_in_a_graph_too(llama, prompt, cache):
     with enable(llama, **SPARSE):
-        for kind in ("ours", "static"):
-            logits = []
-            for model in (llama, compiled(llama)):
-                cache = CACHES[kind](llama)
-                model(prompt[:, :40], past_key_values=cache)
-                more = prompt[:, 40:80]
-                logits.append(model(more, past_key_values=cache, logits_to_keep=6).logits)
-            torch.testing.assert_close(*logits, **CLOSE)
+        logits = []
+        for model in (llama, compiled(llama)):
+            filled = CACHES[cache](llama)
+            model(prompt[:, :40], past_key_values=filled)
+            more = prompt[:, 40:80]
+            logits.append(model(more, past_key_values=filled, logits_to_keep=6).logits)
+    torch.testing.assert_close(*logits, **CLOSE)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -102,7 +102,9 @@ def test_every_row_is_what_it_is_alone(build, make_batch, sparse_layers, name, s
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", MODELS)
 def test_with_room_for_everything_it_equals_stock(build, make_batch, sparse_layers, name, side):
-    model, batch = build(name), make_batch(side)
+    # Some versions of transformers run Gemma 2 with sdpa, which drops its soft cap.
+    model = build(name, "eager" if name == "gemma2" else None)
+    batch = make_batch(side)
     stock = model(**batch.arguments).logits
     with enable(model, strict=True, **EXACT):
         ours = model(**batch.arguments).logits
