@@ -1,4 +1,4 @@
-// Chooses the instruction set of the CPU kernels, once a process.
+// Chooses the instruction set of the CPU kernels, once a process; AMX only while oneDNN is enabled.
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -78,7 +78,9 @@ const CpuKernels& cpu_kernels() {
     const char* name = std::getenv("H2O_PREFILL_ISA");
     return name && *name ? named(name) : fastest();
   }();
-  return chosen;
+  // Users turn oneDNN off at any time, and AMX with it.
+  static const CpuKernels without_amx = chosen.gemm ? named("avx512_bf16") : chosen;
+  return chosen.gemm && !amx_enabled() ? without_amx : chosen;
 }
 
 }  // namespace h2o_prefill

@@ -83,8 +83,13 @@ def test_operators_have_cpu_kernels() -> None:
     operators = environment.operators()
     assert "cpu" in operators["chunked_sparse_attention"]
     assert all(devices for devices in operators.values())
-    # These two are a few of PyTorch's own operators on every device but the CPU.
-    composed = {"accumulate_scores_", "advance_position_"}
+    # These are some of PyTorch's own operators on every device but the CPU.
+    composed = {
+        "accumulate_scores_",
+        "advance_position_",
+        "chunkwise_linear_attention",
+        "chunkwise_linear_attention_backward",
+    }
     with_cuda = {name for name, devices in operators.items() if "cuda" in devices}
     assert with_cuda == (set(operators) - composed if environment.has_cuda() else set())
 

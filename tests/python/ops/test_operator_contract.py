@@ -277,3 +277,13 @@ def test_exports():
         program = torch.export.export(Prefill(), (q, k, v), dynamic_shapes=({2: length},) * 3)
     longer = make_qkv(Shape(1, 4, 2, 77, 16, 16))
     torch.testing.assert_close(program.module()(*longer), prefill(*longer))
+
+
+def test_bfloat16_while_onednn_is_disabled():
+    """AMX products are oneDNN's, and whoever turns it off must still get a result."""
+    q, k, v = make_qkv(Shape(1, 4, 2, 200, 64), torch.bfloat16)
+    expected = ops.intra_chunk_attention(q, k, v, 128)[0]
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.ops.h2o_prefill.cpu_isa() != "amx"
+        found = ops.intra_chunk_attention(q, k, v, 128)[0]
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
