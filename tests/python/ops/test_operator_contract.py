@@ -281,7 +281,7 @@ def test_exports():
 
 def test_bfloat16_while_onednn_is_disabled():
     """AMX products are oneDNN's, and whoever turns it off must still get a result."""
-    q, k, v = make_qkv(Shape(1, 4, 2, 200, 64), torch.bfloat16)
+    q, k, v = make_qkv(Shape(1, 4, 2, 200, 64, 64), torch.bfloat16)
     expected = ops.intra_chunk_attention(q, k, v, 128)[0]
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.ops.h2o_prefill.cpu_isa() != "amx"
