@@ -37,10 +37,10 @@ def begin_forward(run: Run, mask: Any, compiled: bool) -> None:
     position = run.cache.position_for(new) if static else None
     past = run.past if position is None else int(position[0]) if new > 1 else 0
     is_2d = isinstance(mask, Tensor) and mask.ndim == 2
-    unpadded = not is_2d or ((new > 1 or not static) and is_unpadded(mask, past + new))
+    unpadded = is_2d and (new > 1 or not static) and is_unpadded(mask, past + new)
     if is_2d and not unpadded and not static:
         return  # Rows with padding are attended to one by one, by their lengths.
-    if isinstance(mask, Tensor) and not (is_2d and unpadded):
+    if isinstance(mask, Tensor) and not unpadded:
         run.mask_reason = MASKED
     candidates = run.candidates_in(past, new)
     sparse = new > 1 and config.is_sparse_call(past, new - candidates)
@@ -77,8 +77,6 @@ def end_forward(run: Run, failed: bool) -> None:
         If the model was enabled strictly and a graph attended densely to a long call.
     """
     call = run.call
-    graph.call = None if run.outer is None else run.outer.call
-    graph.layer = None
     if call is None or run.tokens is None or failed:
         return
     layers = getattr(run.cache, "layers", None) or []

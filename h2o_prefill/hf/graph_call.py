@@ -31,7 +31,8 @@ class GraphCall:
     cached : bool
         Whether the model was given a cache.
     unpadded : bool
-        Whether a mask of two dimensions hides nothing.
+        Whether the model was called with a mask of two dimensions that hides nothing, so that the
+        graph leaves it out.
     plain : bool
         Whether no mask means plain causal attention, since our mask function made none before the
         forward.
@@ -44,6 +45,8 @@ class GraphCall:
     outcomes : list of (int, str or None)
         Layers that the graph attended in, and why they were dense: empty if by design, None if they
         were not.
+    hidden : list of Tensor
+        bool: whether the graph left out a mask that hides something after all.
     """
 
     config: PrefillConfig
@@ -57,6 +60,7 @@ class GraphCall:
     recall: RecallLists = NO_RECALL
     position: Tensor | None = None
     outcomes: list[tuple[int, str | None]] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
 
 
 # `call`: the forward that is under way in this thread, None if it cannot be in a graph. `layer`:

@@ -129,10 +129,11 @@ def before_forward(
         # Whoever passes no cache verifies no candidates.
         arguments.update(changed, logits_to_keep=None)
     run.add_arguments(arguments)
-    if compiled and run.bare and run.input_ids is not None and hook.takes("attention_mask"):
-        # Else transformers reckons with packed sequences.
-        changed["attention_mask"] = torch.ones_like(run.input_ids)
-        run.bare = False
+    bare = run.cache is arguments["attention_mask"] is arguments["position_ids"] is None
+    if compiled and bare and run.tokens is not None and hook.takes("attention_mask"):
+        # Else transformers looks for packed sequences.
+        shape, device = run.tokens.shape[:2], run.tokens.device
+        changed["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=device)
     begin_forward(run, {**arguments, **changed}["attention_mask"], compiled)
     for name, value in changed.items():
         args, kwargs = hook.replace(args, kwargs, name, value)

@@ -50,7 +50,10 @@ def mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
     forward : GraphCall
         What is known of the forward.
     """
-    given = None if forward.unpadded else arguments["attention_mask"]
+    given = arguments["attention_mask"]
+    if given is not None and forward.unpadded:
+        forward.hidden.append(_hides_keys(given, arguments["q_offset"] + arguments["q_length"]))
+        given = None
     changed = {"attention_mask": given, "allow_is_causal_skip": False}
     mask = sdpa_mask(**{**arguments, **changed})
     assert mask is not None
@@ -125,6 +128,12 @@ def _why_dense(call: Call, forward: GraphCall, layer: Layer) -> str | None:
             return "the layers of this cache keep no state of sparse prefill"
         return None if call.new == call.key.shape[2] else MASKED
     return None if layer.values is call.value else OTHER_VALUES
+
+
+def _hides_keys(mask: Tensor, length: int | Tensor) -> Tensor:
+    """Return whether a mask [B, T] hides one of the first keys, which its model may have changed."""
+    seen = torch.arange(mask.shape[1], device=mask.device) < length
+    return (seen & ~mask.bool()).any()
 
 
 def _mask_of(call: Call, layer: Layer) -> Tensor:

@@ -35,10 +35,6 @@ GRADIENTS = (
     "attention_mask holds padding while gradients are on; run under torch.no_grad() or "
     "torch.inference_mode()"
 )
-PACKED = (
-    "a compiled model without a cache and without attention_mask is taken for one of packed "
-    "sequences by transformers; pass attention_mask=torch.ones_like(input_ids)"
-)
 NOT_CAUSAL = "the attention mask is not plain causal (packed sequences, or an overlaid mask)"
 
 
@@ -87,11 +83,11 @@ def h2o_prefill_mask(
     forward = call_in_graph()
     if forward is not None:
         return mask_in_graph(arguments, forward)
-    return _mask(arguments, torch.compiler.is_dynamo_compiling())
+    return _mask(arguments)
 
 
 @torch.compiler.disable
-def _mask(arguments: dict[str, Any], compiled: bool) -> Any:
+def _mask(arguments: dict[str, Any]) -> Any:
     config, attention_mask = arguments.get("config"), arguments["attention_mask"]
     run = current_run(config)
     make = _previous_mask_function(run, config)
@@ -120,7 +116,7 @@ def _mask(arguments: dict[str, Any], compiled: bool) -> Any:
             if padding is not None and padding.has_long_row(run.settings.config):
                 return None
     elif run is not None and arguments["mask_function"] is not causal_mask_function and shows_all:
-        run.mask_reason = PACKED if compiled and run.bare else NOT_CAUSAL
+        run.mask_reason = NOT_CAUSAL
     mask = make(**arguments)
     if mask is None and ends_differ:
         # A static cache with free places: this None is top-left causal, which ours is not.

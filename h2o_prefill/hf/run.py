@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.forwards import Forward, begin, end, is_on_stack
-from h2o_prefill.hf.graph_call import GraphCall
+from h2o_prefill.hf.graph_call import GraphCall, graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.rollback import CacheSnapshot, check_usable
@@ -22,6 +22,10 @@ from h2o_prefill.hf.static import StaticPrefillCache
 from h2o_prefill.hf.token_history import KeepsTokenIds
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
+OWN_PADDING = (
+    "h2o_prefill: in its compiled graph the model masks padding that the attention_mask it was "
+    "called with does not have; pass the mask with this padding as attention_mask"
+)
 
 _current: ContextVar[Run | None] = ContextVar("h2o_prefill_run", default=None)
 
@@ -44,8 +48,6 @@ class Run:
         The cache that the caller passed.
     candidates : int
         Tokens at the end of this forward that assisted decoding verifies.
-    bare : bool
-        Whether the model was given neither a cache nor a mask nor positions.
     call : GraphCall or None
         What a compiled graph is told of this forward.
     plain : set of (int, int)
@@ -73,7 +75,6 @@ class Run:
         self.input_ids: Tensor | None = None
         self.cache: Any = None
         self.candidates = 0
-        self.bare = False
         self.call: GraphCall | None = None
         self.plain: set[tuple[int, int]] = set()
         self.paddings: dict[int, Padding] = {}
@@ -95,9 +96,6 @@ class Run:
         cache = arguments["past_key_values"]
         if cache is None:
             cache = arguments["past_key_value"]
-        if len(self.modules) == 1:
-            given = (cache, arguments["attention_mask"], arguments["position_ids"])
-            self.bare = all(x is None for x in given)
         if cache is not None and isinstance(kept, int) and kept > 1:
             # Assisted decoding asks for the logits of the last token and of every candidate.
             self.candidates = kept - 1
@@ -183,13 +181,23 @@ class Run:
         return self._shared[key]
 
     def finish(self, failed: bool) -> None:
-        """Undo what a failed forward did to the cache, or keep the ids of a good one."""
+        """Undo what a failed forward did to the cache, or keep the ids of a good one.
+
+        Raises
+        ------
+        RuntimeError
+            If a graph left out a mask that the model needed.
+        """
+        hidden = not failed and self.call is not None and any(self.call.hidden)
+        failed = failed or hidden
         if not failed and not is_traced():
             self._report_short_calls()
         if failed and self._snapshot is not None:
             self._snapshot.restore()
         elif isinstance(self.cache, KeepsTokenIds):
             self.cache.append_token_ids(self.input_ids)
+        if hidden:
+            raise RuntimeError(OWN_PADDING)
 
     def _report_short_calls(self) -> None:
         """Say it if a prompt came in calls that are all too short to be sparse."""
@@ -277,6 +285,7 @@ def _is_running(wanted: FrameType | None) -> bool:
 
 def _close(run: Run, failed: bool) -> None:
     _current.set(run.outer)
+    graph.call, graph.layer = None if run.outer is None else run.outer.call, None
     try:
         run.finish(failed)
     finally:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
 from h2o_prefill.hf import ChunkedPrefillLayer
@@ -180,6 +180,59 @@ def test_a_mask_of_ones_and_padding_in_a_static_cache(llama, make_ids):
             ours = call(model, padded)
     torch.testing.assert_close(ours[1], stock[1], **CLOSE)
     torch.testing.assert_close(ours[0, 20:], stock[0, 20:], **CLOSE)
+
+
+class MasksItself(LlamaForCausalLM):
+    """Takes the padding from the ids, whatever mask the caller passes."""
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        mask = (input_ids != self.config.pad_token_id).long()
+        return super().forward(input_ids, attention_mask=mask, **kwargs)
+
+
+@pytest.fixture
+def masks_itself(llama):
+    model = MasksItself(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    return model
+
+
+@pytest.fixture
+def padded_ids(llama, make_ids):
+    ids = make_ids(2, 72)
+    ids[0, :20] = llama.config.pad_token_id
+    return ids
+
+
+def test_a_mask_that_the_model_makes_in_its_graph_is_kept(masks_itself, padded_ids):
+    def call(model, ids):
+        cache = StaticCache(config=masks_itself.config, max_cache_len=80)
+        return model(ids, past_key_values=cache).logits
+
+    stock = call(masks_itself, padded_ids)
+    with enable(masks_itself, **SPARSE), pytest.warns(UserWarning, match="custom attention mask"):
+        ours = call(compiled(masks_itself), padded_ids)
+    torch.testing.assert_close(ours[1], stock[1], **CLOSE)
+    torch.testing.assert_close(ours[0, 20:], stock[0, 20:], **CLOSE)
+
+
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
+def test_padding_that_a_left_out_mask_would_hide_is_refused(
+    masks_itself, padded_ids, make_ids, cache
+):
+    """With a mask of ones from the caller, or from us, graphs make no mask."""
+    with enable(masks_itself, **SPARSE):
+        kwargs = {"attention_mask": torch.ones_like(padded_ids)}
+        kwargs = {"use_cache": False} if cache is None else kwargs
+        past = CACHES[cache](masks_itself) if cache else None
+        model = compiled(masks_itself)
+        with pytest.raises(RuntimeError, match="pass the mask with this padding"):
+            model(padded_ids, past_key_values=past, **kwargs)
+        if cache == "dynamic":
+            assert past.get_seq_length() == 0
+        past, ids = CACHES[cache](masks_itself) if cache else None, make_ids(2, 72)
+        ours = model(ids, past_key_values=past, **kwargs).logits
+        torch.testing.assert_close(ours, masks_itself(ids, use_cache=False).logits, **CLOSE)
 
 
 def test_what_a_graph_cannot_do_sparsely_is_dense_and_said(build, ids):
