@@ -13,8 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..config import PrefillConfig
 from ..hf import enable
+from ..hf.attention_call import Call
 from ..hf.dense import dense_attention
-from ..hf.eligibility import Call, dense_reason
+from ..hf.eligibility import dense_reason
 from ..hf.mask_function import h2o_prefill_mask
 from ..hf.names import NAME as SPARSE_NAME
 from ..hf.run import current_run

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, StaticCache
 
 from ..hf import NAME, ChunkedPrefillCache, enable, register
+from ..hf.attention_call import Call
 from ..hf.attention_function import h2o_prefill_attention
-from ..hf.eligibility import Call, dense_reason, layer_type
+from ..hf.eligibility import dense_reason
+from ..hf.layer_kinds import layer_type
 from ..hf.run import current_run
 from .tiny_model import CannotBuild, TinyModel, build_tiny, model_classes, random_prompt
 

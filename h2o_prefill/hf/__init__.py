@@ -7,6 +7,7 @@
 | mask_function.py | what transformers calls to make a mask |
 | attention_function.py | what transformers calls to attend |
 | in_graph.py, graph_call.py | what these two are in a compiled graph, and what it is told |
+| attention_call.py, layer_kinds.py | one call to attend, and the kind of its layer |
 | eligibility.py | when a call is sparse |
 | padding.py | where the rows of a padded batch lie |
 | sparse.py, dense.py | the two ways that a call can go |

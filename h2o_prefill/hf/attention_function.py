@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.dense import dense_attention
-from h2o_prefill.hf.eligibility import Call, dense_reason
+from h2o_prefill.hf.eligibility import dense_reason
 from h2o_prefill.hf.graph_call import call_in_graph
 from h2o_prefill.hf.in_graph import attend_in_graph
 from h2o_prefill.hf.run import current_run

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from h2o_prefill.hf.eligibility import Call
+from h2o_prefill.hf.attention_call import Call
 
 
 def hide_other_keys(call: Call, mask: Any) -> Any:

@@ -25,14 +25,10 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
+from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.chosen_keys import hide_other_keys
-from h2o_prefill.hf.eligibility import (
-    INDEX_ARGUMENTS,
-    Call,
-    is_causal,
-    needs_gradients,
-    wants_weights,
-)
+from h2o_prefill.hf.eligibility import INDEX_ARGUMENTS, needs_gradients, wants_weights
+from h2o_prefill.hf.layer_kinds import is_causal
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.run import Run
 from h2o_prefill.hf.settings import switched_from

@@ -7,154 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
-from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.padding import CONTINUES, Padding
-from h2o_prefill.hf.run import Run, is_traced
+from h2o_prefill.config import LAYER_FIELDS
+from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.layer_kinds import WINDOWED, is_causal, layer_type, window_of
+from h2o_prefill.hf.padding import CONTINUES
+from h2o_prefill.hf.run import is_traced
 from h2o_prefill.hf.static import StaticPrefillLayer
 from h2o_prefill.hf.token_history import KeepsTokenIds
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
-
-# Kinds of layers that attend as full ones do to a prompt that their window holds.
-_WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
-
-# Kinds of layers that are never sparse, or but for such prompts, as the user reads of them.
-_IN_WORDS = {
-    "sliding_attention": "sliding",
-    "hybrid_sliding": "sliding",
-    "reference_sliding_attention": "sliding",
-    "chunked_attention": "chunked",
-    "indexed_attention": "of keys that the model chooses itself",
-    "minimax_m3_sparse": "of keys that the model chooses itself",
-    "compressed_sparse_attention": "to compressed keys",
-    "heavily_compressed_attention": "to compressed keys",
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the attention function.
-
-    Attributes
-    ----------
-    module : nn.Module
-        The attention layer.
-    query, key, value : Tensor
-        [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv].
-    mask : object
-        What the mask function, or the user, made.
-    dropout : float
-        Dropout probability.
-    kwargs : dict
-        Everything else that the model passed.
-    config : PrefillConfig
-        Of the enabled model.
-    run : Run or None
-        The forward that this call belongs to; None if the model was never enabled.
-    """
-
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Any
-    dropout: float
-    kwargs: dict[str, Any]
-    config: PrefillConfig
-    run: Run | None
-
-    @property
-    def new(self) -> int:
-        """Tokens of this call, Tq."""
-        return self.query.shape[2]
-
-    @property
-    def total(self) -> int:
-        """Tokens up to the last of this call; behind them are the free places of a static cache."""
-        length = self.key.shape[2]
-        if self.run is None or self.mask is not None or not is_causal(self.module, self.kwargs):
-            return length
-        return self.run.filled.get(length, length)
-
-    @property
-    def past(self) -> int:
-        """Tokens before this call."""
-        return self.total - self.new
-
-    @property
-    def held(self) -> tuple[Tensor, Tensor]:
-        """Key and value without free places."""
-        total = self.total
-        if total == self.key.shape[2]:
-            return self.key, self.value
-        return self.key[:, :, :total], self.value[:, :, :total]
-
-    @property
-    def candidates(self) -> int:
-        """Tokens at the end of this call that assisted decoding verifies: always densely."""
-        return 0 if self.run is None else self.run.candidates_in(self.past, self.new)
-
-    @property
-    def prompt_rows(self) -> int:
-        """Tokens of this call before the candidates."""
-        return self.new - self.candidates
-
-    @property
-    def layer(self) -> int | None:
-        """The number of the layer. None if it has none: Zamba's share a module, numbered -1."""
-        index = getattr(self.module, "layer_idx", None)
-        return index if isinstance(index, int) and index >= 0 else None
-
-    @property
-    def cache_layer(self) -> ChunkedPrefillLayer | StaticPrefillLayer | None:
-        """The layer of a cache of ours, if the caller passed one and it holds the keys.
-
-        Multi-head latent attention caches latents, one for each key.
-        """
-        if self.run is None:
-            return None
-        layer = self.run.layer_of(self.module)
-        if getattr(layer, "keys", None) is not self.key:
-            # Recurrent models have several cache layers for one module.
-            layers = getattr(self.run.cache, "layers", None) or ()
-            holders = (other for other in layers if getattr(other, "keys", None) is self.key)
-            layer = next(holders, layer)
-        if isinstance(layer, StaticPrefillLayer):
-            return layer if layer.keys is self.key else None
-        if not isinstance(layer, ChunkedPrefillLayer):
-            return None
-        return layer if layer.get_seq_length() == self.key.shape[2] else None
-
-    @property
-    def padding(self) -> Padding | None:
-        """Where the rows lie, if the mask that was asked for is that of a padded batch.
-
-        Other attention of the same forward, such as that to the states of an encoder, may be of the
-        same size.
-        """
-        padding = None if self.run is None else self.run.paddings.get(self.new)
-        sizes = (self.query.shape[0], self.new, self.key.shape[2])
-        if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
-            return None
-        return padding if is_causal(self.module, {}) else None
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """Attention sinks [Hq], one more logit of each query head's softmax."""
-        return self.kwargs.get("s_aux")
-
-    @property
-    def softcap(self) -> float:
-        """The bound of the logits; 0: none."""
-        return self.kwargs.get("softcap") or 0.0
-
-    def given(self, *names: str) -> bool:
-        """Return whether the model passed one of these arguments."""
-        return any(self.kwargs.get(name) is not None for name in names)
 
 
 @dataclass(frozen=True)
@@ -173,131 +36,12 @@ class Rule:
     reason: str | Callable[[Call], str] = ""
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is an attention layer, or a part of one."""
-    name = type(module).__name__
-    return any(word in name for word in ("Attention", "Attn", "MLA"))
-
-
-def is_cross_attention(module: nn.Module, path: str = "") -> bool:
-    """Return whether a layer attends to the keys of something else, such as an image.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The attention layer.
-    path : str
-        Its qualified name in the model, which tells where its class serves both kinds.
-    """
-    parts = [type(module).__name__, *path.split(".")]
-    return bool(getattr(module, "is_cross_attention", False)) or any(
-        "cross" in part.lower() or part in ("encoder_attn", "EncDecAttention") for part in parts
-    )
-
-
-def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether a layer is causal: the argument if given, else what module and config say."""
-    if is_cross_attention(module):
-        return False
-    given = kwargs.get("is_causal")
-    if given is not None:
-        return bool(given)
-    config = getattr(module, "config", None)
-    return bool(getattr(module, "is_causal", True)) and bool(getattr(config, "is_causal", True))
-
-
-def layer_type(module: nn.Module) -> str:
-    """Return the kind of an attention layer, in the words of a config's `layer_types`.
-
-    Llama 4 marks its chunked layers nowhere else; Mistral and Phi 3 have no `layer_types` and one
-    window for all layers.
-    """
-    config = getattr(module, "config", None)
-    types = getattr(config, "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    if types is not None and isinstance(index, int) and 0 <= index < len(types):
-        kind = str(types[index])
-        if kind == "hybrid":  # Attention of the usual kind, beside a recurrence.
-            kind = "full_attention"
-    elif getattr(config, "sliding_window", None) is not None:
-        kind = "sliding_attention"
-    elif getattr(config, "attention_chunk_size", None) is not None:
-        kind = "chunked_attention"
-    else:
-        kind = "full_attention"
-    # Exaone 4 gives its window to every layer, and a flag.
-    windowed = getattr(module, "is_sliding", True) and getattr(module, "sliding_window", None)
-    if kind == "full_attention" and windowed:
-        return "sliding_attention"
-    return kind
-
-
-def window_of(module: nn.Module) -> int | None:
-    """Return how many keys a query of a sliding or chunked layer sees, None for other kinds."""
-    kind = layer_type(module)
-    if kind not in _WINDOWED:
-        return None
-    name = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
-    config = getattr(module, "config", None)
-    window = getattr(module, name, None) or getattr(config, name, None)
-    return window if isinstance(window, int) else None
-
-
-def attends_to_tokens_alone(module: nn.Module) -> bool:
-    """Return whether a layer is of a kind that adds nothing to the mask that it is given.
-
-    DeepSeek V4 adds what hides compressed keys to that of its window, if there is one.
-    """
-    return layer_type(module) in ("full_attention", "linear_attention", *_WINDOWED)
-
-
-def chooses_keys(module: nn.Module) -> bool:
-    """Return whether a layer reads its mask to choose keys, as those of DSA and Doge do."""
-    return getattr(module, "indexer", None) is not None or hasattr(module, "prepare_dynamic_mask")
-
-
-def can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
-    """Return whether some calls of an attention layer are sparse, by what kind it is of."""
-    if not is_causal(module, {}):
-        return False
-    window = window_of(module)
-    if window is not None:
-        return window > config.chunk_size and config.is_long_call(0, window)
-    return layer_type(module) == "full_attention"
-
-
-def why_none_sparse(
-    layers: list[nn.Module], config: PrefillConfig, encoder_decoder: bool = False
-) -> str | None:
-    """Return why no layer of a model can be sparse; None if one can.
-
-    Parameters
-    ----------
-    layers : list of nn.Module
-        Its attention layers.
-    config : PrefillConfig
-        How to prefill.
-    encoder_decoder : bool
-        Whether it has an encoder and a decoder.
-    """
-    if any(can_be_sparse(layer, config) for layer in layers):
-        return None
-    # Each once, in the order of the layers.
-    return " or ".join(dict.fromkeys(_in_words(layer, encoder_decoder) for layer in layers))
-
-
-def _in_words(module: nn.Module, encoder_decoder: bool) -> str:
-    if not is_causal(module, {}):
-        return "that of an encoder-decoder" if encoder_decoder else "not causal"
-    return _IN_WORDS.get(layer_type(module), layer_type(module))
-
-
 def _is_windowed(call: Call) -> bool:
     """Return whether a layer is of another kind than full attention, and attends otherwise."""
     kind = layer_type(call.module)
     if kind == "full_attention" and not call.given("sliding_window"):
         return False
-    if kind not in ("full_attention", *_WINDOWED) or call.run is None:
+    if kind not in ("full_attention", *WINDOWED) or call.run is None:
         return True
     given = call.kwargs.get("sliding_window")
     return not call.run.windows_show_all or (given is not None and given < call.key.shape[2])

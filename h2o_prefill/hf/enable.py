@@ -8,7 +8,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
-from h2o_prefill.hf.eligibility import (
+from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
+from h2o_prefill.hf.forwards import close, switching
+from h2o_prefill.hf.hooks import ForwardHook, handle_of
+from h2o_prefill.hf.layer_kinds import (
     attends_to_tokens_alone,
     can_be_sparse,
     chooses_keys,
@@ -17,9 +20,6 @@ from h2o_prefill.hf.eligibility import (
     why_none_sparse,
     window_of,
 )
-from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
-from h2o_prefill.hf.forwards import close, switching
-from h2o_prefill.hf.hooks import ForwardHook, handle_of
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.registration import register
 from h2o_prefill.hf.run import discard_runs

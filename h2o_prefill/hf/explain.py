@@ -9,14 +9,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from h2o_prefill.hf.eligibility import (
-    NOT_ENABLED,
-    can_be_sparse,
-    is_attention,
-    layer_type,
-    window_of,
-)
+from h2o_prefill.hf.eligibility import NOT_ENABLED
 from h2o_prefill.hf.hooks import handle_of
+from h2o_prefill.hf.layer_kinds import can_be_sparse, is_attention, layer_type, window_of
 from h2o_prefill.hf.names import NAME
 
 

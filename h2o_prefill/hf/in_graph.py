@@ -16,8 +16,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
+from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.dense import EAGER_ONLY, as_additive, eager_function
-from h2o_prefill.hf.eligibility import LAYER_RULES, OTHER_VALUES, Call, dense_reason
+from h2o_prefill.hf.eligibility import LAYER_RULES, OTHER_VALUES, dense_reason
 from h2o_prefill.hf.graph_call import MASKED, GraphCall, graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.sparse import in_autocast_dtype, with_candidates
@@ -131,7 +132,7 @@ def _why_dense(call: Call, forward: GraphCall, layer: Layer) -> str | None:
 
 
 def _hides_keys(mask: Tensor, length: int | Tensor) -> Tensor:
-    """Return whether a mask [B, T] hides one of the first keys, which its model may have changed."""
+    """Return whether a mask [B, T], perhaps one that the model made, hides one of the first keys."""
     seen = torch.arange(mask.shape[1], device=mask.device) < length
     return (seen & ~mask.bool()).any()
 

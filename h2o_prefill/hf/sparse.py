@@ -7,7 +7,7 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.functional import RecallLists, sparse_attention
-from h2o_prefill.hf.eligibility import Call
+from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Span, is_long_row
 from h2o_prefill.hf.recall import ALL_ROWS, recall_of

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
-from h2o_prefill.hf.eligibility import Call, dense_reason
+from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.eligibility import dense_reason
 from h2o_prefill.hf.run import Run
 from h2o_prefill.hf.settings import Settings
 

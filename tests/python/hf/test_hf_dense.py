@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import PrefillConfig, enable, ops
+from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.dense import dense_attention
-from h2o_prefill.hf.eligibility import Call
 from h2o_prefill.hf.run import Run
 from h2o_prefill.hf.settings import Settings
 

@@ -1,0 +1,137 @@
+"""One call of the attention function, and what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.layer_kinds import is_causal
+from h2o_prefill.hf.padding import Padding
+from h2o_prefill.hf.run import Run
+from h2o_prefill.hf.static import StaticPrefillLayer
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the attention function.
+
+    Attributes
+    ----------
+    module : nn.Module
+        The attention layer.
+    query, key, value : Tensor
+        [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv].
+    mask : object
+        What the mask function, or the user, made.
+    dropout : float
+        Dropout probability.
+    kwargs : dict
+        Everything else that the model passed.
+    config : PrefillConfig
+        Of the enabled model.
+    run : Run or None
+        The forward that this call belongs to; None if the model was never enabled.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    dropout: float
+    kwargs: dict[str, Any]
+    config: PrefillConfig
+    run: Run | None
+
+    @property
+    def new(self) -> int:
+        """Tokens of this call, Tq."""
+        return self.query.shape[2]
+
+    @property
+    def total(self) -> int:
+        """Tokens up to the last of this call; behind them are the free places of a static cache."""
+        length = self.key.shape[2]
+        if self.run is None or self.mask is not None or not is_causal(self.module, self.kwargs):
+            return length
+        return self.run.filled.get(length, length)
+
+    @property
+    def past(self) -> int:
+        """Tokens before this call."""
+        return self.total - self.new
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Key and value without free places."""
+        total = self.total
+        if total == self.key.shape[2]:
+            return self.key, self.value
+        return self.key[:, :, :total], self.value[:, :, :total]
+
+    @property
+    def candidates(self) -> int:
+        """Tokens at the end of this call that assisted decoding verifies: always densely."""
+        return 0 if self.run is None else self.run.candidates_in(self.past, self.new)
+
+    @property
+    def prompt_rows(self) -> int:
+        """Tokens of this call before the candidates."""
+        return self.new - self.candidates
+
+    @property
+    def layer(self) -> int | None:
+        """The number of the layer. None if it has none: Zamba's share a module, numbered -1."""
+        index = getattr(self.module, "layer_idx", None)
+        return index if isinstance(index, int) and index >= 0 else None
+
+    @property
+    def cache_layer(self) -> ChunkedPrefillLayer | StaticPrefillLayer | None:
+        """The layer of a cache of ours, if the caller passed one and it holds the keys.
+
+        Multi-head latent attention caches latents, one for each key.
+        """
+        if self.run is None:
+            return None
+        layer = self.run.layer_of(self.module)
+        if getattr(layer, "keys", None) is not self.key:
+            # Recurrent models have several cache layers for one module.
+            layers = getattr(self.run.cache, "layers", None) or ()
+            holders = (other for other in layers if getattr(other, "keys", None) is self.key)
+            layer = next(holders, layer)
+        if isinstance(layer, StaticPrefillLayer):
+            return layer if layer.keys is self.key else None
+        if not isinstance(layer, ChunkedPrefillLayer):
+            return None
+        return layer if layer.get_seq_length() == self.key.shape[2] else None
+
+    @property
+    def padding(self) -> Padding | None:
+        """Where the rows lie, if the mask that was asked for is that of a padded batch.
+
+        Other attention of the same forward, such as that to the states of an encoder, may be of the
+        same size.
+        """
+        padding = None if self.run is None else self.run.paddings.get(self.new)
+        sizes = (self.query.shape[0], self.new, self.key.shape[2])
+        if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
+            return None
+        return padding if is_causal(self.module, {}) else None
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Attention sinks [Hq], one more logit of each query head's softmax."""
+        return self.kwargs.get("s_aux")
+
+    @property
+    def softcap(self) -> float:
+        """The bound of the logits; 0: none."""
+        return self.kwargs.get("softcap") or 0.0
+
+    def given(self, *names: str) -> bool:
+        """Return whether the model passed one of these arguments."""
+        return any(self.kwargs.get(name) is not None for name in names)
