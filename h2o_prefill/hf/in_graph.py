@@ -132,7 +132,7 @@ def _why_dense(call: Call, forward: GraphCall, layer: Layer) -> str | None:
 
 
 def _hides_keys(mask: Tensor, length: int | Tensor) -> Tensor:
-    """Return whether a mask [B, T], perhaps one that the model made, hides one of the first keys."""
+    """Return whether a mask [B, T], perhaps made by the model, hides one of the first keys."""
     seen = torch.arange(mask.shape[1], device=mask.device) < length
     return (seen & ~mask.bool()).any()
 
