@@ -26,6 +26,7 @@ set(H2O_HOST_SOURCES
     kernels/composite/linear_scan.cpp
     kernels/composite/memory_attention.cpp
     kernels/composite/merge_states.cpp
+    kernels/composite/recall_at_position.cpp
     kernels/composite/select_memory.cpp
     ops/accumulate_scores.cpp
     ops/advance_position.cpp
@@ -40,6 +41,7 @@ set(H2O_HOST_SOURCES
     ops/memory_attention.cpp
     ops/merge_states.cpp
     ops/prefill_attention.cpp
+    ops/recall_at_position.cpp
     ops/select_memory.cpp)
 
 set(H2O_CPU_SOURCES

@@ -35,10 +35,12 @@ def _fake(name: str) -> Callable[[Callable[[Any], Any]], None]:
     return register
 
 
-@cache
+_settings = cache(PrefillConfig.parse)
+
+
 def _memory_size(settings: str, layer: int) -> int:
     """K + L + H of a layer."""
-    return PrefillConfig.parse(settings).of_layer(layer).memory_size
+    return _settings(settings).of_layer(layer).memory_size
 
 
 def _accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -207,14 +209,23 @@ def _(a: Any) -> tuple[Tensor, ...]:
     return (*floats, *(like(x) for x in states))
 
 
-@_fake("lexical_recall")
-def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    batch, length = a.token_ids.shape
-    blocks = (length - a.begin + a.block - 1) // a.block
+def _recall_lists(token_ids: Tensor, num_tokens: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists for the last tokens of token_ids [B, T]."""
+    blocks = (num_tokens + block - 1) // block
     found = torch.library.get_ctx().new_dynamic_size()
-    offsets = a.token_ids.new_empty(batch * blocks + 1, dtype=torch.int32)
+    offsets = token_ids.new_empty(token_ids.shape[0] * blocks + 1, dtype=torch.int32)
     return (
         offsets,
-        a.token_ids.new_empty(found, dtype=torch.int32),
-        a.token_ids.new_empty(found, dtype=torch.int32),
+        token_ids.new_empty(found, dtype=torch.int32),
+        token_ids.new_empty(found, dtype=torch.int32),
     )
+
+
+@_fake("lexical_recall")
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _recall_lists(a.token_ids, a.token_ids.shape[1] - a.begin, a.block)
+
+
+@_fake("recall_at_position")
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _recall_lists(a.token_ids, a.num_tokens, _settings(a.settings).recall_block)

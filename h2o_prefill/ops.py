@@ -448,6 +448,33 @@ def lexical_recall(
     return _ops.lexical_recall(token_ids, begin, chunk_size, block, k, max_suffix, span, max_count)
 
 
+def recall_at_position(
+    token_ids: Tensor, position: Tensor, num_tokens: int, settings: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find what `lexical_recall` finds for one call of `prefill_attention_`.
+
+    For graphs that prefill and decode: where the call is dense, the lists are empty.
+
+    Parameters
+    ----------
+    token_ids : Tensor
+        int64 [B, capacity] on the CPU: the prompt up to the end of the call. What lies behind is
+        not looked at.
+    position : Tensor
+        As `prefill_attention_` takes it.
+    num_tokens : int
+        Tokens of the call.
+    settings : str
+        Of the model.
+
+    Returns
+    -------
+    offsets, positions, visible_from : Tensor
+        As `lexical_recall` returns them.
+    """
+    return _ops.recall_at_position(token_ids, position, num_tokens, settings)
+
+
 def chunkwise_linear_attention(
     q: Tensor,
     k: Tensor,

@@ -202,6 +202,13 @@ BROKEN: dict[str, Breakages] = {
         "token_ids has one dimension": lambda a: {"token_ids": Filled((4,), 1, "int64")},
     },
     "memory_attention": {**of_attention(), **of_lists("indices", _history, ascending=False)},
+    "recall_at_position": {
+        **of_number("num_tokens", -1, INT64_MAX, -INT64_MAX - 1),
+        **_SETTINGS,
+        "token_ids is int32": lambda a: {"token_ids": Filled(a["token_ids"].shape, 1, "int32")},
+        "token_ids has no room": lambda a: {"num_tokens": a["token_ids"].shape[1] + 1},
+        "position is negative": lambda a: {"position": Ints((-1, 0), (2,), "int64")},
+    },
     "merge_states": {
         "out_b has another shape": grown("out_b", 2),
         "lse_a has another shape": grown("lse_a", 1),

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill import ops
+from h2o_prefill import PrefillConfig, ops
+from h2o_prefill.functional import recall_settings
 from h2o_prefill.reference import ops as reference
 from h2o_prefill.testing import FLOAT32_TOLERANCE
 
@@ -34,6 +35,7 @@ def check_result(name: str, arguments: list[Any], before: list[Any], result: Any
         "chunked_sparse_attention": _check_sparse,
         "prefill_attention": _check_prefill,
         "prefill_attention_": _check_prefill_in_place,
+        "recall_at_position": _check_recall_at_position,
     }.get(name)
     if check is not None:
         check(arguments, before, result)
@@ -79,6 +81,22 @@ def _check_advance_position(arguments: list[Any], before: list[Any], result: Any
     if config.is_sparse_call(past, tokens):
         begin = config.last_chunk_begin(past, tokens)
     assert arguments[0].tolist() == [past + tokens, begin]
+
+
+def _check_recall_at_position(arguments: list[Any], before: list[Any], result: Any) -> None:
+    ids, position, tokens, settings = before
+    past = int(position[0])
+    config = Config.parse(settings)
+    if not config.recall or not config.is_sparse_call(past, tokens):
+        offsets, *entries = result
+        blocks = ids.shape[0] * -(-tokens // config.recall_block)
+        assert offsets.tolist() == [0] * (blocks + 1)
+        assert all(x.numel() == 0 for x in entries)
+        return
+    lookup = recall_settings(PrefillConfig.parse(settings))
+    expected = reference.lexical_recall(ids[:, : past + tokens], past, *lookup)
+    for actual, wanted in zip(result, expected, strict=True):
+        _check_close(actual, wanted)
 
 
 def _check_linear_backward(arguments: list[Any], before: list[Any], result: Any) -> None:

@@ -327,6 +327,14 @@ def lexical_recall(draw: Any) -> tuple[Any, ...]:
 
 
 @st.composite
+def recall_at_position(draw: Any) -> tuple[Any, ...]:
+    ids, past, *_ = draw(lexical_recall())
+    text, _ = draw(settings_texts())
+    position = Ints((past, draw(st.integers(0, past))), (2,), "int64", draw(layouts))
+    return ids, position, draw(st.integers(0, ids.shape[1] - past)), text
+
+
+@st.composite
 def chunkwise_linear_attention(draw: Any) -> tuple[Any, ...]:
     a = draw(attentions(with_past=False))
     causal, normalize, given = draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
@@ -389,6 +397,7 @@ VALID = {
         merge_states,
         prefill_attention,
         prefill_attention_,
+        recall_at_position,
         select_memory,
     )
 }

@@ -149,6 +149,12 @@ H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin, i
                                    int64_t block, int64_t k, int64_t max_suffix = 3,
                                    int64_t span = 2, int64_t max_count = 16);
 
+// The same for the call of num_tokens tokens at a position of prefill_attention_(), as the settings
+// of the model say. token_ids int64 [B, capacity]: the prompt up to the end of the call; what lies
+// behind is not looked at. Where the call is dense the lists are empty.
+H2O_API RecallLists recall_at_position(const at::Tensor& token_ids, const at::Tensor& position,
+                                       int64_t num_tokens, std::string_view settings);
+
 // The same with the settings of a config whose recall is > 0.
 H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin,
                                    const PrefillConfig& config);

@@ -89,6 +89,7 @@ def test_operators_have_cpu_kernels() -> None:
         "advance_position_",
         "chunkwise_linear_attention",
         "chunkwise_linear_attention_backward",
+        "recall_at_position",
     }
     with_cuda = {name for name, devices in operators.items() if "cuda" in devices}
     assert with_cuda == (set(operators) - composed if environment.has_cuda() else set())

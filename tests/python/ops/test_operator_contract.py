@@ -70,6 +70,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
         "advance_position_": (position, length, SETTINGS),
         "accumulate_scores_": (buffers[2], memory, torch.rand(1, 2, 3, dtype=lse.dtype)),
         "lexical_recall": (ids, 9, 16, 8, 2),
+        "recall_at_position": (ids, torch.tensor([9, 0]), ids.shape[1] - 9, SETTINGS),
         "chunkwise_linear_attention": (*linear, *mode),
         "chunkwise_linear_attention_backward": (*linear, grad_out, *states, *mode),
     }
@@ -77,7 +78,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
 
 # Of these the results are in the arguments.
 IN_PLACE = [name for name in samples() if name.endswith("_")]
-WITHOUT_FLOATS = ["select_memory", "lexical_recall", "advance_position_"]
+WITHOUT_FLOATS = ["select_memory", "lexical_recall", "recall_at_position", "advance_position_"]
 DIFFERENTIABLE = ["chunkwise_linear_attention"]
 INFERENCE_ONLY = [n for n in samples() if n not in WITHOUT_FLOATS + DIFFERENTIABLE]
 

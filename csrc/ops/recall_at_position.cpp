@@ -1,0 +1,21 @@
+#include "ops/dispatch.h"
+
+namespace h2o_prefill {
+
+RecallLists recall_at_position(const at::Tensor& token_ids, const at::Tensor& position,
+                               int64_t num_tokens, std::string_view settings) {
+  using Signature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+      const at::Tensor&, const at::Tensor&, int64_t, std::string_view);
+  static const auto op = find_op<Signature>("h2o_prefill::recall_at_position");
+  auto [offsets, positions, visible_from] = op.call(token_ids, position, num_tokens, settings);
+  return {std::move(offsets), std::move(positions), std::move(visible_from)};
+}
+
+TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
+  m.set_python_module("h2o_prefill._meta");
+  m.def(
+      "recall_at_position(Tensor token_ids, Tensor position, SymInt num_tokens, str settings) -> "
+      "(Tensor offsets, Tensor positions, Tensor visible_from)");
+}
+
+}  // namespace h2o_prefill
