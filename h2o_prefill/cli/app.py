@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import ablate, answers, bench, calibrate, generate, info, models, ppl, retrieve, visualize
+from . import (
+    ablate,
+    answers,
+    bench,
+    calibrate,
+    export,
+    generate,
+    info,
+    models,
+    ppl,
+    retrieve,
+    visualize,
+)
 from .errors import OneLineErrors
 
 
@@ -54,5 +66,6 @@ app.command(name="retrieve")(retrieve.retrieve)
 app.command(name="answers")(answers.answers)
 app.command(name="visualize")(visualize.visualize)
 app.command(name="generate")(generate.generate)
+app.command(name="export")(export.export)
 app.command(name="models")(models.models)
 app.command(name="info")(info.info)

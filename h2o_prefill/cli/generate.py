@@ -24,6 +24,15 @@ def generate(
         ),
     ] = None,
     model: options.ModelOption = "smollm2-135m",
+    package: Annotated[
+        Path | None,
+        typer.Option(
+            "--package",
+            metavar="FILE.pt2",
+            help="Package that h2o-prefill export wrote, instead of a model: it has its settings "
+            "and data type.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="Maximum number of tokens to generate.")
     ] = 128,
@@ -47,7 +56,8 @@ def generate(
     Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
     """
     from ..eval import load_model
-    from ..eval.generation import encode_prompt, generate_timed
+    from ..eval.generation import encode_prompt, generate_from_package, generate_timed
+    from ..eval.packages import load_package
     from ..eval.text import read_text
     from ..hf import enable
 
@@ -64,9 +74,16 @@ def generate(
         text = prompt if prompt_file is None else read_text(prompt_file, "--prompt-file")
         if not text or not text.strip():
             raise ValueError("prompt must not be empty")
+        if package is not None and config != parse_variant(DEFAULT_PRESET):
+            raise ValueError("--package has settings of its own: leave --preset and sizes out")
         options.use_threads(threads)
-        with error_console().status(f"loading {model}"):
-            network, tokenizer = load_model(model, dtype)
+        network: Any
+        with error_console().status(f"loading {package or model}"):
+            if package is not None:
+                network, tokenizer = load_package(package)
+                config = network.info.config
+            else:
+                network, tokenizer = load_model(model, dtype)
         input_ids = encode_prompt(tokenizer, text, chat=chat)
         console = output_console()
 
@@ -75,8 +92,11 @@ def generate(
             if ResultConsole.closed:
                 raise BrokenPipeError
 
-        with enable(network, config):
-            timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)
+        if package is not None:
+            timing = generate_from_package(network, tokenizer, input_ids, max_new_tokens, show)
+        else:
+            with enable(network, config):
+                timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)
         console.print()
         error_console().print(_summary(timing, config), style="dim", soft_wrap=True)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..package import PrefillPackage
+
 
 @dataclass(frozen=True)
 class GenerationTiming:
@@ -95,6 +97,40 @@ def generate_timed(
         do_sample=False,
         streamer=streamer,
     )
+    times = streamer.times
+    return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
+
+
+def generate_from_package(
+    package: PrefillPackage,
+    tokenizer: Any,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    on_text: Callable[[str], None],
+) -> GenerationTiming:
+    """Continue a prompt as `generate_timed` does, by a package.
+
+    Parameters
+    ----------
+    package : PrefillPackage
+    tokenizer
+        Its tokenizer.
+    input_ids : Tensor
+        int64 [1, T]
+    max_new_tokens : int
+    on_text : callable
+        Takes each piece of text.
+
+    Raises
+    ------
+    ValueError
+        If prompt and new tokens together do not fit into the package.
+    """
+    streamer = _timed_streamer(tokenizer, on_text)
+    streamer.put(input_ids)
+    start = time.perf_counter()
+    package.generate(input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token])))
+    streamer.end()
     times = streamer.times
     return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
 

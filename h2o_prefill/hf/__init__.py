@@ -17,6 +17,7 @@
 | token_history.py, recall.py | the ids of the cached tokens, and what is recalled by them |
 | rollback.py | put a cache back after a forward that failed |
 | explain.py | what each layer does and did |
+| export.py | a whole model as one graph |
 | prefill.py, prompt.py | prefill a prompt in several calls, whatever form it has |
 | hooks.py, forward.py | what happens before and after a forward |
 | forwards.py | which forwards run, so that none is switched over half-way |

@@ -1,0 +1,62 @@
+"""`h2o-prefill export`: write a whole model as a package that runs without Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..presets import DEFAULT_PRESET
+from . import options
+from .console import error_console, quiet_libraries, say_written
+from .outputs import check_output_file
+from .variants import parse_variant
+
+
+def export(
+    output: Annotated[
+        Path,
+        typer.Option("--output", metavar="FILE.pt2", help="Package to write.", show_default=False),
+    ],
+    model: options.ModelOption = "smollm2-135m",
+    capacity: Annotated[
+        int,
+        typer.Option(
+            "--capacity", min=2, help="Number of tokens that prompt and answer may have together."
+        ),
+    ] = 8192,
+    dtype: options.DtypeOption = "bfloat16",
+    preset: options.PresetOption = DEFAULT_PRESET,
+    chunk_size: options.ChunkSizeOption = None,
+    local_window: options.LocalWindowOption = None,
+    heavy_budget: options.HeavyBudgetOption = None,
+    sink_tokens: options.SinkTokensOption = None,
+    threads: options.ThreadsOption = None,
+) -> None:
+    """Write a whole model as an AOTInductor package that runs without Python.
+
+    One graph prefills and decodes. Beside FILE.pt2, which holds the weights, stand FILE.json, which
+    says what the package is, and the folder FILE.tokenizer. `csrc/examples/generate.cpp` runs
+    packages in C++, `h2o-prefill generate --package` in Python.
+    """
+    from ..eval import load_model
+    from ..eval.packages import write_package
+
+    check_output_file(output, "--output", (".pt2",))
+    with quiet_libraries():
+        config = parse_variant(
+            preset,
+            chunk_size=chunk_size,
+            local_window=local_window,
+            heavy_budget=heavy_budget,
+            sink_tokens=sink_tokens,
+        )
+        options.use_threads(threads)
+        console = error_console()
+        with console.status(f"loading {model}"):
+            network, tokenizer = load_model(model, dtype)
+        with console.status("compiling, which takes minutes"):
+            written = write_package(network, tokenizer, config, capacity, output)
+    for path in written:
+        say_written(path)

@@ -1,0 +1,224 @@
+"""A whole model as one graph that prefills and decodes: for programs without Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.functional import NO_RECALL
+from h2o_prefill.hf.explain import attention_layers
+from h2o_prefill.hf.layer_kinds import is_causal, window_of
+from h2o_prefill.package import PackageInfo, new_info
+
+NAME = "h2o_prefill_package"
+
+# Of these, the attention layers of a graph are known to have rotary positions and nothing else.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+# Rotary frequencies that depend on how long the text is.
+_MOVING_ROPE = ("dynamic", "longrope")
+
+
+class PackagedModel(nn.Module):
+    """A model whose attention layers keep their state in tensors that each call is given.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model that attends by `NAME`.
+    config : PrefillConfig
+        How to prefill.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: PrefillConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.settings = config.to_string()
+
+    def forward(self, token_ids: Tensor, rows: Tensor, *state: Tensor) -> Tensor:
+        """Return the logits [R, vocabulary] of some tokens of a call.
+
+        Parameters
+        ----------
+        token_ids : Tensor
+            int64 [1, T], the tokens of the call.
+        rows : Tensor
+            int64 [R], which of them.
+        *state : Tensor
+            What `PackageInfo.new_state` allocates; changed in place.
+        """
+        prompt, position, *layers = state
+        tokens = token_ids.shape[1]
+        places = position[0] + torch.arange(tokens)
+        prompt.index_copy_(1, places, token_ids)
+        recall = NO_RECALL
+        if self.config.recall:
+            recall = ops.recall_at_position(prompt, position, tokens, self.settings)
+        out = self.model(
+            token_ids,
+            position_ids=places.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+            package_state=layers,
+            package_call=(position, recall, self.settings),
+        )
+        ops.advance_position_(position, tokens, self.settings)
+        logits: Tensor = out.logits[0]
+        return logits
+
+
+def attend_in_place(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    package_state: list[Tensor],
+    package_call: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `PackagedModel` says, with the buffers of the layer."""
+    position, (offsets, positions, visible_from), settings = package_call
+    layer: Any = module.layer_idx
+    cache_key, cache_value, scores, memory = package_state[4 * layer : 4 * layer + 4]
+    out = ops.prefill_attention_(
+        query,
+        key,
+        value,
+        cache_key,
+        cache_value,
+        scores,
+        memory,
+        position,
+        offsets,
+        positions,
+        visible_from,
+        layer,
+        settings,
+        scaling,
+    )
+    return out.transpose(1, 2), None
+
+
+def describe_package(
+    model: PreTrainedModel, config: PrefillConfig, capacity: int, tokenizer: str = ""
+) -> PackageInfo:
+    """Return what the package of a model will hold.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    config : PrefillConfig
+        How to prefill.
+    capacity : int
+        Tokens that prompt and answer together may have.
+    tokenizer : str
+        The folder of its tokenizer, beside the package.
+
+    Raises
+    ------
+    ValueError
+        If the model cannot be exported, or the capacity is not one that it takes.
+    """
+    hf_config: Any = model.config
+    kind = getattr(hf_config, "model_type", type(model).__name__)
+    if kind not in FAMILIES:
+        raise ValueError(f"model must be one of {', '.join(FAMILIES)} to be exported, got {kind}")
+    longest = hf_config.max_position_embeddings
+    if not 2 <= capacity <= longest:
+        raise ValueError(
+            f"capacity must be in [2, {longest}], the tokens that the model takes, got {capacity}"
+        )
+    layers = attention_layers(model, None)
+    for layer in layers:
+        window = window_of(layer)
+        if window is not None and window < capacity:
+            raise ValueError(
+                f"capacity must be <= {window}, the sliding window of the model's layers, got "
+                f"{capacity}"
+            )
+        if not is_causal(layer, {}):
+            raise ValueError("model must be causal to be exported")
+    rope = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in _MOVING_ROPE:
+        raise ValueError(
+            f"model must have rotary frequencies that stay the same to be exported, got {rope}"
+        )
+    heads = hf_config.num_attention_heads
+    end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
+    if end_ids is None or isinstance(end_ids, int):
+        end_ids = [] if end_ids is None else [end_ids]
+    return new_info(
+        model=type(model).__name__,
+        settings=config.to_string(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        capacity=capacity,
+        vocabulary=hf_config.vocab_size,
+        layers=len(layers),
+        kv_heads=hf_config.num_key_value_heads,
+        head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        end_ids=tuple(end_ids),
+        transformers=transformers.__version__,
+        tokenizer=tokenizer,
+    )
+
+
+def export_model(model: PreTrainedModel, info: PackageInfo) -> torch.export.ExportedProgram:
+    """Export a model for calls of any number of tokens.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        In eval mode, on the CPU.
+    info : PackageInfo
+        What `describe_package` returned for it.
+
+    Returns
+    -------
+    ExportedProgram
+        Of `PackagedModel.forward`.
+    """
+    AttentionInterface.register(NAME, attend_in_place)
+    previous = model.config._attn_implementation
+    tokens, state = min(64, info.capacity), info.new_state()
+    example = (torch.zeros(1, tokens, dtype=torch.int64), torch.arange(3) % tokens, *state)
+    shapes: Any = (
+        {1: torch.export.Dim("tokens", max=info.capacity)},
+        {0: torch.export.Dim("rows", max=info.capacity)},
+        tuple({} for _ in state),
+    )
+    model.set_attn_implementation(NAME)
+    try:
+        packaged = PackagedModel(model, PrefillConfig.parse(info.settings))
+        with torch.no_grad():
+            return torch.export.export(packaged, example, dynamic_shapes=shapes, strict=False)
+    finally:
+        model.set_attn_implementation(previous)
+
+
+def compile_package(program: torch.export.ExportedProgram, info: PackageInfo, path: Path) -> None:
+    """Compile what `export_model` returned into a package.
+
+    Parameters
+    ----------
+    program : ExportedProgram
+    info : PackageInfo
+        Of the model.
+    path : Path
+        The .pt2 file to write.
+    """
+    options = {"aot_inductor.metadata": info.to_metadata()}
+    with torch.no_grad():
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs=options
+        )

@@ -1,0 +1,297 @@
+"""Whole models as AOTInductor packages: what one holds, and how to run it.
+
+`h2o_prefill.hf.export_package` writes them. `csrc/examples/generate.cpp` runs them without Python.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_prefill._library import build_info
+from h2o_prefill.config import PrefillConfig
+
+# Before each key in the metadata of a package.
+_PREFIX = "h2o_prefill."
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class PackageInfo:
+    """What a package holds. It stands in the package, and in a JSON file beside it.
+
+    Attributes
+    ----------
+    model : str
+        The class of the model.
+    settings : str
+        A text that `PrefillConfig.parse` reads.
+    dtype : str
+        Of weights, keys and values: "float32", "bfloat16" or "float16".
+    capacity : int
+        Tokens that prompt and answer together may have.
+    vocabulary, layers, kv_heads, head_dim : int
+        Sizes of the model.
+    end_ids : tuple of int
+        Token ids that end a text.
+    h2o_prefill, torch, transformers : str
+        Versions that wrote the package.
+    tokenizer : str
+        The folder of the tokenizer, beside the package; empty: there is none.
+    """
+
+    model: str
+    settings: str
+    dtype: str
+    capacity: int
+    vocabulary: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    end_ids: tuple[int, ...]
+    h2o_prefill: str
+    torch: str
+    transformers: str
+    tokenizer: str = ""
+
+    @property
+    def config(self) -> PrefillConfig:
+        """The settings."""
+        return PrefillConfig.parse(self.settings)
+
+    def to_metadata(self) -> dict[str, str]:
+        """Return the text of each field, as a package holds it."""
+        values = {**asdict(self), "end_ids": ",".join(map(str, self.end_ids))}
+        return {_PREFIX + name: str(value) for name, value in values.items()}
+
+    @classmethod
+    def from_metadata(cls, metadata: dict[str, str]) -> PackageInfo:
+        """Read what `to_metadata` returned.
+
+        Raises
+        ------
+        KeyError
+            If it is that of another package.
+        """
+        values: dict[str, Any] = {
+            name: metadata[_PREFIX + name] for name in cls.__dataclass_fields__
+        }
+        for name in ("capacity", "vocabulary", "layers", "kv_heads", "head_dim"):
+            values[name] = int(values[name])
+        values["end_ids"] = tuple(int(x) for x in values["end_ids"].split(",") if x)
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Return the fields as indented JSON."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    def new_state(self) -> list[Tensor]:
+        """Allocate what the graph changes in place, as at the beginning of a prompt.
+
+        Returns
+        -------
+        list of Tensor
+            token_ids int64 [1, capacity] of the prompt so far, position int64 [2], and of every
+            layer its keys and values [1, Hkv, capacity, D], scores fp32 [1, Hkv, capacity] and
+            memory set int32 [1, Hkv, K + L + H].
+        """
+        config, dtype = self.config, _DTYPES[self.dtype]
+        rows = (1, self.kv_heads, self.capacity)
+        state = [
+            torch.zeros(1, self.capacity, dtype=torch.int64),
+            torch.zeros(2, dtype=torch.int64),
+        ]
+        for layer in range(self.layers):
+            memory_size = config.of_layer(layer).memory_size
+            state += [
+                torch.zeros(*rows, self.head_dim, dtype=dtype),
+                torch.zeros(*rows, self.head_dim, dtype=dtype),
+                torch.zeros(rows),
+                torch.full((1, self.kv_heads, memory_size), -1, dtype=torch.int32),
+            ]
+        return state
+
+
+class PrefillPackage:
+    """A model that was exported as a package, with the state of one text.
+
+    Parameters
+    ----------
+    path : path
+        The .pt2 file.
+
+    Attributes
+    ----------
+    info : PackageInfo
+
+    Raises
+    ------
+    FileNotFoundError
+        If nothing is there.
+    ValueError
+        If the file is no package of this library, or one for another version of PyTorch or another
+        CPU.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(f"package: no such file: {str(path)!r}")
+        self.path = path
+        self.info = read_info(path)
+        self._run = torch._inductor.aoti_load_package(str(path))
+        self._state = self.info.new_state()
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return int(self._state[1][0])
+
+    def reset(self) -> None:
+        """Begin another text. What lies in the buffers is not looked at any more."""
+        self._state[1].zero_()
+
+    def forward(self, token_ids: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Go on with a text.
+
+        Parameters
+        ----------
+        token_ids : Tensor
+            int64 [1, T].
+        rows : Tensor, optional
+            int64 [R]: tokens of the call whose logits are wanted. Default: the last.
+
+        Returns
+        -------
+        Tensor
+            [R, vocabulary], of the model's dtype.
+
+        Raises
+        ------
+        ValueError
+            If there are no tokens, some are out of the vocabulary, or there is no room for them.
+        """
+        self._check(token_ids)
+        if rows is None:
+            rows = torch.tensor([token_ids.shape[1] - 1])
+        with torch.no_grad():
+            logits: Tensor = self._run(token_ids.contiguous(), rows, *self._state)
+        return logits
+
+    def generate(
+        self, token_ids: Tensor, max_new_tokens: int, on_token: Callable[[int], None]
+    ) -> None:
+        """Continue a text greedily, until one of `info.end_ids` comes.
+
+        Parameters
+        ----------
+        token_ids : Tensor
+            int64 [1, T], the prompt.
+        max_new_tokens : int
+        on_token : callable
+            Takes each token as it comes.
+        """
+        if token_ids.shape[1] + max_new_tokens > self.info.capacity - self.length:
+            raise ValueError(
+                f"prompt and new tokens must be <= {self.info.capacity - self.length}, the "
+                f"capacity that the package was exported with, got {token_ids.shape[1]} + "
+                f"{max_new_tokens}"
+            )
+        for _ in range(max_new_tokens):
+            token_ids = self.forward(token_ids).argmax(dim=-1, keepdim=True)
+            token = int(token_ids)
+            on_token(token)
+            if token in self.info.end_ids:
+                break
+
+    def _check(self, token_ids: Tensor) -> None:
+        if token_ids.ndim != 2 or token_ids.dtype != torch.int64 or token_ids.shape[0] != 1:
+            raise ValueError(
+                f"token_ids must be int64 [1, T], got {token_ids.dtype} {list(token_ids.shape)}"
+            )
+        if token_ids.shape[1] == 0:
+            raise ValueError("token_ids must not be empty")
+        room = self.info.capacity - self.length
+        if token_ids.shape[1] > room:
+            raise ValueError(
+                f"token_ids must be <= {room} tokens, the capacity of the package less those of "
+                f"the text so far, got {token_ids.shape[1]}"
+            )
+        lowest, highest = token_ids.aminmax()
+        if lowest < 0 or highest >= self.info.vocabulary:
+            raise ValueError(
+                f"token_ids must be in [0, {self.info.vocabulary}), got {int(lowest)} to "
+                f"{int(highest)}"
+            )
+
+
+def read_info(path: Path) -> PackageInfo:
+    """Return what a package holds, without loading its code.
+
+    Raises
+    ------
+    ValueError
+        If it is no package, or one that cannot run here.
+    """
+    try:
+        loader: Any = torch._C._aoti.AOTIModelPackageLoader
+        metadata = loader.load_metadata_from_package(str(path), "model")
+        info = PackageInfo.from_metadata(metadata)
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(
+            f"package must be a file that `h2o-prefill export` wrote, got {str(path)!r}"
+        ) from error
+    check_machine(info, metadata)
+    return info
+
+
+def check_machine(info: PackageInfo, metadata: Mapping[str, str]) -> None:
+    """Refuse a package for another PyTorch or another CPU, whose code would crash.
+
+    Parameters
+    ----------
+    info : PackageInfo
+    metadata : mapping
+        Of the package: what PyTorch's Inductor says of the machine.
+
+    Raises
+    ------
+    ValueError
+        If this is another one.
+    """
+    written, here = (".".join(x.split(".")[:2]) for x in (info.torch, torch.__version__))
+    if written != here:
+        raise ValueError(
+            f"package was written by torch {info.torch}, and needs torch {written}, got "
+            f"{torch.__version__}: install that, or export the model again"
+        )
+    here_too = {
+        "AVX2": torch.cpu._is_avx2_supported,
+        "AVX512": torch.cpu._is_avx512_supported,
+        "AVX512_VNNI": torch.cpu._is_vnni_supported,
+    }
+    machine = metadata.get("AOTI_MACHINE", platform.machine())
+    if machine != platform.machine():
+        raise ValueError(
+            f"package is for {machine} machines, got a {platform.machine()}: export the model "
+            "again on a machine like this one"
+        )
+    for feature in metadata.get("AOTI_CPU_ISA", "").split():
+        if feature in here_too and not here_too[feature]():
+            raise ValueError(
+                f"package has code for {feature}, which this CPU does not have: export the model "
+                "again on a machine like this one"
+            )
+
+
+def new_info(**fields: Any) -> PackageInfo:
+    """Return a `PackageInfo` with the versions of this process."""
+    return PackageInfo(h2o_prefill=build_info()["version"], torch=str(torch.__version__), **fields)

@@ -1,0 +1,99 @@
+"""Exported models: one graph that prefills and decodes as an enabled model does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
+from h2o_prefill.hf.export import NAME, describe_package, export_model
+from h2o_prefill.package import PackageInfo, check_machine
+
+CONFIG = PrefillConfig.parse(
+    "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,wide_layers=1,"
+    "wide_factor=2"
+)
+# Sparse, sparse behind a history, decoded, short.
+CALLS = (60, 32, 1, 1, 5)
+
+
+@pytest.fixture
+def prompt(make_ids):
+    # Words that come again, so that there is something to recall.
+    words = make_ids(12, 3)
+    return words[torch.arange(33) * 5 % 12].reshape(1, -1)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2", "mistral"])
+def test_a_graph_prefills_and_decodes_as_the_enabled_model(build, prompt, name):
+    model = build(name)
+    info = describe_package(model, CONFIG, capacity=prompt.shape[1])
+    graph = export_model(model, info).module()
+    assert model.config._attn_implementation == "sdpa"
+    for _ in range(2):
+        cache, state = ChunkedPrefillCache(config=model.config), info.new_state()
+        for piece in prompt.split(CALLS, dim=1):
+            with enable(model, CONFIG):
+                expected = model(piece, past_key_values=cache).logits[0]
+            rows = torch.arange(max(0, piece.shape[1] - 3), piece.shape[1])
+            ours = graph(piece, rows, *state)
+            torch.testing.assert_close(ours, expected[rows], atol=1e-5, rtol=1e-5)
+        assert torch.equal(state[0], prompt)
+        assert state[1].tolist() == [99, 76]
+
+
+def test_what_a_package_says_of_itself(build):
+    model = build("qwen3", eos_token_id=[0, 2])
+    info = describe_package(model.to(torch.bfloat16), CONFIG, 128, tokenizer="x.tokenizer")
+    assert (info.model, info.dtype, info.capacity) == ("Qwen3ForCausalLM", "bfloat16", 128)
+    assert (info.layers, info.kv_heads, info.head_dim, info.vocabulary) == (2, 2, 32, 61)
+    assert info.end_ids == (0, 2) and info.config == CONFIG
+    assert PackageInfo.from_metadata(info.to_metadata()) == info
+    prompt, position, key, value, scores, memory = info.new_state()[:6]
+    assert prompt.shape == (1, 128) and position.tolist() == [0, 0]
+    assert key.shape == value.shape == (1, 2, 128, 32) and key.dtype == torch.bfloat16
+    assert scores.shape == (1, 2, 128) and scores.dtype == torch.float32
+    assert memory.shape == (1, 2, 8) and info.new_state()[9].shape == (1, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "capacity", "message"),
+    [
+        ("gpt2", {}, 128, "llama, mistral, qwen2, qwen3 to be exported, got gpt2"),
+        ("gemma2", {}, 128, "to be exported, got gemma2"),
+        ("mistral-window", {}, 128, "capacity must be <= 24, the sliding window"),
+        ("llama", {}, 1, r"capacity must be in \[2, 512\]"),
+        ("llama", {}, 513, r"capacity must be in \[2, 512\], .* got 513"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            128,
+            "rotary frequencies that stay the same to be exported, got dynamic",
+        ),
+    ],
+)
+def test_models_that_cannot_be_exported_are_refused(build, name, changes, capacity, message):
+    with pytest.raises(ValueError, match=message):
+        describe_package(build(name, **changes), CONFIG, capacity)
+
+
+def test_a_model_that_fails_to_export_attends_as_before(build, monkeypatch):
+    model = build("llama")
+    info = describe_package(model, CONFIG, 64)
+    monkeypatch.setattr(model.model, "forward", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_model(model, info)
+    assert model.config._attn_implementation == "sdpa" != NAME
+
+
+def test_packages_for_another_machine_are_refused(build, monkeypatch):
+    info = describe_package(build("llama"), CONFIG, 64)
+    check_machine(info, {"AOTI_CPU_ISA": ""})
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    with pytest.raises(ValueError, match="code for AVX512, which this CPU does not have"):
+        check_machine(info, {"AOTI_CPU_ISA": "AVX512 AVX512_VNNI AMX_TILE"})
+    with pytest.raises(ValueError, match="package is for riscv64 machines"):
+        check_machine(info, {"AOTI_MACHINE": "riscv64"})
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    with pytest.raises(ValueError, match=r"needs torch 2\.\d+, got 2\.9\.1"):
+        check_machine(info, {})
