@@ -1,0 +1,83 @@
+// A whole model that `h2o-prefill export` wrote as an AOTInductor package, with the state of one
+// text: what generate.cpp and perplexity.cpp share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <h2o_prefill/config.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace examples {
+
+// What a package says of itself.
+struct PackageInfo {
+  std::string model;
+  h2o_prefill::PrefillConfig settings;
+  at::ScalarType dtype;  // of keys and values
+  int64_t capacity;      // tokens of prompt and answer together
+  int64_t vocabulary;
+  int64_t layers;
+  int64_t kv_heads;
+  int64_t head_dim;
+  std::vector<int64_t> end_ids;  // token ids that end a text
+};
+
+// Tokens of a call whose logits are wanted.
+enum class Rows { kLast, kAll };
+
+class Package {
+ public:
+  // Throws std::runtime_error, in one line, if there is no such file, it is no package of
+  // h2o_prefill, or it was written for another PyTorch or another CPU.
+  explicit Package(const std::string& path);
+
+  const PackageInfo& info() const { return info_; }
+
+  // Tokens of the text so far.
+  int64_t length() const;
+
+  // Begins another text.
+  void reset();
+
+  // Goes on with the text: token_ids int64 [1, T]. Returns logits [1 or T, vocabulary]. Throws
+  // std::runtime_error if there are no tokens, some are out of the vocabulary, or there is no room
+  // for them.
+  at::Tensor forward(const at::Tensor& token_ids, Rows rows = Rows::kLast);
+
+  // The same with dense attention: in calls that the settings hold too short for a sparse one.
+  at::Tensor forward_densely(const at::Tensor& token_ids, Rows rows = Rows::kLast);
+
+ private:
+  void check(const at::Tensor& token_ids) const;
+
+  PackageInfo info_;
+  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader_;
+  at::Tensor position_;
+  std::vector<at::Tensor> state_;  // as PackageInfo.new_state() in package.py has it
+};
+
+// Token ids, int64 [1, n]: numbers as text, or int64 values of a file that ends in .bin. "-":
+// numbers from standard input. Throws std::runtime_error if there are none, or other things.
+at::Tensor read_token_ids(const std::string& path);
+
+// A command line: two files, and options.
+struct Arguments {
+  std::string package;
+  std::string ids;
+  bool dense = false;
+  std::map<std::string, int64_t> numbers = {};  // options with a value, all at least 1
+
+  int64_t number(const std::string& option, int64_t otherwise) const;
+};
+
+// What main() returns: reads the command line, whose options with a value are --threads and
+// `options`, runs `body` without gradients, and prints what it throws in one line.
+int run_example(void (*body)(const Arguments& arguments), const std::string& usage,
+                const std::vector<std::string>& options, int argc, char** argv);
+
+}  // namespace examples

@@ -1,0 +1,221 @@
+"""Packages of a tiny model: exported by the command line, and run by Python and by C++ programs.
+
+H2O_EXAMPLES names the folder of the programs `generate` and `perplexity`. CTest runs this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from typer.testing import CliRunner
+
+from h2o_prefill import PrefillConfig, enable
+from h2o_prefill.cli.app import app
+from h2o_prefill.eval import evaluate_perplexity, load_model
+from h2o_prefill.eval.packages import load_package
+from h2o_prefill.package import PrefillPackage
+
+SETTINGS = "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8"
+CAPACITY, PROMPT, NEW = 256, 150, 12
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, [str(x) for x in arguments])
+
+
+def program(name, *arguments, **options):
+    path = Path(os.environ["H2O_EXAMPLES"]) / name
+    return subprocess.run([path, *map(str, arguments)], capture_output=True, text=True, **options)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tiny_models.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def package(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("package") / "tiny.pt2"
+    sizes = ("--capacity", CAPACITY, "--dtype", "float32", "--preset", SETTINGS)
+    result = command("export", "--model", folder, *sizes, "--output", path)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(folder):
+    return load_model(str(folder))[0]
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 257, (30,), generator=torch.Generator().manual_seed(1)).repeat(5)[None]
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    def write(ids, name="ids.txt"):
+        path = tmp_path / name
+        path.write_text(" ".join(map(str, ids.flatten().tolist())))
+        return path
+
+    return write
+
+
+def greedy(model, ids, settings):
+    with torch.no_grad(), enable(model, settings):
+        return model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
+def test_what_stands_beside_a_package(package):
+    info = json.loads(package.with_suffix(".json").read_text())
+    assert info["model"] == "LlamaForCausalLM" and info["capacity"] == CAPACITY
+    assert info["settings"] == PrefillConfig.parse(SETTINGS).to_string()
+    assert (package.parent / info["tokenizer"] / "tokenizer.json").is_file()
+
+
+def test_python_runs_a_package(package, model, ids):
+    runner, tokenizer = load_package(package)
+    assert tokenizer.decode(tokenizer("vow")["input_ids"]) == "vow"
+    tokens = []
+    for _ in range(2):  # the second text is not touched by what the first left in the buffers
+        runner.generate(ids, NEW, tokens.append)
+        assert runner.length == PROMPT + NEW - 1
+        runner.reset()
+    assert tokens == greedy(model, ids, SETTINGS) * 2
+    rows = torch.tensor([0, 70, 149])
+    with torch.no_grad(), enable(model, SETTINGS):
+        expected = model(ids).logits[0, rows]
+    torch.testing.assert_close(runner.forward(ids, rows), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_command_line_continues_a_text(package, folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(tiny_models.SENTENCE * 4)
+    arguments = ("generate", "--prompt-file", text, "--raw", "--max-new-tokens", NEW)
+    ours = command(*arguments, "--package", package)
+    theirs = command(*arguments, "--model", folder, "--preset", SETTINGS)
+    assert ours.exit_code == theirs.exit_code == 0, ours.output
+    assert ours.stdout == theirs.stdout
+    assert "(sparse)" in ours.stderr
+    settings = command(*arguments, "--package", package, "--preset", "h2o")
+    assert settings.exit_code == 2 and "leave --preset and sizes out" in settings.stderr
+
+
+def test_cpp_continues_a_prompt(package, model, ids, file_of, tmp_path):
+    binary = tmp_path / "ids.bin"
+    binary.write_bytes(struct.pack(f"<{PROMPT}q", *ids[0].tolist()))
+    expected = greedy(model, ids, SETTINGS)
+    for arguments in ((file_of(ids),), (binary,), ("-", "--threads", 1)):
+        text = file_of(ids).read_text() if arguments[0] == "-" else None
+        result = program("generate", package, *arguments, "--max-new-tokens", NEW, input=text)
+        assert result.returncode == 0, result.stderr
+        assert list(map(int, result.stdout.split())) == expected
+        assert f"{PROMPT} tokens, sparse" in result.stderr
+    dense = program("generate", package, file_of(ids), "--max-new-tokens", NEW, "--dense")
+    assert list(map(int, dense.stdout.split())) == greedy(model, ids, "h2o,min_prefill=512")
+    assert "dense" in dense.stderr
+
+
+def test_cpp_stops_where_the_package_is_full(package, ids, file_of):
+    longer = torch.cat([ids, ids[:, : CAPACITY - PROMPT - 3]], dim=1)
+    result = program("generate", package, file_of(longer))
+    assert result.returncode == 0 and len(result.stdout.split()) == 4
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+def test_cpp_measures_perplexity(package, model, ids, file_of, mode):
+    text = torch.cat([ids, ids], dim=1)[0]
+    result = program(
+        "perplexity", package, file_of(text), "--context", 100, *["--dense"] * (mode == "dense")
+    )
+    assert result.returncode == 0, result.stderr
+    expected = evaluate_perplexity(model, text, SETTINGS, context=100, windows="0:3")
+    assert "3 windows of 100 tokens" in result.stdout
+    value = getattr(expected, mode).ppl
+    assert float(result.stdout.split()[1]) == pytest.approx(value, rel=1e-4)
+
+
+BROKEN = {
+    "nothing": ((), "usage: generate PACKAGE.pt2"),
+    "another option": (("{package}", "{ids}", "--sparse"), "usage: "),
+    "no number": (("{package}", "{ids}", "--threads", "two"), "--threads must be a number"),
+    "no package": (("none.pt2", "{ids}"), "error: there is no package none.pt2"),
+    "no file of ids": (("{package}", "none.txt"), "error: cannot read none.txt"),
+    "another file": (("{ids}", "{ids}"), "is no package that `h2o-prefill export` wrote"),
+    "too many tokens": (("{package}", "{long}"), f"the package has a capacity of {CAPACITY}"),
+    "an empty prompt": (("{package}", "{empty}"), "error: the prompt is empty"),
+    "words": (("{package}", "{words}"), "must hold token ids with white space between"),
+    "another tokenizer": (("{package}", "{high}"), "token ids must be in [0, 257), got 257"),
+    "another PyTorch": (("{old}", "{ids}"), "was written by PyTorch 2.1.0"),
+    "another machine": (("{other}", "{ids}"), "the package is for riscv64 machines"),
+    "another CPU": (("{cpu}", "{ids}"), "export the model on a machine like this one"),
+}
+
+
+def changed_metadata(package, path, change):
+    """Copy a package whose metadata differ."""
+    with zipfile.ZipFile(package) as source, zipfile.ZipFile(path, "w") as target:
+        for item in source.infolist():
+            content = source.read(item)
+            if item.filename.endswith("_metadata.json"):
+                content = json.dumps({**json.loads(content), **change}).encode()
+            target.writestr(item, content)
+    return path
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_first_mistakes_get_one_line(package, ids, file_of, tmp_path, name):
+    arguments, message = BROKEN[name]
+    if name == "another CPU" and torch.cpu._is_avx512_supported():
+        pytest.skip("this CPU has all that packages may have code for")
+    (tmp_path / "words.txt").write_text("Sphinx of")
+    files = {
+        "package": package,
+        "ids": file_of(ids),
+        "long": file_of(ids.repeat(1, 2), "long.txt"),
+        "empty": file_of(ids[:, :0], "empty.txt"),
+        "words": tmp_path / "words.txt",
+        "high": file_of(ids + 1, "high.txt"),
+    }
+    changes = {
+        "old": {"h2o_prefill.torch": "2.1.0"},
+        "other": {"AOTI_MACHINE": "riscv64"},
+        "cpu": {"AOTI_CPU_ISA": "AVX512"},
+    }
+    for key, change in changes.items():
+        if f"{{{key}}}" in arguments:
+            files[key] = changed_metadata(package, tmp_path / f"{key}.pt2", change)
+    result = program("generate", *(x.format(**files) for x in arguments), cwd=tmp_path)
+    assert result.returncode == 1
+    assert message in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_python_refuses_the_same(package, ids, tmp_path):
+    runner = PrefillPackage(package)
+    for tokens, message in (
+        (ids[:, :0], "token_ids must not be empty"),
+        (ids.repeat(1, 2), "token_ids must be <= 256 tokens"),
+        (ids + 1, r"token_ids must be in \[0, 257\), got \d+ to 257"),
+        (ids[0], r"token_ids must be int64 \[1, T\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runner.forward(tokens)
+    with pytest.raises(ValueError, match="prompt and new tokens must be <= 256"):
+        runner.generate(ids, 200, print)
+    assert runner.length == 0
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        PrefillPackage(tmp_path / "none.pt2")
+    (tmp_path / "text.pt2").write_text("text")
+    with pytest.raises(ValueError, match="package must be a file that `h2o-prefill export` wrote"):
+        PrefillPackage(tmp_path / "text.pt2")
+    broken = command("export", "--model", "none", "--output", tmp_path / "x.txt")
+    assert broken.exit_code == 2 and "--output must end in" in broken.stderr
