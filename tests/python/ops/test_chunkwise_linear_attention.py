@@ -5,6 +5,7 @@ import torch
 import torch._dynamo.testing
 
 from h2o_prefill import ops
+from h2o_prefill.eval.peak_memory import peak_bytes
 from h2o_prefill.reference import ops as oracle
 from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
 
@@ -127,6 +128,22 @@ def test_the_number_of_threads_changes_no_bit(heads, with_states):
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_is_that_of_a_state_and_linear_with_a_gradient(threads):
+    torch.set_num_threads(threads)
+    inputs = make_qkv(Shape(1, 2, 1, 32768, 16, 16))
+    out_bytes = 2 * 32768 * 16 * 4
+    peak = peak_bytes(lambda: ops.chunkwise_linear_attention(*inputs))
+    assert out_bytes < peak < out_bytes + 2**19
+    given = [x.requires_grad_() for x in inputs]
+
+    def differentiate():
+        out, _, _ = ops.chunkwise_linear_attention(*given)
+        torch.autograd.grad(out, given, out)
+
+    assert peak_bytes(differentiate) < 16 * out_bytes
 
 
 def test_decoding_continues_a_prompt(device):
