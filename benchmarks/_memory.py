@@ -10,6 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from h2o_prefill.eval.peak_memory import peak_bytes
 
 
@@ -26,6 +29,25 @@ def first_call_peak_bytes(call: Callable[[], object]) -> int:
     """Return what a call allocates at most in a thread that has kept no workspace yet."""
     with ThreadPoolExecutor(max_workers=1) as fresh_thread:
         return fresh_thread.submit(peak_bytes, call).result()
+
+
+def temporary_megabytes(call: Callable[[], Tensor | tuple[Tensor, ...]]) -> float:
+    """Return the most that a call holds at a time beside its results, tensors on the CPU or a GPU.
+
+    On the CPU in a thread that has kept no workspace yet.
+    """
+    results = call()
+    tensors = [results] if isinstance(results, Tensor) else results
+    kept = sum(x.nbytes for x in tensors)
+    if not tensors[0].is_cuda:
+        return (first_call_peak_bytes(call) - kept) / 1e6
+    del results, tensors
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before - kept) / 1e6
 
 
 class _Mallinfo2(ctypes.Structure):

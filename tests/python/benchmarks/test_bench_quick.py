@@ -202,8 +202,8 @@ def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype
 
 
 def test_other_forms_of_linear_attention_give_the_same() -> None:
+    from _linear_forms import cumulative_sums, masked_square
     from _shapes import SHAPES
-    from bench_linear import cumulative_sums, masked_square
 
     from h2o_prefill import ops
 
