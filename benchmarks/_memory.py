@@ -31,23 +31,21 @@ def first_call_peak_bytes(call: Callable[[], object]) -> int:
         return fresh_thread.submit(peak_bytes, call).result()
 
 
-def temporary_megabytes(call: Callable[[], Tensor | tuple[Tensor, ...]]) -> float:
-    """Return the most that a call holds at a time beside its results, tensors on the CPU or a GPU.
+def temporary_megabytes(call: Callable[[], Tensor | tuple[Tensor, ...]], on_gpu: bool) -> float:
+    """Return the most that a call holds at a time beside its results.
 
     On the CPU in a thread that has kept no workspace yet.
     """
-    results = call()
-    tensors = [results] if isinstance(results, Tensor) else results
-    kept = sum(x.nbytes for x in tensors)
-    if not tensors[0].is_cuda:
-        return (first_call_peak_bytes(call) - kept) / 1e6
-    del results, tensors
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before - kept) / 1e6
+    results: list[Tensor | tuple[Tensor, ...]] = []
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results.append(call())
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        peak = first_call_peak_bytes(lambda: results.append(call()))
+    tensors = [results[0]] if isinstance(results[0], Tensor) else results[0]
+    return (peak - sum(x.nbytes for x in tensors)) / 1e6
 
 
 class _Mallinfo2(ctypes.Structure):
