@@ -26,18 +26,33 @@ class LinearCache:
 
 
 @pytest.fixture
-def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A random layer of lightning attention, and what it gave before its norm and gate."""
-    minimax = pytest.importorskip("transformers.models.minimax.modeling_minimax")
-    config = minimax.MiniMaxConfig(
+def minimax() -> Any:
+    """The module of MiniMax's model."""
+    return pytest.importorskip("transformers.models.minimax.modeling_minimax")
+
+
+@pytest.fixture
+def config(minimax: Any) -> Any:
+    """A small MiniMax with blocks of 8 tokens, two of its layers lightning attention."""
+    return minimax.MiniMaxConfig(
+        vocab_size=61,
         hidden_size=32,
+        intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         num_hidden_layers=4,
+        num_local_experts=2,
+        num_experts_per_tok=1,
         block_size=8,
         layer_types=["linear_attention", "full_attention"] * 2,
+        initializer_range=0.2,
     )
+
+
+@pytest.fixture
+def lightning(minimax: Any, config: Any) -> Any:
+    """A random layer of lightning attention, and what it gave before its norm and gate."""
     torch.manual_seed(0)
     layer = minimax.MiniMaxLightningAttention(config, layer_idx=2).eval()
     layer.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -81,6 +96,34 @@ def test_lightning_attention_has_the_gradient_of_the_operator(lightning: Any) ->
             for out in (seen[-1], attend_like_lightning(layer, hidden, None)[0])
         )
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_with_the_operator_in_its_layers_generates_the_same(
+    minimax: Any, config: Any
+) -> None:
+    class Attention(minimax.MiniMaxLightningAttention):
+        def forward(self, hidden_states: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
+            cache = given["past_key_values"]
+            out, state = attend_like_lightning(
+                self, hidden_states, cache.get_linear_cache(self.layer_idx)
+            )
+            cache.set_linear_cache(self.layer_idx, state)
+            gate = torch.sigmoid(self.output_gate(hidden_states))
+            return self.out_proj(gate * self.norm(out)), state
+
+    torch.manual_seed(0)
+    model = minimax.MiniMaxForCausalLM(config).eval()
+    ids = torch.randint(3, 61, (1, 30))
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    expected = model.generate(ids, **options, output_logits=True)
+    for number in (0, 2):
+        theirs = model.model.layers[number].self_attn
+        ours = Attention(config, number)
+        ours.load_state_dict(theirs.state_dict())
+        model.model.layers[number].self_attn = ours
+    actual = model.generate(ids, **options, output_logits=True)
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
 def scan_like_mamba(
