@@ -7,6 +7,7 @@ import torch._dynamo.testing
 from h2o_prefill import ops
 from h2o_prefill.eval.peak_memory import peak_bytes
 from h2o_prefill.reference import ops as oracle
+from h2o_prefill.reference import recurrent_linear_attention
 from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
 
 CHUNK = 32
@@ -128,6 +129,31 @@ def test_the_number_of_threads_changes_no_bit(heads, with_states):
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 32, 64])
+def test_it_is_the_recurrent_form(device, normalize, chunk_size):
+    q, k, v = make_qkv(Shape(2, 4, 2, 150, 16, 24), device=device)
+    given = q, k, v, make_decay(k), *(make_states(k, v) if normalize else (None, None))
+    expected = recurrent_linear_attention(*widened(given), normalize=normalize)
+    actual = ops.chunkwise_linear_attention(*given, normalize=normalize, chunk_size=chunk_size)
+    for name, a, e in zip(NAMES, actual, expected, strict=True):
+        if normalize or name != "normalizer":
+            assert_close_to_reference(a, e, what=name)
+
+
+def test_retention_is_a_decay_by_head(device):
+    """RetNet's parallel form, and its decays."""
+    q, k, v = make_qkv(Shape(1, 4, 4, 90, 16, 24), device=device)
+    gamma = 1 - 2.0 ** (-5 - torch.arange(4.0, device=device))
+    steps = torch.arange(90.0, device=device)
+    distance = (steps[:, None] - steps).clamp(min=0)
+    matrix = (q @ k.transpose(2, 3)) * 16**-0.5 * gamma[:, None, None] ** distance
+    out, _, _ = ops.chunkwise_linear_attention(
+        q, k, v, gamma.log(), feature_map="identity", scale=16**-0.5
+    )
+    torch.testing.assert_close(out, matrix.tril() @ v, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
