@@ -8,34 +8,44 @@ from typing import Any
 import _options as options
 import _peak
 import torch
-from _memory import first_call_peak_bytes
+from _linear_forms import PackageMissing, cumulative_sums, flash_linear_attention, masked_square
+from _memory import temporary_megabytes
 from _report import Report, ratio_fields
 from _sdpa import sdpa
 from _timing import Timings, compare
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.eval.peak_memory import peak_bytes
+
+Attention = Callable[[], Tensor | tuple[Tensor, ...]]
 
 COLUMNS = {
     "model": "{model}",
     "D": "{head_dim}",
     "dtype": "{dtype}",
     "threads": "{threads}",
+    "device": "{device}",
     "N": "{length}",
     "C": "{chunk_size}",
     "ms": "{milliseconds:.2f}",
     "% of FMA peak": "{percent:.1f} ({percent_q1:.1f} to {percent_q3:.1f})",
-    "temporary MB": "{temporary_megabytes:.1f}",
-    "backward / forward": "{backward_ratio:.2f}",
+    "MB": "{temporary_megabytes:.1f}",
+    "backward": "{backward_ratio:.2f}x",
     "SDPA": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
-    "masked square": "{square_speedup:.2f}x",
-    "cumulative sums": "{cumsum_speedup:.2f}x",
+    "backward too": "{both_speedup:.2f}x",
+    "square": "{square_speedup:.2f}x",
+    "cumsum": "{cumsum_speedup:.2f}x",
     "its MB": "{cumsum_megabytes:.0f}",
+    "fla": "{fla_speedup:.2f}x",
 }
 LENGTHS = [256, 1024, 4096, 16384, 65536, 131072]
-# Forms that would take more memory than this are left out.
-MOST_BYTES = 2**30
+# Where the chunk size is swept.
+SWEPT_LENGTH = 4096
+CHUNK_SIZES = (16, 32, 128, 256)
+# Forms that would take more memory than this are left out, and gradients of queries that take more
+# in float32: they need some ten times that.
+MOST_BYTES = 2**31
+MOST_QUERY_BYTES = 2**30
 
 
 def main(
@@ -46,18 +56,23 @@ def main(
     lengths: options.LengthsOption = None,
     seconds: options.SecondsOption = 20.0,
     quick: options.QuickOption = False,
+    device: options.DeviceOption = "cpu",
 ) -> None:
-    """Time chunkwise_linear_attention (elu+1, causal) beside torch SDPA and two other forms.
+    """Time chunkwise_linear_attention (elu+1, causal) and its gradient beside other attention.
 
-    The others are the masked square, which writes all products of queries and keys, and the
-    cumulative sums of all outer products of keys and values. At 4096 tokens the chunk size is
-    swept. Flops are those that count: products of a query with the state and with the keys before
-    it in its chunk, and those of a key and a value.
+    The others are torch SDPA; the masked square, which writes all products of queries and keys;
+    the cumulative sums of all outer products of keys and values; and flash-linear-attention if it
+    is installed, on a GPU by its kernels, elsewhere in its PyTorch form. At 4096 tokens the chunk
+    size is swept. Flops are those that count: products of a query with the state and with the keys
+    before it in its chunk, and those of a key and a value. "MB" is what a call holds at most beside
+    its results, "backward" the time of the gradient by that of the call.
     """
-    plan = options.make_plan("linear", json, threads, dtype, shape, seconds, quick)
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [1, 64, 200])
+    plan = options.make_plan("linear", json, threads, dtype, shape, seconds, quick, device)
+    chosen = plan.numbers("--lengths", lengths, LENGTHS, [1, 192])
+    swept = (chosen[-1], CHUNK_SIZES[:1]) if quick else (SWEPT_LENGTH, CHUNK_SIZES)
     title = "chunkwise_linear_attention (elu+1, causal): speedup over SDPA and over other forms"
     with Report(plan, title, COLUMNS, lengths=chosen) as report:
+        _note_missing_package(report)
         for case in plan.cases():
             last: tuple[int, float] | None = None
             for length in chosen:
@@ -65,94 +80,112 @@ def main(
                 row, taken = _row(case, length, 64, plan.seconds, with_sdpa)
                 report.add(**case.fields, **row)
                 last = (length, taken) if taken and length >= 512 else last
-                for chunk_size in (16, 32, 128, 256) if length == 4096 else ():
+                for chunk_size in swept[1] if length == swept[0] else ():
                     row, _ = _row(case, length, chunk_size, plan.seconds / 4, False)
                     report.add(**case.fields, **row)
 
 
-def _row(
-    case: options.Case, length: int, chunk_size: int, seconds: float, with_sdpa: bool
-) -> tuple[dict[str, Any], float | None]:
-    """Return a row, and the seconds that SDPA took."""
-    q, k, v = case.qkv(length)
-    heads = case.heads
+def _note_missing_package(report: Report) -> None:
+    one = torch.zeros(1, 1, 64, 1)
+    try:
+        flash_linear_attention(one, one, one)
+    except PackageMissing as missing:
+        report.note(str(missing))
 
-    def linear() -> Tensor:
+
+def _row(
+    case: options.Case, length: int, chunk_size: int, seconds: float, with_others: bool
+) -> tuple[dict[str, Any], float | None]:
+    """Return a row, and the seconds that SDPA and its gradient took."""
+    q, k, v = case.qkv(length)
+
+    def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ops.chunkwise_linear_attention(q, k, v, chunk_size=chunk_size)[0]
 
-    calls: dict[str, Callable[[], object]] = {
-        "linear": linear,
-        "both": forward_and_backward(q, k, v, chunk_size),
-    }
-    if with_sdpa:
-        calls["sdpa"] = sdpa(q, k, v, causal=True)
-    # Outer products and their sums; the product with the queries repeats these for every head.
-    sums_bytes = 4 * (2 * heads.kv_heads + heads.query_heads) * length * heads.head_dim**2
-    if with_sdpa and 2 * 4 * heads.query_heads * length**2 <= MOST_BYTES:
-        calls["square"] = lambda: masked_square(q, k, v)
-    if with_sdpa and sums_bytes <= MOST_BYTES:
-        calls["cumsum"] = lambda: cumulative_sums(q, k, v)
-    peak = _peak.fma(case.threads)
-    timings = compare({**calls, "peak": peak.run}, seconds)
-    per_query = 2 * heads.head_dim * (heads.head_dim + min(chunk_size, length) + 1)
-    flops = length * (heads.query_heads * per_query + heads.kv_heads * 2 * heads.head_dim**2)
-    share = timings.ratio("peak", "linear")
-    percent = [100 * flops / peak.amount * x for x in (share.value, share.q1, share.q3)]
+    calls: dict[str, Attention] = {"linear": lambda: linear(q, k, v)}
+    if 4 * q.numel() <= MOST_QUERY_BYTES:
+        calls["both"] = forward_and_backward(linear, q, k, v)
+    if with_others:
+        calls |= _others(case, q, k, v)
+    peak = None if case.on_gpu else _peak.fma(case.threads)
+    peaks = {} if peak is None else {"peak": peak.run}
+    timings = compare({**calls, **peaks}, seconds, timer=case.timer)
+    flops = _flops(case, length, chunk_size)
     row = {
         "length": length,
         "chunk_size": chunk_size,
-        "milliseconds": 1e3 * timings.median("linear"),
         "gflops": flops / timings.median("linear") / 1e9,
-        **dict(zip(("percent", "percent_q1", "percent_q3"), percent, strict=True)),
-        "temporary_megabytes": (first_call_peak_bytes(linear) - linear().nbytes) / 1e6,
-        "backward_ratio": timings.ratio("both", "linear").value - 1,
         "rounds": timings.rounds,
-        **_speedups(timings, calls),
+        **_times_and_memory(timings, calls, case.on_gpu),
     }
-    if "cumsum" in calls:
-        row["cumsum_megabytes"] = peak_bytes(calls["cumsum"]) / 1e6
-    return row, timings.median("sdpa") if with_sdpa else None
+    if peak is not None:
+        share = timings.ratio("peak", "linear")
+        percent = [100 * flops / peak.amount * x for x in (share.value, share.q1, share.q3)]
+        row |= dict(zip(("percent", "percent_q1", "percent_q3"), percent, strict=True))
+    if not with_others:
+        return row, None
+    return row, timings.median("sdpa") + timings.median("sdpa_both")
 
 
-def _speedups(timings: Timings, calls: dict[str, Callable[[], object]]) -> dict[str, Any]:
+def _others(case: options.Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Attention]:
+    """Return SDPA, its gradient, and the forms of linear attention that fit into memory."""
+    heads, length = case.heads, q.shape[2]
+    calls: dict[str, Attention] = {
+        "sdpa": sdpa(q, k, v, causal=True),
+        "sdpa_both": forward_and_backward(lambda *qkv: sdpa(*qkv, causal=True)(), q, k, v),
+    }
+    # Outer products and their sums; the product with the queries repeats these for every head.
+    sums_bytes = 4 * (2 * heads.kv_heads + heads.query_heads) * length * heads.head_dim**2
+    if 2 * 4 * heads.query_heads * length**2 <= MOST_BYTES:
+        calls["square"] = lambda: masked_square(q, k, v)
+    if sums_bytes <= MOST_BYTES:
+        calls["cumsum"] = lambda: cumulative_sums(q, k, v)
+    try:
+        fla = flash_linear_attention(q, k, v)
+    except PackageMissing:
+        fla = None
+    return calls if fla is None else {**calls, "fla": fla}
+
+
+def _flops(case: options.Case, length: int, chunk_size: int) -> int:
+    heads = case.heads
+    per_query = 2 * heads.head_dim * (heads.head_dim + min(chunk_size, length) + 1)
+    return length * (heads.query_heads * per_query + heads.kv_heads * 2 * heads.head_dim**2)
+
+
+def _times_and_memory(
+    timings: Timings, calls: dict[str, Attention], on_gpu: bool
+) -> dict[str, Any]:
+    """Return milliseconds and temporary megabytes of every call, and the ratios of their times."""
     fields: dict[str, Any] = {}
+    for name, call in calls.items():
+        prefix = "" if name == "linear" else f"{name}_"
+        fields[f"{prefix}milliseconds"] = 1e3 * timings.median(name)
+        memory = "temporary_megabytes" if name == "linear" else f"{name}_megabytes"
+        fields[memory] = temporary_megabytes(call, on_gpu)
+    if "both" in calls:
+        fields["backward_ratio"] = timings.ratio("both", "linear").value - 1
     if "sdpa" in calls:
         fields |= ratio_fields("speedup", timings.ratio("sdpa", "linear"))
-    for name in ("square", "cumsum"):
+    if {"both", "sdpa_both"} <= set(calls):
+        fields["both_speedup"] = timings.ratio("sdpa_both", "both").value
+    for name in ("square", "cumsum", "fla"):
         if name in calls:
             fields[f"{name}_speedup"] = timings.ratio(name, "linear").value
     return fields
 
 
-def forward_and_backward(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Callable[[], object]:
-    """Return a call of the operator and of its gradient."""
+def forward_and_backward(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
+) -> Attention:
+    """Return a call of attention and of its gradient."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    def call() -> object:
-        out, _, _ = ops.chunkwise_linear_attention(*inputs, chunk_size=chunk_size)
-        return torch.autograd.grad(out, inputs, out)
+    def call() -> tuple[Tensor, ...]:
+        out = attend(*inputs)
+        return torch.autograd.grad(out, inputs, out.detach())
 
     return call
-
-
-def masked_square(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend linearly by all products of queries and keys, those above the diagonal left out."""
-    queries, keys, values = _features(q, k, v)
-    return ((queries @ keys.transpose(-1, -2)).tril() @ values).flatten(1, 2)
-
-
-def cumulative_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend linearly by the sums of k^T v up to every token, all kept at once."""
-    queries, keys, values = _features(q, k, v)
-    states = (keys.unsqueeze(-1) * values.unsqueeze(-2)).cumsum(3)
-    return (queries.unsqueeze(-2) @ states).squeeze(-2).flatten(1, 2)
-
-
-def _features(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """elu+1 of q [B, Hkv, G, T, D] and k [B, Hkv, 1, T, D], and v beside them."""
-    elu = torch.nn.functional.elu
-    queries = (elu(q) + 1).unflatten(1, (k.shape[1], -1))
-    return queries, (elu(k) + 1).unsqueeze(2), v.unsqueeze(2)
 
 
 app = options.command(main)

@@ -1,22 +1,19 @@
-"""Draws throughput_comparison.png and memory_profile.png from the benchmarks' JSON files."""
+"""Draws figures of throughput, memory and linear attention from the benchmarks' JSON files."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import _options as options
 import typer
+from _plot_linear import plot_linear
+from _plot_parts import Row, draw_line, make_figure, save_figure, use_length_axis
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
-
-Row = dict[str, Any]
+from matplotlib.ticker import FuncFormatter
 
 # Told apart by people who see colours differently, and by line style and marker in print.
 STYLES: dict[str, dict[str, Any]] = {
@@ -45,23 +42,25 @@ def plot_throughput(prefill: Row | None, model: Row | None, path: Path) -> Path:
         The file to write.
     """
     layers, models = _groups(prefill, "layer"), _groups(model, "model")
-    figure, grid = _figure(len(layers) + len(models))
+    figure, grid = make_figure(len(layers) + len(models))
     for axes, (title, rows) in zip(grid, [*layers.items(), *models.items()], strict=True):
         if title in layers:
             for name in ("dense", "sparse"):
-                _line(axes, name, rows, functools.partial(_layer_rate, name=name), **STYLES[name])
+                draw_line(
+                    axes, name, rows, functools.partial(_layer_rate, name=name), **STYLES[name]
+                )
             _label_speedups(axes, rows)
         else:
             for variant, name in VARIANTS.items():
                 chosen = [row for row in rows if row["variant"] == variant]
-                _line(axes, name, chosen, itemgetter("tokens_per_second"), **STYLES[name])
+                draw_line(axes, name, chosen, itemgetter("tokens_per_second"), **STYLES[name])
         axes.set_title(title, fontsize=9)
-        _length_axis(axes, [row["length"] for row in rows])
+        use_length_axis(axes, [row["length"] for row in rows])
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(FuncFormatter(_thousands))
         axes.set_ylabel("tokens / s")
         axes.legend(frameon=False, fontsize=8)
-    return _save(figure, "Prefill throughput (higher is better)", [prefill, model], path)
+    return save_figure(figure, "Prefill throughput (higher is better)", [prefill, model], path)
 
 
 def plot_memory(allocations: Row, path: Path) -> Path:
@@ -77,17 +76,17 @@ def plot_memory(allocations: Row, path: Path) -> Path:
     rows = allocations["rows"]
     sizes = _groups({**allocations, "rows": [r for r in rows if "length" in r]}, "layer")
     held = [row for row in rows if row.get("allocated_bytes") and row["allocated_bytes"][0]]
-    figure, grid = _figure(len(sizes) + bool(held))
+    figure, grid = make_figure(len(sizes) + bool(held))
     for axes, (title, chosen) in zip(grid, sizes.items(), strict=False):
-        _line(axes, "KV cache", chosen, itemgetter("kv_megabytes"), color="0.45")
+        draw_line(axes, "KV cache", chosen, itemgetter("kv_megabytes"), color="0.45")
         workspaces = (("dense", "dense_workspace_megabytes"), ("sparse", "workspace_megabytes"))
         for name, field in workspaces:
             label = f"workspace, {name}"
-            _line(axes, label, chosen, itemgetter(field), **STYLES[name])
+            draw_line(axes, label, chosen, itemgetter(field), **STYLES[name])
         state = {"color": "#009E73", "marker": "^"}
-        _line(axes, "scores + memory set", chosen, itemgetter("state_megabytes"), **state)
+        draw_line(axes, "scores + memory set", chosen, itemgetter("state_megabytes"), **state)
         axes.set_title(title + ", one layer", fontsize=9)
-        _length_axis(axes, [row["length"] for row in chosen])
+        use_length_axis(axes, [row["length"] for row in chosen])
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.set_ylabel("MB")
@@ -95,7 +94,7 @@ def plot_memory(allocations: Row, path: Path) -> Path:
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     if held:
         _draw_growth(grid[-1], held)
-    return _save(figure, "Memory of sparse prefill", [allocations], path)
+    return save_figure(figure, "Memory of sparse prefill", [allocations], path)
 
 
 def main(
@@ -107,11 +106,12 @@ def main(
         typer.Option("--output", metavar="FOLDER", help="Where the figures go. Default: there."),
     ] = None,
 ) -> None:
-    """Draw the figures from prefill.json, model.json and allocations.json, as far as there."""
-    found = {name: _read(results / f"{name}.json") for name in ("prefill", "model", "allocations")}
+    """Draw the figures from prefill, model, allocations and linear.json, as far as there."""
+    names = ("prefill", "model", "allocations", "linear")
+    found = {name: _read(results / f"{name}.json") for name in names}
     if not any(found.values()):
         raise typer.BadParameter(
-            f"--results must hold prefill, model or allocations.json: {results}"
+            f"--results must hold prefill, model, allocations or linear.json: {results}"
         )
     folder = output or results
     if found["prefill"] or found["model"]:
@@ -120,6 +120,8 @@ def main(
         )
     if found["allocations"]:
         typer.echo(plot_memory(found["allocations"], folder / "memory_profile.png"))
+    if found["linear"]:
+        typer.echo(plot_linear(found["linear"], folder / "linear.png"))
 
 
 def _read(path: Path) -> Row | None:
@@ -144,29 +146,6 @@ def _groups(result: Row | None, kind: str) -> dict[str, list[Row]]:
             title = f"{name}, {row['dtype']}, {most} thread{'s'[: most > 1]}"
             groups.setdefault(title, []).append(row)
     return groups
-
-
-def _figure(panels: int) -> tuple[Figure, list[Axes]]:
-    columns = 2 if panels == 4 else min(panels, 3)
-    rows = -(-panels // columns)
-    # A Figure of its own with the Agg canvas: pyplot would keep it, and might look for a display.
-    figure = Figure(figsize=(4.4 * columns, 3.4 * rows + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes in grid[panels:]:
-        axes.remove()
-    for axes in grid[:panels]:
-        axes.grid(color="0.92")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, grid[:panels]
-
-
-def _line(
-    axes: Axes, label: str, rows: list[Row], value: Callable[[Row], float], **style: Any
-) -> None:
-    lengths, values = [row["length"] for row in rows], [value(row) for row in rows]
-    axes.plot(lengths, values, label=label, **{"linewidth": 1.6, "markersize": 4, **style})
 
 
 def _layer_rate(row: Row, name: str) -> float:
@@ -202,31 +181,8 @@ def _draw_growth(axes: Axes, rows: list[Row]) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
-def _length_axis(axes: Axes, lengths: list[int]) -> None:
-    ticks = sorted(set(lengths))
-    axes.set_xscale("log", base=2)
-    axes.margins(x=0.1)
-    axes.set_xticks(ticks, [_short(tick) for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("prompt (tokens)")
-
-
-def _short(number: int) -> str:
-    return f"{number // 1024}k" if number >= 1024 and number % 1024 == 0 else str(number)
-
-
 def _thousands(number: float, _: object) -> str:
     return f"{number / 1e3:g}k" if number >= 1000 else f"{number:g}"
-
-
-def _save(figure: Figure, title: str, sources: list[Row | None], path: Path) -> Path:
-    source = next(source for source in sources if source)
-    facts = source["environment"]
-    quick = " (quick: the figures mean nothing)" if source["quick"] else ""
-    machine = f"{facts['cpu']}, {facts['library']['cpu_isa_used']}, torch {facts['torch']}"
-    figure.suptitle(f"{title}{quick}\n{machine}", fontsize=10)
-    figure.savefig(path, dpi=150)
-    return path
 
 
 app = options.command(main)

@@ -174,20 +174,29 @@ def _(a: Any) -> None:
     return None
 
 
-def _check_log_decay(k: Tensor, log_decay: Tensor | None) -> None:
-    if log_decay is not None:
-        shapes = ((k.shape[1],), tuple(k.shape[:3]))
+def _check_accumulated(name: str, x: Tensor | None, q: Tensor, *shape: int) -> None:
+    if x is not None:
+        dtype = _accumulate_dtype(q)
         torch._check_value(
-            log_decay.dim() in (1, 3) and tuple(log_decay.shape) == shapes[log_decay.dim() // 2],
-            lambda: f"log_decay must be [KV heads] or [B, KV heads, T], got {log_decay.shape}",
+            tuple(x.shape) == shape and x.dtype == dtype and x.device == q.device,
+            lambda: f"{name} must be {dtype} {list(shape)} on the device of q, got {x.shape}",
         )
+
+
+def _check_linear_attention(a: Any) -> None:
+    _check_qkv(a.q, a.k, a.v)
+    _check_length(a.q, a.k)
+    batch, heads, length, dim = a.k.shape
+    by_head = a.log_decay is not None and a.log_decay.dim() == 1
+    decays = (heads,) if by_head else (batch, heads, length)
+    _check_accumulated("log_decay", a.log_decay, a.q, *decays)
+    _check_accumulated("initial_state", a.initial_state, a.q, batch, heads, dim, a.v.shape[3])
+    _check_accumulated("initial_normalizer", a.initial_normalizer, a.q, batch, heads, dim)
 
 
 @_fake("chunkwise_linear_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _check_qkv(a.q, a.k, a.v)
-    _check_length(a.q, a.k)
-    _check_log_decay(a.k, a.log_decay)
+    _check_linear_attention(a)
     dtype = _accumulate_dtype(a.q)
     per_head = a.k.shape[:2]
     state = a.k.new_empty(*per_head, a.k.shape[3], a.v.shape[3], dtype=dtype)
@@ -197,8 +206,7 @@ def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @_fake("chunkwise_linear_attention_backward")
 def _(a: Any) -> tuple[Tensor, ...]:
-    _check_qkv(a.q, a.k, a.v)
-    _check_length(a.q, a.k)
+    _check_linear_attention(a)
 
     def like(x: Tensor | None) -> Tensor:
         shape = [0] if x is None else x.shape

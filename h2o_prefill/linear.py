@@ -56,6 +56,18 @@ def linear_attention(
         [B, Hq, T, Dv].
     state : LinearAttentionState
         Behind the last token.
+
+    Notes
+    -----
+    What these layers of models compute between their projections and their norms, all with
+    `feature_map="identity"`:
+
+    - Retention (RetNet): `log_decay` [H] is the logarithm of its gamma, `scale` is D ** -0.5.
+    - Lightning attention (MiniMax): q, k and v behind their activation, `log_decay` [H] is minus
+      its slopes. The state is what its cache holds.
+    - Mamba-2: q is C, k is B, v is x dt, and `log_decay` [B, H, T] is A dt. The state is its own,
+      transposed; D x is added afterwards. Heads of a group share B and C, which `expand` gives them
+      without a copy; several groups become part of the batch.
     """
     if not isinstance(feature_map, str):
         q, k, feature_map = feature_map(q), feature_map(k), "identity"

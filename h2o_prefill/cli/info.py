@@ -15,7 +15,7 @@ def info(json_file: options.JsonOption = None) -> None:
     """Show versions, hardware, build options, and what the library supports."""
     from ..eval import DATASETS, DEFAULT_MODEL, DTYPES, PROTOCOLS
     from ..eval.cache_dir import cache_dir
-    from ..eval.environment import cuda_kernels, environment, operators
+    from ..eval.environment import cuda_kernels, environment, linear_attention, operators
     from .tables import info_table
 
     with quiet_libraries(), json_output(json_file) as save_json:
@@ -24,6 +24,7 @@ def info(json_file: options.JsonOption = None) -> None:
             "environment": facts,
             "operators (devices)": operators(),
             "CUDA kernels": cuda_kernels(),
+            "linear attention": linear_attention(),
             "command line": {
                 "default model": DEFAULT_MODEL,
                 "presets": list(PRESETS),

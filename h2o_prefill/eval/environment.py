@@ -81,6 +81,16 @@ def cuda_kernels() -> dict[str, str]:
     }
 
 
+def linear_attention() -> dict[str, str]:
+    """Say what computes `chunkwise_linear_attention` and its gradient, and where."""
+    on_cuda = "cuda" in operators()["chunkwise_linear_attention"]
+    return {
+        "CPU": "kernels for float32, bfloat16, float16; all head dims, one direction and both",
+        "CUDA": "kernels, as above" if on_cuda else "composite version",
+        "composite version": "float64; devices without kernels",
+    }
+
+
 def operators() -> dict[str, list[str]]:
     """Return the operators of `h2o_prefill.ops`, each with its devices.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 from collections.abc import Callable
@@ -23,9 +24,9 @@ FIELDS = {
     "gather": ["gigabytes", "copy_gigabytes", "percent"],
     "scores": ["microseconds", "pytorch_microseconds", "speedup"],
     "dense": ["milliseconds", "sdpa_milliseconds", "speedup", "context"],
-    "linear": ["milliseconds", "gflops", "percent", "speedup", "square_speedup"],
     "prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
+LINEAR = ["milliseconds", "gflops", "percent", "both_milliseconds"]
 
 
 def _check_report(report: dict[str, Any], fields: list[str]) -> None:
@@ -49,14 +50,16 @@ def test_operator_benchmarks(run: Run, name: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["intra_chunk", "memory", "colsum", "prefill"])
+@pytest.mark.parametrize("name", ["intra_chunk", "memory", "colsum", "prefill", "linear"])
 def test_operator_benchmarks_on_a_gpu(run: Run, name: str) -> None:
     _, report = run(name, "--device", "cuda")
-    _check_report(report, [field for field in FIELDS[name] if field != "percent"])
+    _check_report(report, [field for field in FIELDS.get(name, LINEAR) if field != "percent"])
     assert report["environment"]["gpu"]
     for row in report["rows"]:
         assert row["device"] == "cuda" and row["dtype"] == "bfloat16"
-        assert name == "colsum" or row["sdpa_backend"] in row["sdpa_backends_milliseconds"]
+        assert (
+            name in ("colsum", "linear") or row["sdpa_backend"] in row["sdpa_backends_milliseconds"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -201,16 +204,57 @@ def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype
     assert torch.equal(out, found[0]) and torch.equal(lse, found[1]) and sums is None
 
 
+def test_linear(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import _linear_forms
+
+    def missing(*qkv: torch.Tensor) -> None:
+        raise _linear_forms.PackageMissing("flash-linear-attention is left out")
+
+    monkeypatch.setattr("bench_linear.flash_linear_attention", missing)
+    done, report = run("linear", "--dtype", "float32", "--shape", "smollm2")
+    assert done.stderr.count("flash-linear-attention is left out") == 1
+    sweep = [row for row in report["rows"] if row["chunk_size"] != 64]
+    beside = [row for row in report["rows"] if row["chunk_size"] == 64]
+    assert [row["length"] for row in beside] == [1, 192]
+    assert [(row["length"], row["chunk_size"]) for row in sweep] == [(192, 16)]
+    _check_report(report, LINEAR)
+    forms = ("sdpa", "square", "cumsum")
+    times = [f"{name}_milliseconds" for name in ("sdpa_both", *forms)]
+    ratios = ["speedup", "both_speedup", "square_speedup", "cumsum_speedup"]
+    _check_report({**report, "rows": beside}, times + ratios)
+    for row in beside:
+        # All outer products and their sums, beside the output.
+        assert row["cumsum_megabytes"] * 1e6 >= 2 * 4 * 3 * row["length"] * row["head_dim"] ** 2
+
+
 def test_other_forms_of_linear_attention_give_the_same() -> None:
+    from _linear_forms import (
+        PackageMissing,
+        cumulative_sums,
+        flash_linear_attention,
+        masked_square,
+    )
     from _shapes import SHAPES
-    from bench_linear import cumulative_sums, masked_square
 
     from h2o_prefill import ops
 
-    q, k, v = SHAPES["smollm2"].qkv(70, torch.float32)
+    q, k, v = SHAPES["smollm2"].qkv(128, torch.float32)
     expected, _, _ = ops.chunkwise_linear_attention(q, k, v)
-    for form in (masked_square, cumulative_sums):
-        torch.testing.assert_close(form(q, k, v), expected, rtol=1e-4, atol=1e-3)
+    found = [masked_square(q, k, v), cumulative_sums(q, k, v)]
+    with contextlib.suppress(PackageMissing):
+        found.append(flash_linear_attention(q, k, v)())
+    for out in found:
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_temporary_memory_is_what_a_call_holds_beside_its_results() -> None:
+    from _memory import temporary_megabytes
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        held = torch.empty(1000, dtype=torch.float32)
+        return held + 1, held[:10].clone()
+
+    assert temporary_megabytes(call, on_gpu=False) * 1e6 == pytest.approx(4000, abs=200)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 70])
@@ -325,7 +369,8 @@ def test_plots(run: Run, model_folder: str, tmp_path: Path) -> None:
     run("prefill", "--shape", "smollm2")
     run("model", "--model", model_folder)
     run("allocations", "--shape", "smollm2")
+    run("linear", "--dtype", "float32", "--shape", "smollm2")
     done = CliRunner().invoke(plot.app, ["--results", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
-    for name in ("throughput_comparison.png", "memory_profile.png"):
+    for name in ("throughput_comparison.png", "memory_profile.png", "linear.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

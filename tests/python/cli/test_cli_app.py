@@ -146,6 +146,7 @@ def test_info_names_the_build_and_writes_json(run: Run, tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "i.json").read_text())
     assert facts["environment"]["library"]["version"] in done.stdout
     assert "chunked_sparse_attention" in done.stdout
+    assert facts["linear attention"]["CPU"] in " ".join(done.stdout.split())
     assert facts["command line"]["presets"] == list(PRESETS)
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import PerplexityResult, environment, evaluate_perplexity
 from h2o_prefill.eval.report import build_report, write_json
+from h2o_prefill.testing import Shape, make_qkv
 
 
 @pytest.fixture(params=["gptq", "llamacpp"])
@@ -93,6 +95,22 @@ def test_operators_have_cpu_kernels() -> None:
     }
     with_cuda = {name for name, devices in operators.items() if "cuda" in devices}
     assert with_cuda == (set(operators) - composed if environment.has_cuda() else set())
+
+
+@pytest.mark.parametrize("head_dim", [1, 64, 700])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
+def test_linear_attention_is_computed_as_said(name: str, causal: bool, head_dim: int) -> None:
+    q, k, v = make_qkv(Shape(1, 2, 1, 20, head_dim, 8), getattr(torch, name))
+    q.requires_grad_()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as run:
+        out, _, _ = ops.chunkwise_linear_attention(q, k, v, causal=causal)
+        out.sum().backward()
+    # Kernels multiply without PyTorch's products.
+    composed = any(event.key == "aten::matmul" for event in run.key_averages())
+    said = environment.linear_attention()
+    assert composed == (name in said["composite version"]) == (name not in said["CPU"])
 
 
 def test_commit_is_only_that_of_the_packages_own_checkout(

@@ -30,13 +30,15 @@ def assert_figures(executed: Any, count: int) -> None:
 def test_quick_start(execute: Execute, tiny: Any, context: int, sizes: dict[str, int]) -> None:
     done = execute(
         "quick_start.ipynb",
-        {"NEW_TOKENS": 8},
+        {"NEW_TOKENS": 8, "LINEAR_LENGTHS": [32, 64]},
         dense="dense[0].tolist()",
         sparse="sparse[0].tolist()",
         after=(
             "{'active': handle.active, 'attention': model.config._attn_implementation, "
             "'difference': difference, 'cached': cache.get_seq_length(), 'answers': answers}"
         ),
+        cost="cost.T.to_dict('list')",
+        step_difference="step_difference",
     )
     model, tokenizer = tiny.make_model(), tiny.make_tokenizer()
     text = tiny.SENTENCE * 10
@@ -54,6 +56,11 @@ def test_quick_start(execute: Execute, tiny: Any, context: int, sizes: dict[str,
     reason = "attention_mask has holes"
     assert done.stderr.count("Warning") == done.stderr.count(reason) == 1
     assert reason in done.stdout  # of the error that `strict` makes of it
+
+    assert set(done.values["cost"]) == {"32", "64"}
+    assert all(len(times) == 2 and min(times) > 0 for times in done.values["cost"].values())
+    assert done.values["step_difference"] < 1e-5
+    assert_figures(done, 1)
 
 
 def test_perplexity_and_ablation(

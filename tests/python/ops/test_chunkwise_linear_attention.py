@@ -5,7 +5,9 @@ import torch
 import torch._dynamo.testing
 
 from h2o_prefill import ops
+from h2o_prefill.eval.peak_memory import peak_bytes
 from h2o_prefill.reference import ops as oracle
+from h2o_prefill.reference import recurrent_linear_attention
 from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
 
 CHUNK = 32
@@ -127,6 +129,47 @@ def test_the_number_of_threads_changes_no_bit(heads, with_states):
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 32, 64])
+def test_it_is_the_recurrent_form(device, normalize, chunk_size):
+    q, k, v = make_qkv(Shape(2, 4, 2, 150, 16, 24), device=device)
+    given = q, k, v, make_decay(k), *(make_states(k, v) if normalize else (None, None))
+    expected = recurrent_linear_attention(*widened(given), normalize=normalize)
+    actual = ops.chunkwise_linear_attention(*given, normalize=normalize, chunk_size=chunk_size)
+    for name, a, e in zip(NAMES, actual, expected, strict=True):
+        if normalize or name != "normalizer":
+            assert_close_to_reference(a, e, what=name)
+
+
+def test_retention_is_a_decay_by_head(device):
+    """RetNet's parallel form, and its decays."""
+    q, k, v = make_qkv(Shape(1, 4, 4, 90, 16, 24), device=device)
+    gamma = 1 - 2.0 ** (-5 - torch.arange(4.0, device=device))
+    steps = torch.arange(90.0, device=device)
+    distance = (steps[:, None] - steps).clamp(min=0)
+    matrix = (q @ k.transpose(2, 3)) * 16**-0.5 * gamma[:, None, None] ** distance
+    out, _, _ = ops.chunkwise_linear_attention(
+        q, k, v, gamma.log(), feature_map="identity", scale=16**-0.5
+    )
+    torch.testing.assert_close(out, matrix.tril() @ v, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_is_that_of_a_state_and_linear_with_a_gradient(threads):
+    torch.set_num_threads(threads)
+    inputs = make_qkv(Shape(1, 2, 1, 32768, 16, 16))
+    out_bytes = 2 * 32768 * 16 * 4
+    peak = peak_bytes(lambda: ops.chunkwise_linear_attention(*inputs))
+    assert out_bytes < peak < out_bytes + 2**19
+    given = [x.requires_grad_() for x in inputs]
+
+    def differentiate():
+        out, _, _ = ops.chunkwise_linear_attention(*given)
+        torch.autograd.grad(out, given, out)
+
+    assert peak_bytes(differentiate) < 16 * out_bytes
 
 
 def test_decoding_continues_a_prompt(device):
@@ -321,11 +364,118 @@ def wrong(**changes):
             ),
             r"initial_normalizer must have shape \[2, 2, 8\], got \[2, 2, 6\]",
         ),
+        (dict(chunk_size=-1), "chunk_size must be >= 1, got -1"),
+        (dict(log_decay=torch.tensor([torch.inf, 0.0])), "log_decay must be <= 0, got inf"),
+        (dict(log_decay=torch.zeros(2).to_sparse()), "log_decay must be a strided tensor"),
+        (dict(initial_state=torch.zeros(2, 2, 8)), "initial_state must have 4 dimensions, got"),
+        (dict(initial_state=torch.zeros(2, 2, 8, 6).long()), "must be float32, got int64"),
+        (
+            dict(initial_state=torch.zeros(2, 2, 8, 6).to_sparse()),
+            "initial_state must be a strided tensor, got layout Sparse",
+        ),
+        (
+            dict(initial_normalizer=torch.zeros(2, 2, 8), normalize=True),
+            "must come together where normalize is True, got only initial_normalizer",
+        ),
+        (
+            dict(q=torch.zeros(2, 4, 10, 0), k=torch.zeros(2, 2, 10, 0)),
+            "head dims must be > 0, got 0 and 6",
+        ),
+        (dict(v=torch.zeros(2, 2, 10, 0)), "head dims must be > 0, got 8 and 0"),
+        (
+            dict(q=torch.zeros(2, 3, 10, 8)),
+            "query heads must be a multiple of the KV heads, got 3 and 2",
+        ),
+        (dict(v=torch.zeros(2, 1, 10, 6)), r"v must have the heads of k \(2\) in dimension 1"),
+        (dict(q=torch.zeros(2, 4, 10, 8).long()), "q must be float32, .* or float64, got int64"),
+        (
+            dict(k=torch.zeros(2, 2, 10, 8).half()),
+            r"k must have dtype and device of q \(float32 on cpu\), got float16 on cpu",
+        ),
+        (dict(v=torch.zeros(2, 2, 10, 6).to_sparse()), "v must be a strided tensor, got layout Sp"),
+        (
+            dict(q=torch.quantize_per_tensor(torch.zeros(2, 4, 10, 8), 0.1, 0, torch.qint8)),
+            "q must be float32, .* or float64, got qint8",
+        ),
     ],
 )
 def test_wrong_arguments(changes, message):
     with pytest.raises(ValueError, match=message):
         ops.chunkwise_linear_attention(**wrong(**changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("log_decay", [2]),
+        ("log_decay", [2, 2, 10]),
+        ("initial_state", [2, 2, 8, 6]),
+        ("initial_normalizer", [2, 2, 8]),
+    ],
+)
+def test_tracing_refuses_what_running_refuses(name, shape):
+    call = torch.ops.h2o_prefill.chunkwise_linear_attention
+    with torch._subclasses.FakeTensorMode():
+        given = {
+            name: torch.zeros(2, heads, 10, 8) for name, heads in zip("qkv", (4, 2, 2), strict=True)
+        }
+        given["v"] = given["v"][..., :6]
+        call(**given, **{name: torch.zeros(shape)})
+        for x in (
+            torch.zeros([*shape[:-1], shape[-1] + 1]),
+            torch.zeros(shape, dtype=torch.float16),
+            torch.zeros(shape, device="cuda"),
+        ):
+            with pytest.raises(ValueError, match=f"{name} must be torch.float32 .* device of q"):
+                call(**given, **{name: x})
+
+
+def test_a_state_on_another_device_is_refused(device):
+    state = torch.zeros(2, 2, 8, 6, device="meta" if device == "cpu" else "cpu")
+    q, k, v = make_qkv(Shape(2, 4, 2, 10, 8, 6), device=device)
+    with pytest.raises(ValueError, match=r"initial_state must be .*on the device of q"):
+        ops.chunkwise_linear_attention(q, k, v, initial_state=state)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_what_is_not_finite_reaches_its_head_and_all_later_tokens(device, value, normalize):
+    for name in ("k", "v"):
+        given = dict(zip("qkv", make_qkv(Shape(2, 4, 2, 40, 8, 6), device=device), strict=True))
+        given[name][0, 1, 20, 3] = value
+        out, state, _ = ops.chunkwise_linear_attention(**given, normalize=normalize, chunk_size=8)
+        # Masked products are products with 0: of the value's own chunk, earlier rows may have it.
+        assert not out[0, 2:, 20:, 3].isfinite().any() and out[0, 2:, :16].isfinite().all()
+        assert not state[0, 1].isfinite().all()
+        assert out[1].isfinite().all() and out[0, :2].isfinite().all() and state[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (700, 3), (3, 700)])
+def test_head_dims_have_no_bound(device, dims):
+    q, k, v = make_qkv(Shape(1, 2, 1, 70, *dims), device=device)
+    check(q, k, v, make_decay(k), normalize=True)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0), (0, 0)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_without_tokens_states_stay_and_gradients_are_empty(
+    device, batch, length, causal, normalize
+):
+    inputs = make_qkv(Shape(batch, 4, 2, length, 8, 6), device=device)
+    decay = make_decay(inputs[1])
+    states = make_states(*inputs[1:]) if causal else (None, None)
+    given = [
+        x if x is None else x.requires_grad_()
+        for x in (*inputs, decay, states[0], states[1] if normalize else None)
+    ]
+    out, *last = ops.chunkwise_linear_attention(*given, causal=causal, normalize=normalize)
+    assert out.shape == (batch, 4, length, 6)
+    for state, before in zip(last[: 1 + normalize], states, strict=False):
+        torch.testing.assert_close(state, torch.zeros_like(state) if before is None else before)
+    tensors = [x for x in given if x is not None]
+    found = torch.autograd.grad((out.sum() + sum(x.sum() for x in last)), tensors)
+    assert [x.shape for x in found] == [x.shape for x in tensors]
 
 
 def test_wrong_gradients():
