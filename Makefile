@@ -1,5 +1,6 @@
 # make build   a virtual environment with everything, and the library built into it
 # make demo    perplexity of a real model on real text, dense against sparse
+# make demo-cpp  a C++ program that continues a long text by an exported model, dense and sparse
 # make test    every test, Python and C++
 # make bench   every benchmark beside its baseline, about half an hour on a machine that does nothing else
 # make lint    formatting, static checks, types
@@ -25,7 +26,7 @@ BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense line
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package test-transformers soak coverage lint lint-cpp format clean system
+.PHONY: build demo demo-cpp bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package test-transformers soak coverage lint lint-cpp format clean system
 
 build: $(BIN)/.built
 
@@ -60,6 +61,20 @@ demo: build $(BIN)/.model
 	mkdir -p demo
 	$(BIN)/h2o-prefill ppl --dataset $(DEMO_DATASET) --windows $(DEMO_WINDOWS) \
 	  --json demo/perplexity.json --plot demo/perplexity.png
+
+# The model as a package, and a program without Python that was built with the installed library.
+demo-cpp: build $(BIN)/.model
+	mkdir -p demo
+	$(BIN)/cmake --install $(BUILD) --prefix demo/installed --component package >/dev/null
+	$(BIN)/cmake -S csrc/examples -B demo/examples -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  "-DCMAKE_PREFIX_PATH=$(abspath demo/installed);$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')" >/dev/null
+	$(BIN)/cmake --build demo/examples --target generate
+	$(BIN)/h2o-prefill export --capacity 8192 --output demo/model.pt2
+	$(BIN)/python csrc/examples/token_ids.py encode demo/model.tokenizer --dataset $(DEMO_DATASET) --tokens 6000 > demo/ids.txt
+	@for option in --dense ""; do \
+	  demo/examples/generate demo/model.pt2 demo/ids.txt --max-new-tokens 48 $$option > demo/answer.txt || exit 1; \
+	  $(BIN)/python csrc/examples/token_ids.py decode demo/model.tokenizer < demo/answer.txt; \
+	done
 
 bench: build $(BIN)/.model
 	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done

@@ -41,7 +41,7 @@ class PackagedModel(nn.Module):
         super().__init__()
         self.model = model
         self.config = config
-        self.settings = config.to_string()
+        self.settings = config.native.to_fields()
 
     def forward(self, token_ids: Tensor, rows: Tensor, *state: Tensor) -> Tensor:
         """Return the logits [R, vocabulary] of some tokens of a call.
@@ -160,7 +160,7 @@ def describe_package(
         end_ids = [] if end_ids is None else [end_ids]
     return new_info(
         model=type(model).__name__,
-        settings=config.to_string(),
+        settings=config.native.to_fields(),
         dtype=str(model.dtype).removeprefix("torch."),
         capacity=capacity,
         vocabulary=hf_config.vocab_size,

@@ -78,7 +78,7 @@ def greedy(model, ids, settings):
 def test_what_stands_beside_a_package(package):
     info = json.loads(package.with_suffix(".json").read_text())
     assert info["model"] == "LlamaForCausalLM" and info["capacity"] == CAPACITY
-    assert info["settings"] == PrefillConfig.parse(SETTINGS).to_string()
+    assert PrefillConfig.parse(info["settings"]) == PrefillConfig.parse(SETTINGS)
     assert (package.parent / info["tokenizer"] / "tokenizer.json").is_file()
 
 

@@ -1,0 +1,37 @@
+"""Turns text into token ids for generate.cpp and perplexity.cpp, and their answers into text.
+
+    python token_ids.py encode FOLDER.tokenizer --text-file FILE > ids.txt
+    python token_ids.py encode FOLDER.tokenizer --dataset pydoc --tokens 6000 > ids.txt
+    python token_ids.py decode FOLDER.tokenizer < answer.txt
+
+FOLDER.tokenizer stands beside a package that `h2o-prefill export` wrote.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from h2o_prefill.eval import load_text
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("direction", choices=["encode", "decode"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dataset", default="pydoc", help="as in h2o-prefill ppl")
+    parser.add_argument("--text-file", type=Path, help="UTF-8 text instead of the dataset")
+    parser.add_argument("--tokens", type=int, help="tokens of the text to keep, by default all")
+    options = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
+    if options.direction == "encode":
+        text = load_text(options.dataset, options.text_file).text
+        print(*tokenizer.encode(text).ids[: options.tokens])
+    else:
+        print(tokenizer.decode([int(x) for x in sys.stdin.read().split()]))
+
+
+if __name__ == "__main__":
+    main()
