@@ -8,18 +8,13 @@
 #include "kernels/composite/linear_attention.h"
 #include "kernels/cpu/attend_rows.h"
 #include "kernels/cpu/linear_chunk.h"
+#include "kernels/cpu/linear_gradient.h"
+#include "kernels/cpu/linear_pieces.h"
 #include "kernels/cpu/tasks.h"
 #include "kernels/cpu/workspace.h"
 
 namespace h2o_prefill {
 namespace {
-
-// A KV head's tokens are cut into pieces, so that few heads make enough tasks for many threads:
-// this many at most over all heads, each of this many tokens at least. Their states take this much
-// memory at most. The number of threads does not count: pieces decide how results are rounded.
-constexpr int64_t kPieces = 256;
-constexpr int64_t kPieceTokens = 1024;
-constexpr int64_t kStateBytes = int64_t{32} << 20;
 
 // One direction of a call. States are float32 and contiguous; null: 0, or not wanted.
 struct LinearCall {
@@ -55,13 +50,6 @@ LinearCall LinearCall::reversed() const {
   return call;
 }
 
-struct TaskRange {
-  int64_t tasks;
-
-  int64_t count() const { return tasks; }
-  int64_t at(int64_t i) const { return i; }
-};
-
 class LinearAttention {
  public:
   explicit LinearAttention(const LinearCall& call)
@@ -70,12 +58,9 @@ class LinearAttention {
         group_(call.query.heads / call.key.heads),
         state_floats_(kernels_.state_floats(call.key.dim, call.value.dim)),
         chunk_(std::min(call.chunk_size, call.key.length)) {
-    const int64_t chunks = divide_up(call.key.length, chunk_);
-    const int64_t bytes = units_ * state_floats_ * static_cast<int64_t>(sizeof(float));
-    const int64_t most = std::max<int64_t>(std::min(kPieces / units_, kStateBytes / bytes), 1);
-    const int64_t wanted = divide_up(call.key.length, std::max(kPieceTokens, chunk_));
-    piece_chunks_ = divide_up(chunks, std::min(wanted, most));
-    pieces_ = divide_up(chunks, piece_chunks_);
+    const LinearPieces pieces(units_, call.key.length, chunk_, state_floats_);
+    piece_chunks_ = pieces.chunks;
+    pieces_ = pieces.count;
   }
 
   void run() {
@@ -301,7 +286,9 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
 
 LinearAttentionInputGradients differentiate(const LinearAttentionRequest& r,
                                             const LinearAttentionGradients& gradients) {
-  return composite::linear_attention_backward(r, gradients, scan_of(r.query));
+  const bool fused = r.causal && r.query.scalar_type() != at::kDouble && r.query.numel() > 0;
+  return fused ? linear_attention_gradient(r, gradients)
+               : composite::linear_attention_backward(r, gradients, scan_of(r.query));
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {

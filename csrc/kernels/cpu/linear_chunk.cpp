@@ -5,42 +5,13 @@
 // operand of 16-bit products.
 #include "kernels/cpu/linear_chunk.h"
 
+#include "kernels/cpu/linear_rows.h"
 #include "kernels/cpu/pack_rows.h"
-#include "kernels/cpu/products.h"
 #include "kernels/cpu/row_io.h"
 #include "kernels/cpu/tile.h"
-#include "kernels/softmax_state.h"
 
 namespace h2o_prefill::H2O_ISA {
 namespace {
-
-using Products = Float32Products;
-
-// A multiple of a cache line, so that parts begin on one.
-H2O_INLINE int64_t whole_lines(int64_t floats) { return pad_to(floats, 16); }
-
-H2O_INLINE Vec exp_nonpositive(Vec x) { return exp2_nonpositive(x * broadcast(kLog2E)); }
-
-H2O_INLINE float exp_nonpositive(float x) { return exp_nonpositive(broadcast(x))[0]; }
-
-// x[i] = exp(x[i]), of whole vectors.
-H2O_INLINE void exponentiate(const float* x, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; i += kLanes) store(out + i, exp_nonpositive(load(x + i)));
-}
-
-// A NaN stays one.
-H2O_INLINE Vec map_feature(Vec x, FeatureMap feature_map) {
-  const Vec zero = Vec{};
-  if (feature_map == FeatureMap::kRelu) return x < zero ? zero : x;
-  const Vec below = exp_nonpositive(x > zero ? zero : x);
-  return x > zero ? x + broadcast(1.0F) : below;
-}
-
-// Whole vectors.
-void map_features(FeatureMap feature_map, int64_t n, float* x) {
-  if (feature_map == FeatureMap::kIdentity) return;
-  for (int64_t i = 0; i < n; i += kLanes) store(x + i, map_feature(load(x + i), feature_map));
-}
 
 H2O_INLINE int64_t matrix_floats(int64_t key_dim, int64_t value_dim) {
   return key_dim * pad_to(value_dim, kPanel);
@@ -92,19 +63,6 @@ struct Scratch {
 
 int64_t scratch_floats(int64_t key_dim, int64_t value_dim, int64_t rows) {
   return Scratch(nullptr, key_dim, value_dim, rows).floats;
-}
-
-PackArgs pack_args(const void* data, DType dtype, int64_t stride, int64_t rows, int64_t dim,
-                   float* packed) {
-  return {.data = data,
-          .dtype = dtype,
-          .stride_row = stride,
-          .positions = nullptr,
-          .count = rows,
-          .begin = 0,
-          .end = rows,
-          .dim = dim,
-          .packed = packed};
 }
 
 // c[rows, kPanel] = a b, or added to c. Not inlined: the loops of several products in one function
@@ -273,22 +231,6 @@ void mask_row(float* scores, const float* decays, int64_t visible, int64_t end) 
   for (int64_t j = 0; decays && j < visible; j += kLanes) {
     store(scores + j, load(scores + j) * load(decays + j));
   }
-}
-
-// Of whole vectors.
-float sum_of(const float* x, int64_t n) {
-  Vec sum = Vec{};
-  for (int64_t i = 0; i < n; i += kLanes) sum += load(x + i);
-  return reduce_add(sum);
-}
-
-float dot(const float* a, const float* b, int64_t n) {
-  Vec sum = Vec{};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) sum = load(a + i) * load(b + i) + sum;
-  float total = reduce_add(sum);
-  for (; i < n; ++i) total += a[i] * b[i];
-  return total;
 }
 
 // acc = from_start (query state) + scores values.

@@ -36,10 +36,11 @@ H2O_INLINE int64_t key_words_of(int64_t n) {
   return Products::kPerWord == 1 ? n : n / kGroup * kLanes + rest;
 }
 
-// c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is dense.
-template <typename Products, bool kAccumulate, int kRows>
+// c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is dense
+// unless its rows have a stride of their own. kTransposed: a lies as [depth, kRows].
+template <typename Products, bool kAccumulate, int kRows, bool kTransposed = false>
 H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c,
-                              int64_t ldc) {
+                              int64_t ldc, int64_t ldb = kPanel) {
   Vec acc[kRows][kTileVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
@@ -48,11 +49,11 @@ H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64
       acc[i][v] = kAccumulate ? load(c + i * ldc + v * kLanes) : Vec{};
   }
   for (int64_t k = 0; k < depth; ++k) {
-    const Vec b0 = load(b + k * kPanel);
-    const Vec b1 = load(b + k * kPanel + kLanes);
+    const Vec b0 = load(b + k * ldb);
+    const Vec b1 = load(b + k * ldb + kLanes);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const Vec value = broadcast(a[i * lda + k]);
+      const Vec value = broadcast(kTransposed ? a[k * lda + i] : a[i * lda + k]);
       acc[i][0] = Products::multiply_add(value, b0, acc[i][0]);
       acc[i][1] = Products::multiply_add(value, b1, acc[i][1]);
     }
