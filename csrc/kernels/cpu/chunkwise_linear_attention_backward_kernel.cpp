@@ -77,6 +77,24 @@ class LinearGradient {
  private:
   using Walk = float (*)(const LinearGradientArgs&);
 
+  // One chunk of a walk through a piece.
+  struct Step {
+    int64_t row;
+    int64_t rows = 0;
+    int64_t next = 0;
+    int64_t next_rows = 0;
+    const float* start;
+    float log_decay = 0.0F;  // of the chunks that have been walked
+    float* sum;
+    bool sum_is_zero = true;
+
+    void take(float chunk_log_decay) {
+      log_decay += chunk_log_decay;
+      row += next;
+      sum_is_zero = false;
+    }
+  };
+
   // Multiply-adds a token: of the states that pieces begin with, and of all else.
   int64_t state_work() const { return (1 + group_) * call_.key.dim * call_.value.dim; }
   int64_t other_work() const {
@@ -217,46 +235,51 @@ class LinearGradient {
   // Leave in `sum` what the piece brings, and return its log decay.
   float run_forward(Walk walk, int64_t unit, int64_t piece, const float* before, float* sum,
                     int64_t thread) const {
-    const int64_t first = pieces_.begin(piece), end = pieces_.end(piece);
-    float decayed = 0.0F;
-    for (int64_t row = first; row < end; row += pieces_.chunk) {
-      const int64_t rows = std::min(pieces_.chunk, end - row);
-      decayed += walk(arguments(unit, row, rows, before, decayed, sum, row == first, thread));
+    const int64_t end = pieces_.end(piece);
+    Step step{.row = pieces_.begin(piece), .start = before, .sum = sum};
+    while (step.row < end) {
+      step.rows = std::min(pieces_.chunk, end - step.row);
+      step.next = step.rows;
+      step.next_rows = std::min(pieces_.chunk, end - step.row - step.rows);
+      step.take(walk(arguments(unit, step, thread)));
     }
-    return decayed;
+    return step.log_decay;
   }
   float run_backward(Walk walk, int64_t unit, int64_t piece, const float* behind, float* sum,
                      int64_t thread) const {
     const int64_t first = pieces_.begin(piece), end = pieces_.end(piece);
-    float decayed = 0.0F;
-    for (int64_t row = first + (end - first - 1) / pieces_.chunk * pieces_.chunk; row >= first;
-         row -= pieces_.chunk) {
-      const int64_t rows = std::min(pieces_.chunk, end - row);
-      decayed += walk(arguments(unit, row, rows, behind, decayed, sum, row + rows == end, thread));
+    Step step{.row = first + (end - first - 1) / pieces_.chunk * pieces_.chunk,
+              .next = -pieces_.chunk,
+              .start = behind,
+              .sum = sum};
+    while (step.row >= first) {
+      step.rows = std::min(pieces_.chunk, end - step.row);
+      step.next_rows = step.row > first ? pieces_.chunk : 0;
+      step.take(walk(arguments(unit, step, thread)));
     }
-    return decayed;
+    return step.log_decay;
   }
 
-  LinearGradientArgs arguments(int64_t unit, int64_t row, int64_t rows, const float* start,
-                               float start_log_decay, float* sum, bool sum_is_zero,
-                               int64_t thread) const {
+  LinearGradientArgs arguments(int64_t unit, const Step& step, int64_t thread) const {
     const int64_t b = unit / call_.key.heads, h = unit % call_.key.heads;
     const auto rows_of = [&](const HeadsView& view, int64_t head) {
-      return LinearRows{view.row(b, head, row), view.stride_row, view.stride_head};
+      return LinearRows{view.row(b, head, step.row), view.stride_row, view.stride_head};
     };
-    const int64_t weights = unit * group_ * call_.key.length + row;
+    const int64_t weights = unit * group_ * call_.key.length + step.row;
     return {.dtype = call_.key.dtype,
             .feature_map = call_.feature_map,
             .normalize = call_.normalize,
             .scale = call_.scale,
-            .rows = rows,
+            .rows = step.rows,
+            .next = step.next,
+            .next_rows = step.next_rows,
             .key_dim = call_.key.dim,
             .value_dim = call_.value.dim,
             .key = rows_of(call_.key, h),
             .value = rows_of(call_.value, h),
             .log_decay = call_.log_decay
                              ? call_.log_decay + b * call_.decay_strides[0] +
-                                   h * call_.decay_strides[1] + row * call_.decay_strides[2]
+                                   h * call_.decay_strides[1] + step.row * call_.decay_strides[2]
                              : nullptr,
             .decay_stride = call_.decay_strides[2],
             .heads = group_,
@@ -268,12 +291,12 @@ class LinearGradient {
             .inverse = workspace_.get(inverses_) + weights,
             .grad_weight = workspace_.get(grad_weights_) + weights,
             .weight_head_stride = call_.key.length,
-            .flow = call_.grad_log_decay ? call_.grad_log_decay + unit * call_.key.length + row
+            .flow = call_.grad_log_decay ? call_.grad_log_decay + unit * call_.key.length + step.row
                                          : nullptr,
-            .start = start,
-            .start_log_decay = start_log_decay,
-            .sum = sum,
-            .sum_is_zero = sum_is_zero,
+            .start = step.start,
+            .start_log_decay = step.log_decay,
+            .sum = step.sum,
+            .sum_is_zero = step.sum_is_zero,
             .scratch = workspace_.get(scratch_) + thread * scratch_floats_};
   }
 

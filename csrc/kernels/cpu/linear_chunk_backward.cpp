@@ -12,6 +12,7 @@
 #include "kernels/cpu/linear_rows.h"
 #include "kernels/cpu/pack_rows.h"
 #include "kernels/cpu/row_io.h"
+#include "kernels/cpu/row_stream.h"
 #include "kernels/cpu/tile.h"
 
 namespace h2o_prefill::H2O_ISA {
@@ -98,6 +99,61 @@ int64_t scratch_floats(int64_t key_dim, int64_t value_dim, int64_t rows) {
   return Scratch(nullptr, key_dim, value_dim, rows).floats;
 }
 
+int64_t panels(int64_t dim) { return pad_to(dim, kPanel) / kPanel; }
+
+// What a chunk asks for while it computes.
+struct Streams {
+  RowStream<0> keys;  // of the next chunk
+  RowStream<0> values;
+  RowStream<0> queries;  // of the next head
+  RowStream<0> grad_out;
+  RowStream<1> grad_key;  // or of the query head in hand
+  RowStream<1> grad_value;
+
+  void advance() {
+    keys.advance();
+    values.advance();
+    queries.advance();
+    grad_out.advance();
+    grad_key.advance();
+    grad_value.advance();
+  }
+};
+
+// Tiles that are multiplied for one head, at least.
+int64_t head_steps(const LinearGradientArgs& args) {
+  return (args.rows / kTileRows + 1) * (2 * panels(args.key_dim) + panels(args.value_dim));
+}
+
+template <int kWrite>
+RowStream<kWrite> stream_of(const LinearGradientArgs& args, const LinearRows& of, int64_t head,
+                            int64_t row, int64_t rows, int64_t dim, int64_t steps) {
+  const int64_t offset = head * of.head_stride + row * of.stride;
+  return {static_cast<const char*>(of.data) + offset * size_of(args.dtype),
+          args.dtype,
+          of.stride,
+          rows,
+          dim,
+          steps};
+}
+
+Streams next_chunk(const LinearGradientArgs& args) {
+  const int64_t steps = args.heads * head_steps(args);
+  Streams streams;
+  streams.keys = stream_of<0>(args, args.key, 0, args.next, args.next_rows, args.key_dim, steps);
+  streams.values =
+      stream_of<0>(args, args.value, 0, args.next, args.next_rows, args.value_dim, steps);
+  return streams;
+}
+
+void ask_for_next_head(const LinearGradientArgs& args, int64_t head, Streams& streams) {
+  const bool in_chunk = head + 1 < args.heads;
+  const int64_t row = in_chunk ? 0 : args.next, rows = in_chunk ? args.rows : args.next_rows;
+  const int64_t next = in_chunk ? head + 1 : 0, steps = head_steps(args);
+  streams.queries = stream_of<0>(args, args.query, next, row, rows, args.key_dim, steps);
+  streams.grad_out = stream_of<0>(args, args.grad_out, next, row, rows, args.value_dim, steps);
+}
+
 // Where a square left factor is not zero.
 enum class Shape { kFull, kLower, kUpper };
 
@@ -107,7 +163,8 @@ enum class Shape { kFull, kLower, kUpper };
 template <bool kTransposed, bool kAccumulate>
 __attribute__((noinline)) void multiply_panel(const Matrix& a, Shape shape, int64_t first_row,
                                               int64_t rows, int64_t depth, const float* b,
-                                              int64_t ldb, float* c, int64_t ldc) {
+                                              int64_t ldb, float* c, int64_t ldc,
+                                              Streams& streams) {
   int64_t row = first_row;
 #define H2O_TILE(n)                                                                     \
   const int64_t begin = shape == Shape::kUpper ? row : 0;                               \
@@ -117,6 +174,7 @@ __attribute__((noinline)) void multiply_panel(const Matrix& a, Shape shape, int6
       end - begin, c + row * ldc, ldc, ldb)
   for (; row + kTileRows <= rows; row += kTileRows) {
     H2O_TILE(kTileRows);
+    streams.advance();
   }
   const int64_t rest = rows - row;
   if (rest & 4) {
@@ -135,24 +193,25 @@ __attribute__((noinline)) void multiply_panel(const Matrix& a, Shape shape, int6
 
 template <bool kTransposed>
 void multiply(const Matrix& a, Shape shape, int64_t rows, int64_t depth, const Matrix& b,
-              int64_t columns, const Matrix& c, bool accumulate) {
+              int64_t columns, const Matrix& c, bool accumulate, Streams& streams) {
   for (int64_t j = 0; j < columns; j += kPanel) {
     const int64_t panel = j / kPanel;
     const auto multiply_one =
         accumulate ? multiply_panel<kTransposed, true> : multiply_panel<kTransposed, false>;
     multiply_one(a, shape, 0, rows, depth, b.data + panel * b.panel_stride, b.stride,
-                 c.data + panel * c.panel_stride, c.stride);
+                 c.data + panel * c.panel_stride, c.stride, streams);
   }
 }
 
 // c[rows, rows] = a b, at least on and below the diagonal.
-void multiply_below(const Matrix& a, int64_t rows, int64_t depth, const float* b, const Matrix& c) {
+void multiply_below(const Matrix& a, int64_t rows, int64_t depth, const float* b, const Matrix& c,
+                    Streams& streams) {
   const Matrix columns = packed(b, depth);
   for (int64_t j = 0; j < rows; j += kPanel) {
     const int64_t panel = j / kPanel;
     multiply_panel<false, false>(a, Shape::kFull, j, rows, depth,
                                  columns.data + panel * columns.panel_stride, columns.stride,
-                                 c.data + panel * c.panel_stride, c.stride);
+                                 c.data + panel * c.panel_stride, c.stride, streams);
   }
 }
 
@@ -296,14 +355,15 @@ void decay_sum(const LinearGradientArgs& args, float log_decay) {
 }
 
 // Adds values^T keys, and the sum of the keys; decays the keys.
-void add_keys(const LinearGradientArgs& args, const Scratch& scratch, float log_decay) {
+void add_keys(const LinearGradientArgs& args, const Scratch& scratch, float log_decay,
+              Streams& streams) {
   decay_sum(args, log_decay);
   const int64_t width = pad_to(args.key_dim, kPanel);
   for (int64_t j = 0; args.log_decay && j < args.rows; ++j) {
     scale_row(scratch.keys.row(j), width, scratch.to_end[j]);
   }
   multiply<true>(scratch.values, Shape::kFull, args.value_dim, args.rows, scratch.keys,
-                 args.key_dim, packed(args.sum, args.value_dim), !args.sum_is_zero);
+                 args.key_dim, packed(args.sum, args.value_dim), !args.sum_is_zero, streams);
   for (int64_t j = 0; args.normalize && j < args.rows; ++j) {
     add_row(scratch.keys.row(j), width, 1.0F, normalizer_of(args.sum, args));
   }
@@ -312,13 +372,14 @@ void add_keys(const LinearGradientArgs& args, const Scratch& scratch, float log_
 // Adds grad_out^T query of a head, and the sum of its queries times the gradients of their weights;
 // decays grad_out.
 void add_queries(const LinearGradientArgs& args, const Scratch& scratch, int64_t head,
-                 float log_decay) {
+                 float log_decay, Streams& streams) {
   if (head == 0) decay_sum(args, log_decay);
   for (int64_t i = 0; args.log_decay && i < args.rows; ++i) {
     scale_row(scratch.grad_out.row(i), pad_to(args.value_dim, kPanel), scratch.from_start[i]);
   }
   multiply<true>(scratch.grad_out, Shape::kFull, args.value_dim, args.rows, scratch.query,
-                 args.key_dim, packed(args.sum, args.value_dim), head > 0 || !args.sum_is_zero);
+                 args.key_dim, packed(args.sum, args.value_dim), head > 0 || !args.sum_is_zero,
+                 streams);
   const float* const grad_weight = args.grad_weight + head * args.weight_head_stride;
   for (int64_t i = 0; args.normalize && i < args.rows; ++i) {
     const float kept = args.log_decay ? scratch.from_start[i] : 1.0F;
@@ -374,19 +435,22 @@ void normalize_rows(const LinearGradientArgs& args, const Scratch& scratch, cons
 }
 
 void differentiate_queries(const LinearGradientArgs& args, const Scratch& scratch,
-                           const float* state, int64_t head) {
+                           const float* state, int64_t head, Streams& streams) {
   const int64_t rows = args.rows, dim = args.key_dim;
   const Matrix& gradient = scratch.grad_key;
   load_features(args, args.query, head, scratch.query);
   load_rows(args, args.grad_out, head, args.value_dim, nullptr, args.normalize ? 1.0F : args.scale,
             scratch.grad_out);
-  multiply_below(scratch.grad_out, rows, args.value_dim, scratch.values_packed, scratch.products);
+  ask_for_next_head(args, head, streams);
+  streams.grad_key = stream_of<1>(args, args.grad_query, head, 0, rows, dim, head_steps(args));
+  multiply_below(scratch.grad_out, rows, args.value_dim, scratch.values_packed, scratch.products,
+                 streams);
   if (state) {
     multiply<false>(scratch.grad_out, Shape::kFull, rows, args.value_dim,
-                    packed(state, args.value_dim), dim, gradient, false);
+                    packed(state, args.value_dim), dim, gradient, false, streams);
   }
   if (args.normalize) {
-    multiply_below(scratch.query, rows, dim, scratch.keys_packed, scratch.scores);
+    multiply_below(scratch.query, rows, dim, scratch.keys_packed, scratch.scores, streams);
     normalize_rows(args, scratch, state, head);
   }
   for (int64_t i = 0; i < rows; ++i) {
@@ -396,7 +460,7 @@ void differentiate_queries(const LinearGradientArgs& args, const Scratch& scratc
     }
   }
   multiply<false>(scratch.products, Shape::kLower, rows, rows, scratch.keys, dim, gradient,
-                  state != nullptr);
+                  state != nullptr, streams);
   for (int64_t i = 0; args.flow && i < rows; ++i) {
     const float along = dot(scratch.query.row(i), gradient.row(i), dim);
     args.flow[i] = head == 0 ? along : args.flow[i] + along;
@@ -429,13 +493,13 @@ void transpose_state(const float* from, int64_t key_dim, int64_t value_dim, floa
 
 // What the adjoint behind the chunk gives.
 void differentiate_by_adjoint(const LinearGradientArgs& args, const Scratch& scratch,
-                              const float* adjoint) {
+                              const float* adjoint, Streams& streams) {
   const int64_t rows = args.rows, dim = args.key_dim, value_dim = args.value_dim;
   multiply<false>(scratch.values, Shape::kFull, rows, value_dim, packed(adjoint, value_dim), dim,
-                  scratch.grad_key, false);
+                  scratch.grad_key, false, streams);
   transpose_state(adjoint, dim, value_dim, scratch.transposed);
   multiply<false>(scratch.keys, Shape::kFull, rows, dim, packed(scratch.transposed, dim), value_dim,
-                  scratch.grad_value, false);
+                  scratch.grad_value, false, streams);
   for (int64_t j = 0; j < rows; ++j) {
     float* const key = scratch.grad_key.row(j);
     if (args.normalize) add_row(normalizer_of(adjoint, args), pad_to(dim, kPanel), 1.0F, key);
@@ -446,10 +510,11 @@ void differentiate_by_adjoint(const LinearGradientArgs& args, const Scratch& scr
 }
 
 void differentiate_keys(const LinearGradientArgs& args, const Scratch& scratch, int64_t head,
-                        bool accumulate) {
+                        bool accumulate, Streams& streams) {
   const int64_t rows = args.rows, dim = args.key_dim, value_dim = args.value_dim;
-  multiply_below(scratch.query, rows, dim, scratch.keys_packed, scratch.scores);
-  multiply_below(scratch.grad_out, rows, value_dim, scratch.values_packed, scratch.products);
+  multiply_below(scratch.query, rows, dim, scratch.keys_packed, scratch.scores, streams);
+  multiply_below(scratch.grad_out, rows, value_dim, scratch.values_packed, scratch.products,
+                 streams);
   const float* const grad_weight = args.grad_weight + head * args.weight_head_stride;
   for (int64_t i = 0; i < rows; ++i) {
     if (args.normalize) {
@@ -461,32 +526,36 @@ void differentiate_keys(const LinearGradientArgs& args, const Scratch& scratch, 
     decay_row(args, scratch, scratch.products, i);
   }
   multiply<true>(scratch.products, Shape::kUpper, rows, rows, scratch.query, dim, scratch.grad_key,
-                 accumulate);
+                 accumulate, streams);
   multiply<true>(scratch.scores, Shape::kUpper, rows, rows, scratch.grad_out, value_dim,
-                 scratch.grad_value, accumulate);
+                 scratch.grad_value, accumulate, streams);
 }
 
 float add_state(const LinearGradientArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
+  Streams streams = next_chunk(args);
   load_keys(args, scratch);
   const float total = fill_ends(args, scratch);
-  add_keys(args, scratch, total);
+  add_keys(args, scratch, total, streams);
   return total;
 }
 
 float add_adjoint(const LinearGradientArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
+  Streams streams = next_chunk(args);
   const float total = fill_ends(args, scratch);
   for (int64_t head = 0; head < args.heads; ++head) {
     load_features(args, args.query, head, scratch.query);
     load_grad_out(args, scratch, head);
-    add_queries(args, scratch, head, total);
+    ask_for_next_head(args, head, streams);
+    add_queries(args, scratch, head, total, streams);
   }
   return total;
 }
 
 float walk_forward(const LinearGradientArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
+  Streams streams = next_chunk(args);
   load_keys(args, scratch);
   pack_columns(scratch.values, args.rows, args.value_dim, scratch.values_packed);
   if (args.normalize) pack_columns(scratch.keys, args.rows, args.key_dim, scratch.keys_packed);
@@ -494,26 +563,31 @@ float walk_forward(const LinearGradientArgs& args) {
   fill_decays(args, scratch);
   const float* const state = state_before(args, scratch);
   for (int64_t head = 0; head < args.heads; ++head) {
-    differentiate_queries(args, scratch, state, head);
+    differentiate_queries(args, scratch, state, head, streams);
   }
-  add_keys(args, scratch, total);
+  add_keys(args, scratch, total, streams);
   return total;
 }
 
 float walk_backward(const LinearGradientArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
+  Streams streams = next_chunk(args);
   load_keys(args, scratch);
   pack_columns(scratch.values, args.rows, args.value_dim, scratch.values_packed);
   pack_columns(scratch.keys, args.rows, args.key_dim, scratch.keys_packed);
   const float total = fill_ends(args, scratch);
   fill_decays(args, scratch);
   const float* const adjoint = state_before(args, scratch);
-  if (adjoint) differentiate_by_adjoint(args, scratch, adjoint);
+  const int64_t steps = args.heads * head_steps(args);
+  streams.grad_key = stream_of<1>(args, args.grad_key, 0, 0, args.rows, args.key_dim, steps);
+  streams.grad_value = stream_of<1>(args, args.grad_value, 0, 0, args.rows, args.value_dim, steps);
+  if (adjoint) differentiate_by_adjoint(args, scratch, adjoint, streams);
   for (int64_t head = 0; head < args.heads; ++head) {
     load_features(args, args.query, head, scratch.query);
     load_grad_out(args, scratch, head);
-    differentiate_keys(args, scratch, head, adjoint || head > 0);
-    add_queries(args, scratch, head, total);
+    ask_for_next_head(args, head, streams);
+    differentiate_keys(args, scratch, head, adjoint || head > 0, streams);
+    add_queries(args, scratch, head, total, streams);
   }
   for (int64_t j = 0; args.flow && j < args.rows; ++j) {
     args.flow[j] -= dot(scratch.keys.row(j), scratch.grad_key.row(j), args.key_dim);

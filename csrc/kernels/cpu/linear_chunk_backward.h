@@ -26,6 +26,10 @@ struct LinearGradientArgs {
   bool normalize;
   float scale;  // of outputs that are not normalised
   int64_t rows;
+  // Where the chunk that comes next begins, in rows from this one, and its rows, 0 behind the last
+  // chunk; they are asked for before they are needed.
+  int64_t next;
+  int64_t next_rows;
   int64_t key_dim;
   int64_t value_dim;
   LinearRows key;
