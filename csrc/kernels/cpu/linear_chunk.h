@@ -37,6 +37,7 @@ struct LinearChunkArgs {
   void* out;
   int64_t out_stride;
   int64_t out_head_stride;
+  bool streams_out;  // the output is too large to be read again from a cache
   // The state before the chunk is exp(start_log_decay) start + sum. The chunk decays `sum` and adds
   // what it brings.
   const float* start;  // null: 0
