@@ -238,10 +238,12 @@ class LinearAttention {
     const int64_t first = piece * piece_chunks_ * chunk_;
     const int64_t end = std::min(first + piece_chunks_ * chunk_, call_.key.length);
     for (int64_t row = first; row < end; row += chunk_) {
-      for (Head& head : heads) {
+      for (size_t i = 0; i < heads.size(); ++i) {
+        Head& head = heads[i];
         auto args = chunk_args(head.unit, row, std::min(row + chunk_, end), thread);
-        args.rows_behind = std::min(chunk_, end - row - args.rows);
         args.heads = attends ? group_ : 0;
+        const bool is_last = i + 1 == heads.size();
+        set_next(heads[is_last ? 0 : i + 1].unit, is_last ? row + chunk_ : row, args);
         args.start = head.before;
         args.start_log_decay = head.log_decay;
         args.sum = head.sum;
@@ -249,6 +251,15 @@ class LinearAttention {
         head.log_decay += kernels_.linear_chunk(args);
       }
     }
+  }
+
+  void set_next(int64_t unit, int64_t row, LinearChunkArgs& args) const {
+    const int64_t b = unit / call_.key.heads, h = unit % call_.key.heads;
+    args.next_rows = std::clamp<int64_t>(call_.key.length - row, 0, chunk_);
+    if (args.next_rows == 0) return;
+    args.next_key = call_.key.row(b, h, row);
+    args.next_value = call_.value.row(b, h, row);
+    args.next_query = call_.query.row(b, h * group_, row);
   }
 
   // The tokens [row, end) of a KV head and its query heads.
@@ -260,7 +271,6 @@ class LinearAttention {
             .normalize = call_.normalize,
             .scale = call_.scale,
             .rows = end - row,
-            .rows_behind = 0,
             .key_dim = call_.key.dim,
             .value_dim = call_.value.dim,
             .key = call_.key.row(b, h, row),
@@ -279,6 +289,10 @@ class LinearAttention {
             .out = call_.out.row(b, h * group_, row),
             .out_stride = call_.out.stride_row,
             .out_head_stride = call_.out.stride_head,
+            .next_rows = 0,
+            .next_key = nullptr,
+            .next_value = nullptr,
+            .next_query = nullptr,
             .streams_out = streams_out_,
             .start = nullptr,
             .start_log_decay = 0.0F,

@@ -28,19 +28,19 @@ int64_t state_floats(int64_t key_dim, int64_t value_dim) {
 
 // What a chunk needs for itself.
 struct Scratch {
-  float* keys;          // features [panel][dim][key of the panel], 0 behind the last key
-  float* values;        // [panel over dim][key][dim of the panel]
-  float* state;         // before the chunk, packed
-  float* scaled_keys;   // keys with what is left of them at the end
-  float* to_end;        // [rows]: what is left of a key at the end of the chunk
-  float* steps;         // [rows]: log decay from each key to the row in hand
-  float* decays;        // [kQueryRows, score_stride]: exp of it
-  float* from_start;    // [kQueryRows]: what is left of the state before the chunk
-  float* query;         // [kQueryRows, key dim] features
-  float* scores;        // [kQueryRows, score_stride]
-  float* acc;           // [kQueryRows, padded value dim]
-  float* row;           // of the output
-  int64_t floats;       // of all
+  float* keys;         // features [panel][dim][key of the panel], 0 behind the last key
+  float* values;       // [panel over dim][key][dim of the panel]
+  float* state;        // before the chunk, packed
+  float* scaled_keys;  // keys with what is left of them at the end
+  float* to_end;       // [rows]: what is left of a key at the end of the chunk
+  float* steps;        // [rows]: log decay from each key to the row in hand
+  float* decays;       // [kQueryRows, score_stride]: exp of it
+  float* from_start;   // [kQueryRows]: what is left of the state before the chunk
+  float* query;        // [kQueryRows, key dim] features
+  float* scores;       // [kQueryRows, score_stride]
+  float* acc;          // [kQueryRows, padded value dim]
+  float* row;          // of the output
+  int64_t floats;      // of all
 
   // first: null, to count the floats alone.
   Scratch(float* first, int64_t key_dim, int64_t value_dim, int64_t rows) {
@@ -72,9 +72,9 @@ int64_t scratch_floats(int64_t key_dim, int64_t value_dim, int64_t rows) {
 
 // What a chunk asks for while it computes.
 struct Streams {
-  RowStream<0> keys;  // of the next chunk
+  RowStream<0> keys;
   RowStream<0> values;
-  RowStream<0> queries;  // of the next row block or head
+  RowStream<0> queries;
 
   void advance() {
     keys.advance();
@@ -91,40 +91,25 @@ int64_t update_steps(const LinearChunkArgs& args) { return panels(args.value_dim
 // Products of one row block of one head, at least.
 int64_t attend_steps(const LinearChunkArgs& args) { return 1 + panels(args.value_dim); }
 
-Streams next_chunk(const LinearChunkArgs& args) {
+Streams next_keys_and_values(const LinearChunkArgs& args) {
   const int64_t blocks = (args.rows + kQueryRows - 1) / kQueryRows;
   const int64_t steps = update_steps(args) + args.heads * blocks * attend_steps(args);
-  const auto behind = [&](const void* data, int64_t stride) {
-    return static_cast<const char*>(data) + args.rows * stride * size_of(args.dtype);
-  };
   Streams streams;
-  streams.keys = {behind(args.key, args.key_stride),
-                  args.dtype,
-                  args.key_stride,
-                  args.rows_behind,
-                  args.key_dim,
-                  steps};
-  streams.values = {behind(args.value, args.value_stride),
-                    args.dtype,
-                    args.value_stride,
-                    args.rows_behind,
-                    args.value_dim,
-                    steps};
+  streams.keys = {args.next_key, args.dtype, args.key_stride, args.next_rows, args.key_dim, steps};
+  streams.values = {args.next_value, args.dtype,     args.value_stride,
+                    args.next_rows,  args.value_dim, steps};
   return streams;
 }
 
-// The rows of queries that come after those of `head` in the row block from `first` on.
-RowStream<0> next_queries(const LinearChunkArgs& args, int64_t head, int64_t first, int rows) {
-  int64_t row = first;
-  if (++head == args.heads) head = 0, row += rows;
-  const int64_t all = args.rows + args.rows_behind;
-  if (row >= all) return {};
-  const int64_t count = all - row < kQueryRows ? all - row : kQueryRows;
-  const int64_t offset = head * args.query_head_stride + row * args.query_stride;
-  return {static_cast<const char*>(args.query) + offset * size_of(args.dtype),
+// The rows of queries of the next call that lie there as the block from `first` on does here.
+RowStream<0> next_queries(const LinearChunkArgs& args, int64_t head, int64_t first) {
+  const int64_t left = args.next_rows - first;
+  if (left <= 0) return {};
+  const int64_t offset = head * args.query_head_stride + first * args.query_stride;
+  return {static_cast<const char*>(args.next_query) + offset * size_of(args.dtype),
           args.dtype,
           args.query_stride,
-          count,
+          left < kQueryRows ? left : kQueryRows,
           args.key_dim,
           attend_steps(args)};
 }
@@ -195,10 +180,15 @@ void write_row(const LinearChunkArgs& args, const Scratch& scratch, const float*
     store_floats(row, args.value_dim, factor, args.out, args.out_dtype, offset);
     return;
   }
-  store_floats(row, args.value_dim, factor, scratch.row, args.out_dtype, 0);
-  for (int64_t i = 0; i < bytes; i += kVectorBytes) {
-    stream(out + i, load(scratch.row + i / 4));
+  if (args.out_dtype == DType::kFloat32) {
+    const Vec factors = broadcast(factor);
+    for (int64_t i = 0; i < args.value_dim; i += kLanes) {
+      stream(out + i * 4, load(row + i) * factors);
+    }
+    return;
   }
+  store_floats(row, args.value_dim, factor, scratch.row, args.out_dtype, 0);
+  for (int64_t i = 0; i < bytes; i += kVectorBytes) stream(out + i, load(scratch.row + i / 4));
 }
 
 // Calls f(Rows<n>{}, row) for whole tiles of rows, then for what is left.
@@ -291,8 +281,7 @@ void score_rows(const LinearChunkArgs& args, const Scratch& scratch, int64_t fir
       if (visible + kRows <= 1) return;
       const float* const query = scratch.query + row * dim;
       const float* const keys = scratch.keys + j * dim;
-      const float* const decays =
-          args.log_decay ? scratch.decays + row * stride + j : nullptr;
+      const float* const decays = args.log_decay ? scratch.decays + row * stride + j : nullptr;
       float* const scores = scratch.scores + row * stride + j;
       if (visible + kRows <= kLanes + 1) {
         score_tile<1, kRows>(query, dim, keys, decays, stride, visible, scores);
@@ -325,19 +314,30 @@ void multiply_rows_by_past(const LinearChunkArgs& args, const Scratch& scratch, 
   }
 }
 
+// Features of the rows [first, first + rows) of one query head.
+void load_queries(const LinearChunkArgs& args, int64_t head, int64_t first, int rows, float* to) {
+  const int64_t dim = args.key_dim;
+  const bool mapped_as_loaded = args.dtype == DType::kFloat32 && dim % kLanes == 0;
+  for (int r = 0; r < rows; ++r) {
+    const int64_t offset = head * args.query_head_stride + (first + r) * args.query_stride;
+    if (mapped_as_loaded) {
+      map_features(args.feature_map, dim, static_cast<const float*>(args.query) + offset,
+                   to + r * dim);
+    } else {
+      load_floats(args.query, args.dtype, offset, dim, 1.0F, to + r * dim);
+    }
+  }
+  // Behind the last row, whatever is there is mapped too.
+  if (!mapped_as_loaded) map_features(args.feature_map, rows * dim, to);
+}
+
 // Rows [first, first + rows) of one query head.
 void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, const float* state,
                          int64_t head, int64_t first, int rows, Streams& streams) {
-  streams.queries = next_queries(args, head, first, rows);
+  streams.queries = next_queries(args, head, first);
   const int64_t dim = args.key_dim, width = pad_to(args.value_dim, kPanel);
   const int64_t stride = score_stride(args.rows);
-  for (int r = 0; r < rows; ++r) {
-    const int64_t row = first + r;
-    load_floats(args.query, args.dtype, head * args.query_head_stride + row * args.query_stride,
-                dim, 1.0F, scratch.query + r * dim);
-  }
-  // Behind the last row, whatever is there is mapped too.
-  map_features(args.feature_map, rows * dim, scratch.query);
+  load_queries(args, head, first, rows, scratch.query);
   score_rows(args, scratch, first, rows, streams);
   multiply_rows_by_past(args, scratch, state, first, rows, streams);
   for (int r = 0; r < rows; ++r) {
@@ -416,7 +416,8 @@ const float* keys_at_end(const LinearChunkArgs& args, const Scratch& scratch) {
     for (int64_t i = j * dim; i < (j + kPanel) * dim; i += kPanel) {
 #pragma GCC unroll 2
       for (int v = 0; v < kPanel; v += kLanes) {
-        store(scratch.scaled_keys + i + v, load(scratch.keys + i + v) * load(scratch.to_end + j + v));
+        store(scratch.scaled_keys + i + v,
+              load(scratch.keys + i + v) * load(scratch.to_end + j + v));
       }
     }
   }
@@ -455,7 +456,7 @@ float update_state(const LinearChunkArgs& args, const Scratch& scratch, Streams&
 float linear_chunk(const LinearChunkArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
   pack(args, scratch);
-  Streams streams = next_chunk(args);
+  Streams streams = next_keys_and_values(args);
   if (args.heads > 0) attend(args, scratch, streams);
   const float decayed = update_state(args, scratch, streams);
   if (args.streams_out) stream_end();

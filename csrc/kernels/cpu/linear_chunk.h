@@ -19,7 +19,6 @@ struct LinearChunkArgs {
   bool normalize;
   float scale;  // of outputs that are not normalised
   int64_t rows;
-  int64_t rows_behind;  // rows of the next chunk, behind these; asked for before they are needed
   int64_t key_dim;
   int64_t value_dim;
   // First row of each; strides in elements.
@@ -37,6 +36,12 @@ struct LinearChunkArgs {
   void* out;
   int64_t out_stride;
   int64_t out_head_stride;
+  // Rows of the call that comes next on this thread, of the same strides and heads: asked for
+  // before they are needed.
+  int64_t next_rows;
+  const void* next_key;
+  const void* next_value;
+  const void* next_query;
   bool streams_out;  // the output is too large to be read again from a cache
   // The state before the chunk is exp(start_log_decay) start + sum. The chunk decays `sum` and adds
   // what it brings.

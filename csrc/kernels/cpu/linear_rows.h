@@ -32,10 +32,17 @@ H2O_INLINE Vec map_feature(Vec x, FeatureMap feature_map) {
   return x > zero ? x + broadcast(1.0F) : below;
 }
 
-// Whole vectors.
+// out = the features of x, n of them: whole vectors.
+H2O_INLINE void map_features(FeatureMap feature_map, int64_t n, const float* x, float* out) {
+  if (feature_map == FeatureMap::kIdentity) {
+    for (int64_t i = 0; i < n; i += kLanes) store(out + i, load(x + i));
+  } else {
+    for (int64_t i = 0; i < n; i += kLanes) store(out + i, map_feature(load(x + i), feature_map));
+  }
+}
+
 H2O_INLINE void map_features(FeatureMap feature_map, int64_t n, float* x) {
-  if (feature_map == FeatureMap::kIdentity) return;
-  for (int64_t i = 0; i < n; i += kLanes) store(x + i, map_feature(load(x + i), feature_map));
+  if (feature_map != FeatureMap::kIdentity) map_features(feature_map, n, x, x);
 }
 
 H2O_INLINE PackArgs pack_args(const void* data, DType dtype, int64_t stride, int64_t rows,
