@@ -21,6 +21,9 @@ namespace {
 // the diagonal; what the caller asks for decides neither.
 constexpr int64_t kChunk = 32;
 
+// Up to so many tokens go one by one: packing states for a chunk would take longer.
+constexpr int64_t kFewTokens = 8;
+
 // Outputs from this size on are not read again from a cache.
 constexpr int64_t kStreamedBytes = int64_t{8} << 20;
 
@@ -82,6 +85,7 @@ class LinearAttention {
 
   void run() {
     const int64_t threads = work() < kSerialWork ? 1 : at::get_num_threads();
+    if (call_.key.length <= kFewTokens) return run_tokens(threads);
     scratch_floats_ = Workspace::whole_lines<float>(
         kernels_.scratch_floats(call_.key.dim, call_.value.dim, chunk_));
     scratch_ = workspace_.add<float>(threads * scratch_floats_);
@@ -153,6 +157,24 @@ class LinearAttention {
     const int64_t dim = call_.key.dim, value_dim = call_.value.dim;
     kernels_.unpack_state(packed, dim, value_dim, call_.last_state + unit * dim * value_dim,
                           call_.last_normalizer ? call_.last_normalizer + unit * dim : nullptr);
+  }
+
+  void run_tokens(int64_t threads) {
+    const int64_t dim = call_.key.dim, value_dim = call_.value.dim, rows = call_.key.length;
+    scratch_floats_ =
+        Workspace::whole_lines<float>(kernels_.token_scratch_floats(dim, value_dim, rows, group_));
+    scratch_ = workspace_.add<float>(threads * scratch_floats_);
+    workspace_.allocate();
+    for_each_task(TaskRange{units_}, threads, [&](int64_t unit, int64_t thread) {
+      const auto part = [&](auto* whole, int64_t floats) {
+        return whole ? whole + unit * floats : nullptr;
+      };
+      kernels_.linear_tokens(chunk_args(unit, 0, rows, thread),
+                             {.state = part(call_.state, dim * value_dim),
+                              .normalizer = part(call_.normalizer, dim),
+                              .last_state = part(call_.last_state, dim * value_dim),
+                              .last_normalizer = part(call_.last_normalizer, dim)});
+    });
   }
 
   // A KV head of a task.

@@ -6,6 +6,7 @@
 #include "kernels/cpu/linear_chunk.h"
 
 #include "kernels/cpu/linear_rows.h"
+#include "kernels/cpu/linear_tokens.h"
 #include "kernels/cpu/pack_rows.h"
 #include "kernels/cpu/row_io.h"
 #include "kernels/cpu/row_stream.h"
@@ -495,7 +496,8 @@ void unpack_state(const float* packed, int64_t key_dim, int64_t value_dim, float
 }  // namespace
 
 extern const LinearKernels kLinearKernels;
-const LinearKernels kLinearKernels = {linear_chunk, add_earlier,  pack_state,
-                                      unpack_state, state_floats, scratch_floats};
+const LinearKernels kLinearKernels = {linear_chunk,  add_earlier,         pack_state,
+                                      unpack_state,  state_floats,        scratch_floats,
+                                      linear_tokens, token_scratch_floats};
 
 }  // namespace h2o_prefill::H2O_ISA

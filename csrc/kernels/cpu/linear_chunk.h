@@ -52,6 +52,14 @@ struct LinearChunkArgs {
   float* scratch;    // scratch_floats(...) floats, of one thread
 };
 
+// States of a KV head as callers have them, float32 and contiguous; null: 0, or not wanted.
+struct LinearStates {
+  const float* state;       // [D, Dv]
+  const float* normalizer;  // [D]
+  float* last_state;
+  float* last_normalizer;
+};
+
 struct LinearKernels {
   // Returns the sum of the chunk's log decays.
   float (*linear_chunk)(const LinearChunkArgs&);
@@ -64,6 +72,10 @@ struct LinearKernels {
                        float* normalizer);
   int64_t (*state_floats)(int64_t key_dim, int64_t value_dim);
   int64_t (*scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows);
+  // All rows of a call, from the states before them to those behind them, for few rows: `start` and
+  // what follows it are not looked at, but for `scratch`: token_scratch_floats(...) floats.
+  void (*linear_tokens)(const LinearChunkArgs&, const LinearStates&);
+  int64_t (*token_scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows, int64_t heads);
 };
 
 }  // namespace h2o_prefill

@@ -24,6 +24,7 @@ FIELDS = {
     "scores": ["microseconds", "pytorch_microseconds", "speedup"],
     "dense": ["milliseconds", "sdpa_milliseconds", "speedup", "context"],
     "linear": ["milliseconds", "gflops", "percent", "speedup", "square_speedup"],
+    "linear_decode": ["microseconds", "pytorch_microseconds", "speedup"],
     "prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
 
@@ -211,6 +212,18 @@ def test_other_forms_of_linear_attention_give_the_same() -> None:
     expected, _, _ = ops.chunkwise_linear_attention(q, k, v)
     for form in (masked_square, cumulative_sums):
         torch.testing.assert_close(form(q, k, v), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_decoding_token_by_token_gives_the_same() -> None:
+    from _shapes import Heads
+    from bench_linear_decode import decode
+
+    from h2o_prefill import ops
+
+    q, k, v = Heads("tiny", 1, 4, 2, 16).qkv(5, torch.float32)
+    state = torch.randn(1, 2, 16, 16)
+    expected = ops.chunkwise_linear_attention(q, k, v, None, state)[:2]
+    torch.testing.assert_close(decode(q, k, v, state), tuple(expected))
 
 
 @pytest.mark.parametrize("rows", [1, 40, 70])
