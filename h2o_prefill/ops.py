@@ -512,7 +512,8 @@ def chunkwise_linear_attention(
     feature_map : {"elu+1", "relu", "identity"}
         phi. "identity" takes inputs that are mapped already.
     chunk_size : int
-        C. Time is O(T (C (D + Dv) + D Dv)); results differ by rounding alone.
+        C. Time is O(T (C (D + Dv) + D Dv)); results differ by rounding alone. CPU kernels compute
+        the outputs of 32 tokens together whatever it is.
     causal : bool
         False: the sum of the forward and the backward direction, for encoders; no initial states.
         The backward direction is the forward one over the reversed sequence, decays included. The

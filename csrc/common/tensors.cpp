@@ -3,7 +3,38 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+
+#include <cstdint>
+#endif
+
 namespace h2o_prefill {
+namespace {
+
+#ifdef __linux__
+
+// Smaller tensors often get memory that was freed before, whose pages are there already.
+constexpr int64_t kLeastAdvisedBytes = int64_t{32} << 20;
+constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+
+// Asks for huge pages behind a tensor that is about to be written whole: one fault for 2 MiB
+// instead of 512 that take 3 times as long. A system that has none keeps small pages.
+void advise_huge_pages(const at::Tensor& t) {
+  if (!t.is_cpu() || static_cast<int64_t>(t.nbytes()) < kLeastAdvisedBytes) return;
+  const auto first = reinterpret_cast<uintptr_t>(t.data_ptr());
+  const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (first + t.nbytes()) / kHugePage * kHugePage;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
+#else
+
+void advise_huge_pages(const at::Tensor& /*t*/) {}
+
+#endif
+
+}  // namespace
 
 at::ScalarType accumulate_type(const at::Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -25,7 +56,9 @@ HeadsView heads_view(const at::Tensor& t) {
 
 at::Tensor empty_heads(int64_t batch, int64_t heads, int64_t length, int64_t dim,
                        const at::Tensor& like) {
-  return at::empty({batch, length, heads, dim}, like.options()).transpose(1, 2);
+  const auto out = at::empty({batch, length, heads, dim}, like.options());
+  advise_huge_pages(out);
+  return out.transpose(1, 2);
 }
 
 }  // namespace h2o_prefill

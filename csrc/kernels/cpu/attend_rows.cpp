@@ -276,10 +276,19 @@ void attend_rows(const AttendRowsArgs& args) {
 #define H2O_STRING_OF(x) #x
 #define H2O_STRING(x) H2O_STRING_OF(x)
 
-extern const LinearKernels kLinearKernels;  // linear_chunk.cpp
+extern const LinearKernels kLinearKernels;                  // linear_chunk.cpp
+extern const LinearGradientKernels kLinearGradientKernels;  // linear_chunk_backward.cpp
 extern const CpuKernels kCpuKernels;
-const CpuKernels kCpuKernels = {
-    H2O_STRING(H2O_ISA), kPanel,      kBFloat16Products, nullptr,        nullptr,
-    pack_keys,           pack_values, attend_rows,       scratch_floats, &kLinearKernels};
+const CpuKernels kCpuKernels = {H2O_STRING(H2O_ISA),
+                                kPanel,
+                                kBFloat16Products,
+                                nullptr,
+                                nullptr,
+                                pack_keys,
+                                pack_values,
+                                attend_rows,
+                                scratch_floats,
+                                &kLinearKernels,
+                                &kLinearGradientKernels};
 
 }  // namespace h2o_prefill::H2O_ISA

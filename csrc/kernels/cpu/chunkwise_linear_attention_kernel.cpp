@@ -3,23 +3,36 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "common/tensors.h"
 #include "kernels/composite/linear_attention.h"
 #include "kernels/cpu/attend_rows.h"
 #include "kernels/cpu/linear_chunk.h"
+#include "kernels/cpu/linear_gradient.h"
+#include "kernels/cpu/linear_pieces.h"
 #include "kernels/cpu/tasks.h"
 #include "kernels/cpu/workspace.h"
 
 namespace h2o_prefill {
 namespace {
 
-// A KV head's tokens are cut into pieces, so that few heads make enough tasks for many threads:
-// this many at most over all heads, each of this many tokens at least. Their states take this much
-// memory at most. The number of threads does not count: pieces decide how results are rounded.
-constexpr int64_t kPieces = 256;
-constexpr int64_t kPieceTokens = 1024;
-constexpr int64_t kStateBytes = int64_t{32} << 20;
+// Tokens of a chunk. Fewer would spend more time on the states between chunks, more on scores above
+// the diagonal; what the caller asks for decides neither.
+constexpr int64_t kChunk = 32;
+
+// Up to so many tokens go one by one: packing states for a chunk would take longer.
+constexpr int64_t kFewTokens = 8;
+
+// Outputs from this size on are not read again from a cache.
+constexpr int64_t kStreamedBytes = int64_t{8} << 20;
+
+// KV heads of a task take turns by chunks, so that rows that hold all heads are read from one end
+// to the other. Their states take this much of L2 at most.
+constexpr int64_t kTaskStateBytes = int64_t{1} << 20;
+
+// Tasks of pieces that a thread gets at least, so that none waits long for the last.
+constexpr int64_t kTasksPerThread = 4;
 
 // One direction of a call. States are float32 and contiguous; null: 0, or not wanted.
 struct LinearCall {
@@ -36,7 +49,6 @@ struct LinearCall {
   FeatureMap feature_map;
   bool normalize;
   float scale;
-  int64_t chunk_size;
 
   // The same call from the last token to the first.
   LinearCall reversed() const;
@@ -55,13 +67,6 @@ LinearCall LinearCall::reversed() const {
   return call;
 }
 
-struct TaskRange {
-  int64_t tasks;
-
-  int64_t count() const { return tasks; }
-  int64_t at(int64_t i) const { return i; }
-};
-
 class LinearAttention {
  public:
   explicit LinearAttention(const LinearCall& call)
@@ -69,45 +74,41 @@ class LinearAttention {
         units_(call.key.batch * call.key.heads),
         group_(call.query.heads / call.key.heads),
         state_floats_(kernels_.state_floats(call.key.dim, call.value.dim)),
-        chunk_(std::min(call.chunk_size, call.key.length)) {
-    const int64_t chunks = divide_up(call.key.length, chunk_);
-    const int64_t bytes = units_ * state_floats_ * static_cast<int64_t>(sizeof(float));
-    const int64_t most = std::max<int64_t>(std::min(kPieces / units_, kStateBytes / bytes), 1);
-    const int64_t wanted = divide_up(call.key.length, std::max(kPieceTokens, chunk_));
-    piece_chunks_ = divide_up(chunks, std::min(wanted, most));
-    pieces_ = divide_up(chunks, piece_chunks_);
+        chunk_(std::min(kChunk, call.key.length)),
+        streams_out_(call.out.batch * call.out.heads * call.out.length * call.out.dim *
+                         size_of(call.out.dtype) >=
+                     kStreamedBytes) {
+    const LinearPieces pieces(units_, call.key.length, chunk_, state_floats_);
+    piece_chunks_ = pieces.chunks;
+    pieces_ = pieces.count;
   }
 
   void run() {
     const int64_t threads = work() < kSerialWork ? 1 : at::get_num_threads();
+    if (call_.key.length <= kFewTokens) return run_tokens(threads);
     scratch_floats_ = Workspace::whole_lines<float>(
         kernels_.scratch_floats(call_.key.dim, call_.value.dim, chunk_));
     scratch_ = workspace_.add<float>(threads * scratch_floats_);
-    sums_ = workspace_.add<float>(threads * state_floats_);
+    heads_ = heads_of_task(threads);
+    sums_ = workspace_.add<float>(threads * heads_ * state_floats_);
+    const TaskRange groups{divide_up(units_, heads_)};
     if (heads_suffice(threads)) {
-      starts_ = workspace_.add<float>(threads * state_floats_);
+      starts_ = workspace_.add<float>(threads * heads_ * state_floats_);
       workspace_.allocate();
-      for_each_task(TaskRange{units_}, threads,
-                    [&](int64_t unit, int64_t thread) { run_unit(unit, thread); });
+      for_each_task(groups, threads,
+                    [&](int64_t group, int64_t thread) { run_all_pieces(group, thread); });
       return;
     }
     starts_ = workspace_.add<float>(units_ * pieces_ * state_floats_);
     log_decays_ = workspace_.add<float>(units_ * pieces_);
     workspace_.allocate();
-    for_each_task(TaskRange{units_ * (pieces_ - 1)}, threads, [&](int64_t task, int64_t thread) {
-      const int64_t unit = task / (pieces_ - 1), piece = task % (pieces_ - 1);
-      *log_decay(unit, piece) =
-          run_piece(unit, piece, nullptr, start(unit, piece + 1), thread, /*attends=*/false);
-    });
+    for_each_task(TaskRange{groups.tasks * (pieces_ - 1)}, threads,
+                  [&](int64_t task, int64_t thread) {
+                    sum_piece(task % groups.tasks, task / groups.tasks, thread);
+                  });
     for_each_task(TaskRange{units_}, threads, [&](int64_t unit, int64_t) { join_pieces(unit); });
-    for_each_task(TaskRange{units_ * pieces_}, threads, [&](int64_t task, int64_t thread) {
-      const int64_t unit = task / pieces_, piece = task % pieces_;
-      const float* const before = piece > 0 || call_.state ? start(unit, piece) : nullptr;
-      float* const sum = workspace_.get(sums_) + thread * state_floats_;
-      const float decayed = run_piece(unit, piece, before, sum, thread, /*attends=*/true);
-      if (piece + 1 < pieces_) return;
-      if (before) kernels_.add_earlier(before, decayed, state_floats_, sum);
-      write_state(unit, sum);
+    for_each_task(TaskRange{groups.tasks * pieces_}, threads, [&](int64_t task, int64_t thread) {
+      attend_piece(task % groups.tasks, task / groups.tasks, thread);
     });
   }
 
@@ -125,6 +126,18 @@ class LinearAttention {
     const double whole = static_cast<double>(divide_up(units_, threads));
     const double twice = static_cast<double>(state_work()) / (state_work() + query_work());
     return whole * threads <= units_ * (1 + twice);
+  }
+
+  // KV heads of a task: as many as leave every thread the same number of tasks.
+  int64_t heads_of_task(int64_t threads) const {
+    const int64_t bytes = 2 * state_floats_ * static_cast<int64_t>(sizeof(float));
+    const int64_t fitting = std::max<int64_t>(kTaskStateBytes / bytes, 1);
+    if (heads_suffice(threads)) {
+      const int64_t of_thread = divide_up(units_, threads);
+      return divide_up(of_thread, divide_up(of_thread, fitting));
+    }
+    const int64_t many = units_ * pieces_ / (kTasksPerThread * threads);
+    return std::clamp<int64_t>(many, 1, std::min(units_, fitting));
   }
 
   float* start(int64_t unit, int64_t piece) const {
@@ -146,20 +159,91 @@ class LinearAttention {
                           call_.last_normalizer ? call_.last_normalizer + unit * dim : nullptr);
   }
 
-  // All pieces of a KV head in turn.
-  void run_unit(int64_t unit, int64_t thread) const {
-    float* before = workspace_.get(starts_) + thread * state_floats_;
-    float* sum = workspace_.get(sums_) + thread * state_floats_;
-    bool has_state = call_.state != nullptr;
-    if (has_state) read_state(unit, before);
-    for (int64_t piece = 0; piece < pieces_; ++piece) {
-      const float decayed =
-          run_piece(unit, piece, has_state ? before : nullptr, sum, thread, /*attends=*/true);
-      if (has_state) kernels_.add_earlier(before, decayed, state_floats_, sum);
-      std::swap(before, sum);
-      has_state = true;
+  void run_tokens(int64_t threads) {
+    const int64_t dim = call_.key.dim, value_dim = call_.value.dim, rows = call_.key.length;
+    scratch_floats_ =
+        Workspace::whole_lines<float>(kernels_.token_scratch_floats(dim, value_dim, rows, group_));
+    scratch_ = workspace_.add<float>(threads * scratch_floats_);
+    workspace_.allocate();
+    for_each_task(TaskRange{units_}, threads, [&](int64_t unit, int64_t thread) {
+      const auto part = [&](auto* whole, int64_t floats) {
+        return whole ? whole + unit * floats : nullptr;
+      };
+      kernels_.linear_tokens(chunk_args(unit, 0, rows, thread),
+                             {.state = part(call_.state, dim * value_dim),
+                              .normalizer = part(call_.normalizer, dim),
+                              .last_state = part(call_.last_state, dim * value_dim),
+                              .last_normalizer = part(call_.last_normalizer, dim)});
+    });
+  }
+
+  // A KV head of a task.
+  struct Head {
+    int64_t unit;
+    const float* before;     // its state before the piece; null: 0
+    float* sum;              // what the piece brings
+    float log_decay = 0.0F;  // of the piece
+  };
+
+  // The KV heads of a group; before(unit, index in the group) and sum(unit, index).
+  template <typename Before, typename Sum>
+  std::vector<Head> heads_of(int64_t group, const Before& before, const Sum& sum) const {
+    std::vector<Head> heads;
+    const int64_t first = group * heads_;
+    for (int64_t unit = first; unit < std::min(first + heads_, units_); ++unit) {
+      heads.push_back({unit, before(unit, unit - first), sum(unit, unit - first)});
     }
-    write_state(unit, before);
+    return heads;
+  }
+
+  void run_all_pieces(int64_t group, int64_t thread) const {
+    float* befores = workspace_.get(starts_) + thread * heads_ * state_floats_;
+    float* sums = workspace_.get(sums_) + thread * heads_ * state_floats_;
+    for (int64_t piece = 0; piece < pieces_; ++piece) {
+      auto heads = heads_of(
+          group,
+          [&](int64_t unit, int64_t i) -> const float* {
+            if (piece == 0 && !call_.state) return nullptr;
+            float* const before = befores + i * state_floats_;
+            if (piece == 0) read_state(unit, before);
+            return before;
+          },
+          [&](int64_t, int64_t i) { return sums + i * state_floats_; });
+      run_piece(heads, piece, thread, /*attends=*/true);
+      for (const Head& head : heads) {
+        add_before(head);
+        if (piece + 1 == pieces_) write_state(head.unit, head.sum);
+      }
+      std::swap(befores, sums);
+    }
+  }
+
+  void sum_piece(int64_t group, int64_t piece, int64_t thread) const {
+    auto heads = heads_of(
+        group, [](int64_t, int64_t) { return nullptr; },
+        [&](int64_t unit, int64_t) { return start(unit, piece + 1); });
+    run_piece(heads, piece, thread, /*attends=*/false);
+    for (const Head& head : heads) *log_decay(head.unit, piece) = head.log_decay;
+  }
+
+  void attend_piece(int64_t group, int64_t piece, int64_t thread) const {
+    float* const sums = workspace_.get(sums_) + thread * heads_ * state_floats_;
+    auto heads = heads_of(
+        group,
+        [&](int64_t unit, int64_t) -> const float* {
+          return piece > 0 || call_.state ? start(unit, piece) : nullptr;
+        },
+        [&](int64_t, int64_t i) { return sums + i * state_floats_; });
+    run_piece(heads, piece, thread, /*attends=*/true);
+    if (piece + 1 < pieces_) return;
+    for (const Head& head : heads) {
+      add_before(head);
+      write_state(head.unit, head.sum);
+    }
+  }
+
+  void add_before(const Head& head) const {
+    if (head.before) kernels_.add_earlier(head.before, head.log_decay, state_floats_, head.sum);
   }
 
   // From what each piece brings to the state before it.
@@ -171,47 +255,72 @@ class LinearAttention {
     }
   }
 
-  // Leaves in `sum` what the piece brings, and returns its log decay.
-  float run_piece(int64_t unit, int64_t piece, const float* before, float* sum, int64_t thread,
-                  bool attends) const {
-    const int64_t b = unit / call_.key.heads, h = unit % call_.key.heads;
+  // Leaves in each head's sum what the piece brings, and its log decay.
+  void run_piece(std::vector<Head>& heads, int64_t piece, int64_t thread, bool attends) const {
     const int64_t first = piece * piece_chunks_ * chunk_;
     const int64_t end = std::min(first + piece_chunks_ * chunk_, call_.key.length);
-    float decayed = 0.0F;
     for (int64_t row = first; row < end; row += chunk_) {
-      decayed += kernels_.linear_chunk(
-          {.dtype = call_.key.dtype,
-           .out_dtype = call_.out.dtype,
-           .feature_map = call_.feature_map,
-           .normalize = call_.normalize,
-           .scale = call_.scale,
-           .rows = std::min(chunk_, end - row),
-           .rows_behind = std::clamp<int64_t>(end - row - chunk_, 0, chunk_),
-           .key_dim = call_.key.dim,
-           .value_dim = call_.value.dim,
-           .key = call_.key.row(b, h, row),
-           .key_stride = call_.key.stride_row,
-           .value = call_.value.row(b, h, row),
-           .value_stride = call_.value.stride_row,
-           .log_decay = call_.log_decay
-                            ? call_.log_decay + b * call_.decay_strides[0] +
-                                  h * call_.decay_strides[1] + row * call_.decay_strides[2]
-                            : nullptr,
-           .decay_stride = call_.decay_strides[2],
-           .heads = attends ? group_ : 0,
-           .query = call_.query.row(b, h * group_, row),
-           .query_stride = call_.query.stride_row,
-           .query_head_stride = call_.query.stride_head,
-           .out = call_.out.row(b, h * group_, row),
-           .out_stride = call_.out.stride_row,
-           .out_head_stride = call_.out.stride_head,
-           .start = before,
-           .start_log_decay = decayed,
-           .sum = sum,
-           .sum_is_zero = row == first,
-           .scratch = workspace_.get(scratch_) + thread * scratch_floats_});
+      for (size_t i = 0; i < heads.size(); ++i) {
+        Head& head = heads[i];
+        auto args = chunk_args(head.unit, row, std::min(row + chunk_, end), thread);
+        args.heads = attends ? group_ : 0;
+        const bool is_last = i + 1 == heads.size();
+        set_next(heads[is_last ? 0 : i + 1].unit, is_last ? row + chunk_ : row, args);
+        args.start = head.before;
+        args.start_log_decay = head.log_decay;
+        args.sum = head.sum;
+        args.sum_is_zero = row == first;
+        head.log_decay += kernels_.linear_chunk(args);
+      }
     }
-    return decayed;
+  }
+
+  void set_next(int64_t unit, int64_t row, LinearChunkArgs& args) const {
+    const int64_t b = unit / call_.key.heads, h = unit % call_.key.heads;
+    args.next_rows = std::clamp<int64_t>(call_.key.length - row, 0, chunk_);
+    if (args.next_rows == 0) return;
+    args.next_key = call_.key.row(b, h, row);
+    args.next_value = call_.value.row(b, h, row);
+    args.next_query = call_.query.row(b, h * group_, row);
+  }
+
+  // The tokens [row, end) of a KV head and its query heads.
+  LinearChunkArgs chunk_args(int64_t unit, int64_t row, int64_t end, int64_t thread) const {
+    const int64_t b = unit / call_.key.heads, h = unit % call_.key.heads;
+    return {.dtype = call_.key.dtype,
+            .out_dtype = call_.out.dtype,
+            .feature_map = call_.feature_map,
+            .normalize = call_.normalize,
+            .scale = call_.scale,
+            .rows = end - row,
+            .key_dim = call_.key.dim,
+            .value_dim = call_.value.dim,
+            .key = call_.key.row(b, h, row),
+            .key_stride = call_.key.stride_row,
+            .value = call_.value.row(b, h, row),
+            .value_stride = call_.value.stride_row,
+            .log_decay = call_.log_decay
+                             ? call_.log_decay + b * call_.decay_strides[0] +
+                                   h * call_.decay_strides[1] + row * call_.decay_strides[2]
+                             : nullptr,
+            .decay_stride = call_.decay_strides[2],
+            .heads = group_,
+            .query = call_.query.row(b, h * group_, row),
+            .query_stride = call_.query.stride_row,
+            .query_head_stride = call_.query.stride_head,
+            .out = call_.out.row(b, h * group_, row),
+            .out_stride = call_.out.stride_row,
+            .out_head_stride = call_.out.stride_head,
+            .next_rows = 0,
+            .next_key = nullptr,
+            .next_value = nullptr,
+            .next_query = nullptr,
+            .streams_out = streams_out_,
+            .start = nullptr,
+            .start_log_decay = 0.0F,
+            .sum = nullptr,
+            .sum_is_zero = true,
+            .scratch = workspace_.get(scratch_) + thread * scratch_floats_};
   }
 
   const LinearKernels& kernels_ = *cpu_kernels().linear;
@@ -220,13 +329,15 @@ class LinearAttention {
   int64_t group_;  // query heads of a KV head
   int64_t state_floats_;
   int64_t chunk_;  // tokens
+  bool streams_out_;
+  int64_t heads_ = 1;  // of a task, but the last
   int64_t piece_chunks_;
   int64_t pieces_;  // of a KV head
   int64_t scratch_floats_ = 0;
   Workspace workspace_;
   Workspace::Part<float> scratch_;     // [threads, scratch_floats_]
-  Workspace::Part<float> sums_;        // [threads, state_floats_]
-  Workspace::Part<float> starts_;      // [threads or units * pieces, state_floats_]
+  Workspace::Part<float> sums_;        // [threads, heads_, state_floats_]
+  Workspace::Part<float> starts_;      // [threads, heads_, ...] or [units, pieces, ...]
   Workspace::Part<float> log_decays_;  // [units, pieces]
 };
 
@@ -235,8 +346,8 @@ std::pair<at::Tensor, at::Tensor> run(const at::Tensor& q_argument, const at::Te
                                       const at::Tensor& v_argument, const at::Tensor& log_decay,
                                       const at::Tensor& state_argument,
                                       const at::Tensor& normalizer_argument, const at::Tensor& out,
-                                      FeatureMap feature_map, int64_t chunk_size, bool normalize,
-                                      double scale, bool reverse) {
+                                      FeatureMap feature_map, bool normalize, double scale,
+                                      bool reverse) {
   const auto q = with_contiguous_rows(q_argument);
   const auto k = with_contiguous_rows(k_argument);
   const auto v = with_contiguous_rows(v_argument);
@@ -267,8 +378,7 @@ std::pair<at::Tensor, at::Tensor> run(const at::Tensor& q_argument, const at::Te
       .last_normalizer = normalize ? last_normalizer.mutable_data_ptr<float>() : nullptr,
       .feature_map = feature_map,
       .normalize = normalize,
-      .scale = static_cast<float>(scale),
-      .chunk_size = chunk_size};
+      .scale = static_cast<float>(scale)};
   for (int i = 0; log_decay.defined() && i < 3; ++i) call.decay_strides[i] = log_decay.stride(i);
   if (reverse) call = call.reversed();
   LinearAttention(call).run();
@@ -276,10 +386,10 @@ std::pair<at::Tensor, at::Tensor> run(const at::Tensor& q_argument, const at::Te
 }
 
 composite::Scanned scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                        const at::Tensor& log_decay, const at::Tensor& state, int64_t chunk_size,
-                        bool reverse) {
+                        const at::Tensor& log_decay, const at::Tensor& state,
+                        int64_t /*chunk_size*/, bool reverse) {
   auto out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
-  const auto states = run(q, k, v, log_decay, state, {}, out, FeatureMap::kIdentity, chunk_size,
+  const auto states = run(q, k, v, log_decay, state, {}, out, FeatureMap::kIdentity,
                           /*normalize=*/false, /*scale=*/1.0, reverse);
   return {out, states.first};
 }
@@ -295,13 +405,15 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
   auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
   const auto [state, normalizer] =
       run(r.query, r.key, r.value, r.decay_by_token(), r.state, r.normalizer, out, r.feature_map,
-          r.chunk_size, r.normalize, r.scale, /*reverse=*/false);
+          r.normalize, r.scale, /*reverse=*/false);
   return {out, state, normalizer};
 }
 
 LinearAttentionInputGradients differentiate(const LinearAttentionRequest& r,
                                             const LinearAttentionGradients& gradients) {
-  return composite::linear_attention_backward(r, gradients, scan_of(r.query));
+  const bool fused = r.causal && r.query.scalar_type() != at::kDouble && r.query.numel() > 0;
+  return fused ? linear_attention_gradient(r, gradients)
+               : composite::linear_attention_backward(r, gradients, scan_of(r.query));
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {

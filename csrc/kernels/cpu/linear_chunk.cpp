@@ -5,42 +5,19 @@
 // operand of 16-bit products.
 #include "kernels/cpu/linear_chunk.h"
 
+#include "kernels/cpu/linear_rows.h"
+#include "kernels/cpu/linear_tokens.h"
 #include "kernels/cpu/pack_rows.h"
-#include "kernels/cpu/products.h"
 #include "kernels/cpu/row_io.h"
+#include "kernels/cpu/row_stream.h"
 #include "kernels/cpu/tile.h"
-#include "kernels/softmax_state.h"
 
 namespace h2o_prefill::H2O_ISA {
 namespace {
 
-using Products = Float32Products;
-
-// A multiple of a cache line, so that parts begin on one.
-H2O_INLINE int64_t whole_lines(int64_t floats) { return pad_to(floats, 16); }
-
-H2O_INLINE Vec exp_nonpositive(Vec x) { return exp2_nonpositive(x * broadcast(kLog2E)); }
-
-H2O_INLINE float exp_nonpositive(float x) { return exp_nonpositive(broadcast(x))[0]; }
-
-// x[i] = exp(x[i]), of whole vectors.
-H2O_INLINE void exponentiate(const float* x, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; i += kLanes) store(out + i, exp_nonpositive(load(x + i)));
-}
-
-// A NaN stays one.
-H2O_INLINE Vec map_feature(Vec x, FeatureMap feature_map) {
-  const Vec zero = Vec{};
-  if (feature_map == FeatureMap::kRelu) return x < zero ? zero : x;
-  const Vec below = exp_nonpositive(x > zero ? zero : x);
-  return x > zero ? x + broadcast(1.0F) : below;
-}
-
-// Whole vectors.
-void map_features(FeatureMap feature_map, int64_t n, float* x) {
-  if (feature_map == FeatureMap::kIdentity) return;
-  for (int64_t i = 0; i < n; i += kLanes) store(x + i, map_feature(load(x + i), feature_map));
-}
+// Rows of a query head that go through all products together: what they leave is written as
+// products run, not in bursts that memory is behind with.
+constexpr int kQueryRows = kTileRows;
 
 H2O_INLINE int64_t matrix_floats(int64_t key_dim, int64_t value_dim) {
   return key_dim * pad_to(value_dim, kPanel);
@@ -52,19 +29,19 @@ int64_t state_floats(int64_t key_dim, int64_t value_dim) {
 
 // What a chunk needs for itself.
 struct Scratch {
-  float* keys;          // features [panel][dim][key of the panel], 0 behind the last key
-  float* values;        // [panel over dim][key][dim of the panel]
-  float* state;         // before the chunk, packed
-  float* scaled_panel;  // keys of one panel with what is left of them at the end
-  float* to_end;        // [rows]: what is left of a key at the end of the chunk
-  float* steps;         // [rows]: log decay from each key to the row in hand
-  float* decays;        // [kRowBlock, score_stride]: exp of it
-  float* from_start;    // [kRowBlock]: what is left of the state before the chunk
-  float* query;         // [kRowBlock, key dim] features
-  float* scores;        // [kRowBlock, score_stride]
-  float* acc;           // [kRowBlock, padded value dim]
-  int32_t* limits;      // [rows]: keys that a row sees
-  int64_t floats;       // of all
+  float* keys;         // features [panel][dim][key of the panel], 0 behind the last key
+  float* values;       // [panel over dim][key][dim of the panel]
+  float* state;        // before the chunk, packed
+  float* scaled_keys;  // keys with what is left of them at the end
+  float* to_end;       // [rows]: what is left of a key at the end of the chunk
+  float* steps;        // [rows]: log decay from each key to the row in hand
+  float* decays;       // [kQueryRows, score_stride]: exp of it
+  float* from_start;   // [kQueryRows]: what is left of the state before the chunk
+  float* query;        // [kQueryRows, key dim] features
+  float* scores;       // [kQueryRows, score_stride]
+  float* acc;          // [kQueryRows, padded value dim]
+  float* row;          // of the output
+  int64_t floats;      // of all
 
   // first: null, to count the floats alone.
   Scratch(float* first, int64_t key_dim, int64_t value_dim, int64_t rows) {
@@ -78,15 +55,15 @@ struct Scratch {
     keys = take(padded * key_dim);
     values = take(padded * pad_to(value_dim, kPanel));
     state = take(state_floats(key_dim, value_dim));
-    scaled_panel = take(kPanel * key_dim);
+    scaled_keys = take(padded * key_dim);
     to_end = take(padded);
     steps = take(padded);
-    decays = take(kRowBlock * score_stride(rows));
-    from_start = take(pad_to(kRowBlock, kLanes));
-    query = take(kRowBlock * key_dim + kLanes);
-    scores = take(kRowBlock * score_stride(rows));
-    acc = take(kRowBlock * pad_to(value_dim, kPanel));
-    limits = reinterpret_cast<int32_t*>(take(rows));
+    decays = take(kQueryRows * score_stride(rows));
+    from_start = take(pad_to(kQueryRows, kLanes));
+    query = take(kQueryRows * key_dim + kLanes);
+    scores = take(kQueryRows * score_stride(rows));
+    acc = take(kQueryRows * pad_to(value_dim, kPanel));
+    row = take(pad_to(value_dim, kPanel));
   }
 };
 
@@ -94,120 +71,46 @@ int64_t scratch_floats(int64_t key_dim, int64_t value_dim, int64_t rows) {
   return Scratch(nullptr, key_dim, value_dim, rows).floats;
 }
 
-PackArgs pack_args(const void* data, DType dtype, int64_t stride, int64_t rows, int64_t dim,
-                   float* packed) {
-  return {.data = data,
-          .dtype = dtype,
-          .stride_row = stride,
-          .positions = nullptr,
-          .count = rows,
-          .begin = 0,
-          .end = rows,
-          .dim = dim,
-          .packed = packed};
-}
-
-// c[rows, kPanel] = a b, or added to c. Not inlined: the loops of several products in one function
-// leave each too few registers.
-template <bool kAccumulate>
-__attribute__((noinline)) void multiply(const float* a, int64_t lda, int rows, const RowEnds& ends,
-                                        const float* b, int64_t depth, float* c, int64_t ldc) {
-  multiply_rows<Products, kAccumulate>(a, lda, rows, ends, b, depth, c, ldc);
-}
-
-// Rows that lie far from each other, which no hardware prefetcher follows: asked for line by line
-// while products run, as many lines at a time as keep the memory busy without holding up loads.
-template <int kWrite>
-class RowStream {
- public:
-  RowStream() = default;
-  // `steps`: calls of advance() within which all is asked for.
-  RowStream(const void* data, DType dtype, int64_t stride, int64_t rows, int64_t dim, int64_t steps)
-      : data_(static_cast<const char*>(data)),
-        stride_(stride * size_of(dtype)),
-        lines_((dim * size_of(dtype) + kLine - 1) / kLine),
-        left_(rows * lines_),
-        step_((left_ + steps - 1) / steps) {}
-
-  void advance() {
-    int64_t count = left_ < step_ ? left_ : step_;
-    left_ -= count;
-    for (; count > 0; --count) {
-      __builtin_prefetch(data_ + line_ * kLine, kWrite, 3);
-      if (++line_ == lines_) line_ = 0, data_ += stride_;
-    }
-  }
-
- private:
-  static constexpr int64_t kLine = 64;
-
-  const char* data_ = nullptr;
-  int64_t stride_ = 0;  // bytes
-  int64_t lines_ = 0;   // of a row
-  int64_t left_ = 0;
-  int64_t step_ = 0;
-  int64_t line_ = 0;
-};
-
 // What a chunk asks for while it computes.
 struct Streams {
-  RowStream<0> keys;  // of the next chunk
+  RowStream<0> keys;
   RowStream<0> values;
-  RowStream<0> queries;  // of the next row block or head
-  RowStream<1> out;      // of the row block and head in hand
+  RowStream<0> queries;
 
   void advance() {
     keys.advance();
     values.advance();
     queries.advance();
-    out.advance();
   }
 };
 
 int64_t panels(int64_t dim) { return pad_to(dim, kPanel) / kPanel; }
 
-// Products of the state update.
-int64_t update_steps(const LinearChunkArgs& args) {
-  return panels(args.rows) * panels(args.value_dim);
-}
+// Panels of the state.
+int64_t update_steps(const LinearChunkArgs& args) { return panels(args.value_dim); }
 
 // Products of one row block of one head, at least.
 int64_t attend_steps(const LinearChunkArgs& args) { return 1 + panels(args.value_dim); }
 
-Streams next_chunk(const LinearChunkArgs& args) {
-  const int64_t blocks = (args.rows + kRowBlock - 1) / kRowBlock;
+Streams next_keys_and_values(const LinearChunkArgs& args) {
+  const int64_t blocks = (args.rows + kQueryRows - 1) / kQueryRows;
   const int64_t steps = update_steps(args) + args.heads * blocks * attend_steps(args);
-  const auto behind = [&](const void* data, int64_t stride) {
-    return static_cast<const char*>(data) + args.rows * stride * size_of(args.dtype);
-  };
   Streams streams;
-  streams.keys = {behind(args.key, args.key_stride),
-                  args.dtype,
-                  args.key_stride,
-                  args.rows_behind,
-                  args.key_dim,
-                  steps};
-  streams.values = {behind(args.value, args.value_stride),
-                    args.dtype,
-                    args.value_stride,
-                    args.rows_behind,
-                    args.value_dim,
-                    steps};
+  streams.keys = {args.next_key, args.dtype, args.key_stride, args.next_rows, args.key_dim, steps};
+  streams.values = {args.next_value, args.dtype,     args.value_stride,
+                    args.next_rows,  args.value_dim, steps};
   return streams;
 }
 
-// The rows of queries that come after those of `head` in the row block from `first` on.
-RowStream<0> next_queries(const LinearChunkArgs& args, int64_t head, int64_t first, int rows) {
-  int64_t row = first;
-  if (++head == args.heads) head = 0, row += rows;
-  const int64_t all = args.rows + args.rows_behind;
-  if (row >= all) return {};
-  const int64_t count = all - row < kRowBlock ? all - row : kRowBlock;
-  const int64_t offset = head * args.query_head_stride + row * args.query_stride;
-  return {static_cast<const char*>(args.query) + offset * size_of(args.dtype),
+// The rows of queries of the next call that lie there as the block from `first` on does here.
+RowStream<0> next_queries(const LinearChunkArgs& args, int64_t head, int64_t first) {
+  const int64_t left = args.next_rows - first;
+  if (left <= 0) return {};
+  const int64_t offset = head * args.query_head_stride + first * args.query_stride;
+  return {static_cast<const char*>(args.next_query) + offset * size_of(args.dtype),
           args.dtype,
           args.query_stride,
-          count,
+          left < kQueryRows ? left : kQueryRows,
           args.key_dim,
           attend_steps(args)};
 }
@@ -250,7 +153,7 @@ const float* state_before(const LinearChunkArgs& args, const Scratch& scratch) {
 void fill_decays(const LinearChunkArgs& args, const Scratch& scratch, int64_t first, int rows,
                  float* log_from_start) {
   const int64_t stride = score_stride(args.rows);
-  float sums[kRowBlock + kLanes];
+  float sums[kQueryRows + kLanes];
   for (int r = 0; r < rows; ++r) {
     const int64_t row = first + r;
     const float step = args.log_decay[row * args.decay_stride];
@@ -267,89 +170,176 @@ void fill_decays(const LinearChunkArgs& args, const Scratch& scratch, int64_t fi
   exponentiate(sums, pad_to(rows, kLanes), scratch.from_start);
 }
 
-// Leaves a row's scores with the keys that it sees, decayed where `decays` is not null.
-void mask_row(float* scores, const float* decays, int64_t visible, int64_t end) {
-  for (int64_t j = visible; j < end; ++j) scores[j] = 0.0F;
-  for (int64_t j = 0; decays && j < visible; j += kLanes) {
-    store(scores + j, load(scores + j) * load(decays + j));
+// out = row * factor. Past the caches where the output is large: nobody reads it soon, and a line
+// that is written whole need not be read first.
+void write_row(const LinearChunkArgs& args, const Scratch& scratch, const float* row, float factor,
+               int64_t offset) {
+  char* const out = static_cast<char*>(args.out) + offset * size_of(args.out_dtype);
+  const int64_t bytes = args.value_dim * size_of(args.out_dtype);
+  if (!args.streams_out || bytes % kVectorBytes ||
+      reinterpret_cast<uintptr_t>(out) % kVectorBytes) {
+    store_floats(row, args.value_dim, factor, args.out, args.out_dtype, offset);
+    return;
+  }
+  if (args.out_dtype == DType::kFloat32) {
+    const Vec factors = broadcast(factor);
+    for (int64_t i = 0; i < args.value_dim; i += kLanes) {
+      stream(out + i * 4, load(row + i) * factors);
+    }
+    return;
+  }
+  store_floats(row, args.value_dim, factor, scratch.row, args.out_dtype, 0);
+  for (int64_t i = 0; i < bytes; i += kVectorBytes) stream(out + i, load(scratch.row + i / 4));
+}
+
+// Calls f(Rows<n>{}, row) for whole tiles of rows, then for what is left.
+template <int n>
+struct Rows {};
+
+template <typename Function>
+H2O_INLINE void for_each_tile(int rows, const Function& f) {
+  static_assert(kTileRows <= 8, "the rest of a tile is taken as 4 + 2 + 1 rows");
+  int row = 0;
+  for (; row + kTileRows <= rows; row += kTileRows) f(Rows<kTileRows>{}, row);
+  const int rest = rows - row;
+  if (rest & 4) f(Rows<4>{}, row), row += 4;
+  if (rest & 2) f(Rows<2>{}, row), row += 2;
+  if (rest & 1) f(Rows<1>{}, row);
+}
+
+// Scores of kRows rows with the first vectors of a panel of keys: decayed where `decays` is not
+// null. The first row sees `visible` keys, each further one another; those with later keys are 0.
+// Not inlined: the loops of several products in one function leave each too few registers.
+template <int kVectors, int kRows>
+__attribute__((noinline)) void score_tile(const float* query, int64_t dim, const float* keys,
+                                          const float* decays, int64_t stride, int64_t visible,
+                                          float* scores) {
+  Vec acc[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) acc[i][v] = Vec{};
+  }
+  add_products<Products>(query, dim, keys, kPanel, dim, acc);
+  const bool masked = visible < kVectors * kLanes;
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    const IntVec end = IntVec{} + static_cast<int32_t>(visible + i);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      Vec x = acc[i][v];
+      if (decays) x *= load(decays + i * stride + v * kLanes);
+      if (masked) x = lane_numbers() + v * kLanes < end ? x : Vec{};
+      store(scores + i * stride + v * kLanes, x);
+    }
   }
 }
 
-// Of whole vectors.
-float sum_of(const float* x, int64_t n) {
-  Vec sum = Vec{};
-  for (int64_t i = 0; i < n; i += kLanes) sum += load(x + i);
-  return reduce_add(sum);
+struct OutOperands {
+  const float* query;
+  int64_t dim;
+  const float* state;       // panel of it; null: 0
+  const float* from_start;  // null: 1
+  const float* scores;
+  int64_t stride;
+  int64_t num_keys;
+  const float* values;  // panel
+};
+
+// c = from_start (query state) + scores values, of one panel.
+template <int kRows>
+__attribute__((noinline)) void out_tile(const OutOperands& x, float* c, int64_t ldc) {
+  Vec acc[kRows][kTileVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) acc[i][v] = Vec{};
+  }
+  if (x.state) add_products<Products>(x.query, x.dim, x.state, kPanel, x.dim, acc);
+  if (x.from_start) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vec kept = broadcast(x.from_start[i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kTileVectors; ++v) acc[i][v] *= kept;
+    }
+  }
+  add_products<Products>(x.scores, x.stride, x.values, kPanel, x.num_keys, acc);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
+  }
 }
 
-float dot(const float* a, const float* b, int64_t n) {
-  Vec sum = Vec{};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) sum = load(a + i) * load(b + i) + sum;
-  float total = reduce_add(sum);
-  for (; i < n; ++i) total += a[i] * b[i];
-  return total;
+// Scores of a row block with all keys that its rows see.
+void score_rows(const LinearChunkArgs& args, const Scratch& scratch, int64_t first, int rows,
+                Streams& streams) {
+  const int64_t dim = args.key_dim, stride = score_stride(args.rows);
+  for (int64_t j = 0; j < first + rows; j += kPanel) {
+    for_each_tile(rows, [&]<int kRows>(Rows<kRows>, int row) {
+      const int64_t visible = first + row + 1 - j;  // by the first row, of this panel
+      if (visible + kRows <= 1) return;
+      const float* const query = scratch.query + row * dim;
+      const float* const keys = scratch.keys + j * dim;
+      const float* const decays = args.log_decay ? scratch.decays + row * stride + j : nullptr;
+      float* const scores = scratch.scores + row * stride + j;
+      if (visible + kRows <= kLanes + 1) {
+        score_tile<1, kRows>(query, dim, keys, decays, stride, visible, scores);
+      } else {
+        score_tile<kTileVectors, kRows>(query, dim, keys, decays, stride, visible, scores);
+      }
+    });
+    streams.advance();
+  }
 }
 
 // acc = from_start (query state) + scores values.
 void multiply_rows_by_past(const LinearChunkArgs& args, const Scratch& scratch, const float* state,
                            int64_t first, int rows, Streams& streams) {
+  const int64_t dim = args.key_dim, stride = score_stride(args.rows);
   const int64_t width = pad_to(args.value_dim, kPanel), padded = pad_to(args.rows, kPanel);
-  const int64_t stride = score_stride(args.rows), num_keys = first + rows;
-  if (state) {
-    for (int64_t d = 0; d < width; d += kPanel) {
-      multiply<false>(scratch.query, args.key_dim, rows, RowEnds{}, state + d * args.key_dim,
-                      args.key_dim, scratch.acc + d, width);
-      streams.advance();
-    }
-    for (int r = 0; args.log_decay && r < rows; ++r) {
-      const Vec kept = broadcast(scratch.from_start[r]);
-      float* const acc = scratch.acc + r * width;
-      for (int64_t d = 0; d < width; d += kLanes) store(acc + d, load(acc + d) * kept);
+  for (int64_t d = 0; d < width; d += kPanel) {
+    for_each_tile(rows, [&]<int kRows>(Rows<kRows>, int row) {
+      out_tile<kRows>({.query = scratch.query + row * dim,
+                       .dim = dim,
+                       .state = state ? state + d * dim : nullptr,
+                       .from_start = args.log_decay && state ? scratch.from_start + row : nullptr,
+                       .scores = scratch.scores + row * stride,
+                       .stride = stride,
+                       .num_keys = first + row + kRows,
+                       .values = scratch.values + d * padded},
+                      scratch.acc + row * width + d, width);
+    });
+    streams.advance();
+  }
+}
+
+// Features of the rows [first, first + rows) of one query head.
+void load_queries(const LinearChunkArgs& args, int64_t head, int64_t first, int rows, float* to) {
+  const int64_t dim = args.key_dim;
+  const bool mapped_as_loaded = args.dtype == DType::kFloat32 && dim % kLanes == 0;
+  for (int r = 0; r < rows; ++r) {
+    const int64_t offset = head * args.query_head_stride + (first + r) * args.query_stride;
+    if (mapped_as_loaded) {
+      map_features(args.feature_map, dim, static_cast<const float*>(args.query) + offset,
+                   to + r * dim);
+    } else {
+      load_floats(args.query, args.dtype, offset, dim, 1.0F, to + r * dim);
     }
   }
-  for (int64_t j = 0; j < num_keys; j += kKeyWords) {
-    const int64_t depth = num_keys - j < kKeyWords ? num_keys - j : kKeyWords;
-    const RowEnds ends{scratch.limits + first, j};
-    for (int64_t d = 0; d < width; d += kPanel) {
-      const float* const values = scratch.values + d * padded + j * kPanel;
-      (state || j > 0 ? multiply<true> : multiply<false>)(scratch.scores + j, stride, rows, ends,
-                                                          values, depth, scratch.acc + d, width);
-      streams.advance();
-    }
-  }
+  // Behind the last row, whatever is there is mapped too.
+  if (!mapped_as_loaded) map_features(args.feature_map, rows * dim, to);
 }
 
 // Rows [first, first + rows) of one query head.
 void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, const float* state,
                          int64_t head, int64_t first, int rows, Streams& streams) {
-  streams.queries = next_queries(args, head, first, rows);
-  streams.out = {
-      static_cast<const char*>(args.out) +
-          (head * args.out_head_stride + first * args.out_stride) * size_of(args.out_dtype),
-      args.out_dtype,
-      args.out_stride,
-      rows,
-      args.value_dim,
-      attend_steps(args)};
+  streams.queries = next_queries(args, head, first);
   const int64_t dim = args.key_dim, width = pad_to(args.value_dim, kPanel);
-  const int64_t stride = score_stride(args.rows), end = pad_to(first + rows, kPanel);
-  for (int r = 0; r < rows; ++r) {
-    const int64_t row = first + r;
-    load_floats(args.query, args.dtype, head * args.query_head_stride + row * args.query_stride,
-                dim, 1.0F, scratch.query + r * dim);
-  }
-  // Behind the last row, whatever is there is mapped too.
-  map_features(args.feature_map, rows * dim, scratch.query);
-  for (int64_t j = 0; j < end; j += kPanel) {
-    multiply<false>(scratch.query, dim, rows, RowEnds{}, scratch.keys + j * dim, dim,
-                    scratch.scores + j, stride);
-    streams.advance();
-  }
-  for (int r = 0; r < rows; ++r) {
-    mask_row(scratch.scores + r * stride, args.log_decay ? scratch.decays + r * stride : nullptr,
-             first + r + 1, end);
-  }
+  const int64_t stride = score_stride(args.rows);
+  load_queries(args, head, first, rows, scratch.query);
+  score_rows(args, scratch, first, rows, streams);
   multiply_rows_by_past(args, scratch, state, first, rows, streams);
   for (int r = 0; r < rows; ++r) {
     float factor = args.scale;
@@ -362,21 +352,20 @@ void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, co
       }
       factor = weight == 0.0F ? 0.0F : 1.0F / weight;
     }
-    store_floats(scratch.acc + r * width, args.value_dim, factor, args.out, args.out_dtype,
-                 head * args.out_head_stride + (first + r) * args.out_stride);
+    write_row(args, scratch, scratch.acc + r * width, factor,
+              head * args.out_head_stride + (first + r) * args.out_stride);
   }
 }
 
 void attend(const LinearChunkArgs& args, const Scratch& scratch, Streams& streams) {
   const float* const state = state_before(args, scratch);
-  for (int64_t i = 0; i < args.rows; ++i) scratch.limits[i] = static_cast<int32_t>(i + 1);
   if (args.log_decay) {
     for (int64_t j = 0; j < pad_to(args.rows, kPanel); ++j) scratch.steps[j] = 0.0F;
   }
   float log_from_start = 0.0F;
-  for (int64_t first = 0; first < args.rows; first += kRowBlock) {
+  for (int64_t first = 0; first < args.rows; first += kQueryRows) {
     const int rows =
-        static_cast<int>(args.rows - first < kRowBlock ? args.rows - first : kRowBlock);
+        static_cast<int>(args.rows - first < kQueryRows ? args.rows - first : kQueryRows);
     if (args.log_decay) fill_decays(args, scratch, first, rows, &log_from_start);
     for (int64_t head = 0; head < args.heads; ++head) {
       attend_rows_of_head(args, scratch, state, head, first, rows, streams);
@@ -396,44 +385,71 @@ float fill_to_end(const LinearChunkArgs& args, const Scratch& scratch) {
   return total;
 }
 
-// Adds keys^T values, and the sum of the keys, panel by panel of keys.
+// sum = kept sum + keys^T values, of one panel of values; kept is 0 where `sum` is not to be read.
+// keys: rows of the first of their panels.
+template <int kRows>
+__attribute__((noinline)) void update_tile(const float* keys, int64_t dim, const float* values,
+                                           int64_t rows, float kept, float* sum) {
+  Vec acc[kRows][kTileVectors];
+  const Vec factor = broadcast(kept);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v)
+      acc[i][v] = kept == 0.0F ? Vec{} : load(sum + i * kPanel + v * kLanes) * factor;
+  }
+  for (int64_t j = 0; j < rows; j += kPanel) {
+    const int64_t depth = rows - j < kPanel ? rows - j : kPanel;
+    add_products<Products>(keys + j * dim, kPanel, values + j * kPanel, kPanel, depth, acc);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) store(sum + i * kPanel + v * kLanes, acc[i][v]);
+  }
+}
+
+// Keys as the state takes them.
+const float* keys_at_end(const LinearChunkArgs& args, const Scratch& scratch) {
+  if (!args.log_decay) return scratch.keys;
+  const int64_t dim = args.key_dim;
+  for (int64_t j = 0; j < args.rows; j += kPanel) {
+    for (int64_t i = j * dim; i < (j + kPanel) * dim; i += kPanel) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kPanel; v += kLanes) {
+        store(scratch.scaled_keys + i + v,
+              load(scratch.keys + i + v) * load(scratch.to_end + j + v));
+      }
+    }
+  }
+  return scratch.scaled_keys;
+}
+
+// Adds keys^T values, and the sum of the keys.
 float update_state(const LinearChunkArgs& args, const Scratch& scratch, Streams& streams) {
   const int64_t dim = args.key_dim, width = pad_to(args.value_dim, kPanel);
   const int64_t padded = pad_to(args.rows, kPanel);
-  const int64_t floats = state_floats(dim, args.value_dim);
-  float* const key_sums = args.sum + matrix_floats(dim, args.value_dim);
   const float total = args.log_decay ? fill_to_end(args, scratch) : 0.0F;
-  if (args.sum_is_zero) {
-    for (int64_t i = matrix_floats(dim, args.value_dim); i < floats; ++i) args.sum[i] = 0.0F;
-  } else if (args.log_decay) {
-    const Vec kept = broadcast(exp_nonpositive(total));
-    for (int64_t i = 0; i < floats; i += kLanes) store(args.sum + i, load(args.sum + i) * kept);
+  const float kept = args.sum_is_zero ? 0.0F : args.log_decay ? exp_nonpositive(total) : 1.0F;
+  const float* const keys = keys_at_end(args, scratch);
+  for (int64_t d = 0; d < width; d += kPanel) {
+    for_each_tile(static_cast<int>(dim), [&]<int kRows>(Rows<kRows>, int row) {
+      update_tile<kRows>(keys + row * kPanel, dim, scratch.values + d * padded, args.rows, kept,
+                         args.sum + d * dim + row * kPanel);
+    });
+    streams.advance();
   }
-  for (int64_t j = 0; j < args.rows; j += kPanel) {
-    const int64_t depth = args.rows - j < kPanel ? args.rows - j : kPanel;
-    const float* panel = scratch.keys + j * dim;
-    if (args.log_decay) {
-      for (int64_t d = 0; d < dim; ++d) {
-        for (int64_t i = 0; i < kPanel; i += kLanes) {
-          store(scratch.scaled_panel + d * kPanel + i,
-                load(panel + d * kPanel + i) * load(scratch.to_end + j + i));
-        }
+  float* const key_sums = args.sum + matrix_floats(dim, args.value_dim);
+  for (int64_t d = 0; d < dim; ++d) {
+    float sum = args.sum_is_zero ? 0.0F : kept * key_sums[d];
+    if (args.normalize) {
+      Vec added = Vec{};
+      for (int64_t i = d * kPanel; i < padded * dim; i += kPanel * dim) {
+        for (int64_t v = 0; v < kPanel; v += kLanes) added += load(keys + i + v);
       }
-      panel = scratch.scaled_panel;
+      sum += reduce_add(added);
     }
-    for (int64_t d = 0; d < width; d += kPanel) {
-      const float* const values = scratch.values + d * padded + j * kPanel;
-      float* const sum = args.sum + d * dim;
-      (args.sum_is_zero && j == 0 ? multiply<false>
-                                  : multiply<true>)(panel, kPanel, static_cast<int>(dim), RowEnds{},
-                                                    values, depth, sum, kPanel);
-      streams.advance();
-    }
-    for (int64_t d = 0; args.normalize && d < dim; ++d) {
-      Vec sum = Vec{};
-      for (int64_t i = 0; i < kPanel; i += kLanes) sum += load(panel + d * kPanel + i);
-      key_sums[d] += reduce_add(sum);
-    }
+    key_sums[d] = sum;
   }
   return total;
 }
@@ -441,9 +457,11 @@ float update_state(const LinearChunkArgs& args, const Scratch& scratch, Streams&
 float linear_chunk(const LinearChunkArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
   pack(args, scratch);
-  Streams streams = next_chunk(args);
+  Streams streams = next_keys_and_values(args);
   if (args.heads > 0) attend(args, scratch, streams);
-  return update_state(args, scratch, streams);
+  const float decayed = update_state(args, scratch, streams);
+  if (args.streams_out) stream_end();
+  return decayed;
 }
 
 void pack_state(const float* state, const float* normalizer, int64_t key_dim, int64_t value_dim,
@@ -478,7 +496,8 @@ void unpack_state(const float* packed, int64_t key_dim, int64_t value_dim, float
 }  // namespace
 
 extern const LinearKernels kLinearKernels;
-const LinearKernels kLinearKernels = {linear_chunk, add_earlier,  pack_state,
-                                      unpack_state, state_floats, scratch_floats};
+const LinearKernels kLinearKernels = {linear_chunk,  add_earlier,         pack_state,
+                                      unpack_state,  state_floats,        scratch_floats,
+                                      linear_tokens, token_scratch_floats};
 
 }  // namespace h2o_prefill::H2O_ISA

@@ -19,7 +19,6 @@ struct LinearChunkArgs {
   bool normalize;
   float scale;  // of outputs that are not normalised
   int64_t rows;
-  int64_t rows_behind;  // rows of the next chunk, behind these; asked for before they are needed
   int64_t key_dim;
   int64_t value_dim;
   // First row of each; strides in elements.
@@ -37,6 +36,13 @@ struct LinearChunkArgs {
   void* out;
   int64_t out_stride;
   int64_t out_head_stride;
+  // Rows of the call that comes next on this thread, of the same strides and heads: asked for
+  // before they are needed.
+  int64_t next_rows;
+  const void* next_key;
+  const void* next_value;
+  const void* next_query;
+  bool streams_out;  // the output is too large to be read again from a cache
   // The state before the chunk is exp(start_log_decay) start + sum. The chunk decays `sum` and adds
   // what it brings.
   const float* start;  // null: 0
@@ -44,6 +50,14 @@ struct LinearChunkArgs {
   float* sum;
   bool sum_is_zero;  // nothing has been written there
   float* scratch;    // scratch_floats(...) floats, of one thread
+};
+
+// States of a KV head as callers have them, float32 and contiguous; null: 0, or not wanted.
+struct LinearStates {
+  const float* state;       // [D, Dv]
+  const float* normalizer;  // [D]
+  float* last_state;
+  float* last_normalizer;
 };
 
 struct LinearKernels {
@@ -58,6 +72,10 @@ struct LinearKernels {
                        float* normalizer);
   int64_t (*state_floats)(int64_t key_dim, int64_t value_dim);
   int64_t (*scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows);
+  // All rows of a call, from the states before them to those behind them, for few rows: `start` and
+  // what follows it are not looked at, but for `scratch`: token_scratch_floats(...) floats.
+  void (*linear_tokens)(const LinearChunkArgs&, const LinearStates&);
+  int64_t (*token_scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows, int64_t heads);
 };
 
 }  // namespace h2o_prefill

@@ -103,6 +103,23 @@ H2O_INLINE Vec min(Vec a, Vec b) {
 #endif
 }
 
+// Writes past the caches where there is an instruction for it, to an address of whole vectors;
+// stream_end() orders these writes before all later ones.
+H2O_INLINE void stream(void* p, Vec x) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(static_cast<float*>(p), x);
+#elif defined(__AVX__)
+  _mm256_stream_ps(static_cast<float*>(p), x);
+#else
+  store(static_cast<float*>(p), x);
+#endif
+}
+H2O_INLINE void stream_end() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
 // f(0), ..., f(kLanes - 1), as the arguments of a shuffle.
 #define H2O_LANES_4(f, i) f(i), f(i + 1), f(i + 2), f(i + 3)
 #if defined(__AVX512F__)
@@ -112,6 +129,13 @@ H2O_INLINE Vec min(Vec a, Vec b) {
 #else
 #define H2O_LANES(f) H2O_LANES_4(f, 0)
 #endif
+
+// 0, ..., kLanes - 1.
+H2O_INLINE IntVec lane_numbers() {
+#define H2O_NUMBER(i) i
+  return IntVec{H2O_LANES(H2O_NUMBER)};
+#undef H2O_NUMBER
+}
 
 // Lane i of the result is lane i + kBy of x, cyclically.
 template <int kBy>

@@ -14,6 +14,14 @@ constexpr int64_t kSerialWork = 1 << 19;
 
 inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
+// The tasks 0, 1, ..., tasks - 1.
+struct TaskRange {
+  int64_t tasks;
+
+  int64_t count() const { return tasks; }
+  int64_t at(int64_t i) const { return i; }
+};
+
 // Runs use(task, thread) for all tasks of a grid; threads take the next task as they become free.
 // Each task writes only what is its own, so the result does not depend on who runs it.
 template <typename Grid, typename Use>

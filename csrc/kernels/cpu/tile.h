@@ -36,10 +36,30 @@ H2O_INLINE int64_t key_words_of(int64_t n) {
   return Products::kPerWord == 1 ? n : n / kGroup * kLanes + rest;
 }
 
-// c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is dense.
-template <typename Products, bool kAccumulate, int kRows>
+// acc += a[kRows, depth] b[depth, kVectors kLanes]. a and b hold words; rows of b are ldb apart.
+// kTransposed: a lies as [depth, kRows].
+template <typename Products, bool kTransposed = false, int kRows, int kVectors>
+H2O_INLINE void add_products(const float* a, int64_t lda, const float* b, int64_t ldb,
+                             int64_t depth, Vec (&acc)[kRows][kVectors]) {
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec row[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) row[v] = load(b + k * ldb + v * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vec value = broadcast(kTransposed ? a[k * lda + i] : a[i * lda + k]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v)
+        acc[i][v] = Products::multiply_add(value, row[v], acc[i][v]);
+    }
+  }
+}
+
+// c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is dense
+// unless its rows have a stride of their own. kTransposed: a lies as [depth, kRows].
+template <typename Products, bool kAccumulate, int kRows, bool kTransposed = false>
 H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c,
-                              int64_t ldc) {
+                              int64_t ldc, int64_t ldb = kPanel) {
   Vec acc[kRows][kTileVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
@@ -47,16 +67,7 @@ H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64
     for (int v = 0; v < kTileVectors; ++v)
       acc[i][v] = kAccumulate ? load(c + i * ldc + v * kLanes) : Vec{};
   }
-  for (int64_t k = 0; k < depth; ++k) {
-    const Vec b0 = load(b + k * kPanel);
-    const Vec b1 = load(b + k * kPanel + kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const Vec value = broadcast(a[i * lda + k]);
-      acc[i][0] = Products::multiply_add(value, b0, acc[i][0]);
-      acc[i][1] = Products::multiply_add(value, b1, acc[i][1]);
-    }
-  }
+  add_products<Products, kTransposed>(a, lda, b, ldb, depth, acc);
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2

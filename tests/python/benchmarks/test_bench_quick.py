@@ -24,6 +24,7 @@ FIELDS = {
     "gather": ["gigabytes", "copy_gigabytes", "percent"],
     "scores": ["microseconds", "pytorch_microseconds", "speedup"],
     "dense": ["milliseconds", "sdpa_milliseconds", "speedup", "context"],
+    "linear_decode": ["microseconds", "pytorch_microseconds", "speedup"],
     "prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
 LINEAR = ["milliseconds", "gflops", "percent", "both_milliseconds"]
@@ -255,6 +256,18 @@ def test_temporary_memory_is_what_a_call_holds_beside_its_results() -> None:
         return held + 1, held[:10].clone()
 
     assert temporary_megabytes(call, on_gpu=False) * 1e6 == pytest.approx(4000, abs=200)
+
+
+def test_decoding_token_by_token_gives_the_same() -> None:
+    from _shapes import Heads
+    from bench_linear_decode import decode
+
+    from h2o_prefill import ops
+
+    q, k, v = Heads("tiny", 1, 4, 2, 16).qkv(5, torch.float32)
+    state = torch.randn(1, 2, 16, 16)
+    expected = ops.chunkwise_linear_attention(q, k, v, None, state)[:2]
+    torch.testing.assert_close(decode(q, k, v, state), tuple(expected))
 
 
 @pytest.mark.parametrize("rows", [1, 40, 70])

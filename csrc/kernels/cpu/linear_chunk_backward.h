@@ -1,0 +1,84 @@
+// The inner part of the gradient of linear attention on CPUs: one chunk of one KV head and of the
+// query heads that share it.
+//
+// It is compiled once per instruction set (linear_chunk_backward.cpp), like attend_rows.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/feature_map.h"
+#include "kernels/params.h"
+
+namespace h2o_prefill {
+
+// Rows of one chunk: the first of the first head, and strides in elements.
+struct LinearRows {
+  void* data;
+  int64_t stride;
+  int64_t head_stride;
+};
+
+// A state S and its adjoint, the sum of what the results give for it, are packed alike: transposed,
+// Dv x D as tiles read it, then D values for the normaliser.
+struct LinearGradientArgs {
+  DType dtype;  // of all rows
+  FeatureMap feature_map;
+  bool normalize;
+  float scale;  // of outputs that are not normalised
+  int64_t rows;
+  // Where the chunk that comes next begins, in rows from this one, and its rows, 0 behind the last
+  // chunk; they are asked for before they are needed.
+  int64_t next;
+  int64_t next_rows;
+  int64_t key_dim;
+  int64_t value_dim;
+  LinearRows key;
+  LinearRows value;
+  const float* log_decay;  // one a row; null: none
+  int64_t decay_stride;
+  int64_t heads;  // query heads
+  LinearRows query;
+  LinearRows grad_out;
+  LinearRows grad_query;
+  LinearRows grad_key;
+  LinearRows grad_value;
+  // Where outputs are normalised: 1 / weight of each row, 0 for a weight of 0, and the gradient of
+  // the weight. Written by the forward walk, read by the backward one.
+  float* inverse;
+  float* grad_weight;
+  int64_t weight_head_stride;
+  // One a row: the sum over query heads of query times its gradient, less key times its gradient.
+  // The forward walk writes the first part, the backward one subtracts the second. Null: not
+  // wanted.
+  float* flow;
+  // What is before the chunk in the direction of the walk, a state or an adjoint, is
+  // exp(start_log_decay) start + sum. The chunk decays `sum` and adds what it brings.
+  const float* start;  // null: 0
+  float start_log_decay;
+  float* sum;
+  bool sum_is_zero;  // nothing has been written there
+  float* scratch;    // scratch_floats(...) floats, of one thread
+};
+
+struct LinearGradientKernels {
+  // Each returns the sum of the chunk's log decays.
+  // The state alone, behind the chunk.
+  float (*add_state)(const LinearGradientArgs&);
+  // The adjoint alone, before the chunk.
+  float (*add_adjoint)(const LinearGradientArgs&);
+  // From the first token to the last: gradients of queries; and the state.
+  float (*walk_forward)(const LinearGradientArgs&);
+  // From the last token to the first: gradients of keys and values; and the adjoint.
+  float (*walk_backward)(const LinearGradientArgs&);
+  // state [D, Dv], normalizer [D]; null: 0, or not wanted.
+  void (*pack_state)(const float* state, const float* normalizer, int64_t key_dim,
+                     int64_t value_dim, float* packed);
+  void (*unpack_state)(const float* packed, int64_t key_dim, int64_t value_dim, float* state,
+                       float* normalizer);
+  // Sum of the products of two packed states.
+  float (*dot_states)(const float* a, const float* b, int64_t floats);
+  int64_t (*state_floats)(int64_t key_dim, int64_t value_dim);
+  int64_t (*scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows);
+};
+
+}  // namespace h2o_prefill

@@ -1,0 +1,41 @@
+// How linear attention on CPUs is cut into tasks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/cpu/tasks.h"
+
+namespace h2o_prefill {
+
+// A KV head's tokens are cut into pieces of whole chunks, so that few heads make enough tasks for
+// many threads. The number of threads does not count: pieces decide how results are rounded.
+struct LinearPieces {
+  int64_t length;  // tokens of a head
+  int64_t chunk;   // tokens
+  int64_t chunks;  // of a piece
+  int64_t count;   // of a head
+
+  // units: KV heads of all batch rows. state_floats: of one piece.
+  LinearPieces(int64_t units, int64_t tokens, int64_t chunk_size, int64_t state_floats)
+      : length(tokens), chunk(std::min(chunk_size, tokens)) {
+    const int64_t all = divide_up(length, chunk);
+    const int64_t bytes = units * state_floats * static_cast<int64_t>(sizeof(float));
+    const int64_t most = std::max<int64_t>(std::min(kMost / units, kStateBytes / bytes), 1);
+    const int64_t wanted = divide_up(length, std::max(kTokens, chunk));
+    chunks = divide_up(all, std::min(wanted, most));
+    count = divide_up(all, chunks);
+  }
+
+  int64_t begin(int64_t piece) const { return piece * chunks * chunk; }
+  int64_t end(int64_t piece) const { return std::min(begin(piece + 1), length); }
+
+ private:
+  // This many at most over all heads, each of this many tokens at least. Their states take this
+  // much memory at most.
+  static constexpr int64_t kMost = 256;
+  static constexpr int64_t kTokens = 1024;
+  static constexpr int64_t kStateBytes = int64_t{32} << 20;
+};
+
+}  // namespace h2o_prefill

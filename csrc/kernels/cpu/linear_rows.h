@@ -1,0 +1,77 @@
+// What the chunks of linear attention and of its gradient share: feature maps, decays, and sums
+// over rows.
+#pragma once
+
+#include "kernels/cpu/attend_rows.h"
+#include "kernels/cpu/products.h"
+#include "kernels/cpu/tile.h"
+#include "kernels/feature_map.h"
+#include "kernels/softmax_state.h"
+
+namespace h2o_prefill::H2O_ISA {
+
+using Products = Float32Products;
+
+// A multiple of a cache line, so that parts begin on one.
+H2O_INLINE int64_t whole_lines(int64_t floats) { return pad_to(floats, 16); }
+
+H2O_INLINE Vec exp_nonpositive(Vec x) { return exp2_nonpositive(x * broadcast(kLog2E)); }
+
+H2O_INLINE float exp_nonpositive(float x) { return exp_nonpositive(broadcast(x))[0]; }
+
+// x[i] = exp(x[i]), of whole vectors.
+H2O_INLINE void exponentiate(const float* x, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += kLanes) store(out + i, exp_nonpositive(load(x + i)));
+}
+
+// A NaN stays one.
+H2O_INLINE Vec map_feature(Vec x, FeatureMap feature_map) {
+  const Vec zero = Vec{};
+  if (feature_map == FeatureMap::kRelu) return x < zero ? zero : x;
+  const Vec below = exp_nonpositive(x > zero ? zero : x);
+  return x > zero ? x + broadcast(1.0F) : below;
+}
+
+// out = the features of x, n of them: whole vectors.
+H2O_INLINE void map_features(FeatureMap feature_map, int64_t n, const float* x, float* out) {
+  if (feature_map == FeatureMap::kIdentity) {
+    for (int64_t i = 0; i < n; i += kLanes) store(out + i, load(x + i));
+  } else {
+    for (int64_t i = 0; i < n; i += kLanes) store(out + i, map_feature(load(x + i), feature_map));
+  }
+}
+
+H2O_INLINE void map_features(FeatureMap feature_map, int64_t n, float* x) {
+  if (feature_map != FeatureMap::kIdentity) map_features(feature_map, n, x, x);
+}
+
+H2O_INLINE PackArgs pack_args(const void* data, DType dtype, int64_t stride, int64_t rows,
+                              int64_t dim, float* packed) {
+  return {.data = data,
+          .dtype = dtype,
+          .stride_row = stride,
+          .positions = nullptr,
+          .count = rows,
+          .begin = 0,
+          .end = rows,
+          .dim = dim,
+          .packed = packed};
+}
+
+// Of whole vectors.
+H2O_INLINE float sum_of(const float* x, int64_t n) {
+  Vec sum = Vec{};
+  for (int64_t i = 0; i < n; i += kLanes) sum += load(x + i);
+  return reduce_add(sum);
+}
+
+H2O_INLINE float dot(const float* a, const float* b, int64_t n) {
+  Vec sum = Vec{};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) sum = load(a + i) * load(b + i) + sum;
+  float total = reduce_add(sum);
+  for (; i < n; ++i) total += a[i] * b[i];
+  return total;
+}
+
+}  // namespace h2o_prefill::H2O_ISA

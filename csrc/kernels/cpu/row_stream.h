@@ -1,0 +1,45 @@
+// Rows asked for before they are needed.
+#pragma once
+
+#include "kernels/cpu/inline.h"
+#include "kernels/params.h"
+
+namespace h2o_prefill::H2O_ISA {
+
+// Rows that lie far from each other, which no hardware prefetcher follows: asked for line by line
+// while products run, as many lines at a time as keep the memory busy without holding up loads.
+// Those that are read come as far as L2: the core waits for more of them at a time than for L1.
+template <int kWrite>
+class RowStream {
+ public:
+  RowStream() = default;
+  // `steps`: calls of advance() within which all is asked for.
+  H2O_INLINE RowStream(const void* data, DType dtype, int64_t stride, int64_t rows, int64_t dim,
+                       int64_t steps)
+      : data_(static_cast<const char*>(data)),
+        stride_(stride * size_of(dtype)),
+        lines_((dim * size_of(dtype) + kLine - 1) / kLine),
+        left_(rows * lines_),
+        step_((left_ + steps - 1) / steps) {}
+
+  H2O_INLINE void advance() {
+    int64_t count = left_ < step_ ? left_ : step_;
+    left_ -= count;
+    for (; count > 0; --count) {
+      __builtin_prefetch(data_ + line_ * kLine, kWrite, kWrite ? 3 : 2);
+      if (++line_ == lines_) line_ = 0, data_ += stride_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  const char* data_ = nullptr;
+  int64_t stride_ = 0;  // bytes
+  int64_t lines_ = 0;   // of a row
+  int64_t left_ = 0;
+  int64_t step_ = 0;
+  int64_t line_ = 0;
+};
+
+}  // namespace h2o_prefill::H2O_ISA
