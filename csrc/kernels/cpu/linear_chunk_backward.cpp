@@ -143,10 +143,13 @@ Streams next_chunk(const LinearGradientArgs& args) {
   return streams;
 }
 
-void ask_for_next_head(const LinearGradientArgs& args, int64_t head, Streams& streams) {
-  const bool in_chunk = head + 1 < args.heads;
+// Asks for the rows of the head that comes when `count` heads have been multiplied from `head` on,
+// the next chunk's from its first head on, within so many panels.
+void ask_for_head(const LinearGradientArgs& args, int64_t head, int64_t count, int64_t steps,
+                  Streams& streams) {
+  const bool in_chunk = head + count < args.heads;
   const int64_t row = in_chunk ? 0 : args.next, rows = in_chunk ? args.rows : args.next_rows;
-  const int64_t next = in_chunk ? head + 1 : 0, steps = head_steps(args);
+  const int64_t next = in_chunk ? head + count : head % count;
   streams.queries = stream_of(args, args.query, next, row, rows, args.key_dim, steps);
   streams.grad_out = stream_of(args, args.grad_out, next, row, rows, args.value_dim, steps);
 }
@@ -491,7 +494,7 @@ void differentiate_queries(const LinearGradientArgs& args, const Scratch& scratc
   load_features(args, args.query, head, scratch.query);
   load_rows(args, args.grad_out, head, args.value_dim, nullptr, args.normalize ? 1.0F : args.scale,
             scratch.grad_out);
-  ask_for_next_head(args, head, streams);
+  ask_for_head(args, head, 1, head_steps(args), streams);
   multiply_below(args, scratch, scratch.grad_out, args.value_dim, scratch.values_packed, nullptr,
                  !args.normalize, scratch.products, streams);
   if (args.normalize) {
@@ -622,10 +625,10 @@ void add_gradient(const LinearGradientArgs& args, const Scratch& scratch, const 
 
 void differentiate_keys(const LinearGradientArgs& args, const Scratch& scratch, const Block& block,
                         const float* adjoint, Streams& streams) {
-  const int64_t dim = args.key_dim, value_dim = args.value_dim;
+  const int64_t rows = args.rows, dim = args.key_dim, value_dim = args.value_dim;
   for (int64_t i = 0; i < block.count; ++i) {
     const int64_t head = block.first + i;
-    ask_for_next_head(args, head, streams);
+    ask_for_head(args, head, heads_of_block(rows), 2 * panels(rows), streams);
     multiply_below(args, scratch, of_head(args, scratch.query, i), dim, scratch.keys_packed,
                    nullptr, true, of_head(args, scratch.scores, i), streams);
     multiply_below(args, scratch, of_head(args, scratch.grad_out, i), value_dim,
@@ -656,7 +659,7 @@ float add_adjoint(const LinearGradientArgs& args) {
   const float total = fill_ends(args, scratch);
   for_each_block(args, [&](const Block& block) {
     load_block(args, scratch, block);
-    ask_for_next_head(args, block.first + block.count - 1, streams);
+    ask_for_head(args, block.first, heads_of_block(args.rows), panels(args.key_dim), streams);
     add_queries(args, scratch, block, total, streams);
   });
   return total;
