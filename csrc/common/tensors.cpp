@@ -18,23 +18,21 @@ namespace {
 constexpr int64_t kLeastAdvisedBytes = int64_t{32} << 20;
 constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
 
-// Asks for huge pages behind a tensor that is about to be written whole: one fault for 2 MiB
-// instead of 512 that take 3 times as long. A system that has none keeps small pages.
+#endif
+
+}  // namespace
+
 void advise_huge_pages(const at::Tensor& t) {
+#ifdef __linux__
   if (!t.is_cpu() || static_cast<int64_t>(t.nbytes()) < kLeastAdvisedBytes) return;
   const auto first = reinterpret_cast<uintptr_t>(t.data_ptr());
   const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t end = (first + t.nbytes()) / kHugePage * kHugePage;
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-}
-
 #else
-
-void advise_huge_pages(const at::Tensor& /*t*/) {}
-
+  static_cast<void>(t);
 #endif
-
-}  // namespace
+}
 
 at::ScalarType accumulate_type(const at::Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

@@ -13,9 +13,6 @@
 namespace h2o_prefill {
 namespace {
 
-// With longer chunks more work is done inside them, with shorter ones more on states.
-constexpr int64_t kChunkTokens = 64;
-
 // States are float32 and contiguous; null: 0, or not wanted.
 struct LinearGradientCall {
   HeadsView query;
@@ -46,7 +43,8 @@ class LinearGradient {
         units_(call.key.batch * call.key.heads),
         group_(call.query.heads / call.key.heads),
         state_floats_(kernels_.state_floats(call.key.dim, call.value.dim)),
-        pieces_(units_, call.key.length, kChunkTokens, state_floats_) {}
+        past_caches_(exceeds_caches(call.grad_query)),
+        pieces_(units_, call.key.length, state_floats_) {}
 
   void run() {
     const int64_t threads = work() < kSerialWork ? 1 : at::get_num_threads();
@@ -282,6 +280,7 @@ class LinearGradient {
                                    h * call_.decay_strides[1] + step.row * call_.decay_strides[2]
                              : nullptr,
             .decay_stride = call_.decay_strides[2],
+            .past_caches = past_caches_,
             .heads = group_,
             .query = rows_of(call_.query, h * group_),
             .grad_out = rows_of(call_.grad_out, h * group_),
@@ -317,6 +316,7 @@ class LinearGradient {
   int64_t units_;
   int64_t group_;  // query heads of a KV head
   int64_t state_floats_;
+  bool past_caches_;
   LinearPieces pieces_;
   int64_t scratch_floats_ = 0;
   Workspace workspace_;
@@ -341,7 +341,9 @@ LinearAttentionInputGradients linear_attention_gradient(const LinearAttentionReq
   const auto last_state = contiguous(gradients.state);
   const auto last_normalizer = r.normalize ? contiguous(gradients.normalizer) : at::Tensor();
   const auto like = [](const at::Tensor& t) {
-    return at::empty(t.sizes(), t.options(), at::MemoryFormat::Contiguous);
+    const auto result = at::empty(t.sizes(), t.options(), at::MemoryFormat::Contiguous);
+    advise_huge_pages(result);
+    return result;
   };
   const auto grad_q = like(r.query), grad_k = like(r.key), grad_v = like(r.value);
   const auto floats = r.key.options().dtype(at::kFloat);

@@ -17,15 +17,8 @@
 namespace h2o_prefill {
 namespace {
 
-// Tokens of a chunk. Fewer would spend more time on the states between chunks, more on scores above
-// the diagonal; what the caller asks for decides neither.
-constexpr int64_t kChunk = 32;
-
 // Up to so many tokens go one by one: packing states for a chunk would take longer.
 constexpr int64_t kFewTokens = 8;
-
-// Outputs from this size on are not read again from a cache.
-constexpr int64_t kStreamedBytes = int64_t{8} << 20;
 
 // KV heads of a task take turns by chunks, so that rows that hold all heads are read from one end
 // to the other. Their states take this much of L2 at most.
@@ -74,11 +67,9 @@ class LinearAttention {
         units_(call.key.batch * call.key.heads),
         group_(call.query.heads / call.key.heads),
         state_floats_(kernels_.state_floats(call.key.dim, call.value.dim)),
-        chunk_(std::min(kChunk, call.key.length)),
-        streams_out_(call.out.batch * call.out.heads * call.out.length * call.out.dim *
-                         size_of(call.out.dtype) >=
-                     kStreamedBytes) {
-    const LinearPieces pieces(units_, call.key.length, chunk_, state_floats_);
+        streams_out_(exceeds_caches(call.out)) {
+    const LinearPieces pieces(units_, call.key.length, state_floats_);
+    chunk_ = pieces.chunk;
     piece_chunks_ = pieces.chunks;
     pieces_ = pieces.count;
   }

@@ -6,6 +6,7 @@
 #include "kernels/cpu/linear_chunk.h"
 
 #include "kernels/cpu/linear_rows.h"
+#include "kernels/cpu/linear_tiles.h"
 #include "kernels/cpu/linear_tokens.h"
 #include "kernels/cpu/pack_rows.h"
 #include "kernels/cpu/row_io.h"
@@ -170,145 +171,23 @@ void fill_decays(const LinearChunkArgs& args, const Scratch& scratch, int64_t fi
   exponentiate(sums, pad_to(rows, kLanes), scratch.from_start);
 }
 
-// out = row * factor. Past the caches where the output is large: nobody reads it soon, and a line
-// that is written whole need not be read first.
-void write_row(const LinearChunkArgs& args, const Scratch& scratch, const float* row, float factor,
-               int64_t offset) {
-  char* const out = static_cast<char*>(args.out) + offset * size_of(args.out_dtype);
-  const int64_t bytes = args.value_dim * size_of(args.out_dtype);
-  if (!args.streams_out || bytes % kVectorBytes ||
-      reinterpret_cast<uintptr_t>(out) % kVectorBytes) {
-    store_floats(row, args.value_dim, factor, args.out, args.out_dtype, offset);
-    return;
-  }
-  if (args.out_dtype == DType::kFloat32) {
-    const Vec factors = broadcast(factor);
-    for (int64_t i = 0; i < args.value_dim; i += kLanes) {
-      stream(out + i * 4, load(row + i) * factors);
-    }
-    return;
-  }
-  store_floats(row, args.value_dim, factor, scratch.row, args.out_dtype, 0);
-  for (int64_t i = 0; i < bytes; i += kVectorBytes) stream(out + i, load(scratch.row + i / 4));
-}
-
-// Calls f(Rows<n>{}, row) for whole tiles of rows, then for what is left.
-template <int n>
-struct Rows {};
-
-template <typename Function>
-H2O_INLINE void for_each_tile(int rows, const Function& f) {
-  static_assert(kTileRows <= 8, "the rest of a tile is taken as 4 + 2 + 1 rows");
-  int row = 0;
-  for (; row + kTileRows <= rows; row += kTileRows) f(Rows<kTileRows>{}, row);
-  const int rest = rows - row;
-  if (rest & 4) f(Rows<4>{}, row), row += 4;
-  if (rest & 2) f(Rows<2>{}, row), row += 2;
-  if (rest & 1) f(Rows<1>{}, row);
-}
-
-// Scores of kRows rows with the first vectors of a panel of keys: decayed where `decays` is not
-// null. The first row sees `visible` keys, each further one another; those with later keys are 0.
-// Not inlined: the loops of several products in one function leave each too few registers.
-template <int kVectors, int kRows>
-__attribute__((noinline)) void score_tile(const float* query, int64_t dim, const float* keys,
-                                          const float* decays, int64_t stride, int64_t visible,
-                                          float* scores) {
-  Vec acc[kRows][kVectors];
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) acc[i][v] = Vec{};
-  }
-  add_products<Products>(query, dim, keys, kPanel, dim, acc);
-  const bool masked = visible < kVectors * kLanes;
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-    const IntVec end = IntVec{} + static_cast<int32_t>(visible + i);
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      Vec x = acc[i][v];
-      if (decays) x *= load(decays + i * stride + v * kLanes);
-      if (masked) x = lane_numbers() + v * kLanes < end ? x : Vec{};
-      store(scores + i * stride + v * kLanes, x);
-    }
-  }
-}
-
-struct OutOperands {
-  const float* query;
-  int64_t dim;
-  const float* state;       // panel of it; null: 0
-  const float* from_start;  // null: 1
-  const float* scores;
-  int64_t stride;
-  int64_t num_keys;
-  const float* values;  // panel
-};
-
-// c = from_start (query state) + scores values, of one panel.
-template <int kRows>
-__attribute__((noinline)) void out_tile(const OutOperands& x, float* c, int64_t ldc) {
-  Vec acc[kRows][kTileVectors];
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v) acc[i][v] = Vec{};
-  }
-  if (x.state) add_products<Products>(x.query, x.dim, x.state, kPanel, x.dim, acc);
-  if (x.from_start) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const Vec kept = broadcast(x.from_start[i]);
-#pragma GCC unroll 2
-      for (int v = 0; v < kTileVectors; ++v) acc[i][v] *= kept;
-    }
-  }
-  add_products<Products>(x.scores, x.stride, x.values, kPanel, x.num_keys, acc);
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
-  }
-}
-
-// Scores of a row block with all keys that its rows see.
-void score_rows(const LinearChunkArgs& args, const Scratch& scratch, int64_t first, int rows,
-                Streams& streams) {
-  const int64_t dim = args.key_dim, stride = score_stride(args.rows);
-  for (int64_t j = 0; j < first + rows; j += kPanel) {
-    for_each_tile(rows, [&]<int kRows>(Rows<kRows>, int row) {
-      const int64_t visible = first + row + 1 - j;  // by the first row, of this panel
-      if (visible + kRows <= 1) return;
-      const float* const query = scratch.query + row * dim;
-      const float* const keys = scratch.keys + j * dim;
-      const float* const decays = args.log_decay ? scratch.decays + row * stride + j : nullptr;
-      float* const scores = scratch.scores + row * stride + j;
-      if (visible + kRows <= kLanes + 1) {
-        score_tile<1, kRows>(query, dim, keys, decays, stride, visible, scores);
-      } else {
-        score_tile<kTileVectors, kRows>(query, dim, keys, decays, stride, visible, scores);
-      }
-    });
-    streams.advance();
-  }
-}
-
 // acc = from_start (query state) + scores values.
 void multiply_rows_by_past(const LinearChunkArgs& args, const Scratch& scratch, const float* state,
                            int64_t first, int rows, Streams& streams) {
   const int64_t dim = args.key_dim, stride = score_stride(args.rows);
   const int64_t width = pad_to(args.value_dim, kPanel), padded = pad_to(args.rows, kPanel);
   for (int64_t d = 0; d < width; d += kPanel) {
-    for_each_tile(rows, [&]<int kRows>(Rows<kRows>, int row) {
+    for_each_tile(rows, [&]<int kRows>(Rows<kRows>, int64_t row) {
       out_tile<kRows>({.query = scratch.query + row * dim,
+                       .query_stride = dim,
                        .dim = dim,
                        .state = state ? state + d * dim : nullptr,
                        .from_start = args.log_decay && state ? scratch.from_start + row : nullptr,
                        .scores = scratch.scores + row * stride,
                        .stride = stride,
                        .num_keys = first + row + kRows,
-                       .values = scratch.values + d * padded},
+                       .values = scratch.values + d * padded,
+                       .values_stride = kPanel},
                       scratch.acc + row * width + d, width);
     });
     streams.advance();
@@ -339,7 +218,15 @@ void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, co
   const int64_t dim = args.key_dim, width = pad_to(args.value_dim, kPanel);
   const int64_t stride = score_stride(args.rows);
   load_queries(args, head, first, rows, scratch.query);
-  score_rows(args, scratch, first, rows, streams);
+  score_rows({.query = scratch.query,
+              .query_stride = dim,
+              .dim = dim,
+              .keys = scratch.keys,
+              .added = nullptr,
+              .decays = args.log_decay ? scratch.decays : nullptr,
+              .stride = stride,
+              .visible = 0},
+             first, rows, scratch.scores, [&] { streams.advance(); });
   multiply_rows_by_past(args, scratch, state, first, rows, streams);
   for (int r = 0; r < rows; ++r) {
     float factor = args.scale;
@@ -352,8 +239,9 @@ void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, co
       }
       factor = weight == 0.0F ? 0.0F : 1.0F / weight;
     }
-    write_row(args, scratch, scratch.acc + r * width, factor,
-              head * args.out_head_stride + (first + r) * args.out_stride);
+    write_row(scratch.acc + r * width, args.value_dim, factor, args.out, args.out_dtype,
+              head * args.out_head_stride + (first + r) * args.out_stride, args.streams_out,
+              scratch.row);
   }
 }
 
@@ -433,7 +321,7 @@ float update_state(const LinearChunkArgs& args, const Scratch& scratch, Streams&
   const float kept = args.sum_is_zero ? 0.0F : args.log_decay ? exp_nonpositive(total) : 1.0F;
   const float* const keys = keys_at_end(args, scratch);
   for (int64_t d = 0; d < width; d += kPanel) {
-    for_each_tile(static_cast<int>(dim), [&]<int kRows>(Rows<kRows>, int row) {
+    for_each_tile(dim, [&]<int kRows>(Rows<kRows>, int64_t row) {
       update_tile<kRows>(keys + row * kPanel, dim, scratch.values + d * padded, args.rows, kept,
                          args.sum + d * dim + row * kPanel);
     });

@@ -10,6 +10,7 @@
 #include "kernels/cpu/linear_chunk_backward.h"
 
 #include "kernels/cpu/linear_rows.h"
+#include "kernels/cpu/linear_tiles.h"
 #include "kernels/cpu/pack_rows.h"
 #include "kernels/cpu/row_io.h"
 #include "kernels/cpu/row_stream.h"
@@ -18,23 +19,16 @@
 namespace h2o_prefill::H2O_ISA {
 namespace {
 
-// Panels of kPanel columns: of row-major matrices next to each other, of packed ones behind each
-// other.
+// Row-major, columns padded to whole panels.
 struct Matrix {
   float* data;
-  int64_t stride;  // of rows
-  int64_t panel_stride;
+  int64_t stride;
 
   float* row(int64_t i) const { return data + i * stride; }
 };
 
-// Row-major, columns padded to whole panels.
 int64_t row_floats(int64_t columns) { return score_stride(columns); }
-Matrix rows_of(float* data, int64_t columns) { return {data, row_floats(columns), kPanel}; }
-// As tiles read it.
-Matrix packed(const float* data, int64_t height) {
-  return {const_cast<float*>(data), kPanel, height * kPanel};
-}
+Matrix rows_of(float* data, int64_t columns) { return {data, row_floats(columns)}; }
 
 int64_t matrix_floats(int64_t key_dim, int64_t value_dim) {
   return value_dim * pad_to(key_dim, kPanel);
@@ -44,16 +38,22 @@ int64_t state_floats(int64_t key_dim, int64_t value_dim) {
   return whole_lines(matrix_floats(key_dim, value_dim) + pad_to(key_dim, kPanel));
 }
 
-// What a chunk needs for itself.
+// Rows of query heads that are multiplied together, up to this many but one head at least.
+constexpr int64_t kBlockRows = 128;
+
+int64_t heads_of_block(int64_t rows) { return rows < kBlockRows ? kBlockRows / rows : 1; }
+
+// What a chunk needs for itself. A block is of several query heads, one behind the other.
 struct Scratch {
   Matrix keys;         // [rows, key dim] features
   Matrix values;       // [rows, value dim]
-  Matrix query;        // [rows, key dim] features
-  Matrix grad_out;     // [rows, value dim]
-  Matrix grad_key;     // [rows, key dim]; or of a query
+  Matrix query;        // [block rows, key dim] features
+  Matrix grad_out;     // [block rows, value dim]
+  Matrix grad_query;   // [rows, key dim]
+  Matrix grad_key;     // [rows, key dim]
   Matrix grad_value;   // [rows, value dim]
-  Matrix scores;       // [rows, rows]: query times key
-  Matrix products;     // [rows, rows]: output gradient times value
+  Matrix scores;       // [block rows, rows]: query times key
+  Matrix products;     // [block rows, rows]: output gradient times value
   Matrix decays;       // [rows, rows]: what is left of a key at a row; any finite number above
   float* keys_packed;  // [panel][key dim][key of the panel], 0 behind the last key
   float* values_packed;
@@ -62,29 +62,31 @@ struct Scratch {
   float* from_start;  // [rows]: what is left of the state before the chunk
   float* to_end;      // [rows]: what is left of a key at the end of the chunk
   float* steps;       // [rows]: log decay from each key to the row in hand
+  float* row;         // [key dim or value dim]
   int64_t floats;     // of all
 
   // first: null, to count the floats alone.
   Scratch(float* first, int64_t key_dim, int64_t value_dim, int64_t rows) {
-    const int64_t padded = pad_to(rows, kPanel);
+    const int64_t padded = pad_to(rows, kPanel), block = heads_of_block(rows) * rows;
     floats = 0;
     const auto take = [&](int64_t count) {
       float* const part = first ? first + floats : nullptr;
       floats += whole_lines(count);
       return part;
     };
-    const auto take_rows = [&](int64_t columns) {
-      return rows_of(take(rows * row_floats(columns)), columns);
+    const auto take_rows = [&](int64_t count, int64_t columns) {
+      return rows_of(take(count * row_floats(columns)), columns);
     };
-    keys = take_rows(key_dim);
-    values = take_rows(value_dim);
-    query = take_rows(key_dim);
-    grad_out = take_rows(value_dim);
-    grad_key = take_rows(key_dim);
-    grad_value = take_rows(value_dim);
-    scores = take_rows(rows);
-    products = take_rows(rows);
-    decays = take_rows(rows);
+    keys = take_rows(rows, key_dim);
+    values = take_rows(rows, value_dim);
+    query = take_rows(block, key_dim);
+    grad_out = take_rows(block, value_dim);
+    grad_query = take_rows(rows, key_dim);
+    grad_key = take_rows(rows, key_dim);
+    grad_value = take_rows(rows, value_dim);
+    scores = take_rows(block, rows);
+    products = take_rows(block, rows);
+    decays = take_rows(rows, rows);
     keys_packed = take(padded * key_dim);
     values_packed = take(padded * value_dim);
     state = take(state_floats(key_dim, value_dim));
@@ -92,6 +94,7 @@ struct Scratch {
     from_start = take(padded);
     to_end = take(padded);
     steps = take(padded);
+    row = take(pad_to(key_dim > value_dim ? key_dim : value_dim, kLanes));
   }
 };
 
@@ -107,27 +110,22 @@ struct Streams {
   RowStream<0> values;
   RowStream<0> queries;  // of the next head
   RowStream<0> grad_out;
-  RowStream<1> grad_key;  // or of the query head in hand
-  RowStream<1> grad_value;
 
   void advance() {
     keys.advance();
     values.advance();
     queries.advance();
     grad_out.advance();
-    grad_key.advance();
-    grad_value.advance();
   }
 };
 
-// Tiles that are multiplied for one head, at least.
+// Panels that are multiplied for one head, at least.
 int64_t head_steps(const LinearGradientArgs& args) {
-  return (args.rows / kTileRows + 1) * (2 * panels(args.key_dim) + panels(args.value_dim));
+  return panels(args.rows) + panels(args.key_dim);
 }
 
-template <int kWrite>
-RowStream<kWrite> stream_of(const LinearGradientArgs& args, const LinearRows& of, int64_t head,
-                            int64_t row, int64_t rows, int64_t dim, int64_t steps) {
+RowStream<0> stream_of(const LinearGradientArgs& args, const LinearRows& of, int64_t head,
+                       int64_t row, int64_t rows, int64_t dim, int64_t steps) {
   const int64_t offset = head * of.head_stride + row * of.stride;
   return {static_cast<const char*>(of.data) + offset * size_of(args.dtype),
           args.dtype,
@@ -140,79 +138,20 @@ RowStream<kWrite> stream_of(const LinearGradientArgs& args, const LinearRows& of
 Streams next_chunk(const LinearGradientArgs& args) {
   const int64_t steps = args.heads * head_steps(args);
   Streams streams;
-  streams.keys = stream_of<0>(args, args.key, 0, args.next, args.next_rows, args.key_dim, steps);
-  streams.values =
-      stream_of<0>(args, args.value, 0, args.next, args.next_rows, args.value_dim, steps);
+  streams.keys = stream_of(args, args.key, 0, args.next, args.next_rows, args.key_dim, steps);
+  streams.values = stream_of(args, args.value, 0, args.next, args.next_rows, args.value_dim, steps);
   return streams;
 }
 
-void ask_for_next_head(const LinearGradientArgs& args, int64_t head, Streams& streams) {
-  const bool in_chunk = head + 1 < args.heads;
+// Asks for the rows of the head that comes when `count` heads have been multiplied from `head` on,
+// the next chunk's from its first head on, within so many panels.
+void ask_for_head(const LinearGradientArgs& args, int64_t head, int64_t count, int64_t steps,
+                  Streams& streams) {
+  const bool in_chunk = head + count < args.heads;
   const int64_t row = in_chunk ? 0 : args.next, rows = in_chunk ? args.rows : args.next_rows;
-  const int64_t next = in_chunk ? head + 1 : 0, steps = head_steps(args);
-  streams.queries = stream_of<0>(args, args.query, next, row, rows, args.key_dim, steps);
-  streams.grad_out = stream_of<0>(args, args.grad_out, next, row, rows, args.value_dim, steps);
-}
-
-// Where a square left factor is not zero.
-enum class Shape { kFull, kLower, kUpper };
-
-// c[rows from first_row on, columns] (+)= a[rows, depth] b[depth, columns]. kTransposed: a lies as
-// [depth, rows]. Not inlined: the loops of several products in one function leave each too few
-// registers.
-template <bool kTransposed, bool kAccumulate>
-__attribute__((noinline)) void multiply_panel(const Matrix& a, Shape shape, int64_t first_row,
-                                              int64_t rows, int64_t depth, const float* b,
-                                              int64_t ldb, float* c, int64_t ldc,
-                                              Streams& streams) {
-  int64_t row = first_row;
-#define H2O_TILE(n)                                                                     \
-  const int64_t begin = shape == Shape::kUpper ? row : 0;                               \
-  const int64_t end = shape == Shape::kLower && row + n < depth ? row + n : depth;      \
-  multiply_tile<Products, kAccumulate, n, kTransposed>(                                 \
-      kTransposed ? a.row(begin) + row : a.row(row) + begin, a.stride, b + begin * ldb, \
-      end - begin, c + row * ldc, ldc, ldb)
-  for (; row + kTileRows <= rows; row += kTileRows) {
-    H2O_TILE(kTileRows);
-    streams.advance();
-  }
-  const int64_t rest = rows - row;
-  if (rest & 4) {
-    H2O_TILE(4);
-    row += 4;
-  }
-  if (rest & 2) {
-    H2O_TILE(2);
-    row += 2;
-  }
-  if (rest & 1) {
-    H2O_TILE(1);
-  }
-#undef H2O_TILE
-}
-
-template <bool kTransposed>
-void multiply(const Matrix& a, Shape shape, int64_t rows, int64_t depth, const Matrix& b,
-              int64_t columns, const Matrix& c, bool accumulate, Streams& streams) {
-  for (int64_t j = 0; j < columns; j += kPanel) {
-    const int64_t panel = j / kPanel;
-    const auto multiply_one =
-        accumulate ? multiply_panel<kTransposed, true> : multiply_panel<kTransposed, false>;
-    multiply_one(a, shape, 0, rows, depth, b.data + panel * b.panel_stride, b.stride,
-                 c.data + panel * c.panel_stride, c.stride, streams);
-  }
-}
-
-// c[rows, rows] = a b, at least on and below the diagonal.
-void multiply_below(const Matrix& a, int64_t rows, int64_t depth, const float* b, const Matrix& c,
-                    Streams& streams) {
-  const Matrix columns = packed(b, depth);
-  for (int64_t j = 0; j < rows; j += kPanel) {
-    const int64_t panel = j / kPanel;
-    multiply_panel<false, false>(a, Shape::kFull, j, rows, depth,
-                                 columns.data + panel * columns.panel_stride, columns.stride,
-                                 c.data + panel * c.panel_stride, c.stride, streams);
-  }
+  const int64_t next = in_chunk ? head + count : head % count;
+  streams.queries = stream_of(args, args.query, next, row, rows, args.key_dim, steps);
+  streams.grad_out = stream_of(args, args.grad_out, next, row, rows, args.value_dim, steps);
 }
 
 // Of one row of padded columns.
@@ -245,10 +184,16 @@ void load_rows(const LinearGradientArgs& args, const LinearRows& from, int64_t h
 void load_features(const LinearGradientArgs& args, const LinearRows& from, int64_t head,
                    const Matrix& to) {
   const int64_t dim = args.key_dim;
-  load_rows(args, from, head, dim, nullptr, 1.0F, to);
-  if (args.feature_map == FeatureMap::kIdentity) return;
+  const bool mapped_as_loaded = args.dtype == DType::kFloat32 && dim % kLanes == 0;
+  if (!mapped_as_loaded) load_rows(args, from, head, dim, nullptr, 1.0F, to);
   for (int64_t i = 0; i < args.rows; ++i) {
-    map_features(args.feature_map, pad_to(dim, kLanes), to.row(i));
+    if (mapped_as_loaded) {
+      const float* const data = static_cast<const float*>(from.data);
+      map_features(args.feature_map, dim, data + head * from.head_stride + i * from.stride,
+                   to.row(i));
+    } else {
+      map_features(args.feature_map, pad_to(dim, kLanes), to.row(i));
+    }
     fill(to.row(i), dim, pad_to(dim, kPanel));
   }
 }
@@ -258,8 +203,8 @@ void pack_columns(const Matrix& from, int64_t rows, int64_t dim, float* to) {
 }
 
 // Stores a gradient of features as that of what they were made of.
-void store_gradients(const LinearGradientArgs& args, const Matrix& features, const Matrix& gradient,
-                     const LinearRows& to, int64_t head) {
+void store_gradients(const LinearGradientArgs& args, const Scratch& scratch, const Matrix& features,
+                     const Matrix& gradient, const LinearRows& to, int64_t head) {
   const Vec zero = Vec{}, one = broadcast(1.0F);
   for (int64_t i = 0; i < args.rows; ++i) {
     float* const row = gradient.row(i);
@@ -275,8 +220,8 @@ void store_gradients(const LinearGradientArgs& args, const Matrix& features, con
         store(row + d, load(row + d) * (feature > one ? one : feature));
       }
     }
-    store_floats(row, args.key_dim, 1.0F, to.data, args.dtype,
-                 head * to.head_stride + i * to.stride);
+    write_row(row, args.key_dim, 1.0F, to.data, args.dtype, head * to.head_stride + i * to.stride,
+              args.past_caches, scratch.row);
   }
 }
 
@@ -343,55 +288,135 @@ const float* normalizer_of(const float* state, const LinearGradientArgs& args) {
   return state + matrix_floats(args.key_dim, args.value_dim);
 }
 
-// Makes `sum` ready for what the chunk adds.
-void decay_sum(const LinearGradientArgs& args, float log_decay) {
-  const int64_t matrix = matrix_floats(args.key_dim, args.value_dim);
-  const int64_t floats = state_floats(args.key_dim, args.value_dim);
-  if (args.sum_is_zero) {
-    fill(args.sum, matrix, floats);
-  } else if (args.log_decay) {
-    scale_row(args.sum, floats, exp_nonpositive(log_decay));
+// sum = kept sum + a^T b of one panel; kept is 0 where `sum` is not to be read.
+template <int kRows>
+__attribute__((noinline)) void sum_tile(const float* a, int64_t lda, const float* b, int64_t ldb,
+                                        int64_t depth, float kept, float* sum) {
+  Vec acc[kRows][kTileVectors];
+  const Vec factor = broadcast(kept);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v)
+      acc[i][v] = kept == 0.0F ? Vec{} : load(sum + i * kPanel + v * kLanes) * factor;
+  }
+  add_products<Products, /*kTransposed=*/true>(a, lda, b, ldb, depth, acc);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) store(sum + i * kPanel + v * kLanes, acc[i][v]);
+  }
+}
+
+// Adds values^T keys of so many rows to a state, of which `kept` is left.
+void add_to_state(const LinearGradientArgs& args, const Matrix& values, const Matrix& keys,
+                  int64_t rows, float kept, Streams& streams) {
+  for (int64_t d = 0; d < args.key_dim; d += kPanel) {
+    for_each_tile(args.value_dim, [&]<int kRows>(Rows<kRows>, int64_t row) {
+      sum_tile<kRows>(values.data + row, values.stride, keys.data + d, keys.stride, rows, kept,
+                      args.sum + d * args.value_dim + row * kPanel);
+    });
+    streams.advance();
+  }
+}
+
+// Of what is in `sum`; 0: nothing is.
+float kept_of_sum(const LinearGradientArgs& args, float log_decay) {
+  if (args.sum_is_zero) return 0.0F;
+  return args.log_decay ? exp_nonpositive(log_decay) : 1.0F;
+}
+
+// What is behind the matrix of `sum`.
+void decay_normalizer(const LinearGradientArgs& args, float kept) {
+  float* const sums = normalizer_of(args.sum, args);
+  const int64_t floats =
+      state_floats(args.key_dim, args.value_dim) - matrix_floats(args.key_dim, args.value_dim);
+  if (kept == 0.0F) {
+    fill(sums, 0, floats);
+  } else {
+    scale_row(sums, floats, kept);
   }
 }
 
 // Adds values^T keys, and the sum of the keys; decays the keys.
 void add_keys(const LinearGradientArgs& args, const Scratch& scratch, float log_decay,
               Streams& streams) {
-  decay_sum(args, log_decay);
   const int64_t width = pad_to(args.key_dim, kPanel);
+  const float kept = kept_of_sum(args, log_decay);
   for (int64_t j = 0; args.log_decay && j < args.rows; ++j) {
     scale_row(scratch.keys.row(j), width, scratch.to_end[j]);
   }
-  multiply<true>(scratch.values, Shape::kFull, args.value_dim, args.rows, scratch.keys,
-                 args.key_dim, packed(args.sum, args.value_dim), !args.sum_is_zero, streams);
+  add_to_state(args, scratch.values, scratch.keys, args.rows, kept, streams);
+  decay_normalizer(args, kept);
   for (int64_t j = 0; args.normalize && j < args.rows; ++j) {
     add_row(scratch.keys.row(j), width, 1.0F, normalizer_of(args.sum, args));
   }
 }
 
-// Adds grad_out^T query of a head, and the sum of its queries times the gradients of their weights;
-// decays grad_out.
-void add_queries(const LinearGradientArgs& args, const Scratch& scratch, int64_t head,
+// Query heads [first, first + count), in scratch one behind the other.
+struct Block {
+  int64_t first;
+  int64_t count;
+};
+
+// Adds grad_out^T query of a block, and the sum of its queries times the gradients of their
+// weights; decays grad_out.
+void add_queries(const LinearGradientArgs& args, const Scratch& scratch, const Block& block,
                  float log_decay, Streams& streams) {
-  if (head == 0) decay_sum(args, log_decay);
-  for (int64_t i = 0; args.log_decay && i < args.rows; ++i) {
-    scale_row(scratch.grad_out.row(i), pad_to(args.value_dim, kPanel), scratch.from_start[i]);
+  const int64_t rows = block.count * args.rows;
+  const float kept = block.first == 0 ? kept_of_sum(args, log_decay) : 1.0F;
+  for (int64_t i = 0; args.log_decay && i < rows; ++i) {
+    scale_row(scratch.grad_out.row(i), pad_to(args.value_dim, kPanel),
+              scratch.from_start[i % args.rows]);
   }
-  multiply<true>(scratch.grad_out, Shape::kFull, args.value_dim, args.rows, scratch.query,
-                 args.key_dim, packed(args.sum, args.value_dim), head > 0 || !args.sum_is_zero,
-                 streams);
-  const float* const grad_weight = args.grad_weight + head * args.weight_head_stride;
-  for (int64_t i = 0; args.normalize && i < args.rows; ++i) {
-    const float kept = args.log_decay ? scratch.from_start[i] : 1.0F;
-    add_row(scratch.query.row(i), pad_to(args.key_dim, kPanel), kept * grad_weight[i],
+  add_to_state(args, scratch.grad_out, scratch.query, rows, kept, streams);
+  if (block.first == 0) decay_normalizer(args, kept);
+  for (int64_t i = 0; args.normalize && i < rows; ++i) {
+    const int64_t head = block.first + i / args.rows, row = i % args.rows;
+    const float left = args.log_decay ? scratch.from_start[row] : 1.0F;
+    add_row(scratch.query.row(i), pad_to(args.key_dim, kPanel),
+            left * args.grad_weight[head * args.weight_head_stride + row],
             normalizer_of(args.sum, args));
   }
 }
 
-void load_grad_out(const LinearGradientArgs& args, const Scratch& scratch, int64_t head) {
-  load_rows(args, args.grad_out, head, args.value_dim,
-            args.normalize ? args.inverse + head * args.weight_head_stride : nullptr, args.scale,
-            scratch.grad_out);
+// Part of scratch of a head of a block.
+Matrix of_head(const LinearGradientArgs& args, const Matrix& block, int64_t i) {
+  return {block.row(i * args.rows), block.stride};
+}
+
+// Features of queries, and output gradients divided by their weights.
+void load_block(const LinearGradientArgs& args, const Scratch& scratch, const Block& block) {
+  for (int64_t i = 0; i < block.count; ++i) {
+    const int64_t head = block.first + i;
+    load_features(args, args.query, head, of_head(args, scratch.query, i));
+    load_rows(args, args.grad_out, head, args.value_dim,
+              args.normalize ? args.inverse + head * args.weight_head_stride : nullptr, args.scale,
+              of_head(args, scratch.grad_out, i));
+  }
+}
+
+template <typename Function>
+void for_each_block(const LinearGradientArgs& args, const Function& f) {
+  const int64_t most = heads_of_block(args.rows);
+  for (int64_t first = 0; first < args.heads; first += most) {
+    f(Block{first, args.heads - first < most ? args.heads - first : most});
+  }
+}
+
+// c = a b of one head, 0 above the diagonal. added: to the products of each row; null: nothing.
+void multiply_below(const LinearGradientArgs& args, const Scratch& scratch, const Matrix& a,
+                    int64_t dim, const float* packed_columns, const float* added, bool decayed,
+                    const Matrix& c, Streams& streams) {
+  score_rows({.query = a.data,
+              .query_stride = a.stride,
+              .dim = dim,
+              .keys = packed_columns,
+              .added = added,
+              .decays = decayed && args.log_decay ? scratch.decays.data : nullptr,
+              .stride = c.stride,
+              .visible = 0},
+             0, args.rows, c.data, [&] { streams.advance(); });
 }
 
 void load_keys(const LinearGradientArgs& args, const Scratch& scratch) {
@@ -400,8 +425,7 @@ void load_keys(const LinearGradientArgs& args, const Scratch& scratch) {
 }
 
 // The weights of the rows and their gradients; divides by the weights what grad_out has been
-// multiplied with, and adds to it what the weights give. `gradient` holds grad_out S^T, not
-// decayed.
+// multiplied with, and adds to it what the weights give. grad_query holds grad_out S^T.
 void normalize_rows(const LinearGradientArgs& args, const Scratch& scratch, const float* state,
                     int64_t head) {
   const int64_t dim = args.key_dim, width = pad_to(dim, kPanel);
@@ -413,14 +437,12 @@ void normalize_rows(const LinearGradientArgs& args, const Scratch& scratch, cons
     float* const query = scratch.query.row(i);
     float* const score = scratch.scores.row(i);
     float* const product = scratch.products.row(i);
-    float* const gradient = scratch.grad_key.row(i);
-    decay_row(args, scratch, scratch.scores, i);
-    fill(product, i + 1, visible);
+    float* const gradient = scratch.grad_query.row(i);
+    const float kept = args.log_decay ? scratch.from_start[i] : 1.0F;
     float weight = sum_of(score, visible), along = dot(score, product, visible);
     if (state) {
-      const float kept = args.log_decay ? scratch.from_start[i] : 1.0F;
       weight += kept * dot(query, sums, dim);
-      along += kept * dot(query, gradient, dim);
+      along += dot(query, gradient, dim);
     }
     inverse[i] = weight == 0.0F ? 0.0F : 1.0F / weight;
     grad_weight[i] = -(along * inverse[i]) * inverse[i];
@@ -428,44 +450,72 @@ void normalize_rows(const LinearGradientArgs& args, const Scratch& scratch, cons
     for (int64_t j = 0; j < visible; j += kLanes) {
       store(product + j, load(product + j) * factor + added);
     }
+    decay_row(args, scratch, scratch.products, i);
     if (!state) continue;
     scale_row(gradient, width, inverse[i]);
-    add_row(sums, width, grad_weight[i], gradient);
+    add_row(sums, width, kept * grad_weight[i], gradient);
   }
+}
+
+// gradient = grad_out S^T, decayed, plus products of the first num_keys(row) keys from each row on.
+template <typename NumKeys>
+void multiply_queries(const LinearGradientArgs& args, const Scratch& scratch, const float* state,
+                      const NumKeys& num_keys, Streams& streams) {
+  for (int64_t d = 0; d < args.key_dim; d += kPanel) {
+    for_each_tile(args.rows, [&]<int kRows>(Rows<kRows>, int64_t row) {
+      out_tile<kRows>({.query = scratch.grad_out.row(row),
+                       .query_stride = scratch.grad_out.stride,
+                       .dim = args.value_dim,
+                       .state = state ? state + d * args.value_dim : nullptr,
+                       .from_start = args.log_decay && state ? scratch.from_start + row : nullptr,
+                       .scores = scratch.products.row(row),
+                       .stride = scratch.products.stride,
+                       .num_keys = num_keys(row + kRows),
+                       .values = scratch.keys.data + d,
+                       .values_stride = scratch.keys.stride},
+                      scratch.grad_query.row(row) + d, scratch.grad_query.stride);
+    });
+    streams.advance();
+  }
+}
+
+// gradient += products times keys.
+template <int kRows>
+__attribute__((noinline)) void add_tile(const float* products, int64_t stride, const float* keys,
+                                        int64_t key_stride, int64_t depth, float* gradient) {
+  multiply_tile<Products, true, kRows>(products, stride, keys, depth, gradient, key_stride,
+                                       key_stride);
 }
 
 void differentiate_queries(const LinearGradientArgs& args, const Scratch& scratch,
                            const float* state, int64_t head, Streams& streams) {
   const int64_t rows = args.rows, dim = args.key_dim;
-  const Matrix& gradient = scratch.grad_key;
+  const Matrix& gradient = scratch.grad_query;
   load_features(args, args.query, head, scratch.query);
   load_rows(args, args.grad_out, head, args.value_dim, nullptr, args.normalize ? 1.0F : args.scale,
             scratch.grad_out);
-  ask_for_next_head(args, head, streams);
-  streams.grad_key = stream_of<1>(args, args.grad_query, head, 0, rows, dim, head_steps(args));
-  multiply_below(scratch.grad_out, rows, args.value_dim, scratch.values_packed, scratch.products,
-                 streams);
-  if (state) {
-    multiply<false>(scratch.grad_out, Shape::kFull, rows, args.value_dim,
-                    packed(state, args.value_dim), dim, gradient, false, streams);
-  }
+  ask_for_head(args, head, 1, head_steps(args), streams);
+  multiply_below(args, scratch, scratch.grad_out, args.value_dim, scratch.values_packed, nullptr,
+                 !args.normalize, scratch.products, streams);
   if (args.normalize) {
-    multiply_below(scratch.query, rows, dim, scratch.keys_packed, scratch.scores, streams);
+    multiply_below(args, scratch, scratch.query, dim, scratch.keys_packed, nullptr, true,
+                   scratch.scores, streams);
+    multiply_queries(args, scratch, state, [](int64_t) { return 0; }, streams);
     normalize_rows(args, scratch, state, head);
-  }
-  for (int64_t i = 0; i < rows; ++i) {
-    decay_row(args, scratch, scratch.products, i);
-    if (state && args.log_decay) {
-      scale_row(gradient.row(i), pad_to(dim, kPanel), scratch.from_start[i]);
+    for (int64_t d = 0; d < dim; d += kPanel) {
+      for_each_tile(rows, [&]<int kRows>(Rows<kRows>, int64_t row) {
+        add_tile<kRows>(scratch.products.row(row), scratch.products.stride, scratch.keys.data + d,
+                        scratch.keys.stride, row + kRows, gradient.row(row) + d);
+      });
     }
+  } else {
+    multiply_queries(args, scratch, state, [](int64_t end) { return end; }, streams);
   }
-  multiply<false>(scratch.products, Shape::kLower, rows, rows, scratch.keys, dim, gradient,
-                  state != nullptr, streams);
   for (int64_t i = 0; args.flow && i < rows; ++i) {
     const float along = dot(scratch.query.row(i), gradient.row(i), dim);
     args.flow[i] = head == 0 ? along : args.flow[i] + along;
   }
-  store_gradients(args, scratch.query, gradient, args.grad_query, head);
+  store_gradients(args, scratch, scratch.query, gradient, args.grad_query, head);
 }
 
 // [panel over D][Dv][kPanel] as [panel over Dv][D][kPanel], 0 behind the last value.
@@ -491,44 +541,107 @@ void transpose_state(const float* from, int64_t key_dim, int64_t value_dim, floa
   }
 }
 
-// What the adjoint behind the chunk gives.
-void differentiate_by_adjoint(const LinearGradientArgs& args, const Scratch& scratch,
-                              const float* adjoint, Streams& streams) {
-  const int64_t rows = args.rows, dim = args.key_dim, value_dim = args.value_dim;
-  multiply<false>(scratch.values, Shape::kFull, rows, value_dim, packed(adjoint, value_dim), dim,
-                  scratch.grad_key, false, streams);
-  transpose_state(adjoint, dim, value_dim, scratch.transposed);
-  multiply<false>(scratch.keys, Shape::kFull, rows, dim, packed(scratch.transposed, dim), value_dim,
-                  scratch.grad_value, false, streams);
-  for (int64_t j = 0; j < rows; ++j) {
-    float* const key = scratch.grad_key.row(j);
-    if (args.normalize) add_row(normalizer_of(adjoint, args), pad_to(dim, kPanel), 1.0F, key);
-    if (!args.log_decay) continue;
-    scale_row(key, pad_to(dim, kPanel), scratch.to_end[j]);
-    scale_row(scratch.grad_value.row(j), pad_to(value_dim, kPanel), scratch.to_end[j]);
+struct GradientOperands {
+  const float* rows;  // of keys or values, which the adjoint is multiplied with
+  int64_t rows_stride;
+  int64_t dim;
+  const float* adjoint;     // panel of it; null: 0, or in the gradient already
+  const float* normalizer;  // of the adjoint; null: 0
+  const float* to_end;      // null: 1
+  bool accumulate;
+  const float*
+      factors;  // [heads of the block, rows, kRows]: of what queries give, from each row on
+  int64_t stride;
+  const float* queries;  // panel
+  int64_t queries_stride;
+  int64_t depth;      // rows of a head that see the first key
+  int64_t head_rows;  // from a head's first row to that of the next
+  int64_t heads;
+};
+
+// c = to_end (rows adjoint + normalizer) + factors^T queries, of one panel.
+template <int kRows>
+__attribute__((noinline)) void gradient_tile(const GradientOperands& x, float* c, int64_t ldc) {
+  Vec acc[kRows][kTileVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) {
+      acc[i][v] = x.accumulate   ? load(c + i * ldc + v * kLanes)
+                  : x.normalizer ? load(x.normalizer + v * kLanes)
+                                 : Vec{};
+    }
+  }
+  if (x.adjoint) add_products<Products>(x.rows, x.rows_stride, x.adjoint, kPanel, x.dim, acc);
+  if (x.to_end) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vec kept = broadcast(x.to_end[i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kTileVectors; ++v) acc[i][v] *= kept;
+    }
+  }
+  for (int64_t h = 0; h < x.heads; ++h) {
+    add_products<Products, /*kTransposed=*/true>(x.factors + h * x.head_rows * x.stride, x.stride,
+                                                 x.queries + h * x.head_rows * x.queries_stride,
+                                                 x.queries_stride, x.depth, acc);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
   }
 }
 
-void differentiate_keys(const LinearGradientArgs& args, const Scratch& scratch, int64_t head,
-                        bool accumulate, Streams& streams) {
-  const int64_t rows = args.rows, dim = args.key_dim, value_dim = args.value_dim;
-  multiply_below(scratch.query, rows, dim, scratch.keys_packed, scratch.scores, streams);
-  multiply_below(scratch.grad_out, rows, value_dim, scratch.values_packed, scratch.products,
-                 streams);
-  const float* const grad_weight = args.grad_weight + head * args.weight_head_stride;
-  for (int64_t i = 0; i < rows; ++i) {
-    if (args.normalize) {
-      float* const product = scratch.products.row(i);
-      const Vec added = broadcast(grad_weight[i]);
-      for (int64_t j = 0; j <= i; j += kLanes) store(product + j, load(product + j) + added);
-    }
-    decay_row(args, scratch, scratch.scores, i);
-    decay_row(args, scratch, scratch.products, i);
+// Adds to the gradient of keys or values what a block of heads gives, and with the first one what
+// the adjoint behind the chunk gives: `with` times it. factors: of the rows of the block.
+void add_gradient(const LinearGradientArgs& args, const Scratch& scratch, const Block& block,
+                  const Matrix& with, int64_t with_dim, const float* adjoint,
+                  const float* normalizer, const Matrix& factors, const Matrix& queries,
+                  int64_t dim, const Matrix& gradient, Streams& streams) {
+  const bool first = block.first == 0;
+  const float* const state = first ? adjoint : nullptr;
+  for (int64_t d = 0; d < dim; d += kPanel) {
+    for_each_tile(args.rows, [&]<int kRows>(Rows<kRows>, int64_t row) {
+      gradient_tile<kRows>({.rows = with.row(row),
+                            .rows_stride = with.stride,
+                            .dim = with_dim,
+                            .adjoint = state ? state + d * with_dim : nullptr,
+                            .normalizer = state && normalizer ? normalizer + d : nullptr,
+                            .to_end = state && args.log_decay ? scratch.to_end + row : nullptr,
+                            .accumulate = !first,
+                            .factors = factors.row(row) + row,
+                            .stride = factors.stride,
+                            .queries = queries.row(row) + d,
+                            .queries_stride = queries.stride,
+                            .depth = args.rows - row,
+                            .head_rows = args.rows,
+                            .heads = block.count},
+                           gradient.row(row) + d, gradient.stride);
+    });
+    streams.advance();
   }
-  multiply<true>(scratch.products, Shape::kUpper, rows, rows, scratch.query, dim, scratch.grad_key,
-                 accumulate, streams);
-  multiply<true>(scratch.scores, Shape::kUpper, rows, rows, scratch.grad_out, value_dim,
-                 scratch.grad_value, accumulate, streams);
+}
+
+void differentiate_keys(const LinearGradientArgs& args, const Scratch& scratch, const Block& block,
+                        const float* adjoint, Streams& streams) {
+  const int64_t rows = args.rows, dim = args.key_dim, value_dim = args.value_dim;
+  for (int64_t i = 0; i < block.count; ++i) {
+    const int64_t head = block.first + i;
+    ask_for_head(args, head, heads_of_block(rows), 2 * panels(rows), streams);
+    multiply_below(args, scratch, of_head(args, scratch.query, i), dim, scratch.keys_packed,
+                   nullptr, true, of_head(args, scratch.scores, i), streams);
+    multiply_below(args, scratch, of_head(args, scratch.grad_out, i), value_dim,
+                   scratch.values_packed,
+                   args.normalize ? args.grad_weight + head * args.weight_head_stride : nullptr,
+                   true, of_head(args, scratch.products, i), streams);
+  }
+  if (adjoint && block.first == 0) transpose_state(adjoint, dim, value_dim, scratch.transposed);
+  add_gradient(args, scratch, block, scratch.values, value_dim, adjoint,
+               adjoint && args.normalize ? normalizer_of(adjoint, args) : nullptr, scratch.products,
+               scratch.query, dim, scratch.grad_key, streams);
+  add_gradient(args, scratch, block, scratch.keys, dim, adjoint ? scratch.transposed : nullptr,
+               nullptr, scratch.scores, scratch.grad_out, value_dim, scratch.grad_value, streams);
 }
 
 float add_state(const LinearGradientArgs& args) {
@@ -542,14 +655,13 @@ float add_state(const LinearGradientArgs& args) {
 
 float add_adjoint(const LinearGradientArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
-  Streams streams = next_chunk(args);
+  Streams streams;
   const float total = fill_ends(args, scratch);
-  for (int64_t head = 0; head < args.heads; ++head) {
-    load_features(args, args.query, head, scratch.query);
-    load_grad_out(args, scratch, head);
-    ask_for_next_head(args, head, streams);
-    add_queries(args, scratch, head, total, streams);
-  }
+  for_each_block(args, [&](const Block& block) {
+    load_block(args, scratch, block);
+    ask_for_head(args, block.first, heads_of_block(args.rows), panels(args.key_dim), streams);
+    add_queries(args, scratch, block, total, streams);
+  });
   return total;
 }
 
@@ -566,6 +678,7 @@ float walk_forward(const LinearGradientArgs& args) {
     differentiate_queries(args, scratch, state, head, streams);
   }
   add_keys(args, scratch, total, streams);
+  if (args.past_caches) stream_end();
   return total;
 }
 
@@ -578,25 +691,20 @@ float walk_backward(const LinearGradientArgs& args) {
   const float total = fill_ends(args, scratch);
   fill_decays(args, scratch);
   const float* const adjoint = state_before(args, scratch);
-  const int64_t steps = args.heads * head_steps(args);
-  streams.grad_key = stream_of<1>(args, args.grad_key, 0, 0, args.rows, args.key_dim, steps);
-  streams.grad_value = stream_of<1>(args, args.grad_value, 0, 0, args.rows, args.value_dim, steps);
-  if (adjoint) differentiate_by_adjoint(args, scratch, adjoint, streams);
-  for (int64_t head = 0; head < args.heads; ++head) {
-    load_features(args, args.query, head, scratch.query);
-    load_grad_out(args, scratch, head);
-    ask_for_next_head(args, head, streams);
-    differentiate_keys(args, scratch, head, adjoint || head > 0, streams);
-    add_queries(args, scratch, head, total, streams);
-  }
+  for_each_block(args, [&](const Block& block) {
+    load_block(args, scratch, block);
+    differentiate_keys(args, scratch, block, adjoint, streams);
+    add_queries(args, scratch, block, total, streams);
+  });
   for (int64_t j = 0; args.flow && j < args.rows; ++j) {
     args.flow[j] -= dot(scratch.keys.row(j), scratch.grad_key.row(j), args.key_dim);
   }
-  store_gradients(args, scratch.keys, scratch.grad_key, args.grad_key, 0);
+  store_gradients(args, scratch, scratch.keys, scratch.grad_key, args.grad_key, 0);
   for (int64_t j = 0; j < args.rows; ++j) {
-    store_floats(scratch.grad_value.row(j), args.value_dim, 1.0F, args.grad_value.data, args.dtype,
-                 j * args.grad_value.stride);
+    write_row(scratch.grad_value.row(j), args.value_dim, 1.0F, args.grad_value.data, args.dtype,
+              j * args.grad_value.stride, args.past_caches, scratch.row);
   }
+  if (args.past_caches) stream_end();
   return total;
 }
 

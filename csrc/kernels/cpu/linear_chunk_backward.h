@@ -36,7 +36,8 @@ struct LinearGradientArgs {
   LinearRows value;
   const float* log_decay;  // one a row; null: none
   int64_t decay_stride;
-  int64_t heads;  // query heads
+  bool past_caches;  // gradients are too large to be read again from a cache
+  int64_t heads;     // query heads
   LinearRows query;
   LinearRows grad_out;
   LinearRows grad_query;

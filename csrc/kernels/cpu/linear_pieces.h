@@ -1,10 +1,11 @@
-// How linear attention on CPUs is cut into tasks.
+// How linear attention on CPUs is cut into tasks, and how it writes what it computes.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "kernels/cpu/tasks.h"
+#include "kernels/params.h"
 
 namespace h2o_prefill {
 
@@ -17,8 +18,8 @@ struct LinearPieces {
   int64_t count;   // of a head
 
   // units: KV heads of all batch rows. state_floats: of one piece.
-  LinearPieces(int64_t units, int64_t tokens, int64_t chunk_size, int64_t state_floats)
-      : length(tokens), chunk(std::min(chunk_size, tokens)) {
+  LinearPieces(int64_t units, int64_t tokens, int64_t state_floats)
+      : length(tokens), chunk(std::min(kChunk, tokens)) {
     const int64_t all = divide_up(length, chunk);
     const int64_t bytes = units * state_floats * static_cast<int64_t>(sizeof(float));
     const int64_t most = std::max<int64_t>(std::min(kMost / units, kStateBytes / bytes), 1);
@@ -31,11 +32,20 @@ struct LinearPieces {
   int64_t end(int64_t piece) const { return std::min(begin(piece + 1), length); }
 
  private:
+  // Fewer tokens would spend more time on the states between chunks, more on scores above the
+  // diagonal; what the caller asks for decides neither.
+  static constexpr int64_t kChunk = 32;
   // This many at most over all heads, each of this many tokens at least. Their states take this
   // much memory at most.
   static constexpr int64_t kMost = 256;
   static constexpr int64_t kTokens = 1024;
   static constexpr int64_t kStateBytes = int64_t{32} << 20;
 };
+
+// Whether a result is so large that it is not read again from a cache.
+inline bool exceeds_caches(const HeadsView& result) {
+  constexpr int64_t kBytes = int64_t{8} << 20;
+  return result.batch * result.heads * result.length * result.dim * size_of(result.dtype) >= kBytes;
+}
 
 }  // namespace h2o_prefill

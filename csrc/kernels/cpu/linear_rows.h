@@ -4,6 +4,7 @@
 
 #include "kernels/cpu/attend_rows.h"
 #include "kernels/cpu/products.h"
+#include "kernels/cpu/row_io.h"
 #include "kernels/cpu/tile.h"
 #include "kernels/feature_map.h"
 #include "kernels/softmax_state.h"
@@ -72,6 +73,25 @@ H2O_INLINE float dot(const float* a, const float* b, int64_t n) {
   float total = reduce_add(sum);
   for (; i < n; ++i) total += a[i] * b[i];
   return total;
+}
+
+// data[offset + i] = row[i] * factor. past_caches: the tensor is large, nobody reads it soon, and a
+// line that is written whole need not be read first. buffer: [dim], whole vectors.
+H2O_INLINE void write_row(const float* row, int64_t dim, float factor, void* data, DType dtype,
+                          int64_t offset, bool past_caches, float* buffer) {
+  char* const out = static_cast<char*>(data) + offset * size_of(dtype);
+  const int64_t bytes = dim * size_of(dtype);
+  if (!past_caches || bytes % kVectorBytes || reinterpret_cast<uintptr_t>(out) % kVectorBytes) {
+    store_floats(row, dim, factor, data, dtype, offset);
+    return;
+  }
+  if (dtype == DType::kFloat32) {
+    const Vec factors = broadcast(factor);
+    for (int64_t i = 0; i < dim; i += kLanes) stream(out + i * 4, load(row + i) * factors);
+    return;
+  }
+  store_floats(row, dim, factor, buffer, dtype, 0);
+  for (int64_t i = 0; i < bytes; i += kVectorBytes) stream(out + i, load(buffer + i / 4));
 }
 
 }  // namespace h2o_prefill::H2O_ISA

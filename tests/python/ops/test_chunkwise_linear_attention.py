@@ -254,6 +254,99 @@ def test_gradients_agree_with_the_oracle(device, dtype, heads, feature_map, norm
             assert_close_to_reference(a, e, p, name)
 
 
+def check_gradients(arguments, **options):
+    """Against those of float64 inputs, each rounded to the dtype that it must have."""
+    actual = gradients(ops.chunkwise_linear_attention, arguments, options)
+    expected = gradients(ops.chunkwise_linear_attention, widened(arguments), options)
+    given = [(n, x) for n, x in zip(GRADIENTS, arguments, strict=True) if x is not None]
+    for (name, x), a, e in zip(given, actual, expected, strict=True):
+        assert a.dtype == x.dtype, name
+        assert_close_to_reference(a, e, e.to(x.dtype), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("length", "layout", "decay", "normalize"),
+    [
+        (1, "transposed", "token", True),
+        (40, "sliced", "token", True),
+        (129, "column", "head", True),
+        (200, "contiguous", None, True),
+        (200, "column", "strong", False),
+        (1500, "transposed", "strong", True),
+        (1500, "transposed", "head", False),
+    ],
+)
+def test_gradients_of_awkward_calls(device, dtype, length, layout, decay, normalize):
+    """Of a token, less than a chunk, several pieces; decays that leave nothing of a state."""
+    q, k, v = make_qkv(Shape(2, 6, 2, length, 24, 40), dtype, device, layout)
+    decays = make_decay(k, decay != "head") if decay else None
+    if decay == "strong":
+        decays[:, :, [5, length // 2, length - 2]] = -torch.inf
+        decays[:, 1, 70:75] = -20
+    state, normalizer = make_states(k, v)
+    arguments = [q, k, v, decays, state, normalizer if normalize else None]
+    check_gradients(arguments, normalize=normalize, scale=0.3)
+
+
+def test_gradients_of_weights_that_are_zero(device):
+    q, k, v = make_qkv(Shape(1, 4, 2, 150, 8, 16), device=device)
+    q[:, :, 20:90] = -1
+    k[:, :, :3] = -1
+    check_gradients([q, k, v, make_decay(k), None, None], feature_map="relu", normalize=True)
+
+
+@pytest.mark.parametrize("given", ["none", "state", "normalizer"])
+def test_results_without_a_gradient_give_none(device, given):
+    """As if they had one of zeros."""
+    q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 24), device=device)
+    inputs = (q, k, v, make_decay(k), *make_states(k, v))
+    out, state, normalizer = ops.chunkwise_linear_attention(*inputs, normalize=True)
+    present = [
+        x if given == name else None for name, x in (("state", state), ("normalizer", normalizer))
+    ]
+    zeros = [
+        torch.zeros_like(x) if p is None else p
+        for x, p in zip((state, normalizer), present, strict=True)
+    ]
+    backward = ops.chunkwise_linear_attention_backward
+    settings = ("elu+1", 64, True, False, True)
+    actual = backward(*inputs, out, *present, *settings)
+    expected = backward(*inputs, out, *zeros, *settings)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("heads", "normalize"), [((2, 1), True), ((6, 3), False)])
+def test_the_number_of_threads_changes_no_bit_of_a_gradient(heads, normalize):
+    """Over pieces of long sequences, whole heads at a time or each piece for itself."""
+    q, k, v = make_qkv(Shape(1, *heads, 3333, 16, 24))
+    states = make_states(k, v) if normalize else (None, None)
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(
+            gradients(
+                ops.chunkwise_linear_attention,
+                [q, k, v, make_decay(k), *states],
+                dict(normalize=normalize),
+            )
+        )
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_a_gradient_has_no_temporaries_of_its_inputs_size():
+    """Beside what threads keep from call to call."""
+    q, k, v = make_qkv(Shape(1, 2, 1, 8192, 64, 64))
+    inputs = (q, k, v, make_decay(k), None, None, torch.randn_like(q), None, None)
+
+    def call():
+        return ops.chunkwise_linear_attention_backward(*inputs, "elu+1", 64, True, False, True)
+
+    assert peak_bytes(call) - sum(x.nbytes for x in call()) < k.nbytes / 8
+
+
 @pytest.mark.parametrize(
     ("causal", "diagonal_once"), [(True, False), (False, False), (False, True)]
 )

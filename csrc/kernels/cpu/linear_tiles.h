@@ -1,0 +1,125 @@
+// Products that linear attention and its gradient are made of, a tile of rows at a time.
+#pragma once
+
+#include "kernels/cpu/linear_rows.h"
+#include "kernels/cpu/tile.h"
+
+namespace h2o_prefill::H2O_ISA {
+
+// Calls f(Rows<n>{}, row) for whole tiles of rows, then for what is left.
+template <int n>
+struct Rows {};
+
+template <typename Function>
+H2O_INLINE void for_each_tile(int64_t rows, const Function& f) {
+  static_assert(kTileRows <= 8, "the rest of a tile is taken as 4 + 2 + 1 rows");
+  int64_t row = 0;
+  for (; row + kTileRows <= rows; row += kTileRows) f(Rows<kTileRows>{}, row);
+  const int64_t rest = rows - row;
+  if (rest & 4) f(Rows<4>{}, row), row += 4;
+  if (rest & 2) f(Rows<2>{}, row), row += 2;
+  if (rest & 1) f(Rows<1>{}, row);
+}
+
+struct ScoreOperands {
+  const float* query;
+  int64_t query_stride;
+  int64_t dim;
+  const float* keys;    // panel
+  const float* added;   // to the scores of each row; null: 0
+  const float* decays;  // factors of them; null: 1
+  int64_t stride;       // of decays and scores
+  int64_t visible;      // keys of the panel that the first row sees; each further row sees one more
+};
+
+// Scores of kRows rows with the first vectors of a panel of keys, 0 for keys that a row does not
+// see. Not inlined: the loops of several products in one function leave each too few registers.
+template <int kVectors, int kRows>
+__attribute__((noinline)) void score_tile(const ScoreOperands& s, float* scores) {
+  Vec acc[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) acc[i][v] = Vec{};
+  }
+  add_products<Products>(s.query, s.query_stride, s.keys, kPanel, s.dim, acc);
+  const bool masked = s.visible < kVectors * kLanes;
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    const IntVec end = IntVec{} + static_cast<int32_t>(s.visible + i);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      Vec x = acc[i][v];
+      if (s.added) x += broadcast(s.added[i]);
+      if (s.decays) x *= load(s.decays + i * s.stride + v * kLanes);
+      if (masked) x = lane_numbers() + v * kLanes < end ? x : Vec{};
+      store(scores + i * s.stride + v * kLanes, x);
+    }
+  }
+}
+
+// The same for rows [0, rows) and all panels of keys up to the rows themselves; `s` of the first.
+// Calls then() behind each panel.
+template <typename Then>
+H2O_INLINE void score_rows(const ScoreOperands& s, int64_t first, int64_t rows, float* scores,
+                           const Then& then) {
+  for (int64_t j = 0; j < first + rows; j += kPanel) {
+    for_each_tile(rows, [&]<int kRows>(Rows<kRows>, int64_t row) {
+      ScoreOperands of_tile = s;
+      of_tile.query += row * s.query_stride;
+      of_tile.keys += j * s.dim;
+      if (s.added) of_tile.added += row;
+      if (s.decays) of_tile.decays += row * s.stride + j;
+      of_tile.visible = first + row + 1 - j;
+      if (of_tile.visible + kRows <= 1) return;
+      float* const out = scores + row * s.stride + j;
+      if (of_tile.visible + kRows <= kLanes + 1) {
+        score_tile<1, kRows>(of_tile, out);
+      } else {
+        score_tile<kTileVectors, kRows>(of_tile, out);
+      }
+    });
+    then();
+  }
+}
+
+struct OutOperands {
+  const float* query;
+  int64_t query_stride;
+  int64_t dim;
+  const float* state;       // panel of it; null: 0
+  const float* from_start;  // null: 1
+  const float* scores;
+  int64_t stride;
+  int64_t num_keys;
+  const float* values;  // panel
+  int64_t values_stride;
+};
+
+// c = from_start (query state) + scores values, of one panel.
+template <int kRows>
+__attribute__((noinline)) void out_tile(const OutOperands& x, float* c, int64_t ldc) {
+  Vec acc[kRows][kTileVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) acc[i][v] = Vec{};
+  }
+  if (x.state) add_products<Products>(x.query, x.query_stride, x.state, kPanel, x.dim, acc);
+  if (x.from_start) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vec kept = broadcast(x.from_start[i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kTileVectors; ++v) acc[i][v] *= kept;
+    }
+  }
+  add_products<Products>(x.scores, x.stride, x.values, x.values_stride, x.num_keys, acc);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
+  }
+}
+
+}  // namespace h2o_prefill::H2O_ISA
