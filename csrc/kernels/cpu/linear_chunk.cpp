@@ -74,9 +74,9 @@ int64_t scratch_floats(int64_t key_dim, int64_t value_dim, int64_t rows) {
 
 // What a chunk asks for while it computes.
 struct Streams {
-  RowStream<0> keys;
-  RowStream<0> values;
-  RowStream<0> queries;
+  RowStream keys;
+  RowStream values;
+  RowStream queries;
 
   void advance() {
     keys.advance();
@@ -104,7 +104,7 @@ Streams next_keys_and_values(const LinearChunkArgs& args) {
 }
 
 // The rows of queries of the next call that lie there as the block from `first` on does here.
-RowStream<0> next_queries(const LinearChunkArgs& args, int64_t head, int64_t first) {
+RowStream next_queries(const LinearChunkArgs& args, int64_t head, int64_t first) {
   const int64_t left = args.next_rows - first;
   if (left <= 0) return {};
   const int64_t offset = head * args.query_head_stride + first * args.query_stride;

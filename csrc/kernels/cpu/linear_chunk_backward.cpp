@@ -106,10 +106,10 @@ int64_t panels(int64_t dim) { return pad_to(dim, kPanel) / kPanel; }
 
 // What a chunk asks for while it computes.
 struct Streams {
-  RowStream<0> keys;  // of the next chunk
-  RowStream<0> values;
-  RowStream<0> queries;  // of the next head
-  RowStream<0> grad_out;
+  RowStream keys;  // of the next chunk
+  RowStream values;
+  RowStream queries;  // of the next head
+  RowStream grad_out;
 
   void advance() {
     keys.advance();
@@ -124,8 +124,8 @@ int64_t head_steps(const LinearGradientArgs& args) {
   return panels(args.rows) + panels(args.key_dim);
 }
 
-RowStream<0> stream_of(const LinearGradientArgs& args, const LinearRows& of, int64_t head,
-                       int64_t row, int64_t rows, int64_t dim, int64_t steps) {
+RowStream stream_of(const LinearGradientArgs& args, const LinearRows& of, int64_t head, int64_t row,
+                    int64_t rows, int64_t dim, int64_t steps) {
   const int64_t offset = head * of.head_stride + row * of.stride;
   return {static_cast<const char*>(of.data) + offset * size_of(args.dtype),
           args.dtype,

@@ -8,8 +8,7 @@ namespace h2o_prefill::H2O_ISA {
 
 // Rows that lie far from each other, which no hardware prefetcher follows: asked for line by line
 // while products run, as many lines at a time as keep the memory busy without holding up loads.
-// Those that are read come as far as L2: the core waits for more of them at a time than for L1.
-template <int kWrite>
+// They come as far as L2: the core waits for more of them at a time than for L1.
 class RowStream {
  public:
   RowStream() = default;
@@ -26,7 +25,7 @@ class RowStream {
     int64_t count = left_ < step_ ? left_ : step_;
     left_ -= count;
     for (; count > 0; --count) {
-      __builtin_prefetch(data_ + line_ * kLine, kWrite, kWrite ? 3 : 2);
+      __builtin_prefetch(data_ + line_ * kLine, /*rw=*/0, /*locality=*/2);
       if (++line_ == lines_) line_ = 0, data_ += stride_;
     }
   }

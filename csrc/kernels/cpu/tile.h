@@ -56,8 +56,8 @@ H2O_INLINE void add_products(const float* a, int64_t lda, const float* b, int64_
 }
 
 // c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is dense
-// unless its rows have a stride of their own. kTransposed: a lies as [depth, kRows].
-template <typename Products, bool kAccumulate, int kRows, bool kTransposed = false>
+// unless its rows have a stride of their own.
+template <typename Products, bool kAccumulate, int kRows>
 H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64_t depth, float* c,
                               int64_t ldc, int64_t ldb = kPanel) {
   Vec acc[kRows][kTileVectors];
@@ -67,7 +67,7 @@ H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64
     for (int v = 0; v < kTileVectors; ++v)
       acc[i][v] = kAccumulate ? load(c + i * ldc + v * kLanes) : Vec{};
   }
-  add_products<Products, kTransposed>(a, lda, b, ldb, depth, acc);
+  add_products<Products>(a, lda, b, ldb, depth, acc);
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
