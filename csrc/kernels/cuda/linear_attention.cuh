@@ -13,21 +13,21 @@
 // and behind the last head, S^T = decay S^T + (decayed V)^T phi(K). Keys have two buffers, values
 // and queries one: values of the next chunk arrive under Q K^T and Q S, queries under the rest.
 //
-// Work and traffic, for D = Dv = 128 and C = 64. A token of a query head takes 4 D C flops within
-// the chunk (2.5 D C of them are run, the products of tiles above the diagonal are left out) and
-// 2 D Dv with the state; a token of a KV head 2 D Dv for the state, and as much again in the first
-// launch. With G = Hq / Hkv query heads to a KV head that is 64 k + 64 k / G of which 52 k + 64 k /
-// G are run. Bytes: 4 D + 4 Dv of a KV head's keys and values, read twice, 2 D + 2 Dv of a query
-// head's queries and outputs, and 16 D Dv / R of states for pieces of R tokens. For Hq = 32,
-// Hkv = 8 and R = 1024: 68 kflop and 832 bytes, 82 flops a byte. An H200 turns the balance at 206
-// (989 Tflop/s, 4.8 TB/s), and at 128 with the 60 % of that rate that mma.sync reaches there:
-// memory bounds the kernel, at 40 % of the tensor peak, or 64 % of what mma.sync can. Without
-// groups (G = 1) it is 116 kflop and 1.8 kB, 66 flops a byte.
+// What bounds it, for D = Dv = 128, C = 64 and a H200 (989 Tflop/s, 4.8 TB/s, so 206 flops a byte).
+// Counted, not measured.
 //
-// Shared memory comes next: a chunk moves 16 fragments of 1 kB of queries a warp for Q S, as many
-// of keys for V^T K, 4 to 16 + 4 for Q K^T, 10 + 8 for weights V and 8 for V^T, about 230 kB of all
-// warps for 5.5 Mflop: 1800 clocks at 128 bytes a clock, and 2100 of mma.sync at 2600 flops a
-// clock.
+//   flops  A token of a query head takes 4 C D in the chunk, of which 2.5 C D are run (the tiles
+//          above the diagonal are left out), and 2 D Dv with the state; a token of a KV head 2 D Dv
+//          in either launch. With G query heads to a KV head 53 k + 66 k / G a query head.
+//   bytes  2 (D + Dv) for a query and an output; keys and values, read twice, and 16 D Dv / R of
+//          states, for pieces of R tokens, once for a KV head: 512 + (1024 + 256) / G at R = 1024.
+//   ratio  G = 4: 70 kflop and 832 bytes, 84 flops a byte, 41 % of the tensor peak at most.
+//          G = 1: 119 kflop and 1792 bytes, 66 flops a byte, 32 %. Memory bounds it.
+//
+// The multiprocessor is not far behind. In SASS for sm_90a with elu+1 a warp issues about 1800
+// instructions for a query head of a chunk, 208 of them mma, and 1050 with 128 mma for the keys and
+// the state in either launch: at one a clock, 47 % of the tensor peak. Shared memory moves 210 kB
+// and 144 kB for these: at 128 bytes a clock, 48 %. mma.sync itself reaches about 60 % on Hopper.
 #pragma once
 
 #include "kernels/cuda/linear_pieces.cuh"
@@ -61,8 +61,9 @@ struct alignas(128) Shared {
   uint16_t query[Shape<kDim>::kTile];
   uint16_t weights[kChunk * kChunk];  // by row and key
   ChunkDecays<kChunk> decays;
-  float row_scale[kChunk];   // what weights of a row were multiplied by ...
-  float row_factor[kChunk];  // ... and its outputs are multiplied by
+  float state_scale[tile::kWarps];  // what state elements of a warp are multiplied by
+  float row_scale[kChunk];          // what weights of a row were multiplied by ...
+  float row_factor[kChunk];         // ... and its outputs are multiplied by
   float normalizer[kDim];
   float key_sums[Shape<kDim>::kSumParts][kDim];
   float kept;   // of the normaliser before the chunk of these sums
@@ -129,11 +130,15 @@ struct State {
   }
 };
 
-// A power of two that float16 elements up to `largest` are multiplied by, so that none overflows;
-// bfloat16 has the range of float32.
+// Whether products and states are scaled where they are rounded, by powers of two: bfloat16 has the
+// range of float32.
+template <DType dtype>
+constexpr bool kScaled = dtype == DType::kFloat16;
+
+// A power that leaves elements up to `largest` in the range.
 template <DType dtype>
 __device__ __forceinline__ float scale_to_fit(float largest) {
-  if constexpr (dtype == DType::kBFloat16) return 1.0F;
+  if constexpr (!kScaled<dtype>) return 1.0F;
   constexpr int kBits = 12;  // of the range, 15
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23 & 0xFFU) - 127;
   const int scale = kBits - max(min(exponent, 120), -kBits);
@@ -145,11 +150,9 @@ __device__ __forceinline__ float inverse_power(float x) {
   return __uint_as_float((254U << 23) - __float_as_uint(x));
 }
 
-// Features of the first `count` rows of a tile, `units` units each, in place and by all threads.
-template <DType dtype, int kUnits>
-__device__ __forceinline__ void map_features(uint16_t* rows, FeatureMap feature_map, int count,
-                                             int units) {
-  if (feature_map == FeatureMap::kIdentity) return;
+// map() of the first `count` rows of a tile, `units` units each, in place and by all threads.
+template <DType dtype, int kUnits, typename Map>
+__device__ __forceinline__ void map_rows(uint16_t* rows, int count, int units, const Map& map) {
   constexpr int kPassRows = tile::kThreads / kUnits;
   const int thread = tile::recomputed(static_cast<int>(threadIdx.x));
   const int unit = thread % kUnits;
@@ -160,11 +163,20 @@ __device__ __forceinline__ void map_features(uint16_t* rows, FeatureMap feature_
     tile::Unit mapped = packed;
 #pragma unroll
     for (uint32_t& word : mapped.words) {
-      word = ptx::pack_pair<dtype>(
-          feature_of(feature_map, ptx::to_float<dtype>(static_cast<uint16_t>(word))),
-          feature_of(feature_map, ptx::to_float<dtype>(static_cast<uint16_t>(word >> 16))));
+      word = ptx::pack_pair<dtype>(map(ptx::to_float<dtype>(static_cast<uint16_t>(word))),
+                                   map(ptx::to_float<dtype>(static_cast<uint16_t>(word >> 16))));
     }
     packed = mapped;
+  }
+}
+
+template <DType dtype, int kUnits>
+__device__ __forceinline__ void map_features(uint16_t* rows, FeatureMap feature_map, int count,
+                                             int units) {
+  if (feature_map == FeatureMap::kEluPlusOne) {
+    map_rows<dtype, kUnits>(rows, count, units, [](float x) { return elu_plus_one(x); });
+  } else if (feature_map == FeatureMap::kRelu) {
+    map_rows<dtype, kUnits>(rows, count, units, [](float x) { return relu(x); });
   }
 }
 
@@ -349,9 +361,28 @@ __device__ __forceinline__ void multiply_state(float (&out)[kRowTiles][Shape<kDi
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* const pair = &state.at[m][2 * k + i % 2][2 * (i / 2)];
-        b[i] = ptx::pack_pair<dtype>(pair[0] * scale, pair[1] * scale);
+        b[i] = kScaled<dtype> ? ptx::pack_pair<dtype>(pair[0] * scale, pair[1] * scale)
+                              : ptx::pack_pair<dtype>(pair[0], pair[1]);
       }
       tile::multiply_pair<dtype>(out, 2 * m, a, b);
+    }
+  }
+}
+
+// Rows of phi(Q) S become those of what weights V is added to.
+template <int kDim>
+__device__ __forceinline__ void scale_rows(float (&out)[kRowTiles][Shape<kDim>::kN][4],
+                                           const Shared<kDim>& shared, float scale, int lane) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float of_row = scale * shared.row_scale[16 * m + layout::accumulator_row(lane, 2 * h)];
+#pragma unroll
+      for (int n = 0; n < Shape<kDim>::kN; ++n) {
+        out[m][n][2 * h] *= of_row;
+        out[m][n][2 * h + 1] *= of_row;
+      }
     }
   }
 }
@@ -560,9 +591,9 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::kBlocksPerSm)
     if (p.normalize && chunk > 0) add_key_sums(shared);
     load(shared.value, p.value, static_cast<int>(x.kv_head), chunk);
     load_keys(chunk + 1);
-    float state_scale = 1.0F;
-    if constexpr (dtype == DType::kFloat16) {
-      state_scale = scale_to_fit<dtype>(warp::max(state.largest()));
+    if constexpr (kScaled<dtype>) {
+      const float scale = scale_to_fit<dtype>(warp::max(state.largest()));
+      if (thread % 32 == 0) shared.state_scale[warp] = scale;
     }
 #pragma unroll 1
     for (int head = x.first_head; head < x.end_head; ++head) {
@@ -588,29 +619,17 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::kBlocksPerSm)
       __syncthreads();
       make_weights<dtype>(p, shared, key, has_decays, warp, lane);
       float out[kRowTiles][S::kN][4] = {};
-      // Rounded for each head: there is no room to keep both.
-      const float scale = __int_as_float(tile::recomputed(__float_as_int(state_scale)));
-      multiply_state<dtype>(out, shared.query, state, scale, lane);
+      multiply_state<dtype>(out, shared.query, state,
+                            kScaled<dtype> ? shared.state_scale[warp] : 1.0F,
+                            tile::recomputed(thread % 32));
       ptx::cp_async_wait<1>();
       __syncthreads();  // weights and values are there, and nobody reads the queries
-      if (head + 1 < x.end_head) {
-        load(shared.query, p.query, head + 1, chunk);
-      } else {
-        load(shared.query, p.query, x.first_head, chunk + 1);
-      }
+      const bool is_last = head + 1 == x.end_head;
+      load(shared.query, p.query, is_last ? x.first_head : head + 1, chunk + is_last);
       const int again = tile::recomputed(thread % 32);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float of_row = shared.row_scale[16 * m + layout::accumulator_row(again, 2 * h)] *
-                               inverse_power(scale);
-#pragma unroll
-          for (int n = 0; n < S::kN; ++n) {
-            out[m][n][2 * h] *= of_row;
-            out[m][n][2 * h + 1] *= of_row;
-          }
-        }
+      if (has_decays || kScaled<dtype>) {
+        scale_rows(out, shared, kScaled<dtype> ? inverse_power(shared.state_scale[warp]) : 1.0F,
+                   again);
       }
       add_weighted<dtype, kDim>(out, shared.weights, shared.value, warp, again);
       store_rows<dtype>(tile::row_pointer<uint16_t>(p.out, x.batch, head,

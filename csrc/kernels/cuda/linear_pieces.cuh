@@ -142,10 +142,18 @@ __device__ __forceinline__ void scan_decays(ChunkDecays<kRows>& decays, const De
   }
 }
 
+// Features; those of NaN are NaN.
+__device__ __forceinline__ float relu(float x) { return x < 0.0F ? 0.0F : x; }
+
+__device__ __forceinline__ float elu_plus_one(float x) {
+  // Computed for all x: lanes would wait for one another on two ways.
+  const int exponential = tile::recomputed(__float_as_int(ptx::exp2(x * kLog2E)));
+  return x > 0.0F ? x + 1.0F : __int_as_float(exponential);
+}
+
 __device__ __forceinline__ float feature_of(FeatureMap feature_map, float x) {
-  if (feature_map == FeatureMap::kRelu) return x < 0.0F ? 0.0F : x;
-  if (feature_map == FeatureMap::kEluPlusOne) return x > 0.0F ? x + 1.0F : ptx::exp2(x * kLog2E);
-  return x;
+  if (feature_map == FeatureMap::kRelu) return relu(x);
+  return feature_map == FeatureMap::kEluPlusOne ? elu_plus_one(x) : x;
 }
 
 // What outputs are multiplied by, from phi(q) . z.

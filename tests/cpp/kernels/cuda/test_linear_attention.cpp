@@ -327,9 +327,9 @@ TEST(LinearAttention, ManyHeads) {
          .length = 70,
          .dim = 8,
          .value_dim = 8,
-         .heads = 3 * 43,
-         .kv_heads = 43,
-         .batch = 3,
+         .heads = 17 * 8,
+         .kv_heads = 8,
+         .batch = 2,
          .normalize = true,
          .decay = Decay::kByToken});
   check({.dtype = DType::kFloat32,
