@@ -70,6 +70,9 @@ struct alignas(128) Shared {
   Piece piece;  // read again where it is needed: registers are accumulators
 };
 
+// Two blocks fit into a multiprocessor of sm_80, which has 164 kB and takes 1 kB of them a block.
+static_assert(Shape<128>::kBlocksPerSm * (sizeof(Shared<128>) + 1024) <= 164 * 1024);
+
 // The S^T of a warp: element [m][n][i] is of value column 16 m + accumulator_row(lane, i) of the
 // warp's and of key column 8 n + accumulator_column(lane, i).
 template <int kDim>
