@@ -51,7 +51,7 @@ struct Shape {
   static constexpr int kSumParts = tile::kThreads / (kDim / 2);
   static constexpr int kSumRows = kChunk / kSumParts;
   static constexpr int kStateFloats = kDim * kDim;
-  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kBlocksPerSm = kDim <= 64 ? 4 : 2;  // as far as registers go
 };
 
 template <int kDim>
