@@ -28,7 +28,7 @@ COLUMNS = {
     "N": "{length}",
     "C": "{chunk_size}",
     "ms": "{milliseconds:.2f}",
-    "% of FMA peak": "{percent:.1f} ({percent_q1:.1f} to {percent_q3:.1f})",
+    "% of peak": "{percent:.1f} ({percent_q1:.1f} to {percent_q3:.1f})",
     "MB": "{temporary_megabytes:.1f}",
     "backward": "{backward_ratio:.2f}x",
     "SDPA": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
@@ -36,6 +36,7 @@ COLUMNS = {
     "square": "{square_speedup:.2f}x",
     "cumsum": "{cumsum_speedup:.2f}x",
     "its MB": "{cumsum_megabytes:.0f}",
+    "GB/s": "{gigabytes_per_second:.1f}",
     "fla": "{fla_speedup:.2f}x",
 }
 LENGTHS = [256, 1024, 4096, 16384, 65536, 131072]
@@ -107,24 +108,37 @@ def _row(
         calls["both"] = forward_and_backward(linear, q, k, v)
     if with_others:
         calls |= _others(case, q, k, v)
-    peak = None if case.on_gpu else _peak.fma(case.threads)
-    peaks = {} if peak is None else {"peak": peak.run}
-    timings = compare({**calls, **peaks}, seconds, timer=case.timer)
+    peak, amount = _matmul_peak(q) if case.on_gpu else _fma_peak(case.threads)
+    timings = compare({**calls, "peak": peak}, seconds, timer=case.timer)
     flops = _flops(case, length, chunk_size)
+    share = timings.ratio("peak", "linear")
+    percent = [100 * flops / amount * x for x in (share.value, share.q1, share.q3)]
     row = {
         "length": length,
         "chunk_size": chunk_size,
         "gflops": flops / timings.median("linear") / 1e9,
+        "gigabytes_per_second": (2 * q.nbytes + k.nbytes + v.nbytes)
+        / timings.median("linear")
+        / 1e9,
+        **dict(zip(("percent", "percent_q1", "percent_q3"), percent, strict=True)),
         "rounds": timings.rounds,
         **_times_and_memory(timings, calls, case.on_gpu),
     }
-    if peak is not None:
-        share = timings.ratio("peak", "linear")
-        percent = [100 * flops / peak.amount * x for x in (share.value, share.q1, share.q3)]
-        row |= dict(zip(("percent", "percent_q1", "percent_q3"), percent, strict=True))
     if not with_others:
         return row, None
     return row, timings.median("sdpa") + timings.median("sdpa_both")
+
+
+def _fma_peak(threads: int) -> tuple[Callable[[], object], float]:
+    """Return a call that does nothing but multiply and add, and its flops."""
+    peak = _peak.fma(threads)
+    return peak.run, peak.amount
+
+
+def _matmul_peak(q: Tensor) -> tuple[Callable[[], object], float]:
+    """Return a product of large matrices of the dtype and on the device of q, and its flops."""
+    square = torch.randn(8192, 8192, device=q.device, dtype=q.dtype)
+    return lambda: square @ square, 2.0 * square.shape[0] ** 3
 
 
 def _others(case: options.Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Attention]:

@@ -74,6 +74,7 @@ bench prefill prefill 60 --seconds 2 --lengths "$lengths"
 bench intra_chunk intra_chunk 20 --seconds 1
 bench memory memory 20 --seconds 1
 bench colsum colsum 25 --seconds 2
+bench linear linear 40 --seconds 1.5 --lengths "$lengths"
 if [ ${#hopper[@]} -gt 0 ]; then
   export H2O_PREFILL_CUDA_SM90=1
   bench prefill_sm90 prefill 60 --seconds 2 --lengths "$lengths"

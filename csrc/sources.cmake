@@ -85,6 +85,8 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/merge_states.cu
     kernels/cuda/merge_states_kernel.cpp
     kernels/cuda/select_memory.cu
-    kernels/cuda/select_memory_kernel.cpp)
+    kernels/cuda/select_memory_kernel.cpp
+    kernels/cuda/chunkwise_linear_attention_kernel.cpp
+    kernels/cuda/linear_attention.cu)
 
 set(H2O_PYTHON_SOURCES bindings/python_module.cpp)

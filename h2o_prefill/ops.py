@@ -512,8 +512,9 @@ def chunkwise_linear_attention(
     feature_map : {"elu+1", "relu", "identity"}
         phi. "identity" takes inputs that are mapped already.
     chunk_size : int
-        C. Time is O(T (C (D + Dv) + D Dv)); results differ by rounding alone. CPU kernels compute
-        the outputs of 32 tokens together whatever it is.
+        C. Time is O(T (C (D + Dv) + D Dv)); results differ by rounding alone. CPU kernels
+        compute the outputs of 32 tokens together whatever it is, CUDA kernels those of 64 (of 32 in
+        float32).
     causal : bool
         False: the sum of the forward and the backward direction, for encoders; no initial states.
         The backward direction is the forward one over the reversed sequence, decays included. The
@@ -530,7 +531,9 @@ def chunkwise_linear_attention(
     out : Tensor
         [B, Hq, T, Dv]; `out.transpose(1, 2)` is contiguous.
     state : Tensor
-        [B, Hkv, D, Dv], behind the last token; of both directions, that of the forward one.
+        [B, Hkv, D, Dv], behind the last token; of both directions, that of the forward one. Of
+        16-bit inputs on CUDA it is a sum in float32 of features and decayed values that are rounded
+        to their dtype.
     normalizer : Tensor
         [B, Hkv, D], or [B, Hkv, 0] without normalize.
     """

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/forward_rows.cuh"
+#include "kernels/cuda/warp.cuh"
 
 namespace h2o_prefill::attend {
 
@@ -59,18 +60,6 @@ __device__ __forceinline__ void float_products(float (&s)[kCount], const float* 
   }
 }
 
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, i));
-  return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(0xFFFFFFFFU, x, i);
-  return x;
-}
-
 template <bool kGathered>
 __global__ void __launch_bounds__(tile::kThreads)
     attend_forward_float_kernel(const __grid_constant__ ForwardGrid grid) {
@@ -110,7 +99,7 @@ __global__ void __launch_bounds__(tile::kThreads)
     if (!p.memory_lse) return;
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
-      const float lse = natural_lse_of(maximum[r], warp_sum(sum[r]));
+      const float lse = natural_lse_of(maximum[r], warp::sum(sum[r]));
       if (lane == 0 && warp_row + r < rows.count) p.memory_lse[state + r] = lse;
     }
   };
@@ -133,7 +122,7 @@ __global__ void __launch_bounds__(tile::kThreads)
     for (int r = 0; r < kWarpRows; ++r) {
       s[r] = keys.is_visible(j, lane, warp_row + r) ? s[r] * p.scale_log2 : kNegInf;
       const float before = maximum[r];
-      maximum[r] = fmaxf(before, warp_max(s[r]));
+      maximum[r] = fmaxf(before, warp::max(s[r]));
       const float offset = maximum[r] == kNegInf ? 0.0F : maximum[r];
       const float factor = ptx::exp2(before - offset);
       s[r] = ptx::exp2(s[r] - offset);
@@ -164,7 +153,7 @@ __global__ void __launch_bounds__(tile::kThreads)
 
 #pragma unroll
   for (int r = 0; r < kWarpRows; ++r) {
-    const float denominator = warp_sum(sum[r]);
+    const float denominator = warp::sum(sum[r]);
     if (warp_row + r >= rows.count) continue;
     float of_new = inverse_denominator(denominator);
     float of_old = 0.0F;

@@ -160,10 +160,6 @@ __device__ __forceinline__ void for_each_unit(int lane, int rows, int units, con
   }
 }
 
-struct alignas(layout::kUnitBytes) Unit {
-  uint32_t words[4];
-};
-
 __device__ __forceinline__ int64_t state_row(const HeadsView& query, const RowTile& rows) {
   return (rows.batch * query.heads + rows.head) * query.length + rows.first;
 }
@@ -276,8 +272,8 @@ __device__ __forceinline__ void store_result(const AttendForwardParams& p, const
   }
   __syncwarp();
   for_each_unit<kUnits, kWarpRows>(lane, rows, units, [&](int row, int unit) {
-    *reinterpret_cast<Unit*>(result + row * p.out.stride_row + unit * tile::kUnitElements) =
-        *reinterpret_cast<const Unit*>(warp_tile + tile::element_of<kUnits>(row, unit));
+    *reinterpret_cast<tile::Unit*>(result + row * p.out.stride_row + unit * tile::kUnitElements) =
+        *reinterpret_cast<const tile::Unit*>(warp_tile + tile::element_of<kUnits>(row, unit));
   });
 }
 

@@ -16,6 +16,10 @@ constexpr int kWarps = kThreads / 32;
 
 constexpr int kUnitElements = layout::kUnitElements;
 
+struct alignas(layout::kUnitBytes) Unit {
+  uint32_t words[4];
+};
+
 template <typename Int>
 __host__ __device__ __forceinline__ constexpr Int divide_up(Int n, Int by) {
   return (n + by - 1) / by;

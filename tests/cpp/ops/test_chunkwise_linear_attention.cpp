@@ -94,6 +94,79 @@ TEST(ChunkwiseLinearAttention, HasAGradient) {
   EXPECT_TRUE(q.grad().defined() && q.grad().abs().sum().item<double>() > 0);
 }
 
+// In the dtype's own rounding: sums of 16-bit calls are float32.
+TEST(ChunkwiseLinearAttention, HalfPrecisionEqualsTheRecurrence) {
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    for (const int64_t length : {17, 70}) {
+      const auto x = random_qkv(length, 4, 2, type);
+      const auto decay = random_decay(x);
+      const auto expected = recurrent(x, decay, /*normalize=*/true);
+      const auto [out, state] =
+          chunkwise_linear_attention(x.q, x.k, x.v, decay, {}, {.normalize = true});
+      const double rounding = type == at::kBFloat16 ? 0x1p-7 : 0x1p-10;
+      EXPECT_EQ(out.scalar_type(), type);
+      EXPECT_TRUE(close(out, expected.out, 3 * rounding)) << length << " tokens";
+      EXPECT_TRUE(close(state.state, expected.state,
+                        2 * rounding * expected.state.abs().max().item<double>()));
+    }
+  }
+}
+
+using Gradients = std::vector<at::Tensor>;
+
+// Gradients of q, k, v, the decay and the states, where every result has one.
+Gradients gradients_of(const Qkv& x, const at::Tensor& decay, const LinearState& initial,
+                       const LinearAttentionOptions& options, at::ScalarType type) {
+  const auto leaf = [&](const at::Tensor& t) {
+    return t.defined() ? t.detach().to(type).requires_grad_() : t;
+  };
+  const Qkv leaves{leaf(x.q), leaf(x.k), leaf(x.v)};
+  const auto log_decay = leaf(decay);
+  const LinearState states{leaf(initial.state), leaf(initial.normalizer)};
+  const auto [out, last] =
+      chunkwise_linear_attention(leaves.q, leaves.k, leaves.v, log_decay, states, options);
+  const auto weighted = [](const at::Tensor& t) {
+    return (t * at::arange(t.numel(), t.options()).cos().view(t.sizes())).sum();
+  };
+  auto loss = weighted(out);
+  if (options.causal) loss = loss + weighted(last.state);
+  if (options.causal && options.normalize) loss = loss + weighted(last.normalizer);
+  loss.backward();
+  Gradients found{leaves.q.grad(), leaves.k.grad(), leaves.v.grad(), log_decay.grad()};
+  if (states.state.defined()) found.push_back(states.state.grad());
+  if (states.normalizer.defined()) found.push_back(states.normalizer.grad());
+  return found;
+}
+
+void check_gradients(const Qkv& x, bool with_states, const LinearAttentionOptions& options) {
+  const int64_t batch = x.k.size(0), heads = x.k.size(1), dim = x.k.size(3);
+  LinearState initial;
+  if (with_states) {
+    initial.state = at::randn({batch, heads, dim, x.v.size(3)});
+    if (options.normalize) initial.normalizer = at::rand({batch, heads, dim}) + 1;
+  }
+  const auto decay = random_decay(x);
+  const auto got = gradients_of(x, decay, initial, options, at::kFloat);
+  const auto expected = gradients_of(x, decay, initial, options, at::kDouble);
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    const double magnitude = std::max(1.0, expected[i].abs().max().item<double>());
+    EXPECT_TRUE(close(got[i], expected[i], 2e-5 * magnitude)) << "gradient " << i;
+  }
+}
+
+TEST(ChunkwiseLinearAttention, GradientsAgreeWithFloat64) {
+  for (const bool normalize : {false, true}) {
+    for (const bool with_states : {false, true}) {
+      check_gradients(random_qkv(75, 2, 1, at::kFloat, 1), with_states, {.normalize = normalize});
+    }
+    for (const bool once : {false, true}) {
+      check_gradients(random_qkv(75, 2, 1, at::kFloat, 1), /*with_states=*/false,
+                      {.causal = false, .diagonal_once = once, .normalize = normalize});
+    }
+  }
+}
+
 TEST(ChunkwiseLinearAttention, NoTokens) {
   const auto x = random_qkv(0);
   const auto [out, state] = chunkwise_linear_attention(x.q, x.k, x.v);

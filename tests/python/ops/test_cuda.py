@@ -30,6 +30,9 @@ def every_operator(dtype, head_dim=64, value_dim=64):
     colsum = torch.rand(1, 2, 33, device="cuda")
     # Written anew by every call at the same position.
     position = torch.tensor([40, 0])
+    # Linear attention over more than one piece.
+    linear = make_qkv(Shape(1, 4, 2, 20 * S + 5, head_dim, value_dim), dtype, "cuda")
+    decay = -torch.rand(1, 2, 20 * S + 5, device="cuda")
     cache_key, cache_value = long_k.clone(), long_v.clone()
 
     def prefill_in_place():
@@ -47,6 +50,12 @@ def every_operator(dtype, head_dim=64, value_dim=64):
         ops.accumulate_scores_(total, indices, colsum)
         return total
 
+    def linear_gradients():
+        return torch.ops.h2o_prefill.chunkwise_linear_attention_backward(
+            *linear, decay, None, None, linear[2].repeat_interleave(2, 1), None, None,
+            "elu+1", S, True, False, True,
+        )  # fmt: skip
+
     return {
         "intra_chunk_attention": lambda: ops.intra_chunk_attention(q, k, v, S),
         "memory_attention": lambda: ops.memory_attention(long_q, long_k, long_v, indices),
@@ -63,6 +72,10 @@ def every_operator(dtype, head_dim=64, value_dim=64):
         ),
         "prefill_attention_": prefill_in_place,
         "accumulate_scores_": accumulate,
+        "chunkwise_linear_attention": lambda: ops.chunkwise_linear_attention(
+            *linear, decay, normalize=True
+        ),
+        "chunkwise_linear_attention_backward": linear_gradients,
     }
 
 

@@ -74,6 +74,16 @@ TEST(Layout, LdmatrixLoadsTheAFragment) {
   }
 }
 
+TEST(Layout, LdmatrixLoadsTheAFragmentStoredByColumns) {
+  const auto registers = load(layout::load_a_transposed_row, layout::load_a_transposed_unit, true);
+  for (int lane = 0; lane < kWarp; ++lane) {
+    for (int i = 0; i < 8; ++i) {
+      EXPECT_EQ(registers[lane * 8 + i],
+                element(layout::a_column(lane, i), layout::a_row(lane, i)));
+    }
+  }
+}
+
 TEST(Layout, LdmatrixLoadsTwoBFragmentsStoredByColumns) {
   const auto registers = load(layout::load_b_row, layout::load_b_unit, false);
   for (int lane = 0; lane < kWarp; ++lane) {
