@@ -84,10 +84,11 @@ def cuda_kernels() -> dict[str, str]:
 def linear_attention() -> dict[str, str]:
     """Say what computes `chunkwise_linear_attention` and its gradient, and where."""
     on_cuda = "cuda" in operators()["chunkwise_linear_attention"]
+    dtypes = "kernels for float32, bfloat16, float16"
     return {
-        "CPU": "kernels for float32, bfloat16, float16; all head dims, one direction and both",
-        "CUDA": "kernels, as above" if on_cuda else "composite version",
-        "composite version": "float64; devices without kernels",
+        "CPU": f"{dtypes}; all head dims, one direction and both",
+        "CUDA": f"{dtypes}; head dims up to 128" if on_cuda else "composite version",
+        "composite version": "float64; larger head dims on CUDA; devices without kernels",
     }
 
 
