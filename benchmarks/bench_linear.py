@@ -8,6 +8,7 @@ from typing import Any
 import _options as options
 import _peak
 import torch
+from _allocator import keep_freed_memory
 from _linear_forms import PackageMissing, cumulative_sums, flash_linear_attention, masked_square
 from _memory import temporary_megabytes
 from _report import Report, ratio_fields
@@ -40,6 +41,7 @@ COLUMNS = {
     "fla": "{fla_speedup:.2f}x",
 }
 LENGTHS = [256, 1024, 4096, 16384, 65536, 131072]
+DEFAULT_CHUNK_SIZE = 64
 # Where the chunk size is swept.
 SWEPT_LENGTH = 4096
 CHUNK_SIZES = (16, 32, 128, 256)
@@ -72,13 +74,14 @@ def main(
     chosen = plan.numbers("--lengths", lengths, LENGTHS, [1, 192])
     swept = (chosen[-1], CHUNK_SIZES[:1]) if quick else (SWEPT_LENGTH, CHUNK_SIZES)
     title = "chunkwise_linear_attention (elu+1, causal): speedup over SDPA and over other forms"
-    with Report(plan, title, COLUMNS, lengths=chosen) as report:
+    kept = {"freed_memory_kept": keep_freed_memory()}
+    with Report(plan, title, COLUMNS, lengths=chosen, **kept) as report:
         _note_missing_package(report)
         for case in plan.cases():
             last: tuple[int, float] | None = None
             for length in chosen:
                 with_sdpa = plan.affords(length, last)
-                row, taken = _row(case, length, 64, plan.seconds, with_sdpa)
+                row, taken = _row(case, length, DEFAULT_CHUNK_SIZE, plan.seconds, with_sdpa)
                 report.add(**case.fields, **row)
                 last = (length, taken) if taken and length >= 512 else last
                 for chunk_size in swept[1] if length == swept[0] else ():
@@ -110,7 +113,7 @@ def _row(
         calls |= _others(case, q, k, v)
     peak, amount = _matmul_peak(q) if case.on_gpu else _fma_peak(case.threads)
     timings = compare({**calls, "peak": peak}, seconds, timer=case.timer)
-    flops = _flops(case, length, chunk_size)
+    flops = _flops(case, length)
     share = timings.ratio("peak", "linear")
     percent = [100 * flops / amount * x for x in (share.value, share.q1, share.q3)]
     row = {
@@ -161,9 +164,10 @@ def _others(case: options.Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, At
     return calls if fla is None else {**calls, "fla": fla}
 
 
-def _flops(case: options.Case, length: int, chunk_size: int) -> int:
+def _flops(case: options.Case, length: int) -> int:
+    """Count those of chunks of the default size: kernels choose their own."""
     heads = case.heads
-    per_query = 2 * heads.head_dim * (heads.head_dim + min(chunk_size, length) + 1)
+    per_query = 2 * heads.head_dim * (heads.head_dim + min(DEFAULT_CHUNK_SIZE, length) + 1)
     return length * (heads.query_heads * per_query + heads.kv_heads * 2 * heads.head_dim**2)
 
 
