@@ -26,11 +26,10 @@ TEST(Library, IsaIsOneThatIsCompiled) {
 }
 
 TEST(Library, OpsAreRegistered) {
-  for (const char* name :
-       {"intra_chunk_attention", "memory_attention", "merge_states", "select_memory",
-        "accumulate_scores_", "gather_rows", "dense_attention", "chunked_sparse_attention",
-        "prefill_attention", "prefill_attention_", "advance_position_", "lexical_recall",
-        "recall_at_position"}) {
+  for (const char* name : {"intra_chunk_attention", "memory_attention", "merge_states",
+                           "select_memory", "accumulate_scores_", "gather_rows", "dense_attention",
+                           "chunked_sparse_attention", "prefill_attention", "prefill_attention_",
+                           "advance_position_", "lexical_recall", "recall_at_position"}) {
     const auto op =
         c10::Dispatcher::singleton().findSchema({std::string("h2o_prefill::") + name, ""});
     EXPECT_TRUE(op.has_value()) << name;
