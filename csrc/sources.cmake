@@ -13,6 +13,7 @@ set(H2O_HOST_SOURCES
     core/chunk_manager.cpp
     core/chunked_kv_cache.cpp
     core/chunked_sparse_attention.cpp
+    core/chunkwise_linear_attention.cpp
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
     kernels/composite/accumulate_scores.cpp

@@ -151,13 +151,21 @@ class PrefillPackage:
         self._state = self.info.new_state()
 
     @property
+    def position(self) -> Tensor:
+        """int64 [2], as `ops.prefill_attention_` takes it: the tokens so far come first.
+
+        A copy of it, written back, takes back tokens that were decoded since.
+        """
+        return self._state[1]
+
+    @property
     def length(self) -> int:
         """Tokens so far."""
-        return int(self._state[1][0])
+        return int(self.position[0])
 
     def reset(self) -> None:
         """Begin another text. What lies in the buffers is not looked at any more."""
-        self._state[1].zero_()
+        self.position.zero_()
 
     def forward(self, token_ids: Tensor, rows: Tensor | None = None) -> Tensor:
         """Go on with a text.

@@ -12,14 +12,6 @@
 namespace h2o_prefill {
 namespace {
 
-FeatureMap feature_map_named(std::string_view name) {
-  if (name == "elu+1") return FeatureMap::kEluPlusOne;
-  if (name == "relu") return FeatureMap::kRelu;
-  TORCH_CHECK_VALUE(name == "identity",
-                    "feature_map must be \"elu+1\", \"relu\" or \"identity\", got \"", name, "\"");
-  return FeatureMap::kIdentity;
-}
-
 // A tensor of the accumulation type and device of the query, with these sizes.
 void check_accumulated(const char* name, const at::Tensor& t, const at::Tensor& query,
                        at::IntArrayRef sizes) {
@@ -64,6 +56,14 @@ void check_states(const LinearAttentionRequest& r) {
 }
 
 }  // namespace
+
+FeatureMap feature_map_named(std::string_view name) {
+  if (name == "elu+1") return FeatureMap::kEluPlusOne;
+  if (name == "relu") return FeatureMap::kRelu;
+  TORCH_CHECK_VALUE(name == "identity",
+                    "feature_map must be \"elu+1\", \"relu\" or \"identity\", got \"", name, "\"");
+  return FeatureMap::kIdentity;
+}
 
 int64_t LinearAttentionRequest::largest_chunk() const { return std::min(chunk_size, length()); }
 

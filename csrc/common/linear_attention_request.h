@@ -13,6 +13,9 @@
 
 namespace h2o_prefill {
 
+// Throws c10::ValueError for a name that is none.
+FeatureMap feature_map_named(std::string_view name);
+
 struct LinearAttentionRequest {
   at::Tensor query;  // [B, Hq, T, D]
   at::Tensor key;    // [B, Hkv, T, D]

@@ -90,8 +90,8 @@ void check_same_kind(const char* name, const at::Tensor& t, const at::Tensor& ot
 
 void check_inference_only(const char* name, const at::Tensor& t) {
   TORCH_CHECK_VALUE(!(at::GradMode::is_enabled() && t.requires_grad()), name,
-                    " must not require a gradient while gradients are on: sparse prefill is for "
-                    "inference, call it under torch.no_grad() or torch.inference_mode(), or detach "
+                    " must not require a gradient while gradients are on: what is kept "
+                    "has none, call it under torch.no_grad() or torch.inference_mode(), or detach "
                     "the input");
 }
 

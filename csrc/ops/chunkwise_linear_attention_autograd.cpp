@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "common/linear_attention_request.h"
+#include "common/rules.h"
 #include "ops/dispatch.h"
 
 namespace h2o_prefill {
@@ -73,6 +74,10 @@ LinearAttentionResult differentiable(const at::Tensor& q, const at::Tensor& k, c
                                      std::string_view feature_map, int64_t chunk_size, bool causal,
                                      bool diagonal_once, bool normalize,
                                      std::optional<double> scale) {
+  // Autograd itself takes no undefined tensors, and says so in its own words.
+  check_dims("q", q, 4);
+  check_dims("k", k, 4);
+  check_dims("v", v, 4);
   const auto results = Differentiable::apply(q, k, v, log_decay, initial_state, initial_normalizer,
                                              std::string(feature_map), chunk_size, causal,
                                              diagonal_once, normalize, scale);

@@ -37,8 +37,9 @@ TEST(Library, OpsAreRegistered) {
 }
 
 TEST(Library, ClassesAreRegistered) {
-  for (const char* name : {"PrefillConfig", "ChunkManager", "ChunkedKVCache", "MemorySetTracker",
-                           "ChunkedSparseAttention", "PrefillContext"}) {
+  for (const char* name :
+       {"PrefillConfig", "ChunkManager", "ChunkedKVCache", "MemorySetTracker",
+        "ChunkedSparseAttention", "PrefillContext", "ChunkwiseLinearAttention"}) {
     EXPECT_TRUE(torch::getCustomClass(std::string("__torch__.torch.classes.h2o_prefill.") + name))
         << name;
   }

@@ -168,6 +168,14 @@ def test_decode(run: Run, model_folder: str) -> None:
     assert [row["variant"] for row in report["rows"]] == ["stock", "enabled"]
 
 
+@pytest.mark.slow
+def test_package(run: Run, model_folder: str) -> None:
+    _, report = run("package", "--model", model_folder, "--dtype", "float32")
+    _check_report(report, ["seconds", "tokens_per_second", "speedup"])
+    variants = ["package", "eager", "dense", "decode_package", "decode_eager", "decode_stock"]
+    assert [row["variant"] for row in report["rows"]] == variants
+
+
 def test_a_call_of_the_decoding_variants_leaves_its_cache_as_it_was(model_folder: str) -> None:
     from _variants import decode_variants
 

@@ -488,6 +488,7 @@ def wrong(**changes):
             dict(k=torch.zeros(2, 2, 10, 8).half()),
             r"k must have dtype and device of q \(float32 on cpu\), got float16 on cpu",
         ),
+        (dict(q=None), "q must be a tensor with 4 dimensions, got none"),
         (dict(v=torch.zeros(2, 2, 10, 6).to_sparse()), "v must be a strided tensor, got layout Sp"),
         (
             dict(q=torch.quantize_per_tensor(torch.zeros(2, 4, 10, 8), 0.1, 0, torch.qint8)),

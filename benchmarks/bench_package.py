@@ -1,0 +1,140 @@
+"""A model exported as a package beside the same model in transformers: prefill and decoding."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import _options as options
+import torch
+import typer
+from _allocator import keep_freed_memory
+from _report import Report, ratio_fields
+from _timing import compare
+from torch import Tensor
+
+from h2o_prefill.cli.options import ModelOption
+from h2o_prefill.eval import load_model, load_text
+from h2o_prefill.eval.text import encode
+from h2o_prefill.package import PrefillPackage
+
+COLUMNS = {
+    "N": "{length}",
+    "dtype": "{dtype}",
+    "threads": "{threads}",
+    "variant": "{variant}",
+    "seconds": "{seconds:.4f}",
+    "tokens/s": "{tokens_per_second:.1f}",
+    "package": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
+}
+LENGTHS = [4096, 8000]
+STEPS = 16
+
+
+def main(
+    model: ModelOption = "smollm2-135m",
+    json: options.JsonOption = None,
+    threads: options.ThreadsOption = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Comma-separated. Default: bfloat16.")
+    ] = None,
+    lengths: options.LengthsOption = None,
+    preset: options.PresetOption = "recommended",
+    seconds: options.SecondsOption = 60.0,
+    quick: options.QuickOption = False,
+) -> None:
+    """Time prefill and greedy decoding by a package and by transformers, on real text.
+
+    "eager" is the enabled model, "dense" the same without h2o_prefill, "decode_stock" its decoding
+    with a DynamicCache. "package" says how many times as fast the package is as each of them. The
+    package is exported first, which takes minutes.
+    """
+    from _variants import decode_variants, prefill_variants
+
+    from h2o_prefill.eval.packages import write_package
+
+    plan = options.make_plan(
+        "package", json, threads, dtype or "bfloat16", seconds=seconds, quick=quick
+    )
+    config = plan.config(preset)
+    kept = {"freed_memory_kept": keep_freed_memory()}
+    chosen = plan.numbers("--lengths", lengths, LENGTHS, [200])
+    corpus = load_text("pydoc")
+    facts = {"preset": preset, "lengths": chosen, "steps": STEPS, "text": corpus.source, **kept}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Report(plan, f"{model} as a package", COLUMNS, model=model, **facts) as report,
+    ):
+        for kind in plan.dtypes:
+            network, tokenizer = load_model(model, kind)
+            tokens = encode(tokenizer, corpus.text)[None]
+            path = Path(folder) / f"{options.dtype_name(kind)}.pt2"
+            write_package(network, tokenizer, config, max(chosen) + STEPS, path)
+            package = PrefillPackage(path)
+            for length in chosen:
+                ids = tokens[:, :length].contiguous()
+                eager = prefill_variants(network, ids, config)
+                prefill = {
+                    "package": partial(prefill_by, package, ids),
+                    "eager": eager["sparse"],
+                    "dense": eager["dense"],
+                }
+                stock = decode_variants(network, ids, config, STEPS)
+                decode = {
+                    "decode_package": decoder(package, ids),
+                    "decode_eager": stock["enabled"],
+                    "decode_stock": stock["stock"],
+                }
+                for count in plan.threads:
+                    torch.set_num_threads(count)
+                    fields = {"dtype": options.dtype_name(kind), "threads": count}
+                    for calls, number in ((prefill, length), (decode, STEPS)):
+                        add_rows(report, calls, plan.seconds, number, length=length, **fields)
+
+
+def prefill_by(package: PrefillPackage, ids: Tensor) -> Tensor:
+    """Return the logits of the last token of a prompt."""
+    package.reset()
+    return package.forward(ids)
+
+
+def decoder(package: PrefillPackage, ids: Tensor) -> Callable[[], list[int]]:
+    """Return a call that decodes `STEPS` tokens behind a prompt, which is prefilled here."""
+    first = prefill_by(package, ids).argmax(dim=-1, keepdim=True)
+    behind_prompt = package.position.clone()
+
+    def decode() -> list[int]:
+        package.position.copy_(behind_prompt)
+        token, tokens = first, []
+        for _ in range(STEPS):
+            token = package.forward(token).argmax(dim=-1, keepdim=True)
+            tokens.append(int(token))
+        return tokens
+
+    return decode
+
+
+def add_rows(
+    report: Report, calls: dict[str, Any], seconds: float, number: int, **fields: Any
+) -> None:
+    """Time calls of so many tokens, the package's first, and add a row for each."""
+    timings = compare(calls, seconds)
+    package = next(iter(calls))
+    for name in calls:
+        report.add(
+            variant=name,
+            seconds=timings.median(name),
+            tokens_per_second=number / timings.median(name),
+            rounds=timings.rounds,
+            **ratio_fields("speedup", timings.ratio(name, package)),
+            **fields,
+        )
+
+
+app = options.command(main)
+
+if __name__ == "__main__":
+    app()

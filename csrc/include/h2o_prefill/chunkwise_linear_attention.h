@@ -1,0 +1,49 @@
+// Linear attention of one sequence.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+#include <vector>
+
+#include "h2o_prefill/export.h"
+#include "h2o_prefill/ops.h"
+
+namespace h2o_prefill {
+
+// Holds the options and what the sequence has left behind so far, for inference. A decoder has one
+// of them in each layer. Calls may have any number of tokens: one is a decoding step.
+class H2O_API ChunkwiseLinearAttention : public torch::CustomClassHolder {
+ public:
+  // Throws if the options are not valid, or not causal: only those go on from a state.
+  explicit ChunkwiseLinearAttention(LinearAttentionOptions options = {});
+
+  // Goes on with the sequence. q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], log_decay as
+  // chunkwise_linear_attention takes it. Returns [B, Hq, T, Dv]. A call that throws leaves the
+  // state as it was.
+  at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const at::Tensor& log_decay = {});
+
+  // Tokens so far.
+  int64_t length() const { return length_; }
+
+  // Undefined tensors before the first call. What is returned is not changed by later calls.
+  const LinearState& state() const { return state_; }
+
+  // Begins another sequence.
+  void reset();
+
+  const LinearAttentionOptions& options() const { return options_; }
+
+  // The sequence as plain tensors, and a sequence with these options from them: int64 [1], the
+  // tokens so far, and the state if there is one.
+  std::vector<at::Tensor> state_tensors() const;
+  void load_state_tensors(const std::vector<at::Tensor>& tensors);
+
+ private:
+  LinearAttentionOptions options_;
+  LinearState state_;
+  int64_t length_ = 0;
+};
+
+}  // namespace h2o_prefill
