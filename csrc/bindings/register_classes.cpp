@@ -279,9 +279,9 @@ void register_attention(torch::Library& m) {
           });
 }
 
-// Options, then the sequence.
-using PickledLinear =
-    std::tuple<std::string, int64_t, bool, std::optional<double>, std::vector<at::Tensor>>;
+// The feature map, the other options, and the sequence.
+using PickledOptions = std::tuple<int64_t, bool, std::optional<double>>;
+using PickledLinear = std::tuple<std::string, PickledOptions, std::vector<at::Tensor>>;
 
 void register_linear_attention(torch::Library& m) {
   m.class_<ChunkwiseLinearAttention>("ChunkwiseLinearAttention")
@@ -314,11 +314,13 @@ void register_linear_attention(torch::Library& m) {
       .def_pickle(
           [](const Linear& self) {
             const LinearAttentionOptions& options = self->options();
-            return PickledLinear{options.feature_map, options.chunk_size, options.normalize,
-                                 options.scale, self->state_tensors()};
+            return PickledLinear{options.feature_map,
+                                 {options.chunk_size, options.normalize, options.scale},
+                                 self->state_tensors()};
           },
           [](const PickledLinear& pickled) {
-            const auto& [feature_map, chunk_size, normalize, scale, tensors] = pickled;
+            const auto& [feature_map, options, tensors] = pickled;
+            const auto& [chunk_size, normalize, scale] = options;
             auto linear = c10::make_intrusive<ChunkwiseLinearAttention>(
                 LinearAttentionOptions{.feature_map = feature_map,
                                        .chunk_size = chunk_size,

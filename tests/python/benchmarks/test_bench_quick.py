@@ -199,16 +199,18 @@ def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype
 
     from h2o_prefill import ops
 
+    # Each library chooses its bfloat16 products by a timing of its own, and they round differently.
+    atol = 4e-3 if dtype == torch.bfloat16 else 1e-3
     heads = SHAPES["smollm2"]
     q, k, v = heads.qkv(70, dtype)
     found = attend_chunk(q, k, v, colsum=True)
     for ours, theirs in zip(found, ops.intra_chunk_attention(q, k, v, 70), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=atol)
     q, k, v = heads.qkv(70, dtype, past=100)
     indices = random_memory(heads.kv_heads, 32, 100)
     found = attend_chunk(q, k, v, True, indices)
     for ours, theirs in zip(found, ops.memory_attention(q, k, v, indices), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=atol)
     out, lse, sums = attend_chunk(q, k, v, False, indices)
     assert torch.equal(out, found[0]) and torch.equal(lse, found[1]) and sums is None
 
