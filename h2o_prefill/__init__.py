@@ -1,4 +1,4 @@
-"""Cheap prefill of long prompts: chunked sparse attention with an H2O memory set.
+"""Faster prefill for long prompts: chunked sparse attention with an H2O memory set.
 
 `enable(model)` makes a Hugging Face model prefill sparsely; `ops` are the operators, `reference` is
 the method in readable PyTorch.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from h2o_prefill._library import build_info, load_library
+from h2o_prefill._library import build_info, cmake_prefix_path, load_library
 
 load_library()
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from h2o_prefill.hf.enable import disable, enable
     from h2o_prefill.hf.explain import explain
     from h2o_prefill.hf.prefill import chunked_prefill
+    from h2o_prefill.package import PrefillPackage
 
 __version__: str = build_info()["version"]
 
@@ -45,6 +46,7 @@ __version__: str = build_info()["version"]
 # evaluation needs.
 _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
+    "PrefillPackage": "h2o_prefill.package",
     "benchmark_throughput": "h2o_prefill.eval",
     "calibrate_layers": "h2o_prefill.eval",
     "chunked_prefill": "h2o_prefill.hf",
@@ -66,11 +68,13 @@ __all__ = [
     "ChunkwiseLinearAttention",
     "LinearAttentionState",
     "PrefillConfig",
+    "PrefillPackage",
     "PrefillState",
     "benchmark_throughput",
     "build_info",
     "calibrate_layers",
     "chunked_prefill",
+    "cmake_prefix_path",
     "disable",
     "enable",
     "evaluate_perplexity",

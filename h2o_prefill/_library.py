@@ -31,6 +31,14 @@ def build_info() -> dict[str, Any]:
     return dict(module.build_info())
 
 
+def cmake_prefix_path() -> str:
+    """Return the folder for CMAKE_PREFIX_PATH in which `find_package(H2OPrefill)` finds this copy.
+
+    PyTorch's own, `torch.utils.cmake_prefix_path`, belongs beside it.
+    """
+    return str(LIBRARY.parents[1])
+
+
 def load_library() -> None:
     """Load the operators and classes into `torch.ops.h2o_prefill` and `torch.classes.h2o_prefill`.
 

@@ -1,8 +1,10 @@
 """Loading of the native library: one clear error for each thing that can be wrong."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,3 +67,17 @@ def test_the_instruction_set_can_be_forced(isa):
         assert done.stdout.strip() == "scalar"
     else:
         assert "H2O_PREFILL_ISA must be one of" in done.stderr and "got avx9" in done.stderr
+
+
+def test_cmake_finds_the_package_of_python(tmp_path):
+    """A C++ project configures against what pip installed."""
+    cmake = shutil.which(
+        "cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    if cmake is None:
+        pytest.skip("needs cmake")
+    consumer = Path(__file__).parents[2] / "cpp" / "consumer"
+    prefixes = f"{_library.cmake_prefix_path()};{torch.utils.cmake_prefix_path}"
+    command = [cmake, "-S", consumer, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefixes}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
