@@ -31,6 +31,7 @@ at::Tensor ChunkwiseLinearAttention::forward(const at::Tensor& q, const at::Tens
   LinearState before = state_;
   if (!options_.normalize) before.normalizer.reset();
   auto [out, state] = chunkwise_linear_attention(q, k, v, log_decay, before, options_);
+  check_call_tokens(length_, q.size(2));
   state_ = std::move(state);
   length_ += q.size(2);
   return out;
@@ -59,8 +60,11 @@ void ChunkwiseLinearAttention::load_state_tensors(const std::vector<at::Tensor>&
   check_size("tensors[0]", tensors[0], 0, 1, "one number, the tokens so far");
   const auto length = tensors[0].item<int64_t>();
   check_at_least("tensors[0]", length, 0);
+  check_call_tokens(length, 0);
   LinearState state;
   if (tensors.size() == kStateTensors) {
+    check_inference_only("tensors[1]", tensors[1]);
+    check_inference_only("tensors[2]", tensors[2]);
     check_dims("tensors[1]", tensors[1], 4);
     check_float("tensors[1]", tensors[1]);
     check_dims("tensors[2]", tensors[2], 3);

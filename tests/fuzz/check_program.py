@@ -12,7 +12,6 @@ from fuzz.object_programs import ChangedState, Object, Program
 from torch import Tensor
 
 CLASSES = torch.classes.h2o_prefill
-STATEFUL = ("ChunkedKVCache", "MemorySetTracker", "PrefillContext")
 CONSTRUCTORS = ("new", "from_tensors", "for_config", "parse", "preset")
 
 
@@ -90,7 +89,7 @@ def _states(objects: dict[str, Any]) -> list[Tensor]:
                 held.append(torch.tensor(thing.length(layer)))
                 if thing.length(layer):
                     held += [thing.key(layer).clone(), thing.value(layer).clone()]
-        elif kind == "MemorySetTracker":
+        elif kind in ("MemorySetTracker", "ChunkwiseLinearAttention"):
             held += thing.state_tensors()
         elif kind == "PrefillConfig":
             held.append(torch.tensor(list(thing.to_fields().encode())))

@@ -298,6 +298,29 @@ def contexts(draw: Any) -> Program:
     return Program(tuple(steps))
 
 
+@st.composite
+def linear_sequences(draw: Any) -> Program:
+    s = draw(sizes())
+    linear = "ChunkwiseLinearAttention"
+    feature_map = st.one_of(st.sampled_from(["elu+1", "relu", "identity"]), texts)
+    chunk_size = st.one_of(st.integers(1, 20), integers)
+    begin = step(linear, "new", feature_map, chunk_size, st.booleans())
+    forward = attention_inputs(s).map(lambda inputs: Step(linear, "forward", inputs))
+    change = st.one_of(st.none(), tensors, st.tuples(st.integers(0, 40), integers))
+    state = st.builds(ChangedState, st.just(linear), st.integers(0, 2), change)
+    return draw(
+        programs_of(
+            st.tuples(begin),
+            forward,
+            forward,
+            step(linear, "forward", tensors, tensors, tensors, tensors),
+            step(linear, "length"),
+            step(linear, "reset"),
+            st.builds(Step, st.just(linear), st.just("load_state_tensors"), st.tuples(state)),
+        )
+    )
+
+
 PROGRAMS = {
     "PrefillConfig": configs(),
     "ChunkManager": chunk_managers,
@@ -305,4 +328,5 @@ PROGRAMS = {
     "MemorySetTracker": trackers(),
     "ChunkedSparseAttention": attentions(),
     "PrefillContext": contexts(),
+    "ChunkwiseLinearAttention": linear_sequences(),
 }
