@@ -213,6 +213,9 @@ void MemorySetTracker::truncate_layer(int64_t layer, int64_t length) {
   if (length <= state.last_chunk_begin) {
     state.memory.fill_(-1);
     state.last_chunk_begin = 0;
+  } else {
+    // A set that was built for the chunk after the last one holds positions of the last one.
+    state.memory.masked_fill_(state.memory.ge(length), -1);
   }
 }
 

@@ -145,6 +145,17 @@ TEST(MemorySetTracker, ScoresAreUpdatedInPlace) {
   EXPECT_TRUE(same(tracker.scores(0), row({6, 8, 3, 4})));
 }
 
+TEST(MemorySetTracker, TruncateShortensASetThatWasBuiltAhead) {
+  MemorySetTracker tracker(2, 1, 2, 0);
+  tracker.init_chunk_scores(0, 0, row({5, 1, 3, 2}));
+  tracker.build_memory_set(0, 4);  // for a chunk that never begins
+  EXPECT_TRUE(same(tracker.indices(0), positions({0, 2, 3})));
+  tracker.truncate(3);
+  EXPECT_TRUE(same(tracker.indices(0), positions({0, 2, -1})));
+  const auto copy = MemorySetTracker::from_tensors(tracker.state_tensors());
+  EXPECT_TRUE(same(copy->indices(0), tracker.indices(0)));
+}
+
 TEST(MemorySetTracker, TruncateRemovesTokens) {
   MemorySetTracker tracker(2, 1, 2, 0);
   const auto fill = [&] {
