@@ -131,22 +131,7 @@ void pack(const LinearChunkArgs& args, const Scratch& scratch) {
 }
 
 void add_earlier(const float* start, float log_decay, int64_t floats, float* sum) {
-  const Vec kept = broadcast(exp_nonpositive(log_decay));
-  for (int64_t i = 0; i < floats; i += kLanes) {
-    store(sum + i, load(start + i) * kept + load(sum + i));
-  }
-}
-
-// The state before the chunk; null: 0.
-const float* state_before(const LinearChunkArgs& args, const Scratch& scratch) {
-  if (args.sum_is_zero) return args.start;
-  if (!args.start) return args.sum;
-  const int64_t floats = state_floats(args.key_dim, args.value_dim);
-  const Vec kept = broadcast(exp_nonpositive(args.start_log_decay));
-  for (int64_t i = 0; i < floats; i += kLanes) {
-    store(scratch.state + i, load(args.start + i) * kept + load(args.sum + i));
-  }
-  return scratch.state;
+  add_decayed(start, log_decay, floats, sum, sum);
 }
 
 // Decays of the rows [first, first + rows), in order: each row's are the last one's and its own
@@ -246,7 +231,8 @@ void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, co
 }
 
 void attend(const LinearChunkArgs& args, const Scratch& scratch, Streams& streams) {
-  const float* const state = state_before(args, scratch);
+  const float* const state =
+      state_before(args, state_floats(args.key_dim, args.value_dim), scratch.state);
   if (args.log_decay) {
     for (int64_t j = 0; j < pad_to(args.rows, kPanel); ++j) scratch.steps[j] = 0.0F;
   }

@@ -269,18 +269,6 @@ void decay_row(const LinearGradientArgs& args, const Scratch& scratch, const Mat
   fill(row, i + 1, pad_to(args.rows, kPanel));
 }
 
-// In the direction of the walk, the state before the chunk; null: 0.
-const float* state_before(const LinearGradientArgs& args, const Scratch& scratch) {
-  if (args.sum_is_zero) return args.start;
-  if (!args.start) return args.sum;
-  const int64_t floats = state_floats(args.key_dim, args.value_dim);
-  const Vec kept = broadcast(exp_nonpositive(args.start_log_decay));
-  for (int64_t i = 0; i < floats; i += kLanes) {
-    store(scratch.state + i, load(args.start + i) * kept + load(args.sum + i));
-  }
-  return scratch.state;
-}
-
 float* normalizer_of(float* state, const LinearGradientArgs& args) {
   return state + matrix_floats(args.key_dim, args.value_dim);
 }
@@ -673,7 +661,8 @@ float walk_forward(const LinearGradientArgs& args) {
   if (args.normalize) pack_columns(scratch.keys, args.rows, args.key_dim, scratch.keys_packed);
   const float total = fill_ends(args, scratch);
   fill_decays(args, scratch);
-  const float* const state = state_before(args, scratch);
+  const float* const state =
+      state_before(args, state_floats(args.key_dim, args.value_dim), scratch.state);
   for (int64_t head = 0; head < args.heads; ++head) {
     differentiate_queries(args, scratch, state, head, streams);
   }
@@ -690,7 +679,8 @@ float walk_backward(const LinearGradientArgs& args) {
   pack_columns(scratch.keys, args.rows, args.key_dim, scratch.keys_packed);
   const float total = fill_ends(args, scratch);
   fill_decays(args, scratch);
-  const float* const adjoint = state_before(args, scratch);
+  const float* const adjoint =
+      state_before(args, state_floats(args.key_dim, args.value_dim), scratch.state);
   for_each_block(args, [&](const Block& block) {
     load_block(args, scratch, block);
     differentiate_keys(args, scratch, block, adjoint, streams);

@@ -59,6 +59,25 @@ H2O_INLINE PackArgs pack_args(const void* data, DType dtype, int64_t stride, int
           .packed = packed};
 }
 
+// out = exp(log_decay) start + sum, of whole vectors; out may be sum.
+H2O_INLINE void add_decayed(const float* start, float log_decay, int64_t floats, const float* sum,
+                            float* out) {
+  const Vec kept = broadcast(exp_nonpositive(log_decay));
+  for (int64_t i = 0; i < floats; i += kLanes) {
+    store(out + i, load(start + i) * kept + load(sum + i));
+  }
+}
+
+// In the direction of the walk, the state before the chunk of LinearChunkArgs or
+// LinearGradientArgs, a packed one of so many floats; null: 0. scratch: [floats].
+template <typename Args>
+H2O_INLINE const float* state_before(const Args& args, int64_t floats, float* scratch) {
+  if (args.sum_is_zero) return args.start;
+  if (!args.start) return args.sum;
+  add_decayed(args.start, args.start_log_decay, floats, args.sum, scratch);
+  return scratch;
+}
+
 // Of whole vectors.
 H2O_INLINE float sum_of(const float* x, int64_t n) {
   Vec sum = Vec{};
