@@ -15,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 
 # Before each key in the metadata of a package.
 _PREFIX = "h2o_prefill."
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class PackageInfo:
             layer its keys and values [1, Hkv, capacity, D], scores fp32 [1, Hkv, capacity] and
             memory set int32 [1, Hkv, K + L + H].
         """
-        config, dtype = self.config, _DTYPES[self.dtype]
+        config, dtype = self.config, getattr(torch, self.dtype)
         rows = (1, self.kv_heads, self.capacity)
         state = [
             torch.zeros(1, self.capacity, dtype=torch.int64),
@@ -298,8 +295,3 @@ def check_machine(info: PackageInfo, metadata: Mapping[str, str]) -> None:
                 f"package has code for {feature}, which this CPU does not have: export the model "
                 "again on a machine like this one"
             )
-
-
-def new_info(**fields: Any) -> PackageInfo:
-    """Return a `PackageInfo` with the versions of this process."""
-    return PackageInfo(h2o_prefill=build_info()["version"], torch=str(torch.__version__), **fields)

@@ -87,18 +87,18 @@ def generate_timed(
             f"prompt and new tokens must be <= {longest}, the longest that the model takes, got "
             f"{input_ids.shape[1]} + {max_new_tokens}"
         )
-    streamer = _timed_streamer(tokenizer, on_text)
     input_ids = input_ids.to(model.device)
-    start = time.perf_counter()
-    model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        streamer=streamer,
-    )
-    times = streamer.times
-    return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
+
+    def run(streamer: Any) -> None:
+        model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            streamer=streamer,
+        )
+
+    return _timed(run, tokenizer, input_ids, on_text)
 
 
 def generate_from_package(
@@ -126,11 +126,24 @@ def generate_from_package(
     ValueError
         If prompt and new tokens together do not fit into the package.
     """
+
+    def run(streamer: Any) -> None:
+        streamer.put(input_ids)
+        package.generate(
+            input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token]))
+        )
+        streamer.end()
+
+    return _timed(run, tokenizer, input_ids, on_text)
+
+
+def _timed(
+    run: Callable[[Any], None], tokenizer: Any, input_ids: Tensor, on_text: Callable[[str], None]
+) -> GenerationTiming:
+    """Time a generation that puts the prompt, then each token, into the streamer it is given."""
     streamer = _timed_streamer(tokenizer, on_text)
-    streamer.put(input_ids)
     start = time.perf_counter()
-    package.generate(input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token])))
-    streamer.end()
+    run(streamer)
     times = streamer.times
     return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from h2o_prefill import ops
+from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL
 from h2o_prefill.hf.explain import attention_layers
 from h2o_prefill.hf.layer_kinds import is_causal, window_of
-from h2o_prefill.package import PackageInfo, new_info
+from h2o_prefill.package import PackageInfo
 
 NAME = "h2o_prefill_package"
 
@@ -158,7 +159,7 @@ def describe_package(
     end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
     if end_ids is None or isinstance(end_ids, int):
         end_ids = [] if end_ids is None else [end_ids]
-    return new_info(
+    return PackageInfo(
         model=type(model).__name__,
         settings=config.native.to_fields(),
         dtype=str(model.dtype).removeprefix("torch."),
@@ -168,6 +169,8 @@ def describe_package(
         kv_heads=hf_config.num_key_value_heads,
         head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
         end_ids=tuple(end_ids),
+        h2o_prefill=build_info()["version"],
+        torch=str(torch.__version__),
         transformers=transformers.__version__,
         tokenizer=tokenizer,
     )
