@@ -3,6 +3,7 @@
 # make demo-cpp  a C++ program that continues a long text by an exported model, dense and sparse
 # make test    every test, Python and C++
 # make bench   every benchmark beside its baseline, about half an hour on a machine that does nothing else
+# make docs    the documentation as pages: build/docs/index.html
 # make lint    formatting, static checks, types
 # make clean   removes what these made
 
@@ -19,14 +20,14 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VER
 CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' \
   'tests/cpp/*.cpp' 'tests/cpp/*.cuh' \
   'benchmarks/cpp/*.h' 'benchmarks/cpp/*.cpp' 2>/dev/null)
-PY_FILES := h2o_prefill h2o_prefill_cli.py csrc/examples tests benchmarks notebooks setup.py
+PY_FILES := h2o_prefill h2o_prefill_cli.py csrc/examples tests benchmarks docs/draw_pictures.py notebooks setup.py
 BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense linear linear_decode recall prefill model package padded decode allocations peers
 
 # The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo demo-cpp bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package test-transformers soak coverage lint lint-cpp format clean system
+.PHONY: build demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package test-transformers soak coverage lint lint-cpp format clean system
 
 build: $(BIN)/.built
 
@@ -194,6 +195,11 @@ test-threads: build
 	$(call configure_sanitized,threads,thread)
 	$(BIN)/cmake --build build/threads --parallel $(JOBS) --target h2o_prefill_tests
 	OMP_NUM_THREADS=1 $(BIN)/ctest --test-dir build/threads --output-on-failure --no-tests=error -R '^PrefillContext$$'
+
+docs: build
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/python docs/draw_pictures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 lint: build
 	$(BIN)/ruff check $(PY_FILES)

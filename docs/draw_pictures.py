@@ -1,0 +1,110 @@
+"""Draws the pictures of the page about the method from the operators themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from h2o_prefill import PrefillConfig
+from h2o_prefill.functional import next_memory, recall_lists, sparse_attention
+
+TOKENS = 512
+CONFIG = PrefillConfig(
+    chunk_size=64,
+    local_window=24,
+    heavy_budget=16,
+    recall=2,
+    recall_block=16,
+    recall_suffix=2,
+    recall_span=4,
+)
+# Each kind of key that a query sees, in the order of the codes of `visible_keys`.
+KINDS = {
+    "not seen": "#f4f4f4",
+    "own chunk": "#4c78a8",
+    "local window": "#72b7b2",
+    "heavy hitters": "#e45756",
+    "recalled": "#f2b701",
+}
+FOLDER = Path(__file__).parent / "pictures"
+
+
+def main() -> None:
+    """Write every picture."""
+    FOLDER.mkdir(exist_ok=True)
+    codes = visible_keys()
+    titles = {
+        "Dense attention": (codes * 0 + 1).tril(),
+        "Chunks and memory sets": codes.where(codes != 4, 0),
+        "With lexical recall": codes,
+    }
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    for axes, (title, shown) in zip(
+        figure.subplots(1, 3, sharey=True), titles.items(), strict=True
+    ):
+        share = 100 * shown.gt(0).sum().item() / (TOKENS * (TOKENS + 1) / 2)
+        axes.imshow(shown, cmap=ListedColormap(list(KINDS.values())), vmin=0, vmax=len(KINDS) - 1)
+        axes.set_title(f"{title}: {share:.0f} % of the pairs", fontsize=10)
+        axes.set_xlabel("key position")
+    figure.axes[0].set_ylabel("query position")
+    patches = [Patch(facecolor=color, label=kind) for kind, color in list(KINDS.items())[1:]]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    figure.savefig(FOLDER / "visible_keys.png", dpi=130, metadata={"Software": None})
+
+
+def visible_keys() -> Tensor:
+    """Prefill one KV head chunk by chunk; return which kind of key each query sees, [T, T]."""
+    query, key, value, token_ids = _prompt()
+    recall = recall_lists(token_ids, 0, CONFIG)
+    codes = torch.zeros(TOKENS, TOKENS, dtype=torch.int64)
+    state = None
+    for begin in range(0, TOKENS, CONFIG.chunk_size):
+        end = begin + CONFIG.chunk_size
+        rows = slice(begin, end)
+        codes[rows, rows] = 1
+        codes[rows, rows].tril_()
+        if state is not None:
+            memory = next_memory(state, CONFIG)[0, 0].long()
+            for position in memory[memory >= 0].tolist():
+                codes[rows, position] = 2 if position >= begin - CONFIG.local_window else 3
+        _, state = sparse_attention(
+            query[:, :, rows], key[:, :, :end], value[:, :, :end], state, CONFIG
+        )
+    _add_recalled(codes, *recall)
+    return codes
+
+
+def _add_recalled(codes: Tensor, offsets: Tensor, positions: Tensor, visible_from: Tensor) -> None:
+    """Mark the keys that a row recalls beside those of its chunk and memory set."""
+    block = CONFIG.recall_block
+    for index in range(len(offsets) - 1):
+        for entry in range(int(offsets[index]), int(offsets[index + 1])):
+            first = max(int(visible_from[entry]), index * block)
+            rows = codes[first : (index + 1) * block, int(positions[entry])]
+            rows[rows == 0] = 4
+
+
+def _prompt() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, k, v [1, 1, T, 32] in which some keys get more attention, and token ids [1, T].
+
+    A sink at the first position and a key every 37 tokens stand for the punctuation and names that
+    get much attention in real models. The ids are of a large vocabulary, and 24 of them come again.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, TOKENS, 32, generator=generator)
+    common = torch.nn.functional.normalize(torch.randn(32, generator=generator), dim=0)
+    query += 2 * common
+    key[:, :, 5::37] += 6 * common
+    key[:, :, 0] += 9 * common
+    token_ids = torch.randint(50_000, (1, TOKENS), generator=generator)
+    token_ids[:, 420:444] = token_ids[:, 70:94]
+    return query, key, value, token_ids
+
+
+if __name__ == "__main__":
+    main()
