@@ -16,7 +16,13 @@ using Products = Float32Products;
 // A multiple of a cache line, so that parts begin on one.
 H2O_INLINE int64_t whole_lines(int64_t floats) { return pad_to(floats, 16); }
 
-H2O_INLINE Vec exp_nonpositive(Vec x) { return exp2_nonpositive(x * broadcast(kLog2E)); }
+// e^max(x, -87.3) for x <= 0, relative error under 2e-7 where products are fused with sums; a NaN
+// stays one. The product with log2(e) needs no instruction of its own.
+H2O_INLINE Vec exp_nonpositive(Vec x) {
+  const Vec clamped = max(broadcast(-87.33654F), x);
+  const Vec shifted = clamped * kLog2E + kRoundingShift;
+  return exp2_of_parts(shifted, clamped * kLog2E - (shifted - kRoundingShift));
+}
 
 H2O_INLINE float exp_nonpositive(float x) { return exp_nonpositive(broadcast(x))[0]; }
 
@@ -28,9 +34,9 @@ H2O_INLINE void exponentiate(const float* x, int64_t n, float* out) {
 // A NaN stays one.
 H2O_INLINE Vec map_feature(Vec x, FeatureMap feature_map) {
   const Vec zero = Vec{};
-  if (feature_map == FeatureMap::kRelu) return x < zero ? zero : x;
-  const Vec below = exp_nonpositive(x > zero ? zero : x);
-  return x > zero ? x + broadcast(1.0F) : below;
+  if (feature_map == FeatureMap::kRelu) return max(zero, x);
+  // On either side of 0 one of the two is what it is at 0, exactly 0 or 1.
+  return max(zero, x) + exp_nonpositive(min(zero, x));
 }
 
 // out = the features of x, n of them: whole vectors.

@@ -183,25 +183,29 @@ H2O_INLINE float reduce_add(Vec x) {
   return (x + rotate<1>(x))[0];
 }
 
-// 2^max(x, -126) for x <= 0, relative error under 2e-7; a NaN stays one.
-// x = n + f with f in [-1/2, 1/2]; 2^f by the polynomial of degree 5 with p(0) = 1 whose largest
-// relative error is least (Remez), 9.2e-8; 2^n by adding n to the exponent bits.
-H2O_INLINE Vec exp2_nonpositive(Vec x) {
-  const Vec lowest = broadcast(-126.0F);
-  const Vec clamped = max(lowest, x);  // of a NaN and a number the second operand is taken
-  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the mantissa.
-  const Vec magic = broadcast(12582912.0F);
-  const Vec shifted = clamped + magic;
-  const Vec f = clamped - (shifted - magic);
+// Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the mantissa.
+constexpr float kRoundingShift = 12582912.0F;
+
+// 2^(n + f) with f in [-1/2, 1/2] and n + kRoundingShift as `shifted`: 2^f by the polynomial of
+// degree 5 with p(0) = 1 whose largest relative error is least (Remez), 9.2e-8; 2^n by adding n to
+// the exponent bits.
+H2O_INLINE Vec exp2_of_parts(Vec shifted, Vec f) {
   Vec p = broadcast(1.3264727247198130e-3F);
   p = p * f + 9.6715126881532943e-3F;
   p = p * f + 5.5507337435739754e-2F;
   p = p * f + 2.4022242084635073e-1F;
   p = p * f + 6.9314697759871590e-1F;
   p = p * f + 1.0F;
-  const IntVec n = reinterpret_cast<IntVec>(shifted)
-                   << 23;  // the magic constant's own bits are shifted out
+  // The shift's own bits are shifted out.
+  const IntVec n = reinterpret_cast<IntVec>(shifted) << 23;
   return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(p) + n);
+}
+
+// 2^max(x, -126) for x <= 0, relative error under 2e-7; a NaN stays one.
+H2O_INLINE Vec exp2_nonpositive(Vec x) {
+  const Vec clamped = max(broadcast(-126.0F), x);  // of a NaN and a number the second is taken
+  const Vec shifted = clamped + kRoundingShift;
+  return exp2_of_parts(shifted, clamped - (shifted - kRoundingShift));
 }
 
 // tanh, relative error under 3e-7; a NaN stays one.
