@@ -14,22 +14,17 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, TimeRemainingColumn
 
-from ..config import PrefillConfig
-from ..eval import DATASETS
-from ..presets import DEFAULT_PRESET
-from . import options
-from .ablation_summary import ablation_table
-from .console import (
-    progress_bar,
-    quiet_libraries,
-    say_written,
-    show_progress,
-)
-from .errors import kept_on_interrupt
-from .outputs import check_output_folder
-from .result_table import print_result
-from .texts import load_texts
-from .variants import parse_variants
+from h2o_prefill.cli import options
+from h2o_prefill.cli.ablation_summary import ablation_table
+from h2o_prefill.cli.console import progress_bar, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.errors import kept_on_interrupt
+from h2o_prefill.cli.outputs import check_output_folder
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.texts import load_texts
+from h2o_prefill.cli.variants import parse_variants
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import DATASETS
+from h2o_prefill.presets import DEFAULT_PRESET
 
 _GRID = "Grid: one or more values, separated by commas"
 
@@ -166,10 +161,10 @@ def ablate(
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
     with quiet_libraries(), kept_on_interrupt(kept):
-        from ..eval.ablation import run_ablation, worker_rank
-        from ..eval.ablation_grid import build_grid, parse_values
-        from ..eval.ablation_plot import plot_ablation
-        from ..eval.ablation_store import CSV_NAME
+        from h2o_prefill.eval.ablation import run_ablation, worker_rank
+        from h2o_prefill.eval.ablation_grid import build_grid, parse_values
+        from h2o_prefill.eval.ablation_plot import plot_ablation
+        from h2o_prefill.eval.ablation_store import CSV_NAME
 
         rank, _ = worker_rank()
         if rank > 0:

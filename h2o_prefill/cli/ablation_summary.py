@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..eval.ablation_grid import format_value
-from .result_table import new_table
+from h2o_prefill.cli.result_table import new_table
+from h2o_prefill.eval.ablation_grid import format_value
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ..eval import DATASETS
-from ..eval.answers import QUESTION
-from ..presets import PRESETS
-from . import options
-from .console import error_console, quiet_libraries, show_progress
-from .outputs import json_output
-from .result_table import new_table, print_result
-from .texts import load_texts
-from .variants import parse_variants
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, show_progress
+from h2o_prefill.cli.outputs import json_output
+from h2o_prefill.cli.result_table import new_table, print_result
+from h2o_prefill.cli.texts import load_texts
+from h2o_prefill.cli.variants import parse_variants
+from h2o_prefill.eval import DATASETS
+from h2o_prefill.eval.answers import QUESTION
+from h2o_prefill.presets import PRESETS
 
 if TYPE_CHECKING:
-    from ..eval.answers_result import AnswersResult
+    from h2o_prefill.eval.answers_result import AnswersResult
 
 
 def answers(
@@ -77,9 +77,9 @@ def answers(
     the same to the token, at which token the others part from dense (counted from 0), and how much
     less likely the dense run holds that token than its own, in nats.
     """
-    from ..eval import load_model
-    from ..eval.answers import compare_answers
-    from ..eval.answers_result import answers_report
+    from h2o_prefill.eval import load_model
+    from h2o_prefill.eval.answers import compare_answers
+    from h2o_prefill.eval.answers_result import answers_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from .result_table import new_table
+from h2o_prefill.cli.result_table import new_table
 
 if TYPE_CHECKING:
-    from ..eval import AttentionMeasures
+    from h2o_prefill.eval import AttentionMeasures
 
 
 def attention_table(measures: AttentionMeasures) -> Table:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import error_console, quiet_libraries, say_written, show_progress
-from .outputs import check_output_folder, json_output
-from .result_table import new_table, print_result
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.outputs import check_output_folder, json_output
+from h2o_prefill.cli.result_table import new_table, print_result
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,9 +47,9 @@ def bench(
     threads: options.ThreadsOption = None,
 ) -> None:
     """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
-    from ..eval import benchmark_throughput, load_model, profile_memory
-    from ..eval.bench_plots import plot_memory, plot_throughput
-    from ..eval.environment import environment
+    from h2o_prefill.eval import benchmark_throughput, load_model, profile_memory
+    from h2o_prefill.eval.bench_plots import plot_memory, plot_throughput
+    from h2o_prefill.eval.environment import environment
 
     with quiet_libraries(), json_output(json_file) as save_json:
         figures = {

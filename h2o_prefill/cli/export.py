@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import error_console, quiet_libraries, say_written
-from .outputs import check_output_file
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, say_written
+from h2o_prefill.cli.outputs import check_output_file
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 
 def export(
@@ -40,8 +40,8 @@ def export(
     says what the package is, and the folder FILE.tokenizer. `csrc/examples/generate.cpp` runs
     packages in C++, `h2o-prefill generate --package` in Python.
     """
-    from ..eval import load_model
-    from ..eval.packages import write_package
+    from h2o_prefill.eval import load_model
+    from h2o_prefill.eval.packages import write_package
 
     check_output_file(output, "--output", (".pt2",))
     with quiet_libraries():

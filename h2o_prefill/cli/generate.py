@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import ResultConsole, error_console, output_console, quiet_libraries
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import ResultConsole, error_console, output_console, quiet_libraries
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 
 def generate(
@@ -55,11 +55,11 @@ def generate(
 
     Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
     """
-    from ..eval import load_model
-    from ..eval.generation import encode_prompt, generate_from_package, generate_timed
-    from ..eval.packages import load_package
-    from ..eval.text import read_text
-    from ..hf import enable
+    from h2o_prefill.eval import load_model
+    from h2o_prefill.eval.generation import encode_prompt, generate_from_package, generate_timed
+    from h2o_prefill.eval.packages import load_package
+    from h2o_prefill.eval.text import read_text
+    from h2o_prefill.hf import enable
 
     with quiet_libraries():
         config = parse_variant(

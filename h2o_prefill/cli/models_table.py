@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..eval.model_page import difference_text, layers_text, reason_text
-from .result_table import new_table
+from h2o_prefill.cli.result_table import new_table
+from h2o_prefill.eval.model_page import difference_text, layers_text, reason_text
 
 if TYPE_CHECKING:
-    from ..eval.model_sweep import Finding
+    from h2o_prefill.eval.model_sweep import Finding
 
 
 def models_table(findings: Sequence[Finding]) -> Table:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ..config import PrefillConfig
-from ..eval import DTYPES
-from ..presets import PRESETS
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import DTYPES
+from h2o_prefill.presets import PRESETS
 
 _SIZES = "Sparse prefill"
 FROM_PRESET = "from --preset"

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import error_console, quiet_libraries, say_written, show_progress
-from .outputs import check_plot, json_output
-from .result_table import print_result
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.outputs import check_plot, json_output
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 
 def ppl(
@@ -56,10 +56,10 @@ def ppl(
     threads: options.ThreadsOption = None,
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
-    from ..eval import check_settings, evaluate_perplexity, load_model, load_text
-    from ..eval.plots import plot_perplexity
-    from ..eval.report import build_report
-    from .tables import perplexity_table
+    from h2o_prefill.cli.tables import perplexity_table
+    from h2o_prefill.eval import check_settings, evaluate_perplexity, load_model, load_text
+    from h2o_prefill.eval.plots import plot_perplexity
+    from h2o_prefill.eval.report import build_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(

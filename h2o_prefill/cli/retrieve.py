@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ..eval.retrieval_settings import DEPTHS, LENGTHS
-from ..eval.retrieval_tasks import TASKS
-from ..presets import PRESETS
-from . import options
-from .console import error_console, quiet_libraries, say_written, show_progress
-from .outputs import check_plot, json_output
-from .result_table import new_table, print_result
-from .variants import parse_variants
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.outputs import check_plot, json_output
+from h2o_prefill.cli.result_table import new_table, print_result
+from h2o_prefill.cli.variants import parse_variants
+from h2o_prefill.eval.retrieval_settings import DEPTHS, LENGTHS
+from h2o_prefill.eval.retrieval_tasks import TASKS
+from h2o_prefill.presets import PRESETS
 
 if TYPE_CHECKING:
-    from ..eval.retrieval_result import RetrievalResult
+    from h2o_prefill.eval.retrieval_result import RetrievalResult
 
 
 def retrieve(
@@ -94,10 +94,10 @@ def retrieve(
     accuracy is the mean score, and kept is the share of the prompts solved after dense prefill that
     are solved after sparse prefill too.
     """
-    from ..eval import evaluate_retrieval, load_model, load_text
-    from ..eval.retrieval_plots import plot_retrieval
-    from ..eval.retrieval_result import retrieval_report
-    from ..eval.retrieval_settings import check_retrieval
+    from h2o_prefill.eval import evaluate_retrieval, load_model, load_text
+    from h2o_prefill.eval.retrieval_plots import plot_retrieval
+    from h2o_prefill.eval.retrieval_result import retrieval_report
+    from h2o_prefill.eval.retrieval_settings import check_retrieval
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)

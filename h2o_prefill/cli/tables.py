@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from .result_table import new_table
+from h2o_prefill.cli.result_table import new_table
 
 if TYPE_CHECKING:
-    from ..eval.attention_flops import AttentionFlops
-    from ..eval.calibration import LayerCalibration
-    from ..eval.result import PerplexityResult
+    from h2o_prefill.eval.attention_flops import AttentionFlops
+    from h2o_prefill.eval.calibration import LayerCalibration
+    from h2o_prefill.eval.result import PerplexityResult
 
 
 def perplexity_table(result: PerplexityResult) -> Table:

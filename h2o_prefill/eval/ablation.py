@@ -12,23 +12,22 @@ import torch
 from torch import nn
 
 import h2o_prefill
-
-from ..config import PrefillConfig
-from . import ablation_table as table
-from .ablation_cells import find_cells
-from .ablation_claims import Claims
-from .ablation_grid import Grid, build_grid, describe
-from .ablation_store import CSV_NAME, AblationStore
-from .environment import commit, cpu_name, gpu_name
-from .guards import check_dense, check_length, eval_mode
-from .models import load_model
-from .protocols import parse_windows
-from .text import Corpus, load_text
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import ablation_table as table
+from h2o_prefill.eval.ablation_cells import find_cells
+from h2o_prefill.eval.ablation_claims import Claims
+from h2o_prefill.eval.ablation_grid import Grid, build_grid, describe
+from h2o_prefill.eval.ablation_store import CSV_NAME, AblationStore
+from h2o_prefill.eval.environment import commit, cpu_name, gpu_name
+from h2o_prefill.eval.guards import check_dense, check_length, eval_mode
+from h2o_prefill.eval.models import load_model
+from h2o_prefill.eval.protocols import parse_windows
+from h2o_prefill.eval.text import Corpus, load_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from .ablation_worker import Progress
+    from h2o_prefill.eval.ablation_worker import Progress
 
 
 def run_ablation(
@@ -108,7 +107,7 @@ def run_ablation(
         Of combinations that cannot be run and are left out, of memory sets that are not smaller
         than a chunk, of rows that another version of this package wrote, and of cells that fail.
     """
-    from .ablation_worker import AblationWorker
+    from h2o_prefill.eval.ablation_worker import AblationWorker
 
     grid = build_grid(axes, contexts, base, protocol)
     parse_windows(windows)
@@ -190,7 +189,7 @@ def _loaded(model: nn.Module | str, tokenizer: Any, dtype: str) -> tuple[Any, An
 
 def _check_configs(network: Any, grid: Grid) -> None:
     """Refuse settings that do not fit the model, before the work and not in the middle of it."""
-    from ..hf import enable
+    from h2o_prefill.hf import enable
 
     for config in dict.fromkeys(config for _, config in grid.combinations):
         enable(network, config).disable()

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..config import PrefillConfig
-from ..presets import preset_name
-from .ablation_grid import Grid, describe
-from .protocols import first_token, select_windows
-from .text import Corpus, encode
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.ablation_grid import Grid, describe
+from h2o_prefill.eval.protocols import first_token, select_windows
+from h2o_prefill.eval.text import Corpus, encode
+from h2o_prefill.presets import preset_name
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import PrefillConfig, format_value
-from ..presets import chosen_config, preset_name
-from .perplexity import check_settings
+from h2o_prefill.config import PrefillConfig, format_value
+from h2o_prefill.eval.perplexity import check_settings
+from h2o_prefill.presets import chosen_config, preset_name
 
 _FIELDS = {field.name: str(field.type) for field in dataclasses.fields(PrefillConfig)}
 

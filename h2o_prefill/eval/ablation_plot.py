@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config import PrefillConfig
-from .plot_parts import DENSE, SPARSE, make_figure, save_figure
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.plot_parts import DENSE, SPARSE, make_figure, save_figure
 
 if TYPE_CHECKING:
     import pandas as pd

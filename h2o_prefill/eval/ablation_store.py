@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ablation_table as table
-from .atomic_write import replaced_file
-from .report import write_json
+from h2o_prefill.eval import ablation_table as table
+from h2o_prefill.eval.atomic_write import replaced_file
+from h2o_prefill.eval.report import write_json
 
 CSV_NAME = "perplexity_ablation.csv"
 PARTS_NAME = "perplexity_ablation_parts"

@@ -36,10 +36,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import PrefillConfig
-from ..presets import preset_name
-from .ablation_grid import format_value
-from .result import PerplexityResult
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.ablation_grid import format_value
+from h2o_prefill.eval.result import PerplexityResult
+from h2o_prefill.presets import preset_name
 
 if TYPE_CHECKING:
     import pandas as pd

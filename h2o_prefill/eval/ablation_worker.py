@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..hf import enable
-from . import ablation_table as table
-from .ablation_cells import Cell, Window
-from .ablation_claims import Claim, Claims
-from .ablation_store import AblationStore
-from .attention_flops import count_attention_flops
-from .forward import PromptForward, PromptLogits
-from .perplexity import count_layers
-from .protocols import scored_rows
-from .result import PerplexityResult
-from .scoring import WindowScores, score_window
-from .summary import summarize
+from h2o_prefill.eval import ablation_table as table
+from h2o_prefill.eval.ablation_cells import Cell, Window
+from h2o_prefill.eval.ablation_claims import Claim, Claims
+from h2o_prefill.eval.ablation_store import AblationStore
+from h2o_prefill.eval.attention_flops import count_attention_flops
+from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from h2o_prefill.eval.perplexity import count_layers
+from h2o_prefill.eval.protocols import scored_rows
+from h2o_prefill.eval.result import PerplexityResult
+from h2o_prefill.eval.scoring import WindowScores, score_window
+from h2o_prefill.eval.summary import summarize
+from h2o_prefill.hf import enable
 
 Progress = Callable[[int, int, str], None]
 

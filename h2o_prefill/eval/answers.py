@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import PrefillConfig
-from ..presets import DEFAULT_PRESET, chosen_config
-from .answers_result import Answer, AnswersResult, PromptAnswers
-from .generation import encode_prompt
-from .guards import check_dense, check_length, eval_mode
-from .models import load_model
-from .text import Corpus, encode
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.answers_result import Answer, AnswersResult, PromptAnswers
+from h2o_prefill.eval.generation import encode_prompt
+from h2o_prefill.eval.guards import check_dense, check_length, eval_mode
+from h2o_prefill.eval.models import load_model
+from h2o_prefill.eval.text import Corpus, encode
+from h2o_prefill.presets import DEFAULT_PRESET, chosen_config
 
 Progress = Callable[[int, int, str], None]
 
@@ -98,7 +98,7 @@ def compare_answers(
             answers = {}
             for index, (name, config) in enumerate(chosen.items()):
                 _report(on_progress, done + 1 + index, total, f"prompt {number + 1} {name}")
-                from ..hf import enable
+                from h2o_prefill.hf import enable
 
                 # Strict: an answer after what is really a dense prefill would be worse than none.
                 with enable(network, config, strict=True):

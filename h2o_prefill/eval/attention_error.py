@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
-from ..presets import chosen_config
-from .attention_result import AttentionMeasures
-from .guards import check_dense, check_length, eval_mode, prompt_ids
-from .layer_error import LayerMeasures, measure_layer
-from .pattern_measures import stack_layers
-from .visibility import find_recalled
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention_result import AttentionMeasures
+from h2o_prefill.eval.guards import check_dense, check_length, eval_mode, prompt_ids
+from h2o_prefill.eval.layer_error import LayerMeasures, measure_layer
+from h2o_prefill.eval.pattern_measures import stack_layers
+from h2o_prefill.eval.visibility import find_recalled
+from h2o_prefill.presets import chosen_config
 
 Progress = Callable[[int, int, str], None]
 
@@ -78,7 +78,7 @@ def measure_attention(
         raise ValueError(f"input_ids must hold at least two tokens, got {length}")
     check_dense(model)
     check_length(model, length, "input_ids")
-    from .capture import observe_attention
+    from h2o_prefill.eval.capture import observe_attention
 
     recalled = find_recalled(prompt, config)
     report = on_progress or (lambda done, total, what: None)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
-from .pattern_measures import memory_jaccard
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.pattern_measures import memory_jaccard
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .plot_parts import DENSE, SPARSE, make_figure, save_figure
+from h2o_prefill.eval.plot_parts import DENSE, SPARSE, make_figure, save_figure
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import PrefillConfig
-from ..presets import chosen_config
-from .attention_flops import AttentionFlops, count_attention_flops
-from .forward import PromptForward, PromptLogits
-from .guards import check_dense, check_length, eval_mode
-from .perplexity import Progress, check_settings, count_layers, text_tokens
-from .protocols import scored_rows, select_windows
-from .scoring import score_window
-from .text import Corpus
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
+from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from h2o_prefill.eval.guards import check_dense, check_length, eval_mode
+from h2o_prefill.eval.perplexity import Progress, check_settings, count_layers, text_tokens
+from h2o_prefill.eval.protocols import scored_rows, select_windows
+from h2o_prefill.eval.scoring import score_window
+from h2o_prefill.eval.text import Corpus
+from h2o_prefill.presets import chosen_config
 
 # What can become of layers, and the field of `PrefillConfig` that names them then.
 KEPT = {"wide": "wide_layers", "dense": "dense_layers"}
@@ -114,7 +114,7 @@ def calibrate_layers(
     ArithmeticError
         If a run gives logits that are not finite.
     """
-    from ..hf import enable
+    from h2o_prefill.hf import enable
 
     config = chosen_config(chunk_config)
     check_settings(config, context, windows, _PROTOCOL)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..config import PrefillConfig
-from ..hf import enable
-from ..hf.attention_call import Call
-from ..hf.dense import dense_attention
-from ..hf.eligibility import dense_reason
-from ..hf.mask_function import h2o_prefill_mask
-from ..hf.names import NAME as SPARSE_NAME
-from ..hf.run import current_run
-from ..hf.settings import DEFAULT_SETTINGS
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf import enable
+from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.dense import dense_attention
+from h2o_prefill.hf.eligibility import dense_reason
+from h2o_prefill.hf.mask_function import h2o_prefill_mask
+from h2o_prefill.hf.names import NAME as SPARSE_NAME
+from h2o_prefill.hf.run import current_run
+from h2o_prefill.hf.settings import DEFAULT_SETTINGS
 
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill_observed"

@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .attention_result import AttentionMeasures
-from .plot_parts import ABSENT, TITLE, layer_ticks, make_figure, number_cells, spread
+from h2o_prefill.eval.attention_result import AttentionMeasures
+from h2o_prefill.eval.plot_parts import (
+    ABSENT,
+    TITLE,
+    layer_ticks,
+    make_figure,
+    number_cells,
+    spread,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..package import PrefillPackage
+from h2o_prefill.package import PrefillPackage
 
 
 @dataclass(frozen=True)

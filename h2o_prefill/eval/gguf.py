@@ -9,9 +9,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from .atomic_write import build_folder_once
-from .cache_dir import cache_dir
-from .model_files import first_line
+from h2o_prefill.eval.atomic_write import build_folder_once
+from h2o_prefill.eval.cache_dir import cache_dir
+from h2o_prefill.eval.model_files import first_line
 
 # Part of the folder's name: a change of what is written must not find an older folder.
 FORMAT = 1

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..config import PrefillConfig
-from ..functional import NO_RECALL, next_memory, sparse_attention
-from ..state import PrefillState
-from .visibility import RecalledKeys, visible_keys
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.visibility import RecalledKeys, visible_keys
+from h2o_prefill.functional import NO_RECALL, next_memory, sparse_attention
+from h2o_prefill.state import PrefillState
 
 # The softmax weights of a block of rows hold at most this many numbers (16 MiB in fp32).
 _BLOCK_NUMBERS = 1 << 22

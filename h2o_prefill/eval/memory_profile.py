@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
-from ..presets import chosen_config
-from .guards import check_dense, check_length, eval_mode
-from .peak_memory import peak_bytes
-from .throughput import check_runs, random_ids
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.guards import check_dense, check_length, eval_mode
+from h2o_prefill.eval.peak_memory import peak_bytes
+from h2o_prefill.eval.throughput import check_runs, random_ids
+from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,7 +67,7 @@ def profile_memory(
     check_length(model, max(lengths), "seq_lengths")
     import pandas as pd
 
-    from ..hf import ChunkedPrefillCache, enable
+    from h2o_prefill.hf import ChunkedPrefillCache, enable
 
     rows: list[dict[str, int]] = []
     generator = torch.Generator().manual_seed(seed)

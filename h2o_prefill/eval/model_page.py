@@ -9,8 +9,7 @@ import torch
 import transformers
 
 import h2o_prefill
-
-from .model_sweep import CHUNK_SIZE, TOKENS, TOLERANCE, Finding
+from h2o_prefill.eval.model_sweep import CHUNK_SIZE, TOKENS, TOLERANCE, Finding
 
 COMMAND = "h2o-prefill models --markdown MODELS.md"
 _HEADINGS = {

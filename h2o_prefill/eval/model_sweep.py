@@ -13,13 +13,19 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, StaticCache
 
-from ..hf import NAME, ChunkedPrefillCache, enable, register
-from ..hf.attention_call import Call
-from ..hf.attention_function import h2o_prefill_attention
-from ..hf.eligibility import dense_reason
-from ..hf.layer_kinds import layer_type
-from ..hf.run import current_run
-from .tiny_model import CannotBuild, TinyModel, build_tiny, model_classes, random_prompt
+from h2o_prefill.eval.tiny_model import (
+    CannotBuild,
+    TinyModel,
+    build_tiny,
+    model_classes,
+    random_prompt,
+)
+from h2o_prefill.hf import NAME, ChunkedPrefillCache, enable, register
+from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.attention_function import h2o_prefill_attention
+from h2o_prefill.hf.eligibility import dense_reason
+from h2o_prefill.hf.layer_kinds import layer_type
+from h2o_prefill.hf.run import current_run
 
 TOKENS = 72
 # Logits of float32 may differ by this much of the largest one.

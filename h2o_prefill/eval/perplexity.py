@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import PrefillConfig
-from ..presets import chosen_config
-from .attention_flops import count_attention_flops
-from .forward import PromptForward, PromptLogits
-from .guards import check_dense, check_length, eval_mode
-from .models import load_model
-from .protocols import first_token, parse_windows, scored_rows, select_windows
-from .result import PerplexityResult
-from .scoring import WindowScores, score_window
-from .summary import summarize
-from .text import DATASETS, Corpus, encode, load_text
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention_flops import count_attention_flops
+from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from h2o_prefill.eval.guards import check_dense, check_length, eval_mode
+from h2o_prefill.eval.models import load_model
+from h2o_prefill.eval.protocols import first_token, parse_windows, scored_rows, select_windows
+from h2o_prefill.eval.result import PerplexityResult
+from h2o_prefill.eval.scoring import WindowScores, score_window
+from h2o_prefill.eval.summary import summarize
+from h2o_prefill.eval.text import DATASETS, Corpus, encode, load_text
+from h2o_prefill.presets import chosen_config
 
 Progress = Callable[[int, int, str], None]
 
@@ -181,7 +181,7 @@ def text_tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) 
 def _run_mode(name: str, model: Any, config: PrefillConfig) -> AbstractContextManager[Any]:
     if name == "dense":
         return contextlib.nullcontext()
-    from ..hf import enable
+    from h2o_prefill.hf import enable
 
     return enable(model, config)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .atomic_write import replaced_file
+from h2o_prefill.eval.atomic_write import replaced_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,8 +6,8 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from .plot_parts import DENSE, SPARSE, make_figure, save_figure
-from .result import PerplexityResult, PositionCurve
+from h2o_prefill.eval.plot_parts import DENSE, SPARSE, make_figure, save_figure
+from h2o_prefill.eval.result import PerplexityResult, PositionCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

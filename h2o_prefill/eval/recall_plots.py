@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .plot_parts import TITLE, bin_width, draw_map, make_figure, mark_chunks
-from .visibility import RecalledKeys
+from h2o_prefill.eval.plot_parts import TITLE, bin_width, draw_map, make_figure, mark_chunks
+from h2o_prefill.eval.visibility import RecalledKeys
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,9 +7,9 @@ import math
 import os
 from typing import Any
 
-from .atomic_write import replaced_file
-from .environment import environment
-from .result import PerplexityResult
+from h2o_prefill.eval.atomic_write import replaced_file
+from h2o_prefill.eval.environment import environment
+from h2o_prefill.eval.result import PerplexityResult
 
 
 def build_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..config import PrefillConfig
+from h2o_prefill.config import PrefillConfig
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import PrefillConfig
-from ..presets import DEFAULT_PRESET, chosen_config
-from .guards import check_dense, check_length, eval_mode
-from .models import load_model
-from .retrieval_haystack import Haystack
-from .retrieval_prompts import RetrievalPrompt, build_prompt, prompt_seed
-from .retrieval_result import PromptOutcome, RetrievalResult
-from .retrieval_scoring import DENSE, substring_score, summarize_retrieval
-from .retrieval_settings import DEPTHS, LENGTHS, check_retrieval
-from .retrieval_tasks import TASKS
-from .text import DATASETS, Corpus, load_text
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.guards import check_dense, check_length, eval_mode
+from h2o_prefill.eval.models import load_model
+from h2o_prefill.eval.retrieval_haystack import Haystack
+from h2o_prefill.eval.retrieval_prompts import RetrievalPrompt, build_prompt, prompt_seed
+from h2o_prefill.eval.retrieval_result import PromptOutcome, RetrievalResult
+from h2o_prefill.eval.retrieval_scoring import DENSE, substring_score, summarize_retrieval
+from h2o_prefill.eval.retrieval_settings import DEPTHS, LENGTHS, check_retrieval
+from h2o_prefill.eval.retrieval_tasks import TASKS
+from h2o_prefill.eval.text import DATASETS, Corpus, load_text
+from h2o_prefill.presets import DEFAULT_PRESET, chosen_config
 
 Progress = Callable[[int, int, str], None]
 
@@ -154,7 +154,7 @@ def _corpus(haystack: Corpus | str) -> Corpus:
 def _run_mode(model: Any, config: PrefillConfig | None) -> AbstractContextManager[Any]:
     if config is None:
         return contextlib.nullcontext()
-    from ..hf import enable
+    from h2o_prefill.hf import enable
 
     # Strict: an answer after what is really a dense prefill would be worse than none.
     return enable(model, config, strict=True)

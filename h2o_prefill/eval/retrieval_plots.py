@@ -6,9 +6,9 @@ import os
 import statistics
 from typing import TYPE_CHECKING
 
-from .plot_parts import save_figure
-from .retrieval_result import RetrievalResult
-from .retrieval_scoring import DENSE
+from h2o_prefill.eval.plot_parts import save_figure
+from h2o_prefill.eval.retrieval_result import RetrievalResult
+from h2o_prefill.eval.retrieval_scoring import DENSE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

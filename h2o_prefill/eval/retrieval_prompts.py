@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .generation import encode_prompt
-from .retrieval_haystack import Haystack
-from .retrieval_tasks import TASKS, Riddle
+from h2o_prefill.eval.generation import encode_prompt
+from h2o_prefill.eval.retrieval_haystack import Haystack
+from h2o_prefill.eval.retrieval_tasks import TASKS, Riddle
 
 QUESTIONS = ("last", "first")
 

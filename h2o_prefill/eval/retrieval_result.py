@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..config import PrefillConfig
-from .environment import environment
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.environment import environment
 
 
 @dataclass(frozen=True)

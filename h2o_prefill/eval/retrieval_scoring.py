@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from .retrieval_result import PromptOutcome, RetrievalSummary
+from h2o_prefill.eval.retrieval_result import PromptOutcome, RetrievalSummary
 
 DENSE = "dense"
 

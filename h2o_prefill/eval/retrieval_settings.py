@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..config import PrefillConfig
-from .retrieval_prompts import QUESTIONS
-from .retrieval_scoring import DENSE
-from .retrieval_tasks import TASKS
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.retrieval_prompts import QUESTIONS
+from h2o_prefill.eval.retrieval_scoring import DENSE
+from h2o_prefill.eval.retrieval_tasks import TASKS
 
 LENGTHS = (2048, 4096, 8192)
 DEPTHS = (0, 25, 50, 75, 100)

@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .retrieval_words import ADJECTIVES, FACTS, NOUNS
+from h2o_prefill.eval.retrieval_words import ADJECTIVES, FACTS, NOUNS
 
 # RULER's niah_multikey_1, niah_multivalue and vt.
 _KEYS = 4

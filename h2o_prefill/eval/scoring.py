@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .forward import PromptLogits
+from h2o_prefill.eval.forward import PromptLogits
 
 # A slice's fp32 logits hold at most this many numbers (32 MiB).
 _SLICE_NUMBERS = 1 << 23

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
-from . import statistics
-from .attention_flops import AttentionFlops
-from .result import PerplexityResult, PositionCurve, RunResult
-from .scoring import WindowScores
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import statistics
+from h2o_prefill.eval.attention_flops import AttentionFlops
+from h2o_prefill.eval.result import PerplexityResult, PositionCurve, RunResult
+from h2o_prefill.eval.scoring import WindowScores
 
 # Bins of a chunk in the curves.
 _BINS_PER_CHUNK = 16

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hub import OUT_OF_REACH, offline_unless_reachable
-from .model_files import first_line
+from h2o_prefill.eval.hub import OUT_OF_REACH, offline_unless_reachable
+from h2o_prefill.eval.model_files import first_line
 
 DATASETS = ("wikitext2", "pydoc")
 WIKITEXT2_VARIABLE = "H2O_PREFILL_WIKITEXT2"

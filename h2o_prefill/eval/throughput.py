@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
-from ..presets import chosen_config
-from .attention_flops import AttentionFlops, count_attention_flops
-from .forward import PromptForward
-from .guards import check_dense, check_length, eval_mode
-from .perplexity import count_layers
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
+from h2o_prefill.eval.forward import PromptForward
+from h2o_prefill.eval.guards import check_dense, check_length, eval_mode
+from h2o_prefill.eval.perplexity import count_layers
+from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -137,7 +137,7 @@ def _order(rounds: int) -> list[str]:
 def _run_mode(name: str, model: Any, config: PrefillConfig) -> AbstractContextManager[Any]:
     if name == "dense":
         return contextlib.nullcontext()
-    from ..hf import enable
+    from h2o_prefill.hf import enable
 
     # Strict: a sparse time that is really a dense one would be worse than none.
     return enable(model, config, strict=True)

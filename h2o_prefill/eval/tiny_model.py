@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto import modeling_auto
 
-from .tiny_changes import CHANGES
-from .tiny_config import ORDINARY_IDS, WIDTH, tiny_config
+from h2o_prefill.eval.tiny_changes import CHANGES
+from h2o_prefill.eval.tiny_config import ORDINARY_IDS, WIDTH, tiny_config
 
 _MOST_PARAMETERS = 20_000_000
 _SOURCE_TOKENS = 20

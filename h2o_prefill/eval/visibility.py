@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
-from ..functional import recall_lists
-from .pattern_measures import held_positions
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.pattern_measures import held_positions
+from h2o_prefill.functional import recall_lists
 
 
 @dataclass(frozen=True)

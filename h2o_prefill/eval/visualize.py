@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..config import PrefillConfig
-from .attention_error import measure_attention
-from .patterns import AttentionPatterns, Progress, collect_patterns
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention_error import measure_attention
+from h2o_prefill.eval.patterns import AttentionPatterns, Progress, collect_patterns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,9 +70,9 @@ def visualize_attention_patterns(
     ImportError
         If matplotlib is missing.
     """
-    from .ablation_plot import plot_ablation
-    from .pattern_page import PAGE_NAME, write_pattern_page
-    from .pattern_plots import plot_patterns
+    from h2o_prefill.eval.ablation_plot import plot_ablation
+    from h2o_prefill.eval.pattern_page import PAGE_NAME, write_pattern_page
+    from h2o_prefill.eval.pattern_plots import plot_patterns
 
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
