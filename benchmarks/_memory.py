@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill.eval.peak_memory import peak_bytes
+from h2o_prefill.eval.speed.peak_memory import peak_bytes
 
 
 def resident_bytes() -> int | None:

@@ -13,7 +13,7 @@ from _shapes import Heads
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.peak_memory import peak_bytes
+from h2o_prefill.eval.speed.peak_memory import peak_bytes
 from h2o_prefill.functional import sparse_attention
 
 COLUMNS = {

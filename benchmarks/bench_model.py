@@ -13,7 +13,7 @@ from _timing import compare
 
 from h2o_prefill.cli.options import ModelOption
 from h2o_prefill.eval import load_model
-from h2o_prefill.eval.throughput import random_ids
+from h2o_prefill.eval.inputs.prompts import random_ids
 
 COLUMNS = {
     "N": "{length}",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_prefill.cli.options import ModelOption
 from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.package import PrefillPackage
 
 COLUMNS = {
@@ -54,7 +54,7 @@ def main(
     """
     from _variants import decode_variants, prefill_variants
 
-    from h2o_prefill.eval.packages import write_package
+    from h2o_prefill.eval.inputs.packages import write_package
 
     plan = options.make_plan(
         "package", json, threads, dtype or "bfloat16", seconds=seconds, quick=quick

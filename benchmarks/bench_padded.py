@@ -14,7 +14,7 @@ from _timing import compare
 
 from h2o_prefill.cli.options import ModelOption
 from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.inputs.text import encode
 
 COLUMNS = {
     "rows": "{row_lengths}",

@@ -15,8 +15,8 @@ from _timing import compare
 
 from h2o_prefill.eval import load_model, load_text
 from h2o_prefill.eval.environment import package_version
-from h2o_prefill.eval.models import packaged_gguf
-from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.inputs.models import packaged_gguf
+from h2o_prefill.eval.inputs.text import encode
 
 COLUMNS = {
     "N": "{length}",

@@ -161,10 +161,10 @@ def ablate(
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
     with quiet_libraries(), kept_on_interrupt(kept):
-        from h2o_prefill.eval.ablation import run_ablation, worker_rank
-        from h2o_prefill.eval.ablation_grid import build_grid, parse_values
-        from h2o_prefill.eval.ablation_plot import plot_ablation
-        from h2o_prefill.eval.ablation_store import CSV_NAME
+        from h2o_prefill.eval.ablation.run import run_ablation, worker_rank
+        from h2o_prefill.eval.ablation.grid import build_grid, parse_values
+        from h2o_prefill.eval.ablation.plot import plot_ablation
+        from h2o_prefill.eval.ablation.store import CSV_NAME
 
         rank, _ = worker_rank()
         if rank > 0:

@@ -15,11 +15,11 @@ from h2o_prefill.cli.result_table import new_table, print_result
 from h2o_prefill.cli.texts import load_texts
 from h2o_prefill.cli.variants import parse_variants
 from h2o_prefill.eval import DATASETS
-from h2o_prefill.eval.answers import QUESTION
+from h2o_prefill.eval.answers.compare import QUESTION
 from h2o_prefill.presets import PRESETS
 
 if TYPE_CHECKING:
-    from h2o_prefill.eval.answers_result import AnswersResult
+    from h2o_prefill.eval.answers.result import AnswersResult
 
 
 def answers(
@@ -78,8 +78,8 @@ def answers(
     less likely the dense run holds that token than its own, in nats.
     """
     from h2o_prefill.eval import load_model
-    from h2o_prefill.eval.answers import compare_answers
-    from h2o_prefill.eval.answers_result import answers_report
+    from h2o_prefill.eval.answers.compare import compare_answers
+    from h2o_prefill.eval.answers.result import answers_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)

@@ -48,7 +48,7 @@ def bench(
 ) -> None:
     """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
     from h2o_prefill.eval import benchmark_throughput, load_model, profile_memory
-    from h2o_prefill.eval.bench_plots import plot_memory, plot_throughput
+    from h2o_prefill.eval.speed.plots import plot_memory, plot_throughput
     from h2o_prefill.eval.environment import environment
 
     with quiet_libraries(), json_output(json_file) as save_json:

@@ -41,7 +41,7 @@ def export(
     packages in C++, `h2o-prefill generate --package` in Python.
     """
     from h2o_prefill.eval import load_model
-    from h2o_prefill.eval.packages import write_package
+    from h2o_prefill.eval.inputs.packages import write_package
 
     check_output_file(output, "--output", (".pt2",))
     with quiet_libraries():

@@ -37,8 +37,8 @@ def models(
     from h2o_prefill.cli.models_table import models_table
     from h2o_prefill.eval.atomic_write import replaced_file
     from h2o_prefill.eval.environment import environment
-    from h2o_prefill.eval.model_page import models_page
-    from h2o_prefill.eval.model_sweep import sweep
+    from h2o_prefill.eval.compatibility.page import models_page
+    from h2o_prefill.eval.compatibility.sweep import sweep
 
     with quiet_libraries(), json_output(json_file) as save_json:
         if markdown is not None:

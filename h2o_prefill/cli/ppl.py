@@ -58,7 +58,7 @@ def ppl(
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
     from h2o_prefill.cli.tables import perplexity_table
     from h2o_prefill.eval import check_settings, evaluate_perplexity, load_model, load_text
-    from h2o_prefill.eval.plots import plot_perplexity
+    from h2o_prefill.eval.perplexity.plot import plot_perplexity
     from h2o_prefill.eval.report import build_report
 
     with quiet_libraries(), json_output(json_file) as save_json:

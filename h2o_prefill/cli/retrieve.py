@@ -14,12 +14,12 @@ from h2o_prefill.cli.console import error_console, quiet_libraries, say_written,
 from h2o_prefill.cli.outputs import check_plot, json_output
 from h2o_prefill.cli.result_table import new_table, print_result
 from h2o_prefill.cli.variants import parse_variants
-from h2o_prefill.eval.retrieval_settings import DEPTHS, LENGTHS
-from h2o_prefill.eval.retrieval_tasks import TASKS
+from h2o_prefill.eval.needles.settings import DEPTHS, LENGTHS
+from h2o_prefill.eval.needles.tasks import TASKS
 from h2o_prefill.presets import PRESETS
 
 if TYPE_CHECKING:
-    from h2o_prefill.eval.retrieval_result import RetrievalResult
+    from h2o_prefill.eval.needles.result import RetrievalResult
 
 
 def retrieve(
@@ -95,9 +95,9 @@ def retrieve(
     are solved after sparse prefill too.
     """
     from h2o_prefill.eval import evaluate_retrieval, load_model, load_text
-    from h2o_prefill.eval.retrieval_plots import plot_retrieval
-    from h2o_prefill.eval.retrieval_result import retrieval_report
-    from h2o_prefill.eval.retrieval_settings import check_retrieval
+    from h2o_prefill.eval.needles.plot import plot_retrieval
+    from h2o_prefill.eval.needles.result import retrieval_report
+    from h2o_prefill.eval.needles.settings import check_retrieval
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)

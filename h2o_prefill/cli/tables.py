@@ -11,8 +11,8 @@ from h2o_prefill.cli.result_table import new_table
 
 if TYPE_CHECKING:
     from h2o_prefill.eval.attention_flops import AttentionFlops
-    from h2o_prefill.eval.calibration import LayerCalibration
-    from h2o_prefill.eval.result import PerplexityResult
+    from h2o_prefill.eval.calibration.calibrate import LayerCalibration
+    from h2o_prefill.eval.perplexity.result import PerplexityResult
 
 
 def perplexity_table(result: PerplexityResult) -> Table:

@@ -69,10 +69,10 @@ def visualize(
     from h2o_prefill.cli.attention_table import attention_table
     from h2o_prefill.eval import load_model, load_text, visualize_attention_patterns
     from h2o_prefill.eval.environment import environment
-    from h2o_prefill.eval.pattern_page import FILES
-    from h2o_prefill.eval.patterns import check_prompt_length
-    from h2o_prefill.eval.protocols import select_windows
-    from h2o_prefill.eval.text import encode
+    from h2o_prefill.eval.attention.pattern_page import FILES
+    from h2o_prefill.eval.attention.patterns import check_prompt_length
+    from h2o_prefill.eval.perplexity.windows import select_windows
+    from h2o_prefill.eval.inputs.text import encode
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(
@@ -129,8 +129,8 @@ def visualize(
 
 def _ablation_rows(file: Path | None, output: Path, model: str) -> pd.DataFrame | None:
     """Return the rows of a model in a table of `ablate`, None if no file is named nor found."""
-    from h2o_prefill.eval.ablation_store import CSV_NAME
-    from h2o_prefill.eval.ablation_table import read_rows, to_frame
+    from h2o_prefill.eval.ablation.store import CSV_NAME
+    from h2o_prefill.eval.ablation.table import read_rows, to_frame
 
     path = (output.parent / CSV_NAME if file is None else file).expanduser()
     if file is not None and not path.is_file():

@@ -329,7 +329,7 @@ def test_allocations(run: Run) -> None:
 
 
 def test_peak_bytes_counts_what_is_held_at_a_time() -> None:
-    from h2o_prefill.eval.peak_memory import peak_bytes
+    from h2o_prefill.eval.speed.peak_memory import peak_bytes
 
     def call() -> torch.Tensor:
         first = torch.empty(1000, dtype=torch.float32)
