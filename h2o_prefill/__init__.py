@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from h2o_prefill import reference
     from h2o_prefill.eval.ablation.run import run_ablation
     from h2o_prefill.eval.attention.error import measure_attention
-    from h2o_prefill.eval.calibration.calibrate import calibrate_layers
-    from h2o_prefill.eval.perplexity.evaluate import evaluate_perplexity
-    from h2o_prefill.eval.needles.evaluate import evaluate_retrieval
-    from h2o_prefill.eval.speed.throughput import benchmark_throughput
     from h2o_prefill.eval.attention.visualize import visualize_attention_patterns
+    from h2o_prefill.eval.calibration.calibrate import calibrate_layers
+    from h2o_prefill.eval.needles.evaluate import evaluate_retrieval
+    from h2o_prefill.eval.perplexity.evaluate import evaluate_perplexity
+    from h2o_prefill.eval.speed.throughput import benchmark_throughput
     from h2o_prefill.hf.cache import ChunkedPrefillCache
     from h2o_prefill.hf.enable import disable, enable
     from h2o_prefill.hf.explain import explain

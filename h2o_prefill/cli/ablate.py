@@ -15,11 +15,11 @@ import typer
 from rich.progress import Progress, TimeRemainingColumn
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.ablation_summary import ablation_table
 from h2o_prefill.cli.console import progress_bar, quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
 from h2o_prefill.cli.outputs import check_output_folder
 from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.tables import ablation_table
 from h2o_prefill.cli.texts import load_texts
 from h2o_prefill.cli.variants import parse_variants
 from h2o_prefill.config import PrefillConfig
@@ -161,9 +161,9 @@ def ablate(
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
     with quiet_libraries(), kept_on_interrupt(kept):
-        from h2o_prefill.eval.ablation.run import run_ablation, worker_rank
         from h2o_prefill.eval.ablation.grid import build_grid, parse_values
         from h2o_prefill.eval.ablation.plot import plot_ablation
+        from h2o_prefill.eval.ablation.run import run_ablation, worker_rank
         from h2o_prefill.eval.ablation.store import CSV_NAME
 
         rank, _ = worker_rank()

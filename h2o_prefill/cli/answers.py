@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import error_console, quiet_libraries, show_progress
 from h2o_prefill.cli.outputs import json_output
-from h2o_prefill.cli.result_table import new_table, print_result
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.tables import answers_table
 from h2o_prefill.cli.texts import load_texts
 from h2o_prefill.cli.variants import parse_variants
 from h2o_prefill.eval import DATASETS
@@ -19,7 +19,7 @@ from h2o_prefill.eval.answers.compare import QUESTION
 from h2o_prefill.presets import PRESETS
 
 if TYPE_CHECKING:
-    from h2o_prefill.eval.answers.result import AnswersResult
+    pass
 
 
 def answers(
@@ -104,21 +104,3 @@ def answers(
         print_result(f"{model} {dtype}\n{asked}", answers_table(result))
         if json_file is not None:
             save_json(answers_report(result, model=model, dtype=dtype))
-
-
-def answers_table(result: AnswersResult) -> Table:
-    """Return how many answers of each variant equal dense, and where the others part from it."""
-    table = new_table()
-    table.add_column("prefill", overflow="fold")
-    table.add_column("equal to\ndense", justify="right", no_wrap=True)
-    table.add_column("others part\nat token", overflow="fold")
-    table.add_column("median\ngap", justify="right", no_wrap=True)
-    for name in result.variants:
-        gaps = result.gaps(name)
-        table.add_row(
-            name,
-            f"{result.equal(name)}/{len(result.prompts)}",
-            " ".join(map(str, result.parting_tokens(name))) or "-",
-            f"{gaps[len(gaps) // 2]:.2f}" if gaps else "-",
-        )
-    return table

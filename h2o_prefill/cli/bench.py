@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.outputs import check_output_folder, json_output
-from h2o_prefill.cli.result_table import new_table, print_result
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.tables import throughput_table
 from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
 def bench(
@@ -48,8 +48,8 @@ def bench(
 ) -> None:
     """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
     from h2o_prefill.eval import benchmark_throughput, load_model, profile_memory
-    from h2o_prefill.eval.speed.plots import plot_memory, plot_throughput
     from h2o_prefill.eval.environment import environment
+    from h2o_prefill.eval.speed.plots import plot_memory, plot_throughput
 
     with quiet_libraries(), json_output(json_file) as save_json:
         figures = {
@@ -91,36 +91,6 @@ def bench(
             for (name, draw), values in zip(figures.items(), (frame, memory), strict=True):
                 draw(values, folder / name, f"{what}, {sizes}")
                 say_written(folder / name)
-
-
-def throughput_table(frame: pd.DataFrame) -> Table:
-    """Return seconds and tokens per second, one prompt length a row."""
-    # Narrow, and with headings of two lines, to fit 80 columns.
-    table = new_table()
-    with_recall = bool(frame["recalled_keys"].notna().any())
-    for name in (
-        "tokens",
-        "dense\nseconds",
-        "sparse\nseconds",
-        "dense\ntokens/s",
-        "sparse\ntokens/s",
-        "speed-up\n(range)",
-        "attention\nflops ratio",
-        *(["recalled\nkeys"] if with_recall else []),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in frame.to_dict(orient="records"):
-        table.add_row(
-            f"{row['seq_length']:.0f}",
-            f"{row['dense_seconds']:.3f}",
-            f"{row['sparse_seconds']:.3f}",
-            f"{row['dense_tokens_per_second']:.0f}",
-            f"{row['sparse_tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f})",
-            f"{row['attention_flops_ratio']:.2f}",
-            *([f"{row['recalled_keys']:.0f}"] if with_recall else []),
-        )
-    return table
 
 
 def _parse_lengths(text: str) -> list[int]:

@@ -56,9 +56,10 @@ def generate(
     Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
     """
     from h2o_prefill.eval import load_model
-    from h2o_prefill.eval.speed.generation import encode_prompt, generate_from_package, generate_timed
     from h2o_prefill.eval.inputs.packages import load_package
+    from h2o_prefill.eval.inputs.prompts import encode_prompt
     from h2o_prefill.eval.inputs.text import read_text
+    from h2o_prefill.eval.speed.generation import generate_from_package, generate_timed
     from h2o_prefill.hf import enable
 
     with quiet_libraries():

@@ -34,11 +34,11 @@ def models(
 
     Ends with an error if one differs from its stock model where it must not.
     """
-    from h2o_prefill.cli.models_table import models_table
+    from h2o_prefill.cli.tables import models_table
     from h2o_prefill.eval.atomic_write import replaced_file
-    from h2o_prefill.eval.environment import environment
     from h2o_prefill.eval.compatibility.page import models_page
     from h2o_prefill.eval.compatibility.sweep import sweep
+    from h2o_prefill.eval.environment import environment
 
     with quiet_libraries(), json_output(json_file) as save_json:
         if markdown is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from h2o_prefill.cli.console import say_written
 from h2o_prefill.eval.atomic_write import check_folder, check_writable
-from h2o_prefill.eval.perplexity.plot import PLOT_SUFFIXES
+from h2o_prefill.eval.plotting import PLOT_SUFFIXES
 from h2o_prefill.eval.report import format_json, write_json
 
 # As a file's name: standard output.

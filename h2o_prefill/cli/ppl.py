@@ -59,7 +59,7 @@ def ppl(
     from h2o_prefill.cli.tables import perplexity_table
     from h2o_prefill.eval import check_settings, evaluate_perplexity, load_model, load_text
     from h2o_prefill.eval.perplexity.plot import plot_perplexity
-    from h2o_prefill.eval.report import build_report
+    from h2o_prefill.eval.perplexity.result import perplexity_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(
@@ -92,7 +92,7 @@ def ppl(
         )
         print_result(title, perplexity_table(result))
         if json_file is not None:
-            report = build_report(
+            report = perplexity_report(
                 result,
                 model=model,
                 dtype=dtype,

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.outputs import check_plot, json_output
-from h2o_prefill.cli.result_table import new_table, print_result
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.tables import retrieval_table
 from h2o_prefill.cli.variants import parse_variants
 from h2o_prefill.eval.needles.settings import DEPTHS, LENGTHS
 from h2o_prefill.eval.needles.tasks import TASKS
 from h2o_prefill.presets import PRESETS
 
 if TYPE_CHECKING:
-    from h2o_prefill.eval.needles.result import RetrievalResult
+    pass
 
 
 def retrieve(
@@ -130,45 +129,6 @@ def retrieve(
         if plot is not None:
             plot_retrieval(result, plot, title.replace("\n", ", "))
             say_written(plot)
-
-
-def retrieval_table(result: RetrievalResult) -> Table:
-    """Return the accuracy of each variant, task by task and length by length, with 95 % intervals.
-
-    Kept is what a variant solves of the prompts that the dense run solves.
-    """
-    # Narrow, and with headings of two lines, to fit 80 columns.
-    table = new_table()
-    table.add_column("task", no_wrap=True)
-    table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("prefill", overflow="fold")
-    table.add_column("accuracy %\n(95 %)", justify="right", no_wrap=True)
-    table.add_column("kept of\nsolved", justify="right", no_wrap=True)
-    table.add_column("kept %\n(95 %)", justify="right", no_wrap=True)
-    for row in result.summary:
-        first = row.variant == result.summary[0].variant
-        if first:
-            table.add_section()
-        table.add_row(
-            row.task if first else "",
-            str(row.length) if first else "",
-            row.variant,
-            _percent(row.accuracy, row.accuracy_interval),
-            _of(row.kept, row.dense_solved),
-            _percent(row.kept, row.kept_interval),
-        )
-    return table
-
-
-def _of(share: float, count: int) -> str:
-    return f"{share * count:.0f}/{count}" if count else "-"
-
-
-def _percent(share: float, interval: tuple[float, float]) -> str:
-    if math.isnan(share):
-        return "-"
-    low, high = interval
-    return f"{100 * share:.0f} ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def _numbers(text: str, name: str) -> list[int]:

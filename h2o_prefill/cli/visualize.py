@@ -66,13 +66,13 @@ def visualize(
 
     Writes the figures as PNG files, and index.html, which shows and explains all of them.
     """
-    from h2o_prefill.cli.attention_table import attention_table
+    from h2o_prefill.cli.tables import attention_table
     from h2o_prefill.eval import load_model, load_text, visualize_attention_patterns
-    from h2o_prefill.eval.environment import environment
     from h2o_prefill.eval.attention.pattern_page import FILES
     from h2o_prefill.eval.attention.patterns import check_prompt_length
-    from h2o_prefill.eval.perplexity.windows import select_windows
+    from h2o_prefill.eval.environment import environment
     from h2o_prefill.eval.inputs.text import encode
+    from h2o_prefill.eval.perplexity.windows import select_windows
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(
