@@ -19,17 +19,8 @@ def calibrate(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
     text_file: options.TextFileOption = None,
-    context: Annotated[
-        int, typer.Option("--context", min=1, help="Window length in tokens.")
-    ] = 4096,
-    windows: Annotated[
-        str,
-        typer.Option(
-            "--windows",
-            help="Windows of the text to use, as a slice; windows do not overlap.",
-            metavar="BEGIN:END",
-        ),
-    ] = "0:1",
+    context: options.ContextOption = 4096,
+    windows: options.WindowsOption = "0:1",
     layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers to choose.")] = 6,
     keep: Annotated[
         str,

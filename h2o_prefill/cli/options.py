@@ -44,6 +44,32 @@ TextFileOption = Annotated[
         "--text-file", metavar="FILE", help="UTF-8 text file to use instead of --dataset."
     ),
 ]
+ContextOption = Annotated[int, typer.Option("--context", min=1, help="Window length in tokens.")]
+WindowsOption = Annotated[
+    str,
+    typer.Option(
+        "--windows",
+        help="Windows of the text to use, as a slice; windows do not overlap.",
+        metavar="BEGIN:END",
+    ),
+]
+ProtocolOption = Annotated[
+    str,
+    typer.Option(
+        "--protocol",
+        help="Tokens of a window that are scored: gptq scores every token but the first, "
+        "llamacpp those in the second half.",
+    ),
+]
+VariantsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--variant",
+        metavar="PRESET[,NAME=VALUE...]",
+        help="Settings of sparse prefill to compare with dense prefill, as in h2o,recall=4; "
+        "may be repeated.",
+    ),
+]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help=f"Data type of the model's weights: {choices(DTYPES)}.")
 ]

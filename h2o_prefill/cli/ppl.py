@@ -19,31 +19,15 @@ def ppl(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
     text_file: options.TextFileOption = None,
-    context: Annotated[
-        int, typer.Option("--context", min=1, help="Window length in tokens.")
-    ] = 4096,
-    windows: Annotated[
-        str,
-        typer.Option(
-            "--windows",
-            help="Windows of the text to use, as a slice; windows do not overlap.",
-            metavar="BEGIN:END",
-        ),
-    ] = "0:6",
+    context: options.ContextOption = 4096,
+    windows: options.WindowsOption = "0:6",
     preset: options.PresetOption = DEFAULT_PRESET,
     chunk_size: options.ChunkSizeOption = None,
     local_window: options.LocalWindowOption = None,
     heavy_budget: options.HeavyBudgetOption = None,
     sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
-    protocol: Annotated[
-        str,
-        typer.Option(
-            "--protocol",
-            help="Tokens of a window that are scored: gptq scores every token but the first, "
-            "llamacpp those in the second half.",
-        ),
-    ] = "gptq",
+    protocol: options.ProtocolOption = "gptq",
     json_file: options.JsonOption = None,
     plot: Annotated[
         Path | None,

@@ -58,15 +58,7 @@ def retrieve(
             help="Place of the question: last is after the text, first is before it.",
         ),
     ] = "last",
-    variants: Annotated[
-        list[str],
-        typer.Option(
-            "--variant",
-            metavar="PRESET[,NAME=VALUE...]",
-            help="Settings of sparse prefill to compare with dense prefill, as in h2o,recall=4; "
-            "may be repeated.",
-        ),
-    ] = list(PRESETS),  # noqa: B006 (typer takes a list)
+    variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
     seed: Annotated[
         int,
         typer.Option(
