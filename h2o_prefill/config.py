@@ -51,20 +51,20 @@ class PrefillConfig:
 
     chunk_size: int = _setting(
         "chunk_size",
-        "S, tokens of a chunk; attention within a chunk is exact and causal.",
+        "Chunk size S in tokens; attention within a chunk is exact.",
     )
     local_window: int = _setting(
         "local_window",
-        "L, number of positions directly before a chunk that its memory set always holds.",
+        "Local window L: number of positions directly before a chunk that are always kept.",
     )
     heavy_budget: int = _setting(
         "heavy_budget",
-        "H, number of heavy hitters: positions that a memory set holds because earlier "
-        "queries attended to them most.",
+        "Heavy-hitter budget H: number of earlier positions kept because queries attended to "
+        "them most.",
     )
     sink_tokens: int = _setting(
         "sink_tokens",
-        "K, number of attention sinks: first positions of the prompt, always held beside L and H.",
+        "Attention sinks K: number of first positions of the prompt that are always kept.",
     )
     dense_tail: int = _setting(
         "dense_tail",

@@ -13,7 +13,7 @@ from rich.progress import Progress, TimeRemainingColumn
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import progress_bar, quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.field_options import with_fields
+from h2o_prefill.cli.field_options import add_field_options
 from h2o_prefill.cli.outputs import check_output_folder
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import ablation_table
@@ -25,7 +25,7 @@ from h2o_prefill.presets import DEFAULT_PRESET
 _GRID = "Grid: one or more values, separated by commas"
 
 
-@with_fields(str | None, panel=_GRID, metavar="V,V,...")
+@add_field_options(str | None, panel=_GRID, metavar="V,V,...")
 def ablate(
     model: options.ModelOption = "smollm2-135m",
     dataset: Annotated[

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     pass
 
 
+@options.add_size_options
 def bench(
     model: options.ModelOption = "smollm2-135m",
     lengths: Annotated[
@@ -29,10 +30,6 @@ def bench(
         int, typer.Option("--runs", min=1, help="Timed runs per length; the table shows medians.")
     ] = 3,
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     output: Annotated[
@@ -45,6 +42,7 @@ def bench(
         ),
     ] = None,
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
     from h2o_prefill.eval import benchmark_throughput, load_model, profile_memory
@@ -56,13 +54,7 @@ def bench(
             "throughput_comparison.png": plot_throughput,
             "memory_profile.png": plot_memory,
         }
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         check_output_folder(output, figures)
         chosen = _parse_lengths(lengths)
         options.use_threads(threads)
@@ -73,8 +65,8 @@ def bench(
             memory = None
             if output is not None:
                 memory = profile_memory(network, chosen, config, on_progress=show)
-        what, sizes = f"{model} {dtype}, prefill", options.describe_sizes(config)
-        print_result(f"{what}, median of {runs}\n{sizes}", throughput_table(frame))
+        what, described = f"{model} {dtype}, prefill", options.describe_sizes(config)
+        print_result(f"{what}, median of {runs}\n{described}", throughput_table(frame))
         if json_file is not None:
             origin = {"model": model, "dtype": dtype, "preset": preset}
             report = {
@@ -89,7 +81,7 @@ def bench(
             folder = output.expanduser()
             folder.mkdir(parents=True, exist_ok=True)
             for (name, draw), values in zip(figures.items(), (frame, memory), strict=True):
-                draw(values, folder / name, f"{what}, {sizes}")
+                draw(values, folder / name, f"{what}, {described}")
                 say_written(folder / name)
 
 

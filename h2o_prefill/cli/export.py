@@ -14,6 +14,7 @@ from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
+@options.add_size_options
 def export(
     output: Annotated[
         Path,
@@ -28,11 +29,8 @@ def export(
     ] = 8192,
     dtype: options.DtypeOption = "bfloat16",
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Write a whole model as an AOTInductor package that runs without Python.
 
@@ -45,13 +43,7 @@ def export(
 
     check_output_file(output, "--output", (".pt2",))
     with quiet_libraries():
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         options.use_threads(threads)
         console = error_console()
         with console.status(f"loading {model}"):

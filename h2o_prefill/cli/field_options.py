@@ -13,7 +13,7 @@ import typer
 from h2o_prefill.config import PrefillConfig
 
 
-def with_fields(
+def add_field_options(
     kind: Any, *, panel: str, metavar: str | None = None, names: Collection[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a command that takes **fields show them as options, None where they are not given.

@@ -13,6 +13,7 @@ from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
+@options.add_size_options
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue.", show_default=False)
@@ -44,12 +45,9 @@ def generate(
         ),
     ] = True,
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Continue a prompt by greedy decoding after sparse prefill.
 
@@ -63,13 +61,7 @@ def generate(
     from h2o_prefill.hf import enable
 
     with quiet_libraries():
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         if (prompt is None) == (prompt_file is None):
             raise ValueError("give a prompt or --prompt-file, one of the two")
         text = prompt if prompt_file is None else read_text(prompt_file, "--prompt-file")

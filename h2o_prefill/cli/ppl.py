@@ -15,6 +15,7 @@ from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
+@options.add_size_options
 def ppl(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
@@ -22,10 +23,6 @@ def ppl(
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:6",
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
     protocol: options.ProtocolOption = "gptq",
     json_file: options.JsonOption = None,
@@ -38,6 +35,7 @@ def ppl(
         ),
     ] = None,
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
     from h2o_prefill.cli.tables import perplexity_table
@@ -46,13 +44,7 @@ def ppl(
     from h2o_prefill.eval.perplexity.result import perplexity_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         check_plot(plot)
         check_settings(config, context, windows, protocol)
         corpus = load_text(dataset, text_file)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@options.add_size_options
 def visualize(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
@@ -54,13 +55,10 @@ def visualize(
         ),
     ] = True,
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Draw which positions memory sets keep, what attention they received, and the errors.
 
@@ -75,13 +73,7 @@ def visualize(
     from h2o_prefill.eval.perplexity.windows import select_windows
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         check_prompt_length(config, context, "context")
         check_output_folder(output, FILES)
         if json_file is not None and not errors:
