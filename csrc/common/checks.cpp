@@ -192,7 +192,8 @@ void check_gather_rows(const Tensor& x, const Tensor& indices) {
 }
 
 void check_lexical_recall(const Tensor& token_ids, int64_t begin, int64_t chunk_size, int64_t block,
-                          int64_t k, int64_t max_suffix, int64_t span, int64_t max_count) {
+                          int64_t max_matches, int64_t max_suffix, int64_t span,
+                          int64_t max_count) {
   check_dims("token_ids", token_ids, 2);
   check_dtype("token_ids", token_ids, at::kLong);
   TORCH_CHECK_VALUE(token_ids.size(1) <= std::numeric_limits<int32_t>::max(),
@@ -202,8 +203,8 @@ void check_lexical_recall(const Tensor& token_ids, int64_t begin, int64_t chunk_
   check_at_least("chunk_size", chunk_size, 1);
   TORCH_CHECK_VALUE(chunk_size % block == 0, "chunk_size must be a multiple of block, got ",
                     chunk_size, " and ", block);
-  check_at_least("k", k, 1);
-  check_at_most("k", k, kMostPlaces);
+  check_at_least("max_matches", max_matches, 1);
+  check_at_most("max_matches", max_matches, kMostMatches);
   check_at_least("max_suffix", max_suffix, 1);
   check_at_most("max_suffix", max_suffix, kLongestSuffix);
   check_at_least("span", span, 1);
