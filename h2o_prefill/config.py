@@ -186,7 +186,7 @@ class PrefillConfig:
         """
         return bool(self.native.is_sparse_call(past, new))
 
-    def next_chunk_begin(self, past: int, new: int) -> int:
+    def last_chunk_begin(self, past: int, new: int) -> int:
         """Return where the last chunk of a call begins.
 
         Parameters
