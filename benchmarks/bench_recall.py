@@ -6,10 +6,10 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-import _options as options
 import torch
-from _report import Report, Row, ratio_fields
-from _timing import compare
+from common import options
+from common.report import Report, Row, ratio_fields
+from common.timing import compare
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig

@@ -7,9 +7,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from _plot_parts import Row, draw_line, make_figure, save_figure, use_length_axis
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
+
+from common.plot_parts import Row, draw_line, make_figure, save_figure, use_length_axis
 
 _LINEAR: dict[str, Any] = {"color": "#D55E00", "marker": "D"}
 _SDPA: dict[str, Any] = {"color": "#0072B2", "marker": "o"}

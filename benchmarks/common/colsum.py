@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from _native import load
 from torch import Tensor
+
+from common.native import load
 
 # DType of csrc/kernels/params.h.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _shapes import SHAPES, Heads
-from _timing import Timer, fits, gpu_timer
 from torch import Tensor
 
+from common.shapes import SHAPES, Heads
+from common.timing import Timer, fits, gpu_timer
 from h2o_prefill.cli.console import error_console, quiet_libraries
 from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.config import PrefillConfig
@@ -23,7 +23,7 @@ from h2o_prefill.eval.environment import has_cuda
 from h2o_prefill.presets import PRESETS, preset_config
 
 DEVICES = ("cpu", "cuda")
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 QUICK_SECONDS = 0.02
 
 JsonOption = Annotated[

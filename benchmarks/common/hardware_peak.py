@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from _native import load
+
+from common.native import load
 
 # Long enough that starting the threads does not count, short enough to be interleaved.
 _CALL_SECONDS = 0.02

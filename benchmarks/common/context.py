@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _native import load
 from torch import Tensor
+
+from common.native import load
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from _options import Plan
-from _timing import Ratio
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from common.options import Plan
+from common.timing import Ratio
 from h2o_prefill.cli.console import error_console
 from h2o_prefill.eval.environment import environment
 from h2o_prefill.eval.report import write_json

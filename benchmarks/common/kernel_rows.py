@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import _peak
-from _report import ratio_fields
-from _sdpa import Attention, backend_fields, fastest
-from _timing import compare, gpu_timer
+from common import hardware_peak
+from common.report import ratio_fields
+from common.sdpa import Attention, backend_fields, fastest
+from common.timing import compare, gpu_timer
 
 COLUMNS = {
     "model": "{model}",
@@ -75,7 +75,7 @@ def kernel_row(
     seconds : float
         Time to spend.
     """
-    peaks = {"fma": _peak.fma(threads), "bf16_dot": _peak.bf16_dot(threads)}
+    peaks = {"fma": hardware_peak.fma(threads), "bf16_dot": hardware_peak.bf16_dot(threads)}
     calls: dict[str, Callable[[], object]] = {"kernel": kernel, "sdpa": sdpa}
     calls |= {name: peak.run for name, peak in peaks.items() if peak is not None}
     timings = compare(calls, seconds)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+
+from h2o_prefill.eval import plotting
 
 Row = dict[str, Any]
 
@@ -18,9 +19,7 @@ def make_figure(panels: int) -> tuple[Figure, list[Axes]]:
     """Return a figure with so many panels, at most three in a row."""
     columns = 2 if panels == 4 else min(panels, 3)
     rows = -(-panels // columns)
-    # A Figure of its own with the Agg canvas: pyplot would keep it, and might look for a display.
-    figure = Figure(figsize=(4.4 * columns, 3.4 * rows + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = plotting.make_figure(3.4 * rows + 0.5, 4.4 * columns)
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in grid[panels:]:
         axes.remove()

@@ -13,7 +13,7 @@ import torch
 
 import h2o_prefill
 
-SOURCES = Path(__file__).parent / "cpp"
+SOURCES = Path(__file__).parents[1] / "cpp"
 # One folder for each installed PyTorch: the parts are linked to it.
 _TORCH = hashlib.sha256(f"{torch.__version__} {torch.__file__}".encode()).hexdigest()[:8]
 BUILD = SOURCES.parents[1] / "build" / "benchmarks" / _TORCH

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _timing import Timings
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common.timing import Timings
 
 Attention = Callable[[], Tensor]
 
