@@ -16,10 +16,10 @@ from h2o_prefill.hf import enable
 from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.dense import dense_attention
 from h2o_prefill.hf.eligibility import dense_reason
+from h2o_prefill.hf.enabled_state import DEFAULT_STATE
+from h2o_prefill.hf.forward_context import current_context
 from h2o_prefill.hf.mask_function import h2o_prefill_mask
 from h2o_prefill.hf.names import NAME as SPARSE_NAME
-from h2o_prefill.hf.run import current_run
-from h2o_prefill.hf.settings import DEFAULT_SETTINGS
 
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill_observed"
@@ -88,11 +88,13 @@ def _observed_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    run = current_run(getattr(module, "config", None))
-    settings = DEFAULT_SETTINGS if run is None else run.settings
-    call = Call(module, query, key, value, attention_mask, dropout, kwargs, settings.config, run)
+    context = current_context(getattr(module, "config", None))
+    settings = DEFAULT_STATE if context is None else context.settings
+    call = Call(
+        module, query, key, value, attention_mask, dropout, kwargs, settings.config, context
+    )
     observe = _observer.get()
-    if run is not None and observe is not None:
+    if context is not None and observe is not None:
         reason = dense_reason(call)
         if reason is None:
             observe(call, scaling)

@@ -24,8 +24,8 @@ from h2o_prefill.hf import NAME, ChunkedPrefillCache, enable, register
 from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.attention_function import h2o_prefill_attention
 from h2o_prefill.hf.eligibility import dense_reason
+from h2o_prefill.hf.forward_context import current_context
 from h2o_prefill.hf.layer_kinds import layer_type
-from h2o_prefill.hf.run import current_run
 
 TOKENS = 72
 # Logits of float32 may differ by this much of the largest one.
@@ -310,10 +310,10 @@ def _watched() -> Iterator[dict[int, str]]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        run = current_run(getattr(module, "config", None))
-        if run is not None:
-            config = run.settings.config
-            call = Call(module, query, key, value, attention_mask, dropout, kwargs, config, run)
+        context = current_context(getattr(module, "config", None))
+        if context is not None:
+            config = context.settings.config
+            call = Call(module, query, key, value, attention_mask, dropout, kwargs, config, context)
             sparse = dense_reason(call) is None
             decisions[id(module)] = "sparse" if sparse else layer_type(module)
         return h2o_prefill_attention(
@@ -342,10 +342,10 @@ def _collected_reasons(reasons: list[str] | None = None) -> Iterator[list[str]]:
                 found.append(reason)
 
 
-def _attempt(run: Callable[[], Tensor]) -> Any:
+def _attempt(context: Callable[[], Tensor]) -> Any:
     """Return what a call returns, or what it raises: any error is a finding."""
     try:
-        return run()
+        return context()
     except Exception as error:
         return error
 

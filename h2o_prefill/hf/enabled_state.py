@@ -14,7 +14,7 @@ from h2o_prefill.presets import PRESETS
 # The settings through which Hugging Face configs are switched over, by the configs' ids: several
 # models may share one config object, and then the switch of one reaches a model that nobody
 # enabled.
-_switched: weakref.WeakValueDictionary[int, Settings] = weakref.WeakValueDictionary()
+_switched: weakref.WeakValueDictionary[int, EnabledState] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -47,7 +47,7 @@ class LayerCalls:
 
 
 @dataclass
-class Settings:
+class EnabledState:
     """The settings of one enabled model.
 
     Attributes
@@ -142,10 +142,10 @@ def switched_from(hf_config: Any) -> str | None:
     return None if settings is None else settings.previous_of(hf_config)
 
 
-def _settings_of(hf_config: Any) -> Settings | None:
+def _settings_of(hf_config: Any) -> EnabledState | None:
     settings = _switched.get(id(hf_config))
     return settings if settings is not None and settings.owns(hf_config) else None
 
 
 # For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: it is dense.
-DEFAULT_SETTINGS = Settings(PRESETS["h2o"])
+DEFAULT_STATE = EnabledState(PRESETS["h2o"])

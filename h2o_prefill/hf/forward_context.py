@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.enabled_state import EnabledState
 from h2o_prefill.hf.forwards import Forward, begin, end, is_on_stack
 from h2o_prefill.hf.graph_call import GraphCall, graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.rollback import CacheSnapshot, check_usable
-from h2o_prefill.hf.settings import Settings
 from h2o_prefill.hf.static import StaticPrefillCache
 from h2o_prefill.hf.token_history import KeepsTokenIds
 
@@ -27,15 +27,15 @@ OWN_PADDING = (
     "called with does not have; pass the mask with this padding as attention_mask"
 )
 
-_current: ContextVar[Run | None] = ContextVar("h2o_prefill_run", default=None)
+_current: ContextVar[ForwardContext | None] = ContextVar("h2o_prefill_forward", default=None)
 
 
-class Run:
+class ForwardContext:
     """One forward of an enabled model, shared by the models nested in it.
 
     Parameters
     ----------
-    settings : Settings
+    settings : EnabledState
         Of the enabled model.
 
     Attributes
@@ -65,11 +65,11 @@ class Run:
         there were none.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EnabledState) -> None:
         self.settings = settings
         self.modules: list[nn.Module] = []
         self.frame: FrameType | None = None
-        self.outer: Run | None = None
+        self.outer: ForwardContext | None = None
         self.forward: Forward | None = None
         self.tokens: Tensor | None = None
         self.input_ids: Tensor | None = None
@@ -220,55 +220,55 @@ def is_traced() -> bool:
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
-def current_run(hf_config: Any) -> Run | None:
-    """Return the run of the enabled model that owns a Hugging Face config, None outside of one."""
-    run = _current.get()
-    return run if run is not None and run.settings.owns(hf_config) else None
+def current_context(hf_config: Any) -> ForwardContext | None:
+    """Return the context of the enabled model that owns a Hugging Face config, None if none is."""
+    context = _current.get()
+    return context if context is not None and context.settings.owns(hf_config) else None
 
 
-def leave_run(settings: Settings, model: nn.Module, failed: bool) -> Run | None:
-    """Leave the run that a forward of a model belongs to; return it if that ended it."""
-    run = _current.get()
+def leave_context(settings: EnabledState, model: nn.Module, failed: bool) -> ForwardContext | None:
+    """Leave the context that a forward of a model belongs to; return it if that ended it."""
+    context = _current.get()
     # A pre-hook that raised before ours ran leaves us nothing to close.
-    if run is None or run.settings is not settings or run.modules[-1] is not model:
+    if context is None or context.settings is not settings or context.modules[-1] is not model:
         return None
-    run.modules.pop()
-    if run.modules:
+    context.modules.pop()
+    if context.modules:
         return None
-    _close(run, failed)
-    return run
+    _close(context, failed)
+    return context
 
 
-def discard_runs(settings: Settings) -> None:
-    """End the runs of a model that an interrupt left open, as failed."""
-    run = _current.get()
-    if run is not None and run.settings is settings and not _is_running(run.frame):
-        _close(run, failed=True)
+def discard_contexts(settings: EnabledState) -> None:
+    """End the contexts of a model that an interrupt left open, as failed."""
+    context = _current.get()
+    if context is not None and context.settings is settings and not _is_running(context.frame):
+        _close(context, failed=True)
 
 
-def run_of(settings: Settings, model: nn.Module) -> Run | None:
-    """Return the run that a forward of a model belongs to, opened if there is none.
+def context_of(settings: EnabledState, model: nn.Module) -> ForwardContext | None:
+    """Return the context that a forward of a model belongs to, opened if there is none.
 
     None if the model is not enabled any more.
     """
-    run = _current.get()
-    again = run is not None and any(module is model for module in run.modules)
+    context = _current.get()
+    again = context is not None and any(module is model for module in context.modules)
     # A hook inside of a model may call the model: that is a forward of its own.
-    nested = run is not None and again and _is_running(run.frame)
-    if run is not None and again and not nested:
+    nested = context is not None and again and _is_running(context.frame)
+    if context is not None and again and not nested:
         # Torch skips our closing hook on a KeyboardInterrupt.
-        _close(run, failed=True)
-        run = run.outer
-    if run is None or nested or run.settings is not settings:
-        outer, run = run, Run(settings)
-        run.outer, run.frame = outer, _frame_of_forward()
-        run.forward = begin(settings, run.frame, inside_another=outer is not None)
-        if run.forward is None:
+        _close(context, failed=True)
+        context = context.outer
+    if context is None or nested or context.settings is not settings:
+        outer, context = context, ForwardContext(settings)
+        context.outer, context.frame = outer, _frame_of_forward()
+        context.forward = begin(settings, context.frame, inside_another=outer is not None)
+        if context.forward is None:
             return None
-        _current.set(run)
+        _current.set(context)
         if not settings.is_switched_on():
             settings.report(CHANGED)
-    return run
+    return context
 
 
 def _frame_of_forward() -> FrameType | None:
@@ -283,11 +283,11 @@ def _is_running(wanted: FrameType | None) -> bool:
     return is_on_stack(wanted, sys._getframe())
 
 
-def _close(run: Run, failed: bool) -> None:
-    _current.set(run.outer)
-    graph.call, graph.layer = None if run.outer is None else run.outer.call, None
+def _close(context: ForwardContext, failed: bool) -> None:
+    _current.set(context.outer)
+    graph.call, graph.layer = None if context.outer is None else context.outer.call, None
     try:
-        run.finish(failed)
+        context.finish(failed)
     finally:
-        if run.forward is not None:
-            end(run.forward)
+        if context.forward is not None:
+            end(context.forward)
