@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import _options as options
 import torch.nn.functional as F
-from _memory import allocated_bytes, first_call_peak_bytes, resident_bytes
-from _report import Report
-from _shapes import Heads
+from common import options
+from common.memory import allocated_bytes, first_call_peak_bytes, resident_bytes
+from common.report import Report
+from common.shapes import Heads
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.peak_memory import peak_bytes
+from h2o_prefill.eval.speed.peak_memory import peak_bytes
 from h2o_prefill.functional import sparse_attention
 
 COLUMNS = {

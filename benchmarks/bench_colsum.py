@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import _options as options
-from _colsum import attend_chunk
-from _gpu_profile import kernel_seconds
-from _report import Report, Row, ratio_fields
-from _shapes import random_memory
-from _timing import compare, spread
 from bench_intra_chunk import GPU_CHUNKS
+from common import options
+from common.colsum import attend_chunk
+from common.gpu_profile import kernel_seconds
+from common.report import Report, Row, ratio_fields
+from common.shapes import random_memory
+from common.timing import compare, spread
 from torch import Tensor
 
 from h2o_prefill import ops

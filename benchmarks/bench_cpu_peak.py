@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import _options as options
-import _peak
 import torch
-from _report import Report
-from _timing import compare
+from common import hardware_peak, options
+from common.report import Report
+from common.timing import compare
 
 # Larger than the caches, so that memory is what is measured.
 _BUFFER = 512 << 20
@@ -34,8 +33,8 @@ def main(
     with Report(plan, title, COLUMNS, buffer_bytes=_QUICK_BUFFER if quick else _BUFFER) as report:
         for count in plan.threads:
             torch.set_num_threads(count)
-            work = {kind: _peak.arithmetic(kind, count) for kind in _peak.kinds()}
-            work |= _peak.memory(count, _QUICK_BUFFER if quick else _BUFFER)
+            work = {kind: hardware_peak.arithmetic(kind, count) for kind in hardware_peak.kinds()}
+            work |= hardware_peak.memory(count, _QUICK_BUFFER if quick else _BUFFER)
             timings = compare({name: item.run for name, item in work.items()}, plan.seconds)
             for name, item in work.items():
                 rate = item.amount / timings.median(name) / 1e9

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import _options as options
 import torch
 import typer
-from _allocator import keep_freed_memory
-from _report import Report, ratio_fields
-from _timing import compare
+from common import options
+from common.allocator import keep_freed_memory
+from common.report import Report, ratio_fields
+from common.timing import compare
 
 from h2o_prefill.cli.options import ModelOption
 from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.inputs.text import encode
 
 COLUMNS = {
     "N": "{length}",
@@ -51,7 +51,7 @@ def main(
     is the enabled one, whose cache does not. Prefill is not timed.
     """
     # Loads transformers, which --help does not need.
-    from _variants import decode_variants
+    from common.variants import decode_variants
 
     plan = options.make_plan(
         "decode", json, threads, dtype or "bfloat16,float32", seconds=seconds, quick=quick

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import _options as options
 import torch
 import torch.nn.functional as F
-from _context import dense_call
-from _report import Report, Row, ratio_fields
-from _timing import compare
+from common import options
+from common.context import dense_call
+from common.report import Report, Row, ratio_fields
+from common.timing import compare
 from torch import Tensor
 
 from h2o_prefill import ops

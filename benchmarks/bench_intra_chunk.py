@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import _options as options
-from _kernel_rows import COLUMNS, gpu_kernel_row, kernel_row
-from _report import Report, Row
-from _sdpa import gpu_attention, sdpa
+from common import options
+from common.kernel_rows import COLUMNS, gpu_kernel_row, kernel_row
+from common.report import Report, Row
+from common.sdpa import gpu_attention, sdpa
 
 from h2o_prefill import ops
 from h2o_prefill.eval.attention_flops import dense_dot_products

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import _options as options
-import _peak
 import torch
-from _allocator import keep_freed_memory
-from _linear_forms import PackageMissing, cumulative_sums, flash_linear_attention, masked_square
-from _memory import temporary_megabytes
-from _report import Report, ratio_fields
-from _sdpa import sdpa
-from _timing import Timings, compare
+from common import hardware_peak, options
+from common.allocator import keep_freed_memory
+from common.linear_forms import (
+    PackageMissing,
+    cumulative_sums,
+    flash_linear_attention,
+    masked_square,
+)
+from common.memory import temporary_megabytes
+from common.report import Report, ratio_fields
+from common.sdpa import sdpa
+from common.timing import Timings, compare
 from torch import Tensor
 
 from h2o_prefill import ops
@@ -134,7 +138,7 @@ def _row(
 
 def _fma_peak(threads: int) -> tuple[Callable[[], object], float]:
     """Return a call that does nothing but multiply and add, and its flops."""
-    peak = _peak.fma(threads)
+    peak = hardware_peak.fma(threads)
     return peak.run, peak.amount
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import _options as options
 import torch
-from _report import Report, ratio_fields
-from _timing import compare
+from common import options
+from common.report import Report, ratio_fields
+from common.timing import compare
 from torch import Tensor
 
 from h2o_prefill import ops

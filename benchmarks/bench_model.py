@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import _options as options
 import torch
 import typer
-from _allocator import keep_freed_memory
-from _report import Report, ratio_fields
-from _timing import compare
+from common import options
+from common.allocator import keep_freed_memory
+from common.report import Report, ratio_fields
+from common.timing import compare
 
 from h2o_prefill.cli.options import ModelOption
 from h2o_prefill.eval import load_model
-from h2o_prefill.eval.throughput import random_ids
+from h2o_prefill.eval.inputs.prompts import random_ids
 
 COLUMNS = {
     "N": "{length}",
@@ -46,7 +46,7 @@ def main(
     Lengths go up until the next one would take longer than --seconds.
     """
     # Loads transformers, which --help does not need.
-    from _variants import prefill_variants
+    from common.variants import prefill_variants
 
     plan = options.make_plan(
         "model", json, threads, dtype or "bfloat16,float32", seconds=seconds, quick=quick

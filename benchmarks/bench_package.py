@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import _options as options
 import torch
 import typer
-from _allocator import keep_freed_memory
-from _report import Report, ratio_fields
-from _timing import compare
+from common import options
+from common.allocator import keep_freed_memory
+from common.report import Report, ratio_fields
+from common.timing import compare
 from torch import Tensor
 
 from h2o_prefill.cli.options import ModelOption
 from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.package import PrefillPackage
 
 COLUMNS = {
@@ -52,9 +52,9 @@ def main(
     with a DynamicCache. "package" says how many times as fast the package is as each of them. The
     package is exported first, which takes minutes.
     """
-    from _variants import decode_variants, prefill_variants
+    from common.variants import decode_variants, prefill_variants
 
-    from h2o_prefill.eval.packages import write_package
+    from h2o_prefill.eval.inputs.packages import write_package
 
     plan = options.make_plan(
         "package", json, threads, dtype or "bfloat16", seconds=seconds, quick=quick

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import _options as options
 import torch
 import typer
-from _allocator import keep_freed_memory
-from _report import Report, ratio_fields
-from _timing import compare
+from common import options
+from common.allocator import keep_freed_memory
+from common.report import Report, ratio_fields
+from common.timing import compare
 
 from h2o_prefill.cli.options import ModelOption
 from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.inputs.text import encode
 
 COLUMNS = {
     "rows": "{row_lengths}",
@@ -53,7 +53,7 @@ def main(
     a batch with its rows one by one in the same way of attending, which need no padding.
     """
     # Loads transformers, which --help does not need.
-    from _variants import padded_variants
+    from common.variants import padded_variants
 
     plan = options.make_plan(
         "padded", json, threads, dtype or "bfloat16,float32", seconds=seconds, quick=quick

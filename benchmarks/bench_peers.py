@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import _options as options
 import torch
 import typer
-from _allocator import keep_freed_memory
-from _peers import OPENVINO_BATCH, PACKAGES, PeerMissing, Prefill, llama_cpp, openvino_genai
-from _report import Report, ratio_fields
-from _timing import compare
+from common import options
+from common.allocator import keep_freed_memory
+from common.peers import OPENVINO_BATCH, PACKAGES, PeerMissing, Prefill, llama_cpp, openvino_genai
+from common.report import Report, ratio_fields
+from common.timing import compare
 
 from h2o_prefill.eval import load_model, load_text
 from h2o_prefill.eval.environment import package_version
-from h2o_prefill.eval.models import packaged_gguf
-from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.inputs.models import packaged_gguf
+from h2o_prefill.eval.inputs.text import encode
 
 COLUMNS = {
     "N": "{length}",
@@ -62,7 +62,7 @@ def main(
     depend. A peer that is not installed is left out, with a message.
     """
     # Loads transformers, which --help does not need.
-    from _variants import prefill_variants
+    from common.variants import prefill_variants
 
     plan = options.make_plan(
         "peers", json, threads, dtype or "bfloat16", seconds=seconds, quick=quick

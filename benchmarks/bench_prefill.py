@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import _options as options
-from _report import Report, ratio_fields
-from _sdpa import backend_fields, fastest, gpu_attention, sdpa
-from _timing import compare
+from common import options
+from common.report import Report, ratio_fields
+from common.sdpa import backend_fields, fastest, gpu_attention, sdpa
+from common.timing import compare
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products

@@ -6,19 +6,19 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-import _options as options
 import torch
-from _report import Report, Row, ratio_fields
-from _timing import compare
+from common import options
+from common.report import Report, Row, ratio_fields
+from common.timing import compare
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import load_text
 from h2o_prefill.eval.attention_flops import sparse_dot_products
-from h2o_prefill.eval.gguf import convert_gguf
-from h2o_prefill.eval.models import packaged_gguf
-from h2o_prefill.eval.text import encode
-from h2o_prefill.eval.visibility import RecalledKeys, find_recalled
+from h2o_prefill.eval.inputs.gguf import convert_gguf
+from h2o_prefill.eval.inputs.models import packaged_gguf
+from h2o_prefill.eval.inputs.text import encode
+from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 from h2o_prefill.functional import NO_RECALL, sparse_attention
 from h2o_prefill.presets import preset_config
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import _options as options
 import torch
-from _context import score_update
-from _report import Report, Row, ratio_fields
-from _timing import compare
+from common import options
+from common.context import score_update
+from common.report import Report, Row, ratio_fields
+from common.timing import compare
 
 COLUMNS = {
     "KV heads": "{kv_heads}",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import _options as options
 import torch
-from _report import Report, Row, ratio_fields
-from _shapes import random_memory
-from _timing import compare
+from common import options
+from common.report import Report, Row, ratio_fields
+from common.shapes import random_memory
+from common.timing import compare
 from torch import Tensor
 
 from h2o_prefill import ops

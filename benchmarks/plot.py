@@ -8,10 +8,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-import _options as options
 import typer
-from _plot_linear import plot_linear
-from _plot_parts import Row, draw_line, make_figure, save_figure, use_length_axis
+from common import options
+from common.plot_linear import plot_linear
+from common.plot_parts import Row, draw_line, make_figure, save_figure, use_length_axis
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 

@@ -26,24 +26,18 @@ from h2o_prefill.presets import PRESETS, preset_config  # noqa: E402
 from h2o_prefill.state import PrefillState  # noqa: E402
 
 if TYPE_CHECKING:
-    from h2o_prefill import reference
-    from h2o_prefill.eval.ablation import run_ablation
-    from h2o_prefill.eval.attention_error import measure_attention
-    from h2o_prefill.eval.calibration import calibrate_layers
-    from h2o_prefill.eval.perplexity import evaluate_perplexity
-    from h2o_prefill.eval.retrieval import evaluate_retrieval
-    from h2o_prefill.eval.throughput import benchmark_throughput
-    from h2o_prefill.eval.visualize import visualize_attention_patterns
-    from h2o_prefill.hf.cache import ChunkedPrefillCache
-    from h2o_prefill.hf.enable import disable, enable
-    from h2o_prefill.hf.explain import explain
-    from h2o_prefill.hf.prefill import chunked_prefill
-    from h2o_prefill.package import PrefillPackage
+    from h2o_prefill import reference as reference
+    from h2o_prefill.hf.cache import ChunkedPrefillCache as ChunkedPrefillCache
+    from h2o_prefill.hf.enable import disable as disable
+    from h2o_prefill.hf.enable import enable as enable
+    from h2o_prefill.hf.explain import explain as explain
+    from h2o_prefill.hf.prefill import chunked_prefill as chunked_prefill
+    from h2o_prefill.package import PrefillPackage as PrefillPackage
 
 __version__: str = build_info()["version"]
 
 # Loaded on first use, so that importing this package imports neither transformers nor what
-# evaluation needs.
+# evaluation needs: names, and where they are. Type checkers see what integrates with models above.
 _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
     "PrefillPackage": "h2o_prefill.package",
@@ -52,9 +46,9 @@ _LAZY = {
     "chunked_prefill": "h2o_prefill.hf",
     "disable": "h2o_prefill.hf",
     "enable": "h2o_prefill.hf",
-    "explain": "h2o_prefill.hf",
     "evaluate_perplexity": "h2o_prefill.eval",
     "evaluate_retrieval": "h2o_prefill.eval",
+    "explain": "h2o_prefill.hf",
     "measure_attention": "h2o_prefill.eval",
     "reference": "h2o_prefill.reference",
     "run_ablation": "h2o_prefill.eval",
@@ -63,30 +57,17 @@ _LAZY = {
 
 __all__ = [
     "PRESETS",
-    "ChunkedPrefillCache",
     "ChunkedSparseAttention",
     "ChunkwiseLinearAttention",
     "LinearAttentionState",
     "PrefillConfig",
-    "PrefillPackage",
     "PrefillState",
-    "benchmark_throughput",
     "build_info",
-    "calibrate_layers",
-    "chunked_prefill",
     "cmake_prefix_path",
-    "disable",
-    "enable",
-    "evaluate_perplexity",
-    "evaluate_retrieval",
-    "explain",
     "linear_attention",
-    "measure_attention",
     "ops",
     "preset_config",
-    "reference",
-    "run_ablation",
-    "visualize_attention_patterns",
+    *_LAZY,
 ]
 
 

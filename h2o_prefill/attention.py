@@ -79,7 +79,7 @@ class ChunkedSparseAttention(nn.Module):
             [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv], the whole history with the call's
             tokens.
         scores, memory, last_chunk_begin
-            What the previous call of the prompt returned, and `next_chunk_begin` of it; nothing at
+            What the previous call of the prompt returned, and `last_chunk_begin` of it; nothing at
             first.
         scale : float, optional
             Softmax scale, default D^-0.5.
@@ -201,7 +201,7 @@ class ChunkedSparseAttention(nn.Module):
         )
 
     @torch.jit.export
-    def next_chunk_begin(self, past: int, new: int, last_chunk_begin: int = 0) -> int:
+    def last_chunk_begin(self, past: int, new: int, last_chunk_begin: int = 0) -> int:
         """Return the `last_chunk_begin` for the call after one of `new` tokens behind `past`.
 
         Parameters

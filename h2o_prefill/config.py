@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import textwrap
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,48 +23,19 @@ _Native = torch.classes.h2o_prefill.PrefillConfig
 _DEFAULTS = _Native()
 
 
+def _setting(name: str, text: str) -> Any:
+    """Return a field with the default of the C++ class, and the text that describes it."""
+    default = getattr(_DEFAULTS, name)
+    default = tuple(default) if isinstance(default, list) else default
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class PrefillConfig:
     """Settings of chunked sparse prefill. The defaults are the algorithm as specified, with no
     option on.
 
-    Parameters
-    ----------
-    chunk_size : int
-        S, tokens of a chunk; attention within a chunk is exact and causal.
-    local_window : int
-        L, number of positions directly before a chunk that its memory set always holds.
-    heavy_budget : int
-        H, number of heavy hitters: positions that a memory set holds because earlier queries
-        attended to them most.
-    sink_tokens : int
-        K, number of attention sinks: first positions of the prompt, always held beside L and H.
-    dense_tail : int
-        Number of last queries of a call that attend to every key, exactly.
-    dense_layers : tuple of int
-        Layers whose attention stays dense.
-    wide_layers : tuple of int
-        Layers whose memory sets have `wide_factor` times L and H.
-    wide_factor : int
-        Factor of L and H in the memory sets of `wide_layers`.
-    gqa_reduce : {"sum", "max"}
-        How the scores of the query heads that share a KV head become one: by "sum" or "max".
-    min_prefill : int, optional
-        Calls with fewer new tokens are dense over the whole cache. Default: one chunk.
-    recall : int
-        Number of earlier occurrences that lexical recall, an n-gram lookup over the token ids,
-        brings back for a token; 0 turns it off.
-    recall_block : int
-        Number of queries that share one list of recalled keys; `chunk_size` is a multiple of it.
-    recall_suffix : int
-        Length of the longest n-gram, in tokens, that lexical recall looks up.
-    recall_span : int
-        Number of keys recalled from an occurrence on: 2 means its position and the next one.
-    recall_max_count : int
-        A single token is looked up only if it has occurred at most this often so far.
-    block_diagonal : bool
-        Without a memory set (K + L + H = 0), attend within chunks only; if false, such settings are
-        dense.
+    What a field sets is said beside it, in its metadata; `help(PrefillConfig)` lists all of them.
 
     Raises
     ------
@@ -77,22 +49,73 @@ class PrefillConfig:
         sparse prefill saves less than it could.
     """
 
-    chunk_size: int = _DEFAULTS.chunk_size
-    local_window: int = _DEFAULTS.local_window
-    heavy_budget: int = _DEFAULTS.heavy_budget
-    sink_tokens: int = _DEFAULTS.sink_tokens
-    dense_tail: int = _DEFAULTS.dense_tail
-    dense_layers: tuple[int, ...] = tuple(_DEFAULTS.dense_layers)
-    wide_layers: tuple[int, ...] = tuple(_DEFAULTS.wide_layers)
-    wide_factor: int = _DEFAULTS.wide_factor
-    gqa_reduce: str = _DEFAULTS.gqa_reduce
-    min_prefill: int | None = _DEFAULTS.min_prefill
-    recall: int = _DEFAULTS.recall
-    recall_block: int = _DEFAULTS.recall_block
-    recall_suffix: int = _DEFAULTS.recall_suffix
-    recall_span: int = _DEFAULTS.recall_span
-    recall_max_count: int = _DEFAULTS.recall_max_count
-    block_diagonal: bool = _DEFAULTS.block_diagonal
+    chunk_size: int = _setting(
+        "chunk_size",
+        "Chunk size S in tokens; attention within a chunk is exact.",
+    )
+    local_window: int = _setting(
+        "local_window",
+        "Local window L: number of positions directly before a chunk that are always kept.",
+    )
+    heavy_budget: int = _setting(
+        "heavy_budget",
+        "Heavy-hitter budget H: number of earlier positions kept because queries attended to "
+        "them most.",
+    )
+    sink_tokens: int = _setting(
+        "sink_tokens",
+        "Attention sinks K: number of first positions of the prompt that are always kept.",
+    )
+    dense_tail: int = _setting(
+        "dense_tail",
+        "Number of last queries of a call that attend to every key, exactly.",
+    )
+    dense_layers: tuple[int, ...] = _setting(
+        "dense_layers",
+        "Layers whose attention stays dense.",
+    )
+    wide_layers: tuple[int, ...] = _setting(
+        "wide_layers",
+        "Layers whose memory sets have `wide_factor` times L and H.",
+    )
+    wide_factor: int = _setting(
+        "wide_factor",
+        "Factor of L and H in the memory sets of `wide_layers`.",
+    )
+    gqa_reduce: str = _setting(
+        "gqa_reduce",
+        'How the scores of the query heads that share a KV head become one: by "sum" or "max".',
+    )
+    min_prefill: int | None = _setting(
+        "min_prefill",
+        "Calls with fewer new tokens are dense over the whole cache. Default: one chunk.",
+    )
+    recall: int = _setting(
+        "recall",
+        "Number of earlier occurrences that lexical recall, an n-gram lookup over the token "
+        "ids, brings back for a token; 0 turns it off.",
+    )
+    recall_block: int = _setting(
+        "recall_block",
+        "Number of queries that share one list of recalled keys; `chunk_size` is a multiple of it.",
+    )
+    recall_suffix: int = _setting(
+        "recall_suffix",
+        "Length of the longest n-gram, in tokens, that lexical recall looks up.",
+    )
+    recall_span: int = _setting(
+        "recall_span",
+        "Number of keys recalled from an occurrence on: 2 means its position and the next one.",
+    )
+    recall_max_count: int = _setting(
+        "recall_max_count",
+        "A single token is looked up only if it has occurred at most this often so far.",
+    )
+    block_diagonal: bool = _setting(
+        "block_diagonal",
+        "Without a memory set (K + L + H = 0), attend within chunks only; if false, such "
+        "settings are dense.",
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -163,7 +186,7 @@ class PrefillConfig:
         """
         return bool(self.native.is_sparse_call(past, new))
 
-    def next_chunk_begin(self, past: int, new: int) -> int:
+    def last_chunk_begin(self, past: int, new: int) -> int:
         """Return where the last chunk of a call begins.
 
         Parameters
@@ -204,6 +227,22 @@ class PrefillConfig:
         text = ",".join(f"{name}={format_value(value)}" for name, value in typed.items())
         return self if not text else PrefillConfig.from_native(self.native.with_fields(text))
 
+
+def _with_parameters(docstring: str) -> str:
+    """Return the docstring of the class with a section on its fields."""
+    types = {"int | None": "int, optional", "tuple[int, ...]": "tuple of int"}
+    section = "Parameters\n----------\n"
+    for field in dataclasses.fields(PrefillConfig):
+        text = textwrap.fill(field.metadata["help"], 92)
+        section += f"{field.name} : {types.get(str(field.type), field.type)}\n"
+        section += textwrap.indent(text, "    ") + "\n"
+    head, raises, tail = docstring.partition("    Raises\n")
+    return head + textwrap.indent(section, "    ") + "\n" + raises + tail
+
+
+# Under python -OO there is no docstring.
+if PrefillConfig.__doc__:
+    PrefillConfig.__doc__ = _with_parameters(PrefillConfig.__doc__)
 
 # Fields that number layers.
 LAYER_FIELDS = tuple(

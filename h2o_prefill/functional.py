@@ -75,7 +75,7 @@ def sparse_attention(
         scores=scores,
         memory=memory,
         length=k.shape[2],
-        last_chunk_begin=config.next_chunk_begin(past, q.shape[2]),
+        last_chunk_begin=config.last_chunk_begin(past, q.shape[2]),
     )
 
 

@@ -411,7 +411,7 @@ def lexical_recall(
     begin: int,
     chunk_size: int,
     block: int,
-    k: int,
+    max_matches: int,
     max_suffix: int = 3,
     span: int = 2,
     max_count: int = 16,
@@ -428,7 +428,7 @@ def lexical_recall(
         First new token.
     chunk_size, block : int
         S, and the rows of a block; S is a multiple of it.
-    k : int
+    max_matches : int
         Places recalled for a token at most, the latest first.
     max_suffix : int
         Longest run of tokens that is looked up; the longest that stood before the chunk counts.
@@ -445,7 +445,9 @@ def lexical_recall(
         int32 [nnz]: a position, and the first token that sees it; rising visible_from inside a
         block.
     """
-    return _ops.lexical_recall(token_ids, begin, chunk_size, block, k, max_suffix, span, max_count)
+    return _ops.lexical_recall(
+        token_ids, begin, chunk_size, block, max_matches, max_suffix, span, max_count
+    )
 
 
 def recall_at_position(

@@ -77,9 +77,7 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<
   TORCH_CHECK_VALUE(q.size(1) > 0 && k.size(1) > 0,
                     "q and k must have heads in dimension 1, got shapes ", q.sizes(), " and ",
                     k.sizes());
-  TORCH_CHECK_VALUE(q.size(1) % k.size(1) == 0,
-                    "the query heads must be a multiple of the KV heads, got ", q.size(1), " and ",
-                    k.size(1));
+  check_head_groups(q, k);
   TORCH_CHECK_VALUE(k.size(2) <= std::numeric_limits<int32_t>::max(),
                     "k must have fewer than 2^31 rows, got ", k.size(2));
   // Kernels scale in float32.
@@ -163,8 +161,7 @@ void check_select_memory(const Tensor& scores, const Tensor& memory, int64_t chu
                          int64_t chunk_end, int64_t local_window, int64_t heavy_budget,
                          int64_t sink_tokens) {
   check_dims("scores", scores, 3);
-  TORCH_CHECK_VALUE(scores.scalar_type() == at::kFloat || scores.scalar_type() == at::kDouble,
-                    "scores must be float32 or float64, got ", dtype_name(scores.scalar_type()));
+  check_score_type("scores", scores);
   check_at_least("chunk_begin", chunk_begin, 0);
   TORCH_CHECK_VALUE(chunk_end >= chunk_begin, "chunk_end must be >= chunk_begin (", chunk_begin,
                     "), got ", chunk_end);
@@ -177,8 +174,7 @@ void check_select_memory(const Tensor& scores, const Tensor& memory, int64_t chu
 
 void check_accumulate_scores(const Tensor& scores, const Tensor& memory, const Tensor& colsum) {
   check_dims("scores", scores, 3);
-  TORCH_CHECK_VALUE(scores.scalar_type() == at::kFloat || scores.scalar_type() == at::kDouble,
-                    "scores must be float32 or float64, got ", dtype_name(scores.scalar_type()));
+  check_score_type("scores", scores);
   check_dims("colsum", colsum, 3);
   check_same_kind("colsum", colsum, scores, "scores");
   check_memory_sets("memory", memory, scores, scores.size(2));
@@ -196,19 +192,19 @@ void check_gather_rows(const Tensor& x, const Tensor& indices) {
 }
 
 void check_lexical_recall(const Tensor& token_ids, int64_t begin, int64_t chunk_size, int64_t block,
-                          int64_t k, int64_t max_suffix, int64_t span, int64_t max_count) {
+                          int64_t max_matches, int64_t max_suffix, int64_t span,
+                          int64_t max_count) {
   check_dims("token_ids", token_ids, 2);
   check_dtype("token_ids", token_ids, at::kLong);
   TORCH_CHECK_VALUE(token_ids.size(1) <= std::numeric_limits<int32_t>::max(),
                     "token_ids must have fewer than 2^31 columns, got ", token_ids.size(1));
-  TORCH_CHECK_VALUE(begin >= 0 && begin <= token_ids.size(1), "begin must be in [0, ",
-                    token_ids.size(1), "], got ", begin);
+  check_between("begin", begin, 0, token_ids.size(1));
   check_at_least("block", block, 1);
   check_at_least("chunk_size", chunk_size, 1);
   TORCH_CHECK_VALUE(chunk_size % block == 0, "chunk_size must be a multiple of block, got ",
                     chunk_size, " and ", block);
-  check_at_least("k", k, 1);
-  check_at_most("k", k, kMostPlaces);
+  check_at_least("max_matches", max_matches, 1);
+  check_at_most("max_matches", max_matches, kMostMatches);
   check_at_least("max_suffix", max_suffix, 1);
   check_at_most("max_suffix", max_suffix, kLongestSuffix);
   check_at_least("span", span, 1);

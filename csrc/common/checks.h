@@ -49,7 +49,7 @@ void check_accumulate_scores(const at::Tensor& scores, const at::Tensor& memory,
 void check_gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
 void check_lexical_recall(const at::Tensor& token_ids, int64_t begin, int64_t chunk_size,
-                          int64_t block, int64_t k, int64_t max_suffix, int64_t span,
+                          int64_t block, int64_t max_matches, int64_t max_suffix, int64_t span,
                           int64_t max_count);
 
 }  // namespace h2o_prefill

@@ -16,7 +16,7 @@ inline constexpr int64_t kLargestBudget = int64_t{1} << 22;
 inline constexpr int64_t kMostLayers = int64_t{1} << 16;
 inline constexpr int64_t kMostScores = int64_t{1} << 24;
 // What lexical recall looks up for each token, and how much it lists.
-inline constexpr int64_t kMostPlaces = 1024;
+inline constexpr int64_t kMostMatches = 1024;
 inline constexpr int64_t kLongestSuffix = 64;
 inline constexpr int64_t kLongestSpan = 1024;
 
@@ -40,7 +40,7 @@ inline constexpr auto kConfigFields =
                     ConfigField{"wide_factor", &PrefillConfig::wide_factor, 1},
                     ConfigField{"gqa_reduce", &PrefillConfig::gqa_reduce},
                     ConfigField{"min_prefill", &PrefillConfig::min_prefill, 1},
-                    ConfigField{"recall", &PrefillConfig::recall, 0, kMostPlaces},
+                    ConfigField{"recall", &PrefillConfig::recall, 0, kMostMatches},
                     ConfigField{"recall_block", &PrefillConfig::recall_block, 1},
                     ConfigField{"recall_suffix", &PrefillConfig::recall_suffix, 1, kLongestSuffix},
                     ConfigField{"recall_span", &PrefillConfig::recall_span, 1, kLongestSpan},

@@ -26,6 +26,15 @@ void check_at_most(const char* name, int64_t value, int64_t most) {
   TORCH_CHECK_VALUE(value <= most, name, " must be <= ", most, ", got ", value);
 }
 
+void check_index(const char* name, int64_t value, int64_t end) {
+  TORCH_CHECK_VALUE(value >= 0 && value < end, name, " must be in [0, ", end, "), got ", value);
+}
+
+void check_between(const char* name, int64_t value, int64_t least, int64_t most) {
+  TORCH_CHECK_VALUE(value >= least && value <= most, name, " must be in [", least, ", ", most,
+                    "], got ", value);
+}
+
 void check_call_tokens(int64_t past, int64_t num_tokens) {
   check_at_least("past", past, 0);
   check_at_most("past", past, kLargestSetting);
@@ -33,10 +42,12 @@ void check_call_tokens(int64_t past, int64_t num_tokens) {
   check_at_most("num_tokens", num_tokens, kLargestSetting - past);
 }
 
-void check_layer(int64_t layer, int64_t num_layers) {
-  TORCH_CHECK_VALUE(layer >= 0 && layer < num_layers, "layer must be in [0, ", num_layers,
-                    "), got ", layer);
+void check_num_layers(int64_t num_layers) {
+  check_at_least("num_layers", num_layers, 1);
+  check_at_most("num_layers", num_layers, kMostLayers);
 }
+
+void check_layer(int64_t layer, int64_t num_layers) { check_index("layer", layer, num_layers); }
 
 void check_gqa_reduce(std::string_view gqa_reduce) {
   TORCH_CHECK_VALUE(gqa_reduce == "sum" || gqa_reduce == "max",
@@ -73,6 +84,17 @@ void check_float(const char* name, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble, name,
       " must be float32, bfloat16, float16 or float64, got ", dtype_name(type));
+}
+
+void check_score_type(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble, name,
+                    " must be float32 or float64, got ", dtype_name(t.scalar_type()));
+}
+
+void check_head_groups(const at::Tensor& q, const at::Tensor& k) {
+  TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
+                    "the query heads must be a multiple of the KV heads, got ", q.size(1), " and ",
+                    k.size(1));
 }
 
 void check_device(const char* name, const at::Tensor& t, const at::Tensor& other, const char* of) {

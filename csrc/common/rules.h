@@ -19,8 +19,13 @@ std::string describe(const at::Tensor& t);
 
 void check_at_least(const char* name, int64_t value, int64_t least);
 void check_at_most(const char* name, int64_t value, int64_t most);
+// In [0, end).
+void check_index(const char* name, int64_t value, int64_t end);
+// In [least, most].
+void check_between(const char* name, int64_t value, int64_t least, int64_t most);
 // Tokens of a call behind `past` others: positions are int32.
 void check_call_tokens(int64_t past, int64_t num_tokens);
+void check_num_layers(int64_t num_layers);
 void check_layer(int64_t layer, int64_t num_layers);
 void check_gqa_reduce(std::string_view gqa_reduce);
 void check_recall_block(int64_t chunk_size, int64_t recall_block);
@@ -32,6 +37,12 @@ void check_dtype(const char* name, const at::Tensor& t, at::ScalarType type);
 
 // float32, bfloat16, float16 or float64.
 void check_float(const char* name, const at::Tensor& t);
+
+// float32 or float64: what scores are added up in.
+void check_score_type(const char* name, const at::Tensor& t);
+
+// Query heads share KV heads in groups of one size: q [B, Hq, ...] beside k [B, Hkv, ...].
+void check_head_groups(const at::Tensor& q, const at::Tensor& k);
 
 // Device, or dtype and device, of another tensor, which `of` describes.
 void check_device(const char* name, const at::Tensor& t, const at::Tensor& other, const char* of);

@@ -17,7 +17,7 @@ int64_t ChunkManager::num_chunks() const {
 }
 
 int64_t ChunkManager::begin(int64_t chunk) const {
-  check_chunk(chunk);
+  check_index("chunk", chunk, num_chunks());
   return past_ + chunk * chunk_size_;
 }
 
@@ -28,11 +28,6 @@ int64_t ChunkManager::end(int64_t chunk) const {
 
 int64_t ChunkManager::last_chunk_begin() const {
   return num_tokens_ == 0 ? past_ : begin(num_chunks() - 1);
-}
-
-void ChunkManager::check_chunk(int64_t chunk) const {
-  TORCH_CHECK_VALUE(chunk >= 0 && chunk < num_chunks(), "chunk must be in [0, ", num_chunks(),
-                    "), got ", chunk);
 }
 
 }  // namespace h2o_prefill

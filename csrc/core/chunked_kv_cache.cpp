@@ -6,7 +6,6 @@
 
 #include <algorithm>
 
-#include "common/config_fields.h"
 #include "common/rules.h"
 #include "core/state_header.h"
 
@@ -57,8 +56,7 @@ at::Tensor copy_rows(const at::Tensor& rows, int64_t length, int64_t capacity) {
 
 ChunkedKVCache::ChunkedKVCache(int64_t num_layers, int64_t initial_capacity, int64_t max_capacity)
     : initial_capacity_(initial_capacity), max_capacity_(max_capacity) {
-  check_at_least("num_layers", num_layers, 1);
-  check_at_most("num_layers", num_layers, kMostLayers);
+  check_num_layers(num_layers);
   check_at_least("initial_capacity", initial_capacity, 1);
   TORCH_CHECK_VALUE(max_capacity >= initial_capacity, "max_capacity must be >= initial_capacity (",
                     initial_capacity, "), got ", max_capacity);
@@ -190,8 +188,7 @@ c10::intrusive_ptr<ChunkedKVCache> ChunkedKVCache::from_tensors(
                       "tensors must be a state of ChunkedKVCache, got length ", length,
                       " and capacity ", capacity, " for layer ", i);
     if (capacity == 0) continue;
-    TORCH_CHECK_VALUE(next + 1 < tensors.size(), "tensors must hold key and value of layer ", i,
-                      ", got ", tensors.size(), " tensors");
+    check_two_more(tensors, next, "key and value", i);
     const at::Tensor& key = tensors[next++];
     const at::Tensor& value = tensors[next++];
     check_new_tokens(key, value);
@@ -200,8 +197,7 @@ c10::intrusive_ptr<ChunkedKVCache> ChunkedKVCache::from_tensors(
     cache->layers_[i] = {copy_rows(key, length, capacity), copy_rows(value, length, capacity),
                          length};
   }
-  TORCH_CHECK_VALUE(next == tensors.size(), "tensors must end behind the last layer, got ",
-                    tensors.size() - next, " more");
+  check_no_more(tensors, next);
   return cache;
 }
 

@@ -19,9 +19,7 @@ void check_query(const at::Tensor& query, const at::Tensor& key) {
       query.size(0) == key.size(0) && query.size(2) == key.size(2) && query.size(3) == key.size(3),
       "query must have batch, length and head dim of key ", key.sizes(), ", got shape ",
       query.sizes());
-  TORCH_CHECK_VALUE(key.size(1) > 0 && query.size(1) % key.size(1) == 0,
-                    "the query heads must be a multiple of the KV heads, got ", query.size(1),
-                    " and ", key.size(1));
+  check_head_groups(query, key);
 }
 
 void check_budgets(const MemorySetTracker& tracker, const PrefillConfig& config, int64_t layer) {

@@ -23,11 +23,6 @@ namespace {
 constexpr int64_t kHeaderFields = 1;
 constexpr int64_t kLayerFields = 4;
 
-void check_score_type(const char* name, const at::Tensor& t) {
-  TORCH_CHECK_VALUE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble, name,
-                    " must be float32 or float64, got ", dtype_name(t.scalar_type()));
-}
-
 void check_heads(const char* name, const at::Tensor& t, const at::Tensor& scores) {
   TORCH_CHECK_VALUE(t.sizes().slice(0, 2) == scores.sizes().slice(0, 2), name,
                     " must have batch and heads of scores ", scores.sizes(), ", got shape ",
@@ -51,8 +46,7 @@ MemorySetTracker::MemorySetTracker(int64_t num_layers, int64_t local_window, int
 
 MemorySetTracker::MemorySetTracker(int64_t num_layers, const PrefillConfig& config)
     : sink_tokens_(config.sink_tokens) {
-  check_at_least("num_layers", num_layers, 1);
-  check_at_most("num_layers", num_layers, kMostLayers);
+  check_num_layers(num_layers);
   config.check();
   for (int64_t i = 0; i < num_layers; ++i) {
     const PrefillConfig layer = config.of_layer(i);
@@ -156,9 +150,7 @@ void MemorySetTracker::update(int64_t layer, const LayerState& given) {
   TORCH_CHECK_VALUE(memory.size(2) == memory_size(layer),
                     "memory must have room for K + L + H positions (", memory_size(layer),
                     "), got shape ", memory.sizes());
-  TORCH_CHECK_VALUE(last_chunk_begin >= 0 && last_chunk_begin <= scores.size(2),
-                    "last_chunk_begin must be in [0, ", scores.size(2), "], got ",
-                    last_chunk_begin);
+  check_between("last_chunk_begin", last_chunk_begin, 0, scores.size(2));
   const StateGuard guard;
   Layer& state = layers_[layer];
   state.scores = scores.clone(at::MemoryFormat::Contiguous);
@@ -249,14 +241,12 @@ c10::intrusive_ptr<MemorySetTracker> MemorySetTracker::from_tensors(
         .check();
     tracker->layers_[i] = {.local_window = fields[0], .heavy_budget = fields[1]};
     if (fields[2] == 0) continue;
-    TORCH_CHECK_VALUE(next + 1 < tensors.size(), "tensors must hold scores and memory of layer ", i,
-                      ", got ", tensors.size(), " tensors");
+    check_two_more(tensors, next, "scores and memory", i);
     const at::Tensor& scores = tensors[next++];
     const at::Tensor& memory = tensors[next++];
     tracker->update(i, {.scores = scores, .memory = memory, .last_chunk_begin = fields[3]});
   }
-  TORCH_CHECK_VALUE(next == tensors.size(), "tensors must end behind the last layer, got ",
-                    tensors.size() - next, " more");
+  check_no_more(tensors, next);
   return tracker;
 }
 

@@ -1,4 +1,4 @@
-// The integers of a pickled state: an int64 tensor in front of the other tensors.
+// The form of a pickled state: an int64 tensor in front of the tensors of all layers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,6 +27,18 @@ inline std::vector<int64_t> read_header(const std::vector<at::Tensor>& tensors, 
   const auto here = header.cpu().contiguous();
   const auto* first = here.const_data_ptr<int64_t>();
   return {first, first + here.numel()};
+}
+
+// Checks that two tensors of a layer, `what`, are there from `next` on.
+inline void check_two_more(const std::vector<at::Tensor>& tensors, size_t next, const char* what,
+                           int64_t layer) {
+  TORCH_CHECK_VALUE(next + 1 < tensors.size(), "tensors must hold ", what, " of layer ", layer,
+                    ", got ", tensors.size(), " tensors");
+}
+
+inline void check_no_more(const std::vector<at::Tensor>& tensors, size_t next) {
+  TORCH_CHECK_VALUE(next == tensors.size(), "tensors must end behind the last layer, got ",
+                    tensors.size() - next, " more");
 }
 
 }  // namespace h2o_prefill

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 import h2o_prefill
 from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.inputs.text import encode
 
 SETTINGS = "recommended"
 # A prompt in two calls, and a token behind it.

@@ -19,7 +19,7 @@ def main() -> None:
 def load() -> Typer:
     """Import the commands; exit with what to install if a package is missing."""
     try:
-        from .app import app
+        from h2o_prefill.cli.app import app
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: the command line needs the package {error.name}: "

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import main
+from h2o_prefill.cli import main
 
 main()

@@ -2,79 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import inspect
-import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import Progress, TimeRemainingColumn
 
-from ..config import PrefillConfig
-from ..eval import DATASETS
-from ..presets import DEFAULT_PRESET
-from . import options
-from .ablation_summary import ablation_table
-from .console import (
-    progress_bar,
-    quiet_libraries,
-    say_written,
-    show_progress,
-)
-from .errors import kept_on_interrupt
-from .outputs import check_output_folder
-from .result_table import print_result
-from .texts import load_texts
-from .variants import parse_variants
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import progress_bar, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.errors import kept_on_interrupt
+from h2o_prefill.cli.field_options import add_field_options
+from h2o_prefill.cli.outputs import check_output_folder
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.tables import ablation_table
+from h2o_prefill.cli.texts import load_texts
+from h2o_prefill.cli.variants import parse_variants
+from h2o_prefill.eval import DATASETS
+from h2o_prefill.presets import DEFAULT_PRESET
 
 _GRID = "Grid: one or more values, separated by commas"
 
 
-def _field_options() -> list[inspect.Parameter]:
-    """Return an option for every field of `PrefillConfig`, with its docstring as help."""
-    described = re.findall(
-        r"^(\w+) : .*\n((?:    .*\n?)+)", inspect.getdoc(PrefillConfig) or "", re.MULTILINE
-    )
-    helps = {name: _with_options(" ".join(text.split())) for name, text in described}
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                str | None,
-                typer.Option(
-                    f"--{field.name.replace('_', '-')}",
-                    metavar="V,V,...",
-                    help=helps.get(field.name, ""),
-                    rich_help_panel=_GRID,
-                    show_default=options.FROM_PRESET,
-                ),
-            ],
-        )
-        for field in dataclasses.fields(PrefillConfig)
-    ]
-
-
-def _with_options(text: str) -> str:
-    """Return a text of a docstring with `field_name` as --field-name."""
-    return re.sub(r"`(\w+)`", lambda field: f"--{field[1].replace('_', '-')}", text)
-
-
-def _with_field_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command that takes **fields show them as options."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    shown = signature.replace(parameters=[*own, *_field_options()])
-    command.__signature__ = shown  # type: ignore[attr-defined]
-    return command
-
-
-@_with_field_options
+@add_field_options(str | None, panel=_GRID, metavar="V,V,...")
 def ablate(
     model: options.ModelOption = "smollm2-135m",
     dataset: Annotated[
@@ -102,22 +53,8 @@ def ablate(
             "--context", metavar="N,N,...", help="Window length in tokens.", rich_help_panel=_GRID
         ),
     ] = "4096",
-    windows: Annotated[
-        str,
-        typer.Option(
-            "--windows",
-            help="Windows of the text to use, as a slice; windows do not overlap.",
-            metavar="BEGIN:END",
-        ),
-    ] = "0:6",
-    protocol: Annotated[
-        str,
-        typer.Option(
-            "--protocol",
-            help="Tokens of a window that are scored: gptq scores every token but the first, "
-            "llamacpp those in the second half.",
-        ),
-    ] = "gptq",
+    windows: options.WindowsOption = "0:6",
+    protocol: options.ProtocolOption = "gptq",
     preset: Annotated[
         list[str],
         typer.Option(
@@ -166,10 +103,10 @@ def ablate(
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
     with quiet_libraries(), kept_on_interrupt(kept):
-        from ..eval.ablation import run_ablation, worker_rank
-        from ..eval.ablation_grid import build_grid, parse_values
-        from ..eval.ablation_plot import plot_ablation
-        from ..eval.ablation_store import CSV_NAME
+        from h2o_prefill.eval.ablation.grid import build_grid, parse_values
+        from h2o_prefill.eval.ablation.plot import plot_ablation
+        from h2o_prefill.eval.ablation.run import run_ablation, worker_rank
+        from h2o_prefill.eval.ablation.store import CSV_NAME
 
         rank, _ = worker_rank()
         if rank > 0:

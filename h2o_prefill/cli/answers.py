@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from ..eval import DATASETS
-from ..eval.answers import QUESTION
-from ..presets import PRESETS
-from . import options
-from .console import error_console, quiet_libraries, show_progress
-from .outputs import json_output
-from .result_table import new_table, print_result
-from .texts import load_texts
-from .variants import parse_variants
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, show_progress
+from h2o_prefill.cli.outputs import json_output
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.tables import answers_table
+from h2o_prefill.cli.texts import load_texts
+from h2o_prefill.cli.variants import parse_variants
+from h2o_prefill.eval import DATASETS
+from h2o_prefill.eval.answers.compare import QUESTION
+from h2o_prefill.presets import PRESETS
 
 if TYPE_CHECKING:
-    from ..eval.answers_result import AnswersResult
+    pass
 
 
 def answers(
@@ -58,15 +58,7 @@ def answers(
             "text is continued.",
         ),
     ] = QUESTION,
-    variants: Annotated[
-        list[str],
-        typer.Option(
-            "--variant",
-            metavar="PRESET[,NAME=VALUE...]",
-            help="Settings of sparse prefill to compare with dense prefill, as in h2o,recall=4; "
-            "may be repeated.",
-        ),
-    ] = list(PRESETS),  # noqa: B006 (typer takes a list)
+    variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
@@ -77,9 +69,9 @@ def answers(
     the same to the token, at which token the others part from dense (counted from 0), and how much
     less likely the dense run holds that token than its own, in nats.
     """
-    from ..eval import load_model
-    from ..eval.answers import compare_answers
-    from ..eval.answers_result import answers_report
+    from h2o_prefill.eval import load_model
+    from h2o_prefill.eval.answers.compare import compare_answers
+    from h2o_prefill.eval.answers.result import answers_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)
@@ -104,21 +96,3 @@ def answers(
         print_result(f"{model} {dtype}\n{asked}", answers_table(result))
         if json_file is not None:
             save_json(answers_report(result, model=model, dtype=dtype))
-
-
-def answers_table(result: AnswersResult) -> Table:
-    """Return how many answers of each variant equal dense, and where the others part from it."""
-    table = new_table()
-    table.add_column("prefill", overflow="fold")
-    table.add_column("equal to\ndense", justify="right", no_wrap=True)
-    table.add_column("others part\nat token", overflow="fold")
-    table.add_column("median\ngap", justify="right", no_wrap=True)
-    for name in result.variants:
-        gaps = result.gaps(name)
-        table.add_row(
-            name,
-            f"{result.equal(name)}/{len(result.prompts)}",
-            " ".join(map(str, result.parting_tokens(name))) or "-",
-            f"{gaps[len(gaps) // 2]:.2f}" if gaps else "-",
-        )
-    return table

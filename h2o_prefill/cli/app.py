@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .. import __version__
-from . import (
+from h2o_prefill import __version__
+from h2o_prefill.cli import (
     ablate,
     answers,
     bench,
@@ -21,7 +21,7 @@ from . import (
     retrieve,
     visualize,
 )
-from .errors import OneLineErrors
+from h2o_prefill.cli.errors import OneLineErrors
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import error_console, quiet_libraries, say_written, show_progress
-from .outputs import check_output_folder, json_output
-from .result_table import new_table, print_result
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.outputs import check_output_folder, json_output
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.tables import throughput_table
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
+@options.add_size_options
 def bench(
     model: options.ModelOption = "smollm2-135m",
     lengths: Annotated[
@@ -29,10 +30,6 @@ def bench(
         int, typer.Option("--runs", min=1, help="Timed runs per length; the table shows medians.")
     ] = 3,
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     output: Annotated[
@@ -45,24 +42,19 @@ def bench(
         ),
     ] = None,
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
-    from ..eval import benchmark_throughput, load_model, profile_memory
-    from ..eval.bench_plots import plot_memory, plot_throughput
-    from ..eval.environment import environment
+    from h2o_prefill.eval import benchmark_throughput, load_model, profile_memory
+    from h2o_prefill.eval.environment import environment
+    from h2o_prefill.eval.speed.plots import plot_memory, plot_throughput
 
     with quiet_libraries(), json_output(json_file) as save_json:
         figures = {
             "throughput_comparison.png": plot_throughput,
             "memory_profile.png": plot_memory,
         }
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         check_output_folder(output, figures)
         chosen = _parse_lengths(lengths)
         options.use_threads(threads)
@@ -73,8 +65,8 @@ def bench(
             memory = None
             if output is not None:
                 memory = profile_memory(network, chosen, config, on_progress=show)
-        what, sizes = f"{model} {dtype}, prefill", options.describe_sizes(config)
-        print_result(f"{what}, median of {runs}\n{sizes}", throughput_table(frame))
+        what, described = f"{model} {dtype}, prefill", options.describe_sizes(config)
+        print_result(f"{what}, median of {runs}\n{described}", throughput_table(frame))
         if json_file is not None:
             origin = {"model": model, "dtype": dtype, "preset": preset}
             report = {
@@ -89,38 +81,8 @@ def bench(
             folder = output.expanduser()
             folder.mkdir(parents=True, exist_ok=True)
             for (name, draw), values in zip(figures.items(), (frame, memory), strict=True):
-                draw(values, folder / name, f"{what}, {sizes}")
+                draw(values, folder / name, f"{what}, {described}")
                 say_written(folder / name)
-
-
-def throughput_table(frame: pd.DataFrame) -> Table:
-    """Return seconds and tokens per second, one prompt length a row."""
-    # Narrow, and with headings of two lines, to fit 80 columns.
-    table = new_table()
-    with_recall = bool(frame["recalled_keys"].notna().any())
-    for name in (
-        "tokens",
-        "dense\nseconds",
-        "sparse\nseconds",
-        "dense\ntokens/s",
-        "sparse\ntokens/s",
-        "speed-up\n(range)",
-        "attention\nflops ratio",
-        *(["recalled\nkeys"] if with_recall else []),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in frame.to_dict(orient="records"):
-        table.add_row(
-            f"{row['seq_length']:.0f}",
-            f"{row['dense_seconds']:.3f}",
-            f"{row['sparse_seconds']:.3f}",
-            f"{row['dense_tokens_per_second']:.0f}",
-            f"{row['sparse_tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f})",
-            f"{row['attention_flops_ratio']:.2f}",
-            *([f"{row['recalled_keys']:.0f}"] if with_recall else []),
-        )
-    return table
 
 
 def _parse_lengths(text: str) -> list[int]:

@@ -7,34 +7,20 @@ from typing import Annotated
 
 import typer
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import (
-    error_console,
-    output_console,
-    quiet_libraries,
-    show_progress,
-)
-from .outputs import json_output
-from .result_table import print_result
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, output_console, quiet_libraries, show_progress
+from h2o_prefill.cli.outputs import json_output
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 
 def calibrate(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
     text_file: options.TextFileOption = None,
-    context: Annotated[
-        int, typer.Option("--context", min=1, help="Window length in tokens.")
-    ] = 4096,
-    windows: Annotated[
-        str,
-        typer.Option(
-            "--windows",
-            help="Windows of the text to use, as a slice; windows do not overlap.",
-            metavar="BEGIN:END",
-        ),
-    ] = "0:1",
+    context: options.ContextOption = 4096,
+    windows: options.WindowsOption = "0:1",
     layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers to choose.")] = 6,
     keep: Annotated[
         str,
@@ -55,10 +41,10 @@ def calibrate(
     those of the dense model: one forward pass per layer and window. The text should be of the kind
     that the model will read. Prints the settings in the form that --preset takes.
     """
-    from ..eval import calibrate_layers, load_model, load_text
-    from ..eval.calibration import KEPT
-    from ..eval.environment import environment
-    from .tables import calibration_table
+    from h2o_prefill.cli.tables import calibration_table
+    from h2o_prefill.eval import calibrate_layers, load_model, load_text
+    from h2o_prefill.eval.calibration.calibrate import KEPT
+    from h2o_prefill.eval.environment import environment
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset)

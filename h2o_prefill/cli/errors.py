@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from .console import ResultConsole, discard_output, error_console
+from h2o_prefill.cli.console import ResultConsole, discard_output, error_console
 
 USAGE = 2
 FAILURE = 1

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import error_console, quiet_libraries, say_written
-from .outputs import check_output_file
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, say_written
+from h2o_prefill.cli.outputs import check_output_file
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 
+@options.add_size_options
 def export(
     output: Annotated[
         Path,
@@ -28,11 +29,8 @@ def export(
     ] = 8192,
     dtype: options.DtypeOption = "bfloat16",
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Write a whole model as an AOTInductor package that runs without Python.
 
@@ -40,18 +38,12 @@ def export(
     says what the package is, and the folder FILE.tokenizer. `csrc/examples/generate.cpp` runs
     packages in C++, `h2o-prefill generate --package` in Python.
     """
-    from ..eval import load_model
-    from ..eval.packages import write_package
+    from h2o_prefill.eval import load_model
+    from h2o_prefill.eval.inputs.packages import write_package
 
     check_output_file(output, "--output", (".pt2",))
     with quiet_libraries():
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         options.use_threads(threads)
         console = error_console()
         with console.status(f"loading {model}"):

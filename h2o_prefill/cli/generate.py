@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import ResultConsole, error_console, output_console, quiet_libraries
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import ResultConsole, error_console, output_console, quiet_libraries
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 
+@options.add_size_options
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue.", show_default=False)
@@ -44,31 +45,23 @@ def generate(
         ),
     ] = True,
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Continue a prompt by greedy decoding after sparse prefill.
 
     Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
     """
-    from ..eval import load_model
-    from ..eval.generation import encode_prompt, generate_from_package, generate_timed
-    from ..eval.packages import load_package
-    from ..eval.text import read_text
-    from ..hf import enable
+    from h2o_prefill.eval import load_model
+    from h2o_prefill.eval.inputs.packages import load_package
+    from h2o_prefill.eval.inputs.prompts import encode_prompt
+    from h2o_prefill.eval.inputs.text import read_text
+    from h2o_prefill.eval.speed.generation import generate_from_package, generate_timed
+    from h2o_prefill.hf import enable
 
     with quiet_libraries():
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         if (prompt is None) == (prompt_file is None):
             raise ValueError("give a prompt or --prompt-file, one of the two")
         text = prompt if prompt_file is None else read_text(prompt_file, "--prompt-file")

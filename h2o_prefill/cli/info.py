@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..presets import PRESETS
-from . import options
-from .console import quiet_libraries
-from .outputs import json_output
-from .result_table import print_result
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import quiet_libraries
+from h2o_prefill.cli.outputs import json_output
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.presets import PRESETS
 
 
 def info(json_file: options.JsonOption = None) -> None:
     """Show versions, hardware, build options, and what the library supports."""
-    from ..eval import DATASETS, DEFAULT_MODEL, DTYPES, PROTOCOLS
-    from ..eval.cache_dir import cache_dir
-    from ..eval.environment import cuda_kernels, environment, linear_attention, operators
-    from .tables import info_table
+    from h2o_prefill.cli.tables import info_table
+    from h2o_prefill.eval import DATASETS, DEFAULT_MODEL, DTYPES, PROTOCOLS
+    from h2o_prefill.eval.environment import cuda_kernels, environment, linear_attention, operators
+    from h2o_prefill.eval.inputs.cache_dir import cache_dir
 
     with quiet_libraries(), json_output(json_file) as save_json:
         facts = environment()

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from . import options
-from .console import quiet_libraries, say_written, show_progress
-from .outputs import check_output_file, json_output
-from .result_table import print_result
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.outputs import check_output_file, json_output
+from h2o_prefill.cli.result_table import print_result
 
 
 def models(
@@ -34,11 +34,11 @@ def models(
 
     Ends with an error if one differs from its stock model where it must not.
     """
-    from ..eval.atomic_write import replaced_file
-    from ..eval.environment import environment
-    from ..eval.model_page import models_page
-    from ..eval.model_sweep import sweep
-    from .models_table import models_table
+    from h2o_prefill.cli.tables import models_table
+    from h2o_prefill.eval.atomic_write import replaced_file
+    from h2o_prefill.eval.compatibility.page import models_page
+    from h2o_prefill.eval.compatibility.sweep import sweep
+    from h2o_prefill.eval.environment import environment
 
     with quiet_libraries(), json_output(json_file) as save_json:
         if markdown is not None:

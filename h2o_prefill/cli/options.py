@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ..config import PrefillConfig
-from ..eval import DTYPES
-from ..presets import PRESETS
+from h2o_prefill.cli.field_options import add_field_options
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import DTYPES
+from h2o_prefill.presets import PRESETS
 
 _SIZES = "Sparse prefill"
-FROM_PRESET = "from --preset"
 
 
 def choices(names: Iterable[str]) -> str:
@@ -44,6 +44,32 @@ TextFileOption = Annotated[
         "--text-file", metavar="FILE", help="UTF-8 text file to use instead of --dataset."
     ),
 ]
+ContextOption = Annotated[int, typer.Option("--context", min=1, help="Window length in tokens.")]
+WindowsOption = Annotated[
+    str,
+    typer.Option(
+        "--windows",
+        help="Windows of the text to use, as a slice; windows do not overlap.",
+        metavar="BEGIN:END",
+    ),
+]
+ProtocolOption = Annotated[
+    str,
+    typer.Option(
+        "--protocol",
+        help="Tokens of a window that are scored: gptq scores every token but the first, "
+        "llamacpp those in the second half.",
+    ),
+]
+VariantsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--variant",
+        metavar="PRESET[,NAME=VALUE...]",
+        help="Settings of sparse prefill to compare with dense prefill, as in h2o,recall=4; "
+        "may be repeated.",
+    ),
+]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help=f"Data type of the model's weights: {choices(DTYPES)}.")
 ]
@@ -69,43 +95,12 @@ PresetOption = Annotated[
         rich_help_panel=_SIZES,
     ),
 ]
-ChunkSizeOption = Annotated[
+
+add_size_options = add_field_options(
     int | None,
-    typer.Option(
-        "--chunk-size",
-        help="Chunk size S in tokens; attention within a chunk is exact.",
-        rich_help_panel=_SIZES,
-        show_default=FROM_PRESET,
-    ),
-]
-LocalWindowOption = Annotated[
-    int | None,
-    typer.Option(
-        "--local-window",
-        help="Local window L: number of positions directly before a chunk that are always kept.",
-        rich_help_panel=_SIZES,
-        show_default=FROM_PRESET,
-    ),
-]
-HeavyBudgetOption = Annotated[
-    int | None,
-    typer.Option(
-        "--heavy-budget",
-        help="Heavy-hitter budget H: number of earlier positions kept because queries attended to "
-        "them most.",
-        rich_help_panel=_SIZES,
-        show_default=FROM_PRESET,
-    ),
-]
-SinkTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--sink-tokens",
-        help="Attention sinks K: number of first positions of the prompt that are always kept.",
-        rich_help_panel=_SIZES,
-        show_default=FROM_PRESET,
-    ),
-]
+    panel=_SIZES,
+    names=("chunk_size", "local_window", "heavy_budget", "sink_tokens"),
+)
 
 
 def describe_sizes(config: PrefillConfig) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..eval.atomic_write import check_folder, check_writable
-from ..eval.plots import PLOT_SUFFIXES
-from ..eval.report import format_json, write_json
-from .console import say_written
+from h2o_prefill.cli.console import say_written
+from h2o_prefill.eval.atomic_write import check_folder, check_writable
+from h2o_prefill.eval.plotting import PLOT_SUFFIXES
+from h2o_prefill.eval.report import format_json, write_json
 
 # As a file's name: standard output.
 STDOUT = "-"

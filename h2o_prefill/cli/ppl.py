@@ -7,43 +7,24 @@ from typing import Annotated
 
 import typer
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import error_console, quiet_libraries, say_written, show_progress
-from .outputs import check_plot, json_output
-from .result_table import print_result
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.outputs import check_plot, json_output
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 
+@options.add_size_options
 def ppl(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
     text_file: options.TextFileOption = None,
-    context: Annotated[
-        int, typer.Option("--context", min=1, help="Window length in tokens.")
-    ] = 4096,
-    windows: Annotated[
-        str,
-        typer.Option(
-            "--windows",
-            help="Windows of the text to use, as a slice; windows do not overlap.",
-            metavar="BEGIN:END",
-        ),
-    ] = "0:6",
+    context: options.ContextOption = 4096,
+    windows: options.WindowsOption = "0:6",
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
-    protocol: Annotated[
-        str,
-        typer.Option(
-            "--protocol",
-            help="Tokens of a window that are scored: gptq scores every token but the first, "
-            "llamacpp those in the second half.",
-        ),
-    ] = "gptq",
+    protocol: options.ProtocolOption = "gptq",
     json_file: options.JsonOption = None,
     plot: Annotated[
         Path | None,
@@ -54,21 +35,16 @@ def ppl(
         ),
     ] = None,
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
-    from ..eval import check_settings, evaluate_perplexity, load_model, load_text
-    from ..eval.plots import plot_perplexity
-    from ..eval.report import build_report
-    from .tables import perplexity_table
+    from h2o_prefill.cli.tables import perplexity_table
+    from h2o_prefill.eval import check_settings, evaluate_perplexity, load_model, load_text
+    from h2o_prefill.eval.perplexity.plot import plot_perplexity
+    from h2o_prefill.eval.perplexity.result import perplexity_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         check_plot(plot)
         check_settings(config, context, windows, protocol)
         corpus = load_text(dataset, text_file)
@@ -92,7 +68,7 @@ def ppl(
         )
         print_result(title, perplexity_table(result))
         if json_file is not None:
-            report = build_report(
+            report = perplexity_report(
                 result,
                 model=model,
                 dtype=dtype,

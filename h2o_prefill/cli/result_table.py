@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from .console import output_console
+from h2o_prefill.cli.console import output_console
 
 # Columns that may fold are not made narrower than this.
 _LEAST_FOLDED = 12

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from ..eval.retrieval_settings import DEPTHS, LENGTHS
-from ..eval.retrieval_tasks import TASKS
-from ..presets import PRESETS
-from . import options
-from .console import error_console, quiet_libraries, say_written, show_progress
-from .outputs import check_plot, json_output
-from .result_table import new_table, print_result
-from .variants import parse_variants
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.outputs import check_plot, json_output
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.tables import retrieval_table
+from h2o_prefill.cli.variants import parse_variants
+from h2o_prefill.eval.needles.settings import DEPTHS, LENGTHS
+from h2o_prefill.eval.needles.tasks import TASKS
+from h2o_prefill.presets import PRESETS
 
 if TYPE_CHECKING:
-    from ..eval.retrieval_result import RetrievalResult
+    pass
 
 
 def retrieve(
@@ -59,15 +58,7 @@ def retrieve(
             help="Place of the question: last is after the text, first is before it.",
         ),
     ] = "last",
-    variants: Annotated[
-        list[str],
-        typer.Option(
-            "--variant",
-            metavar="PRESET[,NAME=VALUE...]",
-            help="Settings of sparse prefill to compare with dense prefill, as in h2o,recall=4; "
-            "may be repeated.",
-        ),
-    ] = list(PRESETS),  # noqa: B006 (typer takes a list)
+    variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
     seed: Annotated[
         int,
         typer.Option(
@@ -94,10 +85,10 @@ def retrieve(
     accuracy is the mean score, and kept is the share of the prompts solved after dense prefill that
     are solved after sparse prefill too.
     """
-    from ..eval import evaluate_retrieval, load_model, load_text
-    from ..eval.retrieval_plots import plot_retrieval
-    from ..eval.retrieval_result import retrieval_report
-    from ..eval.retrieval_settings import check_retrieval
+    from h2o_prefill.eval import evaluate_retrieval, load_model, load_text
+    from h2o_prefill.eval.needles.plot import plot_retrieval
+    from h2o_prefill.eval.needles.result import retrieval_report
+    from h2o_prefill.eval.needles.settings import check_retrieval
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)
@@ -130,45 +121,6 @@ def retrieve(
         if plot is not None:
             plot_retrieval(result, plot, title.replace("\n", ", "))
             say_written(plot)
-
-
-def retrieval_table(result: RetrievalResult) -> Table:
-    """Return the accuracy of each variant, task by task and length by length, with 95 % intervals.
-
-    Kept is what a variant solves of the prompts that the dense run solves.
-    """
-    # Narrow, and with headings of two lines, to fit 80 columns.
-    table = new_table()
-    table.add_column("task", no_wrap=True)
-    table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("prefill", overflow="fold")
-    table.add_column("accuracy %\n(95 %)", justify="right", no_wrap=True)
-    table.add_column("kept of\nsolved", justify="right", no_wrap=True)
-    table.add_column("kept %\n(95 %)", justify="right", no_wrap=True)
-    for row in result.summary:
-        first = row.variant == result.summary[0].variant
-        if first:
-            table.add_section()
-        table.add_row(
-            row.task if first else "",
-            str(row.length) if first else "",
-            row.variant,
-            _percent(row.accuracy, row.accuracy_interval),
-            _of(row.kept, row.dense_solved),
-            _percent(row.kept, row.kept_interval),
-        )
-    return table
-
-
-def _of(share: float, count: int) -> str:
-    return f"{share * count:.0f}/{count}" if count else "-"
-
-
-def _percent(share: float, interval: tuple[float, float]) -> str:
-    if math.isnan(share):
-        return "-"
-    low, high = interval
-    return f"{100 * share:.0f} ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def _numbers(text: str, name: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..eval import Corpus, load_text
+from h2o_prefill.eval import Corpus, load_text
 
 
 def load_texts(datasets: str | None, files: Iterable[Path] | None) -> list[Corpus]:

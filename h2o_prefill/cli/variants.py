@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..config import PrefillConfig
+from h2o_prefill.config import PrefillConfig
 
 
 def parse_variants(texts: Iterable[str]) -> dict[str, PrefillConfig]:

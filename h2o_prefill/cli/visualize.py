@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..presets import DEFAULT_PRESET
-from . import options
-from .console import error_console, output_console, quiet_libraries, show_progress
-from .outputs import check_output_folder, json_output
-from .result_table import print_result
-from .variants import parse_variant
+from h2o_prefill.cli import options
+from h2o_prefill.cli.console import error_console, output_console, quiet_libraries, show_progress
+from h2o_prefill.cli.outputs import check_output_folder, json_output
+from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+@options.add_size_options
 def visualize(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
@@ -54,34 +55,25 @@ def visualize(
         ),
     ] = True,
     preset: options.PresetOption = DEFAULT_PRESET,
-    chunk_size: options.ChunkSizeOption = None,
-    local_window: options.LocalWindowOption = None,
-    heavy_budget: options.HeavyBudgetOption = None,
-    sink_tokens: options.SinkTokensOption = None,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
+    **sizes: int | None,
 ) -> None:
     """Draw which positions memory sets keep, what attention they received, and the errors.
 
     Writes the figures as PNG files, and index.html, which shows and explains all of them.
     """
-    from ..eval import load_model, load_text, visualize_attention_patterns
-    from ..eval.environment import environment
-    from ..eval.pattern_page import FILES
-    from ..eval.patterns import check_prompt_length
-    from ..eval.protocols import select_windows
-    from ..eval.text import encode
-    from .attention_table import attention_table
+    from h2o_prefill.cli.tables import attention_table
+    from h2o_prefill.eval import load_model, load_text, visualize_attention_patterns
+    from h2o_prefill.eval.attention.pattern_page import FILES
+    from h2o_prefill.eval.attention.patterns import check_prompt_length
+    from h2o_prefill.eval.environment import environment
+    from h2o_prefill.eval.inputs.text import encode
+    from h2o_prefill.eval.perplexity.windows import select_windows
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        config = parse_variant(
-            preset,
-            chunk_size=chunk_size,
-            local_window=local_window,
-            heavy_budget=heavy_budget,
-            sink_tokens=sink_tokens,
-        )
+        config = parse_variant(preset, **sizes)
         check_prompt_length(config, context, "context")
         check_output_folder(output, FILES)
         if json_file is not None and not errors:
@@ -129,8 +121,8 @@ def visualize(
 
 def _ablation_rows(file: Path | None, output: Path, model: str) -> pd.DataFrame | None:
     """Return the rows of a model in a table of `ablate`, None if no file is named nor found."""
-    from ..eval.ablation_store import CSV_NAME
-    from ..eval.ablation_table import read_rows, to_frame
+    from h2o_prefill.eval.ablation.store import CSV_NAME
+    from h2o_prefill.eval.ablation.table import read_rows, to_frame
 
     path = (output.parent / CSV_NAME if file is None else file).expanduser()
     if file is not None and not path.is_file():

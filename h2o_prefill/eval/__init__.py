@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from .ablation import run_ablation
-from .answers import compare_answers
-from .attention_error import measure_attention
-from .attention_flops import AttentionFlops, count_attention_flops
-from .attention_result import AttentionMeasures
-from .calibration import LayerCalibration, calibrate_layers
-from .memory_profile import profile_memory
-from .models import DEFAULT_MODEL, DTYPES, load_model
-from .patterns import AttentionPatterns
-from .perplexity import PerplexityResult, check_settings, evaluate_perplexity
-from .protocols import PROTOCOLS
-from .retrieval import evaluate_retrieval
-from .text import DATASETS, Corpus, load_text
-from .throughput import benchmark_throughput
-from .visualize import visualize_attention_patterns
+from h2o_prefill.eval.ablation.run import run_ablation
+from h2o_prefill.eval.answers.compare import compare_answers
+from h2o_prefill.eval.attention.error import measure_attention
+from h2o_prefill.eval.attention.patterns import AttentionPatterns
+from h2o_prefill.eval.attention.result import AttentionMeasures
+from h2o_prefill.eval.attention.visualize import visualize_attention_patterns
+from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
+from h2o_prefill.eval.calibration.calibrate import calibrate_layers
+from h2o_prefill.eval.calibration.result import LayerCalibration
+from h2o_prefill.eval.inputs.models import DEFAULT_MODEL, DTYPES, load_model
+from h2o_prefill.eval.inputs.text import DATASETS, Corpus, load_text
+from h2o_prefill.eval.needles.evaluate import evaluate_retrieval
+from h2o_prefill.eval.perplexity.evaluate import (
+    PerplexityResult,
+    check_settings,
+    evaluate_perplexity,
+)
+from h2o_prefill.eval.perplexity.windows import PROTOCOLS
+from h2o_prefill.eval.speed.memory_profile import profile_memory
+from h2o_prefill.eval.speed.throughput import benchmark_throughput
 
 __all__ = [
     "DATASETS",

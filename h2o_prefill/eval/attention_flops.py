@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import PrefillConfig
-from .visibility import RecalledKeys, find_recalled
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from h2o_prefill.eval.runs import last_logits_only
 
 _PROBE_TOKENS = 8
 
@@ -113,7 +114,7 @@ class PromptForward:
             isinstance(self._base, nn.Module)
             and self._base is not model
             and isinstance(self._output_layer(), nn.Module)
-            and "logits_to_keep" in inspect.signature(model.forward).parameters
+            and bool(last_logits_only(model))
         )
 
     def _output_layer(self) -> Any:

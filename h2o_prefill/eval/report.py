@@ -1,4 +1,4 @@
-"""The JSON file of an evaluation."""
+"""The JSON files of evaluations."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ import math
 import os
 from typing import Any
 
-from .atomic_write import replaced_file
-from .environment import environment
-from .result import PerplexityResult
+from h2o_prefill.eval.atomic_write import replaced_file
+from h2o_prefill.eval.environment import environment
 
 
-def build_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
-    """Return the report of an evaluation.
+def build_report(config: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """Return the report of an evaluation, for `write_json`.
 
     Parameters
     ----------
-    result : PerplexityResult
-    origin
-        What the result does not know and a reader needs to repeat it: model, dtype, text.
+    config : dict
+        What a reader needs to repeat it: model, dtype, text, settings.
+    parts
+        What was found.
 
     Returns
     -------
     dict
-        `{environment, config, dense: {ppl, ppl_by_chunk, seconds, ...}, sparse: {the same},
-        delta_percent, stderr_percent, ...}`
+        `{environment, config, **parts}`
     """
-    values = result.to_dict()
-    config = {**origin, **{key: values.pop(key) for key in ("protocol", "context", "windows")}}
-    config.update(values.pop("config"))
-    return {"environment": environment(), "config": config, **values}
+    return {"environment": environment(), "config": config, **parts}
 
 
 def write_json(values: dict[str, Any], path: str | os.PathLike[str]) -> None:

@@ -21,7 +21,7 @@
 | prefill.py, prompt.py | prefill a prompt in several calls, whatever form it has |
 | hooks.py, forward.py | what happens before and after a forward |
 | forwards.py | which forwards run, so that none is switched over half-way |
-| run.py, settings.py | what one forward, and one enabled model, know |
+| forward_context.py, enabled_state.py | what one forward, and one enabled model, know |
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.forward_context import ForwardContext
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.layer_kinds import is_causal
 from h2o_prefill.hf.padding import Padding
-from h2o_prefill.hf.run import Run
 from h2o_prefill.hf.static import StaticPrefillLayer
 
 
@@ -33,7 +33,7 @@ class Call:
         Everything else that the model passed.
     config : PrefillConfig
         Of the enabled model.
-    run : Run or None
+    context : ForwardContext or None
         The forward that this call belongs to; None if the model was never enabled.
     """
 
@@ -45,7 +45,7 @@ class Call:
     dropout: float
     kwargs: dict[str, Any]
     config: PrefillConfig
-    run: Run | None
+    context: ForwardContext | None
 
     @property
     def new(self) -> int:
@@ -56,9 +56,9 @@ class Call:
     def total(self) -> int:
         """Tokens up to the last of this call; behind them are the free places of a static cache."""
         length = self.key.shape[2]
-        if self.run is None or self.mask is not None or not is_causal(self.module, self.kwargs):
+        if self.context is None or self.mask is not None or not is_causal(self.module, self.kwargs):
             return length
-        return self.run.filled.get(length, length)
+        return self.context.filled.get(length, length)
 
     @property
     def past(self) -> int:
@@ -76,7 +76,7 @@ class Call:
     @property
     def candidates(self) -> int:
         """Tokens at the end of this call that assisted decoding verifies: always densely."""
-        return 0 if self.run is None else self.run.candidates_in(self.past, self.new)
+        return 0 if self.context is None else self.context.candidates_in(self.past, self.new)
 
     @property
     def prompt_rows(self) -> int:
@@ -95,12 +95,12 @@ class Call:
 
         Multi-head latent attention caches latents, one for each key.
         """
-        if self.run is None:
+        if self.context is None:
             return None
-        layer = self.run.layer_of(self.module)
+        layer = self.context.layer_of(self.module)
         if getattr(layer, "keys", None) is not self.key:
             # Recurrent models have several cache layers for one module.
-            layers = getattr(self.run.cache, "layers", None) or ()
+            layers = getattr(self.context.cache, "layers", None) or ()
             holders = (other for other in layers if getattr(other, "keys", None) is self.key)
             layer = next(holders, layer)
         if isinstance(layer, StaticPrefillLayer):
@@ -116,7 +116,7 @@ class Call:
         Other attention of the same forward, such as that to the states of an encoder, may be of the
         same size.
         """
-        padding = None if self.run is None else self.run.paddings.get(self.new)
+        padding = None if self.context is None else self.context.paddings.get(self.new)
         sizes = (self.query.shape[0], self.new, self.key.shape[2])
         if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
             return None

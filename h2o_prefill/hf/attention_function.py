@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.dense import dense_attention
 from h2o_prefill.hf.eligibility import dense_reason
+from h2o_prefill.hf.enabled_state import DEFAULT_STATE
+from h2o_prefill.hf.forward_context import current_context
 from h2o_prefill.hf.graph_call import call_in_graph
 from h2o_prefill.hf.in_graph import attend_in_graph
-from h2o_prefill.hf.run import current_run
-from h2o_prefill.hf.settings import DEFAULT_SETTINGS
 from h2o_prefill.hf.sparse import attend_sparsely
 
 
@@ -73,11 +73,13 @@ def _attend(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    run = current_run(getattr(module, "config", None))
-    settings = DEFAULT_SETTINGS if run is None else run.settings
-    call = Call(module, query, key, value, attention_mask, dropout, kwargs, settings.config, run)
+    context = current_context(getattr(module, "config", None))
+    settings = DEFAULT_STATE if context is None else context.settings
+    call = Call(
+        module, query, key, value, attention_mask, dropout, kwargs, settings.config, context
+    )
     reason = dense_reason(call)
-    if run is not None:
+    if context is not None:
         settings.count(getattr(module, "layer_idx", None), query.shape[0] * query.shape[2], reason)
     if reason is None:
         return attend_sparsely(call, scaling), None

@@ -28,10 +28,10 @@ from h2o_prefill import ops
 from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.chosen_keys import hide_other_keys
 from h2o_prefill.hf.eligibility import INDEX_ARGUMENTS, needs_gradients, wants_weights
+from h2o_prefill.hf.enabled_state import switched_from
+from h2o_prefill.hf.forward_context import ForwardContext
 from h2o_prefill.hf.layer_kinds import is_causal
 from h2o_prefill.hf.names import NAME
-from h2o_prefill.hf.run import Run
-from h2o_prefill.hf.settings import switched_from
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")
@@ -90,10 +90,11 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
 def _implementation(call: Call) -> str:
     """Return the name of the attention implementation to fall back to."""
     hf_config = getattr(call.module, "config", None)
-    if call.run is None:  # The forward began before the model was enabled, or it is another one's.
+    # The forward began before the model was enabled, or it is another one's.
+    if call.context is None:
         name = switched_from(hf_config)
     else:
-        name = call.run.settings.previous_of(hf_config)
+        name = call.context.settings.previous_of(hf_config)
     if name is None or name == NAME:
         name = _default_implementation(call.module)
     if name == "sdpa" and (call.given(*EAGER_ONLY) or _sdpa_drops_position_bias(call)):
@@ -150,18 +151,18 @@ def _mask(call: Call, name: str) -> Any:
     mask, padding = call.mask, call.padding
     if mask is None and padding is not None:
         device = call.query.device
-        mask = _shared(call.run, (padding, device), lambda: padding.mask_on(device))
+        mask = _shared(call.context, (padding, device), lambda: padding.mask_on(device))
     # One query sees every key without a mask, but some eager functions cannot do without one.
     elif mask is None and (call.new > 1 or name == "eager") and _needs_causal_mask(call):
         make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         if make is None:
             return None
         key = (name, call.query.shape[2], call.total, call.query.device, call.query.dtype)
-        return _shared(call.run, key, lambda: _causal_mask(call, make))
+        return _shared(call.context, key, lambda: _causal_mask(call, make))
     if name == "eager" and isinstance(mask, Tensor):
         dtype = call.query.dtype
         # The mask itself is in the value, so that its id cannot be taken by another.
-        return _shared(call.run, (id(mask), dtype), lambda: (mask, as_additive(mask, dtype)))[1]
+        return _shared(call.context, (id(mask), dtype), lambda: (mask, as_additive(mask, dtype)))[1]
     return mask
 
 
@@ -173,10 +174,10 @@ def _needs_causal_mask(call: Call) -> bool:
     """
     if call.past < 0 or not is_causal(call.module, call.kwargs):
         return False
-    if call.run is None:
+    if call.context is None:
         return True
     # Some models let only the last queries through their last layers.
-    return any(call.new <= new and call.total == keys for new, keys in call.run.plain)
+    return any(call.new <= new and call.total == keys for new, keys in call.context.plain)
 
 
 def _causal_mask(call: Call, make: Callable[..., Any]) -> Any:
@@ -205,5 +206,5 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def _shared(run: Run | None, key: Any, make: Callable[[], Any]) -> Any:
-    return make() if run is None else run.shared(key, make)
+def _shared(context: ForwardContext | None, key: Any, make: Callable[[], Any]) -> Any:
+    return make() if context is None else context.shared(key, make)

@@ -10,9 +10,9 @@ import torch
 
 from h2o_prefill.config import LAYER_FIELDS
 from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.forward_context import is_traced
 from h2o_prefill.hf.layer_kinds import WINDOWED, is_causal, layer_type, window_of
 from h2o_prefill.hf.padding import CONTINUES
-from h2o_prefill.hf.run import is_traced
 from h2o_prefill.hf.static import StaticPrefillLayer
 from h2o_prefill.hf.token_history import KeepsTokenIds
 
@@ -41,10 +41,10 @@ def _is_windowed(call: Call) -> bool:
     kind = layer_type(call.module)
     if kind == "full_attention" and not call.given("sliding_window"):
         return False
-    if kind not in ("full_attention", *WINDOWED) or call.run is None:
+    if kind not in ("full_attention", *WINDOWED) or call.context is None:
         return True
     given = call.kwargs.get("sliding_window")
-    return not call.run.windows_show_all or (given is not None and given < call.key.shape[2])
+    return not call.context.windows_show_all or (given is not None and given < call.key.shape[2])
 
 
 def _is_short(call: Call) -> bool:
@@ -99,16 +99,16 @@ def _is_encoder_decoder(call: Call) -> bool:
 
 
 def _is_static_elsewhere(call: Call) -> bool:
-    layer = None if call.run is None else call.run.layer_of(call.module)
+    layer = None if call.context is None else call.context.layer_of(call.module)
     if isinstance(layer, StaticPrefillLayer):
         # A cache that only a part of the model was given.
-        return call.run is None or call.run.call is None
+        return call.context is None or call.context.call is None
     return bool(getattr(layer, "is_compileable", False))
 
 
 def _is_plain(call: Call) -> bool:
-    run = call.run
-    plain = run is None or (call.new, call.total) in run.plain
+    context = call.context
+    plain = context is None or (call.new, call.total) in context.plain
     return plain or call.padding is not None
 
 
@@ -117,18 +117,18 @@ def _goes_on_from_padding(call: Call) -> bool:
 
 
 def _mask_reason(call: Call) -> str:
-    made = None if call.run is None else call.run.mask_reason
+    made = None if call.context is None else call.context.mask_reason
     return made or "a custom attention mask is not supported"
 
 
 def _window_reason(call: Call) -> str:
     """Return why a windowed layer is dense: by design, unless no layer of the model is sparse."""
-    run = call.run
-    if run is None or not run.settings.only_windows:
+    context = call.context
+    if context is None or not context.settings.only_windows:
         return ""
-    if getattr(run.layer_of(call.module), "is_compileable", False):
+    if getattr(context.layer_of(call.module), "is_compileable", False):
         return "sliding or chunked layers of static caches are not supported"
-    if run.windows_show_all is None:
+    if context.windows_show_all is None:
         return OWN_MASKS if call.mask is None else _mask_reason(call)
     return "every layer has a sliding window, or chunks, that the prompt does not fit into"
 
@@ -140,7 +140,7 @@ def _config(call: Call) -> Any:
 def _history_reason(call: Call) -> str:
     if window_of(call.module) is not None:
         return "a long call goes on in sliding or chunked layers, which keep no state between calls"
-    if isinstance(getattr(call.run, "cache", None), KeepsTokenIds):
+    if isinstance(getattr(call.context, "cache", None), KeepsTokenIds):
         return "the cache keeps no state for layers of this kind"
     return "a long call goes on from a cache that was not filled by this model while it was enabled"
 
@@ -203,7 +203,7 @@ RULES = (
     Rule(lambda call: not _is_plain(call), OWN_MASKS),
     Rule(lambda call: call.past > 0 and call.cache_layer is None, _history_reason),
     Rule(_goes_on_from_padding, CONTINUES),
-    Rule(lambda call: call.run is None, NOT_ENABLED),
+    Rule(lambda call: call.context is None, NOT_ENABLED),
 )
 
 

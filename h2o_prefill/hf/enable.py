@@ -8,7 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
+from h2o_prefill.hf.enabled_state import EnabledState, is_switched
 from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
+from h2o_prefill.hf.forward_context import discard_contexts
 from h2o_prefill.hf.forwards import close, switching
 from h2o_prefill.hf.hooks import ForwardHook, handle_of
 from h2o_prefill.hf.layer_kinds import (
@@ -22,8 +24,6 @@ from h2o_prefill.hf.layer_kinds import (
 )
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.registration import register
-from h2o_prefill.hf.run import discard_runs
-from h2o_prefill.hf.settings import Settings, is_switched
 from h2o_prefill.presets import chosen_config
 
 
@@ -46,7 +46,7 @@ class PrefillHandle:
         self.strict = strict
         self.active = False
         self._entered = False
-        self.settings = Settings(config, strict)
+        self.settings = EnabledState(config, strict)
         self._hooks: list[Any] = []
 
     def enable(self) -> PrefillHandle:
@@ -82,7 +82,7 @@ class PrefillHandle:
                 raise
         return self
 
-    def _new_settings(self) -> Settings:
+    def _new_settings(self) -> EnabledState:
         configs = _configs_of(self.model)
         if any(is_switched(config) for config in configs):
             raise ValueError(
@@ -90,7 +90,7 @@ class PrefillHandle:
                 "give each model its own (copy.deepcopy)"
             )
         previous = [(c, c._attn_implementation) for c in configs]
-        return Settings(
+        return EnabledState(
             self.config,
             self.strict,
             previous,
@@ -126,7 +126,7 @@ class PrefillHandle:
         A forward ends as it began: those of other threads are waited for. Inside of a forward this
         returns at once, and the model is switched back when that ends.
         """
-        discard_runs(self.settings)
+        discard_contexts(self.settings)
         close(self.settings, self._switch_off)
 
     def report(self) -> ModelReport:
@@ -314,7 +314,7 @@ def _check_switched(model: PreTrainedModel) -> None:
         )
 
 
-def _check_some_layer(model: PreTrainedModel, settings: Settings) -> None:
+def _check_some_layer(model: PreTrainedModel, settings: EnabledState) -> None:
     modules = [module for module in model.modules() if is_attention(module)]
     numbered = [module for module in modules if hasattr(module, "layer_idx")]
     switched = [

@@ -9,66 +9,66 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.functional import NO_RECALL
+from h2o_prefill.hf.forward_context import ForwardContext
 from h2o_prefill.hf.graph_call import MASKED, GraphCall, graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.recall import recall_of
-from h2o_prefill.hf.run import Run
 from h2o_prefill.hf.static import StaticPrefillCache
 
 
-def begin_forward(run: Run, mask: Any, compiled: bool) -> None:
+def begin_forward(context: ForwardContext, mask: Any, compiled: bool) -> None:
     """Tell a compiled graph, and the layers of a static cache, what they could not find out.
 
     Parameters
     ----------
-    run : Run
+    context : ForwardContext
         The forward.
     mask : object
         The attention mask that the model was called with.
     compiled : bool
         Whether the model is compiled.
     """
-    static = isinstance(run.cache, StaticPrefillCache)
+    static = isinstance(context.cache, StaticPrefillCache)
     graph.call = graph.layer = None
-    if run.tokens is None or not (compiled or static):
+    if context.tokens is None or not (compiled or static):
         return
-    new, config = run.new, run.settings.config
-    position = run.cache.position_for(new) if static else None
-    past = run.past if position is None else int(position[0]) if new > 1 else 0
+    new, config = context.new, context.settings.config
+    position = context.cache.position_for(new) if static else None
+    past = context.past if position is None else int(position[0]) if new > 1 else 0
     is_2d = isinstance(mask, Tensor) and mask.ndim == 2
     unpadded = is_2d and (new > 1 or not static) and is_unpadded(mask, past + new)
     if is_2d and not unpadded and not static:
         return  # Rows with padding are attended to one by one, by their lengths.
     if isinstance(mask, Tensor) and not unpadded:
-        run.mask_reason = MASKED
-    candidates = run.candidates_in(past, new)
+        context.mask_reason = MASKED
+    candidates = context.candidates_in(past, new)
     sparse = new > 1 and config.is_sparse_call(past, new - candidates)
     recall = NO_RECALL
     if sparse:
-        tokens, device = (run.tokens.shape[0], past + new), run.tokens.device
-        recall = recall_of(run, tokens, past, (0, past + new), device, past + new - candidates)
+        tokens, device = (context.tokens.shape[0], past + new), context.tokens.device
+        recall = recall_of(context, tokens, past, (0, past + new), device, past + new - candidates)
         for tensor in recall:
             if tensor is not None:  # Every prompt has lists of another length.
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    hf_config: Any = run.modules[0].config
-    run.call = graph.call = GraphCall(
+    hf_config: Any = context.modules[0].config
+    context.call = graph.call = GraphCall(
         config=config,
         settings=config.to_string(),
-        previous=run.settings.previous_of(hf_config.get_text_config(decoder=True)),
+        previous=context.settings.previous_of(hf_config.get_text_config(decoder=True)),
         sparse=sparse,
-        cached=run.cache is not None,
+        cached=context.cache is not None,
         unpadded=unpadded,
-        plain=bool(run.plain),
+        plain=bool(context.plain),
         candidates=candidates,
         recall=recall,
         position=position,
     )
     if static:
-        run.cache.begin(config)
+        context.cache.begin(config)
 
 
-def end_forward(run: Run, failed: bool) -> None:
+def end_forward(context: ForwardContext, failed: bool) -> None:
     """Take over what a graph left behind: states, and what is counted and reported.
 
     Raises
@@ -76,17 +76,17 @@ def end_forward(run: Run, failed: bool) -> None:
     NotImplementedError
         If the model was enabled strictly and a graph attended densely to a long call.
     """
-    call = run.call
-    if call is None or run.tokens is None or failed:
+    call = context.call
+    if call is None or context.tokens is None or failed:
         return
-    layers = getattr(run.cache, "layers", None) or []
-    rows = run.new - call.candidates
+    layers = getattr(context.cache, "layers", None) or []
+    rows = context.new - call.candidates
     if call.position is not None and any(getattr(layer, "attended", False) for layer in layers):
         ops.advance_position_(call.position, rows, call.settings)
     for layer in layers:
         if isinstance(layer, ChunkedPrefillLayer) and layer.traced is not None:
-            layer.take_traced(run.past - call.candidates, rows, call.config)
+            layer.take_traced(context.past - call.candidates, rows, call.config)
     for number, reason in call.outcomes:
-        run.settings.count(number, run.tokens.shape[0] * run.new, reason)
+        context.settings.count(number, context.tokens.shape[0] * context.new, reason)
         if reason and call.sparse:
-            run.settings.report(f"dense attention: {reason}")
+            context.settings.report(f"dense attention: {reason}")

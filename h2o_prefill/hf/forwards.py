@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
 
-from h2o_prefill.hf.settings import Settings
+from h2o_prefill.hf.enabled_state import EnabledState
 
 # How often to look for forwards that an interrupt has ended: nobody tells us of those.
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 _changed = threading.Condition()
 _running: list[Forward] = []
-_closing: list[tuple[Settings, Callable[[], None]]] = []
+_closing: list[tuple[EnabledState, Callable[[], None]]] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Forward:
 
     Attributes
     ----------
-    settings : Settings
+    settings : EnabledState
         Of the enabled model.
     frame : FrameType or None
         The frame that runs it.
@@ -37,17 +37,17 @@ class Forward:
         The thread, by its identifier.
     """
 
-    settings: Settings
+    settings: EnabledState
     frame: FrameType | None
     thread: int
 
 
-def begin(settings: Settings, frame: FrameType | None, inside_another: bool) -> Forward | None:
+def begin(settings: EnabledState, frame: FrameType | None, inside_another: bool) -> Forward | None:
     """Note that a forward begins.
 
     Parameters
     ----------
-    settings : Settings
+    settings : EnabledState
         Of the enabled model.
     frame : FrameType or None
         The frame that runs it.
@@ -78,14 +78,14 @@ def end(forward: Forward) -> None:
         _close_idle()
 
 
-def close(settings: Settings, switch_off: Callable[[], None]) -> bool:
+def close(settings: EnabledState, switch_off: Callable[[], None]) -> bool:
     """Switch a model back once no forward of it runs.
 
     Waits for those of other threads; but not inside of one, which would wait for itself.
 
     Parameters
     ----------
-    settings : Settings
+    settings : EnabledState
         Of the enabled model.
     switch_off : callable
         Does it; called once, in this thread or in that of the last forward.
@@ -118,7 +118,7 @@ def is_on_stack(wanted: FrameType | None, frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def _is_closing(settings: Settings) -> bool:
+def _is_closing(settings: EnabledState) -> bool:
     return any(closing is settings for closing, _ in _closing)
 
 

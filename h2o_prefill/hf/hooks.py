@@ -1,4 +1,4 @@
-"""The hooks that tell a run what a model was called with, and give the model a cache of ours."""
+"""The hooks that tell a context what a model was called with, and give the model our cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.enabled_state import EnabledState
 from h2o_prefill.hf.forward import begin_forward, end_forward
+from h2o_prefill.hf.forward_context import context_of, leave_context
 from h2o_prefill.hf.graph_call import graph
-from h2o_prefill.hf.run import leave_run, run_of
-from h2o_prefill.hf.settings import Settings
 
 # What we look at of a model's arguments. A few models still have the older name of the cache.
 READ_ARGUMENTS = (
@@ -31,19 +31,19 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ForwardHook:
-    """Hooks that open a run before a forward and close it after, even if it raises.
+    """Hooks that open a context before a forward and close it after, even if it raises.
 
     Parameters
     ----------
     model : nn.Module
         The model to hook, enabled or nested in an enabled one.
-    settings : Settings
+    settings : EnabledState
         Of the enabled model.
     handle : PrefillHandle
         Through which it was enabled.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, handle: Any) -> None:
+    def __init__(self, model: nn.Module, settings: EnabledState, handle: Any) -> None:
         self.settings = settings
         self.handle = handle
         self._names = tuple(inspect.signature(model.forward).parameters)
@@ -107,34 +107,34 @@ def note_compilation(*_: Any) -> None:
 
 
 # Dynamo cannot trace context variables. Hooks of models that are nested in a compiled one are left
-# out of its graph: they are part of its run.
+# out of its graph: they are part of its context.
 @torch.compiler.disable
 def before_forward(
     hook: ForwardHook, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Open a run, or join that of the enclosing model; return other arguments if it needs some."""
+    """Open a context, or join the enclosing model's; return other arguments if it needs some."""
     compiled = _is_compiled(model)
-    run = run_of(hook.settings, model)
-    if run is None:
+    context = context_of(hook.settings, model)
+    if context is None:
         graph.call = graph.layer = None
         return None
     arguments = hook.read(args, kwargs)
-    run.modules.append(model)
-    if len(run.modules) > 1:
-        run.add_arguments(arguments)
+    context.modules.append(model)
+    if len(context.modules) > 1:
+        context.add_arguments(arguments)
         return None
     changed: dict[str, Any] = {}
     if hook.makes_cache(model, arguments):
         changed["past_key_values"] = ChunkedPrefillCache(config=model.config)
         # Whoever passes no cache verifies no candidates.
         arguments.update(changed, logits_to_keep=None)
-    run.add_arguments(arguments)
-    bare = run.cache is arguments["attention_mask"] is arguments["position_ids"] is None
-    if compiled and bare and run.tokens is not None and hook.takes("attention_mask"):
+    context.add_arguments(arguments)
+    bare = context.cache is arguments["attention_mask"] is arguments["position_ids"] is None
+    if compiled and bare and context.tokens is not None and hook.takes("attention_mask"):
         # Else transformers looks for packed sequences.
-        shape, device = run.tokens.shape[:2], run.tokens.device
+        shape, device = context.tokens.shape[:2], context.tokens.device
         changed["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=device)
-    begin_forward(run, {**arguments, **changed}["attention_mask"], compiled)
+    begin_forward(context, {**arguments, **changed}["attention_mask"], compiled)
     for name, value in changed.items():
         args, kwargs = hook.replace(args, kwargs, name, value)
     return (args, kwargs) if changed else None
@@ -148,10 +148,10 @@ def after_forward(
     kwargs: dict[str, Any],
     output: Any,
 ) -> None:
-    """Leave the run; `output` is None if the forward raised."""
-    run = leave_run(hook.settings, model, failed=output is None)
-    if run is not None:
-        end_forward(run, failed=output is None)
+    """Leave the context; `output` is None if the forward raised."""
+    context = leave_context(hook.settings, model, failed=output is None)
+    if context is not None:
+        end_forward(context, failed=output is None)
 
 
 def _is_compiled(model: nn.Module) -> bool:

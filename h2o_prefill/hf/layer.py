@@ -138,7 +138,7 @@ class ChunkedPrefillLayer(DynamicLayer):
             scores=scores[..., :total],
             memory=state.memory,
             length=total,
-            last_chunk_begin=config.next_chunk_begin(past, new),
+            last_chunk_begin=config.last_chunk_begin(past, new),
         )
         return out
 
@@ -210,7 +210,7 @@ class ChunkedPrefillLayer(DynamicLayer):
             scores=scores,
             memory=memory,
             length=total,
-            last_chunk_begin=config.next_chunk_begin(total - new, new),
+            last_chunk_begin=config.last_chunk_begin(total - new, new),
         )
 
     def holds(self, key: Tensor, value: Tensor) -> bool:

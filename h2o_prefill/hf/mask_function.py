@@ -4,8 +4,8 @@ So is the mask of a sliding window, or of chunks, that is at least as long as th
 
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
 keys up to T - Tq + i, where T is the number of keys without the free places of a static cache, and
-all of them, or, if `Run.paddings` has that length, those of its row that are no padding. Everything
-else is the mask that the model's own implementation would have got.
+all of them, or, if `ForwardContext.paddings` has that length, those of its row that are no padding.
+Everything else is the mask that the model's own implementation would have got.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from h2o_prefill.hf.enabled_state import is_switched
+from h2o_prefill.hf.forward_context import ForwardContext, current_context, is_traced
 from h2o_prefill.hf.graph_call import call_in_graph
 from h2o_prefill.hf.in_graph import mask_in_graph, may_be_left_out
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.hf.padding import CONTINUES, Padding, is_unpadded, row_spans
-from h2o_prefill.hf.run import Run, current_run, is_traced
-from h2o_prefill.hf.settings import is_switched
 from h2o_prefill.hf.static import StaticPrefillCache
 
 HOLES = "attention_mask has holes; padding is supported at the ends of rows only"
@@ -50,7 +50,7 @@ def h2o_prefill_mask(
 ) -> Any:
     """Return None for plain causal attention, else the mask that the previous implementation takes.
 
-    Padded rows that may be sparse get None too, and their `Padding` is kept in the run.
+    Padded rows that may be sparse get None too, and their `Padding` is kept in the context.
 
     Called by transformers once for each mask type of a forward.
 
@@ -89,34 +89,36 @@ def h2o_prefill_mask(
 @torch.compiler.disable
 def _mask(arguments: dict[str, Any]) -> Any:
     config, attention_mask = arguments.get("config"), arguments["attention_mask"]
-    run = current_run(config)
-    make = _previous_mask_function(run, config)
-    if run is not None and (is_traced() or run.settings.is_causal_by_mask(config)):
+    context = current_context(config)
+    make = _previous_mask_function(context, config)
+    if context is not None and (is_traced() or context.settings.is_causal_by_mask(config)):
         return make(**arguments)
     ends_differ = _ends_differ(arguments)
     window = arguments.get("local_size")
     shows_all = window is None
-    if run is not None and window is not None and run.settings.leaves_window_masks:
+    if context is not None and window is not None and context.settings.leaves_window_masks:
         shows_all = (
             window >= arguments["kv_length"] and arguments["kv_offset"] == 0 and not ends_differ
         )
-        run.add_window(shows_all)
-    total = _causal_history(arguments, _may_be_static(run, config)) if shows_all else None
+        context.add_window(shows_all)
+    total = _causal_history(arguments, _may_be_static(context, config)) if shows_all else None
     if total is not None:
         size = arguments["q_length"], total
-        if run is not None:
-            run.plain.discard(size)
-            run.paddings.pop(size[0], None)
+        if context is not None:
+            context.plain.discard(size)
+            context.paddings.pop(size[0], None)
         if is_unpadded(attention_mask, total):
-            if run is not None:
-                run.add_plain(*size, arguments["kv_length"])
+            if context is not None:
+                context.add_plain(*size, arguments["kv_length"])
             return None
-        if run is not None and arguments["q_length"] > 1 and total == arguments["kv_length"]:
-            padding = _padding(run, arguments, make)
-            if padding is not None and padding.has_long_row(run.settings.config):
+        if context is not None and arguments["q_length"] > 1 and total == arguments["kv_length"]:
+            padding = _padding(context, arguments, make)
+            if padding is not None and padding.has_long_row(context.settings.config):
                 return None
-    elif run is not None and arguments["mask_function"] is not causal_mask_function and shows_all:
-        run.mask_reason = NOT_CAUSAL
+    elif (
+        context is not None and arguments["mask_function"] is not causal_mask_function and shows_all
+    ):
+        context.mask_reason = NOT_CAUSAL
     mask = make(**arguments)
     if mask is None and ends_differ:
         # A static cache with free places: this None is top-left causal, which ours is not.
@@ -124,13 +126,13 @@ def _mask(arguments: dict[str, Any]) -> Any:
     return mask
 
 
-def _may_be_static(run: Run | None, config: Any) -> bool:
+def _may_be_static(context: ForwardContext | None, config: Any) -> bool:
     """Return whether keys behind the last query may be the free places of a static cache.
 
-    Transformers makes the masks of such a cache before the forward, where there is no run.
+    Transformers makes the masks of such a cache before the forward, where there is no context.
     """
-    if run is not None:
-        return isinstance(run.cache, StaticPrefillCache)
+    if context is not None:
+        return isinstance(context.cache, StaticPrefillCache)
     return is_switched(config) and not getattr(config, "is_encoder_decoder", False)
 
 
@@ -162,28 +164,30 @@ def _ends_differ(arguments: dict[str, Any]) -> bool:
     )
 
 
-def _padding(run: Run, arguments: dict[str, Any], make: Callable[..., Any]) -> Padding | None:
-    """Put the padding of a forward into its run, or the reason why it needs its mask."""
+def _padding(
+    context: ForwardContext, arguments: dict[str, Any], make: Callable[..., Any]
+) -> Padding | None:
+    """Put the padding of a forward into its context, or the reason why it needs its mask."""
     attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
     if arguments["q_offset"] > 0:
-        run.mask_reason = CONTINUES
+        context.mask_reason = CONTINUES
         return None
     if torch.is_grad_enabled():
-        # Checkpointed layers run again in the backward pass, where no run knows of the padding.
-        run.mask_reason = GRADIENTS
+        # Checkpointed layers run again in the backward pass, where no context knows of the padding.
+        context.mask_reason = GRADIENTS
         return None
     whole = attention_mask.shape[0] == arguments["batch_size"]
     spans = row_spans(attention_mask, length) if whole else None
     if spans is None:
-        run.mask_reason = HOLES
+        context.mask_reason = HOLES
         return None
     padding = Padding(length, spans, partial(make, **arguments))
-    run.paddings[length] = padding
+    context.paddings[length] = padding
     return padding
 
 
-def _previous_mask_function(run: Run | None, hf_config: Any) -> Callable[..., Any]:
-    name = None if run is None else run.settings.previous_of(hf_config)
+def _previous_mask_function(context: ForwardContext | None, hf_config: Any) -> Callable[..., Any]:
+    name = None if context is None else context.settings.previous_of(hf_config)
     if name is None or name == NAME:
         return sdpa_mask
     make: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
+from h2o_prefill.hf.forward_context import ForwardContext
 from h2o_prefill.hf.padding import Span
-from h2o_prefill.hf.run import Run
 
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
 
@@ -14,7 +14,7 @@ ALL_ROWS = slice(None)
 
 
 def recall_of(
-    run: Run | None,
+    context: ForwardContext | None,
     tokens: tuple[int, int],
     past: int,
     span: Span,
@@ -26,7 +26,7 @@ def recall_of(
 
     Parameters
     ----------
-    run : Run or None
+    context : ForwardContext or None
         The forward.
     tokens : (int, int)
         Rows of the batch, and tokens of the cache with those of the call.
@@ -41,13 +41,13 @@ def recall_of(
     rows : slice or list of int
         All rows of the batch that lie there.
     """
-    if run is None or run.settings.config.recall == 0:
+    if context is None or context.settings.config.recall == 0:
         return NO_RECALL
-    lists: RecallLists = run.shared(
+    lists: RecallLists = context.shared(
         ("recall", span),
-        lambda: _find_recalled(run, tokens, past, (span[0], min(span[1], end)), rows),
+        lambda: _find_recalled(context, tokens, past, (span[0], min(span[1], end)), rows),
     )
-    moved: RecallLists = run.shared(
+    moved: RecallLists = context.shared(
         ("recall", span, device),
         lambda: tuple(None if x is None else x.to(device) for x in lists),
     )
@@ -55,11 +55,11 @@ def recall_of(
 
 
 def _find_recalled(
-    run: Run, tokens: tuple[int, int], past: int, span: Span, rows: slice | list[int]
+    context: ForwardContext, tokens: tuple[int, int], past: int, span: Span, rows: slice | list[int]
 ) -> RecallLists:
-    ids = run.token_ids()
+    ids = context.token_ids()
     if ids is None or ids.shape != tokens:
-        run.settings.report(NO_IDS)
+        context.settings.report(NO_IDS)
         return NO_RECALL
     prompt = ids[:, span[0] : span[1]][rows]
-    return recall_lists(prompt.to("cpu", torch.int64), past, run.settings.config)
+    return recall_lists(prompt.to("cpu", torch.int64), past, context.settings.config)

@@ -41,13 +41,13 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     query, key, value = in_autocast_dtype(call.query, *call.held)
     prompt = query[:, :, :rows]
     if isinstance(layer, StaticPrefillLayer):
-        assert call.run is not None and call.run.call is not None
+        assert call.context is not None and call.context.call is not None
         # Where layers have no number, no setting depends on it.
-        out = layer.attend(prompt, call.run.call, call.layer or 0, *options)
+        out = layer.attend(prompt, call.context.call, call.layer or 0, *options)
         return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
     recall = _recall_lists(call, (0, call.total))
-    if layer is not None and call.run is not None:
-        call.run.keep_state(layer)
+    if layer is not None and call.context is not None:
+        call.context.keep_state(layer)
     if layer is not None and layer.holds(key, value):
         out = layer.attend(prompt, total, recall, call.layer or 0, call.config, *options)
     else:
@@ -102,7 +102,7 @@ def with_candidates(
 def _recall_lists(call: Call, span: Span, rows: slice | list[int] = ALL_ROWS) -> RecallLists:
     tokens = (call.query.shape[0], call.total)
     end = call.past + call.prompt_rows
-    return recall_of(call.run, tokens, call.past, span, call.query.device, end, rows)
+    return recall_of(call.context, tokens, call.past, span, call.query.device, end, rows)
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -6,8 +6,6 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -18,14 +16,16 @@ from h2o_prefill.reference.score_tracking import ScoreTracker
 class ChunkManager:
     """Cut the new tokens of one call into chunks; the last may be shorter.
 
+    The same class as `ChunkManager` of C++.
+
     Parameters
     ----------
-    chunk_size : int
-        S.
+    past : int
+        Tokens before the call. A call always starts a new chunk, wherever the last one ended.
     num_tokens : int
         New tokens of the call.
-    begin : int
-        Tokens before the call. A call always starts a new chunk, wherever the last one ended.
+    chunk_size : int
+        S.
 
     Raises
     ------
@@ -33,31 +33,45 @@ class ChunkManager:
         If S < 1, or another argument is negative.
     """
 
-    def __init__(self, chunk_size: int, num_tokens: int, begin: int = 0) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must be >= 0, got {num_tokens}")
-        if begin < 0:
-            raise ValueError(f"begin must be >= 0, got {begin}")
+    def __init__(self, past: int, num_tokens: int, chunk_size: int) -> None:
+        least = {"past": 0, "num_tokens": 0, "chunk_size": 1}
+        given = {"past": past, "num_tokens": num_tokens, "chunk_size": chunk_size}
+        for name, value in given.items():
+            if value < least[name]:
+                raise ValueError(f"{name} must be >= {least[name]}, got {value}")
+        self.past = past
+        self.num_tokens = num_tokens
         self.chunk_size = chunk_size
-        self.begin = begin
-        self.end = begin + num_tokens
 
-    def __len__(self) -> int:
+    def num_chunks(self) -> int:
         """Return the number of chunks."""
-        return (self.end - self.begin + self.chunk_size - 1) // self.chunk_size
+        return (self.num_tokens + self.chunk_size - 1) // self.chunk_size
 
-    def __getitem__(self, chunk_idx: int) -> tuple[int, int]:
-        """Return [start, end) of a chunk in absolute positions."""
-        if not 0 <= chunk_idx < len(self):
-            raise IndexError(f"chunk_idx must be in [0, {len(self)}), got {chunk_idx}")
-        start = self.begin + chunk_idx * self.chunk_size
-        return start, min(start + self.chunk_size, self.end)
+    def begin(self, chunk: int) -> int:
+        """Return the first position of a chunk, counted from the begin of the prompt.
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the bounds of all chunks, in order."""
-        return (self[chunk_idx] for chunk_idx in range(len(self)))
+        Raises
+        ------
+        ValueError
+            If there is no such chunk.
+        """
+        if not 0 <= chunk < self.num_chunks():
+            raise ValueError(f"chunk must be in [0, {self.num_chunks()}), got {chunk}")
+        return self.past + chunk * self.chunk_size
+
+    def end(self, chunk: int) -> int:
+        """Return the position after the last one of a chunk.
+
+        Raises
+        ------
+        ValueError
+            If there is no such chunk.
+        """
+        return min(self.begin(chunk) + self.chunk_size, self.past + self.num_tokens)
+
+    def last_chunk_begin(self) -> int:
+        """Return where the last chunk begins; `past` for a call without tokens."""
+        return self.begin(self.num_chunks() - 1) if self.num_tokens else self.past
 
 
 class ChunkedKVCache:
@@ -117,7 +131,7 @@ class MemorySetTracker:
     ----------
     num_layers, num_heads, max_seq_len : int
         `num_heads` counts KV heads.
-    local_window, heavy_hitter_budget, sink_tokens : int
+    local_window, heavy_budget, sink_tokens : int
         L, H and K.
     dtype, device
         Of the scores.
@@ -139,16 +153,16 @@ class MemorySetTracker:
         num_heads: int,
         max_seq_len: int,
         local_window: int,
-        heavy_hitter_budget: int,
+        heavy_budget: int,
         sink_tokens: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.local_window = local_window
-        self.heavy_hitter_budget = heavy_hitter_budget
+        self.heavy_budget = heavy_budget
         self.sink_tokens = sink_tokens
         self.scores = ScoreTracker(num_layers, num_heads, max_seq_len, dtype, device)
-        width = sink_tokens + local_window + heavy_hitter_budget
+        width = sink_tokens + local_window + heavy_budget
         self.memory = torch.full(
             (num_layers, num_heads, width), -1, dtype=torch.int32, device=device
         )
@@ -170,7 +184,7 @@ class MemorySetTracker:
                 chunk_start,
                 self.scores.scores[one_layer],
                 self.local_window,
-                self.heavy_hitter_budget,
+                self.heavy_budget,
                 self.sink_tokens,
             )
         self.last_chunk_begin[layer_idx] = chunk_start

@@ -79,9 +79,7 @@ def get_heavy_hitter_candidates(
     return [(chunk | {j for j in head if 0 <= j < chunk_start}) - retained for head in previous]
 
 
-def select_heavy_hitters(
-    scores: Tensor, candidates: list[set[int]], heavy_hitter_budget: int
-) -> Tensor:
+def select_heavy_hitters(scores: Tensor, candidates: list[set[int]], heavy_budget: int) -> Tensor:
     """Select the H candidates of the highest score, per head.
 
     Parameters
@@ -90,7 +88,7 @@ def select_heavy_hitters(
         [num_heads, T]. A position beyond T was never scored and counts as 0; nan ranks last.
     candidates : list of set of int
         One set per head.
-    heavy_hitter_budget : int
+    heavy_budget : int
         H.
 
     Returns
@@ -103,7 +101,7 @@ def select_heavy_hitters(
     ValueError
         If H is negative or the number of sets is not the number of heads.
     """
-    _check_not_negative("heavy_hitter_budget", heavy_hitter_budget)
+    _check_not_negative("heavy_budget", heavy_budget)
     if len(candidates) != scores.shape[0]:
         raise ValueError(
             f"candidates must hold one set per head ({scores.shape[0]}), got {len(candidates)}"
@@ -111,8 +109,8 @@ def select_heavy_hitters(
     chosen = []
     for head, positions in zip(scores.tolist(), candidates, strict=True):
         ranked = sorted(positions, key=lambda j: (-_score(head, j), j))
-        chosen.append(_pad(ranked[:heavy_hitter_budget], heavy_hitter_budget))
-    return torch.tensor(chosen, dtype=torch.int32).reshape(len(chosen), heavy_hitter_budget)
+        chosen.append(_pad(ranked[:heavy_budget], heavy_budget))
+    return torch.tensor(chosen, dtype=torch.int32).reshape(len(chosen), heavy_budget)
 
 
 def build_memory_set(
@@ -121,7 +119,7 @@ def build_memory_set(
     chunk_end: int,
     scores: Tensor,
     local_window_size: int,
-    heavy_hitter_budget: int,
+    heavy_budget: int,
     sink_tokens: int = 0,
 ) -> Tensor:
     """Build the memory set that the chunk after [chunk_start, chunk_end) attends to.
@@ -135,7 +133,7 @@ def build_memory_set(
         The chunk just scored.
     scores : Tensor
         [num_layers, num_heads, T].
-    local_window_size, heavy_hitter_budget, sink_tokens : int
+    local_window_size, heavy_budget, sink_tokens : int
         L, H and K.
 
     Returns
@@ -156,7 +154,7 @@ def build_memory_set(
     num_layers, num_heads = scores.shape[:2]
     local = get_local_window_indices(chunk_end, local_window_size)
     retained = set(local.tolist()) | set(range(min(sink_tokens, chunk_end)))
-    width = sink_tokens + local_window_size + heavy_hitter_budget
+    width = sink_tokens + local_window_size + heavy_budget
     memory = torch.full((num_layers, num_heads, width), -1, dtype=torch.int32)
     for layer in range(num_layers):
         previous = None if prev_memory is None else prev_memory[layer]
@@ -165,7 +163,7 @@ def build_memory_set(
         )
         if previous is None:
             candidates = candidates * num_heads
-        heavy = select_heavy_hitters(scores[layer], candidates, heavy_hitter_budget)
+        heavy = select_heavy_hitters(scores[layer], candidates, heavy_budget)
         for head, best in enumerate(heavy.tolist()):
             members = sorted(retained | {j for j in best if j >= 0})
             memory[layer, head] = torch.tensor(_pad(members, width), dtype=torch.int32)

@@ -113,7 +113,7 @@ class ChunkedSparseAttentionLayer(nn.Module):
         normed = self.input_layernorm(hidden)
         q, k, v = (self._heads(name, normed) for name in ("q_proj", "k_proj", "v_proj"))
         parts = [
-            self._attend(c, q, k, v, chunks, cache, tracker) for c in range(len(chunks))
+            self._attend(c, q, k, v, chunks, cache, tracker) for c in range(chunks.num_chunks())
         ]  # each [Hq, s, D]
         attended = torch.cat([q[:, :0], *parts], dim=1).transpose(0, 1).flatten(1)
         hidden = hidden + self.self_attn["o_proj"](attended)
@@ -138,9 +138,9 @@ class ChunkedSparseAttentionLayer(nn.Module):
         tracker: MemorySetTracker | None,
     ) -> Tensor:
         """Return the attention output of one chunk, [num_heads, s, head_dim]."""
-        start, end = chunks[chunk_idx]
-        rows = slice(start - chunks.begin, end - chunks.begin)
-        place = {"chunk_idx": chunk_idx, "chunk_size": chunks.chunk_size, "begin": chunks.begin}
+        start, end = chunks.begin(chunk_idx), chunks.end(chunk_idx)
+        rows = slice(start - chunks.past, end - chunks.past)
+        place = {"chunk_idx": chunk_idx, "chunk_size": chunks.chunk_size, "begin": chunks.past}
         frequencies = rope_frequencies(self.config.head_dim, self.config.rope_theta)
         q, k = apply_rope_global(q[:, rows], k[:, rows], rope_freqs=frequencies, **place)
         v = v[:, rows]
@@ -206,7 +206,7 @@ class ChunkedSparseTransformer(nn.Module):
         )
 
     def new_tracker(
-        self, max_seq_len: int, local_window: int, heavy_hitter_budget: int, sink_tokens: int = 0
+        self, max_seq_len: int, local_window: int, heavy_budget: int, sink_tokens: int = 0
     ) -> MemorySetTracker:
         """Return an empty tracker for a prompt of at most `max_seq_len` tokens."""
         weight, config = self.embed_tokens.weight, self.config
@@ -215,7 +215,7 @@ class ChunkedSparseTransformer(nn.Module):
             config.num_kv_heads,
             max_seq_len,
             local_window,
-            heavy_hitter_budget,
+            heavy_budget,
             sink_tokens,
             weight.dtype,
             weight.device,
@@ -248,13 +248,12 @@ class ChunkedSparseTransformer(nn.Module):
             Logits [num_tokens, vocab_size].
         """
         num_tokens = input_ids.shape[0]
-        chunks = ChunkManager(
-            max(num_tokens, 1) if chunk_size is None else chunk_size, num_tokens, cache.length
-        )
+        size = max(num_tokens, 1) if chunk_size is None else chunk_size
+        chunks = ChunkManager(cache.length, num_tokens, size)
         hidden = self.embed_tokens(input_ids)
         for layer in self.layers:
             hidden = layer(hidden, chunks, cache, tracker)
-        cache.length = chunks.end
+        cache.length += num_tokens
         return self.lm_head(self.norm(hidden))
 
 
@@ -264,7 +263,7 @@ def chunked_prefill(
     input_ids: Tensor,
     chunk_size: int = 1024,
     local_window: int = 256,
-    heavy_hitter_budget: int = 256,
+    heavy_budget: int = 256,
     sink_tokens: int = 0,
 ) -> Tensor:
     """Prefill one prompt sparsely, from fresh state.
@@ -274,7 +273,7 @@ def chunked_prefill(
     model : ChunkedSparseTransformer
     input_ids : Tensor
         int64 [N] or [1, N].
-    chunk_size, local_window, heavy_hitter_budget, sink_tokens : int
+    chunk_size, local_window, heavy_budget, sink_tokens : int
         S, L, H and K.
 
     Returns
@@ -292,6 +291,6 @@ def chunked_prefill(
     prompt = input_ids.flatten()
     num_tokens = prompt.shape[0]
     cache = model.new_cache(num_tokens)
-    tracker = model.new_tracker(num_tokens, local_window, heavy_hitter_budget, sink_tokens)
+    tracker = model.new_tracker(num_tokens, local_window, heavy_budget, sink_tokens)
     logits = model(prompt, cache, tracker, chunk_size)
     return logits if input_ids.dim() == 1 else logits.unsqueeze(0)

@@ -15,7 +15,7 @@ def lexical_recall(
     begin: int,
     chunk_size: int,
     block: int,
-    k: int,
+    max_matches: int,
     max_suffix: int = 3,
     span: int = 2,
     max_count: int = 16,
@@ -32,7 +32,7 @@ def lexical_recall(
         S. Only places before the chunk of a token are recalled: the chunk itself is visible anyway.
     block : int
         R, rows of the call that share one list; S is a multiple of it.
-    k : int
+    max_matches : int
         Places recalled for a token, the most recent first.
     max_suffix : int
         The longest suffix looked up. The longest that has any place wins, alone.
@@ -58,7 +58,7 @@ def lexical_recall(
     ValueError
         If a size is out of its range or S is no multiple of R.
     """
-    _check_sizes(chunk_size, block, k, max_suffix, span, max_count)
+    _check_sizes(chunk_size, block, max_matches, max_suffix, span, max_count)
     total = token_ids.shape[1]
     if not 0 <= begin <= total:
         raise ValueError(f"begin must be in [0, {total}], got {begin}")
@@ -66,12 +66,12 @@ def lexical_recall(
     for text in token_ids.tolist():
         for first in range(begin, total, block):
             chunk_begin = begin + (first - begin) // chunk_size * chunk_size
-            seen: dict[int, int] = {}
+            first_row: dict[int, int] = {}
             for p in range(first, min(first + block, total)):
-                for e in _places(text, p, chunk_begin, k, max_suffix, max_count):
+                for e in _places(text, p, chunk_begin, max_matches, max_suffix, max_count):
                     for position in range(e, min(e + span, chunk_begin)):
-                        seen.setdefault(position, p)  # p rises: the first is the smallest
-            for position, p in sorted(seen.items(), key=lambda entry: (entry[1], entry[0])):
+                        first_row.setdefault(position, p)  # p rises: the first is the smallest
+            for position, p in sorted(first_row.items(), key=lambda entry: (entry[1], entry[0])):
                 positions.append(position)
                 visible_from.append(p)
             offsets.append(len(positions))
@@ -83,7 +83,7 @@ def lexical_recall(
 
 
 def _places(
-    text: list[int], p: int, chunk_begin: int, k: int, max_suffix: int, max_count: int
+    text: list[int], p: int, chunk_begin: int, max_matches: int, max_suffix: int, max_count: int
 ) -> list[int]:
     """Return where the longest suffix known before the chunk ended, the latest place first."""
     for n in range(min(max_suffix, p + 1), 0, -1):
@@ -92,18 +92,25 @@ def _places(
         suffix = text[p - n + 1 : p + 1]
         places = [e for e in range(n - 1, chunk_begin) if text[e - n + 1 : e + 1] == suffix]
         if places:
-            return places[::-1][:k]
+            return places[::-1][:max_matches]
     return []
 
 
 def _check_sizes(
-    chunk_size: int, block: int, k: int, max_suffix: int, span: int, max_count: int
+    chunk_size: int, block: int, max_matches: int, max_suffix: int, span: int, max_count: int
 ) -> None:
-    least = {"chunk_size": 1, "block": 1, "k": 1, "max_suffix": 1, "span": 1, "max_count": 1}
+    least = {
+        "chunk_size": 1,
+        "block": 1,
+        "max_matches": 1,
+        "max_suffix": 1,
+        "span": 1,
+        "max_count": 1,
+    }
     given = {
         "chunk_size": chunk_size,
         "block": block,
-        "k": k,
+        "max_matches": max_matches,
         "max_suffix": max_suffix,
         "span": span,
         "max_count": max_count,

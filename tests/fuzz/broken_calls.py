@@ -194,7 +194,7 @@ BROKEN: dict[str, Breakages] = {
         **of_number("begin", -1, INT64_MAX),
         **of_number("chunk_size", 0, -1),
         **of_number("block", 0, -1, INT64_MAX),
-        **of_number("k", 0, 1025, INT64_MAX),
+        **of_number("max_matches", 0, 1025, INT64_MAX),
         **of_number("max_suffix", 0, 65, INT64_MAX),
         **of_number("span", 0, 1025, INT64_MAX),
         **of_number("max_count", 0, -1),

@@ -65,7 +65,7 @@ class Twin:
             layer,
         )
         if self.config.native.is_sparse(layer, self.length, end - self.length):
-            last_chunk_begin = self.config.next_chunk_begin(self.length, end - self.length)
+            last_chunk_begin = self.config.last_chunk_begin(self.length, end - self.length)
         self.states[layer] = PrefillState(scores, memory, end, last_chunk_begin)
         return out
 

@@ -107,7 +107,7 @@ def _run_prompt(
         judge.same(f"scores in place of {what}", buffers.scores[:, :, :end], scores)
         judge.same(f"memory set in place of {what}", buffers.memory, memory)
         if config.native.is_sparse_call(begin, end - begin):
-            last_chunk_begin = config.next_chunk_begin(begin, end - begin)
+            last_chunk_begin = config.last_chunk_begin(begin, end - begin)
         attention.advance_(buffers.position, end - begin)
         judge.true(
             f"position after {what}",

@@ -41,6 +41,6 @@ def run_real_model(draw: Draw, judge: Judge) -> None:
 
 @cache
 def _model() -> Any:
-    from h2o_prefill.eval.models import load_model
+    from h2o_prefill.eval.inputs.models import load_model
 
     return load_model()[0]

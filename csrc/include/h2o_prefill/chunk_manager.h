@@ -27,8 +27,6 @@ class H2O_API ChunkManager : public torch::CustomClassHolder {
   int64_t last_chunk_begin() const;
 
  private:
-  void check_chunk(int64_t chunk) const;
-
   int64_t past_;
   int64_t num_tokens_;
   int64_t chunk_size_;

@@ -142,11 +142,11 @@ H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::st
 // Lexical recall (n-gram lookup): earlier places where the tokens before a token stood. token_ids
 // int64 [B, T_total]; tokens from `begin` on are new. For a token at p of a chunk that begins at c,
 // the longest suffix (max_suffix tokens at most) ending at p that also ended at places e < c gives
-// its k latest such places; a single token counts only if it stood at most max_count times up to p.
-// Recalled are the positions e to e + span - 1 before c, visible from p on, in blocks of `block`
-// new tokens.
+// its max_matches latest such places; a single token counts only if it stood at most max_count
+// times up to p. Recalled are the positions e to e + span - 1 before c, visible from p on, in
+// blocks of `block` new tokens.
 H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin, int64_t chunk_size,
-                                   int64_t block, int64_t k, int64_t max_suffix = 3,
+                                   int64_t block, int64_t max_matches, int64_t max_suffix = 3,
                                    int64_t span = 2, int64_t max_count = 16);
 
 // The same for the call of num_tokens tokens at a position of prefill_attention_(), as the settings

@@ -15,7 +15,7 @@ struct RecallSettings {
   int64_t begin;
   int64_t chunk_size;
   int64_t block;
-  int64_t places;  // k
+  int64_t max_matches;
   int64_t max_suffix;
   int64_t span;
   int64_t max_count;
@@ -132,7 +132,7 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const RecallSettings&
       if (n == 1 && occurrences[words[p]] > s.max_count) break;
       const SuffixPlaces& places = suffixes[n - 1];
       int32_t place = places.latest(p);
-      for (int64_t i = 0; i < s.places && place >= 0; ++i, place = places.earlier(place)) {
+      for (int64_t i = 0; i < s.max_matches && place >= 0; ++i, place = places.earlier(place)) {
         for (int64_t position = place; position < std::min(place + s.span, chunk_begin);
              ++position) {
           found.push_back(static_cast<int32_t>(position));
@@ -153,8 +153,8 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const RecallSettings&
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall_cpu(
     const at::Tensor& token_ids_argument, int64_t begin, int64_t chunk_size, int64_t block,
-    int64_t k, int64_t max_suffix, int64_t span, int64_t max_count) {
-  check_lexical_recall(token_ids_argument, begin, chunk_size, block, k, max_suffix, span,
+    int64_t max_matches, int64_t max_suffix, int64_t span, int64_t max_count) {
+  check_lexical_recall(token_ids_argument, begin, chunk_size, block, max_matches, max_suffix, span,
                        max_count);
   const auto token_ids = token_ids_argument.contiguous();
   const int64_t batch = token_ids.size(0);
@@ -163,7 +163,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall_cpu(
   at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {
     for (int64_t b = first; b < last; ++b) {
       rows[b] = recall_row(token_ids.const_data_ptr<int64_t>() + b * length, length,
-                           {begin, chunk_size, block, k, max_suffix, span, max_count});
+                           {begin, chunk_size, block, max_matches, max_suffix, span, max_count});
     }
   });
 

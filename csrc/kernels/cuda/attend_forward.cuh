@@ -128,9 +128,9 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
     wait_for_stage();
     if (j + 1 < keys.tiles) load_values(j + 1, loaded);
     ptx::cp_async_commit();
-    const typename Keys::Entry entry = keys.prepare(j + 2);
+    const typename Keys::Lookup lookup = keys.prepare(j + 2);
     if (!masked) tile::multiply_rounded<dtype, kUnits>(out, s, ring + stage, lane);
-    if (j + 2 < keys.tiles) keys.store(j + 2, entry);
+    if (j + 2 < keys.tiles) keys.store(j + 2, lookup);
     next_stage();
   }
   ptx::cp_async_wait<0>();

@@ -104,7 +104,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
       sm90::load_slabs<S::kKeys, S::kSlabs>(slabs, from, [&](int r) { return keys.row_of(j, r); });
     };
 
-    typename Keys::Entry entry = keys.prepare(0);
+    typename Keys::Lookup lookup = keys.prepare(0);
     shared.query_ring.wait_for_space(row_tiles);
     sm90::load_slabs<S::kRows, S::kSlabs>(
         shared.query, tile::head_rows(p.query, rows.batch, rows.head, rows.first),
@@ -121,9 +121,9 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
       if (j < keys.tiles) {
         shared.key_ring.wait_for_space(i);
         if constexpr (kGathered) {
-          keys.store(j, entry);
+          keys.store(j, lookup);
           sync();
-          entry = keys.prepare(j + 1);
+          lookup = keys.prepare(j + 1);
         }
         copy(shared.key[i % S::kStages], key_rows, j);
         shared.key_ring.arrive_full(i, thread);

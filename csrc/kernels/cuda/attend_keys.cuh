@@ -2,7 +2,7 @@
 //
 // Both kinds have the same members:
 //   tiles               how many
-//   prepare(j), store(j, entry)  look up the keys of tile j: one begins, the other makes them known
+//   prepare(j), store(j, lookup)  look up the keys of tile j, in two steps
 //                       to the block after the next barrier. As many tiles are known at a time as
 //                       there are slots.
 //   row_of(j, r)        row of the history, counted from where the range begins, of key r of tile
@@ -31,7 +31,7 @@ struct alignas(16) RowTile {
 // Keys of a range that ends at the row itself.
 template <int kPartRows, int kKeys>
 struct CausalKeys {
-  struct Entry {};
+  struct Lookup {};
   static constexpr int kSharedBytes = 0;
 
   int diagonal;  // row r sees keys [0, r + diagonal]
@@ -44,8 +44,8 @@ struct CausalKeys {
         count(diagonal + rows.count),
         tiles(tile::divide_up(count, kKeys)) {}
 
-  __device__ __forceinline__ Entry prepare(int /*j*/) const { return {}; }
-  __device__ __forceinline__ void store(int /*j*/, const Entry& /*entry*/) const {}
+  __device__ __forceinline__ Lookup prepare(int /*j*/) const { return {}; }
+  __device__ __forceinline__ void store(int /*j*/, const Lookup& /*lookup*/) const {}
   __device__ __forceinline__ int row_of(int j, int r) const {
     const int key = j * kKeys + r;
     return key < count ? key : -1;
@@ -73,7 +73,7 @@ struct GatheredKeys {
   static constexpr uint16_t kNoRow = 0xFF;
   static_assert(kRows <= kNoRow && kKeys <= tile::kThreads);
 
-  struct Entry {
+  struct Lookup {
     int32_t position;
     int32_t visible_from;
   };
@@ -145,30 +145,30 @@ struct GatheredKeys {
     }
   }
 
-  __device__ __forceinline__ Entry prepare(int j) const {
-    Entry entry{-1, 0};
+  __device__ __forceinline__ Lookup prepare(int j) const {
+    Lookup lookup{-1, 0};
     const int thread = static_cast<int>(threadIdx.x);
-    if (thread >= kKeys) return entry;
+    if (thread >= kKeys) return lookup;
     if (j < memory_tiles) {
       const int i = j * kKeys + thread;
-      if (i < p.memory.width) entry.position = p.memory.positions[shared->memory + i];
+      if (i < p.memory.width) lookup.position = p.memory.positions[shared->memory + i];
     } else {
       const int i = (j - memory_tiles) * kKeys + thread;
       if (i < shared->entries) {
-        entry.position = p.recall.positions[shared->first_entry + i];
-        entry.visible_from = p.recall.visible_from[shared->first_entry + i];
+        lookup.position = p.recall.positions[shared->first_entry + i];
+        lookup.visible_from = p.recall.visible_from[shared->first_entry + i];
       }
     }
-    return entry;
+    return lookup;
   }
 
-  __device__ __forceinline__ void store(int j, const Entry& entry) const {
+  __device__ __forceinline__ void store(int j, const Lookup& lookup) const {
     const int thread = static_cast<int>(threadIdx.x);
     if (thread >= kKeys) return;
     uint16_t rows = kNoRow;
-    if (tile::is_row_of(p.key, entry.position))
-      rows = j < memory_tiles ? kAllRows : rows_that_recall(j, entry);
-    shared->positions[slot_of(j)][thread] = rows == kNoRow ? -1 : entry.position;
+    if (tile::is_row_of(p.key, lookup.position))
+      rows = j < memory_tiles ? kAllRows : rows_that_recall(j, lookup);
+    shared->positions[slot_of(j)][thread] = rows == kNoRow ? -1 : lookup.position;
     shared->visible[slot_of(j)][thread] = rows;
   }
 
@@ -188,12 +188,12 @@ struct GatheredKeys {
   }
 
  private:
-  __device__ __forceinline__ uint16_t rows_that_recall(int j, const Entry& entry) const {
-    if (entry.position >= shared->recall_end || in_memory(entry.position)) return kNoRow;
+  __device__ __forceinline__ uint16_t rows_that_recall(int j, const Lookup& lookup) const {
+    if (lookup.position >= shared->recall_end || in_memory(lookup.position)) return kNoRow;
     const int i = (j - memory_tiles) * kKeys + static_cast<int>(threadIdx.x);
     const int block_rows = static_cast<int>(p.recall.block);
     const int begin = shared->first_block_row + block_of(shared->first_entry + i) * block_rows;
-    const int first = max(entry.visible_from - shared->position, max(begin, 0));
+    const int first = max(lookup.visible_from - shared->position, max(begin, 0));
     const int last = min(begin + block_rows, kRows) - 1;
     return first <= last ? static_cast<uint16_t>(first | last << 8) : kNoRow;
   }

@@ -36,7 +36,7 @@ bool has_kernel(const at::Tensor& k, const at::Tensor& v) {
 }
 
 // Writes `out`; returns the states behind the last token, [B, Hkv, D, Dv] and [B, Hkv, D or 0].
-std::pair<at::Tensor, at::Tensor> run(const LinearCall& call, const at::Tensor& out) {
+std::pair<at::Tensor, at::Tensor> launch_kernels(const LinearCall& call, const at::Tensor& out) {
   const auto rows = [](const at::Tensor& t) {
     return t.scalar_type() == at::kFloat ? with_contiguous_rows(t) : with_aligned_rows(t);
   };
@@ -84,14 +84,14 @@ composite::Scanned scan(const at::Tensor& q, const at::Tensor& k, const at::Tens
     return composite::linear_scan(q, k, v, log_decay, state, chunk_size, reverse);
   }
   auto out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
-  const auto states = run({.query = q,
-                           .key = k,
-                           .value = v,
-                           .log_decay = log_decay,
-                           .state = state,
-                           .normalizer = {},
-                           .reverse = reverse},
-                          out);
+  const auto states = launch_kernels({.query = q,
+                                      .key = k,
+                                      .value = v,
+                                      .log_decay = log_decay,
+                                      .state = state,
+                                      .normalizer = {},
+                                      .reverse = reverse},
+                                     out);
   return {out, states.first};
 }
 
@@ -99,16 +99,16 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
   const c10::cuda::CUDAGuard guard(r.query.device());
   if (!r.causal || !has_kernel(r.key, r.value)) return composite::linear_attention(r, &scan);
   auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
-  const auto [state, normalizer] = run({.query = r.query,
-                                        .key = r.key,
-                                        .value = r.value,
-                                        .log_decay = r.decay_by_token(),
-                                        .state = r.state,
-                                        .normalizer = r.normalizer,
-                                        .feature_map = r.feature_map,
-                                        .normalize = r.normalize,
-                                        .scale = r.scale},
-                                       out);
+  const auto [state, normalizer] = launch_kernels({.query = r.query,
+                                                   .key = r.key,
+                                                   .value = r.value,
+                                                   .log_decay = r.decay_by_token(),
+                                                   .state = r.state,
+                                                   .normalizer = r.normalizer,
+                                                   .feature_map = r.feature_map,
+                                                   .normalize = r.normalize,
+                                                   .scale = r.scale},
+                                                  out);
   return {out, state, normalizer};
 }
 

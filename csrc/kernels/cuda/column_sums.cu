@@ -31,9 +31,9 @@ cudaError_t launch_float(const ColumnSumsParams& params, cudaStream_t stream) {
       column_sums::divide(params, kTileSizes<Shape>, /*may_share=*/false), stream);
 }
 
-template <typename Run>
-cudaError_t with_dim(const ColumnSumsParams& params, const Run& run) {
-  return with_padded_dim<64, 96, 128, 256>(params.key.dim, run);
+template <typename Visitor>
+cudaError_t with_dim(const ColumnSumsParams& params, const Visitor& visit) {
+  return with_padded_dim<64, 96, 128, 256>(params.key.dim, visit);
 }
 
 }  // namespace

@@ -15,14 +15,14 @@ struct Settings {
   int64_t begin = 0;
   int64_t chunk_size = 8;
   int64_t block = 4;
-  int64_t k = 2;
+  int64_t max_matches = 2;
   int64_t max_suffix = 3;
   int64_t span = 2;
   int64_t max_count = 16;
 };
 
 RecallLists call(const at::Tensor& tokens, const Settings& s) {
-  return lexical_recall(tokens, s.begin, s.chunk_size, s.block, s.k, s.max_suffix, s.span,
+  return lexical_recall(tokens, s.begin, s.chunk_size, s.block, s.max_matches, s.max_suffix, s.span,
                         s.max_count);
 }
 
@@ -56,7 +56,7 @@ RecallLists expected_lists(const at::Tensor& token_ids, const Settings& s) {
             continue;
           auto places = earlier_places(tokens, p, n, chunk);
           if (places.empty()) continue;
-          places.resize(std::min<size_t>(places.size(), s.k));
+          places.resize(std::min<size_t>(places.size(), s.max_matches));
           for (const int64_t e : places) {
             for (int64_t j = e; j < std::min(e + s.span, chunk); ++j) first_seen.try_emplace(j, p);
           }
@@ -87,7 +87,7 @@ at::Tensor ints(const std::vector<int32_t>& values) { return at::tensor(values, 
 TEST(LexicalRecall, WorkedExample) {
   // "1 2 3" stands at 0..2, and again at 5..7 of the second chunk, which begins at 4.
   const auto tokens = at::tensor(std::vector<int64_t>{1, 2, 3, 9, 8, 1, 2, 3}).view({1, 8});
-  const auto lists = call(tokens, {.chunk_size = 4, .block = 4, .k = 1});
+  const auto lists = call(tokens, {.chunk_size = 4, .block = 4, .max_matches = 1});
   EXPECT_TRUE(same(lists.offsets, ints({0, 0, 4})));
   // Token 5 recalls 0 and 1, token 6 also 2, token 7 also 3.
   EXPECT_TRUE(same(lists.positions, ints({0, 1, 2, 3})));
@@ -99,8 +99,8 @@ TEST(LexicalRecall, EqualsItsDefinition) {
     at::manual_seed(vocabulary);
     const auto tokens = at::randint(0, vocabulary, {2, 70}, at::kLong);
     for (const Settings& settings :
-         {Settings{}, Settings{.begin = 21}, Settings{.k = 1, .span = 1}, Settings{.max_suffix = 1},
-          Settings{.max_suffix = 5, .span = 4}, Settings{.max_count = 2},
+         {Settings{}, Settings{.begin = 21}, Settings{.max_matches = 1, .span = 1},
+          Settings{.max_suffix = 1}, Settings{.max_suffix = 5, .span = 4}, Settings{.max_count = 2},
           Settings{.chunk_size = 32, .block = 32}, Settings{.begin = 70},
           Settings{.chunk_size = 100, .block = 4}}) {
       expect_equal(call(tokens, settings), expected_lists(tokens, settings));
@@ -144,7 +144,7 @@ TEST(LexicalRecall, WrongArguments) {
                      "chunk_size must be a multiple of block, got 10 and 4");
   EXPECT_VALUE_ERROR(call(tokens, {.chunk_size = 0}), "chunk_size must be >= 1, got 0");
   EXPECT_VALUE_ERROR(call(tokens, {.block = 0}), "block must be >= 1, got 0");
-  EXPECT_VALUE_ERROR(call(tokens, {.k = 0}), "k must be >= 1, got 0");
+  EXPECT_VALUE_ERROR(call(tokens, {.max_matches = 0}), "max_matches must be >= 1, got 0");
   EXPECT_VALUE_ERROR(call(tokens, {.max_suffix = 0}), "max_suffix must be >= 1, got 0");
   EXPECT_VALUE_ERROR(call(tokens, {.span = 0}), "span must be >= 1, got 0");
   EXPECT_VALUE_ERROR(call(tokens, {.max_count = 0}), "max_count must be >= 1, got 0");

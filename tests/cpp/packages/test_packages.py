@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.cli.app import app
 from h2o_prefill.eval import evaluate_perplexity, load_model
-from h2o_prefill.eval.packages import load_package
+from h2o_prefill.eval.inputs.packages import load_package
 from h2o_prefill.package import PrefillPackage
 
 SETTINGS = "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8"

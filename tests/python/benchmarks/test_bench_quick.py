@@ -74,21 +74,21 @@ def test_operator_benchmarks_on_a_gpu(run: Run, name: str) -> None:
 def test_a_device_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, built: bool, message: str
 ) -> None:
-    import _options
     import typer
+    from common import options
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(_options, "has_cuda", lambda: built)
+    monkeypatch.setattr(options, "has_cuda", lambda: built)
     with pytest.raises(typer.BadParameter, match=message):
-        _options.make_plan("prefill", quick=True, device=device)
+        options.make_plan("prefill", quick=True, device=device)
 
 
 def test_a_plan_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import _options
-    from _timing import gpu_timer
+    from common import options
+    from common.timing import gpu_timer
 
-    monkeypatch.setattr(_options, "_check_device", lambda device: None)
-    plan = _options.make_plan("prefill", threads=None, device="cuda")
+    monkeypatch.setattr(options, "_check_device", lambda device: None)
+    plan = options.make_plan("prefill", threads=None, device="cuda")
     assert plan.json is not None and plan.json.name == "prefill_cuda.json"
     assert plan.dtypes == (torch.bfloat16,)
     cases = list(plan.cases())
@@ -117,7 +117,7 @@ def test_model(run: Run, model_folder: str) -> None:
 
 
 def test_the_variants_of_a_model_are_what_they_say(model_folder: str) -> None:
-    from _variants import prefill_variants
+    from common.variants import prefill_variants
 
     import h2o_prefill
     from h2o_prefill.config import PrefillConfig
@@ -146,7 +146,7 @@ def test_padded(run: Run, model_folder: str) -> None:
 
 
 def test_the_variants_of_a_padded_batch_give_what_its_rows_give(model_folder: str) -> None:
-    from _variants import padded_variants
+    from common.variants import padded_variants
 
     from h2o_prefill.config import PrefillConfig
     from h2o_prefill.eval import load_model
@@ -177,7 +177,7 @@ def test_package(run: Run, model_folder: str) -> None:
 
 
 def test_a_call_of_the_decoding_variants_leaves_its_cache_as_it_was(model_folder: str) -> None:
-    from _variants import decode_variants
+    from common.variants import decode_variants
 
     from h2o_prefill.config import PrefillConfig
     from h2o_prefill.eval import load_model
@@ -194,8 +194,8 @@ def test_a_call_of_the_decoding_variants_leaves_its_cache_as_it_was(model_folder
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype) -> None:
-    from _colsum import attend_chunk
-    from _shapes import SHAPES, random_memory
+    from common.colsum import attend_chunk
+    from common.shapes import SHAPES, random_memory
 
     from h2o_prefill import ops
 
@@ -216,10 +216,10 @@ def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype
 
 
 def test_linear(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import _linear_forms
+    from common import linear_forms
 
     def missing(*qkv: torch.Tensor) -> None:
-        raise _linear_forms.PackageMissing("flash-linear-attention is left out")
+        raise linear_forms.PackageMissing("flash-linear-attention is left out")
 
     monkeypatch.setattr("bench_linear.flash_linear_attention", missing)
     done, report = run("linear", "--dtype", "float32", "--shape", "smollm2")
@@ -239,13 +239,13 @@ def test_linear(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_forms_of_linear_attention_give_the_same() -> None:
-    from _linear_forms import (
+    from common.linear_forms import (
         PackageMissing,
         cumulative_sums,
         flash_linear_attention,
         masked_square,
     )
-    from _shapes import SHAPES
+    from common.shapes import SHAPES
 
     from h2o_prefill import ops
 
@@ -259,7 +259,7 @@ def test_other_forms_of_linear_attention_give_the_same() -> None:
 
 
 def test_temporary_memory_is_what_a_call_holds_beside_its_results() -> None:
-    from _memory import temporary_megabytes
+    from common.memory import temporary_megabytes
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         held = torch.empty(1000, dtype=torch.float32)
@@ -269,8 +269,8 @@ def test_temporary_memory_is_what_a_call_holds_beside_its_results() -> None:
 
 
 def test_decoding_token_by_token_gives_the_same() -> None:
-    from _shapes import Heads
     from bench_linear_decode import decode
+    from common.shapes import Heads
 
     from h2o_prefill import ops
 
@@ -283,8 +283,8 @@ def test_decoding_token_by_token_gives_the_same() -> None:
 @pytest.mark.parametrize("rows", [1, 40, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_context_and_dense_attention_do_the_same(dtype: torch.dtype, rows: int) -> None:
-    from _context import dense_call
-    from _shapes import SHAPES
+    from common.context import dense_call
+    from common.shapes import SHAPES
 
     with dense_call(*SHAPES["smollm2"].qkv(rows, dtype, past=70 - rows)) as pair:
         pair.ours()
@@ -293,7 +293,7 @@ def test_the_context_and_dense_attention_do_the_same(dtype: torch.dtype, rows: i
 
 
 def test_both_score_updates_do_the_same() -> None:
-    from _context import score_update
+    from common.context import score_update
 
     with score_update(3, 100, 40) as pair:
         for _ in range(3):
@@ -305,8 +305,8 @@ def test_both_score_updates_do_the_same() -> None:
 
 
 def test_selection_with_pytorch_chooses_the_same() -> None:
-    from _shapes import random_memory
     from bench_select import select_with_pytorch
+    from common.shapes import random_memory
 
     from h2o_prefill import ops
 
@@ -329,7 +329,7 @@ def test_allocations(run: Run) -> None:
 
 
 def test_peak_bytes_counts_what_is_held_at_a_time() -> None:
-    from h2o_prefill.eval.peak_memory import peak_bytes
+    from h2o_prefill.eval.speed.peak_memory import peak_bytes
 
     def call() -> torch.Tensor:
         first = torch.empty(1000, dtype=torch.float32)

@@ -31,7 +31,7 @@ class Clock:
 
 
 def test_rounds_are_interleaved_and_end_with_the_budget() -> None:
-    from _timing import compare
+    from common.timing import compare
 
     clock = Clock()
     calls = {name: clock.taking(name, lambda n: 1.0) for name in "ab"}
@@ -43,7 +43,7 @@ def test_rounds_are_interleaved_and_end_with_the_budget() -> None:
 
 
 def test_two_rounds_are_run_whatever_they_take() -> None:
-    from _timing import compare
+    from common.timing import compare
 
     clock = Clock()
     timings = compare({"a": clock.taking("a", lambda n: 100.0)}, 0.001, clock=clock)
@@ -51,7 +51,7 @@ def test_two_rounds_are_run_whatever_they_take() -> None:
 
 
 def test_the_warm_up_does_not_count() -> None:
-    from _timing import compare
+    from common.timing import compare
 
     clock = Clock()
     slow_start = clock.taking("a", lambda n: 50.0 if n == 0 else 1.0)
@@ -59,7 +59,7 @@ def test_the_warm_up_does_not_count() -> None:
 
 
 def test_short_calls_are_repeated_within_a_measurement() -> None:
-    from _timing import SHORTEST, compare
+    from common.timing import SHORTEST, compare
 
     clock = Clock()
     timings = compare({"a": clock.taking("a", lambda n: 1e-5)}, 0.05, clock=clock)
@@ -69,7 +69,7 @@ def test_short_calls_are_repeated_within_a_measurement() -> None:
 
 
 def test_a_drift_of_the_machine_cancels_in_the_ratio() -> None:
-    from _timing import compare
+    from common.timing import compare
 
     clock = Clock()
 
@@ -85,7 +85,7 @@ def test_a_drift_of_the_machine_cancels_in_the_ratio() -> None:
 
 
 def test_ratio_is_of_medians_and_its_spread_of_pairs() -> None:
-    from _timing import Timings
+    from common.timing import Timings
 
     timings = Timings({"a": [2.0, 4.0, 9.0], "b": [1.0, 4.0, 3.0]})
     ratio = timings.ratio("a", "b")
@@ -95,7 +95,7 @@ def test_ratio_is_of_medians_and_its_spread_of_pairs() -> None:
 
 
 def test_spread() -> None:
-    from _timing import spread
+    from common.timing import spread
 
     found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (found.q1, found.median, found.q3) == (2.0, 3.0, 4.0)
@@ -105,21 +105,21 @@ def test_spread() -> None:
 
 
 def test_a_budget_must_hold_warm_up_and_two_rounds() -> None:
-    from _timing import fits
+    from common.timing import fits
 
     assert fits(1.0, 3.0)
     assert not fits(1.0, 2.9)
 
 
 def test_nothing_to_compare_is_an_error() -> None:
-    from _timing import compare
+    from common.timing import compare
 
     with pytest.raises(ValueError, match="candidates must not be empty"):
         compare({}, 1.0)
 
 
 def test_another_timer_takes_the_times() -> None:
-    from _timing import SHORTEST, compare
+    from common.timing import SHORTEST, compare
 
     clock = Clock()
     handed_over: list[int] = []

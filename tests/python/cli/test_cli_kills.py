@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_prefill.eval.ablation_table import read_rows
+from h2o_prefill.eval.ablation.table import read_rows
 
 pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")

@@ -32,7 +32,7 @@ def test_one_table_and_the_files(run: Run, tmp_path: Path) -> None:
 def test_a_class_that_differs_from_stock_ends_with_an_error(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_prefill.eval.model_sweep.TOLERANCE", 1e-12)
+    monkeypatch.setattr("h2o_prefill.eval.compatibility.sweep.TOLERANCE", 1e-12)
     done = run("models", "--class", "LlamaForCausalLM", "--threads", 1)
     assert done.exit_code == 1
     assert "WRONG" in done.stdout

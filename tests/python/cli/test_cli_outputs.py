@@ -26,7 +26,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
 
-    for name in ("h2o_prefill.eval", "h2o_prefill.eval.ablation"):
+    for name in ("h2o_prefill.eval", "h2o_prefill.eval.ablation.run"):
         monkeypatch.setattr(f"{name}.load_model", work)
         monkeypatch.setattr(f"{name}.load_text", work)
 

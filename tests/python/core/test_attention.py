@@ -22,7 +22,7 @@ CONFIG = PrefillConfig(chunk_size=32, local_window=8, heavy_budget=8, sink_token
 def run(attention, q, k, v):
     """Two calls of one prompt."""
     out_a, scores, memory = attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
-    begin = attention.next_chunk_begin(0, 64)
+    begin = attention.last_chunk_begin(0, 64)
     out_b, scores, memory = attention(q[:, :, 64:], k, v, scores, memory, begin)
     return torch.cat([out_a, out_b], 2), scores, memory
 
@@ -154,7 +154,7 @@ def test_in_place_is_the_same(qkv, scripted):
         expected, *held = attention(
             q[:, :, new], k[:, :, :end], v[:, :, :end], *state, token_ids=ids[:, :end], layer=1
         )
-        state = (*held, attention.next_chunk_begin(begin, end - begin, state[2]))
+        state = (*held, attention.last_chunk_begin(begin, end - begin, state[2]))
         assert torch.equal(out, expected)
         assert torch.equal(scores[..., :end], state[0]) and not scores[..., end:].any()
         assert torch.equal(memory, state[1])

@@ -146,4 +146,4 @@ def test_is_frozen():
 
 def test_last_chunk_of_a_call():
     config = PrefillConfig(chunk_size=10, local_window=2, heavy_budget=2)
-    assert [config.next_chunk_begin(5, n) for n in (1, 10, 11, 20, 21)] == [5, 5, 15, 15, 25]
+    assert [config.last_chunk_begin(5, n) for n in (1, 10, 11, 20, 21)] == [5, 5, 15, 15, 25]

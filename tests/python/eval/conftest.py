@@ -31,7 +31,7 @@ def small_config() -> PrefillConfig:
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the hub look out of reach, whether it is or not."""
-    monkeypatch.setattr("h2o_prefill.eval.hub.hub_is_reachable", lambda timeout=0.0: False)
+    monkeypatch.setattr("h2o_prefill.eval.inputs.hub.hub_is_reachable", lambda timeout=0.0: False)
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ def test_the_figure_shows_both_runs(
     result: PerplexityResult, tmp_path: Path, suffix: str, begin: bytes
 ) -> None:
     pytest.importorskip("matplotlib")
-    from h2o_prefill.eval.plots import plot_perplexity
+    from h2o_prefill.eval.perplexity.plot import plot_perplexity
 
     figure = plot_perplexity(result, tmp_path / f"p.{suffix}", "a title")
     assert (tmp_path / f"p.{suffix}").read_bytes().startswith(begin)

@@ -12,8 +12,8 @@ import transformers
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
 from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.eligibility import dense_reason
-from h2o_prefill.hf.run import Run
-from h2o_prefill.hf.settings import Settings
+from h2o_prefill.hf.enabled_state import EnabledState
+from h2o_prefill.hf.forward_context import ForwardContext
 
 EXACT = {
     "chunk_size": 16,
@@ -290,7 +290,7 @@ def test_arguments_that_make_a_call_dense(llama, arguments, reason):
     kwargs = {"position_ids": torch.arange(72), "use_cache": True, **arguments}
     dropout = kwargs.pop("dropout", 0.0)
     layer = llama.model.layers[0].self_attn
-    run = Run(Settings(config))
+    run = ForwardContext(EnabledState(config))
     run.plain.add((72, 72))
     given = dense_reason(Call(layer, query, key, key, None, dropout, kwargs, config, run))
     assert given == reason if not reason else reason in given

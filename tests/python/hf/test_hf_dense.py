@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from h2o_prefill import PrefillConfig, enable, ops
 from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.dense import dense_attention
-from h2o_prefill.hf.run import Run
-from h2o_prefill.hf.settings import Settings
+from h2o_prefill.hf.enabled_state import EnabledState
+from h2o_prefill.hf.forward_context import ForwardContext
 
 SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
 
@@ -111,7 +111,7 @@ def test_calls_that_only_pytorch_takes(llama, dense_calls, shapes, arguments, ou
     config = PrefillConfig(**SPARSE)
     layer = llama.model.layers[0].self_attn
     layer.num_key_value_groups = 1
-    run = Run(Settings(config))
+    run = ForwardContext(EnabledState(config))
     call = Call(layer, query, key, key, None, 0.0, arguments, config, run)
     out, _ = dense_attention(call, query.shape[-1] ** -0.5)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)

@@ -13,7 +13,7 @@ import torch
 
 from h2o_prefill import PRESETS, ChunkedPrefillCache, PrefillConfig, disable, enable, preset_config
 from h2o_prefill.hf import NAME, register
-from h2o_prefill.hf.settings import DEFAULT_SETTINGS
+from h2o_prefill.hf.enabled_state import DEFAULT_STATE
 
 SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
 OTHER = {"chunk_size": 32, "local_window": 4, "heavy_budget": 4}
@@ -137,7 +137,7 @@ def test_an_enabled_model_is_unpickled_enabled_in_another_process(llama, ids, tm
 def test_a_model_built_from_the_config_of_an_enabled_one_is_dense(llama, ids, monkeypatch):
     import transformers
 
-    monkeypatch.setattr(DEFAULT_SETTINGS, "reported", set())
+    monkeypatch.setattr(DEFAULT_STATE, "reported", set())
     with enable(llama, **SPARSE):
         config = copy.deepcopy(llama.config)
     other = transformers.LlamaForCausalLM(config).eval()
@@ -284,7 +284,7 @@ def test_set_attn_implementation_back_and_forth(llama, ids, sparse_layers):
 def test_by_name_alone_a_model_is_dense_until_it_is_enabled(
     build, make_ids, sparse_layers, monkeypatch
 ):
-    monkeypatch.setattr(DEFAULT_SETTINGS, "reported", set())
+    monkeypatch.setattr(DEFAULT_STATE, "reported", set())
     ids = make_ids(1, 1100)
     stock = build("llama", max_position_embeddings=2048)(ids).logits
     register()
@@ -331,7 +331,7 @@ def test_a_model_that_shares_its_config_object_is_not_dragged_along(
 ):
     import transformers
 
-    monkeypatch.setattr(DEFAULT_SETTINGS, "reported", set())
+    monkeypatch.setattr(DEFAULT_STATE, "reported", set())
     other = transformers.LlamaForCausalLM(llama.config).eval()
     stock = other(ids).logits
     long = ids.repeat(1, 15)

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from h2o_prefill import ChunkedPrefillCache, enable
-from h2o_prefill.eval.model_sweep import TOLERANCE
-from h2o_prefill.eval.tiny_model import build_tiny, random_prompt
+from h2o_prefill.eval.compatibility.sweep import TOLERANCE
+from h2o_prefill.eval.compatibility.tiny_model import build_tiny, random_prompt
 from h2o_prefill.hf import ChunkedPrefillLayer
 from h2o_prefill.hf.hybrid_layer import HybridLayer
 

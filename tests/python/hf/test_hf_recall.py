@@ -52,8 +52,8 @@ def test_the_search_has_the_settings(llama, text, monkeypatch):
         return find(*args, **kwargs)
 
     monkeypatch.setattr(ops, "lexical_recall", watched)
-    settings = {"block": 4, "k": 7, "max_suffix": 5, "span": 3, "max_count": 9}
-    names = {"k": "recall", "max_suffix": "recall_suffix"}
+    settings = {"block": 4, "max_matches": 7, "max_suffix": 5, "span": 3, "max_count": 9}
+    names = {"max_matches": "recall", "max_suffix": "recall_suffix"}
     changes = {names.get(name, f"recall_{name}"): value for name, value in settings.items()}
     with enable(llama, SPARSE.replace(**changes)):
         llama(text)

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from h2o_prefill import ChunkedPrefillCache, enable
-from h2o_prefill.eval.model_page import layers_text, models_page
-from h2o_prefill.eval.model_sweep import examine, sweep
-from h2o_prefill.eval.tiny_model import build_tiny, model_classes, random_prompt
+from h2o_prefill.eval.compatibility.page import layers_text, models_page
+from h2o_prefill.eval.compatibility.sweep import examine, sweep
+from h2o_prefill.eval.compatibility.tiny_model import build_tiny, model_classes, random_prompt
 
 PAGE = Path(__file__).parents[3] / "MODELS.md"
 SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}

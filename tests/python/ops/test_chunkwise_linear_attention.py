@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.testing
 
 from h2o_prefill import ops
-from h2o_prefill.eval.peak_memory import peak_bytes
+from h2o_prefill.eval.speed.peak_memory import peak_bytes
 from h2o_prefill.reference import ops as oracle
 from h2o_prefill.reference import recurrent_linear_attention
 from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv

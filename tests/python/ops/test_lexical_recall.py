@@ -21,9 +21,11 @@ def test_agrees_with_the_oracle(data):
     tokens = (
         torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(seed)) * 10**12
     )
-    k, suffix, span = (data.draw(st.integers(1, 4), name) for name in ("k", "max_suffix", "span"))
+    max_matches, suffix, span = (
+        data.draw(st.integers(1, 4), name) for name in ("max_matches", "max_suffix", "span")
+    )
     max_count = data.draw(st.integers(1, 40), "max_count")
-    arguments = (tokens, begin, chunk_size, block, k, suffix, span, max_count)
+    arguments = (tokens, begin, chunk_size, block, max_matches, suffix, span, max_count)
     for actual, expected in zip(
         ops.lexical_recall(*arguments), oracle.lexical_recall(*arguments), strict=True
     ):
@@ -37,7 +39,9 @@ def test_what_a_token_recalls_depends_on_no_later_token(data):
     chunk_size = block * data.draw(st.integers(1, 4), "blocks of a chunk")
     begin = data.draw(st.sampled_from([0, 37, 64]), "begin")
     changed_from = data.draw(st.integers(begin, 199), "first token that changes")
-    k, suffix, span = (data.draw(st.integers(1, 6), name) for name in ("k", "max_suffix", "span"))
+    max_matches, suffix, span = (
+        data.draw(st.integers(1, 6), name) for name in ("max_matches", "max_suffix", "span")
+    )
     max_count = data.draw(st.integers(1, 40), "max_count")
     tokens = torch.randint(0, 20, (1, 200), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()
@@ -45,7 +49,7 @@ def test_what_a_token_recalls_depends_on_no_later_token(data):
 
     def seen_before(ids):
         offsets, positions, visible_from = ops.lexical_recall(
-            ids, begin, chunk_size, block, k, suffix, span, max_count
+            ids, begin, chunk_size, block, max_matches, suffix, span, max_count
         )
         owner = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
         early = visible_from < changed_from
@@ -59,8 +63,8 @@ def test_what_a_token_recalls_depends_on_no_later_token(data):
     [
         ((11, 8, 4, 1), r"begin must be in \[0, 10\], got 11"),
         ((0, 8, 3, 1), "chunk_size must be a multiple of block, got 8 and 3"),
-        ((0, 8, 4, 0), "k must be >= 1, got 0"),
-        ((0, 8, 4, 2**40), "k must be <= 1024, got 1099511627776"),
+        ((0, 8, 4, 0), "max_matches must be >= 1, got 0"),
+        ((0, 8, 4, 2**40), "max_matches must be <= 1024, got 1099511627776"),
         ((0, 8, 4, 1, 10**6), "max_suffix must be <= 64, got 1000000"),
         ((0, 8, 4, 1, 3, 2**63 - 1), "span must be <= 1024, got 9223372036854775807"),
     ],

@@ -30,31 +30,42 @@ def test_state_beside_the_cache_is_below_five_percent_of_it():
     """Memory overhead: < 5% additional vs baseline (16-bit cache, fp32 scores, L = H = 256)."""
     size = {"num_layers": 2, "num_heads": 2, "max_seq_len": 4096}
     cache = ChunkedKVCache(**size, head_dim=64, dtype=torch.bfloat16)
-    tracker = MemorySetTracker(**size, local_window=256, heavy_hitter_budget=256)
+    tracker = MemorySetTracker(**size, local_window=256, heavy_budget=256)
     extra = tracker.scores.scores.nbytes + tracker.memory.nbytes
     assert extra < 0.05 * cache.buffer.nbytes
 
 
-@pytest.mark.parametrize("begin", [0, 5])
+@pytest.mark.parametrize("past", [0, 5])
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 31, 160])
-def test_chunks_tile_the_call(num_tokens, begin):
+def test_chunks_tile_the_call(num_tokens, past):
     """Index bounds: no out-of-bounds access (N = 0, 1, S - 1, S, S + 1, 2S - 1, 2S + 128)."""
-    chunks = ChunkManager(16, num_tokens, begin)
-    covered = [position for start, end in chunks for position in range(start, end)]
-    assert covered == list(range(begin, begin + num_tokens))
-    assert all(end - start == 16 for start, end in list(chunks)[:-1])
-    assert len(chunks) == len(list(chunks))
-    for outside in (-1, len(chunks)):
-        with pytest.raises(IndexError, match="chunk_idx must be in"):
-            chunks[outside]
+    chunks = ChunkManager(past, num_tokens, 16)
+    bounds = [(chunks.begin(c), chunks.end(c)) for c in range(chunks.num_chunks())]
+    covered = [position for begin, end in bounds for position in range(begin, end)]
+    assert covered == list(range(past, past + num_tokens))
+    assert all(end - begin == 16 for begin, end in bounds[:-1])
+    assert chunks.last_chunk_begin() == (bounds[-1][0] if bounds else past)
+    for outside in (-1, chunks.num_chunks()):
+        with pytest.raises(ValueError, match="chunk must be in"):
+            chunks.begin(outside)
+
+
+def test_chunks_are_those_of_the_class_in_c_plus_plus():
+    for past, num_tokens, chunk_size in [(0, 0, 4), (5, 17, 8), (3, 16, 16), (0, 1, 1)]:
+        ours = ChunkManager(past, num_tokens, chunk_size)
+        theirs = torch.classes.h2o_prefill.ChunkManager(past, num_tokens, chunk_size)
+        assert ours.num_chunks() == theirs.num_chunks()
+        assert ours.last_chunk_begin() == theirs.last_chunk_begin()
+        for chunk in range(ours.num_chunks()):
+            assert (ours.begin(chunk), ours.end(chunk)) == (theirs.begin(chunk), theirs.end(chunk))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 4), "chunk_size must be >= 1, got 0"),
-        ((4, -1), "num_tokens must be >= 0, got -1"),
-        ((4, 4, -2), "begin must be >= 0, got -2"),
+        ((0, 4, 0), "chunk_size must be >= 1, got 0"),
+        ((0, -1, 4), "num_tokens must be >= 0, got -1"),
+        ((-2, 4, 4), "past must be >= 0, got -2"),
     ],
 )
 def test_chunk_manager_names_the_wrong_argument(arguments, message):
@@ -63,7 +74,7 @@ def test_chunk_manager_names_the_wrong_argument(arguments, message):
 
 
 def test_memory_is_built_when_the_next_chunk_arrives():
-    tracker = MemorySetTracker(1, 1, 16, local_window=1, heavy_hitter_budget=1)
+    tracker = MemorySetTracker(1, 1, 16, local_window=1, heavy_budget=1)
     assert tracker.begin_chunk(0, 0) is None
     assert (tracker.memory == -1).all()
     tracker.scores.set_initial_scores(0, 0, 4, torch.tensor([[[1.0, 3.0, 2.0, 9.0]]]))
@@ -72,7 +83,7 @@ def test_memory_is_built_when_the_next_chunk_arrives():
 
 
 def test_reset_forgets_everything():
-    tracker = MemorySetTracker(2, 2, 16, local_window=2, heavy_hitter_budget=2, sink_tokens=1)
+    tracker = MemorySetTracker(2, 2, 16, local_window=2, heavy_budget=2, sink_tokens=1)
     cache = ChunkedKVCache(num_layers=2, num_heads=2, max_seq_len=16, head_dim=4)
     for layer in range(2):
         tracker.begin_chunk(layer, 0)

@@ -151,7 +151,7 @@ def test_gather_takes_each_heads_own_rows():
         ({"chunk_start": -1}, "chunk_start must be >= 0, got -1"),
         ({"chunk_start": 9}, r"chunk_end must be >= chunk_start \(9\), got 8"),
         ({"local_window_size": -3}, "local_window_size must be >= 0, got -3"),
-        ({"heavy_hitter_budget": -1}, "heavy_hitter_budget must be >= 0, got -1"),
+        ({"heavy_budget": -1}, "heavy_budget must be >= 0, got -1"),
         ({"sink_tokens": -2}, "sink_tokens must be >= 0, got -2"),
     ],
 )
@@ -162,7 +162,7 @@ def test_wrong_sizes_are_named(change, message):
         "chunk_end": 8,
         "scores": torch.rand(1, 1, 8),
         "local_window_size": 2,
-        "heavy_hitter_budget": 2,
+        "heavy_budget": 2,
     }
     with pytest.raises(ValueError, match=message):
         build_memory_set(**(arguments | change))

@@ -153,7 +153,7 @@ def test_gradients_reach_no_earlier_output(model):
     layer = model.layers[0]
     hidden = torch.randn(2 * S + 3, 64, dtype=torch.float64, requires_grad=True)
     for i in (3, S - 1, S, 2 * S + 1):
-        chunks, cache = ChunkManager(S, len(hidden)), model.new_cache(len(hidden))
+        chunks, cache = ChunkManager(0, len(hidden), S), model.new_cache(len(hidden))
         # Later chunks write into the buffer that earlier ones were gathered from.
         with torch.autograd.graph.allow_mutation_on_saved_tensors():
             out = layer(hidden, chunks, cache, model.new_tracker(len(hidden), L, H))
@@ -221,7 +221,7 @@ def test_a_layer_equals_the_operator(model):
         expected = residual + layer.mlp["down_proj"](gate * layer.mlp["up_proj"](normed))
 
         cache, tracker = model.new_cache(tokens), model.new_tracker(tokens, L, H, 2)
-        got = layer(hidden, ChunkManager(S, tokens), cache, tracker)
+        got = layer(hidden, ChunkManager(0, tokens, S), cache, tracker)
     assert_equal(got, expected)
     assert (tracker.memory[0] == memory[0]).all()
     assert_equal(tracker.scores.scores[0], scores[0])

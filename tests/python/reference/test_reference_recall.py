@@ -85,7 +85,7 @@ def searches(draw):
         "begin": draw(st.integers(0, total)),
         "chunk_size": block * draw(st.integers(1, 3)),
         "block": block,
-        "k": draw(st.integers(1, 4)),
+        "max_matches": draw(st.integers(1, 4)),
         "max_suffix": draw(st.integers(1, 4)),
         "span": draw(st.integers(1, 3)),
         "max_count": draw(st.integers(1, 40)),
@@ -104,7 +104,7 @@ def test_lists_are_well_formed_and_causal(case, data):
         chunk_begin = first - (first - begin) % case["chunk_size"]
         assert pairs == sorted(pairs, key=lambda pair: (pair[1], pair[0]))
         assert len({position for position, _ in pairs}) == len(pairs)
-        assert len(pairs) <= block * case["k"] * case["span"]
+        assert len(pairs) <= block * case["max_matches"] * case["span"]
         for position, visible_from in pairs:
             assert 0 <= position < chunk_begin
             assert first <= visible_from < min(first + block, total)
@@ -126,13 +126,13 @@ def test_lists_are_well_formed_and_causal(case, data):
         ({"begin": 5}, r"begin must be in \[0, 4\], got 5"),
         ({"chunk_size": 0}, "chunk_size must be >= 1, got 0"),
         ({"block": 3}, "chunk_size must be a multiple of block, got 4 and 3"),
-        ({"k": 0}, "k must be >= 1, got 0"),
+        ({"max_matches": 0}, "max_matches must be >= 1, got 0"),
         ({"max_suffix": 0}, "max_suffix must be >= 1, got 0"),
         ({"span": 0}, "span must be >= 1, got 0"),
         ({"max_count": 0}, "max_count must be >= 1, got 0"),
     ],
 )
 def test_wrong_sizes_are_named(change, message):
-    arguments = {"begin": 0, "chunk_size": 4, "block": 2, "k": 1} | change
+    arguments = {"begin": 0, "chunk_size": 4, "block": 2, "max_matches": 1} | change
     with pytest.raises(ValueError, match=message):
         ops.lexical_recall(torch.tensor([[1, 2, 3, 4]]), **arguments)

@@ -1,0 +1,1 @@
+"""What benchmarks share: options, timing, shapes, reports, baselines, figures."""

@@ -1,0 +1,102 @@
+"""One attention kernel beside its PyTorch counterpart, and the peaks of a CPU, as a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from common import hardware_peak
+from common.report import ratio_fields
+from common.sdpa import Attention, backend_fields, fastest
+from common.timing import compare, gpu_timer
+
+COLUMNS = {
+    "model": "{model}",
+    "D": "{head_dim}",
+    "dtype": "{dtype}",
+    "threads": "{threads}",
+    "device": "{device}",
+    "ms": "{milliseconds:.3f}",
+    "GFLOP/s": "{gflops:.1f}",
+    "FMA peak": "{peak_gflops:.1f}",
+    "% of FMA peak": "{percent:.1f} ({percent_q1:.1f} to {percent_q3:.1f})",
+    "% of bf16-dot peak": "{percent_bf16_dot:.1f}",
+    "SDPA ms": "{sdpa_milliseconds:.3f}",
+    "SDPA by": "{sdpa_backend}",
+    "against SDPA": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
+}
+
+
+def gpu_kernel_row(
+    kernel: Callable[[], object], baselines: dict[str, Attention], flops: int, seconds: float
+) -> dict[str, Any]:
+    """Time a kernel on a GPU beside every backend of PyTorch's attention, in turns.
+
+    Parameters
+    ----------
+    kernel : callable
+        The operator.
+    baselines : dict
+        The same problem, by the name of the backend; the row compares with the fastest.
+    flops : int
+        Of one call of either: Q K^T and P V of the pairs that count.
+    seconds : float
+        Time to spend.
+    """
+    timings = compare({"kernel": kernel, **baselines}, seconds, timer=gpu_timer)
+    best = fastest(timings, list(baselines))
+    return {
+        "milliseconds": 1e3 * timings.median("kernel"),
+        "sdpa_milliseconds": 1e3 * timings.median(best),
+        "gflops": flops / timings.median("kernel") / 1e9,
+        "rounds": timings.rounds,
+        **backend_fields(timings, list(baselines)),
+        **ratio_fields("speedup", timings.ratio(best, "kernel")),
+    }
+
+
+def kernel_row(
+    kernel: Callable[[], object],
+    sdpa: Callable[[], object],
+    flops: int,
+    threads: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Time a kernel, PyTorch's SDPA on the same problem, and the peaks, in turns.
+
+    Parameters
+    ----------
+    kernel, sdpa : callable
+        The two to compare.
+    flops : int
+        Of one call of either: Q K^T and P V of the pairs that count.
+    threads : int
+        Threads that PyTorch is set to.
+    seconds : float
+        Time to spend.
+    """
+    peaks = {"fma": hardware_peak.fma(threads), "bf16_dot": hardware_peak.bf16_dot(threads)}
+    calls: dict[str, Callable[[], object]] = {"kernel": kernel, "sdpa": sdpa}
+    calls |= {name: peak.run for name, peak in peaks.items() if peak is not None}
+    timings = compare(calls, seconds)
+    row: dict[str, Any] = {
+        "milliseconds": 1e3 * timings.median("kernel"),
+        "sdpa_milliseconds": 1e3 * timings.median("sdpa"),
+        "gflops": flops / timings.median("kernel") / 1e9,
+        "rounds": timings.rounds,
+        **ratio_fields("speedup", timings.ratio("sdpa", "kernel")),
+    }
+    for name, peak in peaks.items():
+        if peak is None:
+            continue
+        # Rate over rate: (flops / kernel time) / (peak flops / peak time).
+        share = timings.ratio(name, "kernel")
+        percents = [100 * flops / peak.amount * x for x in (share.value, share.q1, share.q3)]
+        suffix = "" if name == "fma" else "_bf16_dot"
+        row[f"peak_gflops{suffix}"] = peak.amount / timings.median(name) / 1e9
+        row |= zip(
+            (f"percent{suffix}", f"percent{suffix}_q1", f"percent{suffix}_q3"),
+            percents,
+            strict=True,
+        )
+    return row

@@ -1,0 +1,96 @@
+"""PyTorch's attention as a baseline, by the name of what computes it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common.timing import Timings
+
+Attention = Callable[[], Tensor]
+
+# The math backend is no baseline: it writes the whole square.
+_BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "FlashAttention-2": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_FLASH_ATTENTION_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attention:
+    """Return scaled_dot_product_attention with grouped heads, as PyTorch chooses to compute it."""
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def gpu_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Attention]:
+    """Return attention on a GPU by every backend that can do it, by name.
+
+    A backend that refuses grouped heads gets keys and values repeated beforehand, which is not
+    timed, and says so in its name. FlashAttention-3 is there if its package is.
+    """
+    group = q.shape[1] // k.shape[1]
+    found = {}
+    for name, backend in _BACKENDS.items():
+        for suffix, repeats in (("", 1), (", repeated keys", group)):
+            keys, values = k, v
+            if repeats > 1:
+                keys, values = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+            call = _with_backend(backend, sdpa(q, keys, values, causal))
+            if _works(call):
+                found[name + suffix] = call
+                break
+    flash_3 = _flash_attention_3(q, k, v, causal)
+    if flash_3 is not None and _works(flash_3):
+        found["FlashAttention-3"] = flash_3
+    if not found:
+        raise RuntimeError(f"no backend of PyTorch takes {q.dtype} with head dim {q.shape[3]}")
+    return found
+
+
+def fastest(timings: Timings, names: list[str]) -> str:
+    """Return the name with the shortest median time."""
+    return min(names, key=timings.median)
+
+
+def backend_fields(timings: Timings, names: list[str]) -> dict[str, Any]:
+    """Return which backend was fastest, and the times of all of them, as fields of a row."""
+    return {
+        "sdpa_backend": fastest(timings, names),
+        "sdpa_backends_milliseconds": {name: 1e3 * timings.median(name) for name in names},
+    }
+
+
+def _with_backend(backend: SDPBackend, attend: Attention) -> Attention:
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            return attend()
+
+    return call
+
+
+def _works(call: Attention) -> bool:
+    try:
+        call()
+        torch.cuda.synchronize()
+    except (RuntimeError, TypeError, AssertionError):
+        return False
+    return True
+
+
+def _flash_attention_3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attention | None:
+    for name in _FLASH_ATTENTION_3:
+        try:
+            package = importlib.import_module(name)
+        except ImportError:
+            continue
+        # [B, T, H, D], which is how q, k and v lie in memory.
+        arguments = [x.transpose(1, 2) for x in (q, k, v)]
+        return lambda: package.flash_attn_func(*arguments, causal=causal)
+    return None

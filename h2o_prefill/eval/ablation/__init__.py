@@ -1,0 +1,1 @@
+"""Perplexity over a grid of settings, shared by any number of processes."""

@@ -1,0 +1,144 @@
+"""The figure of an ablation: perplexity against attention flops."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.plotting import DENSE, SPARSE, make_figure, save_figure
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SETTINGS = [field.name for field in dataclasses.fields(PrefillConfig)]
+_LETTERS = {"chunk_size": "S", "local_window": "L", "heavy_budget": "H", "sink_tokens": "K"}
+
+# What must be equal for perplexities to be comparable: a panel each.
+_PANEL = ["model", "dtype", "dataset", "text_source", "context", "windows", "protocol"]
+
+_PANELS_PER_ROW = 3
+_PANEL_WIDTH, _PANEL_HEIGHT = 5.4, 4.4
+
+
+def plot_ablation(
+    frame: pd.DataFrame, path: str | os.PathLike[str], title: str | None = None
+) -> Figure:
+    """Draw the perplexity of each cell against its attention flops, a panel for each text.
+
+    The error bars are those of the difference to dense, since the text itself is the same for all.
+    The line joins the cells that no other one beats in both; these are numbered, and named below by
+    the settings that vary.
+
+    Parameters
+    ----------
+    frame : pandas.DataFrame
+        Rows as `run_ablation` returns them.
+    path : path
+        Ends in .png, .svg or .pdf.
+    title : str, optional
+        What was run. Default: what all rows have in common.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ValueError
+        If there are no rows.
+    """
+    if frame.empty:
+        raise ValueError("frame must hold at least one row, got none")
+    panels = list(frame.groupby(_PANEL, sort=False, dropna=False))
+    columns = min(len(panels), _PANELS_PER_ROW)
+    lines = -(-len(panels) // columns)
+    figure = make_figure(lines * _PANEL_HEIGHT, columns * _PANEL_WIDTH)
+    all_axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    varied = _varied(frame)
+    for axes, (key, rows) in zip(all_axes, panels, strict=False):
+        _draw(axes, rows, varied)
+        axes.set_title(_panel_title(key, frame), fontsize=10)
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    figure.suptitle(_title(frame) if title is None else title, fontsize=11)
+    save_figure(figure, path)
+    return figure
+
+
+def front(flops: Sequence[float], perplexity: Sequence[float]) -> list[int]:
+    """Return which points no other one beats in both, by rising flops."""
+    chosen: list[int] = []
+    for index in sorted(range(len(flops)), key=lambda i: (flops[i], perplexity[i])):
+        if not chosen or perplexity[index] < perplexity[chosen[-1]]:
+            chosen.append(index)
+    return chosen
+
+
+def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
+    dense = float(rows["dense_ppl"].iloc[0])
+    flops = [100 / ratio for ratio in rows["attention_flops_ratio"]]
+    sparse = rows["sparse_ppl"].tolist()
+    errors = (rows["dense_ppl"] * rows["stderr_percent"] / 100).tolist()
+    axes.axhline(dense, **DENSE)
+    style: dict[str, Any] = {"color": SPARSE["color"], "label": SPARSE["label"]}
+    axes.errorbar(flops, sparse, errors, fmt="o", markersize=4, elinewidth=0.8, **style)
+    best = front(flops, sparse)
+    axes.plot(
+        [flops[i] for i in best], [sparse[i] for i in best], color="0.5", linewidth=0.8, zorder=0
+    )
+    named = []
+    for number, i in enumerate(best if varied else [], start=1):
+        place: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 3), "fontsize": 8}
+        axes.annotate(str(number), (flops[i], sparse[i]), fontweight="bold", **place)
+        named.append(f"{number}: {_label(rows.iloc[i], varied)}")
+    axes.set_xlabel("\n".join(["attention flops (% of dense)", *named]), fontsize=8)
+    axes.set_ylabel("perplexity")
+    axes.set_axisbelow(True)
+    axes.grid(color="0.92")
+    axes.spines[["top"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    above = axes.secondary_yaxis("right", functions=(_above(dense), _from_above(dense)))
+    above.set_ylabel("above dense (%)")
+
+
+def _above(dense: float) -> Callable[[Any], Any]:
+    return lambda perplexity: 100 * (perplexity / dense - 1)
+
+
+def _from_above(dense: float) -> Callable[[Any], Any]:
+    return lambda percent: dense * (1 + percent / 100)
+
+
+def _varied(frame: pd.DataFrame) -> list[str]:
+    """Return the settings that tell rows apart; those of recall only where it is on."""
+    with_recall = frame[frame["recall"] > 0]
+    return [
+        name
+        for name in _SETTINGS
+        if (with_recall if name.startswith("recall_") else frame)[name].nunique(dropna=False) > 1
+    ]
+
+
+def _label(row: pd.Series[Any], varied: list[str]) -> str:
+    if isinstance(row["preset"], str):
+        return row["preset"]
+    return " ".join(f"{_LETTERS.get(name, name)}={row[name]}" for name in varied)
+
+
+def _title(frame: pd.DataFrame) -> str:
+    names = ("model", "dtype", "protocol")
+    common = [str(frame[name].iloc[0]) for name in names if frame[name].nunique() == 1]
+    return ", ".join([*common, f"{len(frame)} settings"])
+
+
+def _panel_title(key: Sequence[Hashable], frame: pd.DataFrame) -> str:
+    """Return the text and its windows, and what else differs between panels."""
+    values = dict(zip(_PANEL, key, strict=True))
+    always = f"{values['dataset']}, windows {values['windows']} of {values['context']} tokens"
+    others = [name for name in ("model", "dtype", "protocol") if frame[name].nunique() > 1]
+    return ", ".join([always, *(str(values[name]) for name in others)])

@@ -1,0 +1,1 @@
+"""Greedy answers about long texts, sparse against dense prefill."""

@@ -1,0 +1,103 @@
+"""Watch the attention of a model: queries, keys and values of each layer, while it runs densely."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf import enable
+from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.dense import dense_attention
+from h2o_prefill.hf.eligibility import dense_reason
+from h2o_prefill.hf.enabled_state import DEFAULT_STATE
+from h2o_prefill.hf.forward_context import current_context
+from h2o_prefill.hf.mask_function import h2o_prefill_mask
+from h2o_prefill.hf.names import NAME as SPARSE_NAME
+
+# No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
+NAME = "h2o_prefill_observed"
+
+Observer = Callable[[Call, "float | None"], None]
+
+_observer: ContextVar[Observer | None] = ContextVar("h2o_prefill_observer", default=None)
+
+
+@contextlib.contextmanager
+def observe_attention(
+    model: PreTrainedModel, observe: Observer, dense_layers: tuple[int, ...] = ()
+) -> Iterator[None]:
+    """Show every layer that could be prefilled sparsely to `observe`, for a block.
+
+    The model computes what it computes without us: attention stays dense. Layers that would be
+    dense by design (sliding windows, `dense_layers`) are not shown.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder that is not enabled.
+    observe : callable
+        Called with the call of each layer, in the order of the forward, and the factor of its
+        logits. What it keeps of a call's tensors stays in memory.
+    dense_layers : tuple of int
+        Layers that a sparse prefill would leave dense.
+
+    Raises
+    ------
+    ValueError
+        For the reasons of `enable`.
+    NotImplementedError
+        If the model, or a call of it, could not be prefilled sparsely.
+    """
+    AttentionInterface.register(NAME, torch.compiler.disable(_observed_attention))
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
+    # The rules look at the length of a call: chunks of one token let every prompt pass.
+    settings = PrefillConfig(
+        chunk_size=1,
+        local_window=0,
+        heavy_budget=0,
+        dense_layers=dense_layers,
+        block_diagonal=True,
+    )
+    with enable(model, settings, strict=True):
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", None) == SPARSE_NAME:
+                # `enable` puts back what was there before it, so this too.
+                config._attn_implementation_internal = NAME  # type: ignore[union-attr]
+        token = _observer.set(observe)
+        try:
+            yield
+        finally:
+            _observer.reset(token)
+
+
+def _observed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    context = current_context(getattr(module, "config", None))
+    settings = DEFAULT_STATE if context is None else context.settings
+    call = Call(
+        module, query, key, value, attention_mask, dropout, kwargs, settings.config, context
+    )
+    observe = _observer.get()
+    if context is not None and observe is not None:
+        reason = dense_reason(call)
+        if reason is None:
+            observe(call, scaling)
+        elif reason:
+            settings.report(f"dense attention: {reason}")
+    return dense_attention(call, scaling)

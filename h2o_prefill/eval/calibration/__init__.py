@@ -1,0 +1,1 @@
+"""Which layers need larger memory sets, or dense attention."""

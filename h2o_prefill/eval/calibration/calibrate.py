@@ -1,0 +1,155 @@
+"""Which layers of a model lose most under sparse prefill: those to spend more on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention_flops import count_attention_flops
+from h2o_prefill.eval.calibration.result import LayerCalibration, rank_layers
+from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from h2o_prefill.eval.inputs.text import Corpus
+from h2o_prefill.eval.perplexity.evaluate import check_settings, text_tokens
+from h2o_prefill.eval.perplexity.scoring import score_window
+from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
+from h2o_prefill.eval.runs import (
+    Progress,
+    check_dense,
+    check_length,
+    count_layers,
+    eval_mode,
+    prefill_mode,
+    report_progress,
+)
+from h2o_prefill.presets import chosen_config
+
+# What can become of layers, and the field of `PrefillConfig` that names them then.
+KEPT = {"wide": "wide_layers", "dense": "dense_layers"}
+
+_PROTOCOL = "gptq"
+
+
+def calibrate_layers(
+    model: nn.Module,
+    dataset: Tensor | Sequence[int] | Corpus | str,
+    chunk_config: PrefillConfig | str | None = None,
+    *,
+    layers: int = 6,
+    keep: str = "wide",
+    tokenizer: Any = None,
+    context: int = 4096,
+    windows: str = "0:1",
+    on_progress: Progress | None = None,
+) -> LayerCalibration:
+    """Find the layers whose sparse attention changes a model's predictions most.
+
+    The loss of sparse prefill is not spread evenly: a few layers, whose heads look up what stood
+    far back, have most of it. One layer after another is made dense, all others stay sparse, and
+    the layers that bring the predictions nearest to those of the dense model are chosen. That is
+    one dense and `num_layers + 2` sparse forward passes a window.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A causal language model with dense attention.
+    dataset : Tensor, sequence of int, Corpus or str
+        As `evaluate_perplexity` takes it. Not the text to be evaluated on.
+    chunk_config : PrefillConfig or str, optional
+        Settings of the other layers. Default: those of `enable`.
+    layers : int
+        How many to choose, beside those of the settings.
+    keep : {"wide", "dense"}
+        What becomes of them. Wide layers have larger memory sets, a dense one is quadratic in the
+        length of the prompt.
+    tokenizer : optional
+        The model's, for a text.
+    context : int
+        Tokens of a window: at least two chunks.
+    windows : str
+        A slice "begin:end" of the windows.
+    on_progress : callable, optional
+        Called with (forward passes done, passes in all, what runs next).
+
+    Returns
+    -------
+    LayerCalibration
+        `enable(model, calibration.config)` uses what was found.
+
+    Raises
+    ------
+    ValueError
+        For the reasons of `evaluate_perplexity`, or if there are not more layers than are to be
+        chosen.
+    ArithmeticError
+        If a run gives logits that are not finite.
+    """
+    config = chosen_config(chunk_config)
+    check_settings(config, context, windows, _PROTOCOL)
+    if keep not in KEPT:
+        raise ValueError(f"keep must be one of {tuple(KEPT)}, got {keep!r}")
+    settled = {*config.dense_layers, *getattr(config, KEPT[keep])}
+    num_layers = count_layers(model)
+    candidates = [i for i in range(num_layers) if i not in settled]
+    if not 1 <= layers < len(candidates):
+        raise ValueError(
+            f"layers must be at least 1 and fewer than the {len(candidates)} that there are to "
+            f"choose from, got {layers}"
+        )
+    check_dense(model)
+    check_length(model, context, "context")
+    selected, batches = select_windows(text_tokens(dataset, tokenizer), context, windows)
+    passes = len(batches) * (len(candidates) + 3)
+    done = 0
+
+    def report(what: str) -> None:
+        report_progress(on_progress, done, passes, what)
+
+    with torch.no_grad(), eval_mode(model):
+        forward = PromptForward(model)
+        rows = scored_rows(_PROTOCOL, context)
+        prompts = batches.to(next(model.parameters()).device)
+        dense: list[PromptLogits] = []
+        for index, prompt in zip(selected, prompts, strict=True):
+            report(f"window {index} dense")
+            dense.append(forward(prompt.unsqueeze(0))[0])
+            done += 1
+
+        def measure(tried: PrefillConfig, what: str) -> float:
+            nonlocal done
+            total = 0.0
+            for index, prompt, logits in zip(selected, prompts, dense, strict=True):
+                report(f"window {index} {what}")
+                with prefill_mode(model, tried):
+                    sparse = forward(prompt.unsqueeze(0))[0]
+                scores = score_window(logits, sparse, prompt, rows)
+                scores.check_finite(index)
+                total += float(scores.kl.double().mean())
+                done += 1
+            return total / len(prompts)
+
+        before = measure(config, "sparse")
+        by_layer = {
+            layer: measure(_with_layers(config, KEPT["dense"], [layer]), f"layer {layer} dense")
+            for layer in candidates
+        }
+        chosen = _with_layers(config, KEPT[keep], rank_layers(by_layer)[:layers])
+        after = measure(chosen, f"chosen layers {keep}")
+    report("done")
+    return LayerCalibration(
+        config=chosen,
+        kl_before=before,
+        kl_after=after,
+        kl_by_layer=by_layer,
+        flops_before=count_attention_flops(batches, config, num_layers),
+        flops_after=count_attention_flops(batches, chosen, num_layers),
+        context=context,
+        windows=list(selected),
+    )
+
+
+def _with_layers(config: PrefillConfig, field: str, layers: list[int]) -> PrefillConfig:
+    return config.replace(**{field: tuple(sorted({*getattr(config, field), *layers}))})

@@ -1,0 +1,1 @@
+"""Which model classes of transformers go sparse."""

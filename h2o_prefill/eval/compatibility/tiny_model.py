@@ -1,0 +1,135 @@
+"""Tiny random models of every text-generating class of the installed transformers."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.auto import modeling_auto
+
+from h2o_prefill.eval.compatibility.tiny_changes import CHANGES
+from h2o_prefill.eval.compatibility.tiny_config import ORDINARY_IDS, WIDTH, tiny_config
+
+_MOST_PARAMETERS = 20_000_000
+_SOURCE_TOKENS = 20
+# The first mapping that has a class tells its kind.
+_MAPPINGS = (
+    ("encoder-decoder", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    ("encoder-decoder", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
+    ("composite", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    ("composite", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES"),
+    ("causal", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+)
+
+
+def model_classes() -> dict[str, str]:
+    """Return the classes of transformers' auto mappings for text, by name, and their kinds.
+
+    A kind is "causal", "encoder-decoder" or "composite" (of a tower and a text decoder).
+    """
+    kinds: dict[str, str] = {}
+    for kind, mapping in _MAPPINGS:
+        for names in getattr(modeling_auto, mapping, {}).values():
+            for name in (names,) if isinstance(names, str) else names:
+                kinds.setdefault(name, kind)
+    return dict(sorted(kinds.items(), key=lambda item: item[0].lower()))
+
+
+class CannotBuild(Exception):
+    """A class of which there is no tiny model; the text says why."""
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model and how to call it.
+
+    Attributes
+    ----------
+    model : nn.Module
+        In eval mode, on the CPU, float32.
+    prompt_name : str
+        The argument that takes the prompt: `input_ids`, or `decoder_input_ids`.
+    others : dict
+        Arguments of every call beside it.
+    """
+
+    model: Any
+    prompt_name: str
+    others: dict[str, Any]
+
+    def __call__(self, prompt: Tensor, **kwargs: Any) -> Any:
+        """Return what the model returns for a prompt, int64 [B, T]."""
+        return self.model(**{self.prompt_name: prompt}, **self.others, **kwargs)
+
+
+def build_tiny(name: str, **changes: Any) -> TinyModel:
+    """Return the tiny random model of a class, the same weights every time.
+
+    Parameters
+    ----------
+    name : str
+        Of the class in transformers.
+    **changes
+        Fields of the config to change; see `tiny_config`.
+
+    Raises
+    ------
+    CannotBuild
+        If it needs a package that is missing, has no default config that can be made small, or
+        the like.
+    """
+    try:
+        kind = getattr(transformers, name)
+        default = CHANGES.get(kind.config_class.__name__, {})
+        config = tiny_config(kind.config_class, **{**default, **changes})
+        _check_size(kind, config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            model = kind(config).eval()
+            return _with_arguments(model)
+    except CannotBuild:
+        raise
+    # Whatever a class raises on a config that it was not written for is what there is to say.
+    except Exception as error:
+        raise CannotBuild(_short(error)) from error
+
+
+def random_prompt(tokens: int, batch: int = 1, seed: int = 3) -> Tensor:
+    """Return int64 [batch, tokens] without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(*ORDINARY_IDS, (batch, tokens), generator=generator)
+
+
+def _check_size(kind: Any, config: Any) -> None:
+    with torch.device("meta"):
+        model: nn.Module = kind(config)
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    total = sum(sizes.values())
+    if total > _MOST_PARAMETERS:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise CannotBuild(f"{total / 1e6:.0f} million parameters, most in {largest}")
+
+
+def _with_arguments(model: Any) -> TinyModel:
+    parameters = inspect.signature(model.forward).parameters
+    if "decoder_input_ids" not in parameters:
+        return TinyModel(model, "input_ids", {})
+    if model.main_input_name == "input_ids":
+        return TinyModel(model, "decoder_input_ids", {"input_ids": random_prompt(_SOURCE_TOKENS)})
+    # What a tower for sound or pictures would give.
+    encoded: Any = BaseModelOutput(last_hidden_state=torch.randn(1, _SOURCE_TOKENS, WIDTH))
+    # Some models look for it without having asked whether there is one.
+    encoded.attention_mask = None
+    return TinyModel(model, "decoder_input_ids", {"encoder_outputs": encoded})
+
+
+def _short(error: BaseException) -> str:
+    """Return an error in one line of moderate length."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines)
+    return f"{type(error).__name__}: {text}"[:160]

@@ -1,0 +1,1 @@
+"""What evaluations run on: models, texts, prompts, packages."""

@@ -1,0 +1,92 @@
+"""GGUF files as transformers folders: dequantised to fp32 once, then kept in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+from h2o_prefill.eval.atomic_write import build_folder_once
+from h2o_prefill.eval.inputs.cache_dir import cache_dir
+from h2o_prefill.eval.inputs.model_files import first_line
+
+# Part of the folder's name: a change of what is written must not find an older folder.
+FORMAT = 1
+
+
+def convert_gguf(path: Path) -> Path:
+    """Return a folder with the model and the tokenizer of a GGUF file, converting it on first use.
+
+    Parameters
+    ----------
+    path : Path
+        The .gguf file. Block-quantised weights become fp32.
+
+    Raises
+    ------
+    ImportError
+        If a package that reads GGUF is missing.
+    ValueError
+        If the file cannot be read as a model.
+    """
+    name = f"{path.stem}-{_digest(path)}-{FORMAT}"
+    return build_folder_once(cache_dir() / "models" / name, lambda folder: _convert(path, folder))
+
+
+def _digest(path: Path) -> str:
+    """Return 12 hex digits of SHA-256: files of one name and size can differ in their weights."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()[:12]
+
+
+def _convert(path: Path, folder: Path) -> None:
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(
+                f"reading {path.name} needs the package {package}: pip install 'h2o_prefill[eval]'"
+            )
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    try:
+        # The reader draws a progress bar of its own, whatever verbosity is set.
+        with contextlib.redirect_stderr(io.StringIO()):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, **_dequantize()
+            )
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+    except MemoryError:
+        raise
+    except Exception as error:  # a cut file ends the reader anywhere
+        raise ValueError(
+            f"cannot read {path} as a GGUF model, incomplete download? ({first_line(error)})"
+        ) from error
+    # A model that came from GGUF refuses save_pretrained, with plain weights too: save a twin.
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(loaded.state_dict())
+    plain.tie_weights()
+    try:
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(f"cannot keep the converted {path.name} in {cache_dir()}: {error}") from error
+
+
+def _dequantize() -> dict[str, Any]:
+    """Ask for plain weights where transformers can also keep the blocks."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}

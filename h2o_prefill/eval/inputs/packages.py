@@ -1,0 +1,83 @@
+"""Packages of whole models with what stands beside them: a description, and the tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.atomic_write import replaced_file
+from h2o_prefill.hf.export import compile_package, describe_package, export_model
+from h2o_prefill.package import PrefillPackage
+
+
+def write_package(
+    model: PreTrainedModel, tokenizer: Any, config: PrefillConfig, capacity: int, path: Path
+) -> list[Path]:
+    """Write a model as a package, its description and its tokenizer.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model of a family that can be exported.
+    tokenizer
+        Its tokenizer.
+    config : PrefillConfig
+        How to prefill.
+    capacity : int
+        Tokens that prompt and answer together may have.
+    path : Path
+        The package; its name ends in .pt2.
+
+    Returns
+    -------
+    list of Path
+        What was written.
+
+    Raises
+    ------
+    ValueError
+        If the model cannot be exported.
+    """
+    path = path.expanduser()
+    folder, description = path.with_suffix(".tokenizer"), path.with_suffix(".json")
+    info = describe_package(model, config, capacity, tokenizer=folder.name)
+    program = export_model(model, info)
+    with replaced_file(path) as scratch:
+        compile_package(program, info, scratch)
+    tokenizer.save_pretrained(folder)
+    with replaced_file(description) as scratch:
+        scratch.write_text(info.to_json(), encoding="utf-8")
+    return [path, description, folder]
+
+
+def load_package(path: Path) -> tuple[PrefillPackage, Any]:
+    """Load a package and its tokenizer.
+
+    Parameters
+    ----------
+    path : Path
+        The package; its tokenizer stands beside it.
+
+    Returns
+    -------
+    package, tokenizer
+
+    Raises
+    ------
+    FileNotFoundError
+        If the package, or its tokenizer, is not there.
+    ValueError
+        If the package cannot run here.
+    """
+    from transformers import AutoTokenizer
+
+    package = PrefillPackage(path)
+    folder = package.path.parent / package.info.tokenizer
+    if not package.info.tokenizer or not folder.is_dir():
+        raise FileNotFoundError(
+            f"package: the tokenizer must be in {str(folder)!r}, beside the package"
+        )
+    return package, AutoTokenizer.from_pretrained(folder)

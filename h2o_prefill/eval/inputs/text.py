@@ -1,0 +1,155 @@
+"""Text to evaluate on, and its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.eval.inputs.hub import OUT_OF_REACH, offline_unless_reachable
+from h2o_prefill.eval.inputs.model_files import first_line
+
+DATASETS = ("wikitext2", "pydoc")
+WIKITEXT2_VARIABLE = "H2O_PREFILL_WIKITEXT2"
+_HUB_WIKITEXT2 = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text and where it came from.
+
+    Attributes
+    ----------
+    name : str
+        One of `DATASETS`, or the name of the file.
+    text : str
+        All of it.
+    source : str
+        The file's name and digest, the module or the hub's name of it: results on different forms
+        of one text differ.
+    """
+
+    name: str
+    text: str
+    source: str
+
+
+def load_text(
+    dataset: str = "wikitext2", text_file: str | os.PathLike[str] | None = None
+) -> Corpus:
+    """Load an evaluation text.
+
+    Parameters
+    ----------
+    dataset : {"wikitext2", "pydoc"}
+        "wikitext2": the test part of WikiText-2 raw, from `text_file`, else from the file that the
+        variable H2O_PREFILL_WIKITEXT2 names, else from the hub through `datasets`. "pydoc": the
+        help topics of Python itself, 465 thousand characters of English that are there on every
+        machine.
+    text_file : path, optional
+        Any UTF-8 text, taken as it is.
+
+    Raises
+    ------
+    ValueError
+        If the dataset is unknown, does not go with `text_file`, cannot be had, or the text is
+        empty.
+    FileNotFoundError
+        If a file is named and is not there.
+    """
+    if dataset not in DATASETS:
+        raise ValueError(f"dataset must be one of {DATASETS}, got {dataset!r}")
+    if text_file is not None:
+        if dataset != "wikitext2":
+            raise ValueError(f"text_file does not go with dataset {dataset!r}: give one of the two")
+        return _file_corpus(Path(text_file).name, text_file, "text_file")
+    if dataset == "pydoc":
+        return _pydoc()
+    named = os.environ.get(WIKITEXT2_VARIABLE)
+    if named:
+        return _file_corpus("wikitext2", named, WIKITEXT2_VARIABLE)
+    return _wikitext2_from_hub()
+
+
+def _file_corpus(name: str, path: str | os.PathLike[str], argument: str) -> Corpus:
+    text = read_text(path, argument)
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return Corpus(name, text, f"{Path(path).name} sha256:{digest}")
+
+
+def encode(tokenizer: Any, text: str) -> Tensor:
+    """Tokenise a text once, as a whole, with the tokenizer's own special tokens.
+
+    Returns
+    -------
+    Tensor
+        int64 [tokens]
+    """
+    # Texts longer than the model are what is wanted here, so the tokenizer's warning about them is
+    # off.
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+
+def read_text(path: str | os.PathLike[str], argument: str) -> str:
+    """Read a UTF-8 text.
+
+    Parameters
+    ----------
+    path : path
+    argument : str
+        What the user called it, for the errors.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If it is a folder, is not UTF-8, or has no text in it.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        raise ValueError(f"{argument} must be a text file, got the folder {str(path)!r}")
+    if not path.exists():
+        raise FileNotFoundError(f"{argument}: no such file: {str(path)!r}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{argument} must be UTF-8 text, got {str(path)!r}: {error}") from error
+    if "\0" in text:
+        raise ValueError(f"{argument} must be UTF-8 text, got the binary file {str(path)!r}")
+    if not text.strip():
+        raise ValueError(f"{argument} must hold text, got an empty file: {str(path)!r}")
+    return text
+
+
+def _pydoc() -> Corpus:
+    from pydoc_data.topics import topics
+
+    return Corpus("pydoc", "\n\n".join(topics[key] for key in sorted(topics)), "pydoc_data.topics")
+
+
+def _wikitext2_from_hub() -> Corpus:
+    path, config = _HUB_WIKITEXT2
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(_no_wikitext2("the package datasets is not installed")) from error
+    with offline_unless_reachable() as reachable:
+        try:
+            rows = datasets.load_dataset(path, config, split="test")
+        except Exception as error:  # datasets raises its own, the hub's and the connection's
+            why = first_line(error) if reachable else OUT_OF_REACH
+            raise ValueError(_no_wikitext2(why)) from error
+    return Corpus("wikitext2", "\n\n".join(rows["text"]), f"{path}/{config}/test")
+
+
+def _no_wikitext2(why: str) -> str:
+    return (
+        f"dataset 'wikitext2' is not on this machine and could not be downloaded ({why}): give its "
+        f"wiki.test.raw by --text-file or {WIKITEXT2_VARIABLE}, or use the stand-in --dataset pydoc"
+    )

@@ -1,0 +1,1 @@
+"""Needle in a haystack: retrieval from long prompts, sparse against dense prefill."""

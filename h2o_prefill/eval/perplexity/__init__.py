@@ -1,0 +1,1 @@
+"""Perplexity of sparse against dense prefill."""

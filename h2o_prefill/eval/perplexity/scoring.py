@@ -1,0 +1,77 @@
+"""Per-token scores of one window: what each run says of the next token, and how they differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.eval.forward import PromptLogits
+
+# A slice's fp32 logits hold at most this many numbers (32 MiB).
+_SLICE_NUMBERS = 1 << 23
+
+
+@dataclass(frozen=True)
+class WindowScores:
+    """Scores of the scored rows of a window, fp32 [rows] each, on the CPU.
+
+    Attributes
+    ----------
+    dense_nll, sparse_nll : Tensor
+        -log p(next token), nats.
+    kl : Tensor
+        KL(dense || sparse) of the next-token distributions, nats.
+    same_top1 : Tensor
+        bool: whether both runs hold the same token most likely.
+    """
+
+    dense_nll: Tensor
+    sparse_nll: Tensor
+    kl: Tensor
+    same_top1: Tensor
+
+    def check_finite(self, window: int) -> None:
+        """Raise ArithmeticError if a run's scores are not finite; `window` is the index to name."""
+        for name, nll in (("dense", self.dense_nll), ("sparse", self.sparse_nll)):
+            if not bool(nll.isfinite().all()):
+                raise ArithmeticError(
+                    f"the {name} run of window {window} gave logits that are not finite"
+                )
+
+
+def score_window(
+    dense: PromptLogits, sparse: PromptLogits, input_ids: Tensor, rows: range
+) -> WindowScores:
+    """Score a window in slices of rows, so that memory does not grow with its length.
+
+    Parameters
+    ----------
+    dense, sparse : PromptLogits
+        Of the two runs over `input_ids`.
+    input_ids : Tensor
+        int64 [T]
+    rows : range
+        Rows to score; row i is scored on token i + 1.
+    """
+    vocabulary = dense.slice(rows.start, rows.start + 1).shape[-1]
+    step = max(1, _SLICE_NUMBERS // vocabulary)
+    parts: list[tuple[Tensor, ...]] = []
+    for begin in range(rows.start, rows.stop, step):
+        end = min(begin + step, rows.stop)
+        log_p = torch.log_softmax(dense.slice(begin, end), dim=-1)
+        log_q = torch.log_softmax(sparse.slice(begin, end), dim=-1)
+        target = input_ids[begin + 1 : end + 1].unsqueeze(1)
+        # where, not a product: a token of probability 0 contributes 0, also if its log is -inf in
+        # both.
+        terms = torch.where(log_p > -torch.inf, log_p.exp() * (log_p - log_q), 0.0)
+        parts.append(
+            (
+                -log_p.gather(1, target).squeeze(1),
+                -log_q.gather(1, target).squeeze(1),
+                terms.sum(dim=-1),
+                log_p.argmax(dim=-1) == log_q.argmax(dim=-1),
+            )
+        )
+    return WindowScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))

@@ -1,0 +1,112 @@
+"""What every comparison of dense and sparse runs of a model needs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from h2o_prefill.config import PrefillConfig
+
+# Called with (steps done, steps in all, what runs next).
+Progress = Callable[[int, int, str], None]
+
+
+def report_progress(on_progress: Progress | None, done: int, total: int, what: str) -> None:
+    """Call `on_progress`, if there is one."""
+    if on_progress is not None:
+        on_progress(done, total, what)
+
+
+def prefill_mode(
+    model: Any, config: PrefillConfig | None, *, strict: bool = False
+) -> AbstractContextManager[Any]:
+    """Return a context in which a model prefills sparsely, or densely without settings.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With dense attention.
+    config : PrefillConfig, optional
+        None is dense.
+    strict : bool
+        Raise where a call would be dense: a measure of "sparse" that is really dense would be worse
+        than none.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As `h2o_prefill.enable` does.
+    """
+    if config is None:
+        return contextlib.nullcontext()
+    from h2o_prefill.hf import enable
+
+    return enable(model, config, strict=strict)
+
+
+def last_logits_only(model: nn.Module) -> dict[str, int]:
+    """Return the argument that makes a model compute the logits of the last token only, if any."""
+    parameters = inspect.signature(model.forward).parameters
+    return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+
+def check_dense(model: nn.Module) -> None:
+    """Refuse a model that already runs sparsely.
+
+    Raises
+    ------
+    ValueError
+        If it does.
+    """
+    settings = getattr(model, "config", None)
+    if getattr(settings, "_attn_implementation", None) == "h2o_prefill":
+        raise ValueError(
+            "model must have dense attention: it is under h2o_prefill.enable() already"
+        )
+
+
+def check_length(model: nn.Module, length: int, argument: str) -> None:
+    """Refuse a prompt that is longer than the model takes.
+
+    Parameters
+    ----------
+    model : nn.Module
+    length : int
+        Tokens of the prompt.
+    argument : str
+        What the user called it, for the error.
+
+    Raises
+    ------
+    ValueError
+        If it is longer than the config's `max_position_embeddings`.
+    """
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(longest, int) and length > longest:
+        raise ValueError(
+            f"{argument} must be <= {longest}, the longest that the model takes, got {length}"
+        )
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode for a block."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def count_layers(model: nn.Module) -> int:
+    """Return the decoder layers that a model's config names, 1 if it names none."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    return getattr(config, "num_hidden_layers", 1) or 1

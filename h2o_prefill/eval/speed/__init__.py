@@ -1,0 +1,1 @@
+"""Time and memory of prefill, sparse against dense."""

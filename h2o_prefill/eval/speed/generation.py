@@ -1,0 +1,147 @@
+"""Text generation with the prefill timed on its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.package import PrefillPackage
+
+
+@dataclass(frozen=True)
+class GenerationTiming:
+    """How long a generation took.
+
+    Attributes
+    ----------
+    prompt_tokens, new_tokens : int
+    prefill_seconds : float
+        To the first new token.
+    decode_seconds : float
+        From the first new token to the last.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+def generate_timed(
+    model: Any,
+    tokenizer: Any,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    on_text: Callable[[str], None],
+) -> GenerationTiming:
+    """Continue a prompt greedily, handing out the text as it comes.
+
+    Parameters
+    ----------
+    model
+        A transformers model.
+    tokenizer
+        Its tokenizer.
+    input_ids : Tensor
+        int64 [1, T]
+    max_new_tokens : int
+    on_text : callable
+        Takes each piece of text.
+
+    Raises
+    ------
+    ValueError
+        If prompt and new tokens together are longer than the model takes.
+    """
+    longest = getattr(model.config, "max_position_embeddings", None)
+    length = input_ids.shape[1] + max_new_tokens
+    if isinstance(longest, int) and length > longest:
+        raise ValueError(
+            f"prompt and new tokens must be <= {longest}, the longest that the model takes, got "
+            f"{input_ids.shape[1]} + {max_new_tokens}"
+        )
+    input_ids = input_ids.to(model.device)
+
+    def run(streamer: Any) -> None:
+        model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            streamer=streamer,
+        )
+
+    return _timed(run, tokenizer, input_ids, on_text)
+
+
+def generate_from_package(
+    package: PrefillPackage,
+    tokenizer: Any,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    on_text: Callable[[str], None],
+) -> GenerationTiming:
+    """Continue a prompt as `generate_timed` does, by a package.
+
+    Parameters
+    ----------
+    package : PrefillPackage
+    tokenizer
+        Its tokenizer.
+    input_ids : Tensor
+        int64 [1, T]
+    max_new_tokens : int
+    on_text : callable
+        Takes each piece of text.
+
+    Raises
+    ------
+    ValueError
+        If prompt and new tokens together do not fit into the package.
+    """
+
+    def run(streamer: Any) -> None:
+        streamer.put(input_ids)
+        package.generate(
+            input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token]))
+        )
+        streamer.end()
+
+    return _timed(run, tokenizer, input_ids, on_text)
+
+
+def _timed(
+    run: Callable[[Any], None], tokenizer: Any, input_ids: Tensor, on_text: Callable[[str], None]
+) -> GenerationTiming:
+    """Time a generation that puts the prompt, then each token, into the streamer it is given."""
+    streamer = _timed_streamer(tokenizer, on_text)
+    start = time.perf_counter()
+    run(streamer)
+    times = streamer.times
+    return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
+
+
+def _timed_streamer(tokenizer: Any, on_text: Callable[[str], None]) -> Any:
+    from transformers import TextStreamer
+
+    class TimedStreamer(TextStreamer):
+        """Notes when each new token came."""
+
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times: list[float] = []
+
+        def put(self, value: Tensor) -> None:
+            if not self.next_tokens_are_prompt:
+                self.times.append(time.perf_counter())
+            super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            on_text(text)
+
+    return TimedStreamer()

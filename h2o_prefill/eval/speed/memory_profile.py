@@ -1,0 +1,114 @@
+"""The memory of a model's prefill, dense and sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.inputs.prompts import random_ids
+from h2o_prefill.eval.runs import (
+    Progress,
+    check_dense,
+    check_length,
+    eval_mode,
+    last_logits_only,
+    prefill_mode,
+    report_progress,
+)
+from h2o_prefill.eval.speed.peak_memory import peak_bytes
+from h2o_prefill.eval.speed.throughput import check_runs
+from h2o_prefill.presets import chosen_config
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def profile_memory(
+    model: Any,
+    seq_lengths: Sequence[int],
+    chunk_config: PrefillConfig | str | None = None,
+    *,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Count the bytes that the prefill of a model takes beside its weights.
+
+    A run is one call over one prompt of random tokens that computes the logits of the last token
+    only, and keeps its KV cache. Counted are tensors, on every device.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder with dense attention.
+    seq_lengths : sequence of int
+        Prompt lengths, tokens.
+    chunk_config : PrefillConfig or str, optional
+        Settings of the sparse runs. Default: that of `enable`.
+    seed : int
+        Of the random tokens.
+    on_progress : callable, optional
+        Called with (runs done, runs in all, what runs next).
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row a length: `seq_length`; `dense_peak_bytes` and `sparse_peak_bytes`, the most that a
+        run held at a time; of that, what is still there when it ends: `kv_cache_bytes`, the same
+        for both, and `state_bytes`, the scores and memory sets of the sparse one.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or the model already runs sparsely.
+    NotImplementedError
+        If the model cannot be prefilled sparsely.
+    """
+    config = chosen_config(chunk_config)
+    lengths = check_runs(seq_lengths, 1)
+    check_dense(model)
+    check_length(model, max(lengths), "seq_lengths")
+    import pandas as pd
+
+    from h2o_prefill.hf import ChunkedPrefillCache
+
+    rows: list[dict[str, int]] = []
+    total = 2 * len(lengths)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad(), eval_mode(model):
+        for length in lengths:
+            ids = random_ids(model, length, generator)
+            dense, sparse = (ChunkedPrefillCache(config=model.config) for _ in range(2))
+            report_progress(on_progress, 2 * len(rows), total, f"{length} tokens dense, memory")
+            dense_peak = _peak(model, ids, dense)
+            report_progress(
+                on_progress, 2 * len(rows) + 1, total, f"{length} tokens sparse, memory"
+            )
+            with prefill_mode(model, config, strict=True):
+                sparse_peak = _peak(model, ids, sparse)
+            states = [getattr(layer, "state", None) for layer in sparse.layers]
+            rows.append(
+                {
+                    "seq_length": length,
+                    "dense_peak_bytes": dense_peak,
+                    "sparse_peak_bytes": sparse_peak,
+                    "kv_cache_bytes": _bytes(sparse.layers, "keys", "values"),
+                    "state_bytes": _bytes(states, "scores", "memory"),
+                }
+            )
+    report_progress(on_progress, total, total, "done")
+    return pd.DataFrame(rows)
+
+
+def _peak(model: Any, ids: Tensor, cache: Any) -> int:
+    last = last_logits_only(model)
+    return peak_bytes(lambda: model(input_ids=ids, past_key_values=cache, **last))
+
+
+def _bytes(holders: Iterable[Any], *names: str) -> int:
+    """Add up the tensors of those names; not every layer of every model has them."""
+    tensors = [getattr(holder, name, None) for holder in holders for name in names]
+    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))

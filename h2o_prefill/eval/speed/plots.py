@@ -1,0 +1,140 @@
+"""Figures of throughput and memory by prompt length."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from h2o_prefill.eval.plotting import DENSE, SPARSE, make_figure, save_figure
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH, _HEIGHT = 9.6, 4.2
+_BAR = 0.36
+_STATE = "#009E73"
+
+
+def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = "") -> Figure:
+    """Draw tokens a second, dense and sparse, beside their ratio and that of attention flops.
+
+    Parameters
+    ----------
+    frame : pandas.DataFrame
+        Rows as `benchmark_throughput` returns them.
+    path : path
+        Ends in .png, .svg or .pdf.
+    title : str
+        What was run.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    figure = make_figure(_HEIGHT, _WIDTH)
+    rate, ratio = figure.subplots(1, 2)
+    places = range(len(frame))
+    for name, style in (("dense", DENSE), ("sparse", SPARSE)):
+        rate.plot(places, frame[f"{name}_tokens_per_second"].tolist(), marker="o", **style)
+    rate.set_ylabel("tokens / s")
+    rate.set_title("prefill throughput (higher is better)", fontsize=10)
+    speedup = frame["speedup"]
+    spread = [
+        (speedup - frame["speedup_min"]).tolist(),
+        (frame["speedup_max"] - speedup).tolist(),
+    ]
+    ratio.errorbar(
+        places,
+        speedup.tolist(),
+        spread,
+        marker="o",
+        color=SPARSE["color"],
+        capsize=3,
+        label="speed-up (bars: lowest and highest round)",
+    )
+    ratio.plot(
+        places,
+        frame["attention_flops_ratio"].tolist(),
+        color="0.45",
+        marker="s",
+        markersize=4,
+        linestyle=":",
+        label="attention flops, dense / sparse",
+    )
+    ratio.axhline(1, color="0.3", linewidth=0.8)
+    ratio.set_ylabel("dense / sparse")
+    ratio.set_title("the whole model, and its attention alone", fontsize=10)
+    for axes in (rate, ratio):
+        _finish(axes, frame)
+        axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    save_figure(figure, path)
+    return figure
+
+
+def plot_memory(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = "") -> Figure:
+    """Draw the most memory that a prefill holds beside the weights, and what it consists of.
+
+    Parameters
+    ----------
+    frame : pandas.DataFrame
+        Rows as `profile_memory` returns them.
+    path : path
+        Ends in .png, .svg or .pdf.
+    title : str
+        What was run.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    figure = make_figure(_HEIGHT, _WIDTH)
+    whole, state = figure.subplots(1, 2, width_ratios=(3, 2))
+    kept = frame["kv_cache_bytes"] / 1e6
+    added = frame["state_bytes"] / 1e6
+    places = range(len(frame))
+    left, right = ([place + shift for place in places] for shift in (-_BAR / 2, _BAR / 2))
+    parts = [
+        ("KV cache", [*left, *right], 0 * kept, kept, "0.7"),
+        (
+            "dense: activations, workspace",
+            left,
+            kept,
+            frame["dense_peak_bytes"] / 1e6,
+            DENSE["color"],
+        ),
+        ("sparse: scores and memory sets", right, kept, kept + added, _STATE),
+        (
+            "sparse: activations, workspace",
+            right,
+            kept + added,
+            frame["sparse_peak_bytes"] / 1e6,
+            SPARSE["color"],
+        ),
+    ]
+    for label, where, low, high, color in parts:
+        twice = len(where) // len(frame)
+        bottom, height = twice * low.tolist(), twice * (high - low).tolist()
+        whole.bar(where, height, _BAR, bottom, color=color, label=label)
+    whole.set_title("peak of a prefill beside the weights", fontsize=10)
+    whole.set_ylabel("MB")
+    whole.legend(frameon=False, fontsize=8, reverse=True)
+    state.plot(places, (100 * added / kept).tolist(), color=_STATE, marker="o")
+    state.set_title("scores and memory sets", fontsize=10)
+    state.set_ylabel("% of the KV cache")
+    for axes in (whole, state):
+        _finish(axes, frame)
+    figure.suptitle(title, fontsize=11)
+    save_figure(figure, path)
+    return figure
+
+
+def _finish(axes: Axes, frame: pd.DataFrame) -> None:
+    axes.set_xticks(range(len(frame)), [f"{length:,}" for length in frame["seq_length"]])
+    axes.set_xlabel("prompt length (tokens)")
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color="0.92")
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,143 @@
+"""Prefill throughput of a model, dense and sparse."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
+from h2o_prefill.eval.forward import PromptForward
+from h2o_prefill.eval.inputs.prompts import random_ids
+from h2o_prefill.eval.runs import (
+    Progress,
+    check_dense,
+    check_length,
+    count_layers,
+    eval_mode,
+    prefill_mode,
+    report_progress,
+)
+from h2o_prefill.presets import chosen_config
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def benchmark_throughput(
+    model: Any,
+    seq_lengths: Sequence[int],
+    num_runs: int = 10,
+    chunk_config: PrefillConfig | str | None = None,
+    *,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Time the prefill of a model, dense and sparse, at several prompt lengths.
+
+    A run is one call over one prompt of random tokens, see `random_ids`, that computes the logits
+    of the last token only. Dense and sparse runs take turns, each first in every other round, so
+    that a machine that drifts slows both alike; one run of each before that is not counted.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder with dense attention.
+    seq_lengths : sequence of int
+        Prompt lengths, tokens. Up to one chunk sparse attention is dense, and the ratio about 1.
+    num_runs : int
+        Timed runs of each way at each length.
+    chunk_config : PrefillConfig or str, optional
+        Settings of the sparse runs. Default: that of `enable`.
+    seed : int
+        Of the random tokens.
+    on_progress : callable, optional
+        Called with (runs done, runs in all, what runs next).
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row a length: `seq_length`; medians `dense_seconds`, `sparse_seconds`,
+        `dense_tokens_per_second`, `sparse_tokens_per_second`; `speedup`, the ratio of the medians,
+        dense over sparse; `speedup_min` and `speedup_max`, the same ratio within single rounds;
+        `attention_flops_ratio` and `recalled_keys` as in `AttentionFlops` (NaN where recall is
+        off); `num_runs`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, or the model already runs sparsely.
+    NotImplementedError
+        If the model cannot be prefilled sparsely.
+    """
+    config = chosen_config(chunk_config)
+    lengths = check_runs(seq_lengths, num_runs)
+    check_dense(model)
+    check_length(model, max(lengths), "seq_lengths")
+    import pandas as pd
+
+    rows: list[dict[str, float]] = []
+    total = len(lengths) * 2 * (num_runs + 1)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad(), eval_mode(model):
+        forward = PromptForward(model)
+        for length in lengths:
+            ids = random_ids(model, length, generator)
+            seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
+            for name in _order(num_runs + 1):
+                done = len(rows) * 2 * (num_runs + 1) + sum(map(len, seconds.values()))
+                report_progress(on_progress, done, total, f"{length} tokens {name}")
+                with prefill_mode(model, config if name == "sparse" else None, strict=True):
+                    seconds[name].append(forward(ids)[1])
+            flops = count_attention_flops(ids, config, count_layers(model))
+            rows.append(_row(length, seconds["dense"][1:], seconds["sparse"][1:], flops))
+    report_progress(on_progress, total, total, "done")
+    return pd.DataFrame(rows)
+
+
+def check_runs(seq_lengths: Sequence[int], num_runs: int) -> list[int]:
+    """Return the lengths as a list, or refuse what `benchmark_throughput` would refuse.
+
+    Raises
+    ------
+    ValueError
+        If there is no length, or a length or the number of runs is not an int of at least 1.
+    """
+    lengths = list(seq_lengths)
+    if not lengths:
+        raise ValueError("seq_lengths must hold at least one length, got none")
+    for name, values in (("seq_lengths", lengths), ("num_runs", [num_runs])):
+        for value in values:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be >= 1 and an int, got {value!r}")
+    return lengths
+
+
+def _order(rounds: int) -> list[str]:
+    """Return what runs when: A B, B A, A B, ..."""
+    pair = ["dense", "sparse"]
+    return [name for index in range(rounds) for name in (pair if index % 2 == 0 else pair[::-1])]
+
+
+def _row(
+    length: int, dense: list[float], sparse: list[float], flops: AttentionFlops
+) -> dict[str, float]:
+    by_round = [above / below for above, below in zip(dense, sparse, strict=True)]
+    dense_seconds, sparse_seconds = statistics.median(dense), statistics.median(sparse)
+    return {
+        "seq_length": length,
+        "dense_seconds": dense_seconds,
+        "sparse_seconds": sparse_seconds,
+        "dense_tokens_per_second": length / dense_seconds,
+        "sparse_tokens_per_second": length / sparse_seconds,
+        "speedup": dense_seconds / sparse_seconds,
+        "speedup_min": min(by_round),
+        "speedup_max": max(by_round),
+        "attention_flops_ratio": flops.ratio,
+        "recalled_keys": math.nan if flops.recalled_keys is None else flops.recalled_keys,
+        "num_runs": len(dense),
+    }

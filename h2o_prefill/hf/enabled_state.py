@@ -1,0 +1,151 @@
+"""What an enabled model runs with: its config, what it had before, what it warned of."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from h2o_prefill._warn import warn
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.names import NAME
+from h2o_prefill.presets import PRESETS
+
+# The settings through which Hugging Face configs are switched over, by the configs' ids: several
+# models may share one config object, and then the switch of one reaches a model that nobody
+# enabled.
+_switched: weakref.WeakValueDictionary[int, EnabledState] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class LayerCalls:
+    """What the calls of one layer were.
+
+    Attributes
+    ----------
+    sparse_calls, sparse_rows, dense_calls, dense_rows : int
+        Calls, and their query tokens, counted once a batch row.
+    reason : str
+        Why the last long call was dense; empty if none was.
+    """
+
+    sparse_calls: int = 0
+    sparse_rows: int = 0
+    dense_calls: int = 0
+    dense_rows: int = 0
+    reason: str = ""
+
+    def add(self, rows: int, reason: str | None) -> None:
+        """Count a call; `reason` is None if it was sparse."""
+        if reason is None:
+            self.sparse_calls += 1
+            self.sparse_rows += rows
+        else:
+            self.dense_calls += 1
+            self.dense_rows += rows
+            self.reason = reason or self.reason
+
+
+@dataclass
+class EnabledState:
+    """The settings of one enabled model.
+
+    Attributes
+    ----------
+    config : PrefillConfig
+        How to prefill.
+    strict : bool
+        Raise where a call would otherwise fall back to dense attention with a warning.
+    previous : list of (Hugging Face config, str or None)
+        The attention implementation that each config of the model had before.
+    reported : set of str
+        Reasons already warned of.
+    causal_by_mask : list of Hugging Face configs
+        Those whose self-attention layers do not say that they are causal: the mask alone makes them
+        so.
+    only_windows : bool
+        Whether every layer that can be sparse has a window (sliding, or chunks).
+    leaves_window_masks : bool
+        Whether layers with a window take no mask where it holds all keys.
+    calls : dict
+        What the calls of each layer were, by its number.
+    on : bool
+        Whether the model is enabled.
+    """
+
+    config: PrefillConfig
+    strict: bool = False
+    previous: list[tuple[Any, str | None]] = field(default_factory=list)
+    reported: set[str] = field(default_factory=set)
+    causal_by_mask: list[Any] = field(default_factory=list)
+    only_windows: bool = False
+    leaves_window_masks: bool = False
+    calls: dict[Any, LayerCalls] = field(default_factory=dict)
+    on: bool = False
+
+    def is_switched_on(self) -> bool:
+        """Return whether any config of the model still has an attention implementation of ours."""
+        names = (str(config._attn_implementation) for config, _ in self.previous)
+        return any(name.startswith(NAME) for name in names)
+
+    def count(self, layer: Any, rows: int, reason: str | None) -> None:
+        """Count a call of a layer; `reason` is None if it was sparse."""
+        self.calls.setdefault(layer, LayerCalls()).add(rows, reason)
+
+    def is_causal_by_mask(self, hf_config: Any) -> bool:
+        """Return whether only their masks make the layers of a Hugging Face config causal."""
+        return any(config is hf_config for config in self.causal_by_mask)
+
+    def owns(self, hf_config: Any) -> bool:
+        """Return whether a Hugging Face config is one of this model's."""
+        return any(config is hf_config for config, _ in self.previous)
+
+    def previous_of(self, hf_config: Any) -> str | None:
+        """Return the attention implementation that a config had before, None if unknown."""
+        return next((name for config, name in self.previous if config is hf_config), None)
+
+    def report(self, reason: str) -> None:
+        """Warn of a reason once, or raise if strict.
+
+        Raises
+        ------
+        NotImplementedError
+            If `strict`.
+        """
+        if self.strict:
+            raise NotImplementedError(f"h2o_prefill: {reason}")
+        if reason not in self.reported:
+            self.reported.add(reason)
+            warn(f"h2o_prefill: {reason}")
+
+    def mark_switched(self) -> None:
+        """Note that the configs of this model are switched over."""
+        self.on = True
+        for config, _ in self.previous:
+            _switched[id(config)] = self
+
+    def unmark_switched(self) -> None:
+        """Note that the configs of this model are as they were."""
+        self.on = False
+        for config, _ in self.previous:
+            _switched.pop(id(config), None)
+
+
+def is_switched(hf_config: Any) -> bool:
+    """Return whether a handle has switched this Hugging Face config over."""
+    return _settings_of(hf_config) is not None
+
+
+def switched_from(hf_config: Any) -> str | None:
+    """Return the implementation that a switched config had before, None if there is none."""
+    settings = _settings_of(hf_config)
+    return None if settings is None else settings.previous_of(hf_config)
+
+
+def _settings_of(hf_config: Any) -> EnabledState | None:
+    settings = _switched.get(id(hf_config))
+    return settings if settings is not None and settings.owns(hf_config) else None
+
+
+# For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: it is dense.
+DEFAULT_STATE = EnabledState(PRESETS["h2o"])

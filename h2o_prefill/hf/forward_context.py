@@ -1,0 +1,293 @@
+"""What one forward of an enabled model knows, carried by a context variable."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.enabled_state import EnabledState
+from h2o_prefill.hf.forwards import Forward, begin, end, is_on_stack
+from h2o_prefill.hf.graph_call import GraphCall, graph
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.padding import Padding
+from h2o_prefill.hf.rollback import CacheSnapshot, check_usable
+from h2o_prefill.hf.static import StaticPrefillCache
+from h2o_prefill.hf.token_history import KeepsTokenIds
+
+CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
+OWN_PADDING = (
+    "h2o_prefill: in its compiled graph the model masks padding that the attention_mask it was "
+    "called with does not have; pass the mask with this padding as attention_mask"
+)
+
+_current: ContextVar[ForwardContext | None] = ContextVar("h2o_prefill_forward", default=None)
+
+
+class ForwardContext:
+    """One forward of an enabled model, shared by the models nested in it.
+
+    Parameters
+    ----------
+    settings : EnabledState
+        Of the enabled model.
+
+    Attributes
+    ----------
+    tokens : Tensor or None
+        What the model was called with: input_ids [B, Tq], else inputs_embeds [B, Tq, hidden size].
+    input_ids : Tensor or None
+        int64 [B, Tq] of this forward.
+    cache : Cache or None
+        The cache that the caller passed.
+    candidates : int
+        Tokens at the end of this forward that assisted decoding verifies.
+    call : GraphCall or None
+        What a compiled graph is told of this forward.
+    plain : set of (int, int)
+        Query and key lengths for which our mask function was asked for a plain causal mask; the
+        free places of a static cache do not count. Some models have sequences of several lengths in
+        a forward, such as bytes and patches.
+    paddings : dict of Padding
+        Where the rows lie, if only their padding kept the mask from being that, by their length.
+    filled : dict of int
+        Of a static cache: how many of so many places hold tokens, where masks are plain causal.
+    mask_reason : str or None
+        Why it was neither.
+    windows_show_all : bool or None
+        Whether the windows (sliding, or chunks) that masks were asked for hold all keys; None if
+        there were none.
+    """
+
+    def __init__(self, settings: EnabledState) -> None:
+        self.settings = settings
+        self.modules: list[nn.Module] = []
+        self.frame: FrameType | None = None
+        self.outer: ForwardContext | None = None
+        self.forward: Forward | None = None
+        self.tokens: Tensor | None = None
+        self.input_ids: Tensor | None = None
+        self.cache: Any = None
+        self.candidates = 0
+        self.call: GraphCall | None = None
+        self.plain: set[tuple[int, int]] = set()
+        self.paddings: dict[int, Padding] = {}
+        self.filled: dict[int, int] = {}
+        self.mask_reason: str | None = None
+        self.windows_show_all: bool | None = None
+        self._snapshot: CacheSnapshot | None = None
+        self._shared: dict[Any, Any] = {}
+
+    def add_arguments(self, arguments: dict[str, Any]) -> None:
+        """Take over what a model was called with; the outermost model that names a thing wins.
+
+        Parameters
+        ----------
+        arguments : dict
+            Those that a forward hook reads, None where the caller gave none.
+        """
+        input_ids, kept = arguments["input_ids"], arguments["logits_to_keep"]
+        cache = arguments["past_key_values"]
+        if cache is None:
+            cache = arguments["past_key_value"]
+        if cache is not None and isinstance(kept, int) and kept > 1:
+            # Assisted decoding asks for the logits of the last token and of every candidate.
+            self.candidates = kept - 1
+        if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
+            self.input_ids = input_ids
+        if self.tokens is None:
+            self.tokens = arguments["inputs_embeds"] if input_ids is None else input_ids
+        if self.cache is None and cache is not None:
+            check_usable(cache)
+            for kind in (ChunkedPrefillCache, StaticPrefillCache):
+                kind.adopt(cache)
+            self.cache = cache
+            self._snapshot = CacheSnapshot(cache)
+            self._read_masks(arguments["attention_mask"])
+
+    @property
+    def new(self) -> int:
+        """Tokens of this forward; 0 if they are unknown."""
+        return 0 if self.tokens is None else self.tokens.shape[1]
+
+    @property
+    def past(self) -> int:
+        """Tokens in the cache; 0 if it does not count them."""
+        try:
+            return 0 if self.cache is None else int(self.cache.get_seq_length())
+        except ValueError:  # All layers are recurrent.
+            return 0
+
+    def _read_masks(self, masks: Any) -> None:
+        # Transformers makes the masks of a static cache before the forward. What our mask function
+        # said by None is not asked again if there are masks of several kinds.
+        if isinstance(masks, Mapping) and masks.get("full_attention", masks) is None:
+            layers = getattr(self.cache, "layers", None) or []
+            places = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
+            self.add_plain(self.new, self.past + self.new, places)
+
+    def add_plain(self, queries: int, keys: int, places: int) -> None:
+        """Note that our mask function made no mask, since it would be plain causal.
+
+        Parameters
+        ----------
+        queries, keys : int
+            Tokens of the call, and tokens up to the last of them.
+        places : int
+            Length of the tensors of keys and values.
+        """
+        self.plain.add((queries, keys))
+        if keys < places:
+            self.filled[places] = keys
+
+    def add_window(self, shows_all: bool) -> None:
+        """Note that the mask of a window was asked for, and whether it holds all keys."""
+        self.windows_show_all = shows_all and self.windows_show_all is not False
+
+    def token_ids(self) -> Tensor | None:
+        """Return the ids [B, T_total] of the whole prompt up to this forward, None if unknown."""
+        if isinstance(self.cache, KeepsTokenIds):
+            return self.cache.token_ids_with(self.input_ids)
+        return self.input_ids
+
+    def candidates_in(self, past: int, new: int) -> int:
+        """Return how many tokens at the end of a call assisted decoding verifies."""
+        # Whoever asks for the logits of a whole first call verifies nothing.
+        return self.candidates if self.candidates + 1 < new or past > 0 else 0
+
+    def layer_of(self, module: nn.Module) -> Any:
+        """Return the cache layer of an attention module, None if the caller passed no cache."""
+        layers = getattr(self.cache, "layers", None)
+        index = getattr(module, "layer_idx", None)
+        if layers is None or not isinstance(index, int) or not 0 <= index < len(layers):
+            return None
+        return layers[index]
+
+    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
+        """Remember a layer's state, which is about to change, in case the forward fails."""
+        if self._snapshot is not None:
+            self._snapshot.keep_state(layer)
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for this key, once per forward."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def finish(self, failed: bool) -> None:
+        """Undo what a failed forward did to the cache, or keep the ids of a good one.
+
+        Raises
+        ------
+        RuntimeError
+            If a graph left out a mask that the model needed.
+        """
+        hidden = not failed and self.call is not None and any(self.call.hidden)
+        failed = failed or hidden
+        if not failed and not is_traced():
+            self._report_short_calls()
+        if failed and self._snapshot is not None:
+            self._snapshot.restore()
+        elif isinstance(self.cache, KeepsTokenIds):
+            self.cache.append_token_ids(self.input_ids)
+        if hidden:
+            raise RuntimeError(OWN_PADDING)
+
+    def _report_short_calls(self) -> None:
+        """Say it if a prompt came in calls that are all too short to be sparse."""
+        least, ids = self.settings.config.sparse_from, self.input_ids
+        if self.cache is None or ids is None or ids.shape[1] < 2:
+            return
+        known = getattr(self.cache, "_h2o_prefill_short_tokens", 0)
+        # A call that was long enough ends the count for good.
+        tokens = known + ids.shape[1] if ids.shape[1] < least and known >= 0 else -1
+        self.cache._h2o_prefill_short_tokens = tokens
+        if tokens >= 2 * least:
+            self.settings.report(
+                f"a prompt came in calls of fewer than {least} tokens, which are dense; make them "
+                "longer (prefill_chunk_size), or min_prefill smaller"
+            )
+
+
+def is_traced() -> bool:
+    """Return whether torch.export or torch.jit.trace runs the model."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def current_context(hf_config: Any) -> ForwardContext | None:
+    """Return the context of the enabled model that owns a Hugging Face config, None if none is."""
+    context = _current.get()
+    return context if context is not None and context.settings.owns(hf_config) else None
+
+
+def leave_context(settings: EnabledState, model: nn.Module, failed: bool) -> ForwardContext | None:
+    """Leave the context that a forward of a model belongs to; return it if that ended it."""
+    context = _current.get()
+    # A pre-hook that raised before ours ran leaves us nothing to close.
+    if context is None or context.settings is not settings or context.modules[-1] is not model:
+        return None
+    context.modules.pop()
+    if context.modules:
+        return None
+    _close(context, failed)
+    return context
+
+
+def discard_contexts(settings: EnabledState) -> None:
+    """End the contexts of a model that an interrupt left open, as failed."""
+    context = _current.get()
+    if context is not None and context.settings is settings and not _is_running(context.frame):
+        _close(context, failed=True)
+
+
+def context_of(settings: EnabledState, model: nn.Module) -> ForwardContext | None:
+    """Return the context that a forward of a model belongs to, opened if there is none.
+
+    None if the model is not enabled any more.
+    """
+    context = _current.get()
+    again = context is not None and any(module is model for module in context.modules)
+    # A hook inside of a model may call the model: that is a forward of its own.
+    nested = context is not None and again and _is_running(context.frame)
+    if context is not None and again and not nested:
+        # Torch skips our closing hook on a KeyboardInterrupt.
+        _close(context, failed=True)
+        context = context.outer
+    if context is None or nested or context.settings is not settings:
+        outer, context = context, ForwardContext(settings)
+        context.outer, context.frame = outer, _frame_of_forward()
+        context.forward = begin(settings, context.frame, inside_another=outer is not None)
+        if context.forward is None:
+            return None
+        _current.set(context)
+        if not settings.is_switched_on():
+            settings.report(CHANGED)
+    return context
+
+
+def _frame_of_forward() -> FrameType | None:
+    """Return the frame in which torch runs the hooks and the forward of a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(wanted: FrameType | None) -> bool:
+    return is_on_stack(wanted, sys._getframe())
+
+
+def _close(context: ForwardContext, failed: bool) -> None:
+    _current.set(context.outer)
+    graph.call, graph.layer = None if context.outer is None else context.outer.call, None
+    try:
+        context.finish(failed)
+    finally:
+        if context.forward is not None:
+            end(context.forward)

@@ -1,0 +1,248 @@
+"""The map and the layers of CONTRIBUTING.md: folders, imports of the package, includes of C++."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CSRC = ROOT / "csrc"
+
+ATEN = ("ATen/", "c10/core/", "c10/util/")
+CUDA = ("c10/cuda/", "cuda_runtime_api.h", "cuda_bf16.h", "cuda_fp16.h", "cuda.h")
+KERNEL_VOCABULARY = (
+    "kernels/feature_map.h",
+    "kernels/host_device.h",
+    "kernels/key_sets.h",
+    "kernels/params.h",
+    "kernels/softmax_state.h",
+)
+# What a file may include beside the standard library, by the first pattern that its path matches.
+ALLOWED = {
+    r"include/": ("h2o_prefill/", "ATen/core/Tensor.h", "torch/custom_class.h"),
+    r"bindings/python_module\.cpp": ("pybind11/",),
+    r"bindings/library\.cpp": (
+        "common/",
+        "h2o_prefill/",
+        # The name of the instruction set.
+        "kernels/cpu/attend_rows.h",
+        "torch/library.h",
+    ),
+    r"bindings/": ("common/", "h2o_prefill/", "torch/"),
+    r"core/": (*ATEN, "common/", "core/", "h2o_prefill/"),
+    r"ops/": (
+        *ATEN,
+        "common/linear_attention_request.h",
+        "common/prefill_entries.h",
+        "common/rules.h",
+        "h2o_prefill/ops.h",
+        "ops/",
+        "torch/csrc/autograd/",
+        "torch/library.h",
+    ),
+    r"common/": (*ATEN, "common/", "h2o_prefill/", "sys/mman.h", *KERNEL_VOCABULARY),
+    r"kernels/[^/]+$": KERNEL_VOCABULARY,
+    r"kernels/cuda/[^/]+\.cuh?$": ("kernels/cuda/", *KERNEL_VOCABULARY, *CUDA),
+    r"kernels/composite/": (
+        *ATEN,
+        "common/",
+        "h2o_prefill/ops.h",
+        "kernels/composite/",
+        "torch/library.h",
+        *KERNEL_VOCABULARY,
+    ),
+    r"kernels/cpu/": (
+        *ATEN,
+        "arm_neon.h",
+        "common/",
+        "h2o_prefill/ops.h",
+        "immintrin.h",
+        "kernels/composite/",
+        "kernels/cpu/",
+        "sys/",
+        "torch/library.h",
+        *KERNEL_VOCABULARY,
+    ),
+    r"kernels/cuda/": (
+        *ATEN,
+        "common/",
+        "h2o_prefill/ops.h",
+        "kernels/composite/",
+        "kernels/cuda/",
+        "torch/library.h",
+        *KERNEL_VOCABULARY,
+        *CUDA,
+    ),
+}
+PYTORCH = ("ATen/", "c10/", "torch/", "common/", "h2o_prefill/")
+
+
+def _sources() -> dict[str, str]:
+    return {
+        path.relative_to(CSRC).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(CSRC.rglob("*"))
+        if path.suffix in (".h", ".cpp", ".cu", ".cuh") and "examples" not in path.parts
+    }
+
+
+def _includes(text: str) -> list[str]:
+    """Return what a file includes, as it is written, without the standard library."""
+    names = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.MULTILINE)
+    return [name for name in names if "." in name or "/" in name]
+
+
+def _beyond_layer(files: Mapping[str, str]) -> Iterator[str]:
+    """Say which includes go beyond the layer of their file."""
+    for path, text in files.items():
+        allowed = next((a for pattern, a in ALLOWED.items() if re.match(pattern, path)), ())
+        for name in _includes(text):
+            if not name.startswith(allowed):
+                yield f"{path} includes {name}"
+
+
+def _reached(files: Mapping[str, str], path: str) -> set[str]:
+    """Return all files and outer headers that a file includes, directly or through others."""
+    found: set[str] = set()
+    waiting = [path]
+    while waiting:
+        for name in _includes(files.get(waiting.pop(), "")):
+            # Public headers are included as h2o_prefill/x.h.
+            inside = f"include/{name}" if f"include/{name}" in files else name
+            if inside not in found:
+                found.add(inside)
+                waiting.append(inside)
+    return found
+
+
+def _circles(files: Mapping[str, str]) -> list[str]:
+    return [path for path in files if path in _reached(files, path)]
+
+
+def _listed_sources(name: str) -> list[str]:
+    """Return a list of sources.cmake."""
+    text = (CSRC / "sources.cmake").read_text(encoding="utf-8")
+    found = re.search(rf"set\({name}\s+([^)]+)\)", text)
+    assert found is not None
+    return found[1].split()
+
+
+def _with_pytorch(files: Mapping[str, str], paths: list[str]) -> list[str]:
+    """Say which sources reach PyTorch."""
+    return [
+        f"{path} reaches {name}"
+        for path in paths
+        for name in sorted(_reached(files, path))
+        if name.startswith(PYTORCH)
+    ]
+
+
+def test_no_source_includes_what_is_beyond_its_layer() -> None:
+    assert list(_beyond_layer(_sources())) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("include/h2o_prefill/config.h", "common/rules.h"),
+        ("bindings/register_classes.cpp", "core/state_header.h"),
+        ("core/chunk_manager.cpp", "kernels/params.h"),
+        ("core/chunk_manager.cpp", "c10/cuda/CUDAStream.h"),
+        ("ops/gather_rows.cpp", "core/state_header.h"),
+        ("ops/gather_rows.cpp", "kernels/cpu/tile.h"),
+        ("common/rules.cpp", "ops/dispatch.h"),
+        ("kernels/params.h", "ATen/core/Tensor.h"),
+        ("kernels/cpu/gather_rows_kernel.cpp", "core/state_header.h"),
+        ("kernels/cpu/gather_rows_kernel.cpp", "ops/dispatch.h"),
+        ("kernels/cpu/gather_rows_kernel.cpp", "kernels/cuda/gather_rows.h"),
+        ("kernels/composite/attend.cpp", "kernels/cpu/tile.h"),
+        ("kernels/cuda/gather_rows.cu", "ATen/core/Tensor.h"),
+        ("kernels/cuda/gather_rows.cuh", "common/checks.h"),
+        ("a_new_folder/x.cpp", "common/checks.h"),
+    ],
+)
+def test_an_include_beyond_the_layer_is_found(path: str, name: str) -> None:
+    assert list(_beyond_layer({path: f'#include "{name}"\n'})) == [f"{path} includes {name}"]
+
+
+def test_sources_of_every_instruction_set_and_of_cuda_do_not_reach_pytorch() -> None:
+    files = _sources()
+    paths = _listed_sources("H2O_ISA_SOURCES")
+    paths += [path for path in _listed_sources("H2O_CUDA_SOURCES") if path.endswith(".cu")]
+    assert len(paths) > 8 and set(paths) <= set(files)
+    assert _with_pytorch(files, paths) == []
+    files["kernels/params.h"] += "#include <ATen/core/Tensor.h>\n"
+    path = "kernels/cpu/attend_rows.cpp"
+    assert _with_pytorch(files, [path]) == [f"{path} reaches ATen/core/Tensor.h"]
+
+
+def test_no_includes_go_in_a_circle() -> None:
+    files = _sources()
+    assert _circles(files) == []
+    files["common/rules.h"] += '#include "common/checks.h"\n'
+    files["common/checks.h"] += '#include "common/rules.h"\n'
+    assert _circles(files) == ["common/checks.h", "common/rules.h"]
+
+
+def test_imports_of_the_package_keep_to_their_layers() -> None:
+    pytest.importorskip("importlinter")
+    command = "from importlinter.cli import lint_imports_command as lint; lint()"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _map() -> dict[str, bool]:
+    """Return the folders that CONTRIBUTING.md names, and whether it names folders in them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    block = text.partition("## A map of the house\n")[2].partition("```\n")[2].partition("```")[0]
+    folders: dict[str, bool] = {}
+    above: list[tuple[int, str]] = []
+    for line in block.splitlines():
+        names = re.match(r"( *)((?:[\w.]+/ ?)+)(?: |$)", line)
+        if names is None:
+            continue
+        depth = len(names[1])
+        above = [(d, folder) for d, folder in above if d < depth]
+        inside = above[-1][1] + "/" if above else ""
+        if above:
+            folders[above[-1][1]] = True
+        for name in names[2].split():
+            folders[inside + name.rstrip("/")] = False
+        above.append((depth, inside + names[2].split()[-1].rstrip("/")))
+    return folders
+
+
+def _folders_with_sources() -> set[str]:
+    kinds = {".py", ".ipynb", ".h", ".cpp", ".cu", ".cuh", ".cmake"}
+    tops = ("csrc", "h2o_prefill", "benchmarks", "notebooks", "tests")
+    built = {"h2o_prefill/lib", "h2o_prefill/include"}
+    folders = {
+        path.parent.relative_to(ROOT).as_posix()
+        for top in tops
+        for path in (ROOT / top).rglob("*")
+        if path.suffix in kinds
+    }
+    return {
+        folder
+        for folder in folders
+        if "/." not in folder and not any(f"{folder}/".startswith(f"{x}/") for x in built)
+    }
+
+
+def test_the_map_names_every_folder_and_no_other() -> None:
+    folders = _map()
+    assert len(folders) > 30
+    assert [name for name in folders if not (ROOT / name).is_dir()] == []
+    unnamed = []
+    for folder in sorted(_folders_with_sources()):
+        # A folder is named, or lies in one whose folders the map does not go into.
+        parents = [parent.as_posix() for parent in Path(folder).parents]
+        if folder not in folders and not any(folders.get(parent) is False for parent in parents):
+            unnamed.append(folder)
+    assert unnamed == []

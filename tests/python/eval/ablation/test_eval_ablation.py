@@ -1,0 +1,300 @@
+"""The ablation: its grid, its rows, and that no cell runs twice, whatever stops and starts."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import Corpus, evaluate_perplexity, run_ablation
+from h2o_prefill.eval.ablation.table import COLUMNS
+
+pytest.importorskip("pandas")
+
+CONTEXT = 64
+BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
+AXES: dict[str, Any] = {"heavy_budget": [0, 4], "recall": [0, 2]}
+
+Ablate = Callable[..., Any]
+
+
+@pytest.fixture
+def corpus(tiny: Any) -> Corpus:
+    return Corpus("tale", tiny.SENTENCE * 6, "tale.txt")
+
+
+@pytest.fixture
+def ablate(
+    tiny: Any,
+    tiny_tokenizer: Any,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Ablate:
+    """Run a small grid; the result's `forwards` counts the model's runs."""
+    from h2o_prefill.eval import forward
+
+    counted: Counter[str] = Counter()
+    run_model = forward.PromptForward.__call__
+
+    def count(self: Any, input_ids: Any) -> Any:
+        counted[str(self._model.config._attn_implementation)] += 1
+        return run_model(self, input_ids)
+
+    monkeypatch.setattr(forward.PromptForward, "__call__", count)
+
+    def run(axes: dict[str, Any] = AXES, **changes: Any) -> Any:
+        counted.clear()
+        options: dict[str, Any] = {
+            "output": tmp_path / "out",
+            "base": BASE,
+            "datasets": [corpus],
+            "contexts": [CONTEXT],
+            "windows": "0:2",
+            "tokenizer": tiny_tokenizer,
+        }
+        model = changes.pop("model", None) or tiny.make_model()
+        return run_ablation(model, axes, **{**options, **changes})
+
+    run.forwards = counted  # type: ignore[attr-defined]
+    return run
+
+
+def _csv(folder: Path) -> Any:
+    import pandas as pd
+
+    return pd.read_csv(folder / "perplexity_ablation.csv", keep_default_na=False, na_values=[""])
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "message"),
+    [
+        ({"chunks": [1]}, {}, "axes must be fields of PrefillConfig.*got 'chunks'"),
+        ({"recall": []}, {}, "recall must be a sequence of at least one value"),
+        ({"gqa_reduce": "sum"}, {}, "gqa_reduce must be a sequence of at least one value"),
+        ({"gqa_reduce": ["sum", "mean"]}, {}, 'gqa_reduce must be "sum" or "max"'),
+        ({"heavy_budget": [4, -1]}, {}, "heavy_budget must be >= 0, got -1"),
+        ({"chunk_size": [64]}, {}, "a combination that can be run: context must be at least two"),
+        ({"dense_layers": [(5,)]}, {}, "dense_layers must be < 2"),
+        ({}, {"contexts": []}, "contexts must be a sequence of at least one value"),
+        ({}, {"contexts": [0]}, "contexts must be >= 1 and ints, got 0"),
+        ({}, {"contexts": [1024]}, "contexts must be <= 512"),
+        ({}, {"windows": "2:1"}, "windows must be a slice like 0:6"),
+        ({}, {"windows": "0:99"}, "windows must be a slice within 0:3"),
+        ({}, {"protocol": "mine"}, "protocol must be one of"),
+        ({}, {"datasets": []}, "datasets must be a sequence of at least one text"),
+        ({}, {"datasets": ["c4"]}, "dataset must be one of"),
+        ({}, {"lease_seconds": 0}, "lease_seconds must be > 0, got 0"),
+        ({}, {"output": __file__}, "output must be a folder, got the file"),
+        ({}, {"tokenizer": None}, "a tokenizer must be given"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    ablate: Ablate, tmp_path: Path, axes: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ablate(axes, **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_row_is_what_the_evaluation_finds(
+    ablate: Ablate, tiny_model: Any, tiny_tokenizer: Any, corpus: Corpus, tmp_path: Path
+) -> None:
+    frame = ablate(protocol="llamacpp", model=tiny_model, model_name="tiny")
+    assert len(frame) == 4
+    for row in frame.to_dict(orient="records"):
+        config = BASE.replace(heavy_budget=row["heavy_budget"], recall=row["recall"])
+        result = evaluate_perplexity(
+            tiny_model,
+            corpus,
+            config,
+            tokenizer=tiny_tokenizer,
+            context=CONTEXT,
+            windows="0:2",
+            protocol="llamacpp",
+        )
+        assert abs(result.delta_percent) > 0.01
+        assert row["dense_ppl"] == pytest.approx(result.dense.ppl, rel=1e-6)
+        assert row["sparse_ppl"] == pytest.approx(result.sparse.ppl, rel=1e-6)
+        for name in ("delta_percent", "stderr_percent", "kl_mean", "top1_agreement"):
+            assert row[name] == pytest.approx(getattr(result, name), rel=1e-3, abs=1e-6)
+        assert row["attention_flops_ratio"] == pytest.approx(result.attention_flops_ratio)
+        recalled = [row["recalled_keys"]] if config.recall else []
+        assert recalled == pytest.approx([result.recalled_keys] if config.recall else [])
+        assert row["scored_tokens"] == result.scored_tokens
+        assert (row["model"], row["dtype"], row["dataset"]) == ("tiny", "float32", "tale")
+        assert (row["context"], row["windows"], row["protocol"]) == (CONTEXT, "0:2", "llamacpp")
+        assert row["dense_layers"] == "none" and row["dense_seconds"] > 0
+    table = _csv(tmp_path / "out")
+    assert list(table.columns) == list(frame.columns) == list(COLUMNS)
+    assert table["sparse_ppl"].tolist() == frame["sparse_ppl"].tolist()
+    assert table["min_prefill"].isna().all()
+
+
+def test_dense_runs_once_and_finished_cells_never_again(ablate: Ablate) -> None:
+    first = ablate()
+    assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 4 * 2}
+    again = ablate()
+    assert ablate.forwards == {}
+    assert again.equals(first)
+    larger = ablate({**AXES, "sink_tokens": [0, 2]})
+    assert ablate.forwards == {"h2o_prefill": 4 * 2}
+    assert len(larger) == 8
+    ablate(windows="0:3")
+    assert ablate.forwards == {"sdpa": 1, "h2o_prefill": 4 * 3}
+
+
+def test_an_interrupted_run_goes_on(ablate: Ablate, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, what: str) -> None:
+        if done == 2 + 2 * 2 + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ablate(on_progress=interrupt)
+    assert len(_csv(tmp_path / "out")) == 2
+    steps: list[tuple[int, int]] = []
+    frame = ablate(on_progress=lambda done, total, what: steps.append((done, total)))
+    assert ablate.forwards == {"h2o_prefill": 2 * 2}
+    assert len(frame) == len(_csv(tmp_path / "out")) == 4
+    assert steps == [(done, 10) for done in (6, 7, 8, 9, 10)]
+
+
+def test_the_table_alone_keeps_finished_cells(ablate: Ablate, tmp_path: Path) -> None:
+    first = ablate()
+    shutil.rmtree(tmp_path / "out" / "perplexity_ablation_parts")
+    again = ablate({**AXES, "heavy_budget": [0, 4, 8]})
+    assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 2 * 2}
+    kept = again[again["heavy_budget"] < 8].reset_index(drop=True)
+    assert kept.equals(first)
+
+
+def test_other_weights_are_other_cells(ablate: Ablate, tiny: Any, tmp_path: Path) -> None:
+    ablate(model_name="m")
+    ablate(model=tiny.make_model(seed=1), model_name="m")
+    assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 4 * 2}
+    assert len(_csv(tmp_path / "out")) == 8
+
+
+def test_texts_and_contexts_are_axes(ablate: Ablate, tiny: Any, corpus: Corpus) -> None:
+    other = Corpus("other", tiny.SENTENCE[::-1] * 6, "other.txt")
+    with pytest.warns(UserWarning, match="left out context=32 chunk_size=24: context must be"):
+        frame = ablate({"chunk_size": [16, 24]}, datasets=[corpus, other], contexts=[64, 32])
+    places = frame[["dataset", "context", "chunk_size"]].itertuples(index=False, name=None)
+    assert sorted(places) == sorted(
+        (name, *sizes) for name in ("tale", "other") for sizes in ((32, 16), (64, 16), (64, 24))
+    )
+
+
+def test_what_is_left_out_is_said_once_a_reason(ablate: Ablate) -> None:
+    with pytest.warns(UserWarning) as said:
+        ablate({"chunk_size": [16, 40], "heavy_budget": [0, 4]})
+    (line,) = (str(warning.message) for warning in said)
+    assert line.startswith(
+        "left out context=64 chunk_size=40 heavy_budget=0 and 1 more: context must"
+    )
+
+
+def test_memory_sets_that_are_not_small_are_named_once(ablate: Ablate) -> None:
+    with pytest.warns(UserWarning, match="in 1 of 2 combinations the memory set is not smaller"):
+        ablate({"local_window": [4, 16]})
+
+
+def test_rows_of_another_version_are_kept_and_named(
+    ablate: Ablate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ablate({})
+    monkeypatch.setattr("h2o_prefill.eval.ablation.run.commit", lambda: "0123456+")
+    with pytest.warns(UserWarning, match="1 of the cells were finished by another version"):
+        ablate({})
+    assert ablate.forwards == {}
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(
+    ablate: Ablate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from h2o_prefill.eval.ablation import worker
+
+    def no_memory(model: Any, config: PrefillConfig) -> Any:
+        if config.heavy_budget == 0 and config.recall == 2:
+            raise RuntimeError("no memory")
+        return enable(model, config)
+
+    enable = worker.enable
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "enable", no_memory)
+        with (
+            pytest.warns(UserWarning, match="a cell failed, heavy_budget=0 recall=2: no memory"),
+            pytest.raises(RuntimeError, match=r"1 of 4 cells failed.*heavy_budget=0 recall=2"),
+        ):
+            ablate()
+    assert len(_csv(tmp_path / "out")) == 3
+    assert len(ablate()) == 4
+    assert ablate.forwards == {"h2o_prefill": 2}
+
+
+def test_a_process_that_lost_its_claim_writes_no_row(ablate: Ablate, tmp_path: Path) -> None:
+    rows: list[int] = []
+
+    def lose(done: int, total: int, what: str) -> None:
+        rows.append(len(_csv(tmp_path / "out")))
+        if done == 3:
+            folder = tmp_path / "out" / "perplexity_ablation_parts" / "claims"
+            (claim,) = (path for path in folder.glob("*.0") if "dense" not in path.name)
+            claim.with_suffix(".1").touch()
+
+    assert len(ablate({}, on_progress=lose, lease_seconds=0.4)) == 1
+    assert ablate.forwards == {"sdpa": 2, "h2o_prefill": 2 + 2}
+    assert rows == [0] * (len(rows) - 1) + [1]
+
+
+def test_logits_that_are_not_finite_are_no_row(ablate: Ablate, tiny: Any, tmp_path: Path) -> None:
+    model = tiny.make_model()
+    model.model.norm.weight.data[0] = float("nan")
+    with pytest.warns(UserWarning, match="not finite"), pytest.raises(RuntimeError, match="1 of 1"):
+        ablate({}, model=model)
+    assert len(_csv(tmp_path / "out")) == 0
+
+
+def test_another_table_is_not_overwritten(ablate: Ablate, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "perplexity_ablation.csv"
+    for text in ("a,b\n1,2\n", "", "cell,context\nx,many\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="must be a table of an ablation"):
+            ablate()
+        assert path.read_text() == text
+
+
+def test_the_figure_shows_every_cell(ablate: Ablate, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from h2o_prefill.eval.ablation.plot import plot_ablation
+
+    frame = ablate({"heavy_budget": [0, 4], "sink_tokens": [0, 2]}, contexts=[64, 32])
+    figure = plot_ablation(frame, tmp_path / "p.png", "a title")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert len(figure.axes) == 2
+    for axes, context in zip(figure.axes, (32, 64), strict=True):
+        rows = frame[frame["context"] == context]
+        flops, perplexity = axes.containers[0].lines[0].get_data()
+        assert list(flops) == pytest.approx([100 / x for x in rows["attention_flops_ratio"]])
+        assert list(perplexity) == rows["sparse_ppl"].tolist()
+        assert f"of {context} tokens" in axes.get_title()
+        (bars,) = axes.containers[0].lines[2]
+        loss = rows["delta_percent"] / 100, rows["stderr_percent"] / 100
+        for segment, delta, error in zip(bars.get_segments(), *loss, strict=True):
+            dense = rows["dense_ppl"].iloc[0]
+            ends = [dense * (1 + delta - error), dense * (1 + delta + error)]
+            assert segment[:, 1].tolist() == pytest.approx(ends)
+    with pytest.raises(ValueError, match="frame must hold at least one row"):
+        plot_ablation(frame[:0], tmp_path / "q.png")
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    from h2o_prefill.eval.ablation.plot import front
+
+    assert front([3.0, 1.0, 2.0, 2.0, 4.0], [8.0, 10.0, 9.0, 8.5, 8.0]) == [1, 3, 0]

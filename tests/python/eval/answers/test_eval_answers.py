@@ -1,0 +1,118 @@
+"""Answers after dense and after sparse prefill: prompts, what is compared, the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import h2o_prefill
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import compare_answers, load_text
+from h2o_prefill.eval.answers.result import answers_report
+from h2o_prefill.eval.inputs.text import Corpus
+from h2o_prefill.eval.report import write_json
+from h2o_prefill.presets import PRESETS
+
+FOXES = Corpus("foxes", "A quick brown fox did jump over it. " * 50, "foxes.txt")
+SPHINX = Corpus("sphinx", "Sphinx of black quartz, judge my vow. " * 40, "sphinx.txt")
+EXACT = {"chunk_size": 64, "local_window": 256, "heavy_budget": 256}
+SMALL = PrefillConfig(chunk_size=64, local_window=4, heavy_budget=4)
+
+pytestmark = pytest.mark.filterwarnings("ignore:the memory set")
+
+
+@pytest.fixture
+def model(tiny: Any) -> Any:
+    return tiny.make_model(max_position_embeddings=1024)
+
+
+def _compare(model: Any, tokenizer: Any, **changes: Any) -> Any:
+    settings: dict[str, Any] = dict(prompts=4, prompt_tokens=300, new_tokens=8, question="And?")
+    variants = {"exact": PrefillConfig(**EXACT), "small": SMALL}
+    chosen = {**settings, **changes}
+    return compare_answers(model, [FOXES, SPHINX], variants, tokenizer=tokenizer, **chosen)
+
+
+def test_answers_are_compared_token_by_token(model: Any, tiny_tokenizer: Any) -> None:
+    result = _compare(model, tiny_tokenizer)
+    assert result.equal("exact") == 4 and result.parting_tokens("exact") == []
+    assert result.equal("small") < 4
+    for prompt in result.prompts:
+        ours = tiny_tokenizer(prompt.answers["exact"].text)["input_ids"]
+        assert ours == tiny_tokenizer(prompt.dense)["input_ids"]
+        answer = prompt.answers["small"]
+        # The most likely token of the dense run is no less likely than another one.
+        assert (answer.parts_at is None) == (answer.gap is None)
+        assert answer.parts_at is None or (0 <= answer.parts_at < 8 and answer.gap > 0)
+    apart = [p.answers["small"].parts_at for p in result.prompts]
+    assert result.parting_tokens("small") == sorted(p for p in apart if p is not None)
+    assert len(result.gaps("small")) == 4 - result.equal("small")
+
+
+def test_pieces_are_spread_over_texts_that_take_turns(model: Any, tiny_tokenizer: Any) -> None:
+    result = _compare(model, tiny_tokenizer, prompts=5, new_tokens=1)
+    where = [(prompt.source, prompt.begin) for prompt in result.prompts]
+    assert where == [("foxes", 0), ("sphinx", 0), ("foxes", 750), ("sphinx", 1220), ("foxes", 1500)]
+    assert {prompt.prompt_tokens for prompt in result.prompts} == {300 + len("\n\nAnd?")}
+
+
+def test_an_empty_question_continues_the_text(model: Any, tiny_tokenizer: Any) -> None:
+    result = _compare(model, tiny_tokenizer, prompts=1, question="")
+    (prompt,) = result.prompts
+    ids = tiny_tokenizer(FOXES.text, return_tensors="pt")["input_ids"][:, :300]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, 300:]
+    assert prompt.prompt_tokens == 300
+    assert prompt.dense == tiny_tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_the_report(model: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    result = _compare(model, tiny_tokenizer, prompts=2)
+    write_json(answers_report(result, model="tiny"), tmp_path / "a.json")
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert report["summary"]["exact"] == {
+        "equal": 2,
+        "prompts": 2,
+        "parting_tokens": [],
+        "gaps": [],
+    }
+    assert report["config"]["text_sources"] == ["foxes.txt", "sphinx.txt"]
+    assert report["config"]["variants"]["small"]["heavy_budget"] == 4
+    assert len(report["prompts"]) == 2 and report["config"]["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": 0}, "prompts must be >= 1, got 0"),
+        ({"new_tokens": 0}, "new_tokens must be >= 1, got 0"),
+        ({"prompts": 20}, "the text 'foxes' must have 10 x 300 tokens, got 1800"),
+        ({"prompts": 2, "prompt_tokens": 1100}, "must be <= 1024"),
+        ({"tokenizer": None}, "tokenizer must be given"),
+    ],
+)
+def test_wrong_arguments(model: Any, tiny_tokenizer: Any, changes: Any, message: str) -> None:
+    tokenizer = changes.pop("tokenizer", tiny_tokenizer)
+    with pytest.raises(ValueError, match=message):
+        _compare(model, tokenizer, **changes)
+
+
+def test_an_enabled_model_is_refused(model: Any, tiny_tokenizer: Any) -> None:
+    with h2o_prefill.enable(model, SMALL), pytest.raises(ValueError, match="dense attention"):
+        _compare(model, tiny_tokenizer)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_answers_of_the_real_model(smollm2: Any) -> None:
+    model, tokenizer = smollm2
+    exact = PrefillConfig(local_window=2048, heavy_budget=512)
+    variants = {"exact": exact, "recommended": PRESETS["recommended"]}
+    numbers = {"prompts": 2, "prompt_tokens": 2400, "new_tokens": 12}
+    result = compare_answers(model, [load_text("pydoc")], variants, tokenizer=tokenizer, **numbers)
+    assert all(len(prompt.dense.split()) >= 4 for prompt in result.prompts)
+    # Rounding may decide between two tokens that are equally likely, and nothing else.
+    assert all(gap < 1e-3 for gap in result.gaps("exact"))
+    assert all(gap < 1.5 for gap in result.gaps("recommended"))

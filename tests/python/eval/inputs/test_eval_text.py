@@ -1,0 +1,120 @@
+"""Texts by name or file, and their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_prefill.eval import load_text
+from h2o_prefill.eval.inputs import hub
+from h2o_prefill.eval.inputs.text import encode
+
+
+def test_pydoc_is_there_and_stable() -> None:
+    corpus = load_text("pydoc")
+    assert corpus == load_text("pydoc")
+    assert corpus.source == "pydoc_data.topics"
+    # different in every Python, about 465 thousand characters
+    assert 300_000 < len(corpus.text) < 900_000
+
+
+def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "some.txt"
+    path.write_text(" = Title = \n\nwörds\n", encoding="utf-8")
+    corpus = load_text(text_file=path)
+    assert (corpus.name, corpus.text) == ("some.txt", " = Title = \n\nwörds\n")
+    assert corpus.source == f"some.txt sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def test_wikitext2_is_the_file_of_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "wiki.test.raw"
+    path.write_text("text")
+    monkeypatch.setenv("H2O_PREFILL_WIKITEXT2", str(path))
+    corpus = load_text("wikitext2")
+    assert (corpus.name, corpus.text) == ("wikitext2", "text")
+    other = tmp_path / "other.txt"
+    other.write_text("a file that is given wins")
+    assert load_text("wikitext2", other).text == "a file that is given wins"
+
+
+def test_what_is_not_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"dataset must be one of .*got 'c4'"):
+        load_text("c4")
+    with pytest.raises(ValueError, match="text_file does not go with dataset 'pydoc'"):
+        load_text("pydoc", tmp_path)
+    with pytest.raises(FileNotFoundError, match="text_file: no such file"):
+        load_text(text_file=tmp_path / "missing")
+    with pytest.raises(ValueError, match="text_file must be a text file, got the folder"):
+        load_text(text_file=tmp_path)
+    (tmp_path / "empty").write_text(" \n\n")
+    with pytest.raises(ValueError, match="text_file must hold text, got an empty file"):
+        load_text(text_file=tmp_path / "empty")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="text_file must be UTF-8 text"):
+        load_text(text_file=tmp_path / "binary")
+    (tmp_path / "zeros").write_bytes(bytes(100))
+    with pytest.raises(ValueError, match="text_file must be UTF-8 text, got the binary file"):
+        load_text(text_file=tmp_path / "zeros")
+    monkeypatch.setenv("H2O_PREFILL_WIKITEXT2", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError, match="H2O_PREFILL_WIKITEXT2: no such file"):
+        load_text("wikitext2")
+
+
+@pytest.mark.usefixtures("offline")
+def test_without_a_network_the_ways_out_are_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.delenv("H2O_PREFILL_WIKITEXT2", raising=False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=r"--text-file or H2O_PREFILL_WIKITEXT2.*--dataset pydoc"):
+        load_text("wikitext2")
+    assert time.perf_counter() - begin < 10, "the hub's client must not go through its retries"
+
+
+def test_the_hubs_rows_are_joined_by_blank_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.delenv("H2O_PREFILL_WIKITEXT2", raising=False)
+    monkeypatch.setattr(hub, "hub_is_reachable", lambda: True)
+    asked: list[Any] = []
+
+    def load_dataset(*args: Any, **kwargs: Any) -> dict[str, list[str]]:
+        asked.append((args, kwargs))
+        return {"text": ["", " = Title = \n", " words\n"]}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    corpus = load_text("wikitext2")
+    assert asked == [(("Salesforce/wikitext", "wikitext-2-raw-v1"), {"split": "test"})]
+    assert corpus.text == "\n\n = Title = \n\n\n words\n"
+    assert corpus.source == "Salesforce/wikitext/wikitext-2-raw-v1/test"
+
+
+@pytest.mark.usefixtures("offline")
+def test_the_clients_are_offline_only_inside_the_block() -> None:
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    with pytest.raises(KeyError), hub.offline_unless_reachable() as reachable:
+        assert not reachable
+        assert constants.HF_HUB_OFFLINE
+        raise KeyError
+    assert before == constants.HF_HUB_OFFLINE
+
+
+def test_a_text_is_tokenised_as_a_whole_without_a_warning(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("transformers").propagate = True
+    text = "abc" * 100
+    tokens = encode(tiny_tokenizer, text)
+    assert tiny_tokenizer.model_max_length < 300
+    assert tokens.tolist() == tiny_tokenizer.convert_tokens_to_ids(list(text))
+    assert "longer than" not in caplog.text

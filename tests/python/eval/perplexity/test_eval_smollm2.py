@@ -1,0 +1,80 @@
+"""The real model on the real text: the numbers that an independent implementation measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import evaluate_perplexity, load_text
+from h2o_prefill.eval.inputs.text import encode
+
+pytestmark = pytest.mark.model
+
+
+def test_the_default_model_is_smollm2(smollm2: Any) -> None:
+    model, _ = smollm2
+    config = model.config
+    assert (config.num_hidden_layers, config.num_attention_heads) == (30, 9)
+    assert (config.num_key_value_heads, config.head_dim) == (3, 64)
+    assert config.max_position_embeddings == 8192
+    assert model.dtype == torch.float32
+
+
+def test_wikitext2_has_303415_tokens(smollm2: Any, wikitext2_path: Path) -> None:
+    _, tokenizer = smollm2
+    assert len(encode(tokenizer, load_text(text_file=wikitext2_path).text)) == 303_415
+
+
+def test_a_short_window_equals_the_model_called_directly(
+    smollm2: Any, wikitext2_path: Path
+) -> None:
+    model, tokenizer = smollm2
+    tokens = encode(tokenizer, load_text(text_file=wikitext2_path).text[:20_000])
+    config = PrefillConfig(chunk_size=256, local_window=64, heavy_budget=64)
+    result = evaluate_perplexity(model, tokens, config, context=1024, windows="0:1")
+    with torch.no_grad():
+        logits = model(tokens[None, :1024]).logits[0]
+    expected = functional.cross_entropy(logits[:-1], tokens[1:1024]).exp().item()
+    assert result.dense.ppl == pytest.approx(expected, rel=1e-4)
+    # An article that repeats itself: what is dropped shows, yet most of it still holds.
+    assert result.delta_percent > 0
+    assert 0 < result.kl_mean < 1
+    assert result.top1_agreement > 0.7
+
+
+# Measured by an independent implementation on the same model, windows and protocol.
+_BY_CHUNK = [20.390, 19.951, 19.883, 18.481]
+
+
+@pytest.mark.slow
+def test_the_published_settings_give_the_published_perplexity(
+    smollm2: Any, wikitext2_path: Path
+) -> None:
+    model, tokenizer = smollm2
+    result = evaluate_perplexity(
+        model, load_text(text_file=wikitext2_path), PrefillConfig(), tokenizer=tokenizer
+    )
+    assert result.scored_tokens == 6 * 4095
+    assert result.dense.ppl == pytest.approx(18.848, abs=0.02)
+    assert result.sparse.ppl == pytest.approx(19.663, abs=0.02)
+    assert result.sparse.ppl_by_chunk == pytest.approx(_BY_CHUNK, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sinks", "heavy", "expected"), [(4, 256, 19.654), (0, 0, 33.89), (4, 0, 20.880)]
+)
+def test_sinks_and_heavy_hitters_give_their_published_perplexity(
+    smollm2: Any, wikitext2_path: Path, sinks: int, heavy: int, expected: float
+) -> None:
+    model, tokenizer = smollm2
+    config = PrefillConfig(sink_tokens=sinks, heavy_budget=heavy)
+    result = evaluate_perplexity(
+        model, load_text(text_file=wikitext2_path), config, tokenizer=tokenizer
+    )
+    assert result.sparse.ppl == pytest.approx(expected, abs=0.02)

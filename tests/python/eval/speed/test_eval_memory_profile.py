@@ -1,0 +1,112 @@
+"""Memory of dense and sparse prefill, and the figures of throughput and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import h2o_prefill
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import benchmark_throughput, profile_memory
+
+pd = pytest.importorskip("pandas")
+
+LENGTHS = [16, 48, 96]
+
+
+@pytest.fixture
+def frame(tiny_model: Any, small_config: PrefillConfig) -> Any:
+    return profile_memory(tiny_model, LENGTHS, small_config)
+
+
+def test_what_is_kept_is_counted_to_the_byte(frame: Any, small_config: PrefillConfig) -> None:
+    assert frame.seq_length.tolist() == LENGTHS
+    for row in frame.to_dict(orient="records"):
+        # Two layers of two KV heads of 16 dims in fp32; scores fp32, memory sets int32.
+        assert row["kv_cache_bytes"] == 2 * 2 * 2 * row["seq_length"] * 16 * 4
+        assert row["state_bytes"] == 2 * 2 * 4 * (row["seq_length"] + small_config.memory_size)
+        for name in ("dense", "sparse"):
+            kept = row["kv_cache_bytes"] + (row["state_bytes"] if name == "sparse" else 0)
+            assert kept < row[f"{name}_peak_bytes"] < 40 * kept
+    assert frame.dense_peak_bytes.is_monotonic_increasing
+
+
+def test_short_prompts_have_no_state(tiny_model: Any, small_config: PrefillConfig) -> None:
+    assert profile_memory(tiny_model, [15], small_config).state_bytes.tolist() == [0]
+
+
+def test_progress_and_the_model_as_it_was(tiny_model: Any, small_config: PrefillConfig) -> None:
+    steps: list[tuple[int, int, str]] = []
+    tiny_model.train()
+    profile_memory(tiny_model, [16, 32], small_config, on_progress=lambda *step: steps.append(step))
+    assert [step[:2] for step in steps] == [(done, 4) for done in range(5)]
+    assert steps[1][2] == "16 tokens sparse, memory"
+    assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "seq_lengths must hold at least one length, got none"),
+        ([0], "seq_lengths must be >= 1 and an int, got 0"),
+        ([513], "seq_lengths must be <= 512, the longest that the model takes, got 513"),
+    ],
+)
+def test_wrong_input(tiny_model: Any, lengths: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        profile_memory(tiny_model, lengths)
+
+
+def test_a_model_that_is_sparse_already(tiny_model: Any, small_config: PrefillConfig) -> None:
+    with (
+        h2o_prefill.enable(tiny_model, small_config),
+        pytest.raises(ValueError, match="model must have dense attention"),
+    ):
+        profile_memory(tiny_model, [32], small_config)
+
+
+def test_the_figure_of_memory_stacks_its_parts_to_the_peak(frame: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from h2o_prefill.eval.speed.plots import plot_memory
+
+    figure = plot_memory(frame, tmp_path / "m.png", "a title")
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    whole, state = figure.axes
+    tops: dict[float, float] = {}
+    for bar in whole.patches:
+        middle = round(bar.get_x() + bar.get_width() / 2, 2)
+        # Each part begins where the one below it ends.
+        assert bar.get_y() == pytest.approx(tops.get(middle, 0))
+        tops[middle] = bar.get_y() + bar.get_height()
+    heights = [tops[middle] for middle in sorted(tops)]
+    peaks = frame[["dense_peak_bytes", "sparse_peak_bytes"]].to_numpy().flatten() / 1e6
+    assert heights == pytest.approx(peaks.tolist())
+    assert list(state.lines[0].get_ydata()) == pytest.approx(
+        (100 * frame.state_bytes / frame.kv_cache_bytes).tolist()
+    )
+    assert [tick.get_text() for tick in whole.get_xticklabels()] == ["16", "48", "96"]
+
+
+def test_the_figure_of_throughput(
+    tiny_model: Any, small_config: PrefillConfig, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    from h2o_prefill.eval.speed.plots import plot_throughput
+
+    frame = benchmark_throughput(tiny_model, [32, 48], 2, small_config)
+    figure = plot_throughput(frame, tmp_path / "t.png", "a title")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    rate, ratio = figure.axes
+    for line, name in zip(rate.lines, ("dense", "sparse"), strict=True):
+        assert line.get_label() == name
+        assert list(line.get_ydata()) == frame[f"{name}_tokens_per_second"].tolist()
+    (errors,) = ratio.containers
+    assert list(errors.lines[0].get_ydata()) == frame.speedup.tolist()
+    (bars,) = errors.lines[2]
+    ends = [[end[1] for end in segment] for segment in bars.get_segments()]
+    expected = frame[["speedup_min", "speedup_max"]].to_numpy().flatten().tolist()
+    assert [y for pair in ends for y in pair] == pytest.approx(expected)
+    (flops,) = (line for line in ratio.lines if "flops" in str(line.get_label()))
+    assert list(flops.get_ydata()) == frame.attention_flops_ratio.tolist()

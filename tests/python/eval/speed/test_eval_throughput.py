@@ -1,0 +1,165 @@
+"""Throughput of dense and sparse prefill."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import h2o_prefill
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import benchmark_throughput, count_attention_flops
+from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
+
+pytest.importorskip("pandas")
+
+COLUMNS = [
+    "seq_length",
+    "dense_seconds",
+    "sparse_seconds",
+    "dense_tokens_per_second",
+    "sparse_tokens_per_second",
+    "speedup",
+    "speedup_min",
+    "speedup_max",
+    "attention_flops_ratio",
+    "recalled_keys",
+    "num_runs",
+]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tiny_model: Any) -> list[str]:
+    """Replace the clock: dense calls take 6 s, sparse ones 2 s, 4 s, 2 s, ...; note what ran."""
+    ran: list[str] = []
+    sparse_times = itertools.cycle((2.0, 4.0))
+    now = 0.0
+    calls = 0
+
+    def read() -> float:
+        nonlocal now, calls
+        calls += 1
+        if calls % 2 == 0:
+            sparse = tiny_model.config._attn_implementation == "h2o_prefill"
+            ran.append("sparse" if sparse else "dense")
+            now += next(sparse_times) if sparse else 6.0
+        return now
+
+    monkeypatch.setattr("h2o_prefill.eval.forward.time.perf_counter", read)
+    return ran
+
+
+def test_columns_and_figures(
+    tiny_model: Any, small_config: PrefillConfig, clock: list[str]
+) -> None:
+    frame = benchmark_throughput(tiny_model, [16, 48], 3, small_config)
+    assert list(frame.columns) == COLUMNS
+    assert frame.seq_length.tolist() == [16, 48]
+    assert frame.num_runs.tolist() == [3, 3]
+    assert frame.dense_seconds.tolist() == [6, 6]
+    # The first of four sparse runs, 2 s, is not counted: 4, 2, 4 remain.
+    assert frame.sparse_seconds.tolist() == [4, 4]
+    assert frame.dense_tokens_per_second.tolist() == [16 / 6, 48 / 6]
+    assert frame.sparse_tokens_per_second.tolist() == [4, 12]
+    assert frame.speedup.tolist() == [1.5, 1.5]
+    assert frame.speedup_min.tolist() == [1.5, 1.5]
+    assert frame.speedup_max.tolist() == [3, 3]
+    ratio = dense_dot_products(48) / sparse_dot_products(48, small_config)
+    assert ratio > 1
+    assert frame.attention_flops_ratio.tolist() == pytest.approx([1, ratio])
+    assert frame.recalled_keys.isna().all()
+
+
+def test_recalled_keys_are_those_of_the_prompts(
+    tiny_model: Any, small_config: PrefillConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = torch.arange(48).remainder(5).unsqueeze(0)
+    monkeypatch.setattr("h2o_prefill.eval.speed.throughput.random_ids", lambda *_: prompt)
+    config = small_config.replace(recall=2, recall_block=8)
+    (row,) = benchmark_throughput(tiny_model, [48], 1, config).to_dict(orient="records")
+    flops = count_attention_flops(prompt, config, 2)
+    assert (row["attention_flops_ratio"], row["recalled_keys"]) == (
+        flops.ratio,
+        flops.recalled_keys,
+    )
+    assert row["recalled_keys"] > 1
+
+
+def test_both_ways_take_turns(
+    tiny_model: Any, small_config: PrefillConfig, clock: list[str]
+) -> None:
+    benchmark_throughput(tiny_model, [32], 3, small_config)
+    # The first call is the probe of the output layer.
+    assert clock[1:] == ["dense", "sparse", "sparse", "dense"] * 2
+
+
+def test_prompts_are_random_and_only_the_last_logits_are_made(
+    tiny_model: Any, small_config: PrefillConfig
+) -> None:
+    prompts: list[torch.Tensor] = []
+    kept: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs["input_ids"].shape[1] in (32, 64):
+            prompts.append(kwargs["input_ids"])
+            kept.append(output.logits.shape[1])
+
+    with_hook = tiny_model.register_forward_hook(note, with_kwargs=True)
+    benchmark_throughput(tiny_model, [32, 64], 2, small_config, seed=1)
+    with_hook.remove()
+    assert kept == [1] * 12
+    assert [ids.shape for ids in prompts] == [(1, 32)] * 6 + [(1, 64)] * 6
+    for same in (prompts[:6], prompts[6:]):
+        assert all(torch.equal(ids, same[0]) for ids in same)
+    assert prompts[6].unique().numel() > 32
+    assert int(prompts[6].max()) < 257
+    assert not torch.equal(prompts[0][0], prompts[6][0, :32])
+
+
+def test_real_times_and_progress(tiny_model: Any, small_config: PrefillConfig) -> None:
+    steps: list[tuple[int, int, str]] = []
+    tiny_model.train()
+    frame = benchmark_throughput(
+        tiny_model, (32, 48), 1, small_config, on_progress=lambda *step: steps.append(step)
+    )
+    assert tiny_model.training
+    assert tiny_model.config._attn_implementation == "sdpa"
+    assert (frame[["dense_seconds", "sparse_seconds"]] > 0).all(axis=None)
+    assert [step[0] for step in steps] == list(range(9))
+    assert {step[1] for step in steps} == {8}
+    assert steps[0][2] == "32 tokens dense" and steps[4][2] == "48 tokens dense"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "runs", "message"),
+    [
+        ([], 1, "seq_lengths must hold at least one length, got none"),
+        ([32, 0], 1, "seq_lengths must be >= 1 and an int, got 0"),
+        ([32.0], 1, "seq_lengths must be >= 1 and an int, got 32.0"),
+        ([32, 513], 1, "seq_lengths must be <= 512, the longest that the model takes, got 513"),
+        ([32], 0, "num_runs must be >= 1 and an int, got 0"),
+        ([32], True, "num_runs must be >= 1 and an int, got True"),
+    ],
+)
+def test_wrong_input(tiny_model: Any, lengths: Any, runs: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        benchmark_throughput(tiny_model, lengths, runs)
+
+
+def test_a_model_that_is_sparse_already(tiny_model: Any, small_config: PrefillConfig) -> None:
+    with (
+        h2o_prefill.enable(tiny_model, small_config),
+        pytest.raises(ValueError, match="model must have dense attention"),
+    ):
+        benchmark_throughput(tiny_model, [32], 1, small_config)
+
+
+def test_a_model_that_cannot_be_sparse(tiny: Any, small_config: PrefillConfig) -> None:
+    model = tiny.make_model()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(NotImplementedError, match="no layer of LlamaForCausalLM can be sparse"):
+        benchmark_throughput(model, [32], 1, small_config)
+    assert model.config._attn_implementation == "sdpa"
