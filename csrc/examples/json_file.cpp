@@ -13,8 +13,10 @@ nlohmann::json parse_object(const std::string& text, const std::string& name) {
     value = nlohmann::json::parse(text);
   } catch (const nlohmann::json::parse_error& error) {
     fail(name, " is damaged: no JSON at byte ", error.byte, ": download or save it again");
+  } catch (const nlohmann::json::exception&) {
+    fail(name, " holds a number that is too large: download or save it again");
   }
-  if (!value.is_object()) fail(name, " must hold a JSON object, not a ", value.type_name());
+  if (!value.is_object()) fail(name, " must hold a JSON object, got ", value.type_name());
   return value;
 }
 

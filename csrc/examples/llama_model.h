@@ -29,12 +29,12 @@ class LlamaModel {
 
   const LlamaConfig& config() const { return config_; }
 
-  // Goes on with the text of the context: token_ids int64 [1, T], T >= 1. Returns what the last
-  // layer knows of these tokens, [1, T, hidden_size]. Throws std::runtime_error if ids are out of
+  // Runs the next tokens of the context's text, int64 [1, T] with T >= 1. Returns their hidden
+  // states behind the final norm, [1, T, hidden_size]. Throws std::runtime_error if ids are out of
   // the vocabulary, c10::Error if the context has no room for them.
   at::Tensor forward(const at::Tensor& token_ids, h2o_prefill::PrefillContext& context) const;
 
-  // Logits [..., vocab_size] of what forward() returned, or of some rows of it.
+  // Logits [..., vocab_size] of hidden states [..., hidden_size] that forward() returned.
   at::Tensor logits(const at::Tensor& hidden) const;
 
  private:

@@ -81,8 +81,8 @@ Safetensors::Safetensors(const fs::path& folder) : folder_(folder) {
 
 // The length of the header in 8 bytes, the header, JSON, and the data, to which its offsets refer.
 void Safetensors::read_header(const fs::path& file) {
+  if (!fs::is_regular_file(file)) fail("there is no ", file.string());
   std::ifstream in(file, std::ios::binary);
-  if (!in || !fs::is_regular_file(file)) fail("there is no ", file.string());
   const auto file_size = static_cast<int64_t>(fs::file_size(file));
   uint64_t length = 0;
   if (!in.read(reinterpret_cast<char*>(&length), sizeof(length))) {

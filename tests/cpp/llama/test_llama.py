@@ -245,7 +245,8 @@ DEEP = b'{"vocab_size": ' + b"[" * 200_000 + b"]" * 200_000 + b', "model_type": 
 BROKEN_FOLDERS = {
     "no config": (remove("config.json"), "has no config.json: give a folder"),
     "no JSON": (write("config.json", b"{"), "config.json is damaged: no JSON at byte 2"),
-    "a list": (write("config.json", b"[]"), "config.json must hold a JSON object, not a array"),
+    "a list": (write("config.json", b"[]"), "config.json must hold a JSON object, got array"),
+    "a number too large": (write("config.json", b'{"a": 1e999}'), "a number that is too large"),
     "deep JSON": (write("config.json", DEEP), "vocab_size must be a whole number"),
     "another model": (edit_config(model_type="qwen2"), 'model_type must be llama, got "qwen2"'),
     "another activation": (edit_config(hidden_act="gelu"), "hidden_act must be silu"),
