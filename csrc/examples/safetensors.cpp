@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include <array>
+#include <algorithm>
 #include <bit>
 #include <fstream>
 #include <limits>
