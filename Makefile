@@ -31,14 +31,15 @@ DEMO_WINDOWS ?= 0:3
 
 build: $(BIN)/.built
 
-# Debian's compiler and GoogleTest; everything else comes from the package index.
+# Debian's compiler, GoogleTest and the JSON of an example; everything else comes from the package index.
 system:
-	@if ! command -v c++ >/dev/null || ! [ -e /usr/include/gtest/gtest.h ]; then \
-	  if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-	    apt-get update -q && apt-get install -y -q g++ libgtest-dev; \
-	  else \
-	    echo "needed: a C++20 compiler and GoogleTest (Debian: apt-get install g++ libgtest-dev)" >&2; exit 1; \
-	  fi; \
+	@missing=; command -v c++ >/dev/null || missing="g++"; \
+	[ -e /usr/include/gtest/gtest.h ] || missing="$$missing libgtest-dev"; \
+	optional=; [ -e /usr/include/nlohmann/json.hpp ] || optional="nlohmann-json3-dev"; \
+	if [ -n "$$missing$$optional" ] && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  { apt-get update -q && apt-get install -y -q $$missing $$optional; } || [ -z "$$missing" ] || exit 1; \
+	elif [ -n "$$missing" ]; then \
+	  echo "needed: a C++20 compiler and GoogleTest (Debian: apt-get install $$missing $$optional)" >&2; exit 1; \
 	fi
 
 $(BIN)/.installed: pyproject.toml | system
@@ -109,7 +110,7 @@ test-cpp: build $(BIN)/.model
 
 # A build of its own, for the CPU, with options: $(call configure,name,options).
 configure = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DH2O_WITH_CUDA=OFF -DH2O_BUILD_TESTS=ON \
-  -DH2O_BUILD_PYTHON=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+  -DH2O_BUILD_PYTHON=ON -DPython_EXECUTABLE=$(abspath $(BIN))/python -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
   -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)') $(2)
 
 # One with sanitizers; most of it compiles in half the time without the optimisations of a release.

@@ -1,36 +1,23 @@
 #include "package.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <c10/core/InferenceMode.h>
 #include <h2o_prefill/library.h>
 #include <sys/utsname.h>
 #include <torch/version.h>
 
-#include <algorithm>
-#include <charconv>
-#include <cstring>
 #include <exception>
 #include <filesystem>
-#include <fstream>
-#include <iostream>
-#include <iterator>
 #include <sstream>
-#include <stdexcept>
 #include <unordered_map>
+
+#include "fail.h"
+#include "token_ids.h"
 
 namespace examples {
 namespace {
 
 using Metadata = std::unordered_map<std::string, std::string>;
 using torch::inductor::AOTIModelPackageLoader;
-
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  throw std::runtime_error(text.str());
-}
 
 Metadata read_metadata(const std::string& path) {
   if (!std::filesystem::is_regular_file(path)) fail("there is no package ", path);
@@ -100,40 +87,6 @@ PackageInfo read_info(const Metadata& metadata) {
   return info;
 }
 
-// A number of at least 1.
-int64_t read_number(const std::string& option, const std::string& text) {
-  int64_t number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || end != text.data() + text.size() || number < 1) {
-    fail(option, " must be a number of at least 1, got ", text);
-  }
-  return number;
-}
-
-Arguments read_arguments(const std::vector<std::string>& words, const std::string& usage,
-                         const std::vector<std::string>& options) {
-  Arguments arguments;
-  std::vector<std::string> files;
-  for (size_t i = 0; i < words.size(); ++i) {
-    const std::string& word = words[i];
-    const bool has_number =
-        word == "--threads" || std::find(options.begin(), options.end(), word) != options.end();
-    if (word == "--dense") {
-      arguments.dense = true;
-    } else if (has_number && i + 1 < words.size()) {
-      arguments.numbers[word] = read_number(word, words[++i]);
-    } else if (word.starts_with("--")) {
-      fail("usage: ", usage);
-    } else {
-      files.push_back(word);
-    }
-  }
-  if (files.size() != 2) fail("usage: ", usage);
-  arguments.package = files[0];
-  arguments.ids = files[1];
-  return arguments;
-}
-
 }  // namespace
 
 Package::Package(const std::string& path) {
@@ -162,17 +115,11 @@ int64_t Package::length() const { return position_.const_data_ptr<int64_t>()[0];
 void Package::reset() { position_.zero_(); }
 
 void Package::check(const at::Tensor& token_ids) const {
-  const int64_t tokens = token_ids.size(1), room = info_.capacity - length();
-  if (tokens == 0) fail("the prompt is empty");
-  if (tokens > room) {
+  check_token_ids(token_ids, info_.vocabulary);
+  const int64_t tokens = token_ids.size(1);
+  if (tokens > info_.capacity - length()) {
     fail("no room for ", tokens, " tokens behind ", length(), ": the package has a capacity of ",
          info_.capacity, " (h2o-prefill export --capacity)");
-  }
-  const int64_t lowest = token_ids.min().item<int64_t>();
-  const int64_t highest = token_ids.max().item<int64_t>();
-  if (lowest < 0 || highest >= info_.vocabulary) {
-    fail("token ids must be in [0, ", info_.vocabulary, "), got ", lowest < 0 ? lowest : highest,
-         ": were they made by another tokenizer?");
   }
 }
 
@@ -192,50 +139,6 @@ at::Tensor Package::forward_densely(const at::Tensor& token_ids, Rows rows) {
   std::vector<at::Tensor> logits;
   for (const at::Tensor& part : token_ids.split(most, 1)) logits.push_back(forward(part, rows));
   return rows == Rows::kLast ? logits.back() : at::cat(logits);
-}
-
-at::Tensor read_token_ids(const std::string& path) {
-  std::vector<int64_t> ids;
-  const bool binary = path.ends_with(".bin");
-  std::ifstream file;
-  if (path != "-") {
-    file.open(path, std::ios::binary);
-    if (!file) fail("cannot read ", path);
-  }
-  std::istream& in = path == "-" ? std::cin : file;
-  const std::string bytes{std::istreambuf_iterator<char>(in), {}};
-  if (binary) {
-    if (bytes.size() % sizeof(int64_t) != 0) fail(path, " must hold int64 token ids");
-    ids.resize(bytes.size() / sizeof(int64_t));
-    std::memcpy(ids.data(), bytes.data(), bytes.size());
-  } else {
-    std::istringstream words(bytes);
-    for (int64_t id = 0; words >> id;) ids.push_back(id);
-    if (!words.eof()) fail(path, " must hold token ids with white space between, or end in .bin");
-  }
-  if (ids.empty()) fail("the prompt is empty: ", path, " holds no token ids");
-  return at::tensor(ids, at::kLong).unsqueeze(0);
-}
-
-int64_t Arguments::number(const std::string& option, int64_t otherwise) const {
-  const auto found = numbers.find(option);
-  return found == numbers.end() ? otherwise : found->second;
-}
-
-int run_example(void (*body)(const Arguments& arguments), const std::string& usage,
-                const std::vector<std::string>& options, int argc, char** argv) {
-  try {
-    const Arguments arguments = read_arguments({argv + 1, argv + argc}, usage, options);
-    at::set_num_threads(static_cast<int>(arguments.number("--threads", at::get_num_threads())));
-    const c10::InferenceMode inference;
-    body(arguments);
-    return 0;
-  } catch (const c10::Error& error) {
-    std::cerr << "error: " << error.what_without_backtrace() << '\n';
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << '\n';
-  }
-  return 1;
 }
 
 }  // namespace examples

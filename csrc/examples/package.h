@@ -7,7 +7,6 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -60,24 +59,5 @@ class Package {
   at::Tensor position_;
   std::vector<at::Tensor> state_;  // as PackageInfo.new_state() in package.py has it
 };
-
-// Token ids, int64 [1, n]: numbers as text, or int64 values of a file that ends in .bin. "-":
-// numbers from standard input. Throws std::runtime_error if there are none, or other things.
-at::Tensor read_token_ids(const std::string& path);
-
-// A command line: two files, and options.
-struct Arguments {
-  std::string package;
-  std::string ids;
-  bool dense = false;
-  std::map<std::string, int64_t> numbers = {};  // options with a value, all at least 1
-
-  int64_t number(const std::string& option, int64_t otherwise) const;
-};
-
-// What main() returns: reads the command line, whose options with a value are --threads and
-// `options`, runs `body` without gradients, and prints what it throws in one line.
-int run_example(void (*body)(const Arguments& arguments), const std::string& usage,
-                const std::vector<std::string>& options, int argc, char** argv);
 
 }  // namespace examples

@@ -1,16 +1,10 @@
-"""Packages of a tiny model: exported by the command line, and run by Python and by C++ programs.
-
-H2O_EXAMPLES names the folder of the programs `generate` and `perplexity`. CTest runs this.
-"""
+"""Packages of a tiny model: exported by the command line, and run by Python and by C++ programs."""
 
 from __future__ import annotations
 
 import json
-import os
 import struct
-import subprocess
 import zipfile
-from pathlib import Path
 
 import pytest
 import tiny_models
@@ -29,11 +23,6 @@ CAPACITY, PROMPT, NEW = 256, 150, 12
 
 def command(*arguments):
     return CliRunner().invoke(app, [str(x) for x in arguments])
-
-
-def program(name, *arguments, **options):
-    path = Path(os.environ["H2O_EXAMPLES"]) / name
-    return subprocess.run([path, *map(str, arguments)], capture_output=True, text=True, **options)
 
 
 @pytest.fixture(scope="session")
@@ -58,16 +47,6 @@ def model(folder):
 @pytest.fixture
 def ids():
     return torch.randint(1, 257, (30,), generator=torch.Generator().manual_seed(1)).repeat(5)[None]
-
-
-@pytest.fixture
-def file_of(tmp_path):
-    def write(ids, name="ids.txt"):
-        path = tmp_path / name
-        path.write_text(" ".join(map(str, ids.flatten().tolist())))
-        return path
-
-    return write
 
 
 def greedy(model, ids, settings):
@@ -110,7 +89,7 @@ def test_the_command_line_continues_a_text(package, folder, tmp_path):
     assert settings.exit_code == 2 and "leave --preset and sizes out" in settings.stderr
 
 
-def test_cpp_continues_a_prompt(package, model, ids, file_of, tmp_path):
+def test_cpp_continues_a_prompt(program, package, model, ids, file_of, tmp_path):
     binary = tmp_path / "ids.bin"
     binary.write_bytes(struct.pack(f"<{PROMPT}q", *ids[0].tolist()))
     expected = greedy(model, ids, SETTINGS)
@@ -125,14 +104,14 @@ def test_cpp_continues_a_prompt(package, model, ids, file_of, tmp_path):
     assert "dense" in dense.stderr
 
 
-def test_cpp_stops_where_the_package_is_full(package, ids, file_of):
+def test_cpp_stops_where_the_package_is_full(program, package, ids, file_of):
     longer = torch.cat([ids, ids[:, : CAPACITY - PROMPT - 3]], dim=1)
     result = program("generate", package, file_of(longer))
     assert result.returncode == 0 and len(result.stdout.split()) == 4
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
-def test_cpp_measures_perplexity(package, model, ids, file_of, mode):
+def test_cpp_measures_perplexity(program, package, model, ids, file_of, mode):
     text = torch.cat([ids, ids], dim=1)[0]
     result = program(
         "perplexity", package, file_of(text), "--context", 100, *["--dense"] * (mode == "dense")
@@ -173,7 +152,7 @@ def changed_metadata(package, path, change):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_first_mistakes_get_one_line(package, ids, file_of, tmp_path, name):
+def test_first_mistakes_get_one_line(program, package, ids, file_of, tmp_path, name):
     arguments, message = BROKEN[name]
     if name == "another CPU" and torch.cpu._is_avx512_supported():
         pytest.skip("this CPU has all that packages may have code for")

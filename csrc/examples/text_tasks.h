@@ -1,0 +1,34 @@
+// What the programs do with a model, of whichever kind: continue a text, and score one.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace examples {
+
+// Logits [rows, vocabulary] of token_ids, int64 [1, T].
+using Forward = std::function<at::Tensor(const at::Tensor& token_ids)>;
+
+struct Continuation {
+  int64_t max_new_tokens;
+  int64_t room;                  // tokens that fit behind the prompt
+  std::vector<int64_t> end_ids;  // token ids that end a text
+  bool sparse;                   // whether the prompt is prefilled sparsely
+};
+
+// Continues a prompt greedily. The ids of the answer go to standard output as they come, the
+// seconds to standard error. prefill gets the prompt, then decode each new token; both give the
+// logits [1, vocabulary] behind the last one.
+void continue_greedily(const at::Tensor& prompt, const Continuation& how, const Forward& prefill,
+                       const Forward& decode);
+
+// Prints the perplexity of a text, int64 [1, n]. The text is cut into windows of `context` tokens
+// that do not overlap, and every token of a window but its first is scored, as `h2o-prefill ppl`
+// does; what is left behind the last whole window is not. forward gives the logits
+// [context, vocabulary] of a window, as if nothing stood before it.
+void print_perplexity(const at::Tensor& ids, int64_t context, const Forward& forward);
+
+}  // namespace examples

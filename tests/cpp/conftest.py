@@ -1,0 +1,34 @@
+"""The example programs, and files of token ids for them.
+
+H2O_EXAMPLES names the folder of the programs. CTest runs these tests.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def program():
+    """Return what runs a program by name; standard output and error are kept as text."""
+
+    def run(name, *arguments, **options):
+        path = Path(os.environ["H2O_EXAMPLES"]) / name
+        command = [path, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, **options)
+
+    return run
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    """Return what writes token ids as a file of text."""
+
+    def write(ids, name="ids.txt"):
+        path = tmp_path / name
+        path.write_text(" ".join(map(str, ids.flatten().tolist())))
+        return path
+
+    return write
