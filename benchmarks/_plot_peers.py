@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +41,27 @@ def plot_peers(result: Row, path: Path) -> Path | None:
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     styles = _styles(rows)
     figure, grid = make_figure(len(lengths))
-    figure.set_size_inches(5.2 * min(len(lengths), 3), figure.get_size_inches()[1] + 2.0)
+    columns = min(len(lengths), 3)
+    figure.set_size_inches(6.2 * columns, 4.6 * -(-len(lengths) // columns) + 2.2)
     for axes, length in zip(grid, lengths, strict=True):
         chosen = [row for row in rows if row["length"] == length]
         for row in chosen:
-            axes.errorbar(
-                row["seconds"],
-                row["delta_percent"],
-                yerr=row.get("stderr_percent") or None,
-                label=textwrap.fill(row["variant"].replace(",", ", "), 34).replace(", ", ","),
-                **styles[row["variant"]],
-            )
+            style = styles[row["variant"]]
+            point = (row["seconds"], row["delta_percent"])
+            axes.plot(*point, linestyle="none", label=_label(row["variant"]), **style)
+            if error := row.get("stderr_percent"):
+                axes.errorbar(*point, error, color=style["color"], elinewidth=1, capsize=2)
         axes.set_title(f"{length:,} tokens, {most} thread{'s'[: most > 1]}", fontsize=9)
         _use_axes(axes, chosen)
     handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     title = "What prefill loses beside its time: lower left is better"
     return save_figure(figure, title, [result], path)
+
+
+def _label(variant: str) -> str:
+    """Break settings texts, which are long and have no blanks, behind a comma."""
+    return re.sub(r"(.{24,44}?,)(?=\S)", r"\1\n", variant)
 
 
 def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
@@ -74,10 +78,7 @@ def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
             "color": colours.get(row["program"], "0.45"),
             "marker": marker,
             "fillstyle": _FILLS[of_mode.setdefault(batch, len(of_mode)) % len(_FILLS)],
-            "markersize": 7,
-            "linestyle": "none",
-            "elinewidth": 1,
-            "capsize": 2,
+            "markersize": 8,
         }
     return styles
 
