@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Losses:
         int64 [tokens]: the text.
     windows : mapping
         Lengths, and a slice "begin:end" of the windows of each.
-    known : mapping, optional
+    known : mapping
         What `read_losses` returned: those of the same windows and versions are not measured again.
     """
 
@@ -47,11 +47,11 @@ class Losses:
         self,
         tokens: Tensor,
         windows: Mapping[int, str],
-        known: Mapping[tuple[int, str], Row] | None = None,
+        known: Mapping[tuple[int, str], Row],
     ) -> None:
         self._tokens = tokens
         self._windows = windows
-        self._known = dict(known or {})
+        self._known = dict(known)
 
     def measure(self, ways: Mapping[str, Way], length: int) -> Iterator[tuple[str, Row]]:
         """Go through ways, with the loss of each as fields of a row.
@@ -99,30 +99,32 @@ def _loss(dense: Tensor | None, nll: Tensor | None) -> Row:
     }
 
 
-def read_losses(file: Path, facts: Mapping[str, Any]) -> dict[tuple[int, str], Row]:
-    """Return the losses that an earlier run left, by length and way.
+def read_losses(files: Sequence[Path], facts: Mapping[str, Any]) -> dict[tuple[int, str], Row]:
+    """Return the losses that earlier runs left, by length and way; those of later files go first.
 
     Parameters
     ----------
-    file : Path
-        Its JSON.
+    files : sequence of Path
+        Their JSON.
     facts : mapping
         The options of this run.
 
     Raises
     ------
     ValueError
-        If that run was of another model, text, dtype or protocol.
+        If a run was of another model, text, dtype or protocol.
     """
-    found = json.loads(file.read_text(encoding="utf-8"))
-    for name in _FACTS:
-        if (there := found["options"].get(name)) != facts[name]:
-            raise ValueError(
-                f"--losses must be a file of a run like this one, got {name} {there!r} in place of "
-                f"{facts[name]!r}"
-            )
-    return {
-        (row["length"], row["variant"]): {name: row[name] for name in _FIELDS if name in row}
-        for row in found["rows"]
-        if "delta_percent" in row
-    }
+    losses: dict[tuple[int, str], Row] = {}
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for name in _FACTS:
+            if (there := found["options"].get(name)) != facts[name]:
+                raise ValueError(
+                    f"--losses must be a file of a run like this one, got {name} {there!r} in "
+                    f"place of {facts[name]!r}"
+                )
+        for row in found["rows"]:
+            if "delta_percent" in row:
+                fields = {name: row[name] for name in _FIELDS if name in row}
+                losses[row["length"], row["variant"]] = fields
+    return losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,8 +60,9 @@ def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str
         }
         dense = f"openvino paged, batch {batch}"
         for name, config in modes.items():
-            paged = _OpenvinoPaged(gguf, threads, batch, config)
-            decoder = paged.decoder if config is None else None
+            where = (gguf, threads, batch)
+            paged = _OpenvinoPaged(*where, config)
+            decoder = None if config else functools.partial(_openvino_decoder, *where)
             ways[f"openvino {name}, batch {batch}"] = Way(
                 "openvino", genai.__version__, dense, paged.prefill, paged.nll, decoder
             )
@@ -150,7 +152,7 @@ class _OpenvinoPaged:
         return -log_p[rows.start + 1 : rows.stop + 1]
 
     def decoder(self, prompt: Tensor, steps: int) -> Callable[[], object]:
-        """There is no way back in its cache: the history grows by `steps` tokens with each call."""
+        """Never prefill again: this request has no end, and its history grows with each call."""
         handle = self._add(prompt, max_new_tokens=_ENDLESS)
         while not handle.can_read():
             self._pipeline.step()
@@ -174,6 +176,12 @@ class _OpenvinoPaged:
 
         ids = openvino.Tensor(prompt.unsqueeze(0).numpy())
         return self._pipeline.add_request(0, ids, _generation_config(**options))
+
+
+def _openvino_decoder(
+    gguf: Path, threads: int, batch: int, prompt: Tensor, steps: int
+) -> Callable[[], object]:
+    return _OpenvinoPaged(gguf, threads, batch, None).decoder(prompt, steps)
 
 
 def _openvino_sdpa(name: str, gguf: Path, threads: int) -> Way:

@@ -74,11 +74,12 @@ def main(
         ),
     ] = "0:4",
     losses: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             "--losses",
             metavar="FILE",
-            help="The JSON of an earlier run: losses that it has are not measured again.",
+            help="The JSON of an earlier run: losses that it has are not measured again. May be "
+            "given several times.",
         ),
     ] = None,
     time: Annotated[
@@ -127,7 +128,7 @@ def main(
         "dtype": dtype,
         "protocol": PROTOCOL,
     }
-    known = read_losses(losses, facts) if losses else None
+    known = read_losses(losses or [], facts)
     kept = keep_freed_memory()
     network, tokenizer = load_model(str(model), plan.dtypes[0])
     tokens = encode(tokenizer, corpus.text)

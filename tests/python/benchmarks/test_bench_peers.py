@@ -100,10 +100,10 @@ def test_losses_of_another_text_or_model_are_refused(tmp_path: Path) -> None:
     facts = {"model": "a.gguf", "text": "pydoc", "dtype": "bfloat16", "protocol": "gptq"}
     file = tmp_path / "earlier.json"
     file.write_text(json.dumps({"options": {**facts, "presets": ["h2o"]}, "rows": []}))
-    assert read_losses(file, facts) == {}
+    assert read_losses([file], facts) == {}
     for name in facts:
         with pytest.raises(ValueError, match=f"got {name} '{facts[name]}' in place of 'other'"):
-            read_losses(file, {**facts, name: "other"})
+            read_losses([file], {**facts, name: "other"})
 
 
 def test_windows_are_one_slice_or_one_for_each_length() -> None:
@@ -137,7 +137,7 @@ def test_a_loss_is_that_against_the_own_dense_mode() -> None:
         "b sparse": way("b sparse", "b", 3.2),
         "silent": way("silent", "silent", None),
     }
-    losses = Losses(tokens, {10: "1:3"})
+    losses = Losses(tokens, {10: "1:3"}, {})
     found = dict(losses.measure(ways, 10))
     assert found["a sparse"]["delta_percent"] == pytest.approx(100 * (math.exp(0.1) - 1), rel=1e-5)
     assert found["b sparse"]["delta_percent"] == pytest.approx(100 * (math.exp(0.2) - 1), rel=1e-5)
@@ -149,7 +149,7 @@ def test_a_loss_is_that_against_the_own_dense_mode() -> None:
     assert seen == [(name, *window) for name in list(ways)[:4] for window in windows]
     broken = {"a": way("a", "a", math.inf)}
     with pytest.raises(ArithmeticError, match="a gave probabilities that are not finite"):
-        dict(Losses(tokens, {10: "0:1"}).measure(broken, 10))
+        dict(Losses(tokens, {10: "0:1"}, {}).measure(broken, 10))
 
 
 def test_rivals_lose_no_more_than_we_do() -> None:
@@ -257,6 +257,7 @@ def test_a_peer_scores_and_decodes_the_same_model(module: str) -> None:
     pytest.importorskip(module)
     import _peers
     from _own_ways import own_ways
+    from _timing import compare
 
     from h2o_prefill.eval import load_model, load_text
     from h2o_prefill.eval.models import packaged_gguf
@@ -273,24 +274,23 @@ def test_a_peer_scores_and_decodes_the_same_model(module: str) -> None:
         ways = _peers.openvino_genai(packaged_gguf(), 1, [600])
     else:
         ways = _peers.llama_cpp(packaged_gguf(), 1, 620)
-    scored = {name: way for name, way in ways.items() if way.nll}
-    assert len(scored) == (4 if module == "openvino_genai" else 1)
-    for way in scored.values():
-        assert way.nll is not None
-        nll = way.nll(prompt, rows)
+    scores = {name: way.nll(prompt, rows) for name, way in ways.items() if way.nll}
+    for name, nll in scores.items():
         assert nll.shape == dense.shape
-        # Weights and activations are rounded in other ways; a shift by one token would show.
-        assert perplexity(nll) == pytest.approx(perplexity(dense), rel=0.25)
-        assert torch.corrcoef(torch.stack([nll, dense]))[0, 1] > 0.95
-        assert torch.equal(way.nll(prompt, range(100, 200)), nll[100:200])
+        way = ways[name].nll
+        assert way is not None and torch.equal(way(prompt, range(100, 200)), nll[100:200])
+        # Weights are rounded in other ways. A shift by one token would show.
+        assert perplexity(scores[ways[name].dense]) == pytest.approx(perplexity(dense), rel=0.3)
+        assert torch.corrcoef(torch.stack([nll, dense]))[0, 1] > 0.9
+    if module == "openvino_genai":
+        paged, tri_shape, xattention, _ = scores.values()
+        # Tri-shape drops nothing of a prompt so short.
+        assert torch.equal(tri_shape, paged) and not torch.equal(xattention, paged)
+    else:
+        assert list(scores) == ["llama.cpp"]
     for way in ways.values():
         way.prefill(prompt)
-    (decoder,) = [way.decoder for way in ways.values() if way.decoder]
-    timings = _compare_decoding(decoder(prompt, 2), decoder(prompt, 16))
-    assert timings > 3
-
-
-def _compare_decoding(few: Callable[[], object], many: Callable[[], object]) -> float:
-    from _timing import compare
-
-    return compare({"few": few, "many": many}, 5.0).ratio("many", "few").value
+    (few, many) = (
+        way.decoder(prompt, steps) for steps in (2, 16) for way in ways.values() if way.decoder
+    )
+    assert compare({"few": few, "many": many}, 5.0).ratio("many", "few").value > 3
