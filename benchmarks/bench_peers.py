@@ -1,7 +1,10 @@
-"""Prefill of the same model and tokens by OpenVINO GenAI and llama.cpp, as far as installed."""
+"""What OpenVINO GenAI, llama.cpp and this library lose and how long they take, on one model."""
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,24 +12,37 @@ import torch
 import typer
 from common import options
 from common.allocator import keep_freed_memory
-from common.peers import OPENVINO_BATCH, PACKAGES, PeerMissing, Prefill, llama_cpp, openvino_genai
-from common.report import Report, ratio_fields
+from common.losses import PROTOCOL, Losses, read_losses
+from common.peers import OPENVINO_BATCHES, PeerMissing, llama_cpp, openvino_genai
+from common.report import Report, Row, ratio_fields
+from common.rivals import fastest_rivals
 from common.timing import compare
+from common.ways import OURS, Way
+from torch import Tensor
 
 from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.environment import package_version
 from h2o_prefill.eval.inputs.models import packaged_gguf
-from h2o_prefill.eval.inputs.text import encode
+from h2o_prefill.eval.inputs.text import WIKITEXT2_VARIABLE, Corpus, encode
+from h2o_prefill.presets import PRESETS
 
 COLUMNS = {
     "N": "{length}",
     "threads": "{threads}",
-    "prefill": "{variant}",
+    "way": "{variant}",
+    "perplexity": "{perplexity:.2f}",
+    "loss": "{delta_percent:+.2f} % ± {stderr_percent:.2f}",
     "seconds": "{seconds:.3f}",
-    "tokens/s": "{tokens_per_second:.0f}",
+    "its dense": "{dense_speedup:.2f}x ({dense_speedup_q1:.2f} to {dense_speedup_q3:.2f})",
+    "decoding": "{decoding}",
+    "ms/token": "{milliseconds:.2f}",
+    "tokens/s": "{tokens_per_second:.1f}",
+    "ours": "{ours}",
+    "our loss": "{our_delta_percent:+.2f} %",
+    "fastest that loses no more": "{rival} ({rival_delta_percent:+.2f} %)",
     "ours is faster": "{our_speedup:.2f}x ({our_speedup_q1:.2f} to {our_speedup_q3:.2f})",
 }
 LENGTHS = [4096, 8000]
+STEPS = 16
 PEERS = ("openvino", "llama.cpp")
 
 
@@ -37,64 +53,126 @@ def main(
     ] = None,
     text_file: Annotated[
         Path | None,
-        typer.Option("--text-file", metavar="FILE", help="The prompt. Default: Python's help."),
+        typer.Option(
+            "--text-file",
+            metavar="FILE",
+            help=f"The text. Default: that of {WIKITEXT2_VARIABLE}, else Python's help.",
+        ),
     ] = None,
+    presets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--preset", help="Our settings; may be given several times. Default: all presets."
+        ),
+    ] = None,
+    windows: Annotated[
+        str,
+        typer.Option(
+            "--windows",
+            help="Windows of the text to score, as begin:end; for all lengths or, comma-separated, "
+            "for each.",
+        ),
+    ] = "0:4",
+    losses: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--losses",
+            metavar="FILE",
+            help="The JSON of an earlier run: losses that it has are not measured again. May be "
+            "given several times.",
+        ),
+    ] = None,
+    time: Annotated[
+        bool, typer.Option("--time/--no-time", help="Take times, or measure losses only.")
+    ] = True,
     openvino_batch: Annotated[
-        int,
-        typer.Option("--openvino-batch", min=1, help="Tokens that OpenVINO takes at a time."),
-    ] = OPENVINO_BATCH,
+        str | None,
+        typer.Option(
+            "--openvino-batch",
+            help="Tokens that OpenVINO takes at a time, comma-separated. Default: "
+            f"{','.join(map(str, OPENVINO_BATCHES))}.",
+        ),
+    ] = None,
     peers: Annotated[
         str, typer.Option("--peers", help=f"Comma-separated, of {', '.join(PEERS)}.")
     ] = ",".join(PEERS),
     json: options.JsonOption = None,
     threads: options.ThreadsOption = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of our weights. Default: bfloat16.")
-    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of our weights.")] = "bfloat16",
     lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "h2o",
     seconds: options.SecondsOption = 120.0,
     quick: options.QuickOption = False,
 ) -> None:
-    """Time prefill by this library beside that of other programs, in one process, in turns.
+    """Show what other programs and this library lose in perplexity beside the time of a prefill.
 
-    All read the same GGUF file and get the same tokens of real text, on which some sparse modes
-    depend. A peer that is not installed is left out, with a message.
+    All read the same GGUF file and get the same tokens. The loss of a way is that against its own
+    program's dense mode, over the same windows of text; the first window is the prompt that is
+    timed, in one process, in turns. Then greedy decoding behind the longest prompt. A peer that is
+    not installed is left out, with a message.
     """
     # Loads transformers, which --help does not need.
-    from common.variants import prefill_variants
+    from common.own_ways import own_ways
 
-    plan = options.make_plan(
-        "peers", json, threads, dtype or "bfloat16", seconds=seconds, quick=quick
-    )
-    config = plan.config(preset)
-    kept = keep_freed_memory()
+    plan = options.make_plan("peers", json, threads, dtype, seconds=seconds, quick=quick)
+    if len(plan.dtypes) != 1:
+        raise typer.BadParameter(f"--dtype must be one dtype, got {dtype!r}")
+    configs = {name: plan.config(name) for name in presets or PRESETS}
+    batches = plan.numbers("--openvino-batch", openvino_batch, OPENVINO_BATCHES, [64])
     chosen = plan.numbers("--lengths", lengths, LENGTHS, [200])
-    model = gguf or packaged_gguf()
     wanted = _chosen(peers)
-    versions = {name: package_version(name) for name in PACKAGES}
-    others = {"peers": versions, "openvino_batch": openvino_batch, "freed_memory_kept": kept}
-    title = f"prefill of {model.name}, preset {preset}, beside other programs"
-    with Report(plan, title, COLUMNS, preset=preset, lengths=chosen, **others) as report:
-        for kind in plan.dtypes:
-            network, tokenizer = load_model(str(model), kind)
-            text = load_text("wikitext2" if text_file else "pydoc", text_file)
-            tokens = encode(tokenizer, text.text)
-            for count in plan.threads:
-                torch.set_num_threads(count)
-                for length in chosen:
-                    prompt = tokens[:length]
-                    if len(prompt) < length:
-                        raise typer.BadParameter(
-                            f"--lengths must be <= the text's {len(prompt)} tokens, got {length}"
-                        )
-                    ways: dict[str, Prefill] = {}
-                    ours = prefill_variants(network, prompt.unsqueeze(0), config)
-                    name = f"h2o_prefill {options.dtype_name(kind)}"
-                    ways[name] = ours["sparse"]
-                    ways[f"transformers {options.dtype_name(kind)}"] = ours["dense"]
-                    ways |= _peers(wanted, model, prompt.tolist(), count, openvino_batch, report)
-                    _add_rows(report, ways, name, plan.seconds, length=length, threads=count)
+    model = gguf or packaged_gguf()
+    corpus = _corpus(text_file)
+    facts: dict[str, Any] = {
+        "model": model.name,
+        "text": corpus.source,
+        "dtype": dtype,
+        "protocol": PROTOCOL,
+    }
+    known = read_losses(losses or [], facts)
+    kept = keep_freed_memory()
+    network, tokenizer = load_model(str(model), plan.dtypes[0])
+    tokens = encode(tokenizer, corpus.text)
+    scores = Losses(tokens, _by_length(windows, chosen), known)
+    facts |= {"presets": list(configs), "lengths": chosen, "steps": STEPS, "windows": windows}
+    facts |= {"openvino_batches": batches, "freed_memory_kept": kept}
+    title = f"prefill of {model.name} by several programs: loss and time"
+    with Report(plan, title, COLUMNS, **facts) as report:
+        for count in plan.threads:
+            torch.set_num_threads(count)
+            ways = own_ways(network, dtype, configs, min(chosen))
+            makers = {
+                "openvino": functools.partial(openvino_genai, model, count, batches),
+                "llama.cpp": functools.partial(llama_cpp, model, count, max(chosen) + STEPS),
+            }
+            for name in wanted:
+                try:
+                    ways |= makers[name]()
+                except PeerMissing as missing:
+                    report.note(str(missing))
+            for length in chosen:
+                where = {"length": length, "threads": count}
+                rows = [
+                    report.add(**where, variant=name, program=ways[name].program, **loss)
+                    for name, loss in scores.measure(ways, length)
+                ]
+                if time:
+                    _time_prefill(report, ways, rows, tokens[:length], plan.seconds)
+            if time:
+                _time_decoding(report, ways, tokens[: max(chosen)], plan.seconds, count)
+
+
+def _by_length(windows: str, lengths: list[int]) -> dict[int, str]:
+    slices = windows.split(",")
+    if len(slices) not in (1, len(lengths)):
+        raise typer.BadParameter(
+            f"--windows must be one slice or {len(lengths)}, as many as --lengths, got {windows!r}"
+        )
+    return dict(zip(lengths, slices * (len(lengths) // len(slices)), strict=True))
+
+
+def _corpus(text_file: Path | None) -> Corpus:
+    has_wikitext2 = text_file is not None or os.environ.get(WIKITEXT2_VARIABLE)
+    return load_text("wikitext2" if has_wikitext2 else "pydoc", text_file)
 
 
 def _chosen(peers: str) -> list[str]:
@@ -106,39 +184,45 @@ def _chosen(peers: str) -> list[str]:
     return names
 
 
-def _peers(
-    wanted: list[str],
-    model: Path,
-    prompt: list[int],
-    threads: int,
-    openvino_batch: int,
-    report: Report,
-) -> dict[str, Prefill]:
-    makers = {
-        "openvino": lambda: openvino_genai(model, prompt, threads, openvino_batch),
-        "llama.cpp": lambda: llama_cpp(model, prompt, threads),
-    }
-    ways: dict[str, Prefill] = {}
-    for name in wanted:
-        try:
-            ways |= makers[name]()
-        except PeerMissing as missing:
-            report.note(str(missing))
-    return ways
-
-
-def _add_rows(
-    report: Report, ways: dict[str, Prefill], ours: str, seconds: float, **fields: Any
+def _time_prefill(
+    report: Report, ways: Mapping[str, Way], rows: list[Row], prompt: Tensor, seconds: float
 ) -> None:
-    timings = compare(ways, seconds)
-    for way in ways:
-        report.add(
-            **fields,
-            variant=way,
-            seconds=timings.median(way),
-            tokens_per_second=fields["length"] / timings.median(way),
+    """Give the rows of the ways their times, and add those of the rivals."""
+    calls = {name: functools.partial(way.prefill, prompt) for name, way in ways.items()}
+    timings = compare(calls, seconds)
+    for row in rows:
+        name = row["variant"]
+        report.extend(
+            row,
+            seconds=timings.median(name),
             rounds=timings.rounds,
-            **ratio_fields("our_speedup", timings.ratio(way, ours)),
+            **ratio_fields("dense_speedup", timings.ratio(ways[name].dense, name)),
+        )
+    for row in fastest_rivals(ways, rows, timings):
+        report.add(length=len(prompt), threads=rows[0]["threads"], **row)
+
+
+def _time_decoding(
+    report: Report, ways: Mapping[str, Way], prompt: Tensor, seconds: float, threads: int
+) -> None:
+    """Time decoding by one way of each program: how a prompt was prefilled does not matter."""
+    firsts: dict[str, Way] = {}
+    for name, way in ways.items():
+        if way.decoder and way.program not in {first.program for first in firsts.values()}:
+            firsts[name] = way
+    calls = {name: way.decoder(prompt, STEPS) for name, way in firsts.items() if way.decoder}
+    timings = compare(calls, seconds / 4)
+    ours = next(name for name, way in firsts.items() if way.program == OURS)
+    for name in calls:
+        a_token = timings.median(name) / STEPS
+        report.add(
+            length=len(prompt),
+            threads=threads,
+            decoding=name,
+            milliseconds=1e3 * a_token,
+            tokens_per_second=1 / a_token,
+            rounds=timings.rounds,
+            **ratio_fields("our_speedup", timings.ratio(name, ours)),
         )
 
 

@@ -1,4 +1,4 @@
-"""Draws figures of throughput, memory and linear attention from the benchmarks' JSON files."""
+"""Draws the figures of the benchmarks from their JSON files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from common import options
 from common.plot_linear import plot_linear
 from common.plot_parts import Row, draw_line, make_figure, save_figure, use_length_axis
+from common.plot_peers import plot_peers
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
@@ -106,12 +107,12 @@ def main(
         typer.Option("--output", metavar="FOLDER", help="Where the figures go. Default: there."),
     ] = None,
 ) -> None:
-    """Draw the figures from prefill, model, allocations and linear.json, as far as there."""
-    names = ("prefill", "model", "allocations", "linear")
+    """Draw the figures from prefill, model, allocations, linear and peers.json, as far as there."""
+    names = ("prefill", "model", "allocations", "linear", "peers")
     found = {name: _read(results / f"{name}.json") for name in names}
     if not any(found.values()):
         raise typer.BadParameter(
-            f"--results must hold prefill, model, allocations or linear.json: {results}"
+            f"--results must hold prefill, model, allocations, linear or peers.json: {results}"
         )
     folder = output or results
     if found["prefill"] or found["model"]:
@@ -122,6 +123,8 @@ def main(
         typer.echo(plot_memory(found["allocations"], folder / "memory_profile.png"))
     if found["linear"]:
         typer.echo(plot_linear(found["linear"], folder / "linear.png"))
+    if found["peers"] and (figure := plot_peers(found["peers"], folder / "peers.png")):
+        typer.echo(figure)
 
 
 def _read(path: Path) -> Row | None:

@@ -1,87 +1,213 @@
-"""Other programs that prefill the same model from the same GGUF file: optional packages.
-
-Each maker returns callables that take a prompt of token ids through prefill and one token.
-"""
+"""Other programs that prefill the same model from the same GGUF file: optional packages."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-Prefill = Callable[[], object]
+import torch
+from torch import Tensor
 
-PACKAGES = ("openvino-genai", "llama-cpp-python")
+from common.ways import Way
+from h2o_prefill.eval.forward import PromptLogits
+from h2o_prefill.eval.perplexity.scoring import token_nll
 
-# Tokens that OpenVINO's scheduler takes at a time, by its own default.
-OPENVINO_BATCH = 256
+# Tokens that OpenVINO's scheduler takes at a time: its own default, and the best for XAttention.
+OPENVINO_BATCHES = [256, 4096]
+
+# Of XAttention, beside its own default of 0.8: the share of the attention that it keeps.
+_HIGH_THRESHOLD = 0.95
+
+# More than a benchmark decodes.
+_ENDLESS = 1 << 16
 
 
 class PeerMissing(Exception):
     """A peer's package is not installed; the message says how to get it."""
 
 
-def openvino_genai(
-    gguf: Path, prompt: list[int], threads: int, batch: int = OPENVINO_BATCH
-) -> dict[str, Prefill]:
-    """Return OpenVINO GenAI with dense SDPA, with paged attention, and with its sparse modes.
+def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str, Way]:
+    """Return OpenVINO GenAI with dense SDPA, and for each batch paged, dense and its sparse modes.
 
-    With paged attention its scheduler takes `batch` tokens at a time.
+    Parameters
+    ----------
+    gguf : Path
+        The model.
+    threads : int
+        CPU threads.
+    batches : sequence of int
+        Tokens that the scheduler takes at a time with paged attention.
     """
     _require("openvino_genai", "openvino-genai")
-    import numpy
-    import openvino
     import openvino_genai as genai
 
-    ids = numpy.array([prompt], dtype=numpy.int64)
-    inputs = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids)))
-    one_token = genai.GenerationConfig()
-    one_token.max_new_tokens = 1
-    one_token.ignore_eos = True
+    def sparse(mode: str, **fields: Any) -> Any:
+        return genai.SparseAttentionConfig(mode=getattr(genai.SparseAttentionMode, mode), **fields)
 
-    def pipeline(**options: Any) -> Prefill:
-        made = genai.LLMPipeline(str(gguf), "CPU", INFERENCE_NUM_THREADS=threads, **options)
-        return lambda: made.generate(inputs, one_token)
+    sdpa = "openvino sdpa"
+    ways = {sdpa: _openvino_sdpa(sdpa, gguf, threads)}
+    for batch in batches:
+        modes = {
+            "paged": None,
+            "tri-shape": sparse("TRISHAPE"),
+            "xattention": sparse("XATTENTION"),
+            f"xattention {_HIGH_THRESHOLD}": sparse(
+                "XATTENTION", xattention_threshold=_HIGH_THRESHOLD
+            ),
+        }
+        dense = f"openvino paged, batch {batch}"
+        for name, config in modes.items():
+            where = (gguf, threads, batch)
+            paged = _OpenvinoPaged(*where, config)
+            decoder = None if config else functools.partial(_openvino_decoder, *where)
+            ways[f"openvino {name}, batch {batch}"] = Way(
+                "openvino", genai.__version__, dense, paged.prefill, paged.nll, decoder
+            )
+    return ways
 
-    def paged(sparse_mode: Any = None) -> Prefill:
+
+def llama_cpp(gguf: Path, threads: int, longest: int) -> dict[str, Way]:
+    """Return llama.cpp, whose prefill is dense.
+
+    Parameters
+    ----------
+    gguf : Path
+        The model.
+    threads : int
+        CPU threads.
+    longest : int
+        Tokens of the longest prompt and of what is decoded behind it.
+    """
+    _require("llama_cpp", "llama-cpp-python")
+    import llama_cpp as package
+
+    def load(**options: Any) -> Any:
+        return package.Llama(
+            str(gguf),
+            n_ctx=longest,
+            n_batch=2048,
+            n_ubatch=512,
+            n_threads=threads,
+            n_threads_batch=threads,
+            verbose=False,
+            **options,
+        )
+
+    model = load()
+
+    def prefill(prompt: Tensor) -> None:
+        model.reset()
+        model.eval(prompt.tolist())
+
+    def nll(prompt: Tensor, rows: range) -> Tensor:
+        # A model of its own, and not for longer than this: logits of all rows cost time and memory.
+        scored = load(logits_all=True)
+        scored.eval(prompt.tolist())
+        return token_nll(PromptLogits(torch.from_numpy(scored.scores), None), prompt, rows)
+
+    def decoder(prompt: Tensor, steps: int) -> Callable[[], object]:
+        prefill(prompt)
+        first = model.sample(temp=0.0)
+
+        def decode() -> None:
+            # Also takes back what the last call decoded.
+            model.n_tokens = len(prompt)
+            token = first
+            for _ in range(steps):
+                model.eval([token])
+                token = model.sample(temp=0.0)
+
+        return decode
+
+    return {"llama.cpp": Way("llama.cpp", package.__version__, "llama.cpp", prefill, nll, decoder)}
+
+
+class _OpenvinoPaged:
+    """OpenVINO's pipeline with paged attention, dense or with a sparse mode."""
+
+    def __init__(self, gguf: Path, threads: int, batch: int, sparse: Any) -> None:
+        import openvino_genai as genai
+
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = batch
         # The same prompt comes again and again: a cached prefix would be no prefill.
         scheduler.enable_prefix_caching = False
-        if sparse_mode is not None:
+        if sparse is not None:
             scheduler.use_sparse_attention = True
-            scheduler.sparse_attention_config.mode = sparse_mode
-        return pipeline(ATTENTION_BACKEND="PA", scheduler_config=scheduler)
+            scheduler.sparse_attention_config = sparse
+        self._pipeline = genai.ContinuousBatchingPipeline(
+            str(gguf), scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads}
+        )
 
-    return {
-        "openvino sdpa": pipeline(ATTENTION_BACKEND="SDPA"),
-        "openvino paged": paged(),
-        "openvino tri-shape": paged(genai.SparseAttentionMode.TRISHAPE),
-        "openvino xattention": paged(genai.SparseAttentionMode.XATTENTION),
-    }
+    def prefill(self, prompt: Tensor) -> None:
+        self._run(prompt, max_new_tokens=1)
+
+    def nll(self, prompt: Tensor, rows: range) -> Tensor:
+        output = self._run(prompt, max_new_tokens=0, echo=True, logprobs=1)
+        # Of the prompt's own tokens; the first of them has none.
+        log_p = torch.tensor(output.generated_log_probs)
+        return -log_p[rows.start + 1 : rows.stop + 1]
+
+    def decoder(self, prompt: Tensor, steps: int) -> Callable[[], object]:
+        """Never prefill again: this request has no end, and its history grows with each call."""
+        handle = self._add(prompt, max_new_tokens=_ENDLESS)
+        while not handle.can_read():
+            self._pipeline.step()
+
+        def decode() -> None:
+            for _ in range(steps):
+                self._pipeline.step()
+            # Who lets go of the handle drops the request.
+            assert handle.can_read()
+
+        return decode
+
+    def _run(self, prompt: Tensor, **options: Any) -> Any:
+        handle = self._add(prompt, **options)
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+        return handle.read_all()[0]
+
+    def _add(self, prompt: Tensor, **options: Any) -> Any:
+        import openvino
+
+        ids = openvino.Tensor(prompt.unsqueeze(0).numpy())
+        return self._pipeline.add_request(0, ids, _generation_config(**options))
 
 
-def llama_cpp(gguf: Path, prompt: list[int], threads: int) -> dict[str, Prefill]:
-    """Return llama.cpp, whose prefill is dense."""
-    _require("llama_cpp", "llama-cpp-python")
-    import llama_cpp as package
+def _openvino_decoder(
+    gguf: Path, threads: int, batch: int, prompt: Tensor, steps: int
+) -> Callable[[], object]:
+    return _OpenvinoPaged(gguf, threads, batch, None).decoder(prompt, steps)
 
-    model = package.Llama(
-        str(gguf),
-        n_ctx=len(prompt) + 1,
-        n_batch=2048,
-        n_ubatch=512,
-        n_threads=threads,
-        n_threads_batch=threads,
-        verbose=False,
+
+def _openvino_sdpa(name: str, gguf: Path, threads: int) -> Way:
+    """Its pipeline without paged attention, which tells no probabilities of the prompt."""
+    import openvino
+    import openvino_genai as genai
+
+    pipeline = genai.LLMPipeline(
+        str(gguf), "CPU", INFERENCE_NUM_THREADS=threads, ATTENTION_BACKEND="SDPA"
     )
 
-    def prefill() -> None:
-        model.reset()
-        model.eval(prompt)
+    def prefill(prompt: Tensor) -> None:
+        ids = prompt.unsqueeze(0)
+        tensors = (openvino.Tensor(t.numpy()) for t in (ids, torch.ones_like(ids)))
+        pipeline.generate(genai.TokenizedInputs(*tensors), _generation_config(max_new_tokens=1))
 
-    return {"llama.cpp": prefill}
+    return Way("openvino", genai.__version__, name, prefill)
+
+
+def _generation_config(**fields: Any) -> Any:
+    import openvino_genai as genai
+
+    config = genai.GenerationConfig()
+    for name, value in {"ignore_eos": True, **fields}.items():
+        setattr(config, name, value)
+    return config
 
 
 def _require(module: str, package: str) -> None:

@@ -52,12 +52,18 @@ class Report:
             "environment": environment(),
         }
 
-    def add(self, **row: Any) -> None:
+    def add(self, **row: Any) -> Row:
         """Keep a row, and write the file: what is measured so far survives an interrupt."""
         self.rows.append(row)
+        return self.extend(row)
+
+    def extend(self, row: Row, **fields: Any) -> Row:
+        """Give a row that is kept more fields, and write the file."""
+        row |= fields
         if self._plan.json is not None:
             write_json({**self._head, "rows": self.rows}, self._plan.json)
         self.note(", ".join(f"{header} {text}" for header, text in self.cells(row).items()))
+        return row
 
     def note(self, text: str) -> None:
         """Say something about the run, on stderr."""

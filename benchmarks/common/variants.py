@@ -38,15 +38,15 @@ def prefill_variants(
         for `prefill_chunk_size`. sparse: one call. no_attention: one call of everything but
         attention, which no way of attending can beat.
     """
-    sparse, bare = _twin(model), _twin(model)
+    sparse, bare = twin(model), twin(model)
     h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, len(input_ids[0])))
     _remove_attention(bare)
     pieces = input_ids.split(config.chunk_size, dim=1)
     return {
-        "dense": lambda: _prefill(model, [input_ids]),
-        "dense_chunked": lambda: _prefill(model, pieces),
-        "sparse": lambda: _prefill(sparse, [input_ids]),
-        "no_attention": lambda: _prefill(bare, [input_ids]),
+        "dense": lambda: prefill(model, [input_ids]),
+        "dense_chunked": lambda: prefill(model, pieces),
+        "sparse": lambda: prefill(sparse, [input_ids]),
+        "no_attention": lambda: prefill(bare, [input_ids]),
     }
 
 
@@ -70,7 +70,7 @@ def padded_variants(
         dense, sparse: one call of all, padded on the left. dense_rows, sparse_rows: a call each.
         All give [B, vocabulary].
     """
-    sparse = _twin(model)
+    sparse = twin(model)
     h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, max(map(len, rows))))
     return {
         "dense": lambda: _prefill_padded(model, rows),
@@ -102,13 +102,14 @@ def decode_variants(
         stock: the model. enabled: the model enabled, which makes a ChunkedPrefillCache of the
         DynamicCache that both are given. Both give the tokens, int64 [steps].
     """
-    sparse = _twin(model)
+    sparse = twin(model)
     h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, len(input_ids[0])))
     models = {"stock": model, "enabled": sparse}
-    return {name: _decoder(network, input_ids, steps) for name, network in models.items()}
+    return {name: decoder(network, input_ids, steps) for name, network in models.items()}
 
 
-def _decoder(network: Any, input_ids: Tensor, steps: int) -> Callable[[], Tensor]:
+def decoder(network: Any, input_ids: Tensor, steps: int) -> Callable[[], Tensor]:
+    """Prefill a prompt; return what decodes behind it, as `decode_variants` says."""
     cache = DynamicCache(config=network.config)
     arguments = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     with torch.inference_mode():
@@ -145,19 +146,27 @@ def _prefill_padded(model: Any, rows: Sequence[Tensor]) -> Tensor:
 
 
 def _prefill_rows(model: Any, rows: Sequence[Tensor]) -> Tensor:
-    return torch.stack([_prefill(model, [row.unsqueeze(0)]) for row in rows])
+    return torch.stack([prefill(model, [row.unsqueeze(0)]) for row in rows])
 
 
 @torch.inference_mode()
-def _prefill(model: Any, pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+def prefill(model: Any, pieces: Sequence[Tensor]) -> Tensor:
+    """Return the logits of a prompt's last token, [vocabulary].
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    pieces : sequence of Tensor
+        The prompt, int64 [1, T] each: a call for every piece, over one cache.
+    """
     cache = DynamicCache(config=model.config)
     for piece in pieces:
         output = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return output.logits[0, -1]
 
 
-def _twin(model: nn.Module) -> Any:
-    """Copy modules and configs, not weights."""
+def twin(model: nn.Module) -> Any:
+    """Copy a model's modules and configs, not its weights."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 

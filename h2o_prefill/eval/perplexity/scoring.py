@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,23 +56,48 @@ def score_window(
     rows : range
         Rows to score; row i is scored on token i + 1.
     """
-    vocabulary = dense.slice(rows.start, rows.start + 1).shape[-1]
-    step = max(1, _SLICE_NUMBERS // vocabulary)
     parts: list[tuple[Tensor, ...]] = []
-    for begin in range(rows.start, rows.stop, step):
-        end = min(begin + step, rows.stop)
+    for begin, end in _slices(dense, rows):
         log_p = torch.log_softmax(dense.slice(begin, end), dim=-1)
         log_q = torch.log_softmax(sparse.slice(begin, end), dim=-1)
-        target = input_ids[begin + 1 : end + 1].unsqueeze(1)
         # where, not a product: a token of probability 0 contributes 0, also if its log is -inf in
         # both.
         terms = torch.where(log_p > -torch.inf, log_p.exp() * (log_p - log_q), 0.0)
         parts.append(
             (
-                -log_p.gather(1, target).squeeze(1),
-                -log_q.gather(1, target).squeeze(1),
+                _next_token_nll(log_p, input_ids, begin),
+                _next_token_nll(log_q, input_ids, begin),
                 terms.sum(dim=-1),
                 log_p.argmax(dim=-1) == log_q.argmax(dim=-1),
             )
         )
     return WindowScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
+
+
+def token_nll(logits: PromptLogits, input_ids: Tensor, rows: range) -> Tensor:
+    """Return -log p(next token) of the rows of one run, in nats, fp32 [rows], on the CPU.
+
+    Parameters
+    ----------
+    logits : PromptLogits
+        Of the run over `input_ids`.
+    input_ids, rows
+        As `score_window` takes them.
+    """
+    parts = [
+        _next_token_nll(torch.log_softmax(logits.slice(begin, end), dim=-1), input_ids, begin)
+        for begin, end in _slices(logits, rows)
+    ]
+    return torch.cat(parts).cpu()
+
+
+def _slices(logits: PromptLogits, rows: range) -> Iterator[tuple[int, int]]:
+    vocabulary = logits.slice(rows.start, rows.start + 1).shape[-1]
+    step = max(1, _SLICE_NUMBERS // vocabulary)
+    for begin in range(rows.start, rows.stop, step):
+        yield begin, min(begin + step, rows.stop)
+
+
+def _next_token_nll(log_p: Tensor, input_ids: Tensor, begin: int) -> Tensor:
+    target = input_ids[begin + 1 : begin + 1 + len(log_p)].unsqueeze(1)
+    return -log_p.gather(1, target).squeeze(1)

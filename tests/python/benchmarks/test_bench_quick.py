@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -338,32 +337,6 @@ def test_peak_bytes_counts_what_is_held_at_a_time() -> None:
         return second + 1
 
     assert peak_bytes(call) == pytest.approx(6000, abs=200)
-
-
-def test_peers_that_are_missing_are_left_out(
-    run: Run, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import bench_peers
-
-    from h2o_prefill.eval import load_model
-
-    found = importlib.util.find_spec
-    missing = ("openvino_genai", "llama_cpp")
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name in missing else found(name, *a)
-    )
-    # The folder stands for the GGUF file, which only the peers read themselves.
-    monkeypatch.setattr(bench_peers, "load_model", lambda _, kind: load_model(model_folder, kind))
-    done, report = run("peers", "--gguf", tmp_path / "model.gguf")
-    _check_report(report, ["seconds", "our_speedup"])
-    assert [r["variant"] for r in report["rows"]] == [
-        "h2o_prefill bfloat16",
-        "transformers bfloat16",
-    ]
-    for package in ("openvino-genai", "llama-cpp-python"):
-        assert (
-            f"{package} is not installed, so it is left out: pip install {package}" in done.stderr
-        )
 
 
 def test_wrong_options_are_refused_before_any_work(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ def test_scores_equal_the_direct_computation(
     same = dense[chosen].argmax(-1) == sparse[chosen].argmax(-1)
     assert 0 < same.sum() < len(rows)
     assert torch.equal(scores.same_top1, same)
+    alone = scoring.token_nll(PromptLogits(sparse, None), ids, rows)
+    assert torch.equal(alone, scores.sparse_nll)
 
 
 def test_impossible_tokens_add_nothing_to_kl() -> None:

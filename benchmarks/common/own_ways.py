@@ -1,0 +1,59 @@
+"""A model of transformers as it is and enabled, beside other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import h2o_prefill
+from common.variants import decoder, prefill, twin
+from common.ways import OURS, Way
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.forward import PromptForward
+from h2o_prefill.eval.perplexity.scoring import token_nll
+
+
+def own_ways(
+    model: Any, dtype: str, configs: Mapping[str, PrefillConfig], shortest: int
+) -> dict[str, Way]:
+    """Return a model of transformers as it is, and enabled with each of the settings.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With dense attention.
+    dtype : str
+        Of its weights, for the name.
+    configs : mapping
+        Names and settings.
+    shortest : int
+        Tokens of the shortest prompt.
+    """
+    dense = f"transformers {dtype}"
+    ways = {dense: _way(transformers, dense, model)}
+    for name, config in configs.items():
+        sparse = twin(model)
+        h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, shortest))
+        ways[f"{OURS} {name}"] = _way(h2o_prefill, dense, sparse)
+    return ways
+
+
+def _way(package: ModuleType, dense: str, model: Any) -> Way:
+    @torch.inference_mode()
+    def nll(prompt: Tensor, rows: range) -> Tensor:
+        logits, _ = PromptForward(model)(prompt.unsqueeze(0))
+        return token_nll(logits, prompt, rows)
+
+    return Way(
+        package.__name__,
+        package.__version__,
+        dense,
+        prefill=lambda prompt: prefill(model, [prompt.unsqueeze(0)]),
+        nll=nll,
+        decoder=lambda prompt, steps: decoder(model, prompt.unsqueeze(0), steps),
+    )
