@@ -127,9 +127,12 @@ def test_one_rank_speaks_for_all(ablate: Run, csv: Path, monkeypatch: pytest.Mon
 def test_every_field_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     shown = run("ablate", "--help").stdout
+    words = " ".join(shown.replace("\u2502", " ").split())
     for field in dataclasses.fields(PrefillConfig):
         assert f"--{field.name.replace('_', '-')} " in shown
-    assert "S, tokens of a chunk" in shown
+        # Up to the first name of another option.
+        assert field.metadata["help"].partition("`")[0].strip() in words
+    assert "Factor of L and H in the memory sets of --wide-layers." in words
 
 
 @pytest.mark.parametrize(

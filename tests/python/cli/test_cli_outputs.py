@@ -26,9 +26,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
 
-    for name in ("h2o_prefill.eval", "h2o_prefill.eval.ablation.run"):
-        monkeypatch.setattr(f"{name}.load_model", work)
-        monkeypatch.setattr(f"{name}.load_text", work)
+    for name in ("load_model", "load_text", "inputs.models.load_model", "ablation.run.load_text"):
+        monkeypatch.setattr(f"h2o_prefill.eval.{name}", work)
 
 
 def _refused(done: Any) -> None:

@@ -147,3 +147,11 @@ def test_is_frozen():
 def test_last_chunk_of_a_call():
     config = PrefillConfig(chunk_size=10, local_window=2, heavy_budget=2)
     assert [config.last_chunk_begin(5, n) for n in (1, 10, 11, 20, 21)] == [5, 5, 15, 15, 25]
+
+
+def test_the_docstring_describes_every_field():
+    for field in dataclasses.fields(PrefillConfig):
+        text = field.metadata["help"]
+        assert text.endswith(".")
+        entry = PrefillConfig.__doc__.partition(f"    {field.name} : ")[2].partition("\n    ")[2]
+        assert " ".join(entry.split()).startswith(text)

@@ -13,7 +13,8 @@ import torch
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import PerplexityResult, environment, evaluate_perplexity
-from h2o_prefill.eval.report import build_report, write_json
+from h2o_prefill.eval.perplexity.result import perplexity_report
+from h2o_prefill.eval.report import write_json
 from h2o_prefill.testing import Shape, make_qkv
 
 
@@ -28,7 +29,7 @@ def result(
 
 
 def test_the_report_has_what_readers_expect(result: PerplexityResult, tmp_path: Path) -> None:
-    write_json(build_report(result, model="tiny", dtype="float32"), tmp_path / "r.json")
+    write_json(perplexity_report(result, model="tiny", dtype="float32"), tmp_path / "r.json")
     report = json.loads((tmp_path / "r.json").read_text())
     assert {"environment", "config", "dense", "sparse", "delta_percent", "stderr_percent"} <= set(
         report
