@@ -52,7 +52,7 @@ $(BIN)/.tools:
 	touch $@
 
 $(BIN)/.compiled: $(BIN)/.tools $(SOURCES)
-	$(BIN)/python -W ignore setup.py --quiet build_ext --inplace
+	$(BIN)/python -W ignore setup.py --quiet build_ext --inplace --build-lib $(BUILD)/package
 	touch $@
 
 # What the extras hf and eval name.

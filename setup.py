@@ -65,13 +65,14 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={os.environ.get('H2O_BUILD_TYPE', 'Release')}",
             f"-DCMAKE_PREFIX_PATH={find_torch()}",
             "-DCMAKE_INSTALL_LIBDIR=lib",
+            "-DCMAKE_INSTALL_MESSAGE=NEVER",
             "-DH2O_BUILD_PYTHON=ON",
             f"-DH2O_WHEEL={'ON' if self.for_wheel else 'OFF'}",
             f"-DH2O_WITH_CUDA={os.environ.get('H2O_WITH_CUDA') or 'AUTO'}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]  # fmt: skip
         self.cmake(*configure)
-        self.cmake("--build", self.build_dir, "--parallel", jobs)
+        self.cmake("--build", self.build_dir, "--parallel", jobs, "--target", "h2o_prefill", "_C")
         self.install(Path(self.get_ext_fullpath(ext.name)).parent.resolve())
 
     def copy_extensions_to_source(self) -> None:
