@@ -4,6 +4,7 @@
 # make test    every test, Python and C++
 # make bench   every benchmark beside its baseline, about half an hour on a machine that does nothing else
 # make docs    the documentation as pages: build/docs/index.html
+# make wheel   a source distribution and a wheel for others, in dist; CUDA=ON with the CUDA kernels
 # make lint    formatting, static checks, types
 # make clean   removes what these made
 
@@ -27,31 +28,51 @@ BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense line
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 DEMO_WINDOWS ?= 0:3
 
-.PHONY: build demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package test-transformers soak coverage lint lint-cpp format clean system
+.PHONY: build demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package test-transformers wheel soak coverage lint lint-cpp format clean
 
 build: $(BIN)/.built
 
-# Debian's compiler, GoogleTest and the JSON of an example; everything else comes from the package index.
-system:
-	@missing=; command -v c++ >/dev/null || missing="g++"; \
-	[ -e /usr/include/gtest/gtest.h ] || missing="$$missing libgtest-dev"; \
-	optional=; [ -e /usr/include/nlohmann/json.hpp ] || optional="nlohmann-json3-dev"; \
-	if [ -n "$$missing$$optional" ] && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-	  { apt-get update -q && apt-get install -y -q $$missing $$optional; } || [ -z "$$missing" ] || exit 1; \
-	elif [ -n "$$missing" ]; then \
-	  echo "needed: a C++20 compiler and GoogleTest (Debian: apt-get install $$missing $$optional)" >&2; exit 1; \
-	fi
+# A compiler and, for the tests, GoogleTest and a JSON library, from Debian's packages; everything else comes from the package index.
+# $(call system,package,what is true where it is there).
+define system
+@if ! { $(2); }; then \
+  if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then apt-get update -q && apt-get install -y -q $(1); \
+  else echo "needed: $(1) (Debian: apt-get install $(1))" >&2; exit 1; fi; \
+fi
+endef
 
-$(BIN)/.installed: pyproject.toml | system
+# What compiling needs. The libraries of CUDA that PyTorch runs with are larger than all the rest, and come later.
+$(BIN)/.tools:
+	$(call system,g++,command -v c++ >/dev/null)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "Python 3.10 or newer is needed; choose one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)" "setuptools>=77" "cmake>=3.26" ninja numpy
+	$(BIN)/python -m pip install --quiet --no-deps "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "setuptools>=77,<82" "cmake>=3.26" ninja
 	touch $@
 
-$(BIN)/.built: $(BIN)/.installed $(SOURCES)
-	$(BIN)/python -W ignore -m pip install --quiet --no-build-isolation --editable '.[dev]'
+$(BIN)/.compiled: $(BIN)/.tools $(SOURCES)
+	$(BIN)/python -W ignore setup.py --quiet build_ext --inplace --build-lib $(BUILD)/package
+	touch $@
+
+# What the extras hf and eval name.
+REQUIREMENTS := $(shell sed -n '/^hf = /p; /^eval = /,/^]/p' pyproject.toml | grep -o '"[^"]*"' | grep -v h2o_prefill)
+$(BIN)/.packages: $(BIN)/.tools
+	$(BIN)/python -m pip install --quiet "$(TORCH)" $(REQUIREMENTS)
+	touch $@
+
+# The compiler waits for the processor and the downloads for the network: both at once.
+$(BIN)/.built: $(BIN)/.tools $(SOURCES)
+	$(MAKE) --no-print-directory --jobs=2 $(BIN)/.compiled $(BIN)/.packages
+	$(BIN)/python -W ignore -m pip install --quiet --no-build-isolation --editable '.[eval]'
+	touch $@
+
+# What tests, lint and packaging need besides. One example needs the JSON library, and is left out without it.
+$(BIN)/.dev: pyproject.toml | build
+	$(call system,libgtest-dev,echo '#include <gtest/gtest.h>' | c++ -x c++ -E - >/dev/null 2>&1)
+	-$(call system,nlohmann-json3-dev,echo '#include <nlohmann/json.hpp>' | c++ -x c++ -E - >/dev/null 2>&1)
+	$(BIN)/python -m pip install --quiet --group dev
 	touch $@
 
 # The pretrained model of the demo and of the model tests; it pins an old runtime that is not needed.
@@ -84,16 +105,16 @@ bench: build $(BIN)/.model
 
 test: test-python test-isas test-cpp test-fuzz
 
-test-python: build $(BIN)/.model
+test-python: build $(BIN)/.dev $(BIN)/.model
 	$(BIN)/python -m pytest
 
 # The tests that take minutes; SLOW=name chooses among them.
-test-slow: build $(BIN)/.model
+test-slow: build $(BIN)/.dev $(BIN)/.model
 	$(BIN)/python -m pytest --runslow -m slow $(if $(SLOW),-k $(SLOW))
 	$(if $(SLOW),,$(MAKE) test-fuzz CASES=5000)
 
 # Every instruction set that this CPU has; test-python runs everything under the one that is chosen.
-test-isas: build
+test-isas: build $(BIN)/.dev
 	@for isa in scalar avx2 avx512 avx512_bf16 amx neon; do \
 	  if H2O_PREFILL_ISA=$$isa $(BIN)/python -c 'import torch, h2o_prefill; torch.ops.h2o_prefill.cpu_isa()' 2>/dev/null; then \
 	    echo "operators under $$isa"; \
@@ -103,7 +124,7 @@ test-isas: build
 	  fi; \
 	done
 
-test-cpp: build $(BIN)/.model
+test-cpp: build $(BIN)/.dev $(BIN)/.model
 	$(BIN)/cmake -S . -B $(BUILD) -DH2O_BUILD_TESTS=ON
 	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
@@ -141,27 +162,33 @@ endef
 
 # The tests of the integration under another transformers: VERSION, by default the lowest supported.
 VERSION ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
-test-transformers: build
+test-transformers: build $(BIN)/.dev
 	$(call environment,build/transformers-$(VERSION))
 	$(BIN)/python -m pip --python build/transformers-$(VERSION)/bin/python install --quiet transformers==$(VERSION)
 	build/transformers-$(VERSION)/bin/python -m pytest tests/python/hf
 
-# The source distribution, installed where there is nothing but PyTorch and the tools to build with.
-test-package: build
-	rm -rf build/package
-	$(BIN)/python -m build --sdist --no-isolation --outdir build/package . >/dev/null
-	$(call environment,build/package/venv)
-	PATH="$(abspath $(BIN)):$$PATH" H2O_BUILD_DIR= H2O_WITH_CUDA=OFF $(BIN)/python -m pip --python build/package/venv \
-	  install --quiet --no-build-isolation --no-deps build/package/h2o_prefill-*.tar.gz
-	cd build/package && venv/bin/python -c 'import torch, h2o_prefill; \
-	  assert "package/venv" in h2o_prefill.__file__; \
-	  q = torch.randn(1, 4, 100, 64); k = q[:, :2]; \
-	  torch.testing.assert_close(h2o_prefill.ops.dense_attention(q, k, k), \
-	    torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True))'
+# The source distribution, and a wheel that was built from it: for one minor version of PyTorch, for the CPU or, with
+# CUDA=ON, for CUDA too. PyTorch's libraries are not in it.
+CUDA ?= OFF
+wheel: build $(BIN)/.dev
+	rm -rf build/wheel
+	mkdir -p dist
+	rm -f dist/h2o_prefill-*
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist . >/dev/null
+	PATH="$(abspath $(BIN)):$$PATH" MAX_JOBS=$(JOBS) H2O_BUILD_DIR= H2O_WITH_CUDA=$(CUDA) \
+	  H2O_LOCAL_VERSION=$$($(BIN)/python -c 'import sys, torch; print("torch%s.%s" % tuple(torch.__version__.split(".")[:2]) \
+	    + (".cu" + torch.version.cuda.replace(".", "") if sys.argv[1] == "ON" else ".cpu"))' $(CUDA)) \
+	  $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel dist/h2o_prefill-*.tar.gz
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --strip --wheel-dir dist \
+	  --exclude 'libtorch*' --exclude 'libc10*' build/wheel/h2o_prefill-*.whl
+
+# The wheel, installed where there is PyTorch and no compiler.
+test-package: wheel
+	$(BIN)/python -m pytest -q tests/package
 
 # Generated calls of every operator and class, right and wrong, under the same sanitizers: CASES each.
 CASES ?= 200
-test-fuzz: build
+test-fuzz: build $(BIN)/.dev
 	$(call configure_sanitized,sanitize,"address$(comma)undefined")
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS) --target h2o_prefill _C
 	$(call package,sanitize)
@@ -174,7 +201,7 @@ soak: build $(BIN)/.model
 	$(BIN)/python tests/soak --minutes $(MINUTES) --seed $(SEED)
 
 # Lines of csrc that the tests of operators, classes and C++ run, and those that none runs.
-coverage: build $(BIN)/.model
+coverage: build $(BIN)/.dev $(BIN)/.model
 	$(call configure,coverage,-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic -O1")
 	$(BIN)/cmake --build build/coverage --parallel $(JOBS)
 	$(call package,coverage)
@@ -185,24 +212,24 @@ coverage: build $(BIN)/.model
 	  --print-summary --txt build/coverage/report.txt --html-details build/coverage/report.html
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over the library and every C++ test.
-test-sanitize: build
+test-sanitize: build $(BIN)/.dev
 	$(call configure_sanitized,sanitize,"address$(comma)undefined")
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
 # ThreadSanitizer over contexts on several threads. OpenMP, which it does not understand, has one
 # thread in each of them.
-test-threads: build
+test-threads: build $(BIN)/.dev
 	$(call configure_sanitized,threads,thread)
 	$(BIN)/cmake --build build/threads --parallel $(JOBS) --target h2o_prefill_tests
 	OMP_NUM_THREADS=1 $(BIN)/ctest --test-dir build/threads --output-on-failure --no-tests=error -R '^PrefillContext$$'
 
-docs: build
+docs: build $(BIN)/.dev
 	$(BIN)/python -m pip install --quiet --group docs
 	$(BIN)/python docs/draw_pictures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-lint: build
+lint: build $(BIN)/.dev
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
@@ -210,13 +237,13 @@ lint: build
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
 # Slow: parses the PyTorch headers once a file.
-lint-cpp: build
+lint-cpp: build $(BIN)/.dev
 	$(BIN)/clang-tidy -p $(BUILD) --quiet $(filter csrc/%.cpp,$(CXX_FILES))
 
-format: build
+format: build $(BIN)/.dev
 	$(BIN)/ruff check --fix $(PY_FILES)
 	$(BIN)/ruff format $(PY_FILES)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf $(VENV) build demo h2o_prefill/_C*.so h2o_prefill/lib h2o_prefill/include *.egg-info
+	rm -rf $(VENV) build dist demo h2o_prefill/_C*.so h2o_prefill/lib h2o_prefill/include *.egg-info

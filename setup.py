@@ -1,5 +1,7 @@
 """Builds the native library with CMake; sources are in csrc/sources.cmake."""
 
+import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,15 +15,30 @@ ROOT = Path(__file__).parent.resolve()
 
 
 def find_torch() -> str:
-    """Return the CMake prefix of the PyTorch that is installed."""
-    try:
-        import torch
-    except ImportError as error:
+    """Return the CMake prefix of the PyTorch that is installed, without importing it."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
         raise SystemExit(
             "h2o_prefill is built against the PyTorch that is installed, and none was found. "
             "Install torch >= 2.11 first, then: pip install --no-build-isolation ."
-        ) from error
-    return str(torch.utils.cmake_prefix_path)
+        )
+    return str(Path(torch.origin).parent / "share" / "cmake")
+
+
+def torch_requirement() -> str:
+    """Return the versions of PyTorch that a build made here works with: one minor version."""
+    try:
+        major, minor = map(int, importlib.metadata.version("torch").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return "torch>=2.11"
+    return f"torch>={major}.{minor},<{major}.{minor + 1}"
+
+
+def version() -> str:
+    """Return the version, with what H2O_LOCAL_VERSION says of the build, such as torch2.11.cpu."""
+    public = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
+    local = os.environ.get("H2O_LOCAL_VERSION")
+    return f"{public}+{local}" if local else public
 
 
 def find_tool(name: str) -> str:
@@ -33,7 +50,12 @@ def find_tool(name: str) -> str:
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake and installs library, headers and CMake package into the Python package."""
+    """Runs CMake and installs library, headers and their CMake package into the Python package."""
+
+    def run(self) -> None:
+        # What is built in place stays on this machine.
+        self.for_wheel = not (self.editable_mode or self.inplace)
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
@@ -43,12 +65,14 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={os.environ.get('H2O_BUILD_TYPE', 'Release')}",
             f"-DCMAKE_PREFIX_PATH={find_torch()}",
             "-DCMAKE_INSTALL_LIBDIR=lib",
+            "-DCMAKE_INSTALL_MESSAGE=NEVER",
             "-DH2O_BUILD_PYTHON=ON",
+            f"-DH2O_WHEEL={'ON' if self.for_wheel else 'OFF'}",
             f"-DH2O_WITH_CUDA={os.environ.get('H2O_WITH_CUDA') or 'AUTO'}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]  # fmt: skip
         self.cmake(*configure)
-        self.cmake("--build", self.build_dir, "--parallel", jobs)
+        self.cmake("--build", self.build_dir, "--parallel", jobs, "--target", "h2o_prefill", "_C")
         self.install(Path(self.get_ext_fullpath(ext.name)).parent.resolve())
 
     def copy_extensions_to_source(self) -> None:
@@ -67,4 +91,10 @@ class CMakeBuild(build_ext):
         subprocess.check_call([find_tool("cmake"), *arguments])
 
 
-setup(ext_modules=[Extension("h2o_prefill._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+# A source distribution takes every PyTorch that is supported, a build the one it was made with.
+setup(
+    version=version(),
+    install_requires=["torch>=2.11" if "sdist" in sys.argv else torch_requirement()],
+    ext_modules=[Extension("h2o_prefill._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

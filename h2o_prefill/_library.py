@@ -8,7 +8,7 @@ from typing import Any
 
 LIBRARY = Path(__file__).parent / "lib" / "libh2o_prefill.so"
 _REBUILD = (
-    "rebuild it against this PyTorch: "
+    "rebuild it against this PyTorch in its source tree: "
     "pip install --no-build-isolation --force-reinstall --no-deps ."
 )
 
@@ -56,7 +56,7 @@ def load_library() -> None:
     if _minor_version(built_with) != _minor_version(torch.__version__):
         raise ImportError(
             f"h2o_prefill was built with PyTorch {built_with}, but {torch.__version__} is "
-            f"installed: {_REBUILD}"
+            f"installed: pip install torch=={'.'.join(_minor_version(built_with))}.*, or {_REBUILD}"
         )
     if not LIBRARY.exists():
         raise ImportError(f"the native library of h2o_prefill is missing at {LIBRARY}: {_REBUILD}")

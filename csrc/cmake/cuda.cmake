@@ -1,11 +1,15 @@
 # Decides whether the CUDA kernels are built, and compiles them.
 #
-# H2O_WITH_CUDA: ON, OFF, or AUTO for ON if the PyTorch that was found is a CUDA build and there is an nvcc of its major
-# version. TORCH_CUDA_ARCH_LIST names architectures (see cuda_archs.cmake). With OFF nothing of CUDA is looked for.
+# H2O_WITH_CUDA: ON, OFF, or AUTO for ON if the PyTorch that was found is a CUDA build, there is an nvcc of its major
+# version, and this machine has a GPU. ON builds them for other machines too. TORCH_CUDA_ARCH_LIST names architectures
+# (see cuda_archs.cmake). With OFF nothing of CUDA is looked for.
+#
+# Sets H2O_CUDA to whether they are built, and H2O_CUDA_COMPILES to whether they can be: tests compile them then.
 
 include("${CMAKE_CURRENT_LIST_DIR}/cuda_archs.cmake")
+include("${CMAKE_CURRENT_LIST_DIR}/gpu.cmake")
 
-set(H2O_WITH_CUDA AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO where PyTorch and the toolkit allow it")
+set(H2O_WITH_CUDA AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO where there is a GPU and a toolkit for it")
 set_property(CACHE H2O_WITH_CUDA PROPERTY STRINGS ON OFF AUTO)
 
 # Machine code for what differs, PTX of the newest for what comes later. Code for 8.0 runs on 8.6, 8.7 and 8.9.
@@ -36,6 +40,7 @@ function(h2o_find_cuda)
 endfunction()
 
 set(H2O_CUDA FALSE)
+set(H2O_CUDA_COMPILES FALSE)
 set(H2O_CUDA_ARCHS "")
 if(NOT H2O_WITH_CUDA MATCHES "^(ON|OFF|AUTO)$")
   message(FATAL_ERROR "H2O_WITH_CUDA must be ON, OFF or AUTO, got ${H2O_WITH_CUDA}")
@@ -59,6 +64,15 @@ if(NOT H2O_WITH_CUDA STREQUAL "OFF")
     endif()
   endif()
   if(NOT h2o_no_cuda)
+    set(H2O_CUDA_COMPILES TRUE)
+    if(H2O_WITH_CUDA STREQUAL "AUTO")
+      h2o_find_gpu(h2o_gpu)
+      if(NOT h2o_gpu)
+        set(h2o_no_cuda "this machine has no GPU; H2O_WITH_CUDA=ON builds them for others")
+      endif()
+    endif()
+  endif()
+  if(NOT h2o_no_cuda)
     set(H2O_CUDA TRUE)
   elseif(H2O_WITH_CUDA STREQUAL "ON")
     message(FATAL_ERROR "H2O_WITH_CUDA is ON, but ${h2o_no_cuda}")
@@ -67,10 +81,14 @@ if(NOT H2O_WITH_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-if(H2O_CUDA)
+if(H2O_CUDA OR (H2O_CUDA_COMPILES AND H2O_BUILD_TESTS))
   set(CMAKE_CUDA_COMPILER "${H2O_NVCC}" CACHE FILEPATH "The CUDA compiler")
   set(CMAKE_CUDA_ARCHITECTURES "${H2O_CUDA_ARCHS}")
   enable_language(CUDA)
+endif()
+if(NOT H2O_CUDA)
+  set(H2O_CUDA_ARCHS "")
+else()
   message(STATUS "With CUDA kernels: nvcc ${H2O_NVCC_VERSION}, architectures ${H2O_CUDA_ARCHS}")
   foreach(library torch_cuda c10_cuda)
     find_library(H2O_LIB_${library} ${library} PATHS "${H2O_TORCH_LIB_DIR}" NO_DEFAULT_PATH REQUIRED)

@@ -1,0 +1,27 @@
+# cmake -P: what counts as a GPU of this machine. FOLDER is made anew.
+include("${CMAKE_CURRENT_LIST_DIR}/../../../csrc/cmake/gpu.cmake")
+file(REMOVE_RECURSE ${FOLDER})
+
+function(expect expected what)
+  set(ENV{PATH} "${FOLDER}/${what}/bin")
+  file(MAKE_DIRECTORY "${FOLDER}/${what}/bin")
+  h2o_find_gpu(found "${FOLDER}/${what}")
+  if(NOT found STREQUAL expected)
+    message(SEND_ERROR "${what}: expected ${expected}, got ${found}")
+  endif()
+endfunction()
+
+function(add_nvidia_smi what body)
+  file(WRITE "${FOLDER}/${what}/bin/nvidia-smi" "#!/bin/sh\n${body}\n")
+  file(CHMOD "${FOLDER}/${what}/bin/nvidia-smi" PERMISSIONS OWNER_READ OWNER_EXECUTE)
+endfunction()
+
+expect(FALSE nothing)
+file(WRITE ${FOLDER}/control_device/dev/nvidiactl "")
+expect(FALSE control_device)
+file(WRITE ${FOLDER}/device/dev/nvidia0 "")
+expect(TRUE device)
+add_nvidia_smi(driver "echo 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)'")
+expect(TRUE driver)
+add_nvidia_smi(no_device "echo 'No devices were found'; exit 6")
+expect(FALSE no_device)

@@ -1,0 +1,11 @@
+# cmake -P: a build for the CPU is configured anew, and its cache holds nothing of CUDA.
+execute_process(
+  COMMAND
+    ${CMAKE_COMMAND} --fresh -S ${SOURCE} -B ${BINARY} -G ${GENERATOR} -DCMAKE_MAKE_PROGRAM=${MAKE_PROGRAM}
+    -DCMAKE_CXX_COMPILER=${CXX_COMPILER} -DCMAKE_PREFIX_PATH=${TORCH_PREFIX} -DH2O_WITH_CUDA=OFF
+  OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+file(STRINGS ${BINARY}/CMakeCache.txt found REGEX "CUDAToolkit_|CMAKE_CUDA_|TORCH_CUDA_|H2O_NVCC")
+if(found)
+  list(JOIN found "\n" found)
+  message(FATAL_ERROR "H2O_WITH_CUDA=OFF looked for CUDA:\n${found}")
+endif()
