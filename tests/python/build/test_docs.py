@@ -7,7 +7,7 @@ import pytest
 
 import h2o_prefill
 from h2o_prefill import PrefillConfig
-from h2o_prefill.hf import eligibility, graph_call, mask_function, padding, recall, run
+from h2o_prefill.hf import eligibility, forward_context, graph_call, mask_function, padding, recall
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -22,7 +22,7 @@ OTHERS = {
     mask_function.NOT_CAUSAL,
     padding.CONTINUES,
     recall.NO_IDS,
-    run.CHANGED,
+    forward_context.CHANGED,
 }
 
 
