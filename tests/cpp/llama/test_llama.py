@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from h2o_prefill import enable
 from h2o_prefill.eval import evaluate_perplexity, load_model, load_text
-from h2o_prefill.eval.text import encode
+from h2o_prefill.eval.inputs.text import encode
 
 SETTINGS = "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8"
 PROMPT, NEW = 150, 12
