@@ -21,7 +21,7 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VER
 CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' \
   'tests/cpp/*.cpp' 'tests/cpp/*.cuh' \
   'benchmarks/cpp/*.h' 'benchmarks/cpp/*.cpp' 2>/dev/null)
-PY_FILES := h2o_prefill h2o_prefill_cli.py csrc/examples tests benchmarks docs/draw_pictures.py notebooks setup.py
+PY_FILES := h2o_prefill h2o_prefill_cli.py csrc/examples tests benchmarks docs notebooks setup.py
 BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense linear linear_decode recall prefill model package padded decode allocations peers
 
 # The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.

@@ -220,7 +220,7 @@ def _map() -> dict[str, bool]:
 
 def _folders_with_sources() -> set[str]:
     kinds = {".py", ".ipynb", ".h", ".cpp", ".cu", ".cuh", ".cmake"}
-    tops = ("csrc", "h2o_prefill", "benchmarks", "notebooks", "tests")
+    tops = ("csrc", "h2o_prefill", "benchmarks", "docs", "notebooks", "tests")
     built = {"h2o_prefill/lib", "h2o_prefill/include"}
     folders = {
         path.parent.relative_to(ROOT).as_posix()
