@@ -48,11 +48,12 @@ def main(
 ) -> None:
     """Time prefill and greedy decoding by a package and by transformers, on real text.
 
-    "eager" is the enabled model, "dense" the same without h2o_prefill, "decode_stock" its decoding
-    with a DynamicCache. "package" says how many times as fast the package is as each of them. The
-    package is exported first, which takes minutes.
+    "eager" is the enabled model, "compiled" the same by torch.compile, "dense" the model without
+    h2o_prefill, "decode_stock" its decoding with a DynamicCache. "package" says how many times as
+    fast the package is as each of them. The package is exported first, and a model compiled for
+    each length, which takes minutes.
     """
-    from common.variants import decode_variants, prefill_variants
+    from common.variants import compiled_prefill, decodecommon.variants, prefillcommon.variants
 
     from h2o_prefill.eval.inputs.packages import write_package
 
@@ -79,6 +80,7 @@ def main(
                 eager = prefill_variants(network, ids, config)
                 prefill = {
                     "package": partial(prefill_by, package, ids),
+                    "compiled": compiled_prefill(network, ids, config),
                     "eager": eager["sparse"],
                     "dense": eager["dense"],
                 }

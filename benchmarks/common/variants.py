@@ -50,6 +50,24 @@ def prefill_variants(
     }
 
 
+def compiled_prefill(model: Any, input_ids: Tensor, config: PrefillConfig) -> Callable[[], Tensor]:
+    """Return the sparse variant of `prefill_variants`, compiled by the first call.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With dense attention.
+    input_ids : Tensor
+        int64 [1, T].
+    config : PrefillConfig
+        How to prefill.
+    """
+    sparse = _twin(model)
+    h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, len(input_ids[0])))
+    sparse.compile(fullgraph=True, dynamic=True)
+    return lambda: _prefill(sparse, [input_ids])
+
+
 def padded_variants(
     model: Any, rows: Sequence[Tensor], config: PrefillConfig
 ) -> dict[str, Callable[[], Tensor]]:

@@ -220,7 +220,13 @@ def compile_package(program: torch.export.ExportedProgram, info: PackageInfo, pa
     path : Path
         The .pt2 file to write.
     """
-    options = {"aot_inductor.metadata": info.to_metadata()}
+    options = {
+        "aot_inductor.metadata": info.to_metadata(),
+        # Weights in the layout of oneDNN's products. Those of a tied embedding are there twice.
+        "freezing": True,
+        # Else the code runs with as many threads as there are here.
+        "cpp.dynamic_threads": True,
+    }
     with torch.no_grad():
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=options

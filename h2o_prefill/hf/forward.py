@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.functional import NO_RECALL
+from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.forward_context import ForwardContext
 from h2o_prefill.hf.graph_call import MASKED, GraphCall, graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
@@ -45,12 +45,16 @@ def begin_forward(context: ForwardContext, mask: Any, compiled: bool) -> None:
     candidates = context.candidates_in(past, new)
     sparse = new > 1 and config.is_sparse_call(past, new - candidates)
     recall = NO_RECALL
+    batch, device = context.tokens.shape[0], context.tokens.device
     if sparse:
-        tokens, device = (context.tokens.shape[0], past + new), context.tokens.device
-        recall = recall_of(context, tokens, past, (0, past + new), device, past + new - candidates)
-        for tensor in recall:
-            if tensor is not None:  # Every prompt has lists of another length.
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        tokens, end = (batch, past + new), past + new - candidates
+        recall = recall_of(context, tokens, past, (0, past + new), device, end)
+    elif static and new > 1 and config.recall:
+        # One graph for short calls and long ones.
+        recall = _empty_lists(batch, new - candidates, config.recall_block, device)
+    for tensor in recall:
+        if tensor is not None:  # Every prompt has lists of another length, which may be 0.
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)
     hf_config: Any = context.modules[0].config
     context.call = graph.call = GraphCall(
         config=config,
@@ -87,6 +91,17 @@ def end_forward(context: ForwardContext, failed: bool) -> None:
         if isinstance(layer, ChunkedPrefillLayer) and layer.traced is not None:
             layer.take_traced(context.past - call.candidates, rows, call.config)
     for number, reason in call.outcomes:
+        if reason is None and not call.is_sparse(number):
+            reason = ""
         context.settings.count(number, context.tokens.shape[0] * context.new, reason)
         if reason and call.sparse:
             context.settings.report(f"dense attention: {reason}")
+
+
+def _empty_lists(batch: int, rows: int, block: int, device: torch.device) -> RecallLists:
+    """Return the lists of recalled keys, in the form of `ops.lexical_recall`, where none are."""
+    offsets, positions, visible_from = (
+        torch.zeros(size, dtype=torch.int32, device=device)
+        for size in (batch * -(-rows // block) + 1, 0, 0)
+    )
+    return offsets, positions, visible_from

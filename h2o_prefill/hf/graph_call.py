@@ -43,8 +43,8 @@ class GraphCall:
     position : Tensor or None
         Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
     outcomes : list of (int, str or None)
-        Layers that the graph attended in, and why they were dense: empty if by design, None if they
-        were not.
+        Layers that the graph attended in, and why they had to be dense: empty if by design, None if
+        they were as the settings say (`is_sparse`).
     hidden : list of Tensor
         bool: whether the graph left out a mask that hides something after all.
     """
@@ -61,6 +61,10 @@ class GraphCall:
     position: Tensor | None = None
     outcomes: list[tuple[int, str | None]] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
+
+    def is_sparse(self, number: int) -> bool:
+        """Return whether a layer that can be sparse is."""
+        return self.sparse and number not in self.config.dense_layers
 
 
 # `call`: the forward that is under way in this thread, None if it cannot be in a graph. `layer`:

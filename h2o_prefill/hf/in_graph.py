@@ -91,8 +91,7 @@ def attend_in_graph(
     call = Call(module, query, key, value, mask, dropout, kwargs, forward.config, None)
     number = call.layer or 0  # Where layers have no number, no setting depends on it.
     reason = _why_dense(call, forward, layer)
-    is_sparse = forward.sparse and number not in forward.config.dense_layers
-    forward.outcomes.append((number, reason if reason is not None or is_sparse else ""))
+    forward.outcomes.append((number, reason))
     if reason is not None:
         return _attend_densely(call, forward, layer, scaling)
     rows, options = call.new - forward.candidates, (scaling, call.sinks, call.softcap)
@@ -103,7 +102,7 @@ def attend_in_graph(
             out = torch.cat([out, _attend_densely(last, forward, layer, scaling)[0]], dim=1)
         return out.contiguous(), None
     query, key, value = in_autocast_dtype(query, key, value)
-    if not is_sparse:
+    if not forward.is_sparse(number):
         out = ops.dense_attention(query, key, value, *options)
     elif layer is None:
         settings, recall = forward.settings, forward.recall

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
@@ -160,6 +161,49 @@ def test_generate_with_a_compiled_forward(llama, ids, cache, sparse_layers):
         llama.forward = torch.compile(llama.forward, fullgraph=True, backend="eager")
         assert torch.equal(llama.generate(ids, **arguments, **GREEDY), plain)
         assert counts(handle)[0] == (2, 144, 22, 22)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "graphs"),
+    [
+        ("llama", "static", 2),
+        ("qwen2", "static", 2),
+        ("qwen3", "static", 2),
+        ("mistral", "static", 2),
+        ("llama", "dynamic", 3),  # Short prompts have one of their own.
+    ],
+)
+def test_prompts_of_any_length_share_a_graph(build, make_ids, name, cache, graphs):
+    """Long, of one chunk, with nothing to recall, and short; one more graph decodes."""
+    model = build(name)
+    prompts = [make_ids(1, length, seed=length) for length in (72, 16, 5, 101)]
+    arguments = {"cache_implementation": "static"} if cache == "static" else {}
+    counter = CompileCounterWithBackend("eager")
+    with enable(model, strict=True, **RECALL) as handle:
+        eager = [model.generate(prompt, **GREEDY) for prompt in prompts]
+        before = counts(handle)[0]
+        model.compile(fullgraph=True, dynamic=True, backend=counter)
+        for prompt, expected in zip(prompts, eager, strict=True):
+            assert torch.equal(model.generate(prompt, **arguments, **GREEDY), expected)
+        assert counts(handle)[0] == tuple(2 * number for number in before)
+        assert before[0] == 3 and before[1] == 72 + 16 + 101
+    assert counter.frame_count == graphs
+
+
+def test_linear_layers_in_int8(llama, ids):
+    quantization = pytest.importorskip("torchao.quantization")
+    llama.to(torch.bfloat16)
+    with enable(llama, strict=True, **SPARSE):
+        wide = llama(ids).logits
+    quantization.quantize_(
+        llama.model, quantization.Int8DynamicActivationInt8WeightConfig(version=2)
+    )
+    with enable(llama, strict=True, **SPARSE) as handle:
+        eager = llama(ids).logits
+        llama.compile(fullgraph=True, dynamic=True, backend="eager")
+        torch.testing.assert_close(llama(ids).logits, eager)
+        assert counts(handle)[0] == (2, 144, 0, 0)
+    assert 0 < (eager - wide).norm() < 0.1 * wide.norm()
 
 
 def test_a_mask_of_ones_and_padding_in_a_static_cache(llama, make_ids):
