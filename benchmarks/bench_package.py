@@ -53,7 +53,7 @@ def main(
     fast the package is as each of them. The package is exported first, and a model compiled for
     each length, which takes minutes.
     """
-    from common.variants import compiled_prefill, decodecommon.variants, prefillcommon.variants
+    from common.variants import compiled_prefill, decode_variants, prefill_variants
 
     from h2o_prefill.eval.inputs.packages import write_package
 

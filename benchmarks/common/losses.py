@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from common.report import Row
@@ -74,7 +73,7 @@ class Losses:
             score = ways[name].nll
             if score is None:
                 return None
-            scores = torch.stack([score(window, rows) for window in batches])
+            scores = score(batches, rows)
             if not bool(scores.isfinite().all()):
                 raise ArithmeticError(f"{name} gave probabilities that are not finite")
             return scores

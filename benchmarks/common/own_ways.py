@@ -45,9 +45,10 @@ def own_ways(
 
 def _way(package: ModuleType, dense: str, model: Any) -> Way:
     @torch.inference_mode()
-    def nll(prompt: Tensor, rows: range) -> Tensor:
-        logits, _ = PromptForward(model)(prompt.unsqueeze(0))
-        return token_nll(logits, prompt, rows)
+    def nll(prompts: Tensor, rows: range) -> Tensor:
+        forward = PromptForward(model)
+        scores = [token_nll(forward(ids.unsqueeze(0))[0], ids, rows) for ids in prompts]
+        return torch.stack(scores)
 
     return Way(
         package.__name__,

@@ -60,12 +60,8 @@ def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str
         }
         dense = f"openvino paged, batch {batch}"
         for name, config in modes.items():
-            where = (gguf, threads, batch)
-            paged = _OpenvinoPaged(*where, config)
-            decoder = None if config else functools.partial(_openvino_decoder, *where)
-            ways[f"openvino {name}, batch {batch}"] = Way(
-                "openvino", genai.__version__, dense, paged.prefill, paged.nll, decoder
-            )
+            load = functools.partial(_OpenvinoPaged, gguf, threads, batch, config)
+            ways[f"openvino {name}, batch {batch}"] = _openvino_paged(dense, load)
     return ways
 
 
@@ -96,20 +92,28 @@ def llama_cpp(gguf: Path, threads: int, longest: int) -> dict[str, Way]:
             **options,
         )
 
-    model = load()
+    loaded = functools.cache(load)
 
     def prefill(prompt: Tensor) -> None:
+        model = loaded()
         model.reset()
         model.eval(prompt.tolist())
 
-    def nll(prompt: Tensor, rows: range) -> Tensor:
-        # A model of its own, and not for longer than this: logits of all rows cost time and memory.
-        scored = load(logits_all=True)
-        scored.eval(prompt.tolist())
-        return token_nll(PromptLogits(torch.from_numpy(scored.scores), None), prompt, rows)
+    def nll(prompts: Tensor, rows: range) -> Tensor:
+        # Not the model that is timed: logits of all rows cost time, and memory for as long as it is
+        # there.
+        model = load(logits_all=True)
+        scores = []
+        for prompt in prompts:
+            model.reset()
+            model.eval(prompt.tolist())
+            logits = PromptLogits(torch.from_numpy(model.scores), None)
+            scores.append(token_nll(logits, prompt, rows))
+        return torch.stack(scores)
 
     def decoder(prompt: Tensor, steps: int) -> Callable[[], object]:
         prefill(prompt)
+        model = loaded()
         first = model.sample(temp=0.0)
 
         def decode() -> None:
@@ -145,11 +149,11 @@ class _OpenvinoPaged:
     def prefill(self, prompt: Tensor) -> None:
         self._run(prompt, max_new_tokens=1)
 
-    def nll(self, prompt: Tensor, rows: range) -> Tensor:
-        output = self._run(prompt, max_new_tokens=0, echo=True, logprobs=1)
-        # Of the prompt's own tokens; the first of them has none.
-        log_p = torch.tensor(output.generated_log_probs)
-        return -log_p[rows.start + 1 : rows.stop + 1]
+    def nll(self, prompts: Tensor, rows: range) -> Tensor:
+        outputs = [self._run(ids, max_new_tokens=0, echo=True, logprobs=1) for ids in prompts]
+        # Of the prompts' own tokens; the first of them has none.
+        log_p = torch.tensor([output.generated_log_probs for output in outputs])
+        return -log_p[:, rows.start + 1 : rows.stop + 1]
 
     def decoder(self, prompt: Tensor, steps: int) -> Callable[[], object]:
         """Never prefill again: this request has no end, and its history grows with each call."""
@@ -178,10 +182,20 @@ class _OpenvinoPaged:
         return self._pipeline.add_request(0, ids, _generation_config(**options))
 
 
-def _openvino_decoder(
-    gguf: Path, threads: int, batch: int, prompt: Tensor, steps: int
-) -> Callable[[], object]:
-    return _OpenvinoPaged(gguf, threads, batch, None).decoder(prompt, steps)
+def _openvino_paged(dense: str, load: Callable[[], _OpenvinoPaged]) -> Way:
+    import openvino_genai as genai
+
+    timed = functools.cache(load)
+    return Way(
+        "openvino",
+        genai.__version__,
+        dense,
+        prefill=lambda prompt: timed().prefill(prompt),
+        # Pipelines of their own, which do not outlast this: a pipeline keeps the memory of the
+        # logits of a whole batch; and it can prefill nothing else while it decodes.
+        nll=lambda prompts, rows: load().nll(prompts, rows),
+        decoder=lambda prompt, steps: load().decoder(prompt, steps),
+    )
 
 
 def _openvino_sdpa(name: str, gguf: Path, threads: int) -> Way:
@@ -189,14 +203,16 @@ def _openvino_sdpa(name: str, gguf: Path, threads: int) -> Way:
     import openvino
     import openvino_genai as genai
 
-    pipeline = genai.LLMPipeline(
-        str(gguf), "CPU", INFERENCE_NUM_THREADS=threads, ATTENTION_BACKEND="SDPA"
+    load = functools.cache(
+        lambda: genai.LLMPipeline(
+            str(gguf), "CPU", INFERENCE_NUM_THREADS=threads, ATTENTION_BACKEND="SDPA"
+        )
     )
 
     def prefill(prompt: Tensor) -> None:
         ids = prompt.unsqueeze(0)
         tensors = (openvino.Tensor(t.numpy()) for t in (ids, torch.ones_like(ids)))
-        pipeline.generate(genai.TokenizedInputs(*tensors), _generation_config(max_new_tokens=1))
+        load().generate(genai.TokenizedInputs(*tensors), _generation_config(max_new_tokens=1))
 
     return Way("openvino", genai.__version__, name, prefill)
 

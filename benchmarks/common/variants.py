@@ -62,10 +62,10 @@ def compiled_prefill(model: Any, input_ids: Tensor, config: PrefillConfig) -> Ca
     config : PrefillConfig
         How to prefill.
     """
-    sparse = _twin(model)
+    sparse = twin(model)
     h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, len(input_ids[0])))
     sparse.compile(fullgraph=True, dynamic=True)
-    return lambda: _prefill(sparse, [input_ids])
+    return lambda: prefill(sparse, [input_ids])
 
 
 def padded_variants(

@@ -13,7 +13,7 @@ OURS = "h2o_prefill"
 
 @dataclass(frozen=True)
 class Way:
-    """A program and a mode, with the model loaded.
+    """A program and a mode of it; the model is loaded when it is first needed.
 
     Attributes
     ----------
@@ -26,8 +26,8 @@ class Way:
     prefill : callable
         Takes a prompt, int64 [T]: prefill and the first token.
     nll : callable, optional
-        Takes a prompt, int64 [T], and a range of rows; returns -log p(next token) of those rows in
-        nats, [rows]. None where the program does not tell it.
+        Takes prompts, int64 [windows, T], and a range of rows; returns -log p(next token) of those
+        rows in nats, [windows, rows]. None where the program does not tell it.
     decoder : callable, optional
         Takes a prompt and a number of tokens; prefills, and returns a callable that decodes so many
         greedily.
