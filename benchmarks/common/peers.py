@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,9 +165,9 @@ class _OpenvinoPaged:
         def decode() -> None:
             for _ in range(steps):
                 self._pipeline.step()
-            # Who lets go of the handle drops the request.
-            assert handle.can_read()
 
+        # A handle that is let go of drops its request: this holds it as long as `decode` is there.
+        weakref.finalize(decode, _end, self._pipeline, handle)
         return decode
 
     def _run(self, prompt: Tensor, **options: Any) -> Any:
@@ -196,6 +197,12 @@ def _openvino_paged(dense: str, load: Callable[[], _OpenvinoPaged]) -> Way:
         nll=lambda prompts, rows: load().nll(prompts, rows),
         decoder=lambda prompt, steps: load().decoder(prompt, steps),
     )
+
+
+def _end(pipeline: Any, handle: Any) -> None:
+    handle.cancel()
+    # Gives back its blocks.
+    pipeline.step()
 
 
 def _openvino_sdpa(name: str, gguf: Path, threads: int) -> Way:
