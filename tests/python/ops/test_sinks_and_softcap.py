@@ -1,5 +1,7 @@
 """Attention sinks and soft-capped logits of the operators that prefill, against the oracle."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -139,11 +141,16 @@ def test_calls_in_place_equal_one_call(device, dtype, case):
         in_place.append(out)
         ops.advance_position_(position, end - begin, SETTINGS)
         last_chunk_begin = int(position[1])
+    # float64 is computed by PyTorch, whose functions of vectors and of the rest of a row may differ
+    # in the last bit.
+    error = 1e-13 if dtype == torch.float64 else 0.0
+    assert_equal = partial(torch.testing.assert_close, rtol=error, atol=error)
     # The last call has one token, and is dense.
     for outs in (handed_on, in_place):
-        assert torch.equal(torch.cat(outs[:3], 2), whole[0][:, :, : 5 * S + 5])
-        assert torch.equal(outs[3], ops.dense_attention(q[:, :, -1:], k, v, **options))
-    assert torch.equal(state[0], buffers[2]) and torch.equal(state[1], buffers[3])
+        assert_equal(torch.cat(outs[:3], 2), whole[0][:, :, : 5 * S + 5])
+        assert_equal(outs[3], ops.dense_attention(q[:, :, -1:], k, v, **options))
+    assert_equal(state[0], buffers[2])
+    assert torch.equal(state[1], buffers[3])
     assert torch.equal(state[1], whole[2])
 
 
