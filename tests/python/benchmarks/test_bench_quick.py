@@ -38,7 +38,14 @@ def _check_report(report: dict[str, Any], fields: list[str]) -> None:
             assert math.isfinite(row[field]) and row[field] > 0, (field, row)
 
 
-@pytest.mark.parametrize("name", FIELDS)
+# These compile the CPU kernels, or programs, again.
+COMPILE = ("colsum", "dense")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in COMPILE else ()) for name in FIELDS],
+)
 def test_operator_benchmarks(run: Run, name: str) -> None:
     done, report = run(name)
     _check_report(report, FIELDS[name])

@@ -63,6 +63,7 @@ def test_quick_start(execute: Execute, tiny: Any, context: int, sizes: dict[str,
     assert_figures(done, 1)
 
 
+@pytest.mark.slow
 def test_perplexity_and_ablation(
     execute: Execute, tiny: Any, context: int, sizes: dict[str, int], tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_perplexity_and_ablation(
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_memory_sets_and_recall(
     execute: Execute, tiny: Any, context: int, sizes: dict[str, int], tmp_path: Path
 ) -> None:
