@@ -110,7 +110,7 @@ test-python: build $(BIN)/.dev $(BIN)/.model
 
 # The tests that take minutes; SLOW=name chooses among them.
 test-slow: build $(BIN)/.dev $(BIN)/.model
-	$(BIN)/python -m pytest --runslow -m slow $(if $(SLOW),-k $(SLOW))
+	$(BIN)/python -m pytest --runslow -m slow $(if $(SLOW),-k "$(SLOW)")
 	$(if $(SLOW),,$(MAKE) test-fuzz CASES=5000)
 
 # Every instruction set that this CPU has; test-python runs everything under the one that is chosen.

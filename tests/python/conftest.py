@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,12 +55,3 @@ def tiny():
     """The module of small models and their tokenizer."""
     pytest.importorskip("transformers")
     return importlib.import_module("tiny_models")
-
-
-@pytest.fixture
-def wikitext2():
-    """The path of WikiText-2's wiki.test.raw."""
-    path = os.environ.get("H2O_PREFILL_WIKITEXT2")
-    if not path or not Path(path).exists():
-        pytest.skip("needs WikiText-2: set H2O_PREFILL_WIKITEXT2 to wiki.test.raw")
-    return Path(path)

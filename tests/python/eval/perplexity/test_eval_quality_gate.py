@@ -21,14 +21,20 @@ pytestmark = pytest.mark.model
 
 CONTEXT = 4096
 WINDOW = "2:3"
-# Mean KL(dense || sparse) of the window, nats a token: SmolLM2-135M-Instruct in float32.
-COMMITTED = {"h2o": 0.02316, "recommended": 0.00299}
+# Mean KL(dense || sparse) of the window, nats a token: SmolLM2-135M-Instruct in float32. Python's
+# help topics are there on every machine, but in a text that differs a little between versions.
+COMMITTED = {
+    "pydoc": {"h2o": 0.02140, "recommended": 0.00247},
+    "wikitext2": {"h2o": 0.02316, "recommended": 0.00299},
+}
+MOST = {"pydoc": 1.3, "wikitext2": 1.1}
 
 
 @dataclass(frozen=True)
 class Window:
-    """The window, the model, and the model's dense logits over the window."""
+    """The window of a text, the model, and the model's dense logits over the window."""
 
+    text: str
     input_ids: Tensor
     forward: PromptForward
     model: Any
@@ -42,24 +48,28 @@ class Window:
         return scores.kl.double().mean().item()
 
 
-@pytest.fixture(scope="module")
-def window(smollm2: Any, wikitext2_path: Path) -> Window:
+@pytest.fixture(scope="module", params=["pydoc", pytest.param("wikitext2", marks=pytest.mark.slow)])
+def window(smollm2: Any, request: pytest.FixtureRequest) -> Window:
     model, tokenizer = smollm2
-    tokens = encode(tokenizer, load_text(text_file=wikitext2_path).text)
+    path: Path | None = None
+    if request.param == "wikitext2":
+        path = request.getfixturevalue("wikitext2_path")
+    tokens = encode(tokenizer, load_text(request.param, path).text)
     (input_ids,) = select_windows(tokens, CONTEXT, WINDOW)[1]
     with torch.no_grad():
         forward = PromptForward(model)
         dense, _ = forward(input_ids.unsqueeze(0))
-    return Window(input_ids, forward, model, dense)
+    return Window(request.param, input_ids, forward, model, dense)
 
 
 def test_every_preset_is_held_to_a_value() -> None:
-    assert COMMITTED.keys() == PRESETS.keys()
+    assert all(values.keys() == PRESETS.keys() for values in COMMITTED.values())
 
 
-@pytest.mark.parametrize("preset", COMMITTED)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_loses_no_more_than_it_did(window: Window, preset: str) -> None:
     kl = window.mean_kl(preset)
-    assert kl <= 1.1 * COMMITTED[preset]
+    committed = COMMITTED[window.text][preset]
+    assert kl <= MOST[window.text] * committed
     # Far better than committed: the value is stale and no longer guards what was reached.
-    assert kl >= 0.5 * COMMITTED[preset]
+    assert kl >= 0.5 * committed
