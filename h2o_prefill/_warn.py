@@ -8,7 +8,7 @@ import warnings
 from functools import cache
 from pathlib import Path
 
-# What stands between a user's call and where a warning arises.
+# Libraries whose frames lie between a user's call and the place of a warning.
 _LIBRARIES = ("h2o_prefill", "torch", "transformers")
 
 

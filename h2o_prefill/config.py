@@ -35,7 +35,7 @@ class PrefillConfig:
     """Settings of chunked sparse prefill. The defaults are the algorithm as specified, with no
     option on.
 
-    What a field sets is said beside it, in its metadata; `help(PrefillConfig)` lists all of them.
+    The metadata of each field describes it; `help(PrefillConfig)` lists all of them.
 
     Raises
     ------

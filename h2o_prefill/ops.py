@@ -164,7 +164,7 @@ def accumulate_scores_(scores: Tensor, memory: Tensor, colsum: Tensor) -> None:
     memory : Tensor
         int32 [B, Hkv, M]: strictly ascending positions, then -1.
     colsum : Tensor
-        [B, Hkv, M], of the dtype of scores; what stands beside a -1 does not count.
+        [B, Hkv, M], of the dtype of scores; ignored where the index is -1.
     """
     _ops.accumulate_scores_(scores, memory, colsum)
 

@@ -1,4 +1,4 @@
-"""The fastest mode of each program that loses no more than settings of ours do."""
+"""The fastest mode of each program that loses no more than our settings do."""
 
 from __future__ import annotations
 

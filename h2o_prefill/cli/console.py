@@ -82,7 +82,7 @@ def say_written(path: Path) -> None:
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Show each warning once, in one line, and keep the libraries' own noise off for a block."""
-    # Python's own filter would drop some and repeat others: what is said twice is decided here.
+    # Python's own filter would drop some and repeat others: which messages repeat is decided here.
     shown: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:

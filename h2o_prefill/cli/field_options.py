@@ -25,7 +25,7 @@ def add_field_options(
     panel : str
         Heading of the options in the command's help.
     metavar : str, optional
-        What stands for the value there. Default: the name of its type.
+        Placeholder of the value there. Default: the name of its type.
     names : collection of str, optional
         Of the fields. Default: all.
     """

@@ -91,7 +91,7 @@ class Call:
 
     @property
     def cache_layer(self) -> ChunkedPrefillLayer | StaticPrefillLayer | None:
-        """The layer of a cache of ours, if the caller passed one and it holds the keys.
+        """The layer of one of our caches, if the caller passed one and it holds the keys.
 
         Multi-head latent attention caches latents, one for each key.
         """

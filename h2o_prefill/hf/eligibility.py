@@ -29,7 +29,7 @@ class Rule:
     applies : callable
         Tells whether a call is one of these.
     reason : str, or callable that makes it
-        What the user reads. Empty for calls that are dense by design: nobody is told of those.
+        What the user reads. Empty for calls that are dense by design, which are not reported.
     """
 
     applies: Callable[[Call], bool]

@@ -178,15 +178,15 @@ def enable(
     strict: bool = False,
     **overrides: Any,
 ) -> PrefillHandle:
-    """Make the prefill of a Hugging Face model sparse, until disabled or the `with` ends.
+    """Make a Hugging Face model prefill sparsely, until `disable` or the end of the `with` block.
 
-    Calls with at least one chunk of new tokens go sparse; decoding, short calls and everything
-    unsupported stay dense, by the attention that the model had before; but where that is
-    PyTorch's, on CPU, and plain causal, by `ops.dense_attention`, the same but for rounding. What
-    is unsupported is said once, as a warning.
+    Calls with at least one chunk of new tokens are sparse. Decoding, short calls and everything
+    that is not supported stay dense, with one warning for each reason. Plain causal calls on CPUs
+    that PyTorch's attention would compute go through `ops.dense_attention`, with the same results
+    up to rounding; other dense calls through the attention that the model had before.
 
-    In a batch with padding, left, right or both, every row is what it is alone: it goes sparse if
-    it has more than one chunk of tokens itself. Only the first call of such a batch can.
+    In a batch with padding, left, right or both, every row is computed as if it were alone: it is
+    sparse if it has more than one chunk of tokens itself. Only the first call of such a batch can.
 
     Parameters
     ----------

@@ -84,7 +84,7 @@ class EnabledState:
     on: bool = False
 
     def is_switched_on(self) -> bool:
-        """Return whether any config of the model still has an attention implementation of ours."""
+        """Return whether any config of the model still uses our attention."""
         names = (str(config._attn_implementation) for config, _ in self.previous)
         return any(name.startswith(NAME) for name in names)
 

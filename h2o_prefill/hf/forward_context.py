@@ -49,7 +49,7 @@ class ForwardContext:
     candidates : int
         Tokens at the end of this forward that assisted decoding verifies.
     call : GraphCall or None
-        What a compiled graph is told of this forward.
+        What is passed to a compiled graph about this forward.
     plain : set of (int, int)
         Query and key lengths for which our mask function was asked for a plain causal mask; the
         free places of a static cache do not count. Some models have sequences of several lengths in

@@ -1,4 +1,4 @@
-"""What a compiled graph is told of a forward: all that it could not find out by itself."""
+"""What a compiled graph needs to know of a forward, and cannot find out by itself."""
 
 from __future__ import annotations
 

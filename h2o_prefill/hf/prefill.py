@@ -48,7 +48,7 @@ def chunked_prefill(
     attention_mask : Tensor, optional
         [B, T], or [B, T_total] with the tokens in the cache; 0 at padding.
     inputs_embeds : Tensor, optional
-        [B, T, hidden size], instead of input_ids; lexical recall is off then, which is said.
+        [B, T, hidden size], instead of input_ids; lexical recall is off then, with a warning.
     chunks_per_call : int
         Chunks that go through the model at once.
     past_key_values : ChunkedPrefillCache, optional

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 
 class KeepsTokenIds(Cache):
-    """What a cache of ours has beside its layers: the ids of the tokens in them.
+    """What a cache of this library has beside its layers: the ids of the tokens in them.
 
     Every operation that changes the tokens of the cache changes the ids too.
     """

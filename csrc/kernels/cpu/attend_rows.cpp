@@ -73,7 +73,7 @@ void exponentiate_row(float* z, float* words, float scale, int64_t limit, int64_
     }
     store(words + j / kVectors, Products::join(p));
   }
-  // What stands behind the limit has added at most 2^-126 a key to a sum that is at least 1.
+  // Words behind the limit have added at most 2^-126 a key to a sum that is at least 1.
   for (int64_t j = limit; j < padded; ++j) z[j] = 0.0F;
   if (kVectors > 1) {
     for (int64_t j = limit / kPanel * kPanel; j < padded; j += kPanel) {
@@ -153,7 +153,7 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
     for (int64_t i = 0; i < rows * acc_stride; ++i) acc[i] = 0.0F;
     return;
   }
-  // Single words of probabilities replace the logits, pairs stand behind all of them.
+  // Single words of probabilities replace the logits, pairs follow all of them.
   float* words = Products::kPerWord == 1 ? scores : scores + kRowBlock * stride;
   const int64_t word_stride = Products::kPerWord == 1 ? stride : word_pair_stride(set.count);
   multiply_queries<Products>(args.gemm, block.query, words_of<Products>(args.head_dim), rows,

@@ -61,7 +61,7 @@ def compare_answers(
     new_tokens : int
         Tokens of an answer, at most.
     question : str
-        What stands behind every piece.
+        Text that follows every piece.
     on_progress : callable, optional
         Called with (answers done, answers in all, what runs next).
 

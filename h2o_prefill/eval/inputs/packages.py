@@ -1,4 +1,4 @@
-"""Packages of whole models with what stands beside them: a description, and the tokenizer."""
+"""Packages of whole models with their descriptions and tokenizers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def load_package(path: Path) -> tuple[PrefillPackage, Any]:
     Parameters
     ----------
     path : Path
-        The package; its tokenizer stands beside it.
+        The package; its tokenizer is written beside it.
 
     Returns
     -------
