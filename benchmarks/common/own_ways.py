@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import h2o_prefill
-from common.variants import decoder, prefill, twin
+from common.variants import decoder, enabled_twin, prefill
 from common.ways import OURS, Way
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward
@@ -37,8 +37,7 @@ def own_ways(
     dense = f"transformers {dtype}"
     ways = {dense: _way(transformers, dense, model)}
     for name, config in configs.items():
-        sparse = twin(model)
-        h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, shortest))
+        sparse = enabled_twin(model, config, shortest)
         ways[f"{OURS} {name}"] = _way(h2o_prefill, dense, sparse)
     return ways
 

@@ -38,8 +38,7 @@ def prefill_variants(
         for `prefill_chunk_size`. sparse: one call. no_attention: one call of everything but
         attention, which no way of attending can beat.
     """
-    sparse, bare = twin(model), twin(model)
-    h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, len(input_ids[0])))
+    sparse, bare = enabled_twin(model, config, len(input_ids[0])), twin(model)
     _remove_attention(bare)
     pieces = input_ids.split(config.chunk_size, dim=1)
     return {
@@ -62,8 +61,7 @@ def compiled_prefill(model: Any, input_ids: Tensor, config: PrefillConfig) -> Ca
     config : PrefillConfig
         How to prefill.
     """
-    sparse = twin(model)
-    h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, len(input_ids[0])))
+    sparse = enabled_twin(model, config, len(input_ids[0]))
     sparse.compile(fullgraph=True, dynamic=True)
     return lambda: prefill(sparse, [input_ids])
 
@@ -88,8 +86,7 @@ def padded_variants(
         dense, sparse: one call of all, padded on the left. dense_rows, sparse_rows: a call each.
         All give [B, vocabulary].
     """
-    sparse = twin(model)
-    h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, max(map(len, rows))))
+    sparse = enabled_twin(model, config, max(map(len, rows)))
     return {
         "dense": lambda: _prefill_padded(model, rows),
         "sparse": lambda: _prefill_padded(sparse, rows),
@@ -120,8 +117,7 @@ def decode_variants(
         stock: the model. enabled: the model enabled, which makes a ChunkedPrefillCache of the
         DynamicCache that both are given. Both give the tokens, int64 [steps].
     """
-    sparse = twin(model)
-    h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, len(input_ids[0])))
+    sparse = enabled_twin(model, config, len(input_ids[0]))
     models = {"stock": model, "enabled": sparse}
     return {name: decoder(network, input_ids, steps) for name, network in models.items()}
 
@@ -187,6 +183,13 @@ def twin(model: nn.Module) -> Any:
     """Copy a model's modules and configs, not its weights."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def enabled_twin(model: Any, config: PrefillConfig, length: int) -> Any:
+    """Return a twin that prefills sparsely: strictly, if prompts of `length` tokens are sparse."""
+    sparse = twin(model)
+    h2o_prefill.enable(sparse, config, strict=config.is_sparse_call(0, length))
+    return sparse
 
 
 def _remove_attention(model: Any) -> None:
