@@ -11,7 +11,8 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from h2o_prefill import PrefillConfig
-from h2o_prefill.functional import next_memory, recall_lists, sparse_attention
+from h2o_prefill.eval.recalled_keys import find_recalled
+from h2o_prefill.functional import next_memory, sparse_attention
 
 TOKENS = 512
 CONFIG = PrefillConfig(
@@ -60,7 +61,8 @@ def main() -> None:
 def visible_keys() -> Tensor:
     """Prefill one KV head chunk by chunk; return which kind of key each query sees, [T, T]."""
     query, key, value, token_ids = _prompt()
-    recall = recall_lists(token_ids, 0, CONFIG)
+    recalled = find_recalled(token_ids, CONFIG)
+    assert recalled is not None
     codes = torch.zeros(TOKENS, TOKENS, dtype=torch.int64)
     state = None
     for begin in range(0, TOKENS, CONFIG.chunk_size):
@@ -75,18 +77,8 @@ def visible_keys() -> Tensor:
         _, state = sparse_attention(
             query[:, :, rows], key[:, :, :end], value[:, :, :end], state, CONFIG
         )
-    _add_recalled(codes, *recall)
+    codes[(codes == 0) & recalled.mask(0, TOKENS)] = 4
     return codes
-
-
-def _add_recalled(codes: Tensor, offsets: Tensor, positions: Tensor, visible_from: Tensor) -> None:
-    """Mark the keys that a row recalls beside those of its chunk and memory set."""
-    block = CONFIG.recall_block
-    for index in range(len(offsets) - 1):
-        for entry in range(int(offsets[index]), int(offsets[index + 1])):
-            first = max(int(visible_from[entry]), index * block)
-            rows = codes[first : (index + 1) * block, int(positions[entry])]
-            rows[rows == 0] = 4
 
 
 def _prompt() -> tuple[Tensor, Tensor, Tensor, Tensor]:
