@@ -9,7 +9,6 @@
 #include <cmath>
 #include <limits>
 #include <string>
-#include <tuple>
 #include <vector>
 
 namespace h2o_prefill::testing {
@@ -44,6 +43,13 @@ inline Qkv random_qkv(int64_t length, int64_t heads = 4, int64_t kv_heads = 2,
   return {random(heads, 8) * 2, random(kv_heads, 8) * 2, random(kv_heads, kValueDim)};
 }
 
+// Of a memory set.
+struct Budgets {
+  int64_t local_window = 0;
+  int64_t heavy_budget = 0;
+  int64_t sink_tokens = 0;
+};
+
 struct Attention {
   at::Tensor out;     // [B, Hq, Tq, Dv]
   at::Tensor lse;     // [B, Hq, Tq]
@@ -52,7 +58,7 @@ struct Attention {
 
 // One softmax per query over the keys that `mask`, bool and broadcastable to [B, Hkv, Tq, T], lets
 // it see.
-inline Attention attend(const Qkv& x, const at::Tensor& mask, bool reduce_max = false) {
+inline Attention attend(const Qkv& x, const at::Tensor& mask) {
   const int64_t batch = x.q.size(0), kv_heads = x.k.size(1), group = x.q.size(1) / kv_heads;
   const int64_t rows = x.q.size(2), keys = x.k.size(2);
   const auto visible = mask.expand({batch, kv_heads, rows, keys}).unsqueeze(2);
@@ -61,10 +67,8 @@ inline Attention attend(const Qkv& x, const at::Tensor& mask, bool reduce_max = 
       at::einsum("bhgqd,bhkd->bhgqk", {q, x.k.to(at::kDouble)}) / std::sqrt(x.q.size(3));
   const auto masked = logits.masked_fill(visible.logical_not(), -kInfinity);
   const auto weights = at::softmax(masked, -1).nan_to_num(0.0);
-  const auto sums = weights.sum(3);
   return {at::einsum("bhgqk,bhkd->bhgqd", {weights, x.v.to(at::kDouble)}).flatten(1, 2),
-          at::logsumexp(masked, -1).flatten(1, 2),
-          reduce_max ? std::get<0>(sums.max(2)) : sums.sum(2)};
+          at::logsumexp(masked, -1).flatten(1, 2), weights.sum({2, 3})};
 }
 
 // Query i of the last `rows` positions sees every key before it: [rows, keys].
