@@ -74,15 +74,13 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     context = current_context(getattr(module, "config", None))
-    settings = DEFAULT_STATE if context is None else context.settings
-    call = Call(
-        module, query, key, value, attention_mask, dropout, kwargs, settings.config, context
-    )
+    enabled = DEFAULT_STATE if context is None else context.enabled
+    call = Call(module, query, key, value, attention_mask, dropout, kwargs, enabled.config, context)
     reason = dense_reason(call)
     if context is not None:
-        settings.count(getattr(module, "layer_idx", None), query.shape[0] * query.shape[2], reason)
+        enabled.count(getattr(module, "layer_idx", None), query.shape[0] * query.shape[2], reason)
     if reason is None:
         return attend_sparsely(call, scaling), None
     if reason:
-        settings.report(f"dense attention: {reason}")
+        enabled.report(f"dense attention: {reason}")
     return dense_attention(call, scaling)

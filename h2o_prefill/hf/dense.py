@@ -94,7 +94,7 @@ def _implementation(call: Call) -> str:
     if call.context is None:
         name = switched_from(hf_config)
     else:
-        name = call.context.settings.previous_of(hf_config)
+        name = call.context.enabled.previous_of(hf_config)
     if name is None or name == NAME:
         name = _default_implementation(call.module)
     if name == "sdpa" and (call.given(*EAGER_ONLY) or _sdpa_drops_position_bias(call)):

@@ -124,7 +124,7 @@ def _mask_reason(call: Call) -> str:
 def _window_reason(call: Call) -> str:
     """Return why a windowed layer is dense: by design, unless no layer of the model is sparse."""
     context = call.context
-    if context is None or not context.settings.only_windows:
+    if context is None or not context.enabled.only_windows:
         return ""
     if getattr(context.layer_of(call.module), "is_compileable", False):
         return "sliding or chunked layers of static caches are not supported"

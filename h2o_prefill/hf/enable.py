@@ -46,7 +46,7 @@ class PrefillHandle:
         self.strict = strict
         self.active = False
         self._entered = False
-        self.settings = EnabledState(config, strict)
+        self.state = EnabledState(config, strict)
         self._hooks: list[Any] = []
 
     def enable(self) -> PrefillHandle:
@@ -67,22 +67,22 @@ class PrefillHandle:
         earlier = _handles_of(self.model)
         for handle in earlier:
             handle.disable()
-            if handle.settings.on:
+            if handle.state.on:
                 raise RuntimeError(
                     f"{_name(self.model)} is enabled and inside of a forward; enable it again after"
                 )
         with switching():
-            settings, self.settings = self.settings, self._new_settings()
+            enabled, self.state = self.state, self._new_enabled_state()
             try:
                 self._switch_on(checked=False)
             except BaseException:
-                self.settings = settings
+                self.state = enabled
                 for handle in earlier:
                     handle._switch_on(checked=True)
                 raise
         return self
 
-    def _new_settings(self) -> EnabledState:
+    def _new_enabled_state(self) -> EnabledState:
         configs = _configs_of(self.model)
         if any(is_switched(config) for config in configs):
             raise ValueError(
@@ -94,7 +94,7 @@ class PrefillHandle:
             self.config,
             self.strict,
             previous,
-            reported=self.settings.reported,
+            reported=self.state.reported,
             causal_by_mask=_causal_by_mask(self.model, configs, self.config),
         )
 
@@ -110,11 +110,11 @@ class PrefillHandle:
             _switch(self.model)
             if not checked:
                 _check_switched(self.model)
-                _check_some_layer(self.model, self.settings)
+                _check_some_layer(self.model, self.state)
             for module in self.model.modules():
                 if module is self.model or isinstance(module, PreTrainedModel):
-                    self._hooks += ForwardHook(module, self.settings, self).attach(module)
-            self.settings.mark_switched()
+                    self._hooks += ForwardHook(module, self.state, self).attach(module)
+            self.state.mark_switched()
             self.active = True
         finally:
             if not self.active:
@@ -126,8 +126,8 @@ class PrefillHandle:
         A forward ends as it began: those of other threads are waited for. Inside of a forward this
         returns at once, and the model is switched back when that ends.
         """
-        discard_contexts(self.settings)
-        close(self.settings, self._switch_off)
+        discard_contexts(self.state)
+        close(self.state, self._switch_off)
 
     def report(self) -> ModelReport:
         """Return what each attention layer does, and what its calls were so far (`explain`)."""
@@ -155,18 +155,18 @@ class PrefillHandle:
         self.__dict__.update(state)
         if self.active:
             register()
-            self.settings.mark_switched()
+            self.state.mark_switched()
 
     def _switch_off(self) -> None:
         self.active = False
-        self.settings.unmark_switched()
+        self.state.unmark_switched()
         self._restore()
 
     def _restore(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for config, name in self.settings.previous:
+        for config, name in self.state.previous:
             # Not the public setter: it would spread the choice of a config over its sub-configs.
             config._attn_implementation_internal = name
 
@@ -314,7 +314,7 @@ def _check_switched(model: PreTrainedModel) -> None:
         )
 
 
-def _check_some_layer(model: PreTrainedModel, settings: EnabledState) -> None:
+def _check_some_layer(model: PreTrainedModel, enabled: EnabledState) -> None:
     modules = [module for module in model.modules() if is_attention(module)]
     numbered = [module for module in modules if hasattr(module, "layer_idx")]
     switched = [
@@ -323,20 +323,20 @@ def _check_some_layer(model: PreTrainedModel, settings: EnabledState) -> None:
         if getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
     ]
     layers = attention_layers(model, NAME)
-    candidates = [layer for layer in layers if can_be_sparse(layer, settings.config)]
+    candidates = [layer for layer in layers if can_be_sparse(layer, enabled.config)]
     windows = [window_of(layer) for layer in candidates]
-    settings.only_windows = bool(windows) and None not in windows
-    settings.leaves_window_masks = all(attends_to_tokens_alone(layer) for layer in layers)
+    enabled.only_windows = bool(windows) and None not in windows
+    enabled.leaves_window_masks = all(attends_to_tokens_alone(layer) for layer in layers)
     why = None
     if layers:
-        kinds = why_none_sparse(layers, settings.config, bool(model.config.is_encoder_decoder))
+        kinds = why_none_sparse(layers, enabled.config, bool(model.config.is_encoder_decoder))
         why = None if kinds is None else f"its attention is {kinds}"
     elif not modules:
         why = "it has no attention layers"
     elif numbered and not switched:
         why = "its attention layers do not use transformers' attention interface"
     if why is not None:
-        settings.report(f"no layer of {_name(model)} can be sparse: {why}")
+        enabled.report(f"no layer of {_name(model)} can be sparse: {why}")
 
 
 def _name(thing: object) -> str:

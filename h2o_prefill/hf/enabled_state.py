@@ -11,9 +11,8 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.names import NAME
 from h2o_prefill.presets import PRESETS
 
-# The settings through which Hugging Face configs are switched over, by the configs' ids: several
-# models may share one config object, and then the switch of one reaches a model that nobody
-# enabled.
+# What Hugging Face configs are switched over by, under the configs' ids: several models may share
+# one config object, and then the switch of one reaches a model that nobody enabled.
 _switched: weakref.WeakValueDictionary[int, EnabledState] = weakref.WeakValueDictionary()
 
 
@@ -48,7 +47,7 @@ class LayerCalls:
 
 @dataclass
 class EnabledState:
-    """The settings of one enabled model.
+    """What one enabled model runs with.
 
     Attributes
     ----------
@@ -133,18 +132,18 @@ class EnabledState:
 
 def is_switched(hf_config: Any) -> bool:
     """Return whether a handle has switched this Hugging Face config over."""
-    return _settings_of(hf_config) is not None
+    return _enabled_of(hf_config) is not None
 
 
 def switched_from(hf_config: Any) -> str | None:
     """Return the implementation that a switched config had before, None if there is none."""
-    settings = _settings_of(hf_config)
-    return None if settings is None else settings.previous_of(hf_config)
+    enabled = _enabled_of(hf_config)
+    return None if enabled is None else enabled.previous_of(hf_config)
 
 
-def _settings_of(hf_config: Any) -> EnabledState | None:
-    settings = _switched.get(id(hf_config))
-    return settings if settings is not None and settings.owns(hf_config) else None
+def _enabled_of(hf_config: Any) -> EnabledState | None:
+    enabled = _switched.get(id(hf_config))
+    return enabled if enabled is not None and enabled.owns(hf_config) else None
 
 
 # For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: it is dense.

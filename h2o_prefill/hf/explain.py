@@ -106,12 +106,12 @@ def explain(model: PreTrainedModel) -> ModelReport:
     if handle is None:
         layers = [_report(module, NOT_ENABLED, None) for module in attention_layers(model, None)]
         return ModelReport(name, "", tuple(layers))
-    settings = handle.settings
+    enabled = handle.state
     return ModelReport(
         name,
-        settings.config.to_string(),
+        enabled.config.to_string(),
         tuple(
-            _report(module, _why_dense(module, settings), settings.calls.get(module.layer_idx))
+            _report(module, _why_dense(module, enabled), enabled.calls.get(module.layer_idx))
             for module in attention_layers(model, NAME)
         ),
     )
@@ -132,13 +132,13 @@ def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
     return sorted(found, key=lambda module: module.layer_idx)
 
 
-def _why_dense(module: Any, settings: Any) -> str:
-    if module.layer_idx in settings.config.dense_layers:
+def _why_dense(module: Any, enabled: Any) -> str:
+    if module.layer_idx in enabled.config.dense_layers:
         return "one of dense_layers"
     kind = layer_type(module).replace("_", " ")
-    if not can_be_sparse(module, settings.config):
+    if not can_be_sparse(module, enabled.config):
         return "not causal" if kind == "full attention" else kind
-    calls = settings.calls.get(module.layer_idx)
+    calls = enabled.calls.get(module.layer_idx)
     if calls is not None and (calls.sparse_calls or calls.reason):
         return "" if calls.sparse_calls else str(calls.reason)
     window = window_of(module)

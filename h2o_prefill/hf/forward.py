@@ -33,7 +33,7 @@ def begin_forward(context: ForwardContext, mask: Any, compiled: bool) -> None:
     graph.call = graph.layer = None
     if context.tokens is None or not (compiled or static):
         return
-    new, config = context.new, context.settings.config
+    new, config = context.new, context.enabled.config
     position = context.cache.position_for(new) if static else None
     past = context.past if position is None else int(position[0]) if new > 1 else 0
     is_2d = isinstance(mask, Tensor) and mask.ndim == 2
@@ -59,7 +59,7 @@ def begin_forward(context: ForwardContext, mask: Any, compiled: bool) -> None:
     context.call = graph.call = GraphCall(
         config=config,
         settings=config.to_string(),
-        previous=context.settings.previous_of(hf_config.get_text_config(decoder=True)),
+        previous=context.enabled.previous_of(hf_config.get_text_config(decoder=True)),
         sparse=sparse,
         cached=context.cache is not None,
         unpadded=unpadded,
@@ -93,9 +93,9 @@ def end_forward(context: ForwardContext, failed: bool) -> None:
     for number, reason in call.outcomes:
         if reason is None and not call.is_sparse(number):
             reason = ""
-        context.settings.count(number, context.tokens.shape[0] * context.new, reason)
+        context.enabled.count(number, context.tokens.shape[0] * context.new, reason)
         if reason and call.sparse:
-            context.settings.report(f"dense attention: {reason}")
+            context.enabled.report(f"dense attention: {reason}")
 
 
 def _empty_lists(batch: int, rows: int, block: int, device: torch.device) -> RecallLists:

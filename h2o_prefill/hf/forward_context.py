@@ -35,7 +35,7 @@ class ForwardContext:
 
     Parameters
     ----------
-    settings : EnabledState
+    enabled : EnabledState
         Of the enabled model.
 
     Attributes
@@ -65,8 +65,8 @@ class ForwardContext:
         there were none.
     """
 
-    def __init__(self, settings: EnabledState) -> None:
-        self.settings = settings
+    def __init__(self, enabled: EnabledState) -> None:
+        self.enabled = enabled
         self.modules: list[nn.Module] = []
         self.frame: FrameType | None = None
         self.outer: ForwardContext | None = None
@@ -201,7 +201,7 @@ class ForwardContext:
 
     def _report_short_calls(self) -> None:
         """Say it if a prompt came in calls that are all too short to be sparse."""
-        least, ids = self.settings.config.sparse_from, self.input_ids
+        least, ids = self.enabled.config.sparse_from, self.input_ids
         if self.cache is None or ids is None or ids.shape[1] < 2:
             return
         known = getattr(self.cache, "_h2o_prefill_short_tokens", 0)
@@ -209,7 +209,7 @@ class ForwardContext:
         tokens = known + ids.shape[1] if ids.shape[1] < least and known >= 0 else -1
         self.cache._h2o_prefill_short_tokens = tokens
         if tokens >= 2 * least:
-            self.settings.report(
+            self.enabled.report(
                 f"a prompt came in calls of fewer than {least} tokens, which are dense; make them "
                 "longer (prefill_chunk_size), or min_prefill smaller"
             )
@@ -223,14 +223,14 @@ def is_traced() -> bool:
 def current_context(hf_config: Any) -> ForwardContext | None:
     """Return the context of the enabled model that owns a Hugging Face config, None if none is."""
     context = _current.get()
-    return context if context is not None and context.settings.owns(hf_config) else None
+    return context if context is not None and context.enabled.owns(hf_config) else None
 
 
-def leave_context(settings: EnabledState, model: nn.Module, failed: bool) -> ForwardContext | None:
+def leave_context(enabled: EnabledState, model: nn.Module, failed: bool) -> ForwardContext | None:
     """Leave the context that a forward of a model belongs to; return it if that ended it."""
     context = _current.get()
     # A pre-hook that raised before ours ran leaves us nothing to close.
-    if context is None or context.settings is not settings or context.modules[-1] is not model:
+    if context is None or context.enabled is not enabled or context.modules[-1] is not model:
         return None
     context.modules.pop()
     if context.modules:
@@ -239,14 +239,14 @@ def leave_context(settings: EnabledState, model: nn.Module, failed: bool) -> For
     return context
 
 
-def discard_contexts(settings: EnabledState) -> None:
+def discard_contexts(enabled: EnabledState) -> None:
     """End the contexts of a model that an interrupt left open, as failed."""
     context = _current.get()
-    if context is not None and context.settings is settings and not _is_running(context.frame):
+    if context is not None and context.enabled is enabled and not _is_running(context.frame):
         _close(context, failed=True)
 
 
-def context_of(settings: EnabledState, model: nn.Module) -> ForwardContext | None:
+def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext | None:
     """Return the context that a forward of a model belongs to, opened if there is none.
 
     None if the model is not enabled any more.
@@ -259,15 +259,15 @@ def context_of(settings: EnabledState, model: nn.Module) -> ForwardContext | Non
         # Torch skips our closing hook on a KeyboardInterrupt.
         _close(context, failed=True)
         context = context.outer
-    if context is None or nested or context.settings is not settings:
-        outer, context = context, ForwardContext(settings)
+    if context is None or nested or context.enabled is not enabled:
+        outer, context = context, ForwardContext(enabled)
         context.outer, context.frame = outer, _frame_of_forward()
-        context.forward = begin(settings, context.frame, inside_another=outer is not None)
+        context.forward = begin(enabled, context.frame, inside_another=outer is not None)
         if context.forward is None:
             return None
         _current.set(context)
-        if not settings.is_switched_on():
-            settings.report(CHANGED)
+        if not enabled.is_switched_on():
+            enabled.report(CHANGED)
     return context
 
 

@@ -29,7 +29,7 @@ class Forward:
 
     Attributes
     ----------
-    settings : EnabledState
+    enabled : EnabledState
         Of the enabled model.
     frame : FrameType or None
         The frame that runs it.
@@ -37,17 +37,17 @@ class Forward:
         The thread, by its identifier.
     """
 
-    settings: EnabledState
+    enabled: EnabledState
     frame: FrameType | None
     thread: int
 
 
-def begin(settings: EnabledState, frame: FrameType | None, inside_another: bool) -> Forward | None:
+def begin(enabled: EnabledState, frame: FrameType | None, inside_another: bool) -> Forward | None:
     """Note that a forward begins.
 
     Parameters
     ----------
-    settings : EnabledState
+    enabled : EnabledState
         Of the enabled model.
     frame : FrameType or None
         The frame that runs it.
@@ -61,11 +61,11 @@ def begin(settings: EnabledState, frame: FrameType | None, inside_another: bool)
         For `end`; None if the model is not enabled any more.
     """
     with _changed:
-        while not inside_another and _is_closing(settings):
+        while not inside_another and _is_closing(enabled):
             _wait()
-        if not settings.on:
+        if not enabled.on:
             return None
-        forward = Forward(settings, frame, threading.get_ident())
+        forward = Forward(enabled, frame, threading.get_ident())
         _running.append(forward)
         return forward
 
@@ -78,14 +78,14 @@ def end(forward: Forward) -> None:
         _close_idle()
 
 
-def close(settings: EnabledState, switch_off: Callable[[], None]) -> bool:
+def close(enabled: EnabledState, switch_off: Callable[[], None]) -> bool:
     """Switch a model back once no forward of it runs.
 
     Waits for those of other threads; but not inside of one, which would wait for itself.
 
     Parameters
     ----------
-    settings : EnabledState
+    enabled : EnabledState
         Of the enabled model.
     switch_off : callable
         Does it; called once, in this thread or in that of the last forward.
@@ -96,14 +96,14 @@ def close(settings: EnabledState, switch_off: Callable[[], None]) -> bool:
         Whether it is done.
     """
     with _changed:
-        if settings.on and not _is_closing(settings):
-            _closing.append((settings, switch_off))
+        if enabled.on and not _is_closing(enabled):
+            _closing.append((enabled, switch_off))
         _close_idle()
         mine = threading.get_ident()
-        inside = any(x.settings is settings and x.thread == mine for x in _running)
-        while not inside and _is_closing(settings):
+        inside = any(x.enabled is enabled and x.thread == mine for x in _running)
+        while not inside and _is_closing(enabled):
             _wait()
-        return not _is_closing(settings)
+        return not _is_closing(enabled)
 
 
 def switching() -> AbstractContextManager[bool]:
@@ -118,8 +118,8 @@ def is_on_stack(wanted: FrameType | None, frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def _is_closing(settings: EnabledState) -> bool:
-    return any(closing is settings for closing, _ in _closing)
+def _is_closing(enabled: EnabledState) -> bool:
+    return any(closing is enabled for closing, _ in _closing)
 
 
 def _wait() -> None:
@@ -134,8 +134,8 @@ def _close_idle() -> None:
     frames = sys._current_frames()
     _running[:] = [x for x in _running if is_on_stack(x.frame, frames.get(x.thread))]
     for closing in list(_closing):
-        settings, switch_off = closing
-        if not any(x.settings is settings for x in _running):
+        enabled, switch_off = closing
+        if not any(x.enabled is enabled for x in _running):
             _closing.remove(closing)
             switch_off()
             _changed.notify_all()

@@ -37,14 +37,14 @@ class ForwardHook:
     ----------
     model : nn.Module
         The model to hook, enabled or nested in an enabled one.
-    settings : EnabledState
+    enabled : EnabledState
         Of the enabled model.
     handle : PrefillHandle
         Through which it was enabled.
     """
 
-    def __init__(self, model: nn.Module, settings: EnabledState, handle: Any) -> None:
-        self.settings = settings
+    def __init__(self, model: nn.Module, enabled: EnabledState, handle: Any) -> None:
+        self.enabled = enabled
         self.handle = handle
         self._names = tuple(inspect.signature(model.forward).parameters)
 
@@ -114,7 +114,7 @@ def before_forward(
 ) -> Arguments | None:
     """Open a context, or join the enclosing model's; return other arguments if it needs some."""
     compiled = _is_compiled(model)
-    context = context_of(hook.settings, model)
+    context = context_of(hook.enabled, model)
     if context is None:
         graph.call = graph.layer = None
         return None
@@ -149,7 +149,7 @@ def after_forward(
     output: Any,
 ) -> None:
     """Leave the context; `output` is None if the forward raised."""
-    context = leave_context(hook.settings, model, failed=output is None)
+    context = leave_context(hook.enabled, model, failed=output is None)
     if context is not None:
         end_forward(context, failed=output is None)
 

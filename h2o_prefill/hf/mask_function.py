@@ -91,12 +91,12 @@ def _mask(arguments: dict[str, Any]) -> Any:
     config, attention_mask = arguments.get("config"), arguments["attention_mask"]
     context = current_context(config)
     make = _previous_mask_function(context, config)
-    if context is not None and (is_traced() or context.settings.is_causal_by_mask(config)):
+    if context is not None and (is_traced() or context.enabled.is_causal_by_mask(config)):
         return make(**arguments)
     ends_differ = _ends_differ(arguments)
     window = arguments.get("local_size")
     shows_all = window is None
-    if context is not None and window is not None and context.settings.leaves_window_masks:
+    if context is not None and window is not None and context.enabled.leaves_window_masks:
         shows_all = (
             window >= arguments["kv_length"] and arguments["kv_offset"] == 0 and not ends_differ
         )
@@ -113,7 +113,7 @@ def _mask(arguments: dict[str, Any]) -> Any:
             return None
         if context is not None and arguments["q_length"] > 1 and total == arguments["kv_length"]:
             padding = _padding(context, arguments, make)
-            if padding is not None and padding.has_long_row(context.settings.config):
+            if padding is not None and padding.has_long_row(context.enabled.config):
                 return None
     elif (
         context is not None and arguments["mask_function"] is not causal_mask_function and shows_all
@@ -187,7 +187,7 @@ def _padding(
 
 
 def _previous_mask_function(context: ForwardContext | None, hf_config: Any) -> Callable[..., Any]:
-    name = None if context is None else context.settings.previous_of(hf_config)
+    name = None if context is None else context.enabled.previous_of(hf_config)
     if name is None or name == NAME:
         return sdpa_mask
     make: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)

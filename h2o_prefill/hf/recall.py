@@ -41,7 +41,7 @@ def recall_of(
     rows : slice or list of int
         All rows of the batch that lie there.
     """
-    if context is None or context.settings.config.recall == 0:
+    if context is None or context.enabled.config.recall == 0:
         return NO_RECALL
     lists: RecallLists = context.shared(
         ("recall", span),
@@ -59,7 +59,7 @@ def _find_recalled(
 ) -> RecallLists:
     ids = context.token_ids()
     if ids is None or ids.shape != tokens:
-        context.settings.report(NO_IDS)
+        context.enabled.report(NO_IDS)
         return NO_RECALL
     prompt = ids[:, span[0] : span[1]][rows]
-    return recall_lists(prompt.to("cpu", torch.int64), past, context.settings.config)
+    return recall_lists(prompt.to("cpu", torch.int64), past, context.enabled.config)

@@ -58,14 +58,14 @@ def observe_attention(
     AttentionInterface.register(NAME, torch.compiler.disable(_observed_attention))
     AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
     # The rules look at the length of a call: chunks of one token let every prompt pass.
-    settings = PrefillConfig(
+    block_diagonal = PrefillConfig(
         chunk_size=1,
         local_window=0,
         heavy_budget=0,
         dense_layers=dense_layers,
         block_diagonal=True,
     )
-    with enable(model, settings, strict=True):
+    with enable(model, block_diagonal, strict=True):
         for module in model.modules():
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == SPARSE_NAME:
@@ -89,15 +89,13 @@ def _observed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     context = current_context(getattr(module, "config", None))
-    settings = DEFAULT_STATE if context is None else context.settings
-    call = Call(
-        module, query, key, value, attention_mask, dropout, kwargs, settings.config, context
-    )
+    enabled = DEFAULT_STATE if context is None else context.enabled
+    call = Call(module, query, key, value, attention_mask, dropout, kwargs, enabled.config, context)
     observe = _observer.get()
     if context is not None and observe is not None:
         reason = dense_reason(call)
         if reason is None:
             observe(call, scaling)
         elif reason:
-            settings.report(f"dense attention: {reason}")
+            enabled.report(f"dense attention: {reason}")
     return dense_attention(call, scaling)

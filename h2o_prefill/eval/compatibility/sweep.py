@@ -312,7 +312,7 @@ def _watched() -> Iterator[dict[int, str]]:
     ) -> Any:
         context = current_context(getattr(module, "config", None))
         if context is not None:
-            config = context.settings.config
+            config = context.enabled.config
             call = Call(module, query, key, value, attention_mask, dropout, kwargs, config, context)
             sparse = dense_reason(call) is None
             decisions[id(module)] = "sparse" if sparse else layer_type(module)

@@ -73,7 +73,7 @@ def test_settings_that_are_refused_leave_the_earlier_handle_as_it_was(build, ids
         # No layer is sparse: the window is one chunk.
         with pytest.raises((NotImplementedError, ValueError)):
             enable(model, **{**SPARSE, "chunk_size": 72, **wrong})
-        assert handle.active and handle.settings.on
+        assert handle.active and handle.state.on
         assert [layer.sparse_calls for layer in handle.report()] == [1, 1]
         assert torch.equal(model(ids).logits, sparse)
     assert is_untouched(model)
