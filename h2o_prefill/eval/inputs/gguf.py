@@ -66,8 +66,9 @@ def _convert(path: Path, folder: Path) -> None:
     except MemoryError:
         raise
     except Exception as error:  # a cut file ends the reader anywhere
+        cut = ", incomplete download?" if _is_damaged(path) else ""
         raise ValueError(
-            f"cannot read {path} as a GGUF model, incomplete download? ({first_line(error)})"
+            f"cannot read {path} as a GGUF model{cut} ({first_line(error)})"
         ) from error
     # A model that came from GGUF refuses save_pretrained, with plain weights too: save a twin.
     config = loaded.config
@@ -81,6 +82,17 @@ def _convert(path: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     except SafetensorError as error:
         raise OSError(f"cannot keep the converted {path.name} in {cache_dir()}: {error}") from error
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether the reader of the format itself cannot read the file."""
+    from gguf import GGUFReader
+
+    try:
+        GGUFReader(path)
+    except Exception:  # it has no class of its own for this
+        return True
+    return False
 
 
 def _dequantize() -> dict[str, Any]:

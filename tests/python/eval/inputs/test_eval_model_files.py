@@ -87,19 +87,33 @@ def test_a_cut_file_among_those_of_the_hub(
         load_model("some/model")
 
 
-@pytest.mark.parametrize("size", [0, 3, 30, 2000])
-def test_a_cut_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def _write_gguf(file: Path, architecture: str) -> None:
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
-    monkeypatch.setenv("H2O_PREFILL_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, architecture)
     writer.add_name("a name as long as files are" * 100)
     writer.add_tensor("weight", torch.ones(100).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("size", [0, 3, 30, 2000])
+def test_a_cut_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setenv("H2O_PREFILL_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    _write_gguf(file, "llama")
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(ValueError, match=r"model\.gguf as a GGUF model, incomplete download"):
+        load_model(str(file))
+
+
+def test_a_whole_gguf_file_that_transformers_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("H2O_PREFILL_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    _write_gguf(file, "perceptron")
+    with pytest.raises(ValueError, match=r"model\.gguf as a GGUF model \(.*perceptron"):
         load_model(str(file))
