@@ -111,7 +111,6 @@ function(h2o_add_cuda target)
     ${target}_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY None)
 
   target_sources(${target} PRIVATE ${operators} $<TARGET_OBJECTS:${target}_cuda>)
-  target_compile_definitions(${target} PRIVATE H2O_HAVE_CUDA)
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   # The CUDA runtime is the one that PyTorch's libraries bring: a second copy in one process would have its own idea of
   # the current device. So none is linked here.

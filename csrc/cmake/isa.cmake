@@ -2,7 +2,13 @@
 # standard library: a copy compiled with wide instructions must never be the one that the linker keeps for others.
 
 # Contraction makes fused multiply-adds; nothing else of IEEE arithmetic is given up.
-set(H2O_ISA_FLAGS -O3 -ffp-contract=fast -fno-math-errno)
+set(H2O_ISA_FLAGS -ffp-contract=fast -fno-math-errno)
+# Sanitizers make kernels slow whatever else is done, and compiling them at -O3 takes several times as long.
+if(H2O_SANITIZE)
+  list(PREPEND H2O_ISA_FLAGS -O1)
+else()
+  list(PREPEND H2O_ISA_FLAGS -O3)
+endif()
 set(H2O_ISA_FLAGS_scalar "")
 set(H2O_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(H2O_ISA_FLAGS_avx512 ${H2O_ISA_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)

@@ -64,7 +64,8 @@ TEST(LayoutSm90, RowsOfValues) {
     const int leading = static_cast<int>(descriptor >> 16 & 0x3FFF) * 16;
     const int stride = static_cast<int>(descriptor >> 32 & 0x3FFF) * 16;
     for (int key = 0; key < rows; ++key) {
-      const int begin = static_cast<int>(descriptor + descriptor_row_step(key / 16) & 0x3FFF) * 16;
+      const int begin =
+          static_cast<int>((descriptor + descriptor_row_step(key / 16)) & 0x3FFF) * 16;
       for (int unit = 0; unit < 16; ++unit) {
         int address = begin + key % 16 / 8 * stride + key % 8 * kSlabRowBytes;
         address += unit / 8 * leading + unit % 8 * layout::kUnitBytes;
