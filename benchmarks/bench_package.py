@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,6 @@ from common import options
 from common.allocator import keep_freed_memory
 from common.report import Report, ratio_fields
 from common.timing import compare
-from torch import Tensor
 
 from h2o_prefill.cli.options import ModelOption
 from h2o_prefill.eval import load_model, load_text
@@ -43,20 +42,26 @@ def main(
     ] = None,
     lengths: options.LengthsOption = None,
     preset: options.PresetOption = "recommended",
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Add int8 linear layers, compiled: needs torchao.")
+    ] = False,
     seconds: options.SecondsOption = 60.0,
     quick: options.QuickOption = False,
 ) -> None:
     """Time prefill and greedy decoding by a package and by transformers, on real text.
 
-    "eager" is the enabled model, "compiled" the same by torch.compile, "dense" the model without
-    h2o_prefill, "decode_stock" its decoding with a DynamicCache. "package" says how many times as
-    fast the package is as each of them. The package is exported first, and a model compiled for
-    each length, which takes minutes.
+    "eager" is the enabled model, "compiled" the same by torch.compile, "compiled_int8" that with
+    linear layers rounded by torchao, "dense" the model without h2o_prefill, "decode_stock" its
+    decoding with a DynamicCache. "package" says how many times as fast the package is as each of
+    them. The package is exported first, and a model compiled for each length, which takes minutes.
     """
-    from common.variants import compiled_prefill, decode_variants, prefill_variants
+    from common.packaged_ways import package_decoder, prefill_package
+    from common.variants import compiled_prefill, decode_variants, int8_twin, prefill_variants
 
     from h2o_prefill.eval.inputs.packages import write_package
 
+    if int8 and importlib.util.find_spec("torchao") is None:
+        raise typer.BadParameter("--int8 needs torchao: pip install torchao")
     plan = options.make_plan(
         "package", json, threads, dtype or "bfloat16", seconds=seconds, quick=quick
     )
@@ -79,14 +84,17 @@ def main(
                 ids = tokens[:, :length].contiguous()
                 eager = prefill_variants(network, ids, config)
                 prefill = {
-                    "package": partial(prefill_by, package, ids),
+                    "package": partial(prefill_package, package, ids),
                     "compiled": compiled_prefill(network, ids, config),
                     "eager": eager["sparse"],
                     "dense": eager["dense"],
                 }
+                if int8:
+                    rounded = int8_twin(network)
+                    prefill["compiled_int8"] = compiled_prefill(rounded, ids, config)
                 stock = decode_variants(network, ids, config, STEPS)
                 decode = {
-                    "decode_package": decoder(package, ids),
+                    "decode_package": package_decoder(package, ids, STEPS),
                     "decode_eager": stock["enabled"],
                     "decode_stock": stock["stock"],
                 }
@@ -95,28 +103,6 @@ def main(
                     fields = {"dtype": options.dtype_name(kind), "threads": count}
                     for calls, number in ((prefill, length), (decode, STEPS)):
                         add_rows(report, calls, plan.seconds, number, length=length, **fields)
-
-
-def prefill_by(package: PrefillPackage, ids: Tensor) -> Tensor:
-    """Return the logits of the last token of a prompt."""
-    package.reset()
-    return package.forward(ids)
-
-
-def decoder(package: PrefillPackage, ids: Tensor) -> Callable[[], list[int]]:
-    """Return a call that decodes `STEPS` tokens behind a prompt, which is prefilled here."""
-    first = prefill_by(package, ids).argmax(dim=-1, keepdim=True)
-    behind_prompt = package.position.clone()
-
-    def decode() -> list[int]:
-        package.position.copy_(behind_prompt)
-        token, tokens = first, []
-        for _ in range(STEPS):
-            token = package.forward(token).argmax(dim=-1, keepdim=True)
-            tokens.append(int(token))
-        return tokens
-
-    return decode
 
 
 def add_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,6 +83,9 @@ def main(
             "given several times.",
         ),
     ] = None,
+    package: Annotated[
+        bool, typer.Option("--package/--no-package", help="Take our settings as packages too.")
+    ] = True,
     time: Annotated[
         bool, typer.Option("--time/--no-time", help="Take times, or measure losses only.")
     ] = True,
@@ -110,8 +114,9 @@ def main(
     timed, in one process, in turns. Then greedy decoding behind the longest prompt. A peer that is
     not installed is left out, with a message.
     """
-    # Loads transformers, which --help does not need.
+    # They load transformers, which --help does not need.
     from common.own_ways import own_ways
+    from common.packaged_ways import packaged_ways
 
     plan = options.make_plan("peers", json, threads, dtype, seconds=seconds, quick=quick)
     if len(plan.dtypes) != 1:
@@ -136,10 +141,18 @@ def main(
     facts |= {"presets": list(configs), "lengths": chosen, "steps": STEPS, "windows": windows}
     facts |= {"openvino_batches": batches, "freed_memory_kept": kept}
     title = f"prefill of {model.name} by several programs: loss and time"
-    with Report(plan, title, COLUMNS, **facts) as report:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Report(plan, title, COLUMNS, **facts) as report,
+    ):
+        own = own_ways(network, dtype, configs, min(chosen))
+        if package:
+            capacity = max(chosen) + STEPS
+            dense = next(iter(own))
+            own |= packaged_ways(network, tokenizer, dense, configs, capacity, Path(folder))
         for count in plan.threads:
             torch.set_num_threads(count)
-            ways = own_ways(network, dtype, configs, min(chosen))
+            ways = dict(own)
             makers = {
                 "openvino": functools.partial(openvino_genai, model, count, batches),
                 "llama.cpp": functools.partial(llama_cpp, model, count, max(chosen) + STEPS),
@@ -205,10 +218,11 @@ def _time_prefill(
 def _time_decoding(
     report: Report, ways: Mapping[str, Way], prompt: Tensor, seconds: float, threads: int
 ) -> None:
-    """Time decoding by one way of each program: how a prompt was prefilled does not matter."""
+    """Time decoding by one way of each form: how a prompt was prefilled does not matter."""
     firsts: dict[str, Way] = {}
     for name, way in ways.items():
-        if way.decoder and way.program not in {first.program for first in firsts.values()}:
+        known = {(first.program, first.form) for first in firsts.values()}
+        if way.decoder and (way.program, way.form) not in known:
             firsts[name] = way
     calls = {name: way.decoder(prompt, STEPS) for name, way in firsts.items() if way.decoder}
     timings = compare(calls, seconds / 4)

@@ -67,10 +67,10 @@ def plot_linear(result: Row, path: Path) -> Path:
     for i, name in enumerate(shapes):
         chosen = [row for row in rows if row["model"] == name]
         time, memory, sweep = grid[3 * i : 3 * i + 3]
-        by_length = [row for row in chosen if row["chunk_size"] == first["chunk_size"]]
+        by_length = [row for row in chosen if not row.get("swept")]
         _draw_forms(time, by_length, 1, "ms")
         _draw_forms(memory, by_length, 2, "MB beside the results")
-        _draw_sweep(sweep, chosen, first["chunk_size"])
+        _draw_sweep(sweep, [row for row in chosen if row.get("swept")], first["chunk_size"])
         time.set_title(f"{name}, D = {chosen[0]['head_dim']}: time", fontsize=9)
         memory.set_title(f"{name}: temporary memory", fontsize=9)
     handles, labels = grid[0].get_legend_handles_labels()
@@ -93,14 +93,12 @@ def _draw_forms(axes: Axes, rows: list[Row], field: int, label: str) -> None:
 
 def _draw_sweep(axes: Axes, rows: list[Row], default: int) -> None:
     """Draw everything relative to the default chunk size."""
-    swept = [row["length"] for row in rows if row["chunk_size"] != default]
-    if not swept:
+    if not rows:
         axes.remove()
         return
-    chosen = [row for row in rows if row["length"] == swept[0]]
-    chosen.sort(key=itemgetter("chunk_size"))
-    (base,) = (row for row in chosen if row["chunk_size"] == default)
-    sizes = [{**row, "length": row["chunk_size"]} for row in chosen]
+    rows = sorted(rows, key=itemgetter("chunk_size"))
+    (base,) = (row for row in rows if row["chunk_size"] == default)
+    sizes = [{**row, "length": row["chunk_size"]} for row in rows]
 
     def relative(field: str) -> Callable[[Row], float]:
         return lambda row: row[field] / base[field]
@@ -114,5 +112,5 @@ def _draw_sweep(axes: Axes, rows: list[Row], default: int) -> None:
     use_length_axis(axes, [row["length"] for row in sizes], "chunk size (tokens)")
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"relative to C = {default}")
-    axes.set_title(f"chunk size, at {swept[0]} tokens", fontsize=9)
+    axes.set_title(f"chunk size, at {base['length']} tokens", fontsize=9)
     axes.legend(frameon=False, fontsize=8)

@@ -13,7 +13,7 @@ from common.plot_parts import Row, make_figure, save_figure
 
 # Of the programs, in the order of the rows; told apart by people who see colours differently.
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]
-# Of a program's modes, and of one mode with several batches.
+# Of a program's modes, and of one mode as a package or with several batches.
 _MARKERS = ["o", "D", "^", "s", "v", "P", "X"]
 _FILLS = ["full", "none", "left", "right"]
 
@@ -68,17 +68,17 @@ def _label(variant: str) -> str:
 def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
     colours = dict(zip(dict.fromkeys(row["program"] for row in rows), _COLOURS, strict=False))
     modes: dict[str, dict[str, int]] = {}
-    batches: dict[str, dict[str, int]] = {}
+    forms: dict[str, dict[str, int]] = {}
     styles = {}
     for row in rows:
-        mode, _, batch = row["variant"].partition(", batch ")
+        mode, form, _ = re.split(r"(, package|, batch \d+|)$", row["variant"], maxsplit=1)
         known = modes.setdefault(row["program"], {})
         marker = _MARKERS[known.setdefault(mode, len(known)) % len(_MARKERS)]
-        of_mode = batches.setdefault(mode, {})
+        of_mode = forms.setdefault(mode, {})
         styles[row["variant"]] = {
             "color": colours.get(row["program"], "0.45"),
             "marker": marker,
-            "fillstyle": _FILLS[of_mode.setdefault(batch, len(of_mode)) % len(_FILLS)],
+            "fillstyle": _FILLS[of_mode.setdefault(form, len(of_mode)) % len(_FILLS)],
             "markersize": 8,
         }
     return styles

@@ -192,6 +192,23 @@ def enabled_twin(model: Any, config: PrefillConfig, length: int) -> Any:
     return sparse
 
 
+def int8_twin(model: Any) -> Any:
+    """Return a twin whose linear layers, but the output layer, take int8 weights and activations.
+
+    Weights are rounded by row, activations by token when they come.
+
+    Raises
+    ------
+    ImportError
+        If torchao is not installed.
+    """
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    rounded = twin(model)
+    quantize_(rounded.get_decoder(), Int8DynamicActivationInt8WeightConfig(version=2))
+    return rounded
+
+
 def _remove_attention(model: Any) -> None:
     AttentionInterface.register(_NO_ATTENTION, _return_query)
     AttentionMaskInterface.register(_NO_ATTENTION, lambda *args, **kwargs: None)

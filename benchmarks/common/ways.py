@@ -31,6 +31,8 @@ class Way:
     decoder : callable, optional
         Takes a prompt and a number of tokens; prefills, and returns a callable that decodes so many
         greedily.
+    form : str
+        In which of several forms the program has the model; its ways of one form decode alike.
     """
 
     program: str
@@ -39,3 +41,4 @@ class Way:
     prefill: Callable[[Tensor], object]
     nll: Callable[[Tensor, range], Tensor] | None = None
     decoder: Callable[[Tensor, int], Callable[[], object]] | None = None
+    form: str = ""

@@ -39,12 +39,16 @@ def run_alone(
     return lambda *words: run("peers", "--gguf", tmp_path / "model.gguf", *words)
 
 
+# Packages take a compiler a while.
+UNPACKED = ("--preset", "h2o", "--no-package")
+
+
 def _ways(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["variant"]: row for row in report["rows"] if "variant" in row}
 
 
 def test_peers_that_are_missing_are_left_out(run_alone: Run) -> None:
-    done, report = run_alone("--preset", "h2o", "--windows", "0:2")
+    done, report = run_alone(*UNPACKED, "--windows", "0:2")
     ways = _ways(report)
     assert list(ways) == [DENSE, "h2o_prefill h2o"]
     for row in ways.values():
@@ -64,7 +68,7 @@ def test_losses_are_those_of_evaluate_perplexity(run_alone: Run, model_folder: s
     from h2o_prefill.config import PrefillConfig
     from h2o_prefill.eval import evaluate_perplexity, load_model
 
-    _, report = run_alone("--preset", "h2o", "--windows", "1:4", "--no-time")
+    _, report = run_alone(*UNPACKED, "--windows", "1:4", "--no-time")
     ways = _ways(report)
     assert len(report["rows"]) == len(ways) == 2 and "seconds" not in ways[DENSE]
     model, tokenizer = load_model(model_folder, torch.bfloat16)
@@ -81,12 +85,23 @@ def test_losses_are_those_of_evaluate_perplexity(run_alone: Run, model_folder: s
     assert row["scored_tokens"] == expected.scored_tokens == 3 * 199
 
 
+@pytest.mark.slow
+def test_a_package_loses_what_the_enabled_model_does(run_alone: Run) -> None:
+    _, report = run_alone("--preset", "h2o", "--windows", "0:2", "--dtype", "float32")
+    ways = _ways(report)
+    eager, packaged = ways["h2o_prefill h2o"], ways["h2o_prefill h2o, package"]
+    assert packaged["perplexity"] == pytest.approx(eager["perplexity"], rel=1e-5)
+    assert packaged["scored_tokens"] == eager["scored_tokens"] and packaged["seconds"] > 0
+    decoding = [row["decoding"] for row in report["rows"] if "decoding" in row]
+    assert decoding == ["transformers float32", "h2o_prefill h2o", "h2o_prefill h2o, package"]
+
+
 def test_losses_of_an_earlier_run_are_taken_over(run_alone: Run, tmp_path: Path) -> None:
-    _, report = run_alone("--preset", "h2o", "--windows", "0:2", "--no-time")
+    _, report = run_alone(*UNPACKED, "--windows", "0:2", "--no-time")
     report["rows"][1]["perplexity"] = 123.0
     earlier = tmp_path / "earlier.json"
     earlier.write_text(json.dumps(report), encoding="utf-8")
-    options = ("--losses", earlier, "--no-time", "--preset", "h2o", "--windows")
+    options = ("--losses", earlier, "--no-time", *UNPACKED, "--windows")
     assert _ways(run_alone(*options, "0:2")[1])["h2o_prefill h2o"]["perplexity"] == 123
     assert _ways(run_alone(*options, "0:3")[1])["h2o_prefill h2o"]["perplexity"] != 123
     report["rows"][1]["version"] = "0.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -178,8 +179,22 @@ def test_decode(run: Run, model_folder: str) -> None:
 def test_package(run: Run, model_folder: str) -> None:
     _, report = run("package", "--model", model_folder, "--dtype", "float32")
     _check_report(report, ["seconds", "tokens_per_second", "speedup"])
-    variants = ["package", "eager", "dense", "decode_package", "decode_eager", "decode_stock"]
-    assert [row["variant"] for row in report["rows"]] == variants
+    prefill = ["package", "compiled", "eager", "dense"]
+    decode = ["decode_package", "decode_eager", "decode_stock"]
+    assert [row["variant"] for row in report["rows"]] == prefill + decode
+
+
+def test_int8_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_package
+    from typer.testing import CliRunner
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "torchao" else found(name, *a)
+    )
+    done = CliRunner().invoke(bench_package.app, ["--quick", "--int8"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "--int8 needs torchao: pip install torchao" in done.stderr
 
 
 def test_a_call_of_the_decoding_variants_leaves_its_cache_as_it_was(model_folder: str) -> None:
@@ -230,10 +245,10 @@ def test_linear(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench_linear.flash_linear_attention", missing)
     done, report = run("linear", "--dtype", "float32", "--shape", "smollm2")
     assert done.stderr.count("flash-linear-attention is left out") == 1
-    sweep = [row for row in report["rows"] if row["chunk_size"] != 64]
-    beside = [row for row in report["rows"] if row["chunk_size"] == 64]
-    assert [row["length"] for row in beside] == [1, 192]
-    assert [(row["length"], row["chunk_size"]) for row in sweep] == [(192, 16)]
+    sweep = [row for row in report["rows"] if "swept" in row]
+    beside = [row for row in report["rows"] if "swept" not in row]
+    assert [(row["length"], row["chunk_size"]) for row in beside] == [(1, 64), (192, 64)]
+    assert [(row["length"], row["chunk_size"]) for row in sweep] == [(192, n) for n in (16, 32, 64)]
     _check_report(report, LINEAR)
     forms = ("sdpa", "square", "cumsum")
     times = [f"{name}_milliseconds" for name in ("sdpa_both", *forms)]
