@@ -265,22 +265,12 @@ template <int kRows>
 __attribute__((noinline)) void update_tile(const float* keys, int64_t dim, const float* values,
                                            int64_t rows, float kept, float* sum) {
   Vec acc[kRows][kTileVectors];
-  const Vec factor = broadcast(kept);
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v)
-      acc[i][v] = kept == 0.0F ? Vec{} : load(sum + i * kPanel + v * kLanes) * factor;
-  }
+  load_decayed(sum, kept, acc);
   for (int64_t j = 0; j < rows; j += kPanel) {
     const int64_t depth = rows - j < kPanel ? rows - j : kPanel;
     add_products<Products>(keys + j * dim, kPanel, values + j * kPanel, kPanel, depth, acc);
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v) store(sum + i * kPanel + v * kLanes, acc[i][v]);
-  }
+  store_tile(acc, sum, kPanel);
 }
 
 // Keys as the state takes them.

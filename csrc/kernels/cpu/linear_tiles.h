@@ -21,6 +21,29 @@ H2O_INLINE void for_each_tile(int64_t rows, const Function& f) {
   if (rest & 1) f(Rows<1>{}, row);
 }
 
+// What is left of a sum, of one panel of it; kept is 0 where the sum is not to be read.
+template <int kRows>
+H2O_INLINE void load_decayed(const float* sum, float kept, Vec (&tile)[kRows][kTileVectors]) {
+  const Vec factor = broadcast(kept);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v)
+      tile[i][v] = kept == 0.0F ? Vec{} : load(sum + i * kPanel + v * kLanes) * factor;
+  }
+}
+
+// Multiplies each row of a tile by its factor.
+template <int kRows>
+H2O_INLINE void scale_tile(const float* factors, Vec (&tile)[kRows][kTileVectors]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+    const Vec factor = broadcast(factors[i]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) tile[i][v] *= factor;
+  }
+}
+
 struct ScoreOperands {
   const float* query;
   int64_t query_stride;
@@ -106,20 +129,9 @@ __attribute__((noinline)) void out_tile(const OutOperands& x, float* c, int64_t 
     for (int v = 0; v < kTileVectors; ++v) acc[i][v] = Vec{};
   }
   if (x.state) add_products<Products>(x.query, x.query_stride, x.state, kPanel, x.dim, acc);
-  if (x.from_start) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const Vec kept = broadcast(x.from_start[i]);
-#pragma GCC unroll 2
-      for (int v = 0; v < kTileVectors; ++v) acc[i][v] *= kept;
-    }
-  }
+  if (x.from_start) scale_tile(x.from_start, acc);
   add_products<Products>(x.scores, x.stride, x.values, x.values_stride, x.num_keys, acc);
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
-  }
+  store_tile(acc, c, ldc);
 }
 
 }  // namespace h2o_prefill::H2O_ISA

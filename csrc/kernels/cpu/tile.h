@@ -55,6 +55,16 @@ H2O_INLINE void add_products(const float* a, int64_t lda, const float* b, int64_
   }
 }
 
+// Stores a tile in rows that are ldc apart.
+template <int kRows>
+H2O_INLINE void store_tile(const Vec (&tile)[kRows][kTileVectors], float* c, int64_t ldc) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) store(c + i * ldc + v * kLanes, tile[i][v]);
+  }
+}
+
 // c[kRows, kPanel] (+)= a[kRows, depth] b[depth, kPanel]. a and b hold words, c floats; b is dense
 // unless its rows have a stride of their own.
 template <typename Products, bool kAccumulate, int kRows>
@@ -68,11 +78,7 @@ H2O_INLINE void multiply_tile(const float* a, int64_t lda, const float* b, int64
       acc[i][v] = kAccumulate ? load(c + i * ldc + v * kLanes) : Vec{};
   }
   add_products<Products>(a, lda, b, ldb, depth, acc);
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
-  }
+  store_tile(acc, c, ldc);
 }
 
 // Where the rows of a matrix of probabilities end: row r is zero from key limits[r] on, the limits

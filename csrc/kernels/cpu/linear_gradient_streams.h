@@ -1,0 +1,62 @@
+// Rows that a chunk of the gradient of linear attention asks for before they are needed.
+#pragma once
+
+#include "kernels/cpu/linear_chunk_backward.h"
+#include "kernels/cpu/row_stream.h"
+#include "kernels/cpu/tile.h"
+
+namespace h2o_prefill::H2O_ISA {
+
+H2O_INLINE int64_t panels(int64_t dim) { return pad_to(dim, kPanel) / kPanel; }
+
+// What a chunk asks for while it computes.
+struct Streams {
+  RowStream keys;  // of the next chunk
+  RowStream values;
+  RowStream queries;  // of the next head
+  RowStream grad_out;
+
+  void advance() {
+    keys.advance();
+    values.advance();
+    queries.advance();
+    grad_out.advance();
+  }
+};
+
+// Panels that are multiplied for one head, at least.
+H2O_INLINE int64_t head_steps(const LinearGradientArgs& args) {
+  return panels(args.rows) + panels(args.key_dim);
+}
+
+H2O_INLINE RowStream stream_of(const LinearGradientArgs& args, const LinearRows& of, int64_t head,
+                               int64_t row, int64_t rows, int64_t dim, int64_t steps) {
+  const int64_t offset = head * of.head_stride + row * of.stride;
+  return {static_cast<const char*>(of.data) + offset * size_of(args.dtype),
+          args.dtype,
+          of.stride,
+          rows,
+          dim,
+          steps};
+}
+
+H2O_INLINE Streams next_chunk(const LinearGradientArgs& args) {
+  const int64_t steps = args.heads * head_steps(args);
+  Streams streams;
+  streams.keys = stream_of(args, args.key, 0, args.next, args.next_rows, args.key_dim, steps);
+  streams.values = stream_of(args, args.value, 0, args.next, args.next_rows, args.value_dim, steps);
+  return streams;
+}
+
+// Asks for the rows of the head that comes when `count` heads have been multiplied from `head` on,
+// the next chunk's from its first head on, within so many panels.
+H2O_INLINE void ask_for_head(const LinearGradientArgs& args, int64_t head, int64_t count,
+                             int64_t steps, Streams& streams) {
+  const bool in_chunk = head + count < args.heads;
+  const int64_t row = in_chunk ? 0 : args.next, rows = in_chunk ? args.rows : args.next_rows;
+  const int64_t next = in_chunk ? head + count : head % count;
+  streams.queries = stream_of(args, args.query, next, row, rows, args.key_dim, steps);
+  streams.grad_out = stream_of(args, args.grad_out, next, row, rows, args.value_dim, steps);
+}
+
+}  // namespace h2o_prefill::H2O_ISA
