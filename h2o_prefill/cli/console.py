@@ -12,6 +12,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from h2o_prefill.cli.interrupts import check_interrupt
+
 
 class ResultConsole(Console):
     """A console whose reader may go away, as `head` does: the command still writes its files.
@@ -65,13 +67,17 @@ def progress_bar() -> Progress:
 def show_progress(what: str, bar: Progress | None = None) -> Iterator[Callable[..., None]]:
     """Show a progress bar for a block.
 
-    Gives the function that evaluations call with (steps done, steps in all, what runs next).
+    Gives the function that evaluations call with (steps done, steps in all, what runs next). It
+    ends the block where Ctrl-C has been pressed, and lost.
     """
     with bar or progress_bar() as shown:
         task = shown.add_task(what, total=None)
-        yield lambda done, total, what: shown.update(
-            task, completed=done, total=total, description=what
-        )
+
+        def step(done: int, total: int, what: str) -> None:
+            check_interrupt()
+            shown.update(task, completed=done, total=total, description=what)
+
+        yield step
 
 
 def say_written(path: Path) -> None:

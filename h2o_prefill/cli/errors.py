@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from h2o_prefill.cli.console import ResultConsole, discard_output, error_console
+from h2o_prefill.cli.interrupts import interrupts_remembered
 
 USAGE = 2
 FAILURE = 1
@@ -69,7 +70,8 @@ class OneLineErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command; see `click.Command.invoke`. Ctrl-C becomes an error that has a text."""
         try:
-            return super().invoke(ctx)
+            with interrupts_remembered():
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
             raise _Interrupted(str(error) or _NOTHING_KEPT) from error
         except BrokenPipeError:

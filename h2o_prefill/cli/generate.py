@@ -9,6 +9,7 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import ResultConsole, error_console, output_console, quiet_libraries
+from h2o_prefill.cli.interrupts import check_interrupt
 from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
@@ -81,6 +82,7 @@ def generate(
         console = output_console()
 
         def show(piece: str) -> None:
+            check_interrupt()
             console.print(piece, end="", markup=False, soft_wrap=True)
             if ResultConsole.closed:
                 raise BrokenPipeError
