@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from common import options
 from common.memory import allocated_bytes, first_call_peak_bytes, resident_bytes
+from common.plan import Case, Lengths, Plan
 from common.report import Report
 from common.shapes import Heads
 from torch import Tensor
@@ -31,32 +32,23 @@ COLUMNS = {
     "growth: allocated kB": "{allocated_growth_kilobytes:+.1f}",
     "resident kB": "{resident_growth_kilobytes:+.0f}",
 }
-LENGTHS = [1024, 2048, 4096, 8192, 16384]
+LENGTHS = Lengths(full=(1024, 2048, 4096, 8192, 16384), quick=(64, 200))
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = None,
-    lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "h2o",
-    quick: options.QuickOption = False,
-) -> None:
+@options.benchmark("allocations", "dtype", "shape", "preset", lengths=LENGTHS)
+def main(plan: Plan) -> None:
     """Count the bytes of one layer's prefill beside those of dense SDPA, then run 100 prompts.
 
     State (scores and memory set) stays with the KV cache of its layer. The workspace lives for one
     call: layers share it one after another. Growth is from the middle of the run to its end, over
     prompts of random lengths.
     """
-    plan = options.make_plan("allocations", json, threads, dtype, shape, quick=quick)
-    config = plan.config(preset)
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [64, 200])
-    prompts = 10 if quick else 100
+    config = plan.config()
+    prompts = 10 if plan.quick else 100
     title = f"memory of one layer, S={config.chunk_size}, M={config.memory_size}"
-    with Report(plan, title, COLUMNS, preset=preset, lengths=chosen) as report:
+    with Report(plan, title, COLUMNS, preset=plan.preset, lengths=plan.lengths) as report:
         for case in plan.cases():
-            for length in chosen:
+            for length in plan.lengths:
                 inputs = case.heads.qkv(length, case.dtype)
                 report.add(**case.fields, length=length, **_one_prompt(case.heads, inputs, config))
             report.add(**case.fields, prompts=prompts, **_many_prompts(case, config, prompts))
@@ -85,7 +77,7 @@ def _one_prompt(
     }
 
 
-def _many_prompts(case: options.Case, config: PrefillConfig, prompts: int) -> dict[str, Any]:
+def _many_prompts(case: Case, config: PrefillConfig, prompts: int) -> dict[str, Any]:
     chooser = random.Random(0)
     longest = 3 * config.chunk_size
     q, k, v = case.heads.qkv(longest, case.dtype)

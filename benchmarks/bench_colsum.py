@@ -6,6 +6,7 @@ from bench_intra_chunk import GPU_CHUNKS
 from common import options
 from common.colsum import attend_chunk
 from common.gpu_profile import kernel_seconds
+from common.plan import Plan
 from common.report import Report, Row, ratio_fields
 from common.shapes import random_memory
 from common.timing import compare, spread
@@ -26,23 +27,15 @@ COLUMNS = {
 }
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = None,
-    seconds: options.SecondsOption = 10.0,
-    quick: options.QuickOption = False,
-    device: options.DeviceOption = "cpu",
-) -> None:
+@options.benchmark("colsum", "dtype", "shape", "device", seconds=10.0)
+def main(plan: Plan) -> None:
     """Time one chunk of either phase with column sums against the same without.
 
     The operators always compute them. So on a CPU the kernels are compiled into a library of the
     benchmark's own, and called below the operators. On a GPU they are kernels of their own, whose
     times a profiler takes: phase 1 of 32 chunks, since one does not fill a GPU.
     """
-    plan = options.make_plan("colsum", json, threads, dtype, shape, seconds, quick, device)
-    size, memory, past = (64, 32, 128) if quick else (1024, 512, 8192)
+    size, memory, past = (64, 32, 128) if plan.quick else (1024, 512, 8192)
     title = f"column sums, S={size}, M={memory}: the attention step with them against without"
     with Report(plan, title, COLUMNS, chunk_size=size, memory=memory, past=past) as report:
         for case in plan.cases():

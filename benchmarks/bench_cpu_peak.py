@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from common import hardware_peak, options
+from common.plan import Plan
 from common.report import Report
 from common.timing import compare
 
@@ -21,20 +22,16 @@ COLUMNS = {
 }
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    seconds: options.SecondsOption = 3.0,
-    quick: options.QuickOption = False,
-) -> None:
+@options.benchmark("cpu_peak", seconds=3.0)
+def main(plan: Plan) -> None:
     """Measure what this CPU can do at most: flop/s by instruction set, bytes/s of memory."""
-    plan = options.make_plan("cpu_peak", json, threads, seconds=seconds, quick=quick)
     title = "Peaks: flops of multiply-adds and bf16 dot products; bytes read, and read plus written"
-    with Report(plan, title, COLUMNS, buffer_bytes=_QUICK_BUFFER if quick else _BUFFER) as report:
+    size = _QUICK_BUFFER if plan.quick else _BUFFER
+    with Report(plan, title, COLUMNS, buffer_bytes=size) as report:
         for count in plan.threads:
             torch.set_num_threads(count)
             work = {kind: hardware_peak.arithmetic(kind, count) for kind in hardware_peak.kinds()}
-            work |= hardware_peak.memory(count, _QUICK_BUFFER if quick else _BUFFER)
+            work |= hardware_peak.memory(count, size)
             timings = compare({name: item.run for name, item in work.items()}, plan.seconds)
             for name, item in work.items():
                 rate = item.amount / timings.median(name) / 1e9

@@ -9,6 +9,7 @@ import torch
 import typer
 from common import options
 from common.allocator import keep_freed_memory
+from common.plan import Lengths, Plan, dtype_name
 from common.report import Report, ratio_fields
 from common.timing import compare
 
@@ -25,25 +26,20 @@ COLUMNS = {
     "tokens/s": "{tokens_per_second:.1f}",
     "against stock": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
 }
-LENGTHS = [8000]
+LENGTHS = Lengths(full=(8000,), quick=(200,))
 STEPS = 16
 
 
+@options.benchmark(
+    "decode", dtype="bfloat16,float32", lengths=LENGTHS, preset="recommended", seconds=30.0
+)
 def main(
+    plan: Plan,
     model: ModelOption = "smollm2-135m",
     text_file: Annotated[
         Path | None,
         typer.Option("--text-file", metavar="FILE", help="The prompt. Default: Python's help."),
     ] = None,
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Comma-separated. Default: bfloat16,float32.")
-    ] = None,
-    lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "recommended",
-    seconds: options.SecondsOption = 30.0,
-    quick: options.QuickOption = False,
 ) -> None:
     """Time greedy decoding after a prompt of real text, one token a call, over the whole history.
 
@@ -53,20 +49,22 @@ def main(
     # Loads transformers, which --help does not need.
     from common.variants import decode_variants
 
-    plan = options.make_plan(
-        "decode", json, threads, dtype or "bfloat16,float32", seconds=seconds, quick=quick
-    )
-    config = plan.config(preset)
+    config = plan.config()
     kept = {"freed_memory_kept": keep_freed_memory()}
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [200])
     corpus = load_text("wikitext2" if text_file else "pydoc", text_file)
-    title = f"decoding by {model} after a prompt, preset {preset}"
-    facts = {"preset": preset, "lengths": chosen, "steps": STEPS, "text": corpus.source, **kept}
+    title = f"decoding by {model} after a prompt, preset {plan.preset}"
+    facts = {
+        "preset": plan.preset,
+        "lengths": plan.lengths,
+        "steps": STEPS,
+        "text": corpus.source,
+        **kept,
+    }
     with Report(plan, title, COLUMNS, model=model, **facts) as report:
         for kind in plan.dtypes:
             network, tokenizer = load_model(model, kind)
             tokens = encode(tokenizer, corpus.text)
-            for length in chosen:
+            for length in plan.lengths:
                 if len(tokens) < length:
                     raise typer.BadParameter(
                         f"--lengths must be <= the text's {len(tokens)} tokens, got {length}"
@@ -79,7 +77,7 @@ def main(
                         seconds_a_token = timings.median(name) / STEPS
                         report.add(
                             length=length,
-                            dtype=options.dtype_name(kind),
+                            dtype=dtype_name(kind),
                             threads=count,
                             variant=name,
                             milliseconds=1e3 * seconds_a_token,

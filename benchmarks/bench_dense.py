@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from common import options
 from common.context import dense_call
+from common.plan import Case, Plan
 from common.report import Report, Row, ratio_fields
 from common.timing import compare
 from torch import Tensor
@@ -31,21 +32,14 @@ SIZES = [
 ]
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = None,
-    seconds: options.SecondsOption = 3.0,
-    quick: options.QuickOption = False,
-) -> None:
+@options.benchmark("dense", "dtype", "shape", seconds=3.0)
+def main(plan: Plan) -> None:
     """Time dense_attention against torch SDPA with the fastest arguments for the same result.
 
     The last column is the time of a dense call through the C++ class PrefillContext, in that of
     dense_attention, called from C++ as well.
     """
-    plan = options.make_plan("dense", json, threads, dtype, shape, seconds, quick)
-    sizes = [(1, 200), (40, 200), (200, 200)] if quick else SIZES
+    sizes = [(1, 200), (40, 200), (200, 200)] if plan.quick else SIZES
     title = "dense_attention: beside torch SDPA (enable_gqa) over the same keys"
     with Report(plan, title, COLUMNS, sizes=sizes) as report:
         for case in plan.cases():
@@ -53,7 +47,7 @@ def main(
                 report.add(**case.fields, **_row(case, rows, keys, plan.seconds))
 
 
-def _row(case: options.Case, rows: int, keys: int, seconds: float) -> Row:
+def _row(case: Case, rows: int, keys: int, seconds: float) -> Row:
     q, k, v = case.heads.qkv(rows, case.dtype, past=keys - rows)
 
     def sdpa() -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from common import options
+from common.plan import Plan
 from common.report import Report, ratio_fields
 from common.shapes import random_memory
 from common.timing import compare
@@ -30,17 +31,10 @@ COLUMNS = {
 _SETS = 16
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = None,
-    seconds: options.SecondsOption = 2.0,
-    quick: options.QuickOption = False,
-) -> None:
+@options.benchmark("gather", "dtype", "shape", seconds=2.0)
+def main(plan: Plan) -> None:
     """Time gather_rows beside clone() of M rows that lie next to each other."""
-    plan = options.make_plan("gather", json, threads, dtype, shape, seconds, quick)
-    memory, past = (32, 256) if quick else (512, 8192)
+    memory, past = (32, 256) if plan.quick else (512, 8192)
     title = (
         f"gather_rows, M={memory} sorted rows of {past}: beside a contiguous copy of the same bytes"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common import options
 from common.kernel_rows import COLUMNS, gpu_kernel_row, kernel_row
+from common.plan import Case, Plan
 from common.report import Report, Row
 from common.sdpa import gpu_attention, sdpa
 
@@ -14,18 +15,10 @@ from h2o_prefill.eval.attention_flops import dense_dot_products
 GPU_CHUNKS = 32
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = None,
-    seconds: options.SecondsOption = 5.0,
-    quick: options.QuickOption = False,
-    device: options.DeviceOption = "cpu",
-) -> None:
+@options.benchmark("intra_chunk", "dtype", "shape", "device", seconds=5.0)
+def main(plan: Plan) -> None:
     """Time phase 1 against causal SDPA: on a CPU one chunk, and the FMA peak; on a GPU 32."""
-    plan = options.make_plan("intra_chunk", json, threads, dtype, shape, seconds, quick, device)
-    size = 64 if quick else 1024
+    size = 64 if plan.quick else 1024
     chunks = GPU_CHUNKS if plan.on_gpu else 1
     if plan.on_gpu:
         title = f"S={size}, {chunks} chunks: beside torch SDPA (causal), the chunks as its batch"
@@ -38,7 +31,7 @@ def main(
             report.add(**case.fields, **row(case, size, plan.seconds))
 
 
-def _gpu_row(case: options.Case, size: int, seconds: float) -> Row:
+def _gpu_row(case: Case, size: int, seconds: float) -> Row:
     q, k, v = case.qkv(GPU_CHUNKS * size)
     # [1, H, chunks * S, D] as [chunks, H, S, D], in place.
     by_chunk = [x[0].unflatten(1, (GPU_CHUNKS, size)).transpose(0, 1) for x in (q, k, v)]
@@ -50,7 +43,7 @@ def _gpu_row(case: options.Case, size: int, seconds: float) -> Row:
     )
 
 
-def _row(case: options.Case, size: int, seconds: float) -> Row:
+def _row(case: Case, size: int, seconds: float) -> Row:
     q, k, v = case.qkv(size)
     return kernel_row(
         lambda: ops.intra_chunk_attention(q, k, v, size),

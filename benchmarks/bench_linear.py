@@ -15,6 +15,7 @@ from common.linear_forms import (
     masked_square,
 )
 from common.memory import temporary_megabytes
+from common.plan import Case, Lengths, Plan
 from common.report import Report, ratio_fields
 from common.sdpa import sdpa
 from common.timing import Timings, compare
@@ -44,7 +45,7 @@ COLUMNS = {
     "GB/s": "{gigabytes_per_second:.1f}",
     "fla": "{fla_speedup:.2f}x",
 }
-LENGTHS = [256, 1024, 4096, 16384, 65536, 131072]
+LENGTHS = Lengths(full=(256, 1024, 4096, 16384, 65536, 131072), quick=(1, 192))
 DEFAULT_CHUNK_SIZE = 64
 # Where the chunk size is swept: in rows that measure nothing else, so that they compare.
 SWEPT_LENGTH = 4096
@@ -55,16 +56,8 @@ MOST_BYTES = 2**31
 MOST_QUERY_BYTES = 2**30
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = None,
-    lengths: options.LengthsOption = None,
-    seconds: options.SecondsOption = 20.0,
-    quick: options.QuickOption = False,
-    device: options.DeviceOption = "cpu",
-) -> None:
+@options.benchmark("linear", "dtype", "shape", "device", lengths=LENGTHS, seconds=20.0)
+def main(plan: Plan) -> None:
     """Time chunkwise_linear_attention (elu+1, causal) and its gradient beside other attention.
 
     The others are torch SDPA; the masked square, which writes all products of queries and keys;
@@ -74,16 +67,14 @@ def main(
     before it in its chunk, and those of a key and a value. "MB" is what a call holds at most beside
     its results, "backward" the time of the gradient by that of the call.
     """
-    plan = options.make_plan("linear", json, threads, dtype, shape, seconds, quick, device)
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [1, 192])
-    swept = (chosen[-1], CHUNK_SIZES[:3]) if quick else (SWEPT_LENGTH, CHUNK_SIZES)
+    swept = (plan.lengths[-1], CHUNK_SIZES[:3]) if plan.quick else (SWEPT_LENGTH, CHUNK_SIZES)
     title = "chunkwise_linear_attention (elu+1, causal): speedup over SDPA and over other forms"
     kept = {"freed_memory_kept": keep_freed_memory()}
-    with Report(plan, title, COLUMNS, lengths=chosen, **kept) as report:
+    with Report(plan, title, COLUMNS, lengths=plan.lengths, **kept) as report:
         _note_missing_package(report)
         for case in plan.cases():
             last: tuple[int, float] | None = None
-            for length in chosen:
+            for length in plan.lengths:
                 with_sdpa = plan.affords(length, last)
                 row, taken = _row(case, length, DEFAULT_CHUNK_SIZE, plan.seconds, with_sdpa)
                 report.add(**case.fields, **row)
@@ -102,7 +93,7 @@ def _note_missing_package(report: Report) -> None:
 
 
 def _row(
-    case: options.Case, length: int, chunk_size: int, seconds: float, with_others: bool
+    case: Case, length: int, chunk_size: int, seconds: float, with_others: bool
 ) -> tuple[dict[str, Any], float | None]:
     """Return a row, and the seconds that SDPA and its gradient took."""
     q, k, v = case.qkv(length)
@@ -148,7 +139,7 @@ def _matmul_peak(q: Tensor) -> tuple[Callable[[], object], float]:
     return lambda: square @ square, 2.0 * square.shape[0] ** 3
 
 
-def _others(case: options.Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Attention]:
+def _others(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Attention]:
     """Return SDPA, its gradient, and the forms of linear attention that fit into memory."""
     heads, length = case.heads, q.shape[2]
     calls: dict[str, Attention] = {
@@ -168,7 +159,7 @@ def _others(case: options.Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, At
     return calls if fla is None else {**calls, "fla": fla}
 
 
-def _flops(case: options.Case, length: int) -> int:
+def _flops(case: Case, length: int) -> int:
     """Count those of chunks of the default size: kernels choose their own."""
     heads = case.heads
     per_query = 2 * heads.head_dim * (heads.head_dim + min(DEFAULT_CHUNK_SIZE, length) + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from common import options
+from common.plan import Case, Lengths, Plan
 from common.report import Report, ratio_fields
 from common.timing import compare
 from torch import Tensor
@@ -20,32 +21,23 @@ COLUMNS = {
     "PyTorch us": "{pytorch_microseconds:.1f}",
     "PyTorch": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
 }
-LENGTHS = [1, 2, 4, 8, 16]
+LENGTHS = Lengths(full=(1, 2, 4, 8, 16), quick=(1, 2))
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = None,
-    lengths: options.LengthsOption = None,
-    seconds: options.SecondsOption = 2.0,
-    quick: options.QuickOption = False,
-) -> None:
+@options.benchmark("linear_decode", "dtype", "shape", lengths=LENGTHS, seconds=2.0)
+def main(plan: Plan) -> None:
     """Time chunkwise_linear_attention (elu+1) of few tokens that go on from a state.
 
     PyTorch takes one token at a time: baddbmm for the state, bmm for the queries.
     """
-    plan = options.make_plan("linear_decode", json, threads, dtype, shape, seconds, quick)
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [1, 2])
     title = "chunkwise_linear_attention (elu+1) with a state: beside the recurrence in PyTorch"
-    with Report(plan, title, COLUMNS, lengths=chosen) as report:
+    with Report(plan, title, COLUMNS, lengths=plan.lengths) as report:
         for case in plan.cases():
-            for length in chosen:
+            for length in plan.lengths:
                 report.add(**case.fields, length=length, **_row(case, length, plan.seconds))
 
 
-def _row(case: options.Case, length: int, seconds: float) -> dict[str, object]:
+def _row(case: Case, length: int, seconds: float) -> dict[str, object]:
     q, k, v = case.qkv(length)
     heads = case.heads
     state = torch.randn(1, heads.kv_heads, heads.head_dim, heads.head_dim)

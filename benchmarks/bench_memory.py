@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common import options
 from common.kernel_rows import COLUMNS, gpu_kernel_row, kernel_row
+from common.plan import Case, Plan
 from common.report import Report, Row
 from common.sdpa import gpu_attention, sdpa
 from common.shapes import random_memory
@@ -11,21 +12,13 @@ from common.shapes import random_memory
 from h2o_prefill import ops
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = None,
-    seconds: options.SecondsOption = 5.0,
-    quick: options.QuickOption = False,
-    device: options.DeviceOption = "cpu",
-) -> None:
+@options.benchmark("memory", "dtype", "shape", "device", seconds=5.0)
+def main(plan: Plan) -> None:
     """Time one chunk of phase 2 against SDPA over gathered keys, and on a CPU the FMA peak.
 
     SDPA gets its keys and values gathered beforehand; the operator gathers them itself.
     """
-    plan = options.make_plan("memory", json, threads, dtype, shape, seconds, quick, device)
-    size, memory, past = (64, 32, 128) if quick else (1024, 512, 8192)
+    size, memory, past = (64, 32, 128) if plan.quick else (1024, 512, 8192)
     title = (
         f"memory_attention, S={size}, M={memory} of {past} tokens: beside torch SDPA over keys "
         "that are gathered already" + ("" if plan.on_gpu else ", and the peaks")
@@ -35,7 +28,7 @@ def main(
             report.add(**case.fields, **_row(case, size, memory, past, plan.seconds))
 
 
-def _row(case: options.Case, size: int, memory: int, past: int, seconds: float) -> Row:
+def _row(case: Case, size: int, memory: int, past: int, seconds: float) -> Row:
     indices = random_memory(case.heads.kv_heads, memory, past).to(case.device)
     q, k, v = case.qkv(size, past)
     keys, values = ops.gather_rows(k, indices), ops.gather_rows(v, indices)

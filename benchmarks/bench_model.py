@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-import typer
 from common import options
 from common.allocator import keep_freed_memory
+from common.plan import Lengths, Plan, dtype_name
 from common.report import Report, ratio_fields
 from common.timing import compare
 
@@ -25,20 +23,13 @@ COLUMNS = {
     "against dense": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
     "against dense in chunks": "{speedup_over_chunked:.2f}x",
 }
-LENGTHS = [2048, 4096, 8192]
+LENGTHS = Lengths(full=(2048, 4096, 8192), quick=(200,))
 
 
+@options.benchmark("model", "preset", dtype="bfloat16,float32", lengths=LENGTHS, seconds=240.0)
 def main(
+    plan: Plan,
     model: ModelOption = "smollm2-135m",
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Comma-separated. Default: bfloat16,float32.")
-    ] = None,
-    lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "h2o",
-    seconds: options.SecondsOption = 240.0,
-    quick: options.QuickOption = False,
 ) -> None:
     """Time the prefill of a Hugging Face model, logits of the last token only.
 
@@ -48,20 +39,18 @@ def main(
     # Loads transformers, which --help does not need.
     from common.variants import prefill_variants
 
-    plan = options.make_plan(
-        "model", json, threads, dtype or "bfloat16,float32", seconds=seconds, quick=quick
-    )
-    config = plan.config(preset)
+    config = plan.config()
     kept = {"freed_memory_kept": keep_freed_memory()}
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [200])
-    title = f"prefill of {model}, preset {preset}; no_attention is the ceiling"
-    with Report(plan, title, COLUMNS, model=model, preset=preset, lengths=chosen, **kept) as report:
+    title = f"prefill of {model}, preset {plan.preset}; no_attention is the ceiling"
+    with Report(
+        plan, title, COLUMNS, model=model, preset=plan.preset, lengths=plan.lengths, **kept
+    ) as report:
         for kind in plan.dtypes:
             network, _ = load_model(model, kind)
             for count in plan.threads:
                 torch.set_num_threads(count)
                 last: tuple[int, float] | None = None
-                for length in chosen:
+                for length in plan.lengths:
                     if not plan.affords(length, last):
                         report.note(f"N >= {length} left out, they need a larger --seconds")
                         break
@@ -73,7 +62,7 @@ def main(
                         chunked = timings.ratio("dense_chunked", name).value
                         report.add(
                             length=length,
-                            dtype=options.dtype_name(kind),
+                            dtype=dtype_name(kind),
                             threads=count,
                             variant=name,
                             seconds=timings.median(name),

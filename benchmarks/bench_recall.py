@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from common import options
+from common.plan import Lengths, Plan
 from common.report import Report, Row, ratio_fields
 from common.timing import compare
 from torch import Tensor
@@ -48,36 +49,30 @@ VARIANTS = {
     "narrow layer": _NARROW.replace(wide_layers=()),
     "wide layer": _NARROW.of_layer(0),
 }
+LENGTHS = Lengths(full=(4096, 8192), quick=(200,))
 SEARCHED = 131072
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    dtype: options.DtypeOption = None,
-    shape: options.ShapeOption = "smollm2",
-    lengths: options.LengthsOption = None,
-    seconds: options.SecondsOption = 20.0,
-    quick: options.QuickOption = False,
-) -> None:
+@options.benchmark("recall", "dtype", shape="smollm2", lengths=LENGTHS, seconds=20.0)
+def main(plan: Plan) -> None:
     """Time the search beside a stable sort of the ids, and the operator with recalled keys beside
     the operator without and beside the preset h2o.
 
     The excess is what recall makes the operator take longer than its flops say. Text: WikiText-2
     where H2O_PREFILL_WIKITEXT2 names it, else Python's help topics.
     """
-    plan = options.make_plan("recall", json, threads, dtype, shape, seconds, quick)
-    chosen = plan.numbers("--lengths", lengths, [4096, 8192], [200])
-    searched = 2000 if quick else SEARCHED
+    searched = 2000 if plan.quick else SEARCHED
     h2o = plan.config("h2o")
-    configs = {name: _quick(h2o, config) if quick else config for name, config in VARIANTS.items()}
-    text, ids = _read_ids(max(searched, *chosen), quick)
+    configs = {
+        name: _quick(h2o, config) if plan.quick else config for name, config in VARIANTS.items()
+    }
+    text, ids = _read_ids(max(searched, *plan.lengths), plan.quick)
     title = (
         f"lexical_recall over {text}: beside a stable sort of the ids; chunked_sparse_attention "
         "with it: beside the same without, and beside the preset h2o"
     )
     variants = {name: dataclasses.asdict(config) for name, config in configs.items()}
-    with Report(plan, title, COLUMNS, lengths=chosen, variants=variants) as report:
+    with Report(plan, title, COLUMNS, lengths=plan.lengths, variants=variants) as report:
         for count in plan.threads:
             torch.set_num_threads(count)
             for name, config in configs.items():
@@ -85,7 +80,7 @@ def main(
                 report.add(recall=name, threads=count, length=searched, **row)
         for case in plan.cases():
             for name, config in configs.items():
-                for length in chosen:
+                for length in plan.lengths:
                     qkv = case.heads.qkv(length, case.dtype)
                     row = _operator_row(qkv, ids[:, :length], config, h2o, plan.seconds)
                     report.add(**case.fields, recall=name, length=length, **row)

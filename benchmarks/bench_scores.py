@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from common import options
 from common.context import score_update
+from common.plan import Plan
 from common.report import Report, Row, ratio_fields
 from common.timing import compare
 
@@ -19,15 +20,10 @@ COLUMNS = {
 }
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    seconds: options.SecondsOption = 2.0,
-    quick: options.QuickOption = False,
-) -> None:
+@options.benchmark("scores", seconds=2.0)
+def main(plan: Plan) -> None:
     """Time MemorySetTracker::accumulate_memory_scores of one layer, both sides in C++."""
-    plan = options.make_plan("scores", json, threads, seconds=seconds, quick=quick)
-    positions, sizes = (256, (32,)) if quick else (8192, (512, 768))
+    positions, sizes = (256, (32,)) if plan.quick else (8192, (512, 768))
     with Report(plan, "score update of one layer: beside scatter_add_", COLUMNS) as report:
         for memory in sizes:
             for count in plan.threads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from common import options
+from common.plan import Plan
 from common.report import Report, Row, ratio_fields
 from common.shapes import random_memory
 from common.timing import compare
@@ -35,15 +36,10 @@ def select_with_pytorch(
     return torch.cat([heavy, local], dim=-1).int()
 
 
-def main(
-    json: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    seconds: options.SecondsOption = 2.0,
-    quick: options.QuickOption = False,
-) -> None:
+@options.benchmark("select", seconds=2.0)
+def main(plan: Plan) -> None:
     """Time the selection of one layer's memory sets."""
-    plan = options.make_plan("select", json, threads, seconds=seconds, quick=quick)
-    size, budget, past = (64, 16, 256) if quick else (1024, 256, 8192)
+    size, budget, past = (64, 16, 256) if plan.quick else (1024, 256, 8192)
     title = f"select_memory, L=H={budget}: beside gather, topk and sort of PyTorch"
     with Report(plan, title, COLUMNS, local_window=budget, heavy_budget=budget) as report:
         for kv_heads in (3, 8):

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from common import options
+from common.plan import RESULTS
 from common.plot_linear import plot_linear
 from common.plot_parts import Row, draw_line, make_figure, save_figure, use_length_axis
 from common.plot_peers import plot_peers
@@ -101,7 +102,7 @@ def plot_memory(allocations: Row, path: Path) -> Path:
 def main(
     results: Annotated[
         Path, typer.Option("--results", metavar="FOLDER", help="Where the JSON files are.")
-    ] = options.RESULTS,
+    ] = RESULTS,
     output: Annotated[
         Path | None,
         typer.Option("--output", metavar="FOLDER", help="Where the figures go. Default: there."),

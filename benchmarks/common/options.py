@@ -1,30 +1,21 @@
-"""The options that all benchmarks share."""
+"""The options that benchmarks share, and how a function becomes a command that takes them."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from torch import Tensor
 
-from common.shapes import SHAPES, Heads
-from common.timing import Timer, fits, gpu_timer
+from common.plan import DEVICES, Lengths, make_plan
+from common.shapes import SHAPES
 from h2o_prefill.cli.console import error_console, quiet_libraries
-from h2o_prefill.cli.outputs import check_output_file
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import DTYPES
-from h2o_prefill.eval.environment import has_cuda
-from h2o_prefill.presets import PRESETS, preset_config
-
-DEVICES = ("cpu", "cuda")
-RESULTS = Path(__file__).parents[1] / "results"
-QUICK_SECONDS = 0.02
+from h2o_prefill.presets import PRESETS
 
 JsonOption = Annotated[
     Path | None,
@@ -63,177 +54,74 @@ PresetOption = Annotated[
     str, typer.Option("--preset", help=f"Sparse prefill settings, of {', '.join(PRESETS)}.")
 ]
 
-
-@dataclass(frozen=True)
-class Case:
-    """One combination of what the options list."""
-
-    heads: Heads
-    dtype: torch.dtype
-    threads: int
-    device: str = "cpu"
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU computes."""
-        return self.device != "cpu"
-
-    @property
-    def timer(self) -> Timer | None:
-        """What takes the times, for `compare`."""
-        return gpu_timer if self.on_gpu else None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What a row says of its case."""
-        where = {"device": self.device} if self.on_gpu else {"threads": self.threads}
-        return {
-            "model": self.heads.name,
-            "head_dim": self.heads.head_dim,
-            "dtype": dtype_name(self.dtype),
-            **where,
-        }
-
-    def qkv(self, length: int, past: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Make random q, k, v of this case."""
-        return self.heads.qkv(length, self.dtype, past, self.device)
+# What is shown of an option, and its value where a benchmark says no other; in the order of --help.
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "json": (JsonOption, None),
+    "threads": (ThreadsOption, None),
+    "dtype": (DtypeOption, None),
+    "shape": (ShapeOption, None),
+    "lengths": (LengthsOption, None),
+    "preset": (PresetOption, "h2o"),
+    "seconds": (SecondsOption, 1.0),
+    "quick": (QuickOption, False),
+    "device": (DeviceOption, "cpu"),
+}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The shared options of one run, with defaults filled in."""
+def benchmark(
+    name: str, *names: str, lengths: Lengths | None = None, **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a function that takes a `Plan` be called with the options that the plan is made of.
 
-    name: str
-    threads: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[Heads, ...]
-    seconds: float
-    quick: bool
-    json: Path | None
-    device: str = "cpu"
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU computes."""
-        return self.device != "cpu"
-
-    def cases(self) -> Iterator[Case]:
-        """Go through all combinations, with PyTorch set to the number of threads."""
-        for heads in self.shapes:
-            for dtype in self.dtypes:
-                for threads in self.threads:
-                    torch.set_num_threads(threads)
-                    yield Case(heads, dtype, threads, self.device)
-
-    def config(self, preset: str) -> PrefillConfig:
-        """Return the settings of a preset; small ones for a quick run."""
-        if self.quick:
-            return PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
-        return preset_config(preset)
-
-    def affords(self, length: int, last: tuple[int, float] | None) -> bool:
-        """Say whether dense attention over so many tokens fits the time of a row.
-
-        `last` is the previous length, and the seconds that one call of every candidate took there.
-        """
-        if last is None or self.quick:
-            return True
-        return fits(last[1] * (length / last[0]) ** 2, self.seconds)
-
-    def numbers(
-        self, option: str, text: str | None, default: list[int], quick: list[int]
-    ) -> list[int]:
-        """Return the whole numbers that an option lists, or its default for this mode."""
-        return (quick if self.quick else default) if text is None else parse_numbers(option, text)
-
-
-def make_plan(
-    name: str,
-    json: Path | None = None,
-    threads: str | None = None,
-    dtype: str | None = None,
-    shape: str | None = None,
-    seconds: float = 1.0,
-    quick: bool = False,
-    device: str = "cpu",
-) -> Plan:
-    """Check the shared options.
+    The options are --json, --threads, --quick and those that are named here, and beside them what
+    the function takes behind its plan. What it declares under the name of a shared option stands in
+    the place of that one.
 
     Parameters
     ----------
     name : str
         The benchmark's, for its result file.
-    json, threads, dtype, shape, seconds, quick, device
-        The options; None stands for the default.
-
-    Raises
-    ------
-    typer.BadParameter
-        If a value is wrong.
+    names : str
+        Of shared options.
+    lengths : Lengths, optional
+        Adds --lengths, with these defaults.
+    defaults
+        Names of shared options, and defaults that are this benchmark's own.
     """
-    _check_device(device)
-    if json is None and not quick:
-        RESULTS.mkdir(exist_ok=True)
-        json = RESULTS / (f"{name}.json" if device == "cpu" else f"{name}_{device}.json")
-    try:
-        if json is not None:
-            check_output_file(json, "--json", (".json",))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    # The host only hands work to a GPU.
-    thread_counts = [1] if quick or device != "cpu" else default_threads()
-    if threads is not None:
-        thread_counts = parse_numbers("--threads", threads)
-    default_dtypes = list(DTYPES)[:2] if device == "cpu" else ["bfloat16"]
-    return Plan(
-        name=name,
-        threads=tuple(thread_counts),
-        dtypes=tuple(DTYPES[n] for n in _chosen("--dtype", dtype, DTYPES, default_dtypes)),
-        shapes=tuple(SHAPES[n] for n in _chosen("--shape", shape, SHAPES, list(SHAPES))),
-        seconds=QUICK_SECONDS if quick else seconds,
-        quick=quick,
-        json=json,
-        device=device,
+    asked = {"json", "threads", "quick", *names, *defaults, *(("lengths",) if lengths else ())}
+    order = list(_SHARED)
+    shared = [_parameter(option, defaults) for option in sorted(asked, key=order.index)]
+
+    def change(main: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(main, eval_str=True)
+        _, *own = (p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values())
+        shown = {p.name: p for p in (*shared, *own)}.values()
+
+        @functools.wraps(main)
+        def run(**values: Any) -> None:
+            given = {option: values[option] for option in asked}
+            plan = make_plan(name, **given, default_lengths=lengths)
+            main(plan, **{p.name: values[p.name] for p in own})
+
+        # typer reads it. Options of the benchmark's own come first.
+        in_order = sorted(shown, key=lambda p: order.index(p.name) if p.name in order else -1)
+        run.__signature__ = signature.replace(parameters=in_order)  # type: ignore[attr-defined]
+        return run
+
+    return change
+
+
+def _parameter(name: str, defaults: dict[str, Any]) -> inspect.Parameter:
+    annotation, default = _SHARED[name]
+    if name == "dtype" and name in defaults:
+        text = f"Comma-separated. Default: {defaults[name]}."
+        annotation = Annotated[str, typer.Option("--dtype", help=text, show_default=False)]
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=defaults.get(name, default),
+        annotation=annotation,
     )
-
-
-def default_threads() -> list[int]:
-    """Return 1, 2 and the number of cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return sorted({1, min(2, cores), cores})
-
-
-def parse_numbers(option: str, text: str) -> list[int]:
-    """Return the positive whole numbers of a comma-separated list."""
-    try:
-        values = [int(item) for item in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise typer.BadParameter(f"{option} must be numbers >= 1 like 1,2, got {text!r}")
-    return values
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_device(device: str) -> None:
-    if device not in DEVICES:
-        raise typer.BadParameter(f"--device must be of {', '.join(DEVICES)}, got {device!r}")
-    if device == "cuda" and not (torch.cuda.is_available() and has_cuda()):
-        why = "PyTorch finds no GPU" if has_cuda() else "h2o_prefill was built without CUDA kernels"
-        raise typer.BadParameter(f"--device cuda is not possible: {why}")
-
-
-def _chosen(option: str, text: str | None, known: Collection[str], default: list[str]) -> list[str]:
-    names = default if text is None else text.split(",")
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"{option} must be of {', '.join(known)}, got {name!r}")
-    return names
 
 
 def command(main: Callable[..., None]) -> typer.Typer:

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from common.options import Plan
+from common.plan import Plan
 from common.timing import Ratio
 from h2o_prefill.cli.console import error_console
 from h2o_prefill.eval.environment import environment

@@ -82,24 +82,24 @@ def test_a_device_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, built: bool, message: str
 ) -> None:
     import typer
-    from common import options
+    from common import plan
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(options, "has_cuda", lambda: built)
+    monkeypatch.setattr(plan, "has_cuda", lambda: built)
     with pytest.raises(typer.BadParameter, match=message):
-        options.make_plan("prefill", quick=True, device=device)
+        plan.make_plan("prefill", quick=True, device=device)
 
 
 def test_a_plan_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from common import options
+    from common import plan
     from common.timing import gpu_timer
 
-    monkeypatch.setattr(options, "_check_device", lambda device: None)
-    plan = options.make_plan("prefill", threads=None, device="cuda")
-    assert plan.json is not None and plan.json.name == "prefill_cuda.json"
-    assert plan.dtypes == (torch.bfloat16,)
-    cases = list(plan.cases())
-    assert len(cases) == len(plan.shapes)
+    monkeypatch.setattr(plan, "_check_device", lambda device: None)
+    on_gpu = plan.make_plan("prefill", threads=None, device="cuda")
+    assert on_gpu.json is not None and on_gpu.json.name == "prefill_cuda.json"
+    assert on_gpu.dtypes == (torch.bfloat16,)
+    cases = list(on_gpu.cases())
+    assert len(cases) == len(on_gpu.shapes)
     assert all(case.timer is gpu_timer and case.fields["device"] == "cuda" for case in cases)
     assert "threads" not in cases[0].fields
 
@@ -375,6 +375,42 @@ def test_wrong_options_are_refused_before_any_work(tmp_path: Path) -> None:
         done = CliRunner().invoke(bench_prefill.app, ["--quick", *words], env={"COLUMNS": "200"})
         assert done.exit_code == 2
         assert message in done.stderr
+
+
+def test_an_expected_error_is_one_line(tmp_path: Path) -> None:
+    from common import options
+    from typer.testing import CliRunner
+
+    @options.benchmark("some", preset="h2o")
+    def main(plan: Any) -> None:
+        plan.config()
+
+    words = ["--json", str(tmp_path / "r.json"), "--preset", "other"]
+    done = CliRunner().invoke(options.command(main), words)
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_benchmark_has_shared_options_and_its_own(tmp_path: Path) -> None:
+    from common import options
+    from common.plan import Lengths
+    from typer.testing import CliRunner
+
+    given: list[tuple[Any, str, int]] = []
+
+    @options.benchmark("some", "device", dtype="float16", lengths=Lengths((7, 8), (3,)))
+    def main(plan: Any, device: str = "cpu", wanted: int = 1) -> None:
+        given.append((plan, device, wanted))
+
+    runner, app = CliRunner(), options.command(main)
+    for words in (["--quick"], ["--lengths", "5,6", "--dtype", "float32", "--wanted", "2"]):
+        words += ["--json", str(tmp_path / "r.json")]
+        done = runner.invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    (quick, *own), (full, *_) = given
+    assert (quick.lengths, quick.dtypes, own) == ((3,), (torch.float16,), ["cpu", 1])
+    assert (full.lengths, full.dtypes, given[1][2]) == ((5, 6), (torch.float32,), 2)
+    assert runner.invoke(app, ["--shape", "smollm2"]).exit_code == 2
 
 
 def test_plots(run: Run, model_folder: str, tmp_path: Path) -> None:
