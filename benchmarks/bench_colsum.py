@@ -7,7 +7,7 @@ from common import options
 from common.colsum import attend_chunk
 from common.gpu_profile import kernel_seconds
 from common.plan import Plan
-from common.report import Report, Row, ratio_fields
+from common.report import CASE_COLUMNS, Report, Row, ratio_fields
 from common.shapes import random_memory
 from common.timing import compare, spread
 from torch import Tensor
@@ -16,11 +16,7 @@ from h2o_prefill import ops
 
 COLUMNS = {
     "phase": "{phase}",
-    "model": "{model}",
-    "D": "{head_dim}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "device": "{device}",
+    **CASE_COLUMNS,
     "ms with": "{milliseconds:.3f}",
     "ms without": "{milliseconds_without:.3f}",
     "cost": "{cost_percent:+.2f} % ({cost_percent_q1:+.2f} to {cost_percent_q3:+.2f})",

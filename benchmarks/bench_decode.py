@@ -10,7 +10,7 @@ import typer
 from common import options
 from common.allocator import keep_freed_memory
 from common.plan import Lengths, Plan, dtype_name
-from common.report import Report, ratio_fields
+from common.report import MODEL_COLUMNS, Report, decoding_fields, ratio_fields
 from common.timing import compare
 
 from h2o_prefill.cli.options import ModelOption
@@ -18,10 +18,7 @@ from h2o_prefill.eval import load_model, load_text
 from h2o_prefill.eval.inputs.text import encode
 
 COLUMNS = {
-    "N": "{length}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "variant": "{variant}",
+    **MODEL_COLUMNS,
     "ms/token": "{milliseconds:.2f}",
     "tokens/s": "{tokens_per_second:.1f}",
     "against stock": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
@@ -74,15 +71,12 @@ def main(
                     torch.set_num_threads(count)
                     timings = compare(variants, plan.seconds)
                     for name in variants:
-                        seconds_a_token = timings.median(name) / STEPS
                         report.add(
                             length=length,
                             dtype=dtype_name(kind),
                             threads=count,
                             variant=name,
-                            milliseconds=1e3 * seconds_a_token,
-                            tokens_per_second=1 / seconds_a_token,
-                            rounds=timings.rounds,
+                            **decoding_fields(timings, name, STEPS),
                             **ratio_fields("speedup", timings.ratio("stock", name)),
                         )
 

@@ -7,17 +7,14 @@ import torch.nn.functional as F
 from common import options
 from common.context import dense_call
 from common.plan import Case, Plan
-from common.report import Report, Row, ratio_fields
+from common.report import CASE_COLUMNS, Report, Row, ratio_fields, speedup_fields
 from common.timing import compare
 from torch import Tensor
 
 from h2o_prefill import ops
 
 COLUMNS = {
-    "model": "{model}",
-    "D": "{head_dim}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
+    **CASE_COLUMNS,
     "rows": "{rows}",
     "keys": "{keys}",
     "ms": "{milliseconds:.3f}",
@@ -66,10 +63,7 @@ def _row(case: Case, rows: int, keys: int, seconds: float) -> Row:
     return {
         "rows": rows,
         "keys": keys,
-        "milliseconds": 1e3 * timings.median("kernel"),
-        "sdpa_milliseconds": 1e3 * timings.median("sdpa"),
-        "rounds": timings.rounds,
-        **ratio_fields("speedup", timings.ratio("sdpa", "kernel")),
+        **speedup_fields(timings, "kernel", "sdpa"),
         **ratio_fields("context", through_context.ratio("context", "kernel")),
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from common import options
 from common.plan import Plan
-from common.report import Report, ratio_fields
+from common.report import CASE_COLUMNS, Report, ratio_fields
 from common.shapes import random_memory
 from common.timing import compare
 from torch import Tensor
@@ -16,10 +16,7 @@ from torch import Tensor
 from h2o_prefill import ops
 
 COLUMNS = {
-    "model": "{model}",
-    "D": "{head_dim}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
+    **CASE_COLUMNS,
     "GB/s": "{gigabytes:.1f}",
     "copy GB/s": "{copy_gigabytes:.1f}",
     "% of copy": "{percent:.0f} ({percent_q1:.0f} to {percent_q3:.0f})",

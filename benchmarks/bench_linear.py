@@ -16,7 +16,7 @@ from common.linear_forms import (
 )
 from common.memory import temporary_megabytes
 from common.plan import Case, Lengths, Plan
-from common.report import Report, ratio_fields
+from common.report import CASE_COLUMNS, Report, ratio_fields
 from common.sdpa import sdpa
 from common.timing import Timings, compare
 from torch import Tensor
@@ -26,11 +26,7 @@ from h2o_prefill import ops
 Attention = Callable[[], Tensor | tuple[Tensor, ...]]
 
 COLUMNS = {
-    "model": "{model}",
-    "D": "{head_dim}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "device": "{device}",
+    **CASE_COLUMNS,
     "N": "{length}",
     "C": "{chunk_size}",
     "ms": "{milliseconds:.2f}",

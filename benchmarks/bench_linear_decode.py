@@ -5,17 +5,14 @@ from __future__ import annotations
 import torch
 from common import options
 from common.plan import Case, Lengths, Plan
-from common.report import Report, ratio_fields
+from common.report import CASE_COLUMNS, Report, Row, speedup_fields
 from common.timing import compare
 from torch import Tensor
 
 from h2o_prefill import ops
 
 COLUMNS = {
-    "model": "{model}",
-    "D": "{head_dim}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
+    **CASE_COLUMNS,
     "tokens": "{length}",
     "us": "{microseconds:.1f}",
     "PyTorch us": "{pytorch_microseconds:.1f}",
@@ -37,7 +34,7 @@ def main(plan: Plan) -> None:
                 report.add(**case.fields, length=length, **_row(case, length, plan.seconds))
 
 
-def _row(case: Case, length: int, seconds: float) -> dict[str, object]:
+def _row(case: Case, length: int, seconds: float) -> Row:
     q, k, v = case.qkv(length)
     heads = case.heads
     state = torch.randn(1, heads.kv_heads, heads.head_dim, heads.head_dim)
@@ -47,12 +44,7 @@ def _row(case: Case, length: int, seconds: float) -> dict[str, object]:
     }
     with torch.no_grad():
         timings = compare(calls, seconds)
-    return {
-        "microseconds": 1e6 * timings.median("linear"),
-        "pytorch_microseconds": 1e6 * timings.median("pytorch"),
-        "rounds": timings.rounds,
-        **ratio_fields("speedup", timings.ratio("pytorch", "linear")),
-    }
+    return speedup_fields(timings, "linear", "pytorch", "microseconds")
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from common import options
 from common.allocator import keep_freed_memory
 from common.plan import Lengths, Plan, dtype_name
-from common.report import Report, ratio_fields
+from common.report import MODEL_COLUMNS, Report, rate_fields, ratio_fields
 from common.timing import compare
 
 from h2o_prefill.cli.options import ModelOption
@@ -14,10 +14,7 @@ from h2o_prefill.eval import load_model
 from h2o_prefill.eval.inputs.prompts import random_ids
 
 COLUMNS = {
-    "N": "{length}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "variant": "{variant}",
+    **MODEL_COLUMNS,
     "seconds": "{seconds:.3f}",
     "tokens/s": "{tokens_per_second:.0f}",
     "against dense": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
@@ -64,11 +61,8 @@ def main(
                             length=length,
                             dtype=dtype_name(kind),
                             threads=count,
-                            variant=name,
-                            seconds=timings.median(name),
-                            tokens_per_second=length / timings.median(name),
                             speedup_over_chunked=chunked,
-                            rounds=timings.rounds,
+                            **rate_fields(timings, name, length),
                             **ratio_fields("speedup", timings.ratio("dense", name)),
                         )
 

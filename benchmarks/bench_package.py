@@ -13,7 +13,7 @@ import typer
 from common import options
 from common.allocator import keep_freed_memory
 from common.plan import Lengths, Plan, dtype_name
-from common.report import Report, ratio_fields
+from common.report import MODEL_COLUMNS, Report, rate_fields, ratio_fields
 from common.timing import compare
 
 from h2o_prefill.cli.options import ModelOption
@@ -22,10 +22,7 @@ from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.package import PrefillPackage
 
 COLUMNS = {
-    "N": "{length}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "variant": "{variant}",
+    **MODEL_COLUMNS,
     "seconds": "{seconds:.4f}",
     "tokens/s": "{tokens_per_second:.1f}",
     "package": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
@@ -109,10 +106,7 @@ def add_rows(
     package = next(iter(calls))
     for name in calls:
         report.add(
-            variant=name,
-            seconds=timings.median(name),
-            tokens_per_second=number / timings.median(name),
-            rounds=timings.rounds,
+            **rate_fields(timings, name, number),
             **ratio_fields("speedup", timings.ratio(name, package)),
             **fields,
         )

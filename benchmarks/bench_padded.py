@@ -10,7 +10,7 @@ import typer
 from common import options
 from common.allocator import keep_freed_memory
 from common.plan import Plan, dtype_name, parse_numbers
-from common.report import Report, ratio_fields
+from common.report import MODEL_COLUMNS, Report, rate_fields, ratio_fields
 from common.timing import compare
 
 from h2o_prefill.cli.options import ModelOption
@@ -19,9 +19,7 @@ from h2o_prefill.eval.inputs.text import encode
 
 COLUMNS = {
     "rows": "{row_lengths}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "variant": "{variant}",
+    **MODEL_COLUMNS,
     "seconds": "{seconds:.3f}",
     "tokens/s": "{tokens_per_second:.0f}",
     "against dense": "{speedup:.2f}x ({speedup_q1:.2f} to {speedup_q3:.2f})",
@@ -78,11 +76,8 @@ def main(
                         row_lengths="+".join(map(str, chosen)),
                         dtype=dtype_name(kind),
                         threads=count,
-                        variant=name,
-                        seconds=timings.median(name),
                         least_seconds=min(timings.seconds[name]),
-                        tokens_per_second=sum(chosen) / timings.median(name),
-                        rounds=timings.rounds,
+                        **rate_fields(timings, name, sum(chosen)),
                         **ratio_fields("speedup", timings.ratio("dense", name)),
                         **ratio_fields("rows_speedup", timings.ratio(alone, name)),
                     )

@@ -16,7 +16,7 @@ from common.allocator import keep_freed_memory
 from common.losses import PROTOCOL, Losses, read_losses
 from common.peers import OPENVINO_BATCHES, PeerMissing, llama_cpp, openvino_genai
 from common.plan import Lengths, Plan, parse_numbers
-from common.report import Report, Row, ratio_fields
+from common.report import Report, Row, decoding_fields, ratio_fields
 from common.rivals import fastest_rivals
 from common.timing import compare
 from common.ways import OURS, Way
@@ -225,14 +225,11 @@ def _time_decoding(
     timings = compare(calls, seconds / 4)
     ours = next(name for name, way in firsts.items() if way.program == OURS)
     for name in calls:
-        a_token = timings.median(name) / STEPS
         report.add(
             length=len(prompt),
             threads=threads,
             decoding=name,
-            milliseconds=1e3 * a_token,
-            tokens_per_second=1 / a_token,
-            rounds=timings.rounds,
+            **decoding_fields(timings, name, STEPS),
             **ratio_fields("our_speedup", timings.ratio(name, ours)),
         )
 

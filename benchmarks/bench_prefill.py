@@ -7,7 +7,7 @@ from typing import Any
 
 from common import options
 from common.plan import Case, Lengths, Plan
-from common.report import Report, ratio_fields
+from common.report import CASE_COLUMNS, Report, ratio_fields
 from common.sdpa import backend_fields, fastest, gpu_attention, sdpa
 from common.timing import compare
 
@@ -16,11 +16,7 @@ from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_prod
 from h2o_prefill.functional import sparse_attention
 
 COLUMNS = {
-    "model": "{model}",
-    "D": "{head_dim}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "device": "{device}",
+    **CASE_COLUMNS,
     "N": "{length}",
     "SDPA ms": "{dense_milliseconds:.2f}",
     "SDPA GFLOP/s": "{dense_gflops:.0f}",

@@ -6,7 +6,7 @@ import torch
 from common import options
 from common.context import score_update
 from common.plan import Plan
-from common.report import Report, Row, ratio_fields
+from common.report import Report, Row, speedup_fields
 from common.timing import compare
 
 COLUMNS = {
@@ -35,12 +35,7 @@ def main(plan: Plan) -> None:
 def _row(kv_heads: int, positions: int, memory: int, seconds: float) -> Row:
     with score_update(kv_heads, positions, memory) as pair:
         timings = compare({"ours": pair.ours, "pytorch": pair.baseline}, seconds)
-    return {
-        "microseconds": 1e6 * timings.median("ours"),
-        "pytorch_microseconds": 1e6 * timings.median("pytorch"),
-        "rounds": timings.rounds,
-        **ratio_fields("speedup", timings.ratio("pytorch", "ours")),
-    }
+    return speedup_fields(timings, "ours", "pytorch", "microseconds")
 
 
 app = options.command(main)

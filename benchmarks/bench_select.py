@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from common import options
 from common.plan import Plan
-from common.report import Report, Row, ratio_fields
+from common.report import Report, Row, speedup_fields
 from common.shapes import random_memory
 from common.timing import compare
 from torch import Tensor
@@ -60,13 +60,7 @@ def _row(kv_heads: int, size: int, budget: int, past: int, seconds: float) -> Ro
         },
         seconds,
     )
-    return {
-        "memory": 2 * budget,
-        "milliseconds": 1e3 * timings.median("select"),
-        "pytorch_milliseconds": 1e3 * timings.median("pytorch"),
-        "rounds": timings.rounds,
-        **ratio_fields("speedup", timings.ratio("pytorch", "select")),
-    }
+    return {"memory": 2 * budget, **speedup_fields(timings, "select", "pytorch")}
 
 
 app = options.command(main)

@@ -6,16 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from common import hardware_peak
-from common.report import ratio_fields
+from common.report import CASE_COLUMNS, ratio_fields, speedup_fields
 from common.sdpa import Attention, backend_fields, fastest
 from common.timing import compare, gpu_timer
 
 COLUMNS = {
-    "model": "{model}",
-    "D": "{head_dim}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "device": "{device}",
+    **CASE_COLUMNS,
     "ms": "{milliseconds:.3f}",
     "GFLOP/s": "{gflops:.1f}",
     "FMA peak": "{peak_gflops:.1f}",
@@ -80,11 +76,8 @@ def kernel_row(
     calls |= {name: peak.run for name, peak in peaks.items() if peak is not None}
     timings = compare(calls, seconds)
     row: dict[str, Any] = {
-        "milliseconds": 1e3 * timings.median("kernel"),
-        "sdpa_milliseconds": 1e3 * timings.median("sdpa"),
         "gflops": flops / timings.median("kernel") / 1e9,
-        "rounds": timings.rounds,
-        **ratio_fields("speedup", timings.ratio("sdpa", "kernel")),
+        **speedup_fields(timings, "kernel", "sdpa"),
     }
     for name, peak in peaks.items():
         if peak is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from rich import box
@@ -13,12 +12,28 @@ from rich.console import Console
 from rich.table import Table
 
 from common.plan import Plan
-from common.timing import Ratio
+from common.timing import Ratio, Timings
 from h2o_prefill.cli.console import error_console
 from h2o_prefill.eval.environment import environment
 from h2o_prefill.eval.report import write_json
 
 Row = dict[str, Any]
+
+# What columns begin with: those of a `Case`, and those of a whole model run in several ways. A
+# table leaves out what its rows do not have.
+CASE_COLUMNS = {
+    "model": "{model}",
+    "D": "{head_dim}",
+    "dtype": "{dtype}",
+    "threads": "{threads}",
+    "device": "{device}",
+}
+MODEL_COLUMNS = {
+    "N": "{length}",
+    "dtype": "{dtype}",
+    "threads": "{threads}",
+    "variant": "{variant}",
+}
 
 
 class Report:
@@ -77,12 +92,7 @@ class Report:
     def __enter__(self) -> Report:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self.rows:
             return
         # A file has room for the whole table.
@@ -116,6 +126,42 @@ class Report:
 def ratio_fields(name: str, ratio: Ratio) -> Row:
     """Return a ratio as the fields `name`, `name_q1`, `name_q3`."""
     return {name: ratio.value, f"{name}_q1": ratio.q1, f"{name}_q3": ratio.q3}
+
+
+def speedup_fields(timings: Timings, ours: str, baseline: str, unit: str = "milliseconds") -> Row:
+    """Return the times of a call and its baseline, the rounds, and how many times as fast it is.
+
+    The fields are `unit` (milliseconds or microseconds), that with the baseline's name before it,
+    `rounds`, and `speedup` with its quartiles.
+    """
+    scale = {"milliseconds": 1e3, "microseconds": 1e6}[unit]
+    return {
+        unit: scale * timings.median(ours),
+        f"{baseline}_{unit}": scale * timings.median(baseline),
+        "rounds": timings.rounds,
+        **ratio_fields("speedup", timings.ratio(baseline, ours)),
+    }
+
+
+def rate_fields(timings: Timings, name: str, tokens: int) -> Row:
+    """Return the name of a call that takes so many tokens, its time, their rate and the rounds."""
+    seconds = timings.median(name)
+    return {
+        "variant": name,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "rounds": timings.rounds,
+    }
+
+
+def decoding_fields(timings: Timings, name: str, steps: int) -> Row:
+    """Return the time of one of the tokens that a call decodes, their rate and the rounds."""
+    seconds_a_token = timings.median(name) / steps
+    return {
+        "milliseconds": 1e3 * seconds_a_token,
+        "tokens_per_second": 1 / seconds_a_token,
+        "rounds": timings.rounds,
+    }
 
 
 def _cell(form: str, row: Row) -> str | None:
