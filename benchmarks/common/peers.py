@@ -71,10 +71,8 @@ def llama_cpp(gguf: Path, threads: int, longest: int) -> dict[str, Way]:
 
     Parameters
     ----------
-    gguf : Path
-        The model.
-    threads : int
-        CPU threads.
+    gguf, threads
+        Those of `openvino_genai`.
     longest : int
         Tokens of the longest prompt and of what is decoded behind it.
     """

@@ -50,17 +50,7 @@ def prefill_variants(
 
 
 def compiled_prefill(model: Any, input_ids: Tensor, config: PrefillConfig) -> Callable[[], Tensor]:
-    """Return the sparse variant of `prefill_variants`, compiled by the first call.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With dense attention.
-    input_ids : Tensor
-        int64 [1, T].
-    config : PrefillConfig
-        How to prefill.
-    """
+    """Return the sparse variant of `prefill_variants`, compiled by the first call."""
     sparse = enabled_twin(model, config, len(input_ids[0]))
     sparse.compile(fullgraph=True, dynamic=True)
     return lambda: prefill(sparse, [input_ids])
@@ -73,12 +63,10 @@ def padded_variants(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        With dense attention.
+    model, config
+        Those of `prefill_variants`.
     rows : sequence of Tensor
         int64 [T] each.
-    config : PrefillConfig
-        Of the sparse variants.
 
     Returns
     -------
@@ -102,12 +90,8 @@ def decode_variants(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        With dense attention.
-    input_ids : Tensor
-        int64 [1, T].
-    config : PrefillConfig
-        Of the sparse prefill.
+    model, input_ids, config
+        Those of `prefill_variants`.
     steps : int
         Tokens that a call decodes, greedily; afterwards it takes them back from its cache.
 
