@@ -1,0 +1,10 @@
+# What the project of the examples includes when the tests build it: its programs parse the headers of PyTorch once.
+function(h2o_share_headers)
+  get_property(targets DIRECTORY PROPERTY BUILDSYSTEM_TARGETS)
+  list(POP_FRONT targets first)
+  target_precompile_headers(${first} PRIVATE <ATen/ATen.h>)
+  foreach(target IN LISTS targets)
+    target_precompile_headers(${target} REUSE_FROM ${first})
+  endforeach()
+endfunction()
+cmake_language(DEFER CALL h2o_share_headers)
