@@ -19,7 +19,6 @@ from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import ablation_table
 from h2o_prefill.cli.texts import load_texts
 from h2o_prefill.cli.variants import parse_variants
-from h2o_prefill.eval import DATASETS
 from h2o_prefill.presets import DEFAULT_PRESET
 
 _GRID = "Grid: one or more values, separated by commas"
@@ -28,25 +27,8 @@ _GRID = "Grid: one or more values, separated by commas"
 @add_field_options(str | None, panel=_GRID, metavar="V,V,...")
 def ablate(
     model: options.ModelOption = "smollm2-135m",
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset",
-            metavar="NAME,NAME,...",
-            help=f"Evaluation texts, of {options.choices(DATASETS)}.",
-            rich_help_panel=_GRID,
-            show_default="wikitext2, if no --text-file is given",
-        ),
-    ] = None,
-    text_file: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--text-file",
-            metavar="FILE",
-            help="UTF-8 text file to evaluate on, in addition to the datasets; may be repeated.",
-            rich_help_panel=_GRID,
-        ),
-    ] = None,
+    dataset: Annotated[str | None, options.datasets("Evaluation texts", _GRID)] = None,
+    text_file: Annotated[list[Path] | None, options.text_files("evaluate on", _GRID)] = None,
     context: Annotated[
         str,
         typer.Option(
@@ -67,10 +49,8 @@ def ablate(
     dtype: options.DtypeOption = "float32",
     output: Annotated[
         Path,
-        typer.Option(
-            "--output",
-            metavar="DIR",
-            help="Folder for perplexity_ablation.csv and the parts from which a run is resumed.",
+        options.output_folder(
+            "Folder for perplexity_ablation.csv and the parts from which a run is resumed."
         ),
     ] = Path("benchmark_results"),
     plot: Annotated[

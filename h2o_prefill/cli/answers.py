@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import error_console, quiet_libraries, show_progress
+from h2o_prefill.cli.console import quiet_libraries, show_progress
+from h2o_prefill.cli.loading import load_network
 from h2o_prefill.cli.outputs import json_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import answers_table
 from h2o_prefill.cli.texts import load_texts
 from h2o_prefill.cli.variants import parse_variants
-from h2o_prefill.eval import DATASETS
 from h2o_prefill.eval.answers.compare import QUESTION
 from h2o_prefill.presets import PRESETS
-
-if TYPE_CHECKING:
-    pass
 
 
 def answers(
     model: options.ModelOption = "smollm2-135m",
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset",
-            metavar="NAME,NAME,...",
-            help=f"Texts to ask about, of {options.choices(DATASETS)}.",
-            show_default="wikitext2, if no --text-file is given",
-        ),
-    ] = None,
-    text_file: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--text-file",
-            metavar="FILE",
-            help="UTF-8 text file to ask about, in addition to the datasets; may be repeated.",
-        ),
-    ] = None,
+    dataset: Annotated[str | None, options.datasets("Texts to ask about")] = None,
+    text_file: Annotated[list[Path] | None, options.text_files("ask about")] = None,
     prompts: Annotated[
         int, typer.Option("--prompts", min=1, help="Prompts in all; the texts take turns.")
     ] = 20,
@@ -69,16 +51,13 @@ def answers(
     the same to the token, at which token the others part from dense (counted from 0), and how much
     less likely the dense run holds that token than its own, in nats.
     """
-    from h2o_prefill.eval import load_model
     from h2o_prefill.eval.answers.compare import compare_answers
     from h2o_prefill.eval.answers.result import answers_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)
         texts = load_texts(dataset, text_file)
-        options.use_threads(threads)
-        with error_console().status(f"loading {model}"):
-            network, tokenizer = load_model(model, dtype)
+        network, tokenizer = load_network(model, dtype, threads)
         with show_progress("answers") as show:
             result = compare_answers(
                 network,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.loading import load_network
 from h2o_prefill.cli.outputs import check_output_folder, json_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import throughput_table
 from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
-
-if TYPE_CHECKING:
-    pass
 
 
 @options.add_size_options
@@ -34,19 +32,17 @@ def bench(
     json_file: options.JsonOption = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            metavar="DIR",
-            help="Also measure memory, and draw throughput_comparison.png and memory_profile.png "
-            "into this folder, which is created if necessary.",
+        options.output_folder(
+            "Also measure memory, and draw throughput_comparison.png and memory_profile.png into "
+            "this folder, which is created if necessary."
         ),
     ] = None,
     threads: options.ThreadsOption = None,
     **sizes: int | None,
 ) -> None:
     """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
-    from h2o_prefill.eval import benchmark_throughput, load_model, profile_memory
-    from h2o_prefill.eval.environment import environment
+    from h2o_prefill.eval import benchmark_throughput, profile_memory
+    from h2o_prefill.eval.report import build_report
     from h2o_prefill.eval.speed.plots import plot_memory, plot_throughput
 
     with quiet_libraries(), json_output(json_file) as save_json:
@@ -56,10 +52,8 @@ def bench(
         }
         config = parse_variant(preset, **sizes)
         check_output_folder(output, figures)
-        chosen = _parse_lengths(lengths)
-        options.use_threads(threads)
-        with error_console().status(f"loading {model}"):
-            network, _ = load_model(model, dtype)
+        chosen = options.parse_numbers(lengths, "lengths", least=1)
+        network, _ = load_network(model, dtype, threads)
         with show_progress("prefill") as show:
             frame = benchmark_throughput(network, chosen, runs, config, on_progress=show)
             memory = None
@@ -69,27 +63,13 @@ def bench(
         print_result(f"{what}, median of {runs}\n{described}", throughput_table(frame))
         if json_file is not None:
             origin = {"model": model, "dtype": dtype, "preset": preset}
-            report = {
-                "environment": environment(),
-                "config": {**origin, **dataclasses.asdict(config)},
-                "results": frame.to_dict(orient="records"),
-            }
+            tables = {"results": frame.to_dict(orient="records")}
             if memory is not None:
-                report["memory"] = memory.to_dict(orient="records")
-            save_json(report)
+                tables["memory"] = memory.to_dict(orient="records")
+            save_json(build_report({**origin, **dataclasses.asdict(config)}, **tables))
         if output is not None and memory is not None:
             folder = output.expanduser()
             folder.mkdir(parents=True, exist_ok=True)
             for (name, draw), values in zip(figures.items(), (frame, memory), strict=True):
                 draw(values, folder / name, f"{what}, {described}")
                 say_written(folder / name)
-
-
-def _parse_lengths(text: str) -> list[int]:
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = [0]
-    if min(lengths) < 1:
-        raise ValueError(f"lengths must be numbers >= 1 with commas between, got {text!r}")
-    return lengths

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import error_console, output_console, quiet_libraries, show_progress
-from h2o_prefill.cli.outputs import json_output
+from h2o_prefill.cli.console import output_console, quiet_libraries, show_progress
+from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.outputs import json_output, text_origin
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
@@ -42,16 +43,14 @@ def calibrate(
     that the model will read. Prints the settings in the form that --preset takes.
     """
     from h2o_prefill.cli.tables import calibration_table
-    from h2o_prefill.eval import calibrate_layers, load_model, load_text
+    from h2o_prefill.eval import calibrate_layers, load_text
     from h2o_prefill.eval.calibration.calibrate import KEPT
     from h2o_prefill.eval.environment import environment
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset)
         corpus = load_text(dataset, text_file)
-        options.use_threads(threads)
-        with error_console().status(f"loading {model}"):
-            network, tokenizer = load_model(model, dtype)
+        network, tokenizer = load_network(model, dtype, threads)
         with show_progress("calibrate") as show:
             result = calibrate_layers(
                 network,
@@ -70,13 +69,6 @@ def calibrate(
         print_result(title, calibration_table(result, chosen, keep))
         output_console().print(f"--preset {variant}", markup=False, soft_wrap=True)
         if json_file is not None:
-            origin = {
-                "model": model,
-                "dtype": dtype,
-                "dataset": corpus.name,
-                "text_source": corpus.source,
-                "preset": preset,
-                "variant": variant,
-            }
+            origin = text_origin(model, dtype, corpus, preset=preset, variant=variant)
             values = {**origin, **dataclasses.asdict(result)}
             save_json({"environment": environment(), **values})

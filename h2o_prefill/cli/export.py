@@ -9,6 +9,7 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import error_console, quiet_libraries, say_written
+from h2o_prefill.cli.loading import load_network
 from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
@@ -38,17 +39,13 @@ def export(
     says what the package is, and the folder FILE.tokenizer. `csrc/examples/generate.cpp` runs
     packages in C++, `h2o-prefill generate --package` in Python.
     """
-    from h2o_prefill.eval import load_model
     from h2o_prefill.eval.inputs.packages import write_package
 
     check_output_file(output, "--output", (".pt2",))
     with quiet_libraries():
         config = parse_variant(preset, **sizes)
-        options.use_threads(threads)
-        console = error_console()
-        with console.status(f"loading {model}"):
-            network, tokenizer = load_model(model, dtype)
-        with console.status("compiling, which takes minutes"):
+        network, tokenizer = load_network(model, dtype, threads)
+        with error_console().status("compiling, which takes minutes"):
             written = write_package(network, tokenizer, config, capacity, output)
     for path in written:
         say_written(path)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from h2o_prefill.cli.field_options import add_field_options
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import DTYPES
+from h2o_prefill.eval import DATASETS, DTYPES
 from h2o_prefill.presets import PRESETS
 
 _SIZES = "Sparse prefill"
@@ -44,6 +44,29 @@ TextFileOption = Annotated[
         "--text-file", metavar="FILE", help="UTF-8 text file to use instead of --dataset."
     ),
 ]
+
+
+def datasets(use: str, panel: str | None = None) -> Any:
+    """Return an option of several datasets; `use` says what they are for."""
+    return typer.Option(
+        "--dataset",
+        metavar="NAME,NAME,...",
+        help=f"{use}, of {choices(DATASETS)}.",
+        rich_help_panel=panel,
+        show_default="wikitext2, if no --text-file is given",
+    )
+
+
+def text_files(use: str, panel: str | None = None) -> Any:
+    """Return an option of files beside those datasets; `use` says what to do with them."""
+    return typer.Option(
+        "--text-file",
+        metavar="FILE",
+        help=f"UTF-8 text file to {use}, in addition to the datasets; may be repeated.",
+        rich_help_panel=panel,
+    )
+
+
 ContextOption = Annotated[int, typer.Option("--context", min=1, help="Window length in tokens.")]
 WindowsOption = Annotated[
     str,
@@ -86,6 +109,20 @@ JsonOption = Annotated[
         "and messages go to standard error.",
     ),
 ]
+
+
+def plot_file(drawn: str) -> Any:
+    """Return the option of the file that a figure is drawn into."""
+    return typer.Option(
+        "--plot", metavar="FILE", help=f"Draw {drawn} into this file (.png, .svg or .pdf)."
+    )
+
+
+def output_folder(use: str) -> Any:
+    """Return the option of the folder that a command writes into."""
+    return typer.Option("--output", metavar="DIR", help=use)
+
+
 PresetOption = Annotated[
     str,
     typer.Option(
@@ -123,3 +160,29 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def parse_numbers(text: str, name: str, least: int | None = None) -> list[int]:
+    """Return the numbers that an option lists, with commas between.
+
+    Parameters
+    ----------
+    text : str
+    name : str
+        Of the option, for the error.
+    least : int, optional
+        The smallest that is allowed.
+
+    Raises
+    ------
+    ValueError
+        If one is no number, or below `least`.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or (least is not None and min(numbers) < least):
+        rule = "numbers" if least is None else f"numbers >= {least}"
+        raise ValueError(f"{name} must be {rule} with commas between, got {text!r}")
+    return numbers

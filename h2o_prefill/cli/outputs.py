@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_prefill.cli.console import say_written
+from h2o_prefill.eval import Corpus
 from h2o_prefill.eval.atomic_write import check_folder, check_writable
 from h2o_prefill.eval.plotting import PLOT_SUFFIXES
 from h2o_prefill.eval.report import format_json, write_json
@@ -48,6 +49,12 @@ def json_output(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]
             say_written(path)
 
         yield save
+
+
+def text_origin(model: str, dtype: str, corpus: Corpus, **more: Any) -> dict[str, Any]:
+    """Return what a report says of where it comes from: the model, the text, and more."""
+    text = {"dataset": corpus.name, "text_source": corpus.source}
+    return {"model": model, "dtype": dtype, **text, **more}
 
 
 def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
-from h2o_prefill.cli.outputs import check_plot, json_output
+from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.outputs import check_plot, json_output, text_origin
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
@@ -26,20 +25,13 @@ def ppl(
     dtype: options.DtypeOption = "float32",
     protocol: options.ProtocolOption = "gptq",
     json_file: options.JsonOption = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Draw perplexity by position into this file (.png, .svg or .pdf).",
-        ),
-    ] = None,
+    plot: Annotated[Path | None, options.plot_file("perplexity by position")] = None,
     threads: options.ThreadsOption = None,
     **sizes: int | None,
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
     from h2o_prefill.cli.tables import perplexity_table
-    from h2o_prefill.eval import check_settings, evaluate_perplexity, load_model, load_text
+    from h2o_prefill.eval import check_settings, evaluate_perplexity, load_text
     from h2o_prefill.eval.perplexity.plot import plot_perplexity
     from h2o_prefill.eval.perplexity.result import perplexity_report
 
@@ -48,9 +40,7 @@ def ppl(
         check_plot(plot)
         check_settings(config, context, windows, protocol)
         corpus = load_text(dataset, text_file)
-        options.use_threads(threads)
-        with error_console().status(f"loading {model}"):
-            network, tokenizer = load_model(model, dtype)
+        network, tokenizer = load_network(model, dtype, threads)
         with show_progress("perplexity") as show:
             result = evaluate_perplexity(
                 network,
@@ -68,15 +58,8 @@ def ppl(
         )
         print_result(title, perplexity_table(result))
         if json_file is not None:
-            report = perplexity_report(
-                result,
-                model=model,
-                dtype=dtype,
-                dataset=corpus.name,
-                text_source=corpus.source,
-                preset=preset,
-            )
-            save_json(report)
+            origin = text_origin(model, dtype, corpus, preset=preset)
+            save_json(perplexity_report(result, **origin))
         if plot is not None:
             plot_perplexity(result, plot, title.replace("\n", ", "))
             say_written(plot)

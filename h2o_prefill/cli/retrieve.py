@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import error_console, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.loading import load_network
 from h2o_prefill.cli.outputs import check_plot, json_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
@@ -16,9 +17,6 @@ from h2o_prefill.cli.variants import parse_variants
 from h2o_prefill.eval.needles.settings import DEPTHS, LENGTHS
 from h2o_prefill.eval.needles.tasks import TASKS
 from h2o_prefill.presets import PRESETS
-
-if TYPE_CHECKING:
-    pass
 
 
 def retrieve(
@@ -68,14 +66,7 @@ def retrieve(
     ] = 0,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Draw the mean score by length and depth into this file (.png, .svg or .pdf).",
-        ),
-    ] = None,
+    plot: Annotated[Path | None, options.plot_file("the mean score by length and depth")] = None,
     threads: options.ThreadsOption = None,
 ) -> None:
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
@@ -85,7 +76,7 @@ def retrieve(
     accuracy is the mean score, and kept is the share of the prompts solved after dense prefill that
     are solved after sparse prefill too.
     """
-    from h2o_prefill.eval import evaluate_retrieval, load_model, load_text
+    from h2o_prefill.eval import evaluate_retrieval, load_text
     from h2o_prefill.eval.needles.plot import plot_retrieval
     from h2o_prefill.eval.needles.result import retrieval_report
     from h2o_prefill.eval.needles.settings import check_retrieval
@@ -93,13 +84,11 @@ def retrieve(
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)
         check_plot(plot)
-        names, sizes = tasks.split(","), _numbers(lengths, "lengths")
-        percents = _numbers(depths, "depths")
+        names, sizes = tasks.split(","), options.parse_numbers(lengths, "lengths")
+        percents = options.parse_numbers(depths, "depths")
         check_retrieval(configs, names, sizes, percents, prompts, question)
         corpus = load_text(dataset, text_file)
-        options.use_threads(threads)
-        with error_console().status(f"loading {model}"):
-            network, tokenizer = load_model(model, dtype)
+        network, tokenizer = load_network(model, dtype, threads)
         with show_progress("retrieval") as show:
             result = evaluate_retrieval(
                 network,
@@ -121,10 +110,3 @@ def retrieve(
         if plot is not None:
             plot_retrieval(result, plot, title.replace("\n", ", "))
             say_written(plot)
-
-
-def _numbers(text: str, name: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name} must be numbers with commas between, got {text!r}") from None

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import error_console, output_console, quiet_libraries, show_progress
-from h2o_prefill.cli.outputs import check_output_folder, json_output
+from h2o_prefill.cli.console import output_console, quiet_libraries, show_progress
+from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.outputs import check_output_folder, json_output, text_origin
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
@@ -32,9 +33,7 @@ def visualize(
     ] = 0,
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", metavar="DIR", help="Folder for the figures, created if necessary."
-        ),
+        options.output_folder("Folder for the figures, created if necessary."),
     ] = Path("benchmark_results/attention_heatmaps"),
     ablation: Annotated[
         Path | None,
@@ -65,7 +64,7 @@ def visualize(
     Writes the figures as PNG files, and index.html, which shows and explains all of them.
     """
     from h2o_prefill.cli.tables import attention_table
-    from h2o_prefill.eval import load_model, load_text, visualize_attention_patterns
+    from h2o_prefill.eval import load_text, visualize_attention_patterns
     from h2o_prefill.eval.attention.pattern_page import FILES
     from h2o_prefill.eval.attention.patterns import check_prompt_length
     from h2o_prefill.eval.environment import environment
@@ -80,9 +79,7 @@ def visualize(
             raise ValueError("--json holds the errors: it must not come with --no-errors")
         rows = _ablation_rows(ablation, output, model)
         corpus = load_text(dataset, text_file)
-        options.use_threads(threads)
-        with error_console().status(f"loading {model}"):
-            network, tokenizer = load_model(model, dtype)
+        network, tokenizer = load_network(model, dtype, threads)
         tokens = encode(tokenizer, corpus.text)
         _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
         title = (
@@ -106,15 +103,8 @@ def visualize(
             output_console().print(str(path), markup=False, soft_wrap=True)
         if json_file is not None and patterns.measures is not None:
             report = patterns.measures.to_dict()
-            origin = {
-                "model": model,
-                "dtype": dtype,
-                "dataset": corpus.name,
-                "text_source": corpus.source,
-                "window": window,
-                "context": context,
-                "preset": preset,
-            }
+            prompt = {"window": window, "context": context}
+            origin = text_origin(model, dtype, corpus, **prompt, preset=preset)
             report["config"] = {**origin, **report["config"]}
             save_json({"environment": environment(), **report})
 
