@@ -96,6 +96,20 @@ def _check_history(q: Tensor, k: Tensor) -> None:
     )
 
 
+def _check_attention(a: Any) -> None:
+    """Refuse what attention to a whole history refuses."""
+    _check_qkv(a.q, a.k, a.v)
+    _check_history(a.q, a.k)
+    _check_sinks(a.sinks, a.q)
+
+
+def _empty_sparse(a: Any, memory_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, scores and memory set of a sparse prefill."""
+    scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
+    memory = a.k.new_empty(*a.k.shape[:2], memory_size, dtype=torch.int32)
+    return _empty_heads(a.q, a.v.shape[3]), scores, memory
+
+
 @_fake("intra_chunk_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_qkv(a.q, a.k, a.v)
@@ -113,9 +127,7 @@ def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @_fake("dense_attention")
 def _(a: Any) -> Tensor:
-    _check_qkv(a.q, a.k, a.v)
-    _check_history(a.q, a.k)
-    _check_sinks(a.sinks, a.q)
+    _check_attention(a)
     return _empty_heads(a.q, a.v.shape[3])
 
 
@@ -141,24 +153,14 @@ def _(a: Any) -> Tensor:
 
 @_fake("chunked_sparse_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _check_qkv(a.q, a.k, a.v)
-    _check_history(a.q, a.k)
-    _check_sinks(a.sinks, a.q)
-    scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
-    width = a.sink_tokens + a.local_window + a.heavy_budget
-    memory = a.k.new_empty(*a.k.shape[:2], width, dtype=torch.int32)
-    return _empty_heads(a.q, a.v.shape[3]), scores, memory
+    _check_attention(a)
+    return _empty_sparse(a, a.sink_tokens + a.local_window + a.heavy_budget)
 
 
 @_fake("prefill_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _check_qkv(a.q, a.k, a.v)
-    _check_history(a.q, a.k)
-    _check_sinks(a.sinks, a.q)
-    scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
-    width = _memory_size(a.settings, a.layer)
-    memory = a.k.new_empty(*a.k.shape[:2], width, dtype=torch.int32)
-    return _empty_heads(a.q, a.v.shape[3]), scores, memory
+    _check_attention(a)
+    return _empty_sparse(a, _memory_size(a.settings, a.layer))
 
 
 @_fake("prefill_attention_")

@@ -20,6 +20,15 @@ def _is_compiling() -> bool:
         return torch.compiler.is_compiling()
 
 
+def _lists_of(
+    recall: Optional[tuple[Tensor, Tensor, Tensor]],  # noqa: UP045
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # noqa: UP045
+    """Return recall lists as the operators take them: all or none."""
+    if recall is None:
+        return None, None, None
+    return recall[0], recall[1], recall[2]
+
+
 class ChunkedSparseAttention(nn.Module):
     """Attend under chunked sparse prefill, one layer and one call at a time.
 
@@ -102,12 +111,8 @@ class ChunkedSparseAttention(nn.Module):
         """
         if recall is None and token_ids is not None and self.recalls:
             recall = self.find_recalled(token_ids, k.shape[2] - q.shape[2])
-        offsets: Optional[Tensor] = None  # noqa: UP045
-        positions: Optional[Tensor] = None  # noqa: UP045
-        visible_from: Optional[Tensor] = None  # noqa: UP045
-        if recall is not None:
-            offsets, positions, visible_from = recall
-        elif self.recalls and not _is_compiling():
+        offsets, positions, visible_from = _lists_of(recall)
+        if offsets is None and self.recalls and not _is_compiling():
             self._warn_of_no_recall(layer, k.shape[2] - q.shape[2], q.shape[2])
         return torch.ops.h2o_prefill.prefill_attention(
             q,
@@ -148,12 +153,8 @@ class ChunkedSparseAttention(nn.Module):
         Parameters and result are those of `ops.prefill_attention_`; `advance_` moves the position
         behind the call when all layers have attended.
         """
-        offsets: Optional[Tensor] = None  # noqa: UP045
-        positions: Optional[Tensor] = None  # noqa: UP045
-        visible_from: Optional[Tensor] = None  # noqa: UP045
-        if recall is not None:
-            offsets, positions, visible_from = recall
-        elif self.recalls and not _is_compiling():
+        offsets, positions, visible_from = _lists_of(recall)
+        if offsets is None and self.recalls and not _is_compiling():
             self._warn_of_no_recall(layer, int(position[0]), q.shape[2])
         return torch.ops.h2o_prefill.prefill_attention_(
             q,

@@ -177,23 +177,11 @@ class PrefillConfig:
         return bool(self.native.is_long_call(past, new))
 
     def is_sparse_call(self, past: int, new: int) -> bool:
-        """Return whether a call is sparse in the layers that are not dense.
-
-        Parameters
-        ----------
-        past, new : int
-            Tokens before the call, and tokens of the call.
-        """
+        """Return whether a call is sparse in the layers that are not dense; see `is_long_call`."""
         return bool(self.native.is_sparse_call(past, new))
 
     def last_chunk_begin(self, past: int, new: int) -> int:
-        """Return where the last chunk of a call begins.
-
-        Parameters
-        ----------
-        past, new : int
-            Tokens before the call, and tokens of the call (at least 1).
-        """
+        """Return where the last chunk of a call begins, of `new` >= 1 tokens behind `past`."""
         return int(self.native.last_chunk_begin(past, new))
 
     def of_layer(self, layer: int | None) -> PrefillConfig:

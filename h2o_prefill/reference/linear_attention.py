@@ -42,18 +42,8 @@ def recurrent_linear_attention(
 
     Parameters
     ----------
-    q, k, v : Tensor
-        [B, Hq, T, D], [B, Hkv, T, D], [B, Hkv, T, Dv].
-    log_decay : Tensor, optional
-        g, [Hkv] or [B, Hkv, T], <= 0.
-    initial_state, initial_normalizer : Tensor, optional
-        S [B, Hkv, D, Dv] and z [B, Hkv, D] before the first token; 0 by default.
-    feature_map : str
-        phi, a name of `FEATURE_MAPS`.
-    normalize : bool
-        Whether to divide by phi(q) . z; a row where that is 0 gives 0.
-    scale : float, optional
-        Default 1. Cancels out where the output is normalised.
+    q, k, v, log_decay, initial_state, initial_normalizer, feature_map, normalize, scale
+        As `h2o_prefill.ops.chunkwise_linear_attention` takes them.
 
     Returns
     -------

@@ -45,20 +45,7 @@ def intra_chunk_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend causally inside chunks: query i sees keys j with chunk start <= j <= i.
 
-    Parameters
-    ----------
-    q, k, v : Tensor
-        [B, Hq, T, D], [B, Hkv, T, D], [B, Hkv, T, Dv]: all tokens of one call.
-    chunk_size : int
-        S.
-    scale : float, optional
-        Factor of the logits.
-
-    Returns
-    -------
-    out, lse, colsum : Tensor
-        [B, Hq, T, Dv]; [B, Hq, T]; [B, Hkv, T]: the attention that key j got from all queries of
-        the group.
+    Parameters and results are those of `h2o_prefill.ops.intra_chunk_attention`.
     """
     mask = _chunk_mask(0, q.shape[2], chunk_size, q.device).expand(*k.shape[:2], -1, -1)
     weights, lse = _softmax_over(q, k, mask, scale)
@@ -70,20 +57,7 @@ def memory_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend to the keys of a memory set, all visible to every query.
 
-    Parameters
-    ----------
-    q, k, v : Tensor
-        [B, Hq, Tq, D], [B, Hkv, T, D], [B, Hkv, T, Dv]: k and v are the full history.
-    indices : Tensor
-        int32 [B, Hkv, M], distinct positions of k, -1 where absent.
-    scale : float, optional
-        Factor of the logits.
-
-    Returns
-    -------
-    out, lse, colsum : Tensor
-        [B, Hq, Tq, Dv]; [B, Hq, Tq]; [B, Hkv, M], 0 where the index is -1. A query that sees
-        nothing has out 0 and lse -inf.
+    Parameters and results are those of `h2o_prefill.ops.memory_attention`.
     """
     mask = _membership(indices, k.shape[2]).unsqueeze(2).expand(-1, -1, q.shape[2], -1)
     weights, lse = _softmax_over(q, k, mask, scale)
@@ -101,21 +75,7 @@ def dense_attention(
 ) -> Tensor:
     """Attend causally to the whole history: query i of Tq sees keys j <= T - Tq + i.
 
-    Parameters
-    ----------
-    q, k, v : Tensor
-        [B, Hq, Tq, D], [B, Hkv, T, D], [B, Hkv, T, Dv]: the queries are those of the last keys.
-    scale : float, optional
-        Factor of the logits.
-    sinks : Tensor, optional
-        [Hq], one more logit of each head.
-    softcap : float
-        Bound of the logits; 0: none.
-
-    Returns
-    -------
-    Tensor
-        [B, Hq, Tq, Dv].
+    Parameters and results are those of `h2o_prefill.ops.dense_attention`.
     """
     mask = _causal_mask(k.shape[2] - q.shape[2], k.shape[2], q.device).expand(*k.shape[:2], -1, -1)
     weights, _ = _softmax_over(q, k, mask, scale, sinks, softcap)
@@ -127,17 +87,7 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge attention over two disjoint key sets into attention over both.
 
-    Parameters
-    ----------
-    out_a, out_b : Tensor
-        [B, H, T, Dv].
-    lse_a, lse_b : Tensor
-        [B, H, T], natural log; -inf contributes nothing.
-
-    Returns
-    -------
-    out, lse : Tensor
-        The shapes and dtypes of `out_a` and `lse_a`; out 0 and lse -inf where both lse are -inf.
+    Parameters and results are those of `h2o_prefill.ops.merge_states`.
     """
     dtype = _compute_dtype(out_a)
     lse = torch.logaddexp(lse_a.to(dtype), lse_b.to(dtype))
@@ -161,21 +111,7 @@ def select_memory(
 ) -> Tensor:
     """Select the memory set of the chunk that follows [chunk_begin, chunk_end).
 
-    Parameters
-    ----------
-    scores : Tensor
-        [B, Hkv, Ts]; positions from Ts on count as 0.
-    memory : Tensor
-        int32 [B, Hkv, any width], the set before, -1 where absent.
-    chunk_begin, chunk_end : int
-        The chunk that joins the candidates.
-    local_window, heavy_budget, sink_tokens : int
-        L, H and K.
-
-    Returns
-    -------
-    Tensor
-        int32 [B, Hkv, K + L + H], ascending, padded with -1 at the end.
+    Parameters and results are those of `h2o_prefill.ops.select_memory`.
     """
     return build_memory_set(
         memory, chunk_begin, chunk_end, scores, local_window, heavy_budget, sink_tokens
@@ -205,40 +141,10 @@ def chunked_sparse_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one layer's sparse prefill of the Tq newest tokens.
 
-    Parameters
-    ----------
-    q, k, v : Tensor
-        [B, Hq, Tq, D], [B, Hkv, T_total, D], [B, Hkv, T_total, Dv]: k and v are the full history,
-        the new tokens included, so T_past = T_total - Tq.
-    scores : Tensor, optional
-        [B, Hkv, Ts <= T_total]; the missing tail, or None, is 0.
-    memory : Tensor, optional
-        int32 [B, Hkv, M], the set that the last chunk before this call attended to. None is the
-        empty set.
-    recall_offsets, recall_positions, recall_visible_from : Tensor, optional
-        Lists as `lexical_recall` returns them, or three times None.
-    last_chunk_begin : int
-        Where that last chunk began: [last_chunk_begin, T_past) joins the candidates.
-    chunk_size, local_window, heavy_budget, sink_tokens : int
-        S, L, H and K.
-    dense_tail : int
-        The last queries, whose output is that of dense attention. Scores and sets do not notice.
-    gqa_reduce : {"sum", "max"}
-        How the column sums of a group's query heads become one score.
-    recall_block : int
-        R, rows that share one list of recalled keys.
-    scale : float, optional
-        Factor of the logits.
-    sinks : Tensor, optional
-        [Hq], one more logit of each head: of the output, and of either phase that scores come from.
-    softcap : float
-        Bound of the logits; 0: none.
+    Positions [last_chunk_begin, T_total - Tq) are candidates of the call's first set. Sinks join
+    the softmax of the output, and that of either phase that scores come from.
 
-    Returns
-    -------
-    out, scores, memory : Tensor
-        [B, Hq, Tq, Dv]; [B, Hkv, T_total]; int32 [B, Hkv, K + L + H], the set that the last chunk
-        of this call attended to (all -1 if it was the first of the text).
+    Parameters and results are those of `h2o_prefill.ops.chunked_sparse_attention`.
     """
     batch, heads, total = k.shape[:3]
     past = total - q.shape[2]

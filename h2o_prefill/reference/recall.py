@@ -22,41 +22,11 @@ def lexical_recall(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the earlier places where the suffix that ends at each new token stood.
 
-    Parameters
-    ----------
-    token_ids : Tensor
-        int64 [B, T_total], the whole text so far.
-    begin : int
-        Tokens before the call; the new ones are [begin, T_total).
-    chunk_size : int
-        S. Only places before the chunk of a token are recalled: the chunk itself is visible anyway.
-    block : int
-        R, rows of the call that share one list; S is a multiple of it.
-    max_matches : int
-        Places recalled for a token, the most recent first.
-    max_suffix : int
-        The longest suffix looked up. The longest that has any place wins, alone.
-    span : int
-        Positions recalled from a place on.
-    max_count : int
-        A suffix of one token counts only if the token stood at most this often up to here, itself
-        included.
+    Only places before the chunk of a token are recalled: the chunk itself is visible anyway. The
+    longest suffix that has any place wins, alone; within a block each position appears once, and
+    entries rise by (visible_from, position).
 
-    Returns
-    -------
-    offsets : Tensor
-        int32 [B * n_blocks + 1]. Block b of batch row r owns the entries from offsets[r * n_blocks
-        + b] on.
-    positions : Tensor
-        int32 [nnz], recalled positions; within a block each appears once.
-    visible_from : Tensor
-        int32 [nnz], the first row (absolute position) that may see the entry. Entries of a block
-        rise by (visible_from, position).
-
-    Raises
-    ------
-    ValueError
-        If a size is out of its range or S is no multiple of R.
+    Parameters and results are those of `h2o_prefill.ops.lexical_recall`.
     """
     _check_sizes(chunk_size, block, max_matches, max_suffix, span, max_count)
     total = token_ids.shape[1]
