@@ -47,26 +47,48 @@ def make_figure(height: float, width: float = WIDTH) -> Figure:
     return figure
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure into a file that ends in .png, .svg or .pdf, whole or not at all."""
+def save_figure(
+    figure: Figure, path: str | os.PathLike[str], title: str | None = None, title_size: int = 11
+) -> None:
+    """Write a figure into a file, whole or not at all.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+    path : path
+        Ends in .png, .svg or .pdf.
+    title : str, optional
+        What was run, for the line above the panels.
+    title_size : int
+        Points.
+    """
+    if title is not None:
+        figure.suptitle(title, fontsize=title_size)
     with replaced_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
 
 
+def draw_cells(axes: Axes, values: Tensor, **style: Any) -> Any:
+    """Draw [rows, columns] as cells, rows upwards; NaN is absent."""
+    axes.set_facecolor(ABSENT)
+    return axes.imshow(
+        values.numpy(), origin="lower", aspect="auto", interpolation="nearest", **style
+    )
+
+
 def draw_map(axes: Axes, values: Tensor, length: int, width: int, **style: Any) -> Any:
     """Draw [rows, bins] with positions to the right and rows upwards."""
-    axes.set_facecolor(ABSENT)
     extent = (0, values.shape[1] * width, -0.5, values.shape[0] - 0.5)
-    image = axes.imshow(
-        values.numpy(),
-        origin="lower",
-        aspect="auto",
-        interpolation="nearest",
-        extent=extent,
-        **style,
-    )
+    image = draw_cells(axes, values, extent=extent, **style)
     axes.set_xlim(0, length)
     return image
+
+
+def draw_lines_behind(axes: Axes) -> None:
+    """Draw faint lines at the values of a curve, behind it, and no frame above and to the right."""
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color="0.92")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def number_cells(

@@ -93,6 +93,12 @@ def check_length(model: nn.Module, length: int, argument: str) -> None:
         )
 
 
+def check_model(model: nn.Module, length: int, argument: str) -> None:
+    """Refuse a model that `check_dense` or, for this prompt, `check_length` refuses."""
+    check_dense(model)
+    check_length(model, length, argument)
+
+
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode for a block."""

@@ -65,8 +65,7 @@ def plot_ablation(
         axes.set_title(_panel_title(key, frame), fontsize=10)
     for axes in all_axes[len(panels) :]:
         axes.set_visible(False)
-    figure.suptitle(_title(frame) if title is None else title, fontsize=11)
-    save_figure(figure, path)
+    save_figure(figure, path, _title(frame) if title is None else title)
     return figure
 
 

@@ -22,7 +22,7 @@ from h2o_prefill.eval.environment import commit, cpu_name, gpu_name
 from h2o_prefill.eval.inputs.models import resolve_model
 from h2o_prefill.eval.inputs.text import Corpus, load_text
 from h2o_prefill.eval.perplexity.windows import parse_windows
-from h2o_prefill.eval.runs import check_dense, check_length, eval_mode
+from h2o_prefill.eval.runs import check_model, eval_mode
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,8 +120,7 @@ def run_ablation(
     # A file that is no such table shows before the work.
     table.read_rows(folder / CSV_NAME)
     network, tokenizer = _loaded(model, tokenizer, dtype)
-    check_dense(network)
-    check_length(network, max(context for context, _ in grid.combinations), "contexts")
+    check_model(network, max(context for context, _ in grid.combinations), "contexts")
     _check_configs(network, grid)
     cells = find_cells(grid, corpora, network, tokenizer, windows, protocol)
     store = AblationStore(folder)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from h2o_prefill.eval.attention.result import AttentionMeasures
 from h2o_prefill.eval.plotting import (
-    ABSENT,
     TITLE,
+    draw_cells,
     layer_ticks,
     make_figure,
     number_cells,
@@ -48,16 +48,8 @@ def _head_map(axes: Axes, values: Tensor, perfect: float, colors: str) -> Any:
     badness = (values - perfect).abs()
     # A run without errors still needs a scale.
     worst = max(badness.nan_to_num().amax().item(), 0.1)
-    axes.set_facecolor(ABSENT)
-    image = axes.imshow(
-        values.numpy(),
-        origin="lower",
-        aspect="auto",
-        interpolation="nearest",
-        cmap=colors,
-        vmin=perfect - worst if perfect else 0,
-        vmax=perfect or worst,
-    )
+    lowest, highest = (perfect - worst if perfect else 0), perfect or worst
+    image = draw_cells(axes, values, cmap=colors, vmin=lowest, vmax=highest)
     texts = [[f"{value:.1f}" for value in line] for line in values.tolist()]
     number_cells(axes, badness, texts, white_from=_DARK * worst)
     axes.set_xlabel("query head")

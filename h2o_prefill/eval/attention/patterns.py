@@ -14,7 +14,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention.pattern_measures import stack_layers
 from h2o_prefill.eval.inputs.prompts import prompt_ids
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
-from h2o_prefill.eval.runs import Progress, check_dense, check_length, eval_mode, report_progress
+from h2o_prefill.eval.runs import Progress, check_model, eval_mode, report_progress
 from h2o_prefill.functional import next_memory
 from h2o_prefill.presets import chosen_config
 
@@ -78,28 +78,21 @@ def collect_patterns(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        A causal decoder with dense attention.
-    input_ids : Tensor
-        int64 [1, T] or [T]: at least two chunks.
-    chunk_config : PrefillConfig or str, optional
-        Default: that of `enable`.
+    model, input_ids, chunk_config
+        As `visualize_attention_patterns` takes them.
     on_progress : callable, optional
         Called with (chunks done, chunks in all, what runs next).
 
     Raises
     ------
-    ValueError
-        If an argument is out of its range, or the model already runs sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
+    ValueError, NotImplementedError
+        As `visualize_attention_patterns` does.
     """
     config = chosen_config(chunk_config)
     prompt = prompt_ids(input_ids)
     length = prompt.shape[1]
     check_prompt_length(config, length)
-    check_dense(model)
-    check_length(model, length, "input_ids")
+    check_model(model, length, "input_ids")
     from h2o_prefill.hf import ChunkedPrefillCache, chunked_prefill
 
     cache = ChunkedPrefillCache(config=model.config)

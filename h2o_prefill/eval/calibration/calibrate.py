@@ -18,8 +18,7 @@ from h2o_prefill.eval.perplexity.scoring import score_window
 from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
 from h2o_prefill.eval.runs import (
     Progress,
-    check_dense,
-    check_length,
+    check_model,
     count_layers,
     eval_mode,
     prefill_mode,
@@ -99,8 +98,7 @@ def calibrate_layers(
             f"layers must be at least 1 and fewer than the {len(candidates)} that there are to "
             f"choose from, got {layers}"
         )
-    check_dense(model)
-    check_length(model, context, "context")
+    check_model(model, context, "context")
     selected, batches = select_windows(text_tokens(dataset, tokenizer), context, windows)
     passes = len(batches) * (len(candidates) + 3)
     done = 0

@@ -19,8 +19,7 @@ from h2o_prefill.eval.needles.settings import DEPTHS, LENGTHS, check_retrieval
 from h2o_prefill.eval.needles.tasks import TASKS
 from h2o_prefill.eval.runs import (
     Progress,
-    check_dense,
-    check_length,
+    check_model,
     eval_mode,
     prefill_mode,
     report_progress,
@@ -92,8 +91,7 @@ def evaluate_retrieval(
     network, tokenizer = resolve_model(model, tokenizer)
     if tokenizer is None:
         raise ValueError("tokenizer must be given with a model that is not given by name")
-    check_dense(network)
-    check_length(network, max(lengths), "lengths")
+    check_model(network, max(lengths), "lengths")
     corpus = _corpus(haystack)
     text = Haystack(corpus.text)
 

@@ -23,10 +23,8 @@ def plot_retrieval(
     Parameters
     ----------
     result : RetrievalResult
-    path : path
-        Ends in .png, .svg or .pdf.
-    title : str
-        What was run.
+    path, title
+        As `save_figure` takes them.
 
     Returns
     -------
@@ -51,8 +49,7 @@ def plot_retrieval(
         top.set_title(way.replace(",", ",\n"), fontsize=8)
         bottom.set_xlabel("tokens")
     figure.colorbar(panels[0, 0].images[0], ax=list(panels.flat), label="mean score")
-    figure.suptitle(title, fontsize=10)
-    save_figure(figure, path)
+    save_figure(figure, path, title, title_size=10)
     return figure
 
 

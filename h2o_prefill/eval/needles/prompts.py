@@ -19,8 +19,8 @@ QUESTIONS = ("last", "first")
 
 
 @dataclass(frozen=True)
-class RetrievalPrompt:
-    """A prompt and what its answer must hold.
+class PromptKey:
+    """What tells a prompt from the others of a run.
 
     Attributes
     ----------
@@ -30,7 +30,21 @@ class RetrievalPrompt:
     depth : float
         Percent of the text before the needle.
     seed : int
-        Gives the same prompt again.
+        Gives the same prompt again (`build_prompt`).
+    """
+
+    task: str
+    length: int
+    depth: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class RetrievalPrompt(PromptKey):
+    """A prompt (`PromptKey`) and what its answer must hold.
+
+    Attributes
+    ----------
     input_ids : Tensor
         int64 [1, T], with T = length - new_tokens or a word less.
     new_tokens : int
@@ -38,10 +52,6 @@ class RetrievalPrompt:
     answers : tuple of str
     """
 
-    task: str
-    length: int
-    depth: float
-    seed: int
     input_ids: Tensor
     new_tokens: int
     answers: tuple[str, ...]

@@ -6,22 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.needles.prompts import PromptKey
 from h2o_prefill.eval.report import build_report
 
 
 @dataclass(frozen=True)
-class PromptOutcome:
-    """One prompt, and what came of it.
+class PromptOutcome(PromptKey):
+    """One prompt (`PromptKey`), and what came of it.
 
     Attributes
     ----------
-    task : str
-    length : int
-        Tokens of prompt and answer together, at most.
-    depth : float
-        Percent of the text before the needle.
-    seed : int
-        Gives the same prompt again (`prompts.build_prompt`).
     prompt_tokens : int
     answers : tuple of str
         What was expected.
@@ -31,10 +25,6 @@ class PromptOutcome:
         The share of answers that it holds.
     """
 
-    task: str
-    length: int
-    depth: float
-    seed: int
     prompt_tokens: int
     answers: tuple[str, ...]
     outputs: dict[str, str]

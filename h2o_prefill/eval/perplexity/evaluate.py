@@ -24,8 +24,7 @@ from h2o_prefill.eval.perplexity.windows import (
 )
 from h2o_prefill.eval.runs import (
     Progress,
-    check_dense,
-    check_length,
+    check_model,
     count_layers,
     eval_mode,
     prefill_mode,
@@ -88,8 +87,7 @@ def evaluate_perplexity(
     check_settings(config, context, windows, protocol)
     rows = scored_rows(protocol, context)
     network, tokenizer = resolve_model(model, tokenizer)
-    check_dense(network)
-    check_length(network, context, "context")
+    check_model(network, context, "context")
     tokens = text_tokens(dataset, tokenizer)
     first = first_token(tokenizer, protocol)
     selected, batches = select_windows(tokens, context, windows, first)

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from h2o_prefill.eval.perplexity.result import PerplexityResult, PositionCurve
-from h2o_prefill.eval.plotting import DENSE, SPARSE, make_figure, save_figure
+from h2o_prefill.eval.plotting import DENSE, SPARSE, draw_lines_behind, make_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,10 +27,8 @@ def plot_perplexity(
     ----------
     result : PerplexityResult
         What to draw.
-    path : path
-        Ends in .png, .svg or .pdf.
-    title : str
-        What was run.
+    path, title
+        As `save_figure` takes them.
 
     Returns
     -------
@@ -56,8 +54,7 @@ def plot_perplexity(
     window_change.set_ylabel("sparse above dense (%)")
     window_change.set_xlabel("position in the window (tokens; dotted: chunk boundaries)")
     chunk_change.set_xlabel("position in the chunk (tokens)")
-    figure.suptitle(title, fontsize=11)
-    save_figure(figure, path)
+    save_figure(figure, path, title)
     return figure
 
 
@@ -77,9 +74,7 @@ def _draw(above: Axes, below: Axes, curve: PositionCurve, length: int) -> None:
     below.axhline(0, color="0.3", linewidth=0.8)
     for axes in (above, below):
         axes.set_xlim(0, length)
-        axes.set_axisbelow(True)
-        axes.grid(axis="y", color="0.92")
-        axes.spines[["top", "right"]].set_visible(False)
+        draw_lines_behind(axes)
 
 
 def _numbers(values: list[float | None]) -> list[float]:

@@ -91,13 +91,8 @@ def generate_from_package(
     Parameters
     ----------
     package : PrefillPackage
-    tokenizer
-        Its tokenizer.
-    input_ids : Tensor
-        int64 [1, T]
-    max_new_tokens : int
-    on_text : callable
-        Takes each piece of text.
+    tokenizer, input_ids, max_new_tokens, on_text
+        As `generate_timed` takes them.
 
     Raises
     ------

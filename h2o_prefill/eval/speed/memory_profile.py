@@ -12,8 +12,6 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.prompts import random_ids
 from h2o_prefill.eval.runs import (
     Progress,
-    check_dense,
-    check_length,
     eval_mode,
     last_logits_only,
     prefill_mode,
@@ -42,16 +40,8 @@ def profile_memory(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        A causal decoder with dense attention.
-    seq_lengths : sequence of int
-        Prompt lengths, tokens.
-    chunk_config : PrefillConfig or str, optional
-        Settings of the sparse runs. Default: that of `enable`.
-    seed : int
-        Of the random tokens.
-    on_progress : callable, optional
-        Called with (runs done, runs in all, what runs next).
+    model, seq_lengths, chunk_config, seed, on_progress
+        As `benchmark_throughput` takes them.
 
     Returns
     -------
@@ -62,15 +52,11 @@ def profile_memory(
 
     Raises
     ------
-    ValueError
-        If an argument is out of its range, or the model already runs sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
+    ValueError, NotImplementedError
+        As `benchmark_throughput` does.
     """
     config = chosen_config(chunk_config)
-    lengths = check_runs(seq_lengths, 1)
-    check_dense(model)
-    check_length(model, max(lengths), "seq_lengths")
+    lengths = check_runs(model, seq_lengths, 1)
     import pandas as pd
 
     from h2o_prefill.hf import ChunkedPrefillCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from h2o_prefill.eval.plotting import DENSE, SPARSE, make_figure, save_figure
+from h2o_prefill.eval.plotting import DENSE, SPARSE, draw_lines_behind, make_figure, save_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,10 +24,8 @@ def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: st
     ----------
     frame : pandas.DataFrame
         Rows as `benchmark_throughput` returns them.
-    path : path
-        Ends in .png, .svg or .pdf.
-    title : str
-        What was run.
+    path, title
+        As `save_figure` takes them.
 
     Returns
     -------
@@ -69,8 +67,7 @@ def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: st
     for axes in (rate, ratio):
         _finish(axes, frame)
         axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    save_figure(figure, path)
+    save_figure(figure, path, title)
     return figure
 
 
@@ -81,14 +78,8 @@ def plot_memory(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = 
     ----------
     frame : pandas.DataFrame
         Rows as `profile_memory` returns them.
-    path : path
-        Ends in .png, .svg or .pdf.
-    title : str
-        What was run.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
+    path, title
+        As `save_figure` takes them.
     """
     figure = make_figure(_HEIGHT, _WIDTH)
     whole, state = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -126,8 +117,7 @@ def plot_memory(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = 
     state.set_ylabel("% of the KV cache")
     for axes in (whole, state):
         _finish(axes, frame)
-    figure.suptitle(title, fontsize=11)
-    save_figure(figure, path)
+    save_figure(figure, path, title)
     return figure
 
 
@@ -135,6 +125,4 @@ def _finish(axes: Axes, frame: pd.DataFrame) -> None:
     axes.set_xticks(range(len(frame)), [f"{length:,}" for length in frame["seq_length"]])
     axes.set_xlabel("prompt length (tokens)")
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color="0.92")
-    axes.spines[["top", "right"]].set_visible(False)
+    draw_lines_behind(axes)

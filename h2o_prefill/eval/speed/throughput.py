@@ -15,8 +15,7 @@ from h2o_prefill.eval.forward import PromptForward
 from h2o_prefill.eval.inputs.prompts import random_ids
 from h2o_prefill.eval.runs import (
     Progress,
-    check_dense,
-    check_length,
+    check_model,
     count_layers,
     eval_mode,
     prefill_mode,
@@ -75,9 +74,7 @@ def benchmark_throughput(
         If the model cannot be prefilled sparsely.
     """
     config = chosen_config(chunk_config)
-    lengths = check_runs(seq_lengths, num_runs)
-    check_dense(model)
-    check_length(model, max(lengths), "seq_lengths")
+    lengths = check_runs(model, seq_lengths, num_runs)
     import pandas as pd
 
     rows: list[dict[str, float]] = []
@@ -99,13 +96,14 @@ def benchmark_throughput(
     return pd.DataFrame(rows)
 
 
-def check_runs(seq_lengths: Sequence[int], num_runs: int) -> list[int]:
+def check_runs(model: Any, seq_lengths: Sequence[int], num_runs: int) -> list[int]:
     """Return the lengths as a list, or refuse what `benchmark_throughput` would refuse.
 
     Raises
     ------
     ValueError
-        If there is no length, or a length or the number of runs is not an int of at least 1.
+        If there is no length, a length or the number of runs is not an int of at least 1, the model
+        already runs sparsely, or a prompt is longer than it takes.
     """
     lengths = list(seq_lengths)
     if not lengths:
@@ -114,6 +112,7 @@ def check_runs(seq_lengths: Sequence[int], num_runs: int) -> list[int]:
         for value in values:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be >= 1 and an int, got {value!r}")
+    check_model(model, max(lengths), "seq_lengths")
     return lengths
 
 
