@@ -10,6 +10,11 @@ from h2o_prefill.state import PrefillState
 
 RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
 
+# Softmax scale, sinks and softcap, as the operators take them.
+LogitOptions = tuple[float | None, Tensor | None, float]
+
+PLAIN_LOGITS: LogitOptions = (None, None, 0.0)
+
 NO_RECALL: RecallLists = (None, None, None)
 
 
@@ -28,7 +33,7 @@ def sparse_attention(
 
     Parameters
     ----------
-    q, k, v : Tensor
+    q, k, v, scale, sinks, softcap
         As `ops.chunked_sparse_attention` takes them.
     state : PrefillState, optional
         What the previous call of the prompt returned. Without it, all that came before is candidate
@@ -37,12 +42,6 @@ def sparse_attention(
         Of the layer (`PrefillConfig.of_layer`).
     recall : tuple of Tensor
         What `recall_lists` returned for the call.
-    scale : float, optional
-        Softmax scale, default D^-0.5.
-    sinks : Tensor, optional
-        [Hq], a further logit of each query head's softmax.
-    softcap : float
-        Bound of the logits; 0: none.
 
     Returns
     -------

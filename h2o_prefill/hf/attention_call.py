@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.hf.forward_context import ForwardContext
+from h2o_prefill.functional import LogitOptions
+from h2o_prefill.hf.enabled_state import DEFAULT_STATE, EnabledState
+from h2o_prefill.hf.forward_context import ForwardContext, current_context
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.layer_kinds import is_causal
 from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.static import StaticPrefillLayer
+
+# What attention functions return: output [B, Tq, Hq, Dv], and the weights where they are made.
+Attended = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,27 @@ class Call:
     kwargs: dict[str, Any]
     config: PrefillConfig
     context: ForwardContext | None
+
+    @classmethod
+    def of_forward(
+        cls,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        dropout: float,
+        kwargs: dict[str, Any],
+    ) -> Call:
+        """Return a call of the forward that is under way, with the settings of its model."""
+        context = current_context(getattr(module, "config", None))
+        config = (DEFAULT_STATE if context is None else context.enabled).config
+        return cls(module, query, key, value, mask, dropout, kwargs, config, context)
+
+    @property
+    def enabled(self) -> EnabledState:
+        """What the model runs with; the defaults if it was never enabled."""
+        return DEFAULT_STATE if self.context is None else self.context.enabled
 
     @property
     def new(self) -> int:
@@ -132,6 +159,37 @@ class Call:
         """The bound of the logits; 0: none."""
         return self.kwargs.get("softcap") or 0.0
 
+    def logit_options(self, scaling: float | None) -> LogitOptions:
+        """Return how the operators make logits of this call, with a softmax scale."""
+        return scaling, self.sinks, self.softcap
+
     def given(self, *names: str) -> bool:
         """Return whether the model passed one of these arguments."""
         return any(self.kwargs.get(name) is not None for name in names)
+
+
+def as_attention_function(
+    attend: Callable[[Call, float | None], Attended],
+) -> Callable[..., Attended]:
+    """Give a function of a call the form that transformers calls attention functions in.
+
+    Parameters
+    ----------
+    attend : callable
+        Takes the call and its softmax scale (None: D^-0.5).
+    """
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> Attended:
+        call = Call.of_forward(module, query, key, value, attention_mask, dropout, kwargs)
+        return attend(call, scaling)
+
+    return attention

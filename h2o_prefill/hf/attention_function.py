@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.dense import dense_attention
 from h2o_prefill.hf.eligibility import dense_reason
-from h2o_prefill.hf.enabled_state import DEFAULT_STATE
-from h2o_prefill.hf.forward_context import current_context
 from h2o_prefill.hf.graph_call import call_in_graph
 from h2o_prefill.hf.in_graph import attend_in_graph
 from h2o_prefill.hf.sparse import attend_sparsely
@@ -73,14 +71,13 @@ def _attend(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    context = current_context(getattr(module, "config", None))
-    enabled = DEFAULT_STATE if context is None else context.enabled
-    call = Call(module, query, key, value, attention_mask, dropout, kwargs, enabled.config, context)
+    call = Call.of_forward(module, query, key, value, attention_mask, dropout, kwargs)
     reason = dense_reason(call)
-    if context is not None:
-        enabled.count(getattr(module, "layer_idx", None), query.shape[0] * query.shape[2], reason)
+    if call.context is not None:
+        rows = query.shape[0] * query.shape[2]
+        call.enabled.count(getattr(module, "layer_idx", None), rows, reason)
     if reason is None:
         return attend_sparsely(call, scaling), None
     if reason:
-        enabled.report(f"dense attention: {reason}")
+        call.enabled.report(f"dense attention: {reason}")
     return dense_attention(call, scaling)

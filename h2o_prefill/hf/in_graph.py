@@ -94,9 +94,9 @@ def attend_in_graph(
     forward.outcomes.append((number, reason))
     if reason is not None:
         return _attend_densely(call, forward, layer, scaling)
-    rows, options = call.new - forward.candidates, (scaling, call.sinks, call.softcap)
+    rows, options = call.new - forward.candidates, call.logit_options(scaling)
     if isinstance(layer, StaticPrefillLayer):
-        out = layer.attend(query[:, :, :rows], forward, number, *options).transpose(1, 2)
+        out = layer.attend(query[:, :, :rows], forward, number, options).transpose(1, 2)
         if rows < call.new:
             last = replace(call, query=query[:, :, rows:], mask=_mask_of(call, layer)[:, :, rows:])
             out = torch.cat([out, _attend_densely(last, forward, layer, scaling)[0]], dim=1)
@@ -109,7 +109,7 @@ def attend_in_graph(
         state = (None, None, *recall, 0)
         out, _, _ = ops.prefill_attention(query, key, value, *state, number, settings, *options)
     else:
-        out = layer.attend_in_graph(query[:, :, :rows], forward, number, *options)
+        out = layer.attend_in_graph(query[:, :, :rows], forward, number, options)
         out = with_candidates(out, query, key, value, options)
     return out.transpose(1, 2).contiguous(), None
 

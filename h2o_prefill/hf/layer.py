@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import RecallLists
+from h2o_prefill.functional import LogitOptions, RecallLists
 from h2o_prefill.hf.graph_call import GraphCall, graph
 from h2o_prefill.state import PrefillState
 
@@ -83,9 +83,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         recall: RecallLists,
         layer: int,
         config: PrefillConfig,
-        scale: float | None,
-        sinks: Tensor | None = None,
-        softcap: float = 0.0,
+        options: LogitOptions,
     ) -> Tensor:
         """Attend sparsely with tokens that `update` has just appended, and keep the state.
 
@@ -101,12 +99,8 @@ class ChunkedPrefillLayer(DynamicLayer):
             The number of the layer.
         config : PrefillConfig
             Of the model.
-        scale : float, optional
-            Softmax scale.
-        sinks : Tensor, optional
-            [Hq], a further logit of each query head's softmax.
-        softcap : float
-            Bound of the logits; 0: none.
+        options : LogitOptions
+            Softmax scale, sinks and softcap.
 
         Returns
         -------
@@ -130,9 +124,7 @@ class ChunkedPrefillLayer(DynamicLayer):
             *recall,
             layer,
             config.to_string(),
-            scale,
-            sinks,
-            softcap,
+            *options,
         )
         self._state = PrefillState(
             scores=scores[..., :total],
@@ -147,31 +139,16 @@ class ChunkedPrefillLayer(DynamicLayer):
         query: Tensor,
         call: GraphCall,
         layer: int,
-        scale: float | None,
-        sinks: Tensor | None = None,
-        softcap: float = 0.0,
+        options: LogitOptions,
     ) -> Tensor:
         """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
 
         Parameters
         ----------
-        query : Tensor
-            [B, Hq, T, D], of the dtype of the keys.
+        query, layer, options
+            As `attend` takes them.
         call : GraphCall
-            The forward.
-        layer : int
-            The number of the layer.
-        scale : float, optional
-            Softmax scale.
-        sinks : Tensor, optional
-            [Hq], a further logit of each query head's softmax.
-        softcap : float
-            Bound of the logits; 0: none.
-
-        Returns
-        -------
-        Tensor
-            [B, Hq, T, Dv].
+            The forward, with what it recalls and its settings.
         """
         keys, values = self._held()
         total = keys.shape[2] - call.candidates
@@ -186,9 +163,7 @@ class ChunkedPrefillLayer(DynamicLayer):
             0 if state is None else state.last_chunk_begin,
             layer,
             call.settings,
-            scale,
-            sinks,
-            softcap,
+            *options,
         )
         self.traced = scores, memory
         return out

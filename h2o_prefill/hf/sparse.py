@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.functional import RecallLists, sparse_attention
+from h2o_prefill.functional import LogitOptions, RecallLists, sparse_attention
 from h2o_prefill.hf.attention_call import Call
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Span, is_long_row
 from h2o_prefill.hf.recall import ALL_ROWS, recall_of
 from h2o_prefill.hf.static import StaticPrefillLayer
-
-# Softmax scale, sinks and softcap, as the operators take them.
-LogitOptions = tuple[float | None, Tensor | None, float]
 
 
 def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
@@ -33,7 +30,7 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
         [B, Tq, Hq, Dv]; 0 where the query is padding.
     """
     padding = call.padding
-    options = (scaling, call.sinks, call.softcap)
+    options = call.logit_options(scaling)
     if padding is not None:
         return _attend_padded(call, padding, options)
     rows, total = call.prompt_rows, call.past + call.prompt_rows
@@ -43,13 +40,13 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     if isinstance(layer, StaticPrefillLayer):
         assert call.context is not None and call.context.call is not None
         # Where layers have no number, no setting depends on it.
-        out = layer.attend(prompt, call.context.call, call.layer or 0, *options)
+        out = layer.attend(prompt, call.context.call, call.layer or 0, options)
         return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
     recall = _recall_lists(call, (0, call.total))
     if layer is not None and call.context is not None:
         call.context.keep_state(layer)
     if layer is not None and layer.holds(key, value):
-        out = layer.attend(prompt, total, recall, call.layer or 0, call.config, *options)
+        out = layer.attend(prompt, total, recall, call.layer or 0, call.config, options)
     else:
         state = None if layer is None else layer.state
         config = call.config.of_layer(call.layer)

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, StaticCache, StaticLayer
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.graph_call import GraphCall, graph
 from h2o_prefill.hf.token_history import KeepsTokenIds, is_empty
 
@@ -88,9 +89,7 @@ class StaticPrefillLayer(StaticLayer):
         query: Tensor,
         call: GraphCall,
         number: int,
-        scale: float | None,
-        sinks: Tensor | None = None,
-        softcap: float = 0.0,
+        options: LogitOptions,
     ) -> Tensor:
         """Attend with the first tokens of those that `update` has just written.
 
@@ -102,12 +101,8 @@ class StaticPrefillLayer(StaticLayer):
             The forward.
         number : int
             The number of the layer.
-        scale : float, optional
-            Softmax scale.
-        sinks : Tensor, optional
-            [Hq], a further logit of each query head's softmax.
-        softcap : float
-            Bound of the logits; 0: none.
+        options : LogitOptions
+            Softmax scale, sinks and softcap.
 
         Returns
         -------
@@ -131,9 +126,7 @@ class StaticPrefillLayer(StaticLayer):
             *call.recall,
             number,
             call.settings,
-            scale,
-            sinks,
-            softcap,
+            *options,
         )
 
     def reset(self) -> None:

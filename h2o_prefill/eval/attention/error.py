@@ -16,8 +16,7 @@ from h2o_prefill.eval.inputs.prompts import prompt_ids
 from h2o_prefill.eval.recalled_keys import find_recalled
 from h2o_prefill.eval.runs import (
     Progress,
-    check_dense,
-    check_length,
+    check_model,
     eval_mode,
     last_logits_only,
     report_progress,
@@ -80,8 +79,7 @@ def measure_attention(
     length = prompt.shape[1]
     if length < 2:
         raise ValueError(f"input_ids must hold at least two tokens, got {length}")
-    check_dense(model)
-    check_length(model, length, "input_ids")
+    check_model(model, length, "input_ids")
     from h2o_prefill.eval.attention.observe import observe_attention
 
     recalled = find_recalled(prompt, config)
@@ -95,8 +93,7 @@ def measure_attention(
         indices.append(index)
         settings = config.of_layer(index)
         qkv = call.query, call.key, call.value
-        options = scaling, call.sinks, call.softcap
-        found.append(measure_layer(*qkv, settings, recalled, *options))
+        found.append(measure_layer(*qkv, settings, recalled, call.logit_options(scaling)))
 
     last = last_logits_only(model)
     with torch.no_grad(), eval_mode(model), observe_attention(model, observe, config.dense_layers):

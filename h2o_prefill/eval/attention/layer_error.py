@@ -11,7 +11,13 @@ from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention.visibility import visible_keys
 from h2o_prefill.eval.recalled_keys import RecalledKeys
-from h2o_prefill.functional import NO_RECALL, next_memory, sparse_attention
+from h2o_prefill.functional import (
+    NO_RECALL,
+    PLAIN_LOGITS,
+    LogitOptions,
+    next_memory,
+    sparse_attention,
+)
 from h2o_prefill.state import PrefillState
 
 # The softmax weights of a block of rows hold at most this many numbers (16 MiB in fp32).
@@ -47,9 +53,7 @@ def measure_layer(
     value: Tensor,
     config: PrefillConfig,
     recalled: RecalledKeys | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
+    options: LogitOptions = PLAIN_LOGITS,
 ) -> LayerMeasures:
     """Prefill one layer sparsely, a chunk a call, beside dense attention.
 
@@ -60,13 +64,10 @@ def measure_layer(
     config : PrefillConfig
     recalled : RecalledKeys, optional
         What `find_recalled` returned for the prompt.
-    scale : float, optional
-        Factor of the logits, default D^-0.5.
-    sinks : Tensor, optional
-        [Hq], a further logit of each query head's softmax. The masses are of all keys without it.
-    softcap : float
-        Bound of the logits; 0: none.
+    options : LogitOptions
+        Softmax scale, sinks and softcap. The masses are of all keys without the sinks.
     """
+    scale, _, softcap = options
     # In 16 bits the rounding of two outputs would count as the error of one.
     query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     length = query.shape[2]
@@ -85,11 +86,9 @@ def measure_layer(
             state,
             config if tail == config.dense_tail else config.replace(dense_tail=tail),
             lists,
-            scale,
-            sinks,
-            softcap,
+            *options,
         )
-        dense = ops.dense_attention(q, k, v, scale, sinks, softcap)
+        dense = ops.dense_attention(q, k, v, *options)
         tail_begin = length - config.dense_tail
         mass = _visible_mass(
             q[0], k[0], begin, state.memory[0], recalled, tail_begin, scale, softcap

@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf import enable
-from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.attention_call import Attended, Call, as_attention_function
 from h2o_prefill.hf.dense import dense_attention
 from h2o_prefill.hf.eligibility import dense_reason
-from h2o_prefill.hf.enabled_state import DEFAULT_STATE
-from h2o_prefill.hf.forward_context import current_context
 from h2o_prefill.hf.mask_function import h2o_prefill_mask
 from h2o_prefill.hf.names import NAME as SPARSE_NAME
 
@@ -78,24 +74,13 @@ def observe_attention(
             _observer.reset(token)
 
 
-def _observed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    context = current_context(getattr(module, "config", None))
-    enabled = DEFAULT_STATE if context is None else context.enabled
-    call = Call(module, query, key, value, attention_mask, dropout, kwargs, enabled.config, context)
+@as_attention_function
+def _observed_attention(call: Call, scaling: float | None) -> Attended:
     observe = _observer.get()
-    if context is not None and observe is not None:
+    if call.context is not None and observe is not None:
         reason = dense_reason(call)
         if reason is None:
             observe(call, scaling)
         elif reason:
-            enabled.report(f"dense attention: {reason}")
+            call.enabled.report(f"dense attention: {reason}")
     return dense_attention(call, scaling)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, StaticCache
 
 from h2o_prefill.eval.compatibility.tiny_model import (
@@ -21,10 +21,9 @@ from h2o_prefill.eval.compatibility.tiny_model import (
     random_prompt,
 )
 from h2o_prefill.hf import NAME, ChunkedPrefillCache, enable, register
-from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.attention_call import Attended, Call, as_attention_function
 from h2o_prefill.hf.attention_function import h2o_prefill_attention
 from h2o_prefill.hf.eligibility import dense_reason
-from h2o_prefill.hf.forward_context import current_context
 from h2o_prefill.hf.layer_kinds import layer_type
 
 TOKENS = 72
@@ -300,24 +299,14 @@ def _watched() -> Iterator[dict[int, str]]:
     """Note for each attention layer, by its identity, whether it is sparse, or its kind."""
     decisions: dict[int, str] = {}
 
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        context = current_context(getattr(module, "config", None))
-        if context is not None:
-            config = context.enabled.config
-            call = Call(module, query, key, value, attention_mask, dropout, kwargs, config, context)
+    @as_attention_function
+    def attend(call: Call, scaling: float | None) -> Attended:
+        if call.context is not None:
             sparse = dense_reason(call) is None
-            decisions[id(module)] = "sparse" if sparse else layer_type(module)
+            decisions[id(call.module)] = "sparse" if sparse else layer_type(call.module)
+        qkv = call.query, call.key, call.value
         return h2o_prefill_attention(
-            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+            call.module, *qkv, call.mask, call.dropout, scaling, **call.kwargs
         )
 
     AttentionInterface.register(NAME, attend)

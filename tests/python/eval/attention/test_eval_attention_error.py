@@ -132,7 +132,7 @@ def test_heads_without_and_with_one_group_and_a_scale(
     prompt: Tensor, small_config: PrefillConfig, heads: tuple[int, int]
 ) -> None:
     layer = _layer(*heads)
-    found = measure_layer(*layer, small_config, scale=0.9)
+    found = measure_layer(*layer, small_config, options=(0.9, None, 0.0))
     difference, _, mass = _brute_force(layer, small_config, prompt, scale=0.9)
     torch.testing.assert_close(found.difference, _by_chunk(difference), rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(found.mass, _by_chunk(mass), rtol=1e-6, atol=1e-9)
@@ -140,7 +140,7 @@ def test_heads_without_and_with_one_group_and_a_scale(
 
 def test_sinks_and_softcap(prompt: Tensor, small_config: PrefillConfig) -> None:
     layer, sinks = _layer(), torch.linspace(-1, 3, 6, dtype=torch.float64)
-    found = measure_layer(*layer, small_config, sinks=sinks, softcap=1.5)
+    found = measure_layer(*layer, small_config, options=(None, sinks, 1.5))
     difference, size, mass = _brute_force(layer, small_config, prompt, None, sinks, 1.5)
     torch.testing.assert_close(found.difference, _by_chunk(difference), rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(found.size, _by_chunk(size), rtol=1e-6, atol=1e-9)
