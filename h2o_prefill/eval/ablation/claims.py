@@ -14,7 +14,6 @@ import os
 import platform
 import threading
 from pathlib import Path
-from types import TracebackType
 
 _BEATS_PER_LEASE = 4
 
@@ -102,12 +101,7 @@ class Claim:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._stop.set()
         self._thread.join()
         if kind is not None:
