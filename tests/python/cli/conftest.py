@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,19 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("h2o_prefill.eval.inputs.hub.hub_is_reachable", lambda timeout=0.0: False)
     return lambda *arguments: testing.CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def refused() -> Callable[[Any, str], None]:
+    """Check that a command line was refused as wrong input, in one line and before any result."""
+
+    def check(done: Any, message: str) -> None:
+        assert done.exit_code == 2, done.exception
+        assert re.search(message, done.stderr), done.stderr
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert done.stdout == ""
+
+    return check
 
 
 PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from h2o_prefill.config import PrefillConfig
 pd = pytest.importorskip("pandas")
 
 Run = Callable[..., Any]
+Refused = Callable[[Any, str], None]
 SIZES = ("--context", 64, "--chunk-size", 16, "--local-window", 4, "--heavy-budget", "0,4")
 
 
@@ -158,24 +158,15 @@ def test_every_field_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         (("--windows", "0:99"), "windows must be a slice within 0:"),
         (("--protocol", "mine"), "protocol must be one of"),
         (("--dataset", "c4,pydoc"), "dataset must be one of .*got 'c4'"),
-        (("--text-file", "missing.txt"), "text_file: no such file: 'missing.txt'"),
-        (("--preset", "best"), "preset must be one of"),
-        (("--dtype", "int8"), "dtype must be one of"),
-        (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
         (("--output", __file__), "output must be a folder, got the file"),
         (("--lease", "0"), "lease_seconds must be > 0, got 0"),
         (("--no-such-field", "1"), "--no-such-field"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
-    ablate: Run, tmp_path: Path, arguments: tuple[object, ...], message: str
+    ablate: Run, tmp_path: Path, refused: Refused, arguments: tuple[object, ...], message: str
 ) -> None:
-    done = ablate(*arguments)
-    assert done.exit_code == 2
-    assert re.search(message, done.stderr), done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    refused(ablate(*arguments), message)
     assert not (tmp_path / "out").exists()
 
 

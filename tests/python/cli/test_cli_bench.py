@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 Run = Callable[..., Any]
+Refused = Callable[[Any, str], None]
 SIZES = ("--chunk-size", 16, "--local-window", 4, "--heavy-budget", 4)
 
 
@@ -80,20 +81,11 @@ def test_figures_of_throughput_and_memory(bench: Run, tmp_path: Path) -> None:
         (("--lengths", "16,0"), "lengths must be numbers >= 1 .* got '16,0'"),
         (("--lengths", "1024"), "seq_lengths must be <= 512, .* got 1024"),
         (("--runs", 0), "--runs"),
-        (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
         (("--chunk-size", 0), "chunk_size must be >= 1, got 0"),
-        (("--preset", "best"), "preset must be one of"),
-        (("--dtype", "int8"), "dtype must be one of"),
         (("--output", __file__), "--output must be a folder, got the file"),
-        (("--json", "no/such/folder/r.json"), "--json must be a file in a folder that exists"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
-    bench: Run, arguments: tuple[object, ...], message: str
+    bench: Run, refused: Refused, arguments: tuple[object, ...], message: str
 ) -> None:
-    done = bench(*arguments)
-    assert done.exit_code == 2
-    assert re.search(message, done.stderr), done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    refused(bench(*arguments), message)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 Run = Callable[..., Any]
+Refused = Callable[[Any, str], None]
 PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"
 
 
@@ -56,13 +57,9 @@ def test_the_table_ends_with_settings_that_other_commands_take(
     [
         (("--layers", 2), "layers must be at least 1 and fewer than the 2"),
         (("--context", 16), "at least two chunks"),
-        (("--preset", "fast"), "preset must be one of"),
-        (("--json", "/nowhere/r.json"), "--json must be a file in a folder that exists"),
     ],
 )
 def test_wrong_arguments_take_one_line(
-    calibrate: Run, arguments: tuple[Any, ...], message: str
+    calibrate: Run, refused: Refused, arguments: tuple[Any, ...], message: str
 ) -> None:
-    done = calibrate(*arguments)
-    assert done.exit_code == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
+    refused(calibrate(*arguments), message)

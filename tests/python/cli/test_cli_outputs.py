@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 Run = Callable[..., Any]
+Refused = Callable[[Any, str], None]
 ROOT = Path(__file__).parents[3]
 JSON = ("ppl", "calibrate", "bench", "retrieve", "answers", "visualize", "models", "info")
 FOLDER = ("bench", "ablate", "visualize")
@@ -30,12 +31,6 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"h2o_prefill.eval.{name}", work)
 
 
-def _refused(done: Any) -> None:
-    assert done.exit_code == 2, done.exception
-    assert done.stderr.startswith("error: --") and done.stderr.count("\n") == 1
-    assert done.stdout == ""
-
-
 # The folder of processes takes no files, from nobody.
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize("target", ["missing/result", ".", "/proc/result", "text.txt/result"])
@@ -45,6 +40,7 @@ def _refused(done: Any) -> None:
 )
 def test_a_file_that_cannot_be_written_is_found_before_the_work(
     run: Run,
+    refused: Refused,
     small_commands: dict[str, Any],
     tmp_path: Path,
     command: str,
@@ -53,16 +49,21 @@ def test_a_file_that_cannot_be_written_is_found_before_the_work(
     target: str,
 ) -> None:
     path = tmp_path / target if target == "." else tmp_path / f"{target}{suffix}"
-    _refused(run(*small_commands[command], option, path))
+    refused(run(*small_commands[command], option, path), "error: --")
 
 
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize("target", ["text.txt", "text.txt/folder", "/proc/folder"])
 @pytest.mark.parametrize("command", FOLDER)
 def test_a_folder_that_cannot_be_made_is_found_before_the_work(
-    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str, target: str
+    run: Run,
+    refused: Refused,
+    small_commands: dict[str, Any],
+    tmp_path: Path,
+    command: str,
+    target: str,
 ) -> None:
-    _refused(run(*small_commands[command], "--output", tmp_path / target))
+    refused(run(*small_commands[command], "--output", tmp_path / target), "error: --")
 
 
 @pytest.mark.usefixtures("no_work")
@@ -77,15 +78,20 @@ def test_a_folder_that_cannot_be_made_is_found_before_the_work(
     ],
 )
 def test_a_folder_in_the_place_of_a_result_is_found_before_the_work(
-    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str, name: str
+    run: Run,
+    refused: Refused,
+    small_commands: dict[str, Any],
+    tmp_path: Path,
+    command: str,
+    name: str,
 ) -> None:
     (tmp_path / name).mkdir()
-    _refused(run(*small_commands[command], "--output", tmp_path))
+    refused(run(*small_commands[command], "--output", tmp_path), "error: --")
 
 
 @pytest.mark.parametrize("command", JSON)
 def test_a_failed_run_leaves_the_old_result(
-    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str
+    run: Run, refused: Refused, small_commands: dict[str, Any], tmp_path: Path, command: str
 ) -> None:
     (tmp_path / "result.json").write_text("old")
     wrong = ("--no-such-option",) if command == "info" else ("--model", "./nowhere")
@@ -97,7 +103,7 @@ def test_a_failed_run_leaves_the_old_result(
 
 @pytest.mark.parametrize("command", JSON)
 def test_json_on_stdout_is_nothing_but_json(
-    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str
+    run: Run, refused: Refused, small_commands: dict[str, Any], tmp_path: Path, command: str
 ) -> None:
     output = ("--output", tmp_path / "out") if command in FOLDER else ()
     done = run(*small_commands[command], *output, "--json", "-")

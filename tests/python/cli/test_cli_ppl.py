@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 Run = Callable[..., Any]
+Refused = Callable[[Any, str], None]
 SIZES = ("--context", 64, "--chunk-size", 16, "--local-window", 4, "--heavy-budget", 4)
 
 
@@ -96,8 +97,6 @@ def test_no_noise_beside_the_table(ppl: Run) -> None:
     ("arguments", "message"),
     [
         (("--model", "nobody/no-such-model"), "model must be .* got 'nobody/no-such-model'"),
-        (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
-        (("--text-file", "missing.txt"), "text_file: no such file: 'missing.txt'"),
         (("--dataset", "pydoc"), "text_file does not go with dataset 'pydoc'"),
         (("--dataset", "c4"), "dataset must be one of"),
         (("--context", 31), "context must be at least two chunks of 16 tokens"),
@@ -112,24 +111,15 @@ def test_no_noise_beside_the_table(ppl: Run) -> None:
         (("--windows", "2:1"), "windows must be a slice like 0:6, got '2:1'"),
         (("--windows", "six"), "windows must be a slice like 0:6, got 'six'"),
         (("--windows", "0:99"), "windows must be a slice within 0:"),
-        (("--preset", "best"), "preset must be one of"),
-        (("--dtype", "int8"), "dtype must be one of"),
         (("--protocol", "mine"), "protocol must be one of"),
-        (("--threads", 0), "--threads"),
-        (("--json", "no/such/folder/r.json"), "--json must be a file in a folder that exists"),
         (("--plot", "p.gif"), r"--plot must end in one of .*got 'p.gif'"),
         (("--no-such-option",), "--no-such-option"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
-    ppl: Run, arguments: tuple[object, ...], message: str
+    ppl: Run, refused: Refused, arguments: tuple[object, ...], message: str
 ) -> None:
-    done = ppl(*arguments)
-    assert done.exit_code == 2
-    assert re.search(message, done.stderr), done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    refused(ppl(*arguments), message)
 
 
 def test_an_empty_text_is_refused(ppl: Run, tmp_path: Path) -> None:

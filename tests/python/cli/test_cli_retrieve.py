@@ -16,6 +16,7 @@ from h2o_prefill.eval.needles.result import PromptOutcome, RetrievalResult
 from h2o_prefill.eval.needles.scoring import summarize_retrieval
 
 Run = Callable[..., Any]
+Refused = Callable[[Any, str], None]
 SMALL = "h2o,chunk_size=64,local_window=16,heavy_budget=16"
 RECALL = f"{SMALL},recall=2,recall_block=32"
 
@@ -116,23 +117,14 @@ def test_a_variant_is_a_preset_with_changes() -> None:
         (("--depths", ""), "depths must be numbers with commas between, got ''"),
         (("--prompts", 0), "--prompts"),
         (("--question", "middle"), "question must be one of"),
-        (("--dtype", "int8"), "dtype must be one of"),
-        (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
-        (("--text-file", "missing.txt"), "text_file: no such file: 'missing.txt'"),
-        (("--json", "no/such/folder/r.json"), "--json must be a file in a folder that exists"),
         (("--plot", "p.gif"), r"--plot must end in one of .*got 'p.gif'"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
-    retrieve: Run, arguments: tuple[object, ...], message: str
+    retrieve: Run, refused: Refused, arguments: tuple[object, ...], message: str
 ) -> None:
     variant = () if "--variant" in arguments else ("--variant", SMALL)
-    done = retrieve(*variant, *arguments)
-    assert done.exit_code == 2
-    assert re.search(message, done.stderr), done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    refused(retrieve(*variant, *arguments), message)
 
 
 def test_it_has_help(run: Run) -> None:

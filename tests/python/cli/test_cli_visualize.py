@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 Run = Callable[..., Any]
+Refused = Callable[[Any, str], None]
 SIZES = ("--context", 64, "--chunk-size", 16, "--local-window", 4, "--heavy-budget", 4)
 FIGURES = ("memory", "scores", "sinks", "heavy", "survival", "errors", "chunks")
 
@@ -121,10 +121,8 @@ def test_options_reach_the_run(visualize: Run, monkeypatch: pytest.MonkeyPatch) 
         (("--context", 49), "context must not end one token after a chunk"),
         (("--window", 99), "windows must be a slice within 0:"),
         (("--window", -1), "--window"),
-        (("--text-file", "missing.txt"), "text_file: no such file: 'missing.txt'"),
         (("--dataset", "c4"), "dataset must be one of"),
         (("--output", __file__), "--output must be a folder, got the file"),
-        (("--model", "./nowhere"), "model: no such file or folder: './nowhere'"),
         (("--heavy-budget", -1), "heavy_budget must be >= 0, got -1"),
         (
             ("--preset", "h2o,recall=2,recall_block=12"),
@@ -133,16 +131,10 @@ def test_options_reach_the_run(visualize: Run, monkeypatch: pytest.MonkeyPatch) 
         (("--preset", "h2o,recall=-1"), "recall must be >= 0, got -1"),
         (("--ablation", "missing.csv"), "--ablation: no such file: 'missing.csv'"),
         (("--json", "x.json", "--no-errors"), "--json holds the errors"),
-        (("--json", "nowhere/x.json"), "--json must be a file in a folder that exists"),
-        (("--preset", "best"), "preset must be one of"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
-    visualize: Run, tmp_path: Path, arguments: tuple[object, ...], message: str
+    visualize: Run, tmp_path: Path, refused: Refused, arguments: tuple[object, ...], message: str
 ) -> None:
-    done = visualize(*arguments)
-    assert done.exit_code == 2
-    assert re.search(message, done.stderr), done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    refused(visualize(*arguments), message)
     assert not (tmp_path / "out").exists()
