@@ -63,20 +63,26 @@ std::string Arguments::text(const std::string& option, const std::string& otherw
   return found == texts.end() ? otherwise : found->second;
 }
 
-int run_example(void (*body)(const Arguments& arguments), const CommandLine& line, int argc,
-                char** argv) {
+int report_errors(const std::function<int()>& body) {
   try {
-    const Arguments arguments = read_arguments({argv + 1, argv + argc}, line);
-    at::set_num_threads(static_cast<int>(arguments.number("--threads", at::get_num_threads())));
-    const c10::InferenceMode inference;
-    body(arguments);
-    return 0;
+    return body();
   } catch (const c10::Error& error) {
     std::cerr << "error: " << error.what_without_backtrace() << '\n';
   } catch (const std::exception& error) {
     std::cerr << "error: " << error.what() << '\n';
   }
   return 1;
+}
+
+int run_example(void (*body)(const Arguments& arguments), const CommandLine& line, int argc,
+                char** argv) {
+  return report_errors([&] {
+    const Arguments arguments = read_arguments({argv + 1, argv + argc}, line);
+    at::set_num_threads(static_cast<int>(arguments.number("--threads", at::get_num_threads())));
+    const c10::InferenceMode inference;
+    body(arguments);
+    return 0;
+  });
 }
 
 }  // namespace examples

@@ -1,7 +1,9 @@
-// Command lines of the programs that run a model: two files, options, and errors in one line.
+// Command lines of programs: errors in one line, and for those that run a model two files and
+// options.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -25,6 +27,9 @@ struct CommandLine {
   std::vector<std::string> numbers = {};  // options with a number
   std::vector<std::string> texts = {};    // options with a text
 };
+
+// What main() returns: the result of `body`, or 1 where it throws, which is printed in one line.
+int report_errors(const std::function<int()>& body);
 
 // What main() returns: reads the command line, runs `body` without gradients, and prints what it
 // throws in one line.

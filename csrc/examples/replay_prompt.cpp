@@ -7,13 +7,14 @@
 #include <h2o_prefill/prefill_context.h>
 #include <torch/script.h>
 
-#include <exception>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "command_line.h"
 
 namespace {
 
@@ -64,13 +65,5 @@ int main(int argc, char** argv) {
     std::cerr << "usage: replay_prompt prompt.pt\n";
     return 2;
   }
-  try {
-    return run(argv[1]) ? 0 : 1;
-  } catch (const c10::Error& error) {
-    std::cerr << "error: " << error.what_without_backtrace() << '\n';
-    return 1;
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << '\n';
-    return 1;
-  }
+  return examples::report_errors([&] { return run(argv[1]) ? 0 : 1; });
 }

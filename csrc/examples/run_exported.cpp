@@ -11,13 +11,14 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
-#include <exception>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "command_line.h"
 
 namespace {
 
@@ -122,13 +123,5 @@ int main(int argc, char** argv) {
     std::cerr << "usage: run_exported MODEL.pt|MODEL.pt2 replay.pt\n";
     return 2;
   }
-  try {
-    return run(argv[1], argv[2]) ? 0 : 1;
-  } catch (const c10::Error& error) {
-    std::cerr << "error: " << error.what_without_backtrace() << '\n';
-    return 1;
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << '\n';
-    return 1;
-  }
+  return examples::report_errors([&] { return run(argv[1], argv[2]) ? 0 : 1; });
 }

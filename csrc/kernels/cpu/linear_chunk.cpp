@@ -247,18 +247,6 @@ void attend(const LinearChunkArgs& args, const Scratch& scratch, Streams& stream
   }
 }
 
-// Fills to_end and returns the log decay of the whole chunk.
-float fill_to_end(const LinearChunkArgs& args, const Scratch& scratch) {
-  const int64_t padded = pad_to(args.rows, kPanel);
-  float total = 0.0F;
-  for (int64_t j = padded; j-- > 0;) {
-    scratch.to_end[j] = total;
-    if (j < args.rows) total += args.log_decay[j * args.decay_stride];
-  }
-  exponentiate(scratch.to_end, padded, scratch.to_end);
-  return total;
-}
-
 // sum = kept sum + keys^T values, of one panel of values; kept is 0 where `sum` is not to be read.
 // keys: rows of the first of their panels.
 template <int kRows>
@@ -293,7 +281,9 @@ const float* keys_at_end(const LinearChunkArgs& args, const Scratch& scratch) {
 float update_state(const LinearChunkArgs& args, const Scratch& scratch, Streams& streams) {
   const int64_t dim = args.key_dim, width = pad_to(args.value_dim, kPanel);
   const int64_t padded = pad_to(args.rows, kPanel);
-  const float total = args.log_decay ? fill_to_end(args, scratch) : 0.0F;
+  const float total =
+      args.log_decay ? fill_to_end(args.log_decay, args.decay_stride, args.rows, scratch.to_end)
+                     : 0.0F;
   const float kept = args.sum_is_zero ? 0.0F : args.log_decay ? exp_nonpositive(total) : 1.0F;
   const float* const keys = keys_at_end(args, scratch);
   for (int64_t d = 0; d < width; d += kPanel) {

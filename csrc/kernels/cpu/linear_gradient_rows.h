@@ -83,12 +83,7 @@ H2O_INLINE void store_gradients(const LinearGradientArgs& args, const Scratch& s
 H2O_INLINE float fill_ends(const LinearGradientArgs& args, const Scratch& scratch) {
   if (!args.log_decay) return 0.0F;
   const int64_t padded = pad_to(args.rows, kPanel);
-  float sum = 0.0F;
-  for (int64_t j = padded; j-- > 0;) {
-    scratch.to_end[j] = sum;
-    if (j < args.rows) sum += args.log_decay[j * args.decay_stride];
-  }
-  exponentiate(scratch.to_end, padded, scratch.to_end);
+  fill_to_end(args.log_decay, args.decay_stride, args.rows, scratch.to_end);
   float total = 0.0F;
   for (int64_t i = 0; i < padded; ++i) {
     if (i < args.rows) total += args.log_decay[i * args.decay_stride];

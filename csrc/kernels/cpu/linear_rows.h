@@ -31,6 +31,19 @@ H2O_INLINE void exponentiate(const float* x, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += kLanes) store(out + i, exp_nonpositive(load(x + i)));
 }
 
+// to_end[j]: what is left of row j at the end of the rows, 1 in columns up to a whole panel.
+// Returns the sum of the log decays.
+H2O_INLINE float fill_to_end(const float* log_decay, int64_t stride, int64_t rows, float* to_end) {
+  const int64_t padded = pad_to(rows, kPanel);
+  float total = 0.0F;
+  for (int64_t j = padded; j-- > 0;) {
+    to_end[j] = total;
+    if (j < rows) total += log_decay[j * stride];
+  }
+  exponentiate(to_end, padded, to_end);
+  return total;
+}
+
 // A NaN stays one.
 H2O_INLINE Vec map_feature(Vec x, FeatureMap feature_map) {
   const Vec zero = Vec{};
