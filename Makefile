@@ -116,24 +116,30 @@ test-slow: build $(BIN)/.dev $(BIN)/.model
 	$(BIN)/python -m pytest --runslow -m slow $(if $(SLOW),-k "$(SLOW)")
 	$(if $(SLOW),,$(MAKE) test-fuzz CASES=5000)
 
-# Every instruction set that this CPU has but the one that is chosen, under which test-python runs.
+# The operators' arithmetic under every instruction set that this CPU has but the one that test-python
+# runs under, a process each.
+ISAS := scalar avx2 avx512 avx512_bf16 amx neon
 test-isas: build $(BIN)/.dev
-	@chosen=$$($(BIN)/python -c 'import torch, h2o_prefill; print(torch.ops.h2o_prefill.cpu_isa())') || exit 1; \
-	for isa in scalar avx2 avx512 avx512_bf16 amx neon; do \
-	  if [ $$isa = $$chosen ]; then \
-	    echo "skipped: test-python runs under $$isa"; \
-	  elif H2O_PREFILL_ISA=$$isa $(BIN)/python -c 'import torch, h2o_prefill; torch.ops.h2o_prefill.cpu_isa()' 2>/dev/null; then \
-	    echo "operators under $$isa"; \
-	    H2O_PREFILL_ISA=$$isa $(BIN)/python -m pytest -q $(WORKERS) -k 'not compiles and not opcheck' tests/python/ops || exit 1; \
-	  else \
-	    echo "skipped: this CPU does not have $$isa"; \
-	  fi; \
-	done
+	@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) $(ISAS:%=test-isa-%)
+
+test-isa-%:
+	@if [ $* = $$($(BIN)/python -c 'import torch, h2o_prefill; print(torch.ops.h2o_prefill.cpu_isa())') ]; then \
+	  echo "skipped: test-python runs under $*"; \
+	elif H2O_PREFILL_ISA=$* $(BIN)/python -c 'import torch, h2o_prefill; torch.ops.h2o_prefill.cpu_isa()' 2>/dev/null; then \
+	  echo "operators under $*"; \
+	  H2O_PREFILL_ISA=$* $(BIN)/python -m pytest -q tests/python/ops \
+	    -k 'not compiles and not opcheck and not refuse and not wrong and not gradcheck and not 128k'; \
+	else \
+	  echo "skipped: this CPU does not have $*"; \
+	fi
+
+# Threads that wait take no processor from the tests beside them.
+CTEST = OMP_WAIT_POLICY=passive $(BIN)/ctest --parallel $(JOBS) --output-on-failure
 
 test-cpp: build $(BIN)/.dev $(BIN)/.model
 	$(BIN)/cmake -S . -B $(BUILD) -DH2O_BUILD_TESTS=ON
 	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
-	$(BIN)/ctest --test-dir $(BUILD) --parallel $(JOBS) --output-on-failure
+	$(CTEST) --test-dir $(BUILD)
 
 # A build of its own, for the CPU, with options: $(call configure,name,options).
 configure = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DH2O_WITH_CUDA=OFF -DH2O_BUILD_TESTS=ON \
@@ -221,7 +227,7 @@ coverage: build $(BIN)/.dev $(BIN)/.model
 test-sanitize: build $(BIN)/.dev
 	$(call configure_sanitized,sanitize,"address$(comma)undefined")
 	$(BIN)/cmake --build build/sanitize --parallel $(JOBS)
-	$(BIN)/ctest --test-dir build/sanitize --parallel $(JOBS) --output-on-failure
+	$(CTEST) --test-dir build/sanitize
 
 # ThreadSanitizer over contexts on several threads. OpenMP, which it does not understand, has one
 # thread in each of them.

@@ -132,7 +132,10 @@ def test_memory_is_flat(short_run: Callable[..., SoakRun]) -> None:
     assert summary_table(run).row_count > 5
 
 
-@pytest.mark.parametrize(("leak", "quantity"), [("tensors", "tensors"), ("bytes", "resident")])
+@pytest.mark.parametrize(
+    ("leak", "quantity"),
+    [("tensors", "tensors"), pytest.param("bytes", "resident", marks=pytest.mark.slow)],
+)
 def test_a_leak_is_found(short_run: Callable[..., SoakRun], leak: str, quantity: str) -> None:
     problems = short_run(leak).problems()
     assert any(problem.startswith(f"{quantity} grew by") for problem in problems), problems

@@ -40,7 +40,7 @@ def _check_report(report: dict[str, Any], fields: list[str]) -> None:
 
 
 # These compile the CPU kernels, or programs, again.
-COMPILE = ("colsum", "dense")
+COMPILE = ("colsum", "dense", "scores")
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,7 @@ def test_a_call_of_the_decoding_variants_leaves_its_cache_as_it_was(model_folder
         assert torch.equal(decode(), decode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype) -> None:
     from common.colsum import attend_chunk

@@ -56,8 +56,17 @@ def _wait_for_writing(child: int, folder: Path, changes: int) -> None:
         before = now
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("command", OUTPUTS)
+# One that writes a file and figures, and one that is resumed.
+SAMPLE = ("bench", "ablate")
+
+
+@pytest.mark.parametrize(
+    ("command", "kills"),
+    [
+        *((command, 2) for command in SAMPLE),
+        *(pytest.param(command, 20, marks=pytest.mark.slow) for command in OUTPUTS),
+    ],
+)
 def test_result_files_are_whole_whenever_the_command_is_killed(
     command_server: Any, small_commands: dict[str, Any], tmp_path: Path, command: str, kills: int
 ) -> None:

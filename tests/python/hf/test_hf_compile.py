@@ -73,10 +73,10 @@ def assert_same_cache(ours, eager):
     [
         ("llama", "sdpa", "dynamic"),
         ("llama", "sdpa", "static"),
-        ("llama", "eager", "static"),
+        pytest.param("llama", "eager", "static", marks=pytest.mark.slow),
         ("gemma3", "sdpa", "ours"),
-        ("qwen3", "sdpa", "static"),
-        ("gemma2", "eager", "static"),
+        pytest.param("qwen3", "sdpa", "static", marks=pytest.mark.slow),
+        pytest.param("gemma2", "eager", "static", marks=pytest.mark.slow),
         ("gpt-oss", None, "ours"),
     ],
 )
@@ -167,8 +167,8 @@ def test_generate_with_a_compiled_forward(llama, ids, cache, sparse_layers):
     ("name", "cache", "graphs"),
     [
         ("llama", "static", 2),
-        ("qwen2", "static", 2),
-        ("qwen3", "static", 2),
+        pytest.param("qwen2", "static", 2, marks=pytest.mark.slow),
+        pytest.param("qwen3", "static", 2, marks=pytest.mark.slow),
         ("mistral", "static", 2),
         ("llama", "dynamic", 3),  # Short prompts have one of their own.
     ],

@@ -392,7 +392,7 @@ def test_an_input_with_a_tangent_is_refused(device):
             ops.chunkwise_linear_attention(dual, k, v)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_forward_and_backward_compile_into_one_graph_each(backend):
     torch._dynamo.reset()
 

@@ -16,6 +16,7 @@ from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.eval.perplexity.scoring import score_window
 from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
+from h2o_prefill.presets import DEFAULT_PRESET
 
 pytestmark = pytest.mark.model
 
@@ -66,7 +67,10 @@ def test_every_preset_is_held_to_a_value() -> None:
     assert all(values.keys() == PRESETS.keys() for values in COMMITTED.values())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(p, marks=() if p == DEFAULT_PRESET else pytest.mark.slow) for p in PRESETS],
+)
 def test_a_preset_loses_no_more_than_it_did(window: Window, preset: str) -> None:
     kl = window.mean_kl(preset)
     committed = COMMITTED[window.text][preset]
