@@ -88,8 +88,8 @@ class ChunkedSparseAttention(nn.Module):
             [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv], the whole history with the call's
             tokens.
         scores, memory, last_chunk_begin
-            What the previous call of the prompt returned, and `last_chunk_begin` of it; nothing at
-            first.
+            Scores and memory set that the previous call of the prompt returned, and the value of
+            `last_chunk_begin()` for it; leave them out in the first call.
         scale : float, optional
             Softmax scale, default D^-0.5.
         token_ids : Tensor, optional
@@ -100,9 +100,10 @@ class ChunkedSparseAttention(nn.Module):
         layer : int
             The number of the layer, for `dense_layers` and `wide_layers`.
         sinks : Tensor, optional
-            [Hq], a further logit of each query head's softmax, without a value.
+            [Hq], attention sinks: one extra logit in the softmax of each query head, without a
+            value.
         softcap : float
-            Logits z become softcap * tanh(z / softcap); 0: they do not.
+            Logits z are capped to softcap * tanh(z / softcap); 0: no cap.
 
         Returns
         -------

@@ -10,7 +10,7 @@ from h2o_prefill import ops
 
 
 class LinearAttentionState(NamedTuple):
-    """What one call of a sequence leaves to the next.
+    """The state that one call of a sequence passes on to the next.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ def linear_attention(
     out : Tensor
         [B, Hq, T, Dv].
     state : LinearAttentionState
-        Behind the last token.
+        The state after the last token.
 
     Notes
     -----
@@ -89,7 +89,7 @@ def linear_attention(
 
 
 class ChunkwiseLinearAttention(nn.Module):
-    """Linear attention between projections: a layer in the place of softmax attention.
+    """A linear attention layer with its projections, to replace a softmax attention layer.
 
     The module holds weights and no state: what a sequence leaves behind goes in and out as tensors,
     so that one token with a state is a decoding step. It trains, and can be scripted.
@@ -97,24 +97,24 @@ class ChunkwiseLinearAttention(nn.Module):
     Parameters
     ----------
     hidden_size : int
-        Of what comes in and goes out.
+        Width of the input and of the output.
     num_heads : int
         Query heads; the head dim is hidden_size / num_heads.
     num_kv_heads : int, optional
-        Key heads, which divide the query heads. Default: num_heads.
+        KV heads; num_heads is a multiple of it. Default: num_heads.
     feature_map : {"elu+1", "relu", "identity"}
-        Of queries and keys.
+        Applied to queries and keys.
     log_decay : Tensor, optional
         [num_kv_heads], <= 0: kept as a buffer. Default: nothing decays.
     chunk_size, causal, normalize
         As `ops.chunkwise_linear_attention` takes them.
     bias : bool
-        Whether the projections have one.
+        Whether the projections have a bias.
 
     Raises
     ------
     ValueError
-        If the heads do not divide.
+        If hidden_size is no multiple of num_heads, or num_heads none of num_kv_heads.
 
     Example
     -------
@@ -169,8 +169,8 @@ class ChunkwiseLinearAttention(nn.Module):
         hidden : Tensor
             [B, T, hidden_size].
         initial_state, initial_normalizer : Tensor, optional
-            What the previous call of the sequence returned; nothing at first. Without a normaliser
-            the second is not looked at.
+            What the previous call of the sequence returned; leave them out in the first call.
+            Without a normaliser the second is ignored.
 
         Returns
         -------

@@ -228,8 +228,8 @@ def chunked_sparse_attention(
     chunk_size, local_window, heavy_budget, sink_tokens : int
         S, L, H and K.
     dense_tail : int
-        The last queries of the call that attend to every key before them; the scores do not change
-        by it.
+        Number of last queries of the call that attend to every key before them; scores do not
+        depend on it.
     gqa_reduce : {"sum", "max"}
         How the column sums of a group's query heads become one score.
     recall_block : int
@@ -294,7 +294,7 @@ def prefill_attention(
     layer : int
         The number of the layer.
     settings : str
-        Of the model: a text that `PrefillConfig.parse` reads.
+        Settings of the whole model, as a text that `PrefillConfig.parse` reads.
 
     Returns
     -------
@@ -360,11 +360,11 @@ def prefill_attention_(
         int64 [2] on the CPU: the tokens before the call, and where the last sparse chunk began; 0
         and 0 at first.
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
-        What `lexical_recall` returned for the call. A dense call does not look at them.
+        What `lexical_recall` returned for the call. A dense call ignores them.
     layer : int
         The number of the layer.
     settings : str
-        Of the model: a text that `PrefillConfig.parse` reads.
+        Settings of the whole model, as a text that `PrefillConfig.parse` reads.
 
     Returns
     -------
@@ -401,7 +401,7 @@ def advance_position_(position: Tensor, num_tokens: int, settings: str) -> None:
     num_tokens : int
         Tokens of the call.
     settings : str
-        Of the model.
+        As `prefill_attention_` takes them.
     """
     _ops.advance_position_(position, num_tokens, settings)
 
@@ -416,7 +416,7 @@ def lexical_recall(
     span: int = 2,
     max_count: int = 16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the earlier places where the words before each new token stood.
+    """Look up earlier occurrences of the n-gram that ends at each new token.
 
     Strictly causal: what a row recalls depends on no token after it.
 
@@ -429,13 +429,14 @@ def lexical_recall(
     chunk_size, block : int
         S, and the rows of a block; S is a multiple of it.
     max_matches : int
-        Places recalled for a token at most, the latest first.
+        Maximum number of occurrences recalled for a token, the latest first.
     max_suffix : int
-        Longest run of tokens that is looked up; the longest that stood before the chunk counts.
+        Length of the longest n-gram, in tokens, that is looked up; the longest one that occurs
+        before the chunk counts.
     span : int
-        Keys recalled from each place on.
+        Number of keys recalled from each occurrence on.
     max_count : int
-        A single token is looked up only if it stood at most this often so far.
+        A single token is looked up only if it has occurred at most this often so far.
 
     Returns
     -------
@@ -460,14 +461,14 @@ def recall_at_position(
     Parameters
     ----------
     token_ids : Tensor
-        int64 [B, capacity] on the CPU: the prompt up to the end of the call. What lies behind is
-        not looked at.
+        int64 [B, capacity] on the CPU: the prompt up to the end of the call. Later entries are
+        ignored.
     position : Tensor
         As `prefill_attention_` takes it.
     num_tokens : int
         Tokens of the call.
     settings : str
-        Of the model.
+        As `prefill_attention_` takes them.
 
     Returns
     -------

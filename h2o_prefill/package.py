@@ -118,7 +118,7 @@ class PackageInfo:
 
 
 class PrefillPackage:
-    """A model that was exported as a package, with the state of one text.
+    """An exported model, with the cache and the state of one text.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class PrefillPackage:
     Raises
     ------
     FileNotFoundError
-        If nothing is there.
+        If the file does not exist.
     ValueError
         If the file is no package of this library, or one for another version of PyTorch or another
         CPU.
@@ -161,18 +161,18 @@ class PrefillPackage:
         return int(self.position[0])
 
     def reset(self) -> None:
-        """Begin another text. What lies in the buffers is not looked at any more."""
+        """Start a new text: what the buffers hold is ignored from now on."""
         self.position.zero_()
 
     def forward(self, token_ids: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Go on with a text.
+        """Run the model over the next tokens of the text.
 
         Parameters
         ----------
         token_ids : Tensor
             int64 [1, T].
         rows : Tensor, optional
-            int64 [R]: tokens of the call whose logits are wanted. Default: the last.
+            int64 [R]: positions within the call whose logits are returned. Default: the last one.
 
         Returns
         -------
@@ -194,7 +194,7 @@ class PrefillPackage:
     def generate(
         self, token_ids: Tensor, max_new_tokens: int, on_token: Callable[[int], None]
     ) -> None:
-        """Continue a text greedily, until one of `info.end_ids` comes.
+        """Generate greedily, until one of `info.end_ids` comes.
 
         Parameters
         ----------

@@ -31,7 +31,7 @@ class PrefillState:
     last_chunk_begin: int
 
     def truncated(self, length: int) -> PrefillState | None:
-        """Return what is left of the first tokens: nothing in it refers to a removed position.
+        """Return the state cut to the first tokens: nothing in it refers to a removed position.
 
         The scores of the tokens that stay are kept as they are: what removed queries added cannot
         be told apart. A cut inside the last chunk leaves the memory set alone, since all of it lies

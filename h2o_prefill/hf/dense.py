@@ -45,7 +45,7 @@ def dense_attention(call: Call, scaling: float | None) -> tuple[Tensor, Tensor |
     call : Call
         The call.
     scaling : float, optional
-        Factor of the logits.
+        Softmax scale.
 
     Returns
     -------

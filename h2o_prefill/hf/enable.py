@@ -185,7 +185,8 @@ def enable(
     Parameters
     ----------
     model : PreTrainedModel
-        A causal decoder. It is on when this function returns; `with` is for turning it off.
+        A causal decoder. It is enabled when this function returns; a `with` block disables it at
+        its end.
     config : PrefillConfig or str, optional
         Settings, or the name of a preset. Default: "recommended"; "h2o" is the algorithm as
         specified.
@@ -225,7 +226,7 @@ def enable(
 
 
 def disable(model: PreTrainedModel) -> None:
-    """Give a model back the attention that it had before `enable`. Does nothing if it is not on.
+    """Restore the attention that a model had before `enable`; does nothing if it is not enabled.
 
     Waits for forwards of other threads. Inside of a forward it takes effect when that ends.
 

@@ -48,7 +48,7 @@ def run_ablation(
 ) -> pd.DataFrame:
     """Measure the perplexity of every combination of settings, each beside the same dense run.
 
-    What is finished stays: in `output`, perplexity_ablation.csv holds every cell that any run has
+    Finished cells are kept: in `output`, perplexity_ablation.csv holds every cell that any run has
     finished (`ablation.table` has its columns), and is whole at any time. A run that was stopped
     goes on when it is called again, a larger grid adds its new cells, and several processes with
     one `output`, on one machine or on many that share the folder, share the cells of a grid: each
@@ -68,7 +68,8 @@ def run_ablation(
     output : path
         Folder for the CSV file; made if it is not there.
     base : PrefillConfig or str, or a sequence of them, optional
-        The settings that `axes` does not name; each of several is combined with all values.
+        Settings of the fields that `axes` does not name; each of several is combined with all
+        values.
         Default: that of `enable`.
     datasets : sequence of str or Corpus
         Texts, or names that `load_text` knows.
@@ -79,9 +80,9 @@ def run_ablation(
     tokenizer : optional
         The model's. A model given by name brings its own.
     dtype : str
-        Of the weights of a model given by name.
+        Data type of the weights of a model given by name.
     model_name : str, optional
-        For the table. Default: the name given, or what the model calls itself.
+        Name in the table. Default: the name given, or that in the model's config.
     lease_seconds : float
         The time without a sign of life after which another process takes over the cell of one; the
         same for all.

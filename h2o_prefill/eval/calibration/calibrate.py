@@ -46,8 +46,8 @@ def calibrate_layers(
 ) -> LayerCalibration:
     """Find the layers whose sparse attention changes a model's predictions most.
 
-    The loss of sparse prefill is not spread evenly: a few layers, whose heads look up what stood
-    far back, have most of it. One layer after another is made dense, all others stay sparse, and
+    The loss of sparse prefill is not spread evenly: most of it comes from a few layers, whose heads
+    retrieve distant tokens. One layer after another is made dense, all others stay sparse, and
     the layers that bring the predictions nearest to those of the dense model are chosen. That is
     one dense and `num_layers + 2` sparse forward passes a window.
 
@@ -60,12 +60,12 @@ def calibrate_layers(
     chunk_config : PrefillConfig or str, optional
         Settings of the other layers. Default: those of `enable`.
     layers : int
-        How many to choose, beside those of the settings.
+        Number of layers to choose, in addition to those of the settings.
     keep : {"wide", "dense"}
-        What becomes of them. Wide layers have larger memory sets, a dense one is quadratic in the
-        length of the prompt.
+        What the chosen layers become. Wide layers have larger memory sets, dense ones exact
+        attention, at a cost quadratic in the length of the prompt.
     tokenizer : optional
-        The model's, for a text.
+        The model's tokenizer, needed where `dataset` is a text.
     context : int
         Tokens of a window: at least two chunks.
     windows : str
@@ -76,7 +76,7 @@ def calibrate_layers(
     Returns
     -------
     LayerCalibration
-        `enable(model, calibration.config)` uses what was found.
+        `enable(model, calibration.config)` uses the chosen layers.
 
     Raises
     ------

@@ -68,9 +68,9 @@ def evaluate_retrieval(
     prompts_per_cell : int
         Prompts of each task, length and depth.
     question : {"last", "first"}
-        Whether the question stands after or before the text.
+        Whether the question comes after or before the text.
     seed : int
-        Of all that is random. The same seed gives the same prompts.
+        Random seed; the same seed gives the same prompts.
     on_progress : callable, optional
         Called with (answers done, answers in all, what runs next).
 

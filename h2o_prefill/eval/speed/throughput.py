@@ -53,7 +53,7 @@ def benchmark_throughput(
     chunk_config : PrefillConfig or str, optional
         Settings of the sparse runs. Default: that of `enable`.
     seed : int
-        Of the random tokens.
+        Seed of the random tokens.
     on_progress : callable, optional
         Called with (runs done, runs in all, what runs next).
 

@@ -49,7 +49,7 @@ TEST(DenseAttention, FirstRowsOfALongHistorySeeNoLaterKeys) {
   EXPECT_TRUE(after.slice(2, 2000).isnan().all().item<bool>());
 }
 
-TEST(DenseAttention, ScaleIsTheFactorOfTheLogits) {
+TEST(DenseAttention, ScaleIsTheSoftmaxScale) {
   const auto x = random_qkv(100);
   const auto doubled = dense_attention(x.q * 2, x.k, x.v, 0.25);
   EXPECT_TRUE(close(dense_attention(x.q, x.k, x.v, 0.5), doubled));

@@ -37,7 +37,7 @@ def words(text: str) -> str:
 
 @pytest.mark.parametrize("reason", reasons())
 def test_the_faq_has_every_reason_for_dense_attention(reason: str) -> None:
-    # What stands behind a semicolon is advice already.
+    # The text after a semicolon is advice already.
     assert words(reason.split(";")[0]) in words((DOCS / "faq.md").read_text())
 
 
