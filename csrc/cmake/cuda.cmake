@@ -111,6 +111,8 @@ function(h2o_add_cuda target)
     ${target}_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY None)
 
   target_sources(${target} PRIVATE ${operators} $<TARGET_OBJECTS:${target}_cuda>)
+  # The operators of the CPU have functions of the same names.
+  set_source_files_properties(${operators} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   # The CUDA runtime is the one that PyTorch's libraries bring: a second copy in one process would have its own idea of
   # the current device. So none is linked here.

@@ -14,8 +14,8 @@ namespace {
 
 // The pickled form begins with int64: initial_capacity, max_capacity, then length and capacity of
 // every layer. Keys and values of the layers that have buffers follow.
-constexpr int64_t kHeaderFields = 2;
-constexpr int64_t kLayerFields = 2;
+constexpr int64_t kCacheHeaderFields = 2;
+constexpr int64_t kCacheLayerFields = 2;
 
 void check_new_tokens(const at::Tensor& key, const at::Tensor& value) {
   check_dims("key", key, 4);
@@ -175,15 +175,16 @@ std::vector<at::Tensor> ChunkedKVCache::state_tensors() const {
 
 c10::intrusive_ptr<ChunkedKVCache> ChunkedKVCache::from_tensors(
     const std::vector<at::Tensor>& tensors) {
-  const auto header = read_header(tensors, kHeaderFields, kLayerFields);
-  const int64_t num_layers = (static_cast<int64_t>(header.size()) - kHeaderFields) / kLayerFields;
+  const auto header = read_header(tensors, kCacheHeaderFields, kCacheLayerFields);
+  const int64_t num_layers =
+      (static_cast<int64_t>(header.size()) - kCacheHeaderFields) / kCacheLayerFields;
   auto cache = c10::make_intrusive<ChunkedKVCache>(num_layers, header[0], header[1]);
   const c10::InferenceMode ordinary_tensors(false);
   const at::NoGradGuard no_grad;
   size_t next = 1;
   for (int64_t i = 0; i < num_layers; ++i) {
-    const int64_t length = header[kHeaderFields + i * kLayerFields];
-    const int64_t capacity = header[kHeaderFields + i * kLayerFields + 1];
+    const int64_t length = header[kCacheHeaderFields + i * kCacheLayerFields];
+    const int64_t capacity = header[kCacheHeaderFields + i * kCacheLayerFields + 1];
     TORCH_CHECK_VALUE(0 <= length && length <= capacity && capacity <= cache->max_capacity_,
                       "tensors must be a state of ChunkedKVCache, got length ", length,
                       " and capacity ", capacity, " for layer ", i);

@@ -20,8 +20,8 @@ namespace {
 
 // The pickled form begins with int64: K, then for every layer L, H, whether it has scores, and
 // where its last chunk began. Scores and memory of the layers that have scores follow.
-constexpr int64_t kHeaderFields = 1;
-constexpr int64_t kLayerFields = 4;
+constexpr int64_t kTrackerHeaderFields = 1;
+constexpr int64_t kTrackerLayerFields = 4;
 
 void check_heads(const char* name, const at::Tensor& t, const at::Tensor& scores) {
   TORCH_CHECK_VALUE(t.sizes().slice(0, 2) == scores.sizes().slice(0, 2), name,
@@ -230,13 +230,14 @@ std::vector<at::Tensor> MemorySetTracker::state_tensors() const {
 
 c10::intrusive_ptr<MemorySetTracker> MemorySetTracker::from_tensors(
     const std::vector<at::Tensor>& tensors) {
-  const auto header = read_header(tensors, kHeaderFields, kLayerFields);
-  const int64_t num_layers = (static_cast<int64_t>(header.size()) - kHeaderFields) / kLayerFields;
+  const auto header = read_header(tensors, kTrackerHeaderFields, kTrackerLayerFields);
+  const int64_t num_layers =
+      (static_cast<int64_t>(header.size()) - kTrackerHeaderFields) / kTrackerLayerFields;
   auto tracker =
       c10::make_intrusive<MemorySetTracker>(num_layers, PrefillConfig{.sink_tokens = header[0]});
   size_t next = 1;
   for (int64_t i = 0; i < num_layers; ++i) {
-    const int64_t* const fields = header.data() + kHeaderFields + i * kLayerFields;
+    const int64_t* const fields = header.data() + kTrackerHeaderFields + i * kTrackerLayerFields;
     PrefillConfig{.local_window = fields[0], .heavy_budget = fields[1], .sink_tokens = header[0]}
         .check();
     tracker->layers_[i] = {.local_window = fields[0], .heavy_budget = fields[1]};

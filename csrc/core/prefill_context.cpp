@@ -19,7 +19,7 @@ constexpr int64_t kInitialCapacity = 1024;
 // The pickled form begins with int64: whether the ids are known, and how many tensors are the
 // cache's. The settings as bytes of text and the ids follow, then the cache's and the tracker's
 // tensors.
-constexpr int64_t kHeaderFields = 2;
+constexpr int64_t kContextHeaderFields = 2;
 constexpr size_t kFirstStateTensor = 3;
 
 at::Tensor to_bytes(const std::string& text) {
@@ -164,7 +164,7 @@ std::vector<at::Tensor> PrefillContext::state_tensors() const {
 
 c10::intrusive_ptr<PrefillContext> PrefillContext::from_tensors(
     const std::vector<at::Tensor>& tensors) {
-  const auto header = read_header(tensors, kHeaderFields, /*layer_fields=*/0);
+  const auto header = read_header(tensors, kContextHeaderFields, /*layer_fields=*/0);
   const auto num_tensors = static_cast<int64_t>(tensors.size());
   TORCH_CHECK_VALUE(num_tensors > static_cast<int64_t>(kFirstStateTensor) && header[1] > 0 &&
                         header[1] < num_tensors - static_cast<int64_t>(kFirstStateTensor),

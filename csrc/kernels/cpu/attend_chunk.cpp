@@ -16,10 +16,6 @@ constexpr int64_t kTaskRows = 64;
 // Keys of a packing task; a multiple of every panel.
 constexpr int64_t kPackKeys = 256;
 
-// A task takes all query heads of a KV head, which share its packed keys in L2, where that leaves
-// each thread this many tasks; else it takes one.
-constexpr int64_t kTasksPerThread = 4;
-
 // Tasks that pack keys and values: one a range of the keys, or the values, of one set of one unit.
 struct PackGrid {
   int64_t units;
@@ -424,6 +420,8 @@ void AttendChunk::run(const AttendChunkArgs& args) {
   for_each_task(packing, threads, [&](const PackGrid::Task& task, int64_t) { m.pack(args, task); });
 
   const int64_t blocks = divide_up(args.rows.count, kTaskRows);
+  // A task takes all query heads of a KV head, which share its packed keys in L2, where that leaves
+  // enough tasks; else it takes one.
   const bool whole_groups = args.recall.offsets || m.units * blocks >= kTasksPerThread * threads;
   const AttendGrid attending{
       .units = m.units, .blocks = blocks, .shares = whole_groups ? 1 : m.group, .group = m.group};

@@ -24,9 +24,6 @@ constexpr int64_t kFewTokens = 8;
 // to the other. Their states take this much of L2 at most.
 constexpr int64_t kTaskStateBytes = int64_t{1} << 20;
 
-// Tasks of pieces that a thread gets at least, so that none waits long for the last.
-constexpr int64_t kTasksPerThread = 4;
-
 // One direction of a call. States are float32 and contiguous; null: 0, or not wanted.
 struct LinearCall {
   HeadsView query;

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o_prefill.eval.runs import check_length
 from h2o_prefill.package import PrefillPackage
 
 
@@ -58,13 +59,7 @@ def generate_timed(
     ValueError
         If prompt and new tokens together are longer than the model takes.
     """
-    longest = getattr(model.config, "max_position_embeddings", None)
-    length = input_ids.shape[1] + max_new_tokens
-    if isinstance(longest, int) and length > longest:
-        raise ValueError(
-            f"prompt and new tokens must be <= {longest}, the longest that the model takes, got "
-            f"{input_ids.shape[1]} + {max_new_tokens}"
-        )
+    check_length(model, input_ids.shape[1] + max_new_tokens, "prompt and new tokens")
     input_ids = input_ids.to(model.device)
 
     def run(streamer: Any) -> None:

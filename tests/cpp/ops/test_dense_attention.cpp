@@ -11,12 +11,12 @@ using testing::random_qkv;
 using testing::same;
 
 // More than two steps of the CPU kernel, 1024 keys each.
-constexpr int64_t kLength = 2500;
+constexpr int64_t kHistory = 2500;
 
 TEST(DenseAttention, LongHistoryEqualsMaskedSoftmax) {
-  const auto x = random_qkv(kLength, 2, 1, at::kFloat, 1);
-  for (const int64_t rows : {int64_t{1}, int64_t{13}, int64_t{1100}, kLength}) {
-    const auto call = x.call(kLength - rows, kLength);
+  const auto x = random_qkv(kHistory, 2, 1, at::kFloat, 1);
+  for (const int64_t rows : {int64_t{1}, int64_t{13}, int64_t{1100}, kHistory}) {
+    const auto call = x.call(kHistory - rows, kHistory);
     const auto expected = attend_causally(call).out;
     for (const auto type : {at::kFloat, at::kDouble}) {
       const auto out = dense_attention(call.q.to(type), call.k.to(type), call.v.to(type));
@@ -39,7 +39,7 @@ TEST(DenseAttention, LongHistoryEqualsMaskedSoftmaxInHalfPrecision) {
 }
 
 TEST(DenseAttention, FirstRowsOfALongHistorySeeNoLaterKeys) {
-  const auto x = random_qkv(kLength, 2, 1, at::kFloat, 1);
+  const auto x = random_qkv(kHistory, 2, 1, at::kFloat, 1);
   const auto before = dense_attention(x.q, x.k, x.v);
   auto k = x.k.clone(), v = x.v.clone();
   k.slice(2, 2000).fill_(std::nan(""));

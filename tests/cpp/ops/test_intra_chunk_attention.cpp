@@ -11,14 +11,14 @@ using testing::kValueDim;
 using testing::random_qkv;
 using testing::same;
 
-constexpr int64_t kChunk = 16;
+constexpr int64_t kChunkSize = 16;
 
 TEST(IntraChunkAttention, EqualsMaskedSoftmax) {
   for (const int64_t kv_heads : {4, 2, 1}) {
     for (const int64_t length : {1, 15, 16, 17, 31, 60}) {
       const auto x = random_qkv(length, 4, kv_heads);
-      const auto expected = attend(x, chunk_mask(length, kChunk));
-      const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunk);
+      const auto expected = attend(x, chunk_mask(length, kChunkSize));
+      const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunkSize);
       EXPECT_TRUE(close(out, expected.out)) << length << " tokens, " << kv_heads << " KV heads";
       EXPECT_TRUE(close(lse, expected.lse));
       EXPECT_TRUE(close(colsum, expected.colsum));
@@ -30,8 +30,8 @@ TEST(IntraChunkAttention, EqualsMaskedSoftmax) {
 
 TEST(IntraChunkAttention, Float64IsExact) {
   const auto x = random_qkv(40, 4, 2, at::kDouble);
-  const auto expected = attend(x, chunk_mask(40, kChunk));
-  const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunk);
+  const auto expected = attend(x, chunk_mask(40, kChunkSize));
+  const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunkSize);
   EXPECT_TRUE(close(out, expected.out, 1e-12));
   EXPECT_TRUE(close(lse, expected.lse, 1e-12));
   EXPECT_TRUE(close(colsum, expected.colsum, 1e-12));
@@ -40,8 +40,8 @@ TEST(IntraChunkAttention, Float64IsExact) {
 TEST(IntraChunkAttention, SixteenBitErrsNoMoreThanTwiceRounding) {
   for (const auto type : {at::kBFloat16, at::kHalf}) {
     const auto x = random_qkv(60, 4, 2, type);
-    const auto expected = attend(x, chunk_mask(60, kChunk));
-    const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunk);
+    const auto expected = attend(x, chunk_mask(60, kChunkSize));
+    const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunkSize);
     EXPECT_EQ(out.scalar_type(), type);
     EXPECT_EQ(lse.scalar_type(), at::kFloat);
     const double rounding =
@@ -55,9 +55,9 @@ TEST(IntraChunkAttention, SixteenBitErrsNoMoreThanTwiceRounding) {
 TEST(IntraChunkAttention, ColumnSumsAddUpToTheRows) {
   const int64_t length = 50, group = 2;
   const auto x = random_qkv(length, 4, 2);
-  const auto colsum = std::get<2>(intra_chunk_attention(x.q, x.k, x.v, kChunk));
-  for (int64_t begin = 0; begin < length; begin += kChunk) {
-    const int64_t end = std::min(begin + kChunk, length);
+  const auto colsum = std::get<2>(intra_chunk_attention(x.q, x.k, x.v, kChunkSize));
+  for (int64_t begin = 0; begin < length; begin += kChunkSize) {
+    const int64_t end = std::min(begin + kChunkSize, length);
     EXPECT_TRUE(
         close(colsum.slice(2, begin, end).sum(2), at::full({2, 2}, group * (end - begin)), 1e-4));
   }
@@ -65,9 +65,9 @@ TEST(IntraChunkAttention, ColumnSumsAddUpToTheRows) {
 
 TEST(IntraChunkAttention, ScaleReplacesTheDefault) {
   auto x = random_qkv(20);
-  const auto out = std::get<0>(intra_chunk_attention(x.q, x.k, x.v, kChunk, 0.5));
+  const auto out = std::get<0>(intra_chunk_attention(x.q, x.k, x.v, kChunkSize, 0.5));
   x.q = x.q * (0.5 * std::sqrt(8.0));
-  EXPECT_TRUE(close(out, attend(x, chunk_mask(20, kChunk)).out));
+  EXPECT_TRUE(close(out, attend(x, chunk_mask(20, kChunkSize)).out));
 }
 
 TEST(IntraChunkAttention, ReadsAnyStrides) {
@@ -78,19 +78,20 @@ TEST(IntraChunkAttention, ReadsAnyStrides) {
   const auto by_dim = [](const at::Tensor& t) {
     return t.transpose(2, 3).contiguous().transpose(2, 3);
   };
-  const auto expected = std::get<0>(intra_chunk_attention(x.q, x.k, x.v, kChunk));
-  EXPECT_TRUE(
-      same(std::get<0>(intra_chunk_attention(by_token(x.q), by_token(x.k), by_token(x.v), kChunk)),
-           expected));
+  const auto expected = std::get<0>(intra_chunk_attention(x.q, x.k, x.v, kChunkSize));
   EXPECT_TRUE(same(
-      std::get<0>(intra_chunk_attention(by_dim(x.q), by_dim(x.k), by_dim(x.v), kChunk)), expected));
+      std::get<0>(intra_chunk_attention(by_token(x.q), by_token(x.k), by_token(x.v), kChunkSize)),
+      expected));
+  EXPECT_TRUE(
+      same(std::get<0>(intra_chunk_attention(by_dim(x.q), by_dim(x.k), by_dim(x.v), kChunkSize)),
+           expected));
   EXPECT_TRUE(expected.transpose(1, 2).is_contiguous())
       << "models reshape the output without a copy";
 }
 
 TEST(IntraChunkAttention, NoTokens) {
   const auto x = random_qkv(0);
-  const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunk);
+  const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunkSize);
   EXPECT_EQ(out.sizes(), at::IntArrayRef({2, 4, 0, kValueDim}));
   EXPECT_EQ(lse.sizes(), at::IntArrayRef({2, 4, 0}));
   EXPECT_EQ(colsum.sizes(), at::IntArrayRef({2, 2, 0}));
@@ -99,26 +100,26 @@ TEST(IntraChunkAttention, NoTokens) {
 TEST(IntraChunkAttention, WrongArguments) {
   const auto x = random_qkv(20);
   EXPECT_VALUE_ERROR(intra_chunk_attention(x.q, x.k, x.v, 0), "chunk_size must be >= 1, got 0");
-  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q[0], x.k, x.v, kChunk),
+  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q[0], x.k, x.v, kChunkSize),
                           "q must have 4 dimensions");
-  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q.slice(1, 0, 3), x.k, x.v, kChunk),
+  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q.slice(1, 0, 3), x.k, x.v, kChunkSize),
                           "got 3 and 2");
-  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q.slice(2, 0, 9), x.k, x.v, kChunk),
+  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q.slice(2, 0, 9), x.k, x.v, kChunkSize),
                           "k must have the length of q");
-  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q, x.k.slice(3, 0, 4), x.v, kChunk),
+  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q, x.k.slice(3, 0, 4), x.v, kChunkSize),
                           "k must have the head dim of q");
-  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q.to(at::kInt), x.k, x.v, kChunk),
+  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q.to(at::kInt), x.k, x.v, kChunkSize),
                           "q must be float32");
-  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q, x.k.to(at::kHalf), x.v, kChunk),
+  EXPECT_VALUE_ERROR_WITH(intra_chunk_attention(x.q, x.k.to(at::kHalf), x.v, kChunkSize),
                           "k must have dtype and device of q (float32 on cpu), got float16");
 }
 
 TEST(IntraChunkAttention, RefusesGradientsOnlyWhileTheyAreOn) {
   const auto x = random_qkv(20);
   const auto q = x.q.clone().requires_grad_();
-  EXPECT_THROW(intra_chunk_attention(q, x.k, x.v, kChunk), c10::Error);
+  EXPECT_THROW(intra_chunk_attention(q, x.k, x.v, kChunkSize), c10::Error);
   const at::NoGradGuard no_grad;
-  EXPECT_FALSE(std::get<0>(intra_chunk_attention(q, x.k, x.v, kChunk)).requires_grad());
+  EXPECT_FALSE(std::get<0>(intra_chunk_attention(q, x.k, x.v, kChunkSize)).requires_grad());
 }
 
 }  // namespace
