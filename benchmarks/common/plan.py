@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.shapes import SHAPES, Heads
 from common.timing import Timer, fits, gpu_timer
+from h2o_prefill.cli import options
 from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import DTYPES
@@ -180,12 +181,9 @@ def parse_numbers(option: str, text: str | None, default: Sequence[int]) -> tupl
     if text is None:
         return tuple(default)
     try:
-        values = [int(item) for item in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise typer.BadParameter(f"{option} must be numbers >= 1 like 1,2, got {text!r}")
-    return tuple(values)
+        return tuple(options.parse_numbers(text, option, least=1))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:

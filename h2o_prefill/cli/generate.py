@@ -10,6 +10,7 @@ import typer
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import ResultConsole, error_console, output_console, quiet_libraries
 from h2o_prefill.cli.interrupts import check_interrupt
+from h2o_prefill.cli.loading import load_network
 from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
@@ -54,7 +55,6 @@ def generate(
 
     Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
     """
-    from h2o_prefill.eval import load_model
     from h2o_prefill.eval.inputs.packages import load_package
     from h2o_prefill.eval.inputs.prompts import encode_prompt
     from h2o_prefill.eval.inputs.text import read_text
@@ -70,14 +70,14 @@ def generate(
             raise ValueError("prompt must not be empty")
         if package is not None and config != parse_variant(DEFAULT_PRESET):
             raise ValueError("--package has settings of its own: leave --preset and sizes out")
-        options.use_threads(threads)
         network: Any
-        with error_console().status(f"loading {package or model}"):
-            if package is not None:
+        if package is not None:
+            options.use_threads(threads)
+            with error_console().status(f"loading {package}"):
                 network, tokenizer = load_package(package)
-                config = network.info.config
-            else:
-                network, tokenizer = load_model(model, dtype)
+            config = network.info.config
+        else:
+            network, tokenizer = load_network(model, dtype, threads)
         input_ids = encode_prompt(tokenizer, text, chat=chat)
         console = output_console()
 
