@@ -15,20 +15,8 @@ IMAGE, BEGIN, END = 58, 59, 60
 
 
 @pytest.fixture
-def vision_model():
+def vision_model(build):
     """Return a tiny Gemma 3 with a vision tower."""
-    text = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "initializer_range": 0.2,
-        "sliding_window": 24,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }
     vision = {
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -38,7 +26,7 @@ def vision_model():
         "patch_size": 4,
     }
     config = transformers.Gemma3Config(
-        text_config=text,
+        text_config=build("gemma3").config,
         vision_config=vision,
         mm_tokens_per_image=4,
         image_token_index=IMAGE,
@@ -54,6 +42,15 @@ def implementations(model):
     config = model.config
     parts = (config, config.text_config, config.vision_config)
     return [part._attn_implementation for part in parts]
+
+
+def check_is_dense(model, arguments, reason, sparse_layers):
+    """Assert that an enabled model warns of a reason and gives what the stock model gives."""
+    stock = model(**arguments).logits
+    with enable(model, **SPARSE), pytest.warns(UserWarning, match=reason):
+        ours = model(**arguments).logits
+    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+    assert sparse_layers == []
 
 
 def test_the_vision_tower_is_left_alone(vision_model, make_ids, sparse_layers):
@@ -81,12 +78,12 @@ def test_an_image_is_attended_to_both_ways_and_so_densely(vision_model, make_ids
     ids = make_ids(1, 72) % 50 + 3
     ids[0, 10:16] = torch.tensor([BEGIN, IMAGE, IMAGE, IMAGE, IMAGE, END])
     torch.manual_seed(5)
-    picture = {"pixel_values": torch.randn(1, 3, 16, 16), "token_type_ids": (ids == IMAGE).long()}
-    stock = vision_model(ids, **picture).logits
-    with enable(vision_model, **SPARSE), pytest.warns(UserWarning, match="not plain causal"):
-        ours = vision_model(ids, **picture).logits
-    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
-    assert sparse_layers == []
+    arguments = {
+        "input_ids": ids,
+        "pixel_values": torch.randn(1, 3, 16, 16),
+        "token_type_ids": (ids == IMAGE).long(),
+    }
+    check_is_dense(vision_model, arguments, "not plain causal", sparse_layers)
 
 
 def test_an_encoder_decoder_is_dense(make_ids, sparse_layers):
@@ -105,11 +102,7 @@ def test_an_encoder_decoder_is_dense(make_ids, sparse_layers):
     torch.manual_seed(7)
     model = transformers.BartForConditionalGeneration(config).eval()
     arguments = {"input_ids": make_ids(1, 50), "decoder_input_ids": make_ids(1, 40, seed=4)}
-    stock = model(**arguments).logits
-    with enable(model, **SPARSE), pytest.warns(UserWarning, match="encoder-decoder"):
-        ours = model(**arguments).logits
-    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
-    assert sparse_layers == []
+    check_is_dense(model, arguments, "encoder-decoder", sparse_layers)
 
 
 def test_an_encoder_has_no_layer_for_us(make_ids):

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from h2o_prefill import ops
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+# Sizes of a Mamba-2 layer: rows, heads, values of a head and of its state's other side.
+BATCH, HEADS, DIM, STATE = 2, 4, 8, 16
 
 
 class LinearCache:
@@ -157,20 +159,30 @@ def scan_like_mamba(
     return out, states.transpose(2, 3).unflatten(0, (batch, groups)).flatten(1, 2)
 
 
+def mamba_2_function(name: str) -> Any:
+    """Return a function of transformers' Mamba-2, or skip the test."""
+    mamba2: Any = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    if not hasattr(mamba2, name):
+        pytest.skip(f"this transformers has no {name}")
+    return getattr(mamba2, name)
+
+
+def random_scan(length: int, groups: int) -> list[torch.Tensor]:
+    """Return x, dt, a, b and c of `scan_like_mamba`."""
+    x = torch.randn(BATCH, length, HEADS, DIM)
+    b, c = torch.randn(2, BATCH, length, groups, STATE)
+    dt = F.softplus(torch.randn(BATCH, length, HEADS))
+    return [x, dt, -torch.rand(HEADS) * 4, b, c]
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_scan_of_mamba_2_is_the_operator(groups: int) -> None:
-    mamba2: Any = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
-    if not hasattr(mamba2, "mamba2_chunk_scan"):
-        pytest.skip("this transformers has no function for the scan of Mamba-2")
+    scan = mamba_2_function("mamba2_chunk_scan")
     torch.manual_seed(0)
-    batch, heads, dim, size = 2, 4, 8, 16
-    a = -torch.rand(heads) * 4
-    states = torch.randn(batch, heads, dim, size)
+    states = torch.randn(BATCH, HEADS, DIM, STATE)
     for length in (37, 1):
-        x = torch.randn(batch, length, heads, dim)
-        b, c = torch.randn(2, batch, length, groups, size)
-        dt = F.softplus(torch.randn(batch, length, heads))
-        expected, last = mamba2.mamba2_chunk_scan(
+        x, dt, a, b, c = random_scan(length, groups)
+        expected, last = scan(
             x, dt, a, b, c, chunk_size=16, initial_states=states, return_final_states=True
         )
         out, states = scan_like_mamba(x, dt, a, b, c, states)
@@ -180,22 +192,16 @@ def test_the_scan_of_mamba_2_is_the_operator(groups: int) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_decoding_step_of_mamba_2_is_the_operator(groups: int) -> None:
-    mamba2: Any = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
-    if not hasattr(mamba2, "mamba2_selective_state_update"):
-        pytest.skip("this transformers has no function for a step of Mamba-2")
+    step = mamba_2_function("mamba2_selective_state_update")
     torch.manual_seed(0)
-    batch, heads, dim, size = 2, 4, 8, 16
-    a = -torch.rand(heads) * 4
-    states = torch.randn(batch, heads, dim, size)
-    x = torch.randn(batch, 1, heads, dim)
-    b, c = torch.randn(2, batch, 1, groups, size)
-    dt = F.softplus(torch.randn(batch, 1, heads))
+    states = torch.randn(BATCH, HEADS, DIM, STATE)
+    x, dt, a, b, c = random_scan(1, groups)
     out, last = scan_like_mamba(x, dt, a, b, c, states)
-    expected = mamba2.mamba2_selective_state_update(
+    expected = step(
         states,  # changed in place
         x[:, 0],
-        dt[:, 0, :, None].expand(-1, -1, dim),
-        a[:, None, None].expand(-1, dim, size),
+        dt[:, 0, :, None].expand(-1, -1, DIM),
+        a[:, None, None].expand(-1, DIM, STATE),
         b[:, 0],
         c[:, 0],
     )
