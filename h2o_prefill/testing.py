@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from h2o_prefill.config import PrefillConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -95,6 +99,17 @@ def make_indices(
     return indices.view(shape.batch, shape.kv_heads, size).to(device)
 
 
+def sparse_settings(config: PrefillConfig) -> dict[str, Any]:
+    """Return the arguments of `ops.chunked_sparse_attention` that are settings, by name."""
+    names = ("chunk_size", "local_window", "heavy_budget", "sink_tokens", "dense_tail")
+    return {name: getattr(config, name) for name in (*names, "gqa_reduce", "recall_block")}
+
+
+def widened(arguments: Iterable[Any]) -> list[Any]:
+    """Return arguments of an operator with every tensor of floating point in float64."""
+    return [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
+
+
 def assert_close_to_reference(
     actual: Tensor, expected: Tensor, same_dtype: Tensor | None = None, what: str = "result"
 ) -> None:
@@ -130,3 +145,61 @@ def assert_close_to_reference(
         peer_error = (same_dtype[finite].double() - truth).abs().max().item()
         limit = 2 * peer_error + torch.finfo(actual.dtype).eps * magnitude / 2
     assert error <= limit, f"{what}: error {error:.3g} > {limit:.3g}"
+
+
+def compare_with_oracle(
+    operator: Callable[..., Any], oracle: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
+    """Assert that an operator agrees with its oracle, and return what it gives.
+
+    Integers must be the same, and floats as near as `assert_close_to_reference` says. The first
+    result must have the dtype of the first argument.
+
+    Parameters
+    ----------
+    operator, oracle : callable
+        Of `h2o_prefill.ops` and of `h2o_prefill.reference.ops`.
+    arguments
+        What both take; the oracle takes tensors in float64.
+    options
+        By name, for both as they are.
+    """
+    results = operator(*arguments, **options)
+    expected = oracle(*widened(arguments), **options)
+    same_dtype = expected
+    if arguments[0].dtype.itemsize == 2:
+        same_dtype = oracle(*arguments, **options)
+    pairs = (x if isinstance(x, tuple) else (x,) for x in (results, expected, same_dtype))
+    for index, (result, truth, peer) in enumerate(zip(*pairs, strict=True)):
+        assert index > 0 or result.dtype == arguments[0].dtype
+        if result.is_floating_point():
+            assert_close_to_reference(result, truth, peer, f"result {index}")
+        else:
+            assert torch.equal(result, truth), f"result {index}"
+    return results
+
+
+def assert_same_on_threads(
+    run: Callable[[], Iterable[Any]], counts: tuple[int, ...] = (1, 2, 5)
+) -> None:
+    """Assert that what a function returns is the same to the bit on these numbers of threads.
+
+    Parameters
+    ----------
+    run : callable
+        Returns tensors; None stands for an absent one.
+    counts : tuple of int
+        Numbers of threads.
+    """
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            results.append(list(run()))
+    finally:
+        torch.set_num_threads(before)
+    for count, other in zip(counts[1:], results[1:], strict=True):
+        for first, result in zip(results[0], other, strict=True):
+            same = result is None if first is None else torch.equal(first, result)
+            assert same, f"on {count} threads another result than on {counts[0]}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from h2o_prefill import PrefillConfig, ops
 from h2o_prefill.functional import recall_settings
 from h2o_prefill.reference import ops as reference
-from h2o_prefill.testing import FLOAT32_TOLERANCE
+from h2o_prefill.testing import FLOAT32_TOLERANCE, widened
 
 Config = torch.classes.h2o_prefill.PrefillConfig
 
@@ -40,15 +40,11 @@ def check_result(name: str, arguments: list[Any], before: list[Any], result: Any
     if check is not None:
         check(arguments, before, result)
         return
-    expected = getattr(reference, name)(*_wide(before))
+    expected = getattr(reference, name)(*widened(before))
     results = result if isinstance(result, tuple) else (result,)
     expecteds = expected if isinstance(expected, tuple) else (expected,)
     for actual, wanted in zip(results, expecteds, strict=True):
         _check_close(actual, wanted)
-
-
-def _wide(arguments: list[Any]) -> list[Any]:
-    return [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
 
 
 def _check_close(actual: Tensor, expected: Tensor) -> None:
@@ -100,7 +96,7 @@ def _check_recall_at_position(arguments: list[Any], before: list[Any], result: A
 
 
 def _check_linear_backward(arguments: list[Any], before: list[Any], result: Any) -> None:
-    wide = _wide(before)
+    wide = widened(before)
     expected = reference.chunkwise_linear_attention_backward(*wide)
     for i, (actual, wanted) in enumerate(zip(result, expected, strict=True)):
         if i == 3:  # a sum of differences, as exact as what it is made of
@@ -112,7 +108,7 @@ def _check_linear_backward(arguments: list[Any], before: list[Any], result: Any)
 def _check_sparse(arguments: list[Any], before: list[Any], result: Any) -> None:
     if before[-3] == 0:  # the scale
         return  # every key has the same score, up to rounding
-    wide = _wide(before)
+    wide = widened(before)
     expected = reference.chunked_sparse_attention(*wide)
     try:
         for actual, wanted in zip(result, expected, strict=True):
@@ -151,7 +147,7 @@ def _check_prefill(arguments: list[Any], before: list[Any], result: Any) -> None
             result,
         )  # fmt: skip
         return
-    _check_close(result[0], reference.dense_attention(*_wide([q, k, v, *options])))
+    _check_close(result[0], reference.dense_attention(*widened([q, k, v, *options])))
     known = min(scores.shape[2], past) if scores is not None else 0
     assert not result[1][..., known:].any()
     if known:
@@ -171,7 +167,7 @@ def _check_prefill_in_place(arguments: list[Any], before: list[Any], result: Any
         assert torch.equal(arguments[index][:, :, end:], before[index][:, :, end:])
     config = Config.parse(text)
     if not q.shape[2] or not config.is_sparse(layer, past, q.shape[2]):
-        _check_close(result, reference.dense_attention(*_wide([q, keys, values, *options])))
+        _check_close(result, reference.dense_attention(*widened([q, keys, values, *options])))
         assert torch.equal(arguments[6], memory)
         assert torch.equal(arguments[5][..., :past], scores[..., :past])
         return

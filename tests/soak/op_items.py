@@ -11,6 +11,7 @@ from torch import Tensor
 from h2o_prefill import PrefillConfig, PrefillState, ops
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
 from h2o_prefill.reference import ops as oracle
+from h2o_prefill.testing import sparse_settings
 
 # The oracle keeps a mask over all keys and loops over recalled keys in Python.
 ORACLE_LENGTH = 160
@@ -127,14 +128,8 @@ def _attend_oracle(
         None if state is None else state.memory,
         *_recall(prompt, config, begin, end),
         0 if state is None else state.last_chunk_begin,
-        config.chunk_size,
-        config.local_window,
-        config.heavy_budget,
-        config.sink_tokens,
-        config.dense_tail,
-        config.gqa_reduce,
-        config.recall_block,
-        prompt.scale,
+        **sparse_settings(config),
+        scale=prompt.scale,
     )
 
 
@@ -156,8 +151,7 @@ def _inject(draw: Draw, judge: Judge, prompt: Prompt, config: PrefillConfig) -> 
     good = {
         "q": q, "k": k, "v": v, "scores": None, "memory": None, "recall_offsets": None,
         "recall_positions": None, "recall_visible_from": None, "last_chunk_begin": 0,
-        "chunk_size": config.chunk_size, "local_window": config.local_window,
-        "heavy_budget": config.heavy_budget,
+        **sparse_settings(config),
     }  # fmt: skip
     name, value = draw.choice(
         [

@@ -7,6 +7,7 @@ import torch
 
 from h2o_prefill import ChunkedPrefillCache, enable, ops
 from h2o_prefill.reference import ops as oracle
+from h2o_prefill.testing import widened
 
 EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
 SIZES = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
@@ -48,11 +49,7 @@ def test_with_room_for_everything_it_equals_stock(model, ids, sparse_layers):
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_with_a_smaller_memory_it_is_what_the_oracle_gives(model, ids, monkeypatch, options):
     def in_float64(*arguments):
-        wide = [
-            x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-            for x in arguments
-        ]
-        out, *state = oracle.chunked_sparse_attention(*wide)
+        out, *state = oracle.chunked_sparse_attention(*widened(arguments))
         return out.float(), *state
 
     stock = model(ids).logits

@@ -1,33 +1,27 @@
 """The whole prefill of a layer: against the oracle, and the invariants of the method."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
+from h2o_prefill.testing import (
+    DTYPES,
+    Shape,
+    assert_close_to_reference,
+    assert_same_on_threads,
+    compare_with_oracle,
+    make_qkv,
+)
 
 S = 32
 NO_STATE = (None,) * 5
 OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}]
 
-
-def check(q, k, v, *arguments, **options):
-    actual = ops.chunked_sparse_attention(q, k, v, *arguments, **options)
-    # The oracle decides ties of its own float64 scores: sets are compared through what they lead
-    # to.
-    wide = [
-        a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
-        for a in arguments
-    ]
-    expected = oracle.chunked_sparse_attention(q.double(), k.double(), v.double(), *wide, **options)
-    peer = expected
-    if q.dtype not in (torch.float32, torch.float64):
-        peer = oracle.chunked_sparse_attention(q, k, v, *arguments, **options)
-    assert_close_to_reference(actual[0], expected[0], peer[0], "out")
-    assert_close_to_reference(actual[1], expected[1], None, "scores")
-    assert torch.equal(actual[2], expected[2])
-    return actual
+# The oracle decides ties of its own float64 scores: sets are compared through what they lead to.
+check = partial(compare_with_oracle, ops.chunked_sparse_attention, oracle.chunked_sparse_attention)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -164,10 +158,7 @@ def test_no_output_depends_on_a_later_token(device, token, options, dtype):
 def test_results_do_not_depend_on_the_number_of_threads(threads, dtype):
     q, k, v = make_qkv(Shape(2, 6, 2, 700, 64, 64), dtype)
     arguments = (q, k, v, *NO_STATE, 0, 256, 32, 32)
-    one = ops.chunked_sparse_attention(*arguments)
-    torch.set_num_threads(threads)
-    many = ops.chunked_sparse_attention(*arguments)
-    assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+    assert_same_on_threads(lambda: ops.chunked_sparse_attention(*arguments), (1, threads))
 
 
 def test_sixteen_chunks_of_extreme_logits_stay_finite(device):

@@ -8,7 +8,14 @@ from h2o_prefill import ops
 from h2o_prefill.eval.speed.peak_memory import peak_bytes
 from h2o_prefill.reference import ops as oracle
 from h2o_prefill.reference import recurrent_linear_attention
-from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
+from h2o_prefill.testing import (
+    DTYPES,
+    Shape,
+    assert_close_to_reference,
+    assert_same_on_threads,
+    make_qkv,
+    widened,
+)
 
 CHUNK = 32
 NAMES = ("out", "state", "normalizer")
@@ -30,10 +37,6 @@ def make_states(k, v, seed=2):
     shape = (*k.shape[:2], k.shape[3], v.shape[3])
     state = torch.randn(shape, generator=generator, dtype=dtype).to(k.device)
     return state, state.abs().sum(3)
-
-
-def widened(arguments):
-    return [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
 
 
 def check(*arguments, **options):
@@ -122,16 +125,10 @@ def test_long_sequences_keep_their_digits(device, normalize):
 def test_the_number_of_threads_changes_no_bit(heads, with_states):
     """Over pieces of long sequences, whole heads at a time or each piece for itself."""
     q, k, v = make_qkv(Shape(1, *heads, 3333, 16, 24))
-    states = make_states(k, v) if with_states else (None, None)
-    results = []
-    for threads in (1, 2, 7):
-        torch.set_num_threads(threads)
-        results.append(
-            ops.chunkwise_linear_attention(q, k, v, make_decay(k), *states, normalize=True)
-        )
-    for other in results[1:]:
-        for x, y in zip(results[0], other, strict=True):
-            assert torch.equal(x, y)
+    given = q, k, v, make_decay(k), *(make_states(k, v) if with_states else (None, None))
+    assert_same_on_threads(
+        lambda: ops.chunkwise_linear_attention(*given, normalize=True), (1, 2, 7)
+    )
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -323,20 +320,9 @@ def test_results_without_a_gradient_give_none(device, given):
 def test_the_number_of_threads_changes_no_bit_of_a_gradient(heads, normalize):
     """Over pieces of long sequences, whole heads at a time or each piece for itself."""
     q, k, v = make_qkv(Shape(1, *heads, 3333, 16, 24))
-    states = make_states(k, v) if normalize else (None, None)
-    results = []
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        results.append(
-            gradients(
-                ops.chunkwise_linear_attention,
-                [q, k, v, make_decay(k), *states],
-                dict(normalize=normalize),
-            )
-        )
-    for other in results[1:]:
-        for x, y in zip(results[0], other, strict=True):
-            assert torch.equal(x, y)
+    given = q, k, v, make_decay(k), *(make_states(k, v) if normalize else (None, None))
+    options = dict(normalize=normalize)
+    assert_same_on_threads(lambda: gradients(ops.chunkwise_linear_attention, given, options))
 
 
 def test_a_gradient_has_no_temporaries_of_its_inputs_size():

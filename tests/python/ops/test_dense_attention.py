@@ -1,22 +1,17 @@
 """Dense attention against the oracle: few rows and many, one step of the kernel and several."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
+from h2o_prefill.testing import DTYPES, Shape, assert_same_on_threads, compare_with_oracle, make_qkv
 
 STEP = 1024  # rows and keys of a step of the CPU kernel
 
-
-def check(q, k, v, scale=None):
-    actual = ops.dense_attention(q, k, v, scale)
-    expected = oracle.dense_attention(q.double(), k.double(), v.double(), scale)
-    peer = oracle.dense_attention(q, k, v, scale) if q.dtype != torch.float32 else expected
-    assert actual.dtype == q.dtype
-    assert_close_to_reference(actual, expected, peer, "out")
-    return actual
+check = partial(compare_with_oracle, ops.dense_attention, oracle.dense_attention)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,7 +102,4 @@ def test_output_layout_lets_models_reshape_without_a_copy(device, dtype, rows):
 @pytest.mark.parametrize("rows", [1, 1500])
 def test_the_number_of_threads_changes_nothing(rows):
     q, k, v = make_qkv(Shape(1, 4, 2, rows, 32, 32), torch.bfloat16, past=2500)
-    one = ops.dense_attention(q, k, v)
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(ops.dense_attention(q, k, v), one)
+    assert_same_on_threads(lambda: [ops.dense_attention(q, k, v)], (1, 2, 3))

@@ -1,27 +1,17 @@
 """Phase 1 against the oracle: every dtype, layout and awkward length."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
+from h2o_prefill.testing import DTYPES, Shape, compare_with_oracle, make_qkv
 
 CHUNK = 32
 
-
-def check(q, k, v, chunk_size, scale=None):
-    actual = ops.intra_chunk_attention(q, k, v, chunk_size, scale)
-    expected = oracle.intra_chunk_attention(q.double(), k.double(), v.double(), chunk_size, scale)
-    peer = (
-        oracle.intra_chunk_attention(q, k, v, chunk_size, scale)
-        if q.dtype != torch.float32
-        else expected
-    )
-    assert actual[0].dtype == q.dtype
-    for name, a, e, p in zip(("out", "lse", "colsum"), actual, expected, peer, strict=True):
-        assert_close_to_reference(a, e, p, name)
-    return actual
+check = partial(compare_with_oracle, ops.intra_chunk_attention, oracle.intra_chunk_attention)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,26 +1,15 @@
 """Phase 2 against the oracle."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import (
-    DTYPES,
-    Shape,
-    assert_close_to_reference,
-    make_indices,
-    make_qkv,
-)
+from h2o_prefill.testing import DTYPES, Shape, compare_with_oracle, make_indices, make_qkv
 
-
-def check(q, k, v, indices):
-    actual = ops.memory_attention(q, k, v, indices)
-    expected = oracle.memory_attention(q.double(), k.double(), v.double(), indices)
-    peer = oracle.memory_attention(q, k, v, indices) if q.dtype != torch.float32 else expected
-    for name, a, e, p in zip(("out", "lse", "colsum"), actual, expected, peer, strict=True):
-        assert_close_to_reference(a, e, p, name)
-    return actual
+check = partial(compare_with_oracle, ops.memory_attention, oracle.memory_attention)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

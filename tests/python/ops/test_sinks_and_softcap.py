@@ -7,7 +7,13 @@ import torch
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
+from h2o_prefill.testing import (
+    DTYPES,
+    Shape,
+    assert_close_to_reference,
+    compare_with_oracle,
+    make_qkv,
+)
 
 S = 32
 NO_STATE = (None,) * 5
@@ -27,15 +33,7 @@ def logit_options(case, heads, device="cpu"):
     }[case]
 
 
-def check(q, k, v, *arguments, **options):
-    actual = ops.chunked_sparse_attention(q, k, v, *arguments, **options)
-    wide = [a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in arguments]
-    exact = oracle.chunked_sparse_attention(q.double(), k.double(), v.double(), *wide, **options)
-    peer = oracle.chunked_sparse_attention(q, k, v, *arguments, **options)
-    assert_close_to_reference(actual[0], exact[0], peer[0], "out")
-    assert_close_to_reference(actual[1], exact[1], None, "scores")
-    assert torch.equal(actual[2], exact[2])
-    return actual
+check = partial(compare_with_oracle, ops.chunked_sparse_attention, oracle.chunked_sparse_attention)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from h2o_prefill.eval.attention.pattern_measures import run_jaccard, stack_layer
 from h2o_prefill.eval.attention.patterns import collect_patterns
 from h2o_prefill.eval.recalled_keys import find_recalled
 from h2o_prefill.reference.recall import lexical_recall
+from h2o_prefill.testing import sparse_settings
 
 LENGTH = 72  # four chunks of 16 tokens and one of 8
 ENDS = (16, 32, 48, 64, 72)
@@ -75,25 +77,16 @@ def _brute_force(
             config.recall_span,
             config.recall_max_count,
         )
-    settings = (
-        None,
-        None,
-        *lists,
-        0,
-        config.chunk_size,
-        config.local_window,
-        config.heavy_budget,
-        config.sink_tokens,
-        config.dense_tail,
-        config.gqa_reduce,
-        config.recall_block,
-        scale,
-        sinks,
-        softcap,
+    attend = partial(
+        reference.ops.chunked_sparse_attention,
+        **sparse_settings(config),
+        scale=scale,
+        sinks=sinks,
+        softcap=softcap,
     )
     unit = torch.eye(q.shape[2], dtype=torch.float64).expand(1, k.shape[1], -1, -1)
-    sparse = reference.ops.chunked_sparse_attention(q, k, v, *settings)[0][0]
-    visible = reference.ops.chunked_sparse_attention(q, k, unit, *settings)[0][0] > 0
+    sparse = attend(q, k, v, None, None, *lists, 0)[0][0]
+    visible = attend(q, k, unit, None, None, *lists, 0)[0][0] > 0
     dense = reference.ops.dense_attention(q, k, v, scale, sinks, softcap)[0]
     weights = reference.ops.dense_attention(q, k, unit, scale, None, softcap)[0]
     return (sparse - dense).abs().sum(-1), dense.abs().sum(-1), (weights * visible).sum(-1)
