@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import torch
 import typer
 from common import options
@@ -33,10 +30,7 @@ STEPS = 16
 def main(
     plan: Plan,
     model: ModelOption = "smollm2-135m",
-    text_file: Annotated[
-        Path | None,
-        typer.Option("--text-file", metavar="FILE", help="The prompt. Default: Python's help."),
-    ] = None,
+    text_file: options.TextFileOption = None,
 ) -> None:
     """Time greedy decoding after a prompt of real text, one token a call, over the whole history.
 

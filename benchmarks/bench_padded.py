@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -32,10 +31,7 @@ LENGTHS = (4096, 2500, 1500)
 def main(
     plan: Plan,
     model: ModelOption = "smollm2-135m",
-    text_file: Annotated[
-        Path | None,
-        typer.Option("--text-file", metavar="FILE", help="The prompts. Default: Python's help."),
-    ] = None,
+    text_file: options.TextFileOption = None,
     lengths: Annotated[
         str | None, typer.Option("--lengths", help="Tokens of each row, comma-separated.")
     ] = None,

@@ -53,6 +53,12 @@ LengthsOption = Annotated[
 PresetOption = Annotated[
     str, typer.Option("--preset", help=f"Sparse prefill settings, of {', '.join(PRESETS)}.")
 ]
+TextFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text-file", metavar="FILE", help="Text of the prompts. Default: Python's help."
+    ),
+]
 
 # What is shown of an option, and its value where a benchmark says no other; in the order of --help.
 _SHARED: dict[str, tuple[Any, Any]] = {
