@@ -177,36 +177,25 @@ def heavy_positions(
     return held
 
 
-def heavy_overlap(
-    memory: Tensor,
-    chunk_ends: tuple[int, ...],
-    config: PrefillConfig,
-    layers: Sequence[int] | None = None,
-) -> Tensor:
+def heavy_overlap(heavy: Tensor) -> Tensor:
     """Return how much of the heavy positions of one memory set the next one still holds as heavy.
 
     The Jaccard index |A n B| / |A u B| of the heavy positions of a set A and of the next one B.
 
     Parameters
     ----------
-    memory, chunk_ends, config, layers
-        As for `heavy_positions`.
+    heavy : Tensor
+        bool [chunks, layers, Hkv, length], as `heavy_positions` returns it.
 
     Returns
     -------
     Tensor
         fp32 [chunks - 1, layers, Hkv]; NaN where neither set has a heavy position.
     """
-    heavy = heavy_positions(memory, chunk_ends, config, layers)
     return _jaccard(heavy[:-1], heavy[1:])
 
 
-def heavy_survival(
-    memory: Tensor,
-    chunk_ends: tuple[int, ...],
-    config: PrefillConfig,
-    layers: Sequence[int] | None = None,
-) -> Tensor:
+def heavy_survival(heavy: Tensor) -> Tensor:
     """Return for how many chunks heavy positions stay in the memory set.
 
     Entry n is the share, among all pairs of KV head and position that were heavy for the first time
@@ -215,15 +204,14 @@ def heavy_survival(
 
     Parameters
     ----------
-    memory, chunk_ends, config, layers
-        As for `heavy_positions`.
+    heavy : Tensor
+        As `heavy_overlap` takes it.
 
     Returns
     -------
     Tensor
         fp32 [chunks, layers]; entry 0 is 1. NaN where no position was heavy early enough.
     """
-    heavy = heavy_positions(memory, chunk_ends, config, layers)
     sets = heavy.shape[0]
     lifetime = heavy.sum(0)
     entered = torch.where(lifetime > 0, heavy.int().argmax(0), sets)

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from h2o_prefill.eval.attention.error_plots import plot_chunks, plot_errors
-from h2o_prefill.eval.attention.pattern_measures import head_share, heavy_overlap, heavy_survival
+from h2o_prefill.eval.attention.pattern_measures import (
+    head_share,
+    heavy_overlap,
+    heavy_positions,
+    heavy_survival,
+)
 from h2o_prefill.eval.attention.patterns import AttentionPatterns
 from h2o_prefill.eval.attention.recall_plots import plot_recalled
 from h2o_prefill.eval.plotting import (
@@ -173,9 +179,7 @@ def plot_sinks(patterns: AttentionPatterns) -> Figure:
 
 def plot_heavy(patterns: AttentionPatterns) -> Figure:
     """Draw how many heavy positions stay from one memory set to the next, by layer."""
-    overlap = heavy_overlap(
-        patterns.memory, patterns.chunk_ends, patterns.config, patterns.layers
-    ).nanmean(-1)
+    overlap = heavy_overlap(_heavy(patterns)).nanmean(-1)
     steps = overlap.shape[0]
     figure = make_figure(2.6 + min(4.0, 0.35 * steps))
     axes = figure.subplots()
@@ -200,9 +204,7 @@ def plot_survival(patterns: AttentionPatterns) -> Figure:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    survival = heavy_survival(
-        patterns.memory, patterns.chunk_ends, patterns.config, patterns.layers
-    )
+    survival = heavy_survival(_heavy(patterns))
     later = range(survival.shape[0])
     norm = Normalize(patterns.layers[0], max(patterns.layers[-1], patterns.layers[0] + 1))
     colors = colormaps["viridis"]
@@ -226,6 +228,10 @@ def plot_survival(patterns: AttentionPatterns) -> Figure:
     axes.legend(frameon=False, loc="lower left")
     figure.colorbar(ScalarMappable(norm, "viridis"), ax=axes, label="layer")
     return figure
+
+
+def _heavy(patterns: AttentionPatterns) -> Tensor:
+    return heavy_positions(patterns.memory, patterns.chunk_ends, patterns.config, patterns.layers)
 
 
 def _map_height(patterns: AttentionPatterns, least: float) -> float:

@@ -21,6 +21,7 @@ from h2o_prefill.eval.attention.layer_error import measure_layer
 from h2o_prefill.eval.attention.pattern_measures import run_jaccard, stack_layers
 from h2o_prefill.eval.attention.patterns import collect_patterns
 from h2o_prefill.eval.recalled_keys import find_recalled
+from h2o_prefill.functional import recall_settings
 from h2o_prefill.reference.recall import lexical_recall
 from h2o_prefill.testing import sparse_settings
 
@@ -67,16 +68,7 @@ def _brute_force(
     q, k, v = (x.double() for x in layer)
     lists = (None, None, None)
     if config.recall:
-        lists = lexical_recall(
-            prompt,
-            0,
-            config.chunk_size,
-            config.recall_block,
-            config.recall,
-            config.recall_suffix,
-            config.recall_span,
-            config.recall_max_count,
-        )
+        lists = lexical_recall(prompt, 0, *recall_settings(config))
     attend = partial(
         reference.ops.chunked_sparse_attention,
         **sparse_settings(config),

@@ -15,7 +15,7 @@ from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import Corpus, measure_attention, run_ablation, visualize_attention_patterns
 from h2o_prefill.eval.attention.html_page import Picture, write_page
-from h2o_prefill.eval.attention.pattern_measures import heavy_survival
+from h2o_prefill.eval.attention.pattern_measures import heavy_positions, heavy_survival
 from h2o_prefill.eval.attention.patterns import AttentionPatterns
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 
@@ -111,7 +111,7 @@ def test_with_two_chunks_there_is_no_stability(
 
 
 def test_survival_has_a_line_a_layer(drawn: AttentionPatterns) -> None:
-    survival = heavy_survival(drawn.memory, drawn.chunk_ends, drawn.config)
+    survival = heavy_survival(heavy_positions(drawn.memory, drawn.chunk_ends, drawn.config))
     axes = pattern_plots.plot_survival(drawn).axes[0]
     assert len(axes.lines) == 3
     for line, values in zip(axes.lines, [*survival.T, survival.mean(1)], strict=True):

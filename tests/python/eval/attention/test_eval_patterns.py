@@ -16,6 +16,7 @@ from h2o_prefill.eval import visualize_attention_patterns
 from h2o_prefill.eval.attention.pattern_measures import (
     head_share,
     heavy_overlap,
+    heavy_positions,
     heavy_survival,
     held_positions,
     memory_jaccard,
@@ -109,12 +110,14 @@ def test_heavy_overlap_leaves_out_sinks_and_the_local_window() -> None:
     second = [0, 3, 5, 9, 14, 15]
     memory = torch.tensor([[[first]], [[second]]], dtype=torch.int32)
     # Heavy {2, 3, 5}, then {3, 5, 9}: two of four.
-    assert heavy_overlap(memory, (8, 16), config).tolist() == [[[0.5]]]
+    heavy = heavy_positions(memory, (8, 16), config)
+    assert heavy_overlap(heavy).tolist() == [[[0.5]]]
     # A window of four leaves {2, 3} and {3, 5, 9}.
     wide = config.replace(wide_layers=(7,), wide_factor=2)
-    assert heavy_overlap(memory, (8, 16), wide, layers=(7,)).tolist() == [[[0.25]]]
-    nothing = torch.full_like(memory, -1)
-    assert math.isnan(heavy_overlap(nothing, (8, 16), config).item())
+    heavy = heavy_positions(memory, (8, 16), wide, layers=(7,))
+    assert heavy_overlap(heavy).tolist() == [[[0.25]]]
+    nothing = heavy_positions(torch.full_like(memory, -1), (8, 16), config)
+    assert math.isnan(heavy_overlap(nothing).item())
 
 
 def test_memory_jaccard_counts_whole_sets() -> None:
@@ -129,10 +132,10 @@ def test_heavy_survival_counts_from_the_first_heavy_set() -> None:
     memory = torch.tensor(sets, dtype=torch.int32).view(3, 1, 1, 5)
     # Heavy {1, 2}, {1, 6}, {1, 14}: of 1, 2 and 6, which entered before the last set, 1 alone
     # is there one set later; of 1 and 2 it is two sets later.
-    survival = heavy_survival(memory, (8, 16, 24), config)
+    survival = heavy_survival(heavy_positions(memory, (8, 16, 24), config))
     assert survival[:, 0].tolist() == pytest.approx([1, 1 / 3, 1 / 2])
-    nothing = torch.full_like(memory, -1)
-    assert heavy_survival(nothing, (8, 16, 24), config).isnan().all()
+    nothing = heavy_positions(torch.full_like(memory, -1), (8, 16, 24), config)
+    assert heavy_survival(nothing).isnan().all()
 
 
 def test_layers_with_fewer_kv_heads(tiny: Any, prompt: Tensor, small_config: PrefillConfig) -> None:
@@ -197,8 +200,8 @@ def test_the_figures_show_the_arrays(drawn: AttentionPatterns) -> None:
     assert list(sinks.lines[0].get_ydata()) == pytest.approx(share[-1, :, 0].tolist())
 
     heavy = pattern_plots.plot_heavy(drawn).axes[0]
-    expected = heavy_overlap(drawn.memory, drawn.chunk_ends, drawn.config).mean(-1)
-    _assert_shown(heavy.images[0].get_array(), expected)
+    positions = heavy_positions(drawn.memory, drawn.chunk_ends, drawn.config)
+    _assert_shown(heavy.images[0].get_array(), heavy_overlap(positions).mean(-1))
     assert heavy.get_yticklabels()[0].get_text() == "0 to 1"
 
 
@@ -234,7 +237,8 @@ def test_without_a_heavy_budget_there_is_no_overlap(
     pytest.importorskip("matplotlib")
     config = small_config.replace(heavy_budget=0)
     patterns = visualize_attention_patterns(tiny_model, prompt, config, tmp_path, errors=False)
-    assert heavy_overlap(patterns.memory, patterns.chunk_ends, config).isnan().all()
+    heavy = heavy_positions(patterns.memory, patterns.chunk_ends, config)
+    assert heavy_overlap(heavy).isnan().all()
     assert patterns.paths["heavy"].is_file()
 
 
