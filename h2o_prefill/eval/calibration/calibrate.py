@@ -13,17 +13,10 @@ from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.calibration.result import LayerCalibration, rank_layers
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.inputs.text import Corpus
-from h2o_prefill.eval.perplexity.evaluate import check_settings, text_tokens
+from h2o_prefill.eval.perplexity.evaluate import check_settings
 from h2o_prefill.eval.perplexity.scoring import score_window
-from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
-from h2o_prefill.eval.runs import (
-    Progress,
-    check_model,
-    count_layers,
-    eval_mode,
-    prefill_mode,
-    report_progress,
-)
+from h2o_prefill.eval.perplexity.windows import model_windows, scored_rows
+from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, prefill_mode, report_progress
 from h2o_prefill.presets import chosen_config
 
 # What can become of layers, and the field of `PrefillConfig` that names them then.
@@ -98,8 +91,7 @@ def calibrate_layers(
             f"layers must be at least 1 and fewer than the {len(candidates)} that there are to "
             f"choose from, got {layers}"
         )
-    check_model(model, context, "context")
-    selected, batches = select_windows(text_tokens(dataset, tokenizer), context, windows)
+    selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
     passes = len(batches) * (len(candidates) + 3)
     done = 0
 

@@ -12,24 +12,12 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.inputs.models import resolve_model
-from h2o_prefill.eval.inputs.text import DATASETS, Corpus, encode, load_text
+from h2o_prefill.eval.inputs.text import Corpus
 from h2o_prefill.eval.perplexity.result import PerplexityResult
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.perplexity.summary import summarize
-from h2o_prefill.eval.perplexity.windows import (
-    first_token,
-    parse_windows,
-    scored_rows,
-    select_windows,
-)
-from h2o_prefill.eval.runs import (
-    Progress,
-    check_model,
-    count_layers,
-    eval_mode,
-    prefill_mode,
-    report_progress,
-)
+from h2o_prefill.eval.perplexity.windows import model_windows, parse_windows, scored_rows
+from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, prefill_mode, report_progress
 from h2o_prefill.presets import chosen_config
 
 
@@ -87,10 +75,7 @@ def evaluate_perplexity(
     check_settings(config, context, windows, protocol)
     rows = scored_rows(protocol, context)
     network, tokenizer = resolve_model(model, tokenizer)
-    check_model(network, context, "context")
-    tokens = text_tokens(dataset, tokenizer)
-    first = first_token(tokenizer, protocol)
-    selected, batches = select_windows(tokens, context, windows, first)
+    selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
 
     scores: list[WindowScores] = []
     seconds: list[tuple[float, float]] = []
@@ -154,28 +139,3 @@ def check_settings(config: PrefillConfig, context: int, windows: str, protocol: 
             "sink_tokens, local_window and heavy_budget must not all be 0 unless block_diagonal is "
             "on: with an empty memory set every call is dense"
         )
-
-
-def text_tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
-    """Return the tokens of a dataset as `evaluate_perplexity` takes it, int64 [tokens].
-
-    Raises
-    ------
-    ValueError
-        If a text is empty or comes without a tokenizer, or tokens are not a sequence of ids.
-    """
-    if isinstance(dataset, str) and dataset in DATASETS:
-        dataset = load_text(dataset)
-    if isinstance(dataset, (str, Corpus)):
-        text = dataset if isinstance(dataset, str) else dataset.text
-        if not text.strip():
-            raise ValueError("dataset must not be empty text")
-        if tokenizer is None:
-            raise ValueError("dataset is text, so a tokenizer must be given")
-        return encode(tokenizer, text)
-    tokens = torch.as_tensor(dataset)
-    if tokens.is_floating_point() or tokens.dim() != 1:
-        raise ValueError(
-            f"dataset must be a sequence of token ids, got {tokens.dtype} {tuple(tokens.shape)}"
-        )
-    return tokens.to(torch.int64)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from h2o_prefill.eval.inputs.text import DATASETS, Corpus, encode, load_text
+from h2o_prefill.eval.runs import check_model
 
 PROTOCOLS = ("gptq", "llamacpp")
 
@@ -101,3 +107,56 @@ def select_windows(
         batches = batches.clone()
         batches[:, 0] = first
     return range(begin, end), batches
+
+
+def model_windows(
+    model: nn.Module,
+    dataset: Tensor | Sequence[int] | Corpus | str,
+    tokenizer: Any,
+    context: int,
+    windows: str,
+    protocol: str,
+) -> tuple[range, Tensor]:
+    """Return the windows of a dataset that a model is run on, as `select_windows` does.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With dense attention.
+    dataset, tokenizer, context, windows, protocol
+        As `evaluate_perplexity` takes them.
+
+    Raises
+    ------
+    ValueError
+        For the reasons of `select_windows` and `text_tokens`, or if the model already runs sparsely
+        or takes no window of this length.
+    """
+    check_model(model, context, "context")
+    tokens = text_tokens(dataset, tokenizer)
+    return select_windows(tokens, context, windows, first_token(tokenizer, protocol))
+
+
+def text_tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
+    """Return the tokens of a dataset as `evaluate_perplexity` takes it, int64 [tokens].
+
+    Raises
+    ------
+    ValueError
+        If a text is empty or comes without a tokenizer, or tokens are not a sequence of ids.
+    """
+    if isinstance(dataset, str) and dataset in DATASETS:
+        dataset = load_text(dataset)
+    if isinstance(dataset, (str, Corpus)):
+        text = dataset if isinstance(dataset, str) else dataset.text
+        if not text.strip():
+            raise ValueError("dataset must not be empty text")
+        if tokenizer is None:
+            raise ValueError("dataset is text, so a tokenizer must be given")
+        return encode(tokenizer, text)
+    tokens = torch.as_tensor(dataset)
+    if tokens.is_floating_point() or tokens.dim() != 1:
+        raise ValueError(
+            f"dataset must be a sequence of token ids, got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    return tokens.to(torch.int64)
