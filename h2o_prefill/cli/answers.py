@@ -24,13 +24,13 @@ def answers(
     dataset: Annotated[str | None, options.datasets("Texts to ask about")] = None,
     text_file: Annotated[list[Path] | None, options.text_files("ask about")] = None,
     prompts: Annotated[
-        int, typer.Option("--prompts", min=1, help="Prompts in all; the texts take turns.")
+        int, options.count("--prompts", "Prompts in all; the texts take turns.")
     ] = 20,
     prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", min=1, help="Tokens of text in every prompt.")
+        int, options.count("--prompt-tokens", "Tokens of text in every prompt.")
     ] = 6000,
     new_tokens: Annotated[
-        int, typer.Option("--new-tokens", min=1, help="Maximum number of tokens of an answer.")
+        int, options.count("--new-tokens", "Maximum number of tokens of an answer.")
     ] = 32,
     question: Annotated[
         str,
@@ -73,5 +73,4 @@ def answers(
         names = ", ".join(text.name for text in texts)
         asked = f"{prompts} prompts of {prompt_tokens} tokens of {names}"
         print_result(f"{model} {dtype}\n{asked}", answers_table(result))
-        if json_file is not None:
-            save_json(answers_report(result, model=model, dtype=dtype))
+        save_json(answers_report(result, model=model, dtype=dtype))

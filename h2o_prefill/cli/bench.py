@@ -25,7 +25,7 @@ def bench(
         str, typer.Option("--lengths", metavar="N,N,...", help="Prompt lengths in tokens.")
     ] = "1024,2048,4096",
     runs: Annotated[
-        int, typer.Option("--runs", min=1, help="Timed runs per length; the table shows medians.")
+        int, options.count("--runs", "Timed runs per length; the table shows medians.")
     ] = 3,
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "float32",
@@ -61,12 +61,11 @@ def bench(
                 memory = profile_memory(network, chosen, config, on_progress=show)
         what, described = f"{model} {dtype}, prefill", options.describe_sizes(config)
         print_result(f"{what}, median of {runs}\n{described}", throughput_table(frame))
-        if json_file is not None:
-            origin = {"model": model, "dtype": dtype, "preset": preset}
-            tables = {"results": frame.to_dict(orient="records")}
-            if memory is not None:
-                tables["memory"] = memory.to_dict(orient="records")
-            save_json(build_report({**origin, **dataclasses.asdict(config)}, **tables))
+        origin = {"model": model, "dtype": dtype, "preset": preset}
+        tables = {"results": frame.to_dict(orient="records")}
+        if memory is not None:
+            tables["memory"] = memory.to_dict(orient="records")
+        save_json(build_report({**origin, **dataclasses.asdict(config)}, **tables))
         if output is not None and memory is not None:
             folder = output.expanduser()
             folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ def calibrate(
     text_file: options.TextFileOption = None,
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:1",
-    layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers to choose.")] = 6,
+    layers: Annotated[int, options.count("--layers", "Number of layers to choose.")] = 6,
     keep: Annotated[
         str,
         typer.Option(
@@ -68,7 +68,5 @@ def calibrate(
         title = f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {preset}"
         print_result(title, calibration_table(result, chosen, keep))
         output_console().print(f"--preset {variant}", markup=False, soft_wrap=True)
-        if json_file is not None:
-            origin = text_origin(model, dtype, corpus, preset=preset, variant=variant)
-            values = {**origin, **dataclasses.asdict(result)}
-            save_json({"environment": environment(), **values})
+        origin = text_origin(model, dtype, corpus, preset=preset, variant=variant)
+        save_json({"environment": environment(), **origin, **dataclasses.asdict(result)})

@@ -21,6 +21,11 @@ def choices(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
+def count(name: str, use: str) -> Any:
+    """Return an option of a number of at least 1; `use` says of what."""
+    return typer.Option(name, min=1, help=use)
+
+
 ModelOption = Annotated[
     str,
     typer.Option(
@@ -67,7 +72,7 @@ def text_files(use: str, panel: str | None = None) -> Any:
     )
 
 
-ContextOption = Annotated[int, typer.Option("--context", min=1, help="Window length in tokens.")]
+ContextOption = Annotated[int, count("--context", "Window length in tokens.")]
 WindowsOption = Annotated[
     str,
     typer.Option(
@@ -97,8 +102,7 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", help=f"Data type of the model's weights: {choices(DTYPES)}.")
 ]
 ThreadsOption = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, help="Number of CPU threads; by default PyTorch chooses."),
+    int | None, count("--threads", "Number of CPU threads; by default PyTorch chooses.")
 ]
 JsonOption = Annotated[
     Path | None,

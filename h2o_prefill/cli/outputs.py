@@ -51,6 +51,33 @@ def json_output(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]
         yield save
 
 
+def plot_output(path: Path | None) -> Callable[[Callable[..., Any], Any, str], None]:
+    """Return the function that draws the figure of a command: it takes what draws, what, a title.
+
+    Parameters
+    ----------
+    path : Path, optional
+        What --plot names: a file for figures. Without it the function draws nothing.
+
+    Raises
+    ------
+    ValueError
+        As `check_output_file` does.
+    ImportError
+        If matplotlib is missing.
+    """
+    if path is None:
+        return lambda draw, result, title: None
+    check_output_file(path, "--plot", PLOT_SUFFIXES)
+    _check_matplotlib("--plot needs")
+
+    def save(draw: Callable[..., Any], result: Any, title: str) -> None:
+        draw(result, path, title.replace("\n", ", "))
+        say_written(path)
+
+    return save
+
+
 def text_origin(model: str, dtype: str, corpus: Corpus, **more: Any) -> dict[str, Any]:
     """Return what a report says of where it comes from: the model, the text, and more."""
     text = {"dataset": corpus.name, "text_source": corpus.source}
@@ -73,22 +100,6 @@ def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -
         check_writable(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{option} must end in one of {suffixes}, got {str(path)!r}")
-
-
-def check_plot(path: Path | None) -> None:
-    """Refuse a figure that could not be drawn.
-
-    Raises
-    ------
-    ValueError
-        As `check_output_file` does, or if the suffix is that of no figure.
-    ImportError
-        If matplotlib is missing.
-    """
-    if path is None:
-        return
-    check_output_file(path, "--plot", PLOT_SUFFIXES)
-    _check_matplotlib("--plot needs")
 
 
 def check_output_folder(path: Path | None, names: Iterable[str], figures: bool = True) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.console import quiet_libraries, show_progress
 from h2o_prefill.cli.loading import load_network
-from h2o_prefill.cli.outputs import check_plot, json_output, text_origin
+from h2o_prefill.cli.outputs import json_output, plot_output, text_origin
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
@@ -37,7 +37,7 @@ def ppl(
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset, **sizes)
-        check_plot(plot)
+        save_plot = plot_output(plot)
         check_settings(config, context, windows, protocol)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
@@ -57,9 +57,6 @@ def ppl(
             f"{options.describe_sizes(config)}"
         )
         print_result(title, perplexity_table(result))
-        if json_file is not None:
-            origin = text_origin(model, dtype, corpus, preset=preset)
-            save_json(perplexity_report(result, **origin))
-        if plot is not None:
-            plot_perplexity(result, plot, title.replace("\n", ", "))
-            say_written(plot)
+        origin = text_origin(model, dtype, corpus, preset=preset)
+        save_json(perplexity_report(result, **origin))
+        save_plot(plot_perplexity, result, title)

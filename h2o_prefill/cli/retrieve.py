@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.console import quiet_libraries, show_progress
 from h2o_prefill.cli.loading import load_network
-from h2o_prefill.cli.outputs import check_plot, json_output
+from h2o_prefill.cli.outputs import json_output, plot_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
 from h2o_prefill.cli.variants import parse_variants
@@ -46,9 +46,7 @@ def retrieve(
             help="Depths of the needle: percentages of the text that precede it.",
         ),
     ] = ",".join(map(str, DEPTHS)),
-    prompts: Annotated[
-        int, typer.Option("--prompts", min=1, help="Prompts per task, length and depth.")
-    ] = 1,
+    prompts: Annotated[int, options.count("--prompts", "Prompts per task, length and depth.")] = 1,
     question: Annotated[
         str,
         typer.Option(
@@ -83,7 +81,7 @@ def retrieve(
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)
-        check_plot(plot)
+        save_plot = plot_output(plot)
         names, sizes = tasks.split(","), options.parse_numbers(lengths, "lengths")
         percents = options.parse_numbers(depths, "depths")
         check_retrieval(configs, names, sizes, percents, prompts, question)
@@ -105,8 +103,5 @@ def retrieve(
             )
         title = f"{model} {dtype}\nneedles in {corpus.name}, question {question}"
         print_result(title, retrieval_table(result))
-        if json_file is not None:
-            save_json(retrieval_report(result, model=model, dtype=dtype))
-        if plot is not None:
-            plot_retrieval(result, plot, title.replace("\n", ", "))
-            say_written(plot)
+        save_json(retrieval_report(result, model=model, dtype=dtype))
+        save_plot(plot_retrieval, result, title)

@@ -24,9 +24,7 @@ def visualize(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
     text_file: options.TextFileOption = None,
-    context: Annotated[
-        int, typer.Option("--context", min=1, help="Prompt length in tokens.")
-    ] = 4096,
+    context: Annotated[int, options.count("--context", "Prompt length in tokens.")] = 4096,
     window: Annotated[
         int,
         typer.Option("--window", min=0, help="Index of the window of the text that is the prompt."),
@@ -101,7 +99,7 @@ def visualize(
             print_result(title, attention_table(patterns.measures))
         for path in (*patterns.paths.values(), patterns.page):
             output_console().print(str(path), markup=False, soft_wrap=True)
-        if json_file is not None and patterns.measures is not None:
+        if patterns.measures is not None:
             report = patterns.measures.to_dict()
             prompt = {"window": window, "context": context}
             origin = text_origin(model, dtype, corpus, **prompt, preset=preset)
