@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,7 @@ def generate(
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Maximum number of tokens to generate.")
+        int, options.count("--max-new-tokens", "Maximum number of tokens to generate.")
     ] = 128,
     chat: Annotated[
         bool,
@@ -58,7 +59,7 @@ def generate(
     from h2o_prefill.eval.inputs.packages import load_package
     from h2o_prefill.eval.inputs.prompts import encode_prompt
     from h2o_prefill.eval.inputs.text import read_text
-    from h2o_prefill.eval.speed.generation import generate_from_package, generate_timed
+    from h2o_prefill.eval.speed.generation import generate_timed
     from h2o_prefill.hf import enable
 
     with quiet_libraries():
@@ -87,11 +88,8 @@ def generate(
             if ResultConsole.closed:
                 raise BrokenPipeError
 
-        if package is not None:
-            timing = generate_from_package(network, tokenizer, input_ids, max_new_tokens, show)
-        else:
-            with enable(network, config):
-                timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)
+        with enable(network, config) if package is None else contextlib.nullcontext():
+            timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)
         console.print()
         error_console().print(_summary(timing, config), style="dim", soft_wrap=True)
 

@@ -44,8 +44,7 @@ def generate_timed(
 
     Parameters
     ----------
-    model
-        A transformers model.
+    model : PreTrainedModel or PrefillPackage
     tokenizer
         Its tokenizer.
     input_ids : Tensor
@@ -57,63 +56,38 @@ def generate_timed(
     Raises
     ------
     ValueError
-        If prompt and new tokens together are longer than the model takes.
+        If prompt and new tokens together are longer than the model takes, or do not fit into the
+        package.
     """
-    check_length(model, input_ids.shape[1] + max_new_tokens, "prompt and new tokens")
-    input_ids = input_ids.to(model.device)
-
-    def run(streamer: Any) -> None:
-        model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            streamer=streamer,
-        )
-
-    return _timed(run, tokenizer, input_ids, on_text)
-
-
-def generate_from_package(
-    package: PrefillPackage,
-    tokenizer: Any,
-    input_ids: Tensor,
-    max_new_tokens: int,
-    on_text: Callable[[str], None],
-) -> GenerationTiming:
-    """Continue a prompt as `generate_timed` does, by a package.
-
-    Parameters
-    ----------
-    package : PrefillPackage
-    tokenizer, input_ids, max_new_tokens, on_text
-        As `generate_timed` takes them.
-
-    Raises
-    ------
-    ValueError
-        If prompt and new tokens together do not fit into the package.
-    """
-
-    def run(streamer: Any) -> None:
-        streamer.put(input_ids)
-        package.generate(
-            input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token]))
-        )
-        streamer.end()
-
-    return _timed(run, tokenizer, input_ids, on_text)
-
-
-def _timed(
-    run: Callable[[Any], None], tokenizer: Any, input_ids: Tensor, on_text: Callable[[str], None]
-) -> GenerationTiming:
-    """Time a generation that puts the prompt, then each token, into the streamer it is given."""
+    generate: Callable[..., None] = _generate_from_package
+    if not isinstance(model, PrefillPackage):
+        generate = _generate
+        check_length(model, input_ids.shape[1] + max_new_tokens, "prompt and new tokens")
+        input_ids = input_ids.to(model.device)
     streamer = _timed_streamer(tokenizer, on_text)
     start = time.perf_counter()
-    run(streamer)
+    generate(model, input_ids, max_new_tokens, streamer)
     times = streamer.times
     return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
+
+
+def _generate(model: Any, input_ids: Tensor, max_new_tokens: int, streamer: Any) -> None:
+    model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=streamer,
+    )
+
+
+def _generate_from_package(
+    package: PrefillPackage, input_ids: Tensor, max_new_tokens: int, streamer: Any
+) -> None:
+    """Put the prompt and each new token into a streamer, as `generate` of a model does."""
+    streamer.put(input_ids)
+    package.generate(input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token])))
+    streamer.end()
 
 
 def _timed_streamer(tokenizer: Any, on_text: Callable[[str], None]) -> Any:
