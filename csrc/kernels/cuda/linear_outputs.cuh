@@ -78,7 +78,7 @@ __device__ __forceinline__ void make_weights(const LinearAttentionParams& p, Sha
         largest = fmaxf(largest, fabsf(x));
       }
     }
-    const float scale = scale_to_fit<dtype>(warp::quad_max(largest));
+    const float scale = scale_to_fit<dtype>(warp::max<warp::kQuad>(largest));
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
       if (n / 2 > warp) break;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void make_weights(const LinearAttentionParams& p, Sha
           ptx::pack_pair<dtype>(s[0][n][2 * h] * scale, s[0][n][2 * h + 1] * scale);
     }
     const float start = decays ? shared.decays.from_start[row] : 1.0F;
-    const float weight = warp::quad_sum(sum + start * of_start[h]);
+    const float weight = warp::sum<warp::kQuad>(sum + start * of_start[h]);
     if (lane % 4 == 0) {
       shared.row_scale[row] = start * scale;
       shared.row_factor[row] = output_factor(p, weight) * inverse_power(scale);

@@ -1,30 +1,23 @@
-// What the lanes of a warp make together; every lane gets the result.
+// What lanes of a warp make together; every one of them gets the result.
 #pragma once
 
 namespace h2o_prefill::warp {
 
+constexpr int kAll = 32;
+// The lanes of a row of an accumulator.
+constexpr int kQuad = 4;
+
+template <int kLanes = kAll>
 __device__ __forceinline__ float max(float x) {
 #pragma unroll
-  for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, i));
+  for (int i = kLanes / 2; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, i));
   return x;
 }
 
+template <int kLanes = kAll>
 __device__ __forceinline__ float sum(float x) {
 #pragma unroll
-  for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(0xFFFFFFFFU, x, i);
-  return x;
-}
-
-// Of the four lanes of a row of an accumulator.
-__device__ __forceinline__ float quad_max(float x) {
-#pragma unroll
-  for (int i = 2; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, i));
-  return x;
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-#pragma unroll
-  for (int i = 2; i > 0; i /= 2) x += __shfl_xor_sync(0xFFFFFFFFU, x, i);
+  for (int i = kLanes / 2; i > 0; i /= 2) x += __shfl_xor_sync(0xFFFFFFFFU, x, i);
   return x;
 }
 

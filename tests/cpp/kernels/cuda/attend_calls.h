@@ -149,6 +149,14 @@ inline void check_gathered(const GatheredCase& x) {
   EXPECT_EQ(call.lse, call.memory_lse) << what;
 }
 
+// Without rows nothing is written.
+inline void check_no_rows() {
+  Call call({DType::kBFloat16, 5, 5});
+  call.params.rows.count = 0;
+  call.run();
+  EXPECT_EQ(call.lse, std::vector<float>(5, kUntouched));
+}
+
 // Positions that a caller should not have listed are absent, and nothing is read there.
 inline void check_positions_outside(DType dtype) {
   const AttentionShape shape{dtype, 40, 90};

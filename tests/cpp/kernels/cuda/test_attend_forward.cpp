@@ -130,12 +130,7 @@ TEST(AttendForward, PositionsOutsideOfTheHistoryAreAbsent) {
   for (const DType dtype : kDTypes) check_positions_outside(dtype);
 }
 
-TEST(AttendForward, NothingToDo) {
-  Call call({DType::kBFloat16, 5, 5});
-  call.params.rows.count = 0;
-  call.run();
-  EXPECT_EQ(call.lse, std::vector<float>(5, kUntouched));
-}
+TEST(AttendForward, NothingToDo) { check_no_rows(); }
 
 TEST(AttendForward, DimsThatHaveNoKernel) {
   Call call({DType::kFloat16, 5, 5, 264, 64});

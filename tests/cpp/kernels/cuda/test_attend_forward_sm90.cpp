@@ -104,12 +104,7 @@ TEST(AttendForwardSm90, PositionsOutsideOfTheHistoryAreAbsent) {
   check_positions_outside(DType::kBFloat16);
 }
 
-TEST(AttendForwardSm90, NothingToDo) {
-  Call call({DType::kBFloat16, 5, 5});
-  call.params.rows.count = 0;
-  call.run();
-  EXPECT_EQ(call.lse, std::vector<float>(5, kUntouched));
-}
+TEST(AttendForwardSm90, NothingToDo) { check_no_rows(); }
 
 TEST(AttendForwardSm90, OtherInputsAreForTheOtherKernel) {
   const auto refused = [](const AttentionShape& shape, float scale) {

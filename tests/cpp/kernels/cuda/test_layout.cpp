@@ -64,44 +64,37 @@ std::vector<uint16_t> load(int (*row)(int), int (*unit)(int), bool transposed) {
   return registers;
 }
 
-TEST(Layout, LdmatrixLoadsTheAFragment) {
-  const auto registers = load(layout::load_a_row, layout::load_a_unit, false);
+// Checks the registers of all lanes: register i of a lane holds the element (row, column).
+void expect_elements(const std::vector<uint16_t>& registers, int (*row)(int, int),
+                     int (*column)(int, int)) {
   for (int lane = 0; lane < kWarp; ++lane) {
     for (int i = 0; i < 8; ++i) {
-      EXPECT_EQ(registers[lane * 8 + i],
-                element(layout::a_row(lane, i), layout::a_column(lane, i)));
+      EXPECT_EQ(registers[lane * 8 + i], element(row(lane, i), column(lane, i)));
     }
   }
+}
+
+// Of two fragments of B side by side.
+int two_b_row(int lane, int i) { return layout::b_row(lane, i % 4); }
+int two_b_column(int lane, int i) { return layout::b_column(lane, i % 4) + 8 * (i / 4); }
+
+TEST(Layout, LdmatrixLoadsTheAFragment) {
+  expect_elements(load(layout::load_a_row, layout::load_a_unit, false), layout::a_row,
+                  layout::a_column);
 }
 
 TEST(Layout, LdmatrixLoadsTheAFragmentStoredByColumns) {
-  const auto registers = load(layout::load_a_transposed_row, layout::load_a_transposed_unit, true);
-  for (int lane = 0; lane < kWarp; ++lane) {
-    for (int i = 0; i < 8; ++i) {
-      EXPECT_EQ(registers[lane * 8 + i],
-                element(layout::a_column(lane, i), layout::a_row(lane, i)));
-    }
-  }
+  expect_elements(load(layout::load_a_transposed_row, layout::load_a_transposed_unit, true),
+                  layout::a_column, layout::a_row);
 }
 
 TEST(Layout, LdmatrixLoadsTwoBFragmentsStoredByColumns) {
-  const auto registers = load(layout::load_b_row, layout::load_b_unit, false);
-  for (int lane = 0; lane < kWarp; ++lane) {
-    for (int i = 0; i < 8; ++i) {
-      const int column = layout::b_column(lane, i % 4) + 8 * (i / 4);
-      EXPECT_EQ(registers[lane * 8 + i], element(column, layout::b_row(lane, i % 4)));
-    }
-  }
+  expect_elements(load(layout::load_b_row, layout::load_b_unit, false), two_b_column, two_b_row);
 }
 
 TEST(Layout, LdmatrixLoadsTwoBFragmentsStoredByRows) {
-  const auto registers = load(layout::load_b_transposed_row, layout::load_b_transposed_unit, true);
-  for (int lane = 0; lane < kWarp; ++lane) {
-    for (int i = 0; i < 8; ++i) {
-      const int column = layout::b_column(lane, i % 4) + 8 * (i / 4);
-      EXPECT_EQ(registers[lane * 8 + i], element(layout::b_row(lane, i % 4), column));
-    }
-  }
+  expect_elements(load(layout::load_b_transposed_row, layout::load_b_transposed_unit, true),
+                  two_b_row, two_b_column);
 }
 
 struct MultiplyParams {
