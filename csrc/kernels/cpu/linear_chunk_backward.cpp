@@ -286,14 +286,20 @@ float add_adjoint(const LinearGradientArgs& args) {
   return total;
 }
 
+// Loads keys, values and decays of the chunk; returns the log decay over all of it.
+float load_chunk(const LinearGradientArgs& args, const Scratch& scratch, bool packs_keys) {
+  load_keys(args, scratch);
+  pack_columns(scratch.values, args.rows, args.value_dim, scratch.values_packed);
+  if (packs_keys) pack_columns(scratch.keys, args.rows, args.key_dim, scratch.keys_packed);
+  const float total = fill_ends(args, scratch);
+  fill_decays(args, scratch);
+  return total;
+}
+
 float walk_forward(const LinearGradientArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
   Streams streams = next_chunk(args);
-  load_keys(args, scratch);
-  pack_columns(scratch.values, args.rows, args.value_dim, scratch.values_packed);
-  if (args.normalize) pack_columns(scratch.keys, args.rows, args.key_dim, scratch.keys_packed);
-  const float total = fill_ends(args, scratch);
-  fill_decays(args, scratch);
+  const float total = load_chunk(args, scratch, /*packs_keys=*/args.normalize);
   const float* const state =
       state_before(args, state_floats(args.key_dim, args.value_dim), scratch.state);
   for (int64_t head = 0; head < args.heads; ++head) {
@@ -307,11 +313,7 @@ float walk_forward(const LinearGradientArgs& args) {
 float walk_backward(const LinearGradientArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
   Streams streams = next_chunk(args);
-  load_keys(args, scratch);
-  pack_columns(scratch.values, args.rows, args.value_dim, scratch.values_packed);
-  pack_columns(scratch.keys, args.rows, args.key_dim, scratch.keys_packed);
-  const float total = fill_ends(args, scratch);
-  fill_decays(args, scratch);
+  const float total = load_chunk(args, scratch, /*packs_keys=*/true);
   const float* const adjoint =
       state_before(args, state_floats(args.key_dim, args.value_dim), scratch.state);
   for_each_block(args, [&](const Block& block) {
