@@ -176,15 +176,13 @@ std::vector<at::Tensor> ChunkedKVCache::state_tensors() const {
 c10::intrusive_ptr<ChunkedKVCache> ChunkedKVCache::from_tensors(
     const std::vector<at::Tensor>& tensors) {
   const auto header = read_header(tensors, kCacheHeaderFields, kCacheLayerFields);
-  const int64_t num_layers =
-      (static_cast<int64_t>(header.size()) - kCacheHeaderFields) / kCacheLayerFields;
-  auto cache = c10::make_intrusive<ChunkedKVCache>(num_layers, header[0], header[1]);
+  auto cache = c10::make_intrusive<ChunkedKVCache>(header.num_layers(), header[0], header[1]);
   const c10::InferenceMode ordinary_tensors(false);
   const at::NoGradGuard no_grad;
   size_t next = 1;
-  for (int64_t i = 0; i < num_layers; ++i) {
-    const int64_t length = header[kCacheHeaderFields + i * kCacheLayerFields];
-    const int64_t capacity = header[kCacheHeaderFields + i * kCacheLayerFields + 1];
+  for (int64_t i = 0; i < header.num_layers(); ++i) {
+    const int64_t length = header.layer(i)[0];
+    const int64_t capacity = header.layer(i)[1];
     TORCH_CHECK_VALUE(0 <= length && length <= capacity && capacity <= cache->max_capacity_,
                       "tensors must be a state of ChunkedKVCache, got length ", length,
                       " and capacity ", capacity, " for layer ", i);

@@ -231,13 +231,11 @@ std::vector<at::Tensor> MemorySetTracker::state_tensors() const {
 c10::intrusive_ptr<MemorySetTracker> MemorySetTracker::from_tensors(
     const std::vector<at::Tensor>& tensors) {
   const auto header = read_header(tensors, kTrackerHeaderFields, kTrackerLayerFields);
-  const int64_t num_layers =
-      (static_cast<int64_t>(header.size()) - kTrackerHeaderFields) / kTrackerLayerFields;
-  auto tracker =
-      c10::make_intrusive<MemorySetTracker>(num_layers, PrefillConfig{.sink_tokens = header[0]});
+  auto tracker = c10::make_intrusive<MemorySetTracker>(header.num_layers(),
+                                                       PrefillConfig{.sink_tokens = header[0]});
   size_t next = 1;
-  for (int64_t i = 0; i < num_layers; ++i) {
-    const int64_t* const fields = header.data() + kTrackerHeaderFields + i * kTrackerLayerFields;
+  for (int64_t i = 0; i < header.num_layers(); ++i) {
+    const int64_t* const fields = header.layer(i);
     PrefillConfig{.local_window = fields[0], .heavy_budget = fields[1], .sink_tokens = header[0]}
         .check();
     tracker->layers_[i] = {.local_window = fields[0], .heavy_budget = fields[1]};

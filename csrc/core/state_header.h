@@ -10,10 +10,22 @@
 
 namespace h2o_prefill {
 
+struct StateHeader {
+  int64_t operator[](int64_t field) const { return numbers[field]; }
+  const int64_t* layer(int64_t i) const { return numbers.data() + fields + i * layer_fields; }
+  int64_t num_layers() const {
+    return (static_cast<int64_t>(numbers.size()) - fields) / layer_fields;
+  }
+
+  std::vector<int64_t> numbers;  // the fields of the whole state, then those of each layer
+  int64_t fields;
+  int64_t layer_fields;
+};
+
 // Reads tensors[0], int64 [fields + layers * layer_fields] with at least one layer, or [fields] if
 // layers have no fields. Throws if it is anything else.
-inline std::vector<int64_t> read_header(const std::vector<at::Tensor>& tensors, int64_t fields,
-                                        int64_t layer_fields) {
+inline StateHeader read_header(const std::vector<at::Tensor>& tensors, int64_t fields,
+                               int64_t layer_fields) {
   TORCH_CHECK_VALUE(!tensors.empty(), "tensors must begin with an int64 header, got none");
   const at::Tensor& header = tensors[0];
   const auto has_form = [&] {
@@ -26,7 +38,7 @@ inline std::vector<int64_t> read_header(const std::vector<at::Tensor>& tensors, 
                     " fields and ", layer_fields, " per layer, got ", describe(header));
   const auto here = header.cpu().contiguous();
   const auto* first = here.const_data_ptr<int64_t>();
-  return {first, first + here.numel()};
+  return {{first, first + here.numel()}, fields, layer_fields};
 }
 
 // Checks that two tensors of a layer, `what`, are there from `next` on.
