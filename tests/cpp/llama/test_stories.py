@@ -20,6 +20,17 @@ STORY = (
     "One day, she saw a big, red ball. She wanted to play with it, but it was too high."
 )
 
+# What a checkpoint begins with, by the names of transformers.
+HEADER = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
 
 @pytest.fixture(scope="module")
 def stories():
@@ -33,11 +44,11 @@ def stories():
 def model(stories):
     """The checkpoint as a model of transformers, which pairs the dimensions of RoPE differently."""
     content = (stories / "stories260K.bin").read_bytes()
-    hidden, intermediate, layers, heads, kv_heads, vocabulary, longest = struct.unpack(
-        "<7i", content[:28]
-    )
+    sizes = dict(zip(HEADER, struct.unpack("<7i", content[:28]), strict=True))
+    config = LlamaConfig(**sizes, rms_norm_eps=1e-5, tie_word_embeddings=True)
     numbers = torch.frombuffer(bytearray(content[28:]), dtype=torch.float32)
-    head_dim = hidden // heads
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    head_dim = hidden // config.num_attention_heads
 
     def take(*shape):
         nonlocal numbers
@@ -48,8 +59,8 @@ def model(stories):
     def halves(weight, count):
         return weight.view(count, head_dim // 2, 2, hidden).transpose(1, 2).reshape(-1, hidden)
 
-    kv_width = kv_heads * head_dim
-    weights = {"model.embed_tokens.weight": take(vocabulary, hidden)}
+    kv_width = config.num_key_value_heads * head_dim
+    weights = {"model.embed_tokens.weight": take(config.vocab_size, hidden)}
     for name, shape in (
         ("input_layernorm", (hidden,)),
         ("self_attn.q_proj", (hidden, hidden)),
@@ -61,22 +72,11 @@ def model(stories):
         ("mlp.down_proj", (hidden, intermediate)),
         ("mlp.up_proj", (intermediate, hidden)),
     ):
-        for layer, weight in enumerate(take(layers, *shape)):
+        for layer, weight in enumerate(take(config.num_hidden_layers, *shape)):
             if name.endswith(("q_proj", "k_proj")):
                 weight = halves(weight, weight.shape[0] // head_dim)
             weights[f"model.layers.{layer}.{name}.weight"] = weight
     weights["model.norm.weight"] = take(hidden)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=longest,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-    )
     model = LlamaForCausalLM(config).eval()
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected
