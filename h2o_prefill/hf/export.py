@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from h2o_prefill import ops
 from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL
+from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.explain import attention_layers
 from h2o_prefill.hf.layer_kinds import is_causal, window_of
 from h2o_prefill.package import PackageInfo
@@ -84,12 +84,12 @@ def attend_in_place(
     attention_mask: Any,
     *,
     package_state: list[Tensor],
-    package_call: Any,
+    package_call: tuple[Tensor, RecallLists, str],
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend as `PackagedModel` says, with the buffers of the layer."""
-    position, (offsets, positions, visible_from), settings = package_call
+    position, recall, settings = package_call
     layer: Any = module.layer_idx
     cache_key, cache_value, scores, memory = package_state[4 * layer : 4 * layer + 4]
     out = ops.prefill_attention_(
@@ -101,9 +101,7 @@ def attend_in_place(
         scores,
         memory,
         position,
-        offsets,
-        positions,
-        visible_from,
+        *recall,
         layer,
         settings,
         scaling,
