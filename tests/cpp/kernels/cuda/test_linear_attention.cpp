@@ -29,6 +29,17 @@ struct Case {
   double magnitude = 1.0;  // of the queries, keys and values
 };
 
+// With all that there is: a normaliser, decays of each token and a state to begin with.
+Case full_case(DType dtype, int64_t length, int64_t dim, int64_t value_dim) {
+  return {.dtype = dtype,
+          .length = length,
+          .dim = dim,
+          .value_dim = value_dim,
+          .normalize = true,
+          .decay = Decay::kByToken,
+          .has_state = true};
+}
+
 struct Problem {
   explicit Problem(const Case& x)
       : x(x),
@@ -238,17 +249,11 @@ void check(const Case& x) {
   }
 }
 
-// Around the chunk, with all that there is.
+// Around the chunk.
 TEST(LinearAttention, AwkwardLengths) {
   for (const DType dtype : kDTypes) {
     for (const int64_t length : {1, 31, 32, 33, 63, 64, 65, 129}) {
-      check({.dtype = dtype,
-             .length = length,
-             .dim = 40,
-             .value_dim = 24,
-             .normalize = true,
-             .decay = Decay::kByToken,
-             .has_state = true});
+      check(full_case(dtype, length, 40, 24));
       check({.dtype = dtype, .length = length, .dim = 8, .value_dim = 72});
     }
   }
@@ -258,13 +263,7 @@ TEST(LinearAttention, Dims) {
   for (const DType dtype : kDTypes) {
     for (const int64_t dim : {8, 40, 64, 96, 128}) {
       for (const int64_t value_dim : {dim, int64_t{136} - dim}) {
-        check({.dtype = dtype,
-               .length = 150,
-               .dim = dim,
-               .value_dim = value_dim,
-               .normalize = true,
-               .decay = Decay::kByToken,
-               .has_state = true});
+        check(full_case(dtype, 150, dim, value_dim));
       }
     }
   }
@@ -364,15 +363,10 @@ TEST(LinearAttention, Pieces) {
 TEST(LinearAttention, FromTheLastTokenToTheFirst) {
   for (const DType dtype : kDTypes) {
     for (const int64_t length : {70, 700}) {
-      check({.dtype = dtype,
-             .length = length,
-             .dim = 16,
-             .value_dim = 16,
-             .normalize = true,
-             .decay = Decay::kByToken,
-             .has_state = true,
-             .transposed = true,
-             .reversed = true});
+      Case x = full_case(dtype, length, 16, 16);
+      x.transposed = true;
+      x.reversed = true;
+      check(x);
     }
   }
 }
@@ -380,14 +374,9 @@ TEST(LinearAttention, FromTheLastTokenToTheFirst) {
 TEST(LinearAttention, StrongDecays) {
   for (const DType dtype : kDTypes) {
     for (const float least : {-40.0F, -1e30F, -HUGE_VALF}) {
-      check({.dtype = dtype,
-             .length = 200,
-             .dim = 16,
-             .value_dim = 16,
-             .normalize = true,
-             .decay = Decay::kByToken,
-             .has_state = true,
-             .least_decay = least});
+      Case x = full_case(dtype, 200, 16, 16);
+      x.least_decay = least;
+      check(x);
     }
   }
 }
@@ -423,15 +412,9 @@ TEST(LinearAttention, AWeightOfZeroGivesZero) {
 
 TEST(LinearAttention, OrderOfThreadsDoesNotMatter) {
   for (const DType dtype : kDTypes) {
-    const Problem problem({.dtype = dtype,
-                           .length = 600,
-                           .dim = 24,
-                           .value_dim = 64,
-                           .heads = 2,
-                           .kv_heads = 1,
-                           .normalize = true,
-                           .decay = Decay::kByToken,
-                           .has_state = true});
+    Case x = full_case(dtype, 600, 24, 64);
+    x.heads = 2;
+    const Problem problem(x);
     cuda_emulation::set_seed(0);
     const Result first = run(problem);
     for (uint64_t seed = 1; seed < 4; ++seed) {
