@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.enabled_state import EnabledState
-from h2o_prefill.hf.forwards import Forward, begin, end, is_on_stack
+from h2o_prefill.hf.forwards import Forward, begin, end
 from h2o_prefill.hf.graph_call import GraphCall, graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding
@@ -280,7 +280,11 @@ def _frame_of_forward() -> FrameType | None:
 
 
 def _is_running(wanted: FrameType | None) -> bool:
-    return is_on_stack(wanted, sys._getframe())
+    """Return whether this thread executes a frame."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _close(context: ForwardContext, failed: bool) -> None:

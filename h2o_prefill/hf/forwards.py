@@ -6,7 +6,6 @@ back only when no forward of it runs any more; until then, no other one begins.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -111,13 +110,6 @@ def switching() -> AbstractContextManager[bool]:
     return _changed
 
 
-def is_on_stack(wanted: FrameType | None, frame: FrameType | None) -> bool:
-    """Return whether a frame is another one, or called it."""
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _is_closing(enabled: EnabledState) -> bool:
     return any(closing is enabled for closing, _ in _closing)
 
@@ -127,12 +119,26 @@ def _wait() -> None:
     _close_idle()
 
 
+def _is_executing(frame: FrameType | None) -> bool:
+    """Return whether any thread executes a frame; the local variables of one that ended go.
+
+    The frames of another thread must not be walked through to find it: CPython 3.11 crashes now and
+    then where that thread runs meanwhile.
+    """
+    if frame is None:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:  # What clear() is documented to raise for a frame that is executing.
+        return True
+    return False
+
+
 def _close_idle() -> None:
     """Switch back what is to be, and has no forward left."""
     if not _closing:
         return
-    frames = sys._current_frames()
-    _running[:] = [x for x in _running if is_on_stack(x.frame, frames.get(x.thread))]
+    _running[:] = [x for x in _running if _is_executing(x.frame)]
     for closing in list(_closing):
         enabled, switch_off = closing
         if not any(x.enabled is enabled for x in _running):
