@@ -31,7 +31,7 @@ constexpr int64_t kAllocatedBound = 64 << 10;
 // Fragments of the heap count here; the state of one layer lost with every prompt takes 5 MB.
 constexpr int64_t kResidentBound = 2 << 20;
 
-constexpr int64_t kLayers = 2;
+constexpr int64_t kLeakLayers = 2;
 constexpr int64_t kLongest = 300;
 constexpr int64_t kWarmUpStep = 3;
 
@@ -48,7 +48,7 @@ Held held() {
           .resident = pages * sysconf(_SC_PAGESIZE)};
 }
 
-PrefillConfig small_config() {
+PrefillConfig every_setting() {
   return PrefillConfig::parse(
       "recommended,chunk_size=32,local_window=6,heavy_budget=6,recall=2,recall_block=16,"
       "wide_layers=1,wide_factor=2");
@@ -76,7 +76,7 @@ void expect_nothing_stays(const std::function<void(int64_t length)>& run) {
 }
 
 TEST(Leaks, TheOperatorInSeveralCalls) {
-  const auto config = small_config();
+  const auto config = every_setting();
   const auto x = random_qkv(kLongest);
   const auto ids = at::arange(kLongest).remainder(23).expand({2, kLongest}).contiguous();
   expect_nothing_stays([&](int64_t length) {
@@ -108,7 +108,7 @@ void run_prompt(PrefillContext& context, const at::Tensor& ids, const Qkv& x, in
   for (const int64_t end : {length - length / 3, length, length + 1, length + 2}) {
     context.begin(ids.slice(1, begin, end));
     const auto call = x.tokens(begin, end);
-    for (int64_t layer = 0; layer < kLayers; ++layer) {
+    for (int64_t layer = 0; layer < kLeakLayers; ++layer) {
       context.attend(layer, call.q, call.k, call.v);
     }
     begin = end;
@@ -125,13 +125,13 @@ class ContextLeaks : public ::testing::Test {
 
 TEST_F(ContextLeaks, AContextForEveryPrompt) {
   expect_nothing_stays([&](int64_t length) {
-    PrefillContext context(kLayers, kRoom, small_config());
+    PrefillContext context(kLeakLayers, kRoom, every_setting());
     run_prompt(context, ids_, x_, length);
   });
 }
 
 TEST_F(ContextLeaks, OneContextThatIsReset) {
-  PrefillContext context(kLayers, kRoom, small_config());
+  PrefillContext context(kLeakLayers, kRoom, every_setting());
   expect_nothing_stays([&](int64_t length) {
     context.reset();
     run_prompt(context, ids_, x_, length);

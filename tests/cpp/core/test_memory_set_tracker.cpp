@@ -18,7 +18,7 @@ constexpr int64_t kLocal = 3;
 constexpr int64_t kHeavy = 4;
 constexpr int64_t kSinks = 1;
 
-PrefillConfig small_config() {
+PrefillConfig tracker_config() {
   return {
       .chunk_size = kChunk, .local_window = kLocal, .heavy_budget = kHeavy, .sink_tokens = kSinks};
 }
@@ -49,7 +49,7 @@ TEST(MemorySetTracker, ByChunksEqualsTheWholeOp) {
   const auto x = random_qkv(5 * kChunk + 7);
   auto tracker = make_tracker();
   prefill_by_chunks(tracker, 1, x, 0, x.q.size(2));
-  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, small_config());
+  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, tracker_config());
   EXPECT_TRUE(close(tracker.scores(1), state.scores));
   EXPECT_TRUE(same(tracker.indices(1), state.memory));
   EXPECT_EQ(tracker.last_chunk_begin(1), 5 * kChunk);
@@ -64,9 +64,10 @@ TEST(MemorySetTracker, ByChunksEqualsTheOpAcrossCallsAndForeignTokens) {
   prefill_by_chunks(tracker, 0, x, 50, 84);
 
   const auto first = x.call(0, 40), second = x.call(50, 84);
-  const auto [out, state] = chunked_sparse_attention(first.q, first.k, first.v, {}, small_config());
+  const auto [out, state] =
+      chunked_sparse_attention(first.q, first.k, first.v, {}, tracker_config());
   const auto [out2, state2] =
-      chunked_sparse_attention(second.q, second.k, second.v, state, small_config());
+      chunked_sparse_attention(second.q, second.k, second.v, state, tracker_config());
   EXPECT_EQ(state.last_chunk_begin, 32);
   EXPECT_TRUE(close(tracker.scores(0), state2.scores));
   EXPECT_TRUE(same(tracker.indices(0), state2.memory));
@@ -187,7 +188,7 @@ TEST(MemorySetTracker, TruncateRemovesTokens) {
 }
 
 TEST(MemorySetTracker, WideLayersHaveLargerSets) {
-  auto config = small_config();
+  auto config = tracker_config();
   config.wide_layers = {1};
   config.wide_factor = 3;
   MemorySetTracker tracker(2, config);
@@ -201,7 +202,7 @@ TEST(MemorySetTracker, WideLayersHaveLargerSets) {
 
 TEST(MemorySetTracker, UpdateTakesWhatTheOpReturned) {
   const auto x = random_qkv(40);
-  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, small_config());
+  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, tracker_config());
   const auto& [scores, memory, last_chunk_begin] = state;
   auto tracker = make_tracker();
   tracker.update(1, state);

@@ -16,18 +16,19 @@ using testing::Qkv;
 using testing::random_qkv;
 using testing::same;
 
-constexpr int64_t kLayers = 2;
+constexpr int64_t kContextLayers = 2;
 
-PrefillConfig small_config() {
+PrefillConfig recalling_config() {
   return PrefillConfig::parse(
       "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,recall_block=8,"
       "wide_layers=1,wide_factor=2");
 }
 
 // A prompt's tokens and what each layer makes of them.
-struct Prompt {
-  explicit Prompt(int64_t length) : ids(at::arange(length).remainder(11).expand({2, length})) {
-    for (int64_t layer = 0; layer < kLayers; ++layer) {
+struct LayeredPrompt {
+  explicit LayeredPrompt(int64_t length)
+      : ids(at::arange(length).remainder(11).expand({2, length})) {
+    for (int64_t layer = 0; layer < kContextLayers; ++layer) {
       qkv.push_back(random_qkv(length));
       at::manual_seed(layer);
       qkv.back().q.add_(at::randn_like(qkv.back().q));
@@ -42,7 +43,7 @@ struct Prompt {
       context.begin(end - begin);
     }
     std::vector<at::Tensor> outs;
-    for (int64_t layer = 0; layer < kLayers; ++layer) {
+    for (int64_t layer = 0; layer < kContextLayers; ++layer) {
       const auto x = qkv[layer].tokens(begin, end);
       outs.push_back(context.attend(layer, x.q, x.k, x.v));
     }
@@ -54,13 +55,13 @@ struct Prompt {
 };
 
 TEST(PrefillContext, IsTheOperatorWithRecallOnEveryLayer) {
-  const Prompt prompt(90);
-  const auto config = small_config();
-  PrefillContext context(kLayers, 200, config);
+  const LayeredPrompt prompt(90);
+  const auto config = recalling_config();
+  PrefillContext context(kContextLayers, 200, config);
   const auto out = prompt.run(context, 0, 90);
   const auto lists = lexical_recall(prompt.ids, 0, config);
   ASSERT_GT(lists.positions.numel(), 0);
-  for (int64_t layer = 0; layer < kLayers; ++layer) {
+  for (int64_t layer = 0; layer < kContextLayers; ++layer) {
     const auto& x = prompt.qkv[layer];
     const auto [expected, state] =
         chunked_sparse_attention(x.q, x.k, x.v, {}, config.of_layer(layer), lists);
@@ -77,17 +78,18 @@ TEST(PrefillContext, RecommendedIsTheDefault) {
 }
 
 TEST(PrefillContext, GoesOnAndDecodes) {
-  const Prompt prompt(90);
-  PrefillContext whole(kLayers, 90, small_config()), parts(kLayers, 90, small_config());
+  const LayeredPrompt prompt(90);
+  PrefillContext whole(kContextLayers, 90, recalling_config()),
+      parts(kContextLayers, 90, recalling_config());
   const auto expected = prompt.run(whole, 0, 90);
   const auto got = at::cat({prompt.run(parts, 0, 32), prompt.run(parts, 32, 90)}, 3);
   EXPECT_TRUE(close(got, expected));
 
-  PrefillContext decoding(kLayers, 90, small_config());
+  PrefillContext decoding(kContextLayers, 90, recalling_config());
   prompt.run(decoding, 0, 80);
   for (int64_t token = 80; token < 84; ++token) {
     const auto out = prompt.run(decoding, token, token + 1);
-    for (int64_t layer = 0; layer < kLayers; ++layer) {
+    for (int64_t layer = 0; layer < kContextLayers; ++layer) {
       EXPECT_TRUE(close(out[layer], attend_causally(prompt.qkv[layer].call(token, token + 1)).out));
     }
   }
@@ -95,10 +97,11 @@ TEST(PrefillContext, GoesOnAndDecodes) {
 }
 
 TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
-  const Prompt prompt(60);
-  auto without = small_config();
+  const LayeredPrompt prompt(60);
+  auto without = recalling_config();
   without.recall = 0;
-  PrefillContext expected(kLayers, 60, without), context(kLayers, 60, small_config());
+  PrefillContext expected(kContextLayers, 60, without),
+      context(kContextLayers, 60, recalling_config());
   EXPECT_TRUE(same(prompt.run(context, 0, 20, /*with_ids=*/false), prompt.run(expected, 0, 20)));
   EXPECT_FALSE(context.token_ids().defined());
   EXPECT_TRUE(same(prompt.run(context, 20, 60), prompt.run(expected, 20, 60)))
@@ -110,8 +113,9 @@ TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
 }
 
 TEST(PrefillContext, TruncateAndReset) {
-  const Prompt prompt(90);
-  PrefillContext context(kLayers, 90, small_config()), straight(kLayers, 90, small_config());
+  const LayeredPrompt prompt(90);
+  PrefillContext context(kContextLayers, 90, recalling_config()),
+      straight(kContextLayers, 90, recalling_config());
   prompt.run(context, 0, 70);
   prompt.run(straight, 0, 70);
   prompt.run(context, 80, 85);  // dense: leaves no trace in what stays
@@ -121,13 +125,14 @@ TEST(PrefillContext, TruncateAndReset) {
   EXPECT_TRUE(same(prompt.run(context, 70, 90), prompt.run(straight, 70, 90)));
   context.reset();
   EXPECT_EQ(context.length(), 0);
-  PrefillContext fresh(kLayers, 90, small_config());
+  PrefillContext fresh(kContextLayers, 90, recalling_config());
   EXPECT_TRUE(same(prompt.run(context, 0, 90), prompt.run(fresh, 0, 90)));
 }
 
 TEST(PrefillContext, ACallThatStopsHalfwayCanBeUndone) {
-  const Prompt prompt(60);
-  PrefillContext context(kLayers, 90, small_config()), straight(kLayers, 90, small_config());
+  const LayeredPrompt prompt(60);
+  PrefillContext context(kContextLayers, 90, recalling_config()),
+      straight(kContextLayers, 90, recalling_config());
   prompt.run(context, 0, 32);
   prompt.run(straight, 0, 32);
   context.begin(prompt.ids.slice(1, 32, 40));
@@ -150,8 +155,8 @@ TEST(PrefillContext, ACallThatStopsHalfwayCanBeUndone) {
 }
 
 TEST(PrefillContext, StateRoundTrips) {
-  const Prompt prompt(90);
-  PrefillContext context(kLayers, 90, small_config());
+  const LayeredPrompt prompt(90);
+  PrefillContext context(kContextLayers, 90, recalling_config());
   EXPECT_EQ(PrefillContext::from_tensors(context.state_tensors())->length(), 0);
   prompt.run(context, 0, 40);
   const auto restored = PrefillContext::from_tensors(context.state_tensors());
@@ -169,8 +174,9 @@ TEST(PrefillContext, StateRoundTrips) {
 }
 
 TEST(PrefillContext, WorksInInferenceModeAndOutsideOfIt) {
-  const Prompt prompt(70);
-  PrefillContext context(kLayers, 90, small_config()), straight(kLayers, 90, small_config());
+  const LayeredPrompt prompt(70);
+  PrefillContext context(kContextLayers, 90, recalling_config()),
+      straight(kContextLayers, 90, recalling_config());
   {
     const c10::InferenceMode inference;
     prompt.run(context, 0, 40);
@@ -180,17 +186,17 @@ TEST(PrefillContext, WorksInInferenceModeAndOutsideOfIt) {
 }
 
 TEST(PrefillContext, ContextsOnThreadsAreIndependent) {
-  const Prompt prompt(90);
-  PrefillContext alone(kLayers, 90, small_config());
+  const LayeredPrompt prompt(90);
+  PrefillContext alone(kContextLayers, 90, recalling_config());
   const auto expected = prompt.run(alone, 0, 90);
   std::vector<at::Tensor> outs(4);
   std::vector<std::thread> threads;
   for (size_t i = 0; i < outs.size(); ++i) {
     threads.emplace_back([&, i] {
       // Settings that no thread has read before.
-      auto config = small_config();
+      auto config = recalling_config();
       config.min_prefill = 10 + static_cast<int64_t>(i);
-      PrefillContext context(kLayers, 90, config);
+      PrefillContext context(kContextLayers, 90, config);
       for (int round = 0; round < 5; ++round) {
         context.reset();
         outs[i] = prompt.run(context, 0, 90);
@@ -202,13 +208,13 @@ TEST(PrefillContext, ContextsOnThreadsAreIndependent) {
 }
 
 TEST(PrefillContext, WrongArguments) {
-  const Prompt prompt(40);
+  const LayeredPrompt prompt(40);
   EXPECT_VALUE_ERROR(PrefillContext(0, 8), "num_layers must be >= 1, got 0");
   EXPECT_VALUE_ERROR(PrefillContext(2, 0), "max_tokens must be >= 1, got 0");
-  EXPECT_VALUE_ERROR(PrefillContext(1, 8, small_config()),
+  EXPECT_VALUE_ERROR(PrefillContext(1, 8, recalling_config()),
                      "dense_layers and wide_layers must be < 1, the layers of the context, got 1");
   EXPECT_VALUE_ERROR(PrefillContext(1, 8, {.chunk_size = 0}), "chunk_size must be >= 1, got 0");
-  PrefillContext context(kLayers, 50, small_config());
+  PrefillContext context(kContextLayers, 50, recalling_config());
   const auto x = prompt.qkv[0];
   EXPECT_VALUE_ERROR(context.attend(0, x.q, x.k, x.v),
                      "begin() must be called before the layers of a call attend");

@@ -18,7 +18,7 @@ namespace {
 using testing::random_qkv;
 using testing::same;
 
-PrefillConfig small_config() {
+PrefillConfig saved_config() {
   return {.chunk_size = 16,
           .local_window = 3,
           .heavy_budget = 4,
@@ -70,7 +70,7 @@ TEST(RegisteredClasses, CacheAndTrackerAreSavedWhole) {
   const auto x = random_qkv(40);
   const auto cache = c10::make_intrusive<ChunkedKVCache>(2, 8, 64);
   const auto tracker = c10::make_intrusive<MemorySetTracker>(2, 3, 4, 0);
-  ChunkedSparseAttention(small_config()).forward(0, x.q, x.k, x.v, cache, tracker);
+  ChunkedSparseAttention(saved_config()).forward(0, x.q, x.k, x.v, cache, tracker);
   const auto loaded_cache = round_trip(cache);
   EXPECT_TRUE(same(loaded_cache->key(0), x.k));
   EXPECT_EQ(loaded_cache->length(1), 0);
@@ -103,7 +103,7 @@ TEST(RegisteredClasses, ScriptUsesTheClasses) {
   torch::jit::Module module("Script");
   module.register_attribute("attention",
                             c10::getCustomClassType<c10::intrusive_ptr<ChunkedSparseAttention>>(),
-                            c10::make_intrusive<ChunkedSparseAttention>(small_config()));
+                            c10::make_intrusive<ChunkedSparseAttention>(saved_config()));
   module.define(R"(
     def forward(self, q, k, v, cache: ChunkedKVCache, tracker: MemorySetTracker):
         out = self.attention.forward(0, q, k, v, cache, tracker)

@@ -104,7 +104,7 @@ inline std::string describe(const AttentionShape& x) {
 inline void expect_reproducible(const std::function<Call()>& run) {
   cuda_emulation::set_seed(0);
   const Call first = run();
-  for (const uint64_t seed : {1, 2, 3}) {
+  for (const uint64_t seed : {1, 2}) {
     cuda_emulation::set_seed(seed);
     const Call again = run();
     EXPECT_EQ(first.out_numbers(), again.out_numbers());

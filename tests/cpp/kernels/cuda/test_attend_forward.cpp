@@ -32,7 +32,7 @@ TEST(AttendForward, Dims) {
 }
 
 TEST(AttendForward, Chunks) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t chunk_size : {1, 30, 130}) {
       check_causal({dtype, 290, 290 + 45, 64, 64}, chunk_size);
     }
@@ -40,7 +40,7 @@ TEST(AttendForward, Chunks) {
 }
 
 TEST(AttendForward, GroupsBatchesAndTransposedViews) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t group : {1, 3, 4}) {
       check_causal({dtype, 66, 66, 64, 64, 2 * group, 2, 2}, 40);
       check_causal({dtype, 66, 80, 64, 80, 2 * group, 2, 2, /*transposed=*/true}, 0);
@@ -91,7 +91,7 @@ TEST(AttendForward, LseIsNotWanted) {
 }
 
 TEST(AttendForward, MemorySets) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t width : {1, 63, 64, 65, 130, 200}) {
       check_gathered({{dtype, 40, 220}, width, width});
       check_gathered({{dtype, 40, 220}, width, width / 2});
@@ -108,7 +108,7 @@ TEST(AttendForward, MemorySets) {
 }
 
 TEST(AttendForward, RecalledKeys) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     check_recall({{dtype, 200, 300, 64, 64}, 64, 64, 100, 70, 50});
     check_recall({{dtype, 150, 250, 64, 80, 4, 2, 2, true}, 60, 20, 30, 40, 40});
     check_recall({{dtype, 150, 250, 128, 128, 3, 1}, 150, 1, 3, 40, 33});
@@ -118,7 +118,7 @@ TEST(AttendForward, RecalledKeys) {
 }
 
 TEST(AttendForward, OrderOfThreadsDoesNotMatter) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     const RecallCase x{{dtype, 150, 250, 128, 96, 2, 1}, 100, 50, 80, 90, 77};
     const std::vector<int32_t> sets = memory_sets(1, x.width, x.count, 100);
     const Recall recall(1, 150, 100, x.block, x.most);

@@ -103,7 +103,7 @@ TEST(ColumnSums, Dims) {
 }
 
 TEST(ColumnSums, Chunks) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t chunk_size : {1, 30, 130}) {
       check_causal({{dtype, 290, 290 + 45}, chunk_size});
     }
@@ -111,7 +111,7 @@ TEST(ColumnSums, Chunks) {
 }
 
 TEST(ColumnSums, GroupsBatchesAndTransposedViews) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t group : {1, 3, 4}) {
       for (const bool reduce_max : {false, true}) {
         const AttentionShape shape{dtype, 70, 70, 64, 64, 2 * group, 2, 2, group != 3};
@@ -180,7 +180,7 @@ void check_gathered(const GatheredCase& x) {
 }
 
 TEST(ColumnSums, MemorySets) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t width : {1, 63, 64, 65, 130, 200}) {
       check_gathered({{dtype, 40, 220}, width, width});
       check_gathered({{dtype, 40, 220}, width, width / 2, /*scatter_add=*/true});
@@ -194,7 +194,7 @@ TEST(ColumnSums, MemorySets) {
 }
 
 TEST(ColumnSums, GroupsOfMemorySets) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t group : {1, 3, 4}) {
       check_gathered({{dtype, 130, 90, 64, 64, 2 * group, 2, 2, group == 3}, 80, 67, group == 1});
     }
@@ -206,12 +206,12 @@ TEST(ColumnSums, GroupsOfMemorySets) {
 }
 
 TEST(ColumnSums, OrderOfThreadsDoesNotMatter) {
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : kLongCaseDTypes) {
     for (const bool with_partial : {false, true}) {
       const GatheredCase x{{dtype, 150, 250, 128, 64, 3}, 140, 133};
       cuda_emulation::set_seed(0);
       const std::vector<float> first = check_gathered(x, with_partial);
-      for (const uint64_t seed : {1, 2, 3}) {
+      for (const uint64_t seed : {1, 2}) {
         cuda_emulation::set_seed(seed);
         EXPECT_EQ(first, check_gathered(x, with_partial));
       }
