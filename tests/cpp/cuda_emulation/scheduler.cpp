@@ -81,8 +81,8 @@ void make_ready(Thread& thread) {
   warps[thread.index / kWarpSize].ready.push_back(thread.index);
 }
 
-// Nobody can go on. Says who waits for whom. Not inline: the sanitizer would mark the strings' places
-// on the stack whenever a thread is chosen.
+// Nobody can go on. Says who waits for whom. Not inline: the sanitizer would mark the places of the
+// strings on the stack whenever a thread is chosen.
 [[noreturn, gnu::noinline]] void report_stall() {
   std::string waits;
   for (int i = 0, begin = 0; i < block_size; ++i) {

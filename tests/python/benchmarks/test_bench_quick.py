@@ -302,6 +302,7 @@ def test_decoding_token_by_token_gives_the_same() -> None:
     torch.testing.assert_close(decode(q, k, v, state), tuple(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 40, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_context_and_dense_attention_do_the_same(dtype: torch.dtype, rows: int) -> None:
@@ -314,6 +315,7 @@ def test_the_context_and_dense_attention_do_the_same(dtype: torch.dtype, rows: i
         assert pair.same()
 
 
+@pytest.mark.slow
 def test_both_score_updates_do_the_same() -> None:
     from common.context import score_update
 

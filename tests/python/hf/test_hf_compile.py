@@ -99,6 +99,7 @@ def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implem
         assert_same_cache(caches[1], caches[0])
 
 
+@pytest.mark.slow
 def test_the_code_of_inductor_with_a_static_cache(llama, prompt):
     with enable(llama, strict=True, **RECALL):
         logits = []
@@ -169,7 +170,7 @@ def test_generate_with_a_compiled_forward(llama, ids, cache, sparse_layers):
         ("llama", "static", 2),
         pytest.param("qwen2", "static", 2, marks=pytest.mark.slow),
         pytest.param("qwen3", "static", 2, marks=pytest.mark.slow),
-        ("mistral", "static", 2),
+        pytest.param("mistral", "static", 2, marks=pytest.mark.slow),
         ("llama", "dynamic", 3),  # Short prompts have one of their own.
     ],
 )

@@ -255,7 +255,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_into_one_graph_without_recompiling(fresh_dynamo, backend):
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     compiled = torch.compile(prefill, fullgraph=True, dynamic=True, backend=counter)
