@@ -22,7 +22,7 @@ def choices(names: Iterable[str]) -> str:
 
 
 def count(name: str, use: str) -> Any:
-    """Return an option of a number of at least 1; `use` says of what."""
+    """Return an option that takes an integer of at least 1; `use` is its help text."""
     return typer.Option(name, min=1, help=use)
 
 

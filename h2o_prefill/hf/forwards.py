@@ -120,10 +120,10 @@ def _wait() -> None:
 
 
 def _is_executing(frame: FrameType | None) -> bool:
-    """Return whether any thread executes a frame; the local variables of one that ended go.
+    """Return whether any thread executes a frame, and clear the local variables of one that ended.
 
-    The frames of another thread must not be walked through to find it: CPython 3.11 crashes now and
-    then where that thread runs meanwhile.
+    Walking the stacks of other threads would tell too, but CPython 3.11 crashes now and then where
+    such a thread goes on meanwhile.
     """
     if frame is None:
         return False

@@ -77,7 +77,7 @@ def assert_same_cache(ours, eager):
         ("gemma3", "sdpa", "ours"),
         pytest.param("qwen3", "sdpa", "static", marks=pytest.mark.slow),
         pytest.param("gemma2", "eager", "static", marks=pytest.mark.slow),
-        ("gpt-oss", None, "ours"),
+        pytest.param("gpt-oss", None, "ours", marks=pytest.mark.slow),
     ],
 )
 def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implementation):

@@ -52,6 +52,7 @@ def test_the_calls_recall_and_attend_sparsely(decoder, prompt):
     assert recall_lists(prompt[:, : CALLS[0]], 0, CONFIG)[0][-1] > 0
 
 
+@pytest.mark.slow
 def test_compiles_into_one_graph_that_clones_no_cache(fresh_dynamo, decoder, prompt):
     compiled = torch.compile(decoder, fullgraph=True, dynamic=True)
     capacity = 50_000

@@ -30,6 +30,7 @@ def test_wikitext2_has_303415_tokens(smollm2: Any, wikitext2_path: Path) -> None
     assert len(encode(tokenizer, load_text(text_file=wikitext2_path).text)) == 303_415
 
 
+@pytest.mark.slow
 def test_a_short_window_equals_the_model_called_directly(smollm2: Any) -> None:
     model, tokenizer = smollm2
     tokens = encode(tokenizer, load_text("pydoc").text[:20_000])
