@@ -1,6 +1,6 @@
 """Compiles the CUDA kernels and reads what ptxas says of each.
 
-As a program it writes the table of registers anew: python tests/python/build/ptxas_report.py
+As a program it writes the table of registers anew: python tests/python/project/ptxas_report.py
 """
 
 from __future__ import annotations
