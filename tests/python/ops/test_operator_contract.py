@@ -87,12 +87,13 @@ INFERENCE_ONLY = [n for n in samples() if n not in WITHOUT_FLOATS + DIFFERENTIAB
 @pytest.mark.parametrize(
     ("dtype", "layout"),
     [
-        (torch.float32, "contiguous"),
-        (torch.float32, "sliced"),
+        pytest.param(torch.float32, "contiguous", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "sliced", marks=pytest.mark.slow),
         (torch.float32, "transposed"),
-        (torch.bfloat16, "transposed"),
-        (torch.float16, "transposed"),
-        (torch.float64, "transposed"),
+        (torch.bfloat16, "sliced"),
+        pytest.param(torch.bfloat16, "transposed", marks=pytest.mark.slow),
+        pytest.param(torch.float16, "transposed", marks=pytest.mark.slow),
+        (torch.float64, "contiguous"),
     ],
 )
 def test_opcheck(name, dtype, layout):
@@ -103,7 +104,14 @@ WITH_SINKS = [n for n in samples() if "sinks" in str(getattr(OPS, n).default._sc
 
 
 @pytest.mark.parametrize("name", WITH_SINKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, marks=pytest.mark.slow),
+        torch.bfloat16,
+        pytest.param(torch.float64, marks=pytest.mark.slow),
+    ],
+)
 def test_opcheck_with_sinks_and_softcap(name, dtype):
     options = {"sinks": torch.tensor([0.5, 2.0, -1.0, 0.0]), "softcap": 2.0}
     torch.library.opcheck(getattr(OPS, name), samples(dtype)[name], options)
