@@ -110,7 +110,7 @@ def _draw_sweep(axes: Axes, rows: list[Row], default: int) -> None:
     memory = {"color": "0.45", "marker": "s", "linestyle": ":"}
     draw_line(axes, "temporary memory", sizes, relative("temporary_megabytes"), **memory)
     use_length_axis(axes, [row["length"] for row in sizes], "chunk size (tokens)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
     axes.set_ylabel(f"relative to C = {default}")
     axes.set_title(f"chunk size, at {base['length']} tokens", fontsize=9)
     axes.legend(frameon=False, fontsize=8)
