@@ -73,4 +73,4 @@ def answers(
         names = ", ".join(text.name for text in texts)
         asked = f"{prompts} prompts of {prompt_tokens} tokens of {names}"
         print_result(f"{model} {dtype}\n{asked}", answers_table(result))
-        save_json(answers_report(result, model=model, dtype=dtype))
+        save_json(lambda: answers_report(result, model=model, dtype=dtype))

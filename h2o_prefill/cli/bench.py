@@ -65,7 +65,7 @@ def bench(
         tables = {"results": frame.to_dict(orient="records")}
         if memory is not None:
             tables["memory"] = memory.to_dict(orient="records")
-        save_json(build_report({**origin, **dataclasses.asdict(config)}, **tables))
+        save_json(lambda: build_report({**origin, **dataclasses.asdict(config)}, **tables))
         if output is not None and memory is not None:
             folder = output.expanduser()
             folder.mkdir(parents=True, exist_ok=True)

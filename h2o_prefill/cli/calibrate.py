@@ -69,4 +69,4 @@ def calibrate(
         print_result(title, calibration_table(result, chosen, keep))
         output_console().print(f"--preset {variant}", markup=False, soft_wrap=True)
         origin = text_origin(model, dtype, corpus, preset=preset, variant=variant)
-        save_json({"environment": environment(), **origin, **dataclasses.asdict(result)})
+        save_json(lambda: {"environment": environment(), **origin, **dataclasses.asdict(result)})

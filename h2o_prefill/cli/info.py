@@ -35,4 +35,4 @@ def info(json_file: options.JsonOption = None) -> None:
             },
         }
         print_result("", info_table(sections))
-        save_json(sections)
+        save_json(lambda: sections)

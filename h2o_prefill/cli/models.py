@@ -52,7 +52,10 @@ def models(
                 scratch.write_text(models_page(findings), encoding="utf-8")
             say_written(markdown)
         save_json(
-            {"environment": environment(), "models": [finding.to_dict() for finding in findings]}
+            lambda: {
+                "environment": environment(),
+                "models": [finding.to_dict() for finding in findings],
+            }
         )
         wrong = [finding.name for finding in findings if finding.wrong]
         if wrong:

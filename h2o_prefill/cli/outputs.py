@@ -20,10 +20,11 @@ STDOUT = "-"
 
 
 @contextlib.contextmanager
-def json_output(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+def json_output(path: Path | None) -> Iterator[Callable[[Callable[[], dict[str, Any]]], None]]:
     """Give the function that writes the report of a command, for the block that makes it.
 
-    With "-" for the path the report goes to stdout, and all else that the block prints to stderr.
+    It takes what makes the report, and calls it only if there is somewhere to write it. With "-"
+    for the path the report goes to stdout, and all else that the block prints to stderr.
 
     Parameters
     ----------
@@ -36,16 +37,18 @@ def json_output(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]
         If the file could not be written.
     """
     if path is None:
-        yield lambda values: None
+        yield lambda make_report: None
     elif str(path) == STDOUT:
         stdout = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
-            yield lambda values: print(format_json(values), end="", file=stdout, flush=True)
+            yield lambda make_report: print(
+                format_json(make_report()), end="", file=stdout, flush=True
+            )
     else:
         check_output_file(path, "--json")
 
-        def save(values: dict[str, Any]) -> None:
-            write_json(values, path)
+        def save(make_report: Callable[[], dict[str, Any]]) -> None:
+            write_json(make_report(), path)
             say_written(path)
 
         yield save

@@ -58,5 +58,5 @@ def ppl(
         )
         print_result(title, perplexity_table(result))
         origin = text_origin(model, dtype, corpus, preset=preset)
-        save_json(perplexity_report(result, **origin))
+        save_json(lambda: perplexity_report(result, **origin))
         save_plot(plot_perplexity, result, title)

@@ -103,5 +103,5 @@ def retrieve(
             )
         title = f"{model} {dtype}\nneedles in {corpus.name}, question {question}"
         print_result(title, retrieval_table(result))
-        save_json(retrieval_report(result, model=model, dtype=dtype))
+        save_json(lambda: retrieval_report(result, model=model, dtype=dtype))
         save_plot(plot_retrieval, result, title)

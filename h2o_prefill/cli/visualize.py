@@ -104,7 +104,7 @@ def visualize(
             prompt = {"window": window, "context": context}
             origin = text_origin(model, dtype, corpus, **prompt, preset=preset)
             report["config"] = {**origin, **report["config"]}
-            save_json({"environment": environment(), **report})
+            save_json(lambda: {"environment": environment(), **report})
 
 
 def _ablation_rows(file: Path | None, output: Path, model: str) -> pd.DataFrame | None:

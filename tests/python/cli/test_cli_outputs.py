@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from h2o_prefill.cli.outputs import json_output
+
 Run = Callable[..., Any]
 Refused = Callable[[Any, str], None]
 ROOT = Path(__file__).parents[3]
@@ -155,3 +157,8 @@ def test_letters_that_the_terminal_lacks_are_replaced(small_commands: dict[str, 
     done = testing.CliRunner(charset="ascii").invoke(app, small_commands["ppl"])
     assert done.exit_code == 0, done.output
     assert " % ? " in done.stdout
+
+
+def test_without_a_file_no_report_is_made() -> None:
+    with json_output(None) as save_json:
+        save_json(lambda: pytest.fail("nobody asked for it"))
