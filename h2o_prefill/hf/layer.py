@@ -267,16 +267,16 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Return buffers with room for so many tokens, which begin with what the layer holds."""
         past = self.get_seq_length()
         backed = self._is_backed()
-        if backed and self._buffers is not None and total <= self._buffers[0].shape[2]:
+        held = self._buffers[0].shape[2] if backed and self._buffers is not None else 0
+        if total <= held and self._buffers is not None and all(map(_is_writable, self._buffers)):
             return self._buffers
-        capacity = total + _SPARE_TOKENS
-        if backed and self._buffers is not None:
-            capacity = max(capacity, 2 * self._buffers[0].shape[2])
+        # A copy that leaves inference mode keeps its size; one for more tokens at least doubles it.
+        capacity = held if total <= held else max(total + _SPARE_TOKENS, 2 * held)
         grown = []
-        for held, x in zip((self.keys, self.values), like, strict=True):
+        for old, x in zip((self.keys, self.values), like, strict=True):
             buffer = x.new_empty(*x.shape[:2], capacity, x.shape[3])
-            if past and held is not None:
-                buffer[:, :, :past] = held
+            if past and old is not None:
+                buffer[:, :, :past] = old
             grown.append(buffer)
         key, value = grown
         self._buffers = key, value
@@ -299,7 +299,7 @@ class ChunkedPrefillLayer(DynamicLayer):
                 last_chunk_begin=0,
             )
         scores = self._scores
-        if scores is None or scores.shape[2] < capacity:
+        if scores is None or scores.shape[2] < capacity or not _is_writable(scores):
             scores = state.scores.new_zeros((batch, heads, capacity), device=query.device)
             scores[..., : state.length] = state.scores
             self._scores = scores
@@ -308,8 +308,8 @@ class ChunkedPrefillLayer(DynamicLayer):
             # The settings have changed since: a larger set goes on from the smaller one.
             grown = config.memory_size - memory.shape[2]
             memory = torch.nn.functional.pad(memory, (0, grown), value=-1)
-        elif not memory.is_contiguous():
-            memory = memory.contiguous()
+        elif not memory.is_contiguous() or not _is_writable(memory):
+            memory = memory.clone(memory_format=torch.contiguous_format)
         state.memory = memory
         return scores, state
 
@@ -318,8 +318,10 @@ class ChunkedPrefillLayer(DynamicLayer):
         state = self._state
         if state is None or length >= state.length:
             return
-        if self._scores is not None:
+        if self._scores is not None and _is_writable(self._scores):
             self._scores[..., length : state.length] = 0
+        else:
+            self._scores = None
         self._state = state.truncated(length)
         if self._state is None:
             self._scores = None
@@ -332,3 +334,8 @@ class ChunkedPrefillLayer(DynamicLayer):
                 length=self._state.length,
                 last_chunk_begin=self._state.last_chunk_begin,
             )
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Return whether a tensor may change in place: one of inference mode only inside of that."""
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()
