@@ -23,34 +23,23 @@ Attended = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the attention function.
+    """One call of the attention function."""
 
-    Attributes
-    ----------
-    module : nn.Module
-        The attention layer.
-    query, key, value : Tensor
-        [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv].
-    mask : object
-        What the mask function, or the user, made.
-    dropout : float
-        Dropout probability.
-    kwargs : dict
-        Everything else that the model passed.
-    config : PrefillConfig
-        Of the enabled model.
-    context : ForwardContext or None
-        The forward that this call belongs to; None if the model was never enabled.
-    """
-
+    # The attention layer.
     module: nn.Module
+    # [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv].
     query: Tensor
     key: Tensor
     value: Tensor
+    # What the mask function, or the user, made.
     mask: Any
+    # Dropout probability.
     dropout: float
+    # Everything else that the model passed.
     kwargs: dict[str, Any]
+    # Of the enabled model.
     config: PrefillConfig
+    # The forward that this call belongs to; None if the model was never enabled.
     context: ForwardContext | None
 
     @classmethod
@@ -171,13 +160,7 @@ class Call:
 def as_attention_function(
     attend: Callable[[Call, float | None], Attended],
 ) -> Callable[..., Attended]:
-    """Give a function of a call the form that transformers calls attention functions in.
-
-    Parameters
-    ----------
-    attend : callable
-        Takes the call and its softmax scale (None: D^-0.5).
-    """
+    """Give a function of a call the form that transformers calls attention functions in."""
 
     def attention(
         module: nn.Module,

@@ -22,17 +22,11 @@ INDEX_ARGUMENTS = ("indices", "block_indices")
 
 @dataclass(frozen=True)
 class Rule:
-    """A reason for dense attention.
+    """A reason for dense attention."""
 
-    Attributes
-    ----------
-    applies : callable
-        Tells whether a call is one of these.
-    reason : str, or callable that makes it
-        What the user reads. Empty for calls that are dense by design, which are not reported.
-    """
-
+    # Tells whether a call is one of these.
     applies: Callable[[Call], bool]
+    # What the user reads. Empty for calls that are dense by design, which are not reported.
     reason: str | Callable[[Call], str] = ""
 
 

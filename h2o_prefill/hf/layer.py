@@ -24,13 +24,6 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     Keys, values and scores lie in buffers that grow by doubling: a decoded token copies no history.
     `keys` and `values` are views of what is in use.
-
-    Attributes
-    ----------
-    padded : bool
-        Whether rows of a padded batch were prefilled sparsely: of those no state is kept.
-    traced : tuple of Tensor or None
-        Scores and memory set that a compiled graph has left behind.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -85,28 +78,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         config: PrefillConfig,
         options: LogitOptions,
     ) -> Tensor:
-        """Attend sparsely with tokens that `update` has just appended, and keep the state.
-
-        Parameters
-        ----------
-        query : Tensor
-            [B, Hq, T, D], of the dtype of the keys.
-        total : int
-            Tokens up to the last of them; what lies behind takes no part.
-        recall : tuple
-            What `lexical_recall` returned for the call, or None three times.
-        layer : int
-            The number of the layer.
-        config : PrefillConfig
-            Of the model.
-        options : LogitOptions
-            Softmax scale, sinks and softcap.
-
-        Returns
-        -------
-        Tensor
-            [B, Hq, T, Dv].
-        """
+        """Attend sparsely with tokens that `update` has just appended, and keep the state."""
         new = query.shape[2]
         past = total - new
         held = self._held()
@@ -141,15 +113,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         layer: int,
         options: LogitOptions,
     ) -> Tensor:
-        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
-
-        Parameters
-        ----------
-        query, layer, options
-            As `attend` takes them.
-        call : GraphCall
-            The forward, with what it recalls and its settings.
-        """
+        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards."""
         keys, values = self._held()
         total = keys.shape[2] - call.candidates
         state = self._state
@@ -169,15 +133,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         return out
 
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
-        """Make the state that of a forward whose graph has attended to so many tokens.
-
-        Parameters
-        ----------
-        total, new : int
-            Tokens up to the last one, and those of the forward.
-        config : PrefillConfig
-            Of the model.
-        """
+        """Make the state that of a forward whose graph has attended to so many tokens."""
         assert self.traced is not None
         scores, memory = self.traced
         self.traced = None

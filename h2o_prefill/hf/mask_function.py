@@ -53,22 +53,6 @@ def h2o_prefill_mask(
     Padded rows that may be sparse get None too, and their `Padding` is kept in the context.
 
     Called by transformers once for each mask type of a forward.
-
-    Parameters
-    ----------
-    batch_size, q_length, kv_length : int
-        B, Tq, Tkv.
-    q_offset : int or Tensor
-        Position of the first query; a tensor for a static cache.
-    kv_offset : int
-        Position of the first key.
-    mask_function : callable
-        What transformers wants masked.
-    attention_mask : Tensor, optional
-        bool [B, Tkv], False at padding.
-    **kwargs
-        `local_size`, `allow_is_causal_skip`, `use_vmap`, `dtype`, `config`, `device` and what
-        comes.
     """
     arguments = {
         "batch_size": batch_size,

@@ -15,20 +15,7 @@ from h2o_prefill.hf.static import StaticPrefillLayer
 
 
 def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
-    """Prefill one layer sparsely and keep its state, if the cache has a place for it.
-
-    Parameters
-    ----------
-    call : Call
-        A call for which `dense_reason` is None.
-    scaling : float, optional
-        Softmax scale, default D^-0.5.
-
-    Returns
-    -------
-    Tensor
-        [B, Tq, Hq, Dv]; 0 where the query is padding.
-    """
+    """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
     padding = call.padding
     options = call.logit_options(scaling)
     if padding is not None:
