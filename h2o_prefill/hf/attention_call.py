@@ -25,19 +25,14 @@ Attended = tuple[Tensor, Tensor | None]
 class Call:
     """One call of the attention function."""
 
-    # The attention layer.
     module: nn.Module
     # [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv].
     query: Tensor
     key: Tensor
     value: Tensor
-    # What the mask function, or the user, made.
     mask: Any
-    # Dropout probability.
     dropout: float
-    # Everything else that the model passed.
     kwargs: dict[str, Any]
-    # Of the enabled model.
     config: PrefillConfig
     # The forward that this call belongs to; None if the model was never enabled.
     context: ForwardContext | None

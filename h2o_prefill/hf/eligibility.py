@@ -24,7 +24,6 @@ INDEX_ARGUMENTS = ("indices", "block_indices")
 class Rule:
     """A reason for dense attention."""
 
-    # Tells whether a call is one of these.
     applies: Callable[[Call], bool]
     # What the user reads. Empty for calls that are dense by design, which are not reported.
     reason: str | Callable[[Call], str] = ""

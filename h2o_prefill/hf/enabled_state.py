@@ -43,7 +43,6 @@ class LayerCalls:
 class EnabledState:
     """What one enabled model runs with."""
 
-    # How to prefill.
     config: PrefillConfig
     # Raise where a call would otherwise fall back to dense attention with a warning.
     strict: bool = False

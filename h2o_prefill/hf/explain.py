@@ -19,7 +19,6 @@ from h2o_prefill.hf.names import NAME
 class LayerReport:
     """One attention layer."""
 
-    # Its number.
     layer: int
     # As in a config's `layer_types`.
     kind: str
@@ -38,7 +37,6 @@ class LayerReport:
 class ModelReport:
     """The attention layers of a model, in order. `str` gives a table."""
 
-    # The class.
     model: str
     # The text of the settings, empty if the model is not enabled.
     settings: str

@@ -26,11 +26,8 @@ _closing: list[tuple[EnabledState, Callable[[], None]]] = []
 class Forward:
     """One that runs."""
 
-    # Of the enabled model.
     enabled: EnabledState
-    # The frame that runs it.
     frame: FrameType | None
-    # The thread, by its identifier.
     thread: int
 
 

@@ -18,9 +18,7 @@ MASKED = "a custom attention mask, or padding in a static cache, is not supporte
 class GraphCall:
     """One forward of an enabled model, as its compiled graph and a static cache see it."""
 
-    # The settings of the model.
     config: PrefillConfig
-    # Their text.
     settings: str
     # The attention implementation that the model had before.
     previous: str | None

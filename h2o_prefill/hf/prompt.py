@@ -14,7 +14,6 @@ from torch import Tensor
 class Prompt:
     """A prompt as a model takes it."""
 
-    # The model's argument.
     name: str
     # int64 [B, T], or embeddings [B, T, hidden size].
     tokens: Tensor
