@@ -13,7 +13,7 @@ from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.enabled_state import DEFAULT_STATE, EnabledState
 from h2o_prefill.hf.forward_context import ForwardContext, current_context
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.layer_kinds import is_causal
+from h2o_prefill.hf.layer_kinds import is_causal, window_of
 from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.static import StaticPrefillLayer
 
@@ -127,7 +127,12 @@ class Call:
         Other attention of the same forward, such as that to the states of an encoder, may be of the
         same size.
         """
-        padding = None if self.context is None else self.context.paddings.get(self.new)
+        if self.context is None:
+            return None
+        cut = self.context.window_paddings.get(window_of(self.module) or 0)
+        padding = self.context.paddings.get(self.new) if self.mask is None else cut
+        if padding is not None and padding.mask is not self.mask:
+            return None
         sizes = (self.query.shape[0], self.new, self.key.shape[2])
         if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
             return None

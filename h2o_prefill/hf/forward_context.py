@@ -49,6 +49,8 @@ class ForwardContext:
         self.plain: set[tuple[int, int]] = set()
         # Spans of the rows, by length, where padding alone kept a mask from being plain causal.
         self.paddings: dict[int, Padding] = {}
+        # The same of windows that hold some rows whole and not all, by the window.
+        self.window_paddings: dict[int, Padding] = {}
         # Static caches: number of filled places, by number of places.
         self.filled: dict[int, int] = {}
         self.mask_reason: str | None = None  # why a mask was not plain causal

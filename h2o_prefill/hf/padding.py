@@ -28,6 +28,13 @@ class Padding:
     spans: tuple[Span, ...]
     # Makes the mask that the model's own attention implementation takes.
     make_mask: Callable[[], Any]
+    # The window of a sliding or chunked layer that longer rows do not fit into, and their mask.
+    window: int | None = None
+    mask: Tensor | None = None
+
+    def fits(self, span: Span) -> bool:
+        """Return whether a row attends to all of its tokens: no window cuts it."""
+        return self.window is None or span[1] - span[0] <= self.window
 
     def mask_on(self, device: torch.device) -> Any:
         """Make the mask, on the device of a layer."""
@@ -45,7 +52,10 @@ class Padding:
     def has_long_row(self, config: PrefillConfig, prompt_end: int | None = None) -> bool:
         """Return whether some row is sparse."""
         stop = self.length if prompt_end is None else prompt_end
-        return any(is_long_row(min(end, stop) - first, config) for first, end in self.spans)
+        return any(
+            self.fits((first, end)) and is_long_row(min(end, stop) - first, config)
+            for first, end in self.spans
+        )
 
 
 def is_long_row(length: int, config: PrefillConfig) -> bool:
