@@ -130,9 +130,8 @@ class Call:
         if self.context is None:
             return None
         cut = self.context.window_paddings.get(window_of(self.module) or 0)
-        padding = self.context.paddings.get(self.new) if self.mask is None else cut
-        if padding is not None and padding.mask is not self.mask:
-            return None
+        by_row = cut is not None and cut.mask is self.mask
+        padding = cut if by_row else self.context.paddings.get(self.new)
         sizes = (self.query.shape[0], self.new, self.key.shape[2])
         if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
             return None
