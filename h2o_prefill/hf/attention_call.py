@@ -13,7 +13,7 @@ from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.enabled_state import DEFAULT_STATE, EnabledState
 from h2o_prefill.hf.forward_context import ForwardContext, current_context
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.layer_kinds import is_causal
+from h2o_prefill.hf.layer_kinds import is_causal, window_of
 from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.static import StaticPrefillLayer
 
@@ -23,27 +23,10 @@ Attended = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the attention function.
-
-    Attributes
-    ----------
-    module : nn.Module
-        The attention layer.
-    query, key, value : Tensor
-        [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv].
-    mask : object
-        What the mask function, or the user, made.
-    dropout : float
-        Dropout probability.
-    kwargs : dict
-        Everything else that the model passed.
-    config : PrefillConfig
-        Of the enabled model.
-    context : ForwardContext or None
-        The forward that this call belongs to; None if the model was never enabled.
-    """
+    """One call of the attention function."""
 
     module: nn.Module
+    # [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv].
     query: Tensor
     key: Tensor
     value: Tensor
@@ -51,6 +34,7 @@ class Call:
     dropout: float
     kwargs: dict[str, Any]
     config: PrefillConfig
+    # The forward that this call belongs to; None if the model was never enabled.
     context: ForwardContext | None
 
     @classmethod
@@ -143,7 +127,11 @@ class Call:
         Other attention of the same forward, such as that to the states of an encoder, may be of the
         same size.
         """
-        padding = None if self.context is None else self.context.paddings.get(self.new)
+        if self.context is None:
+            return None
+        cut = self.context.window_paddings.get(window_of(self.module) or 0)
+        by_row = cut is not None and cut.mask is self.mask
+        padding = cut if by_row else self.context.paddings.get(self.new)
         sizes = (self.query.shape[0], self.new, self.key.shape[2])
         if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
             return None
@@ -171,13 +159,7 @@ class Call:
 def as_attention_function(
     attend: Callable[[Call, float | None], Attended],
 ) -> Callable[..., Attended]:
-    """Give a function of a call the form that transformers calls attention functions in.
-
-    Parameters
-    ----------
-    attend : callable
-        Takes the call and its softmax scale (None: D^-0.5).
-    """
+    """Give a function of a call the form that transformers calls attention functions in."""
 
     def attention(
         module: nn.Module,

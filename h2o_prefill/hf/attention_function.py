@@ -25,31 +25,7 @@ def h2o_prefill_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend, in the form that transformers calls attention functions in.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The attention layer.
-    query, key, value : Tensor
-        [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv] after RoPE; key and value are what the
-        cache's `update` returned.
-    attention_mask : object
-        What the mask function made: None for plain causal attention.
-    dropout : float
-        Dropout probability.
-    scaling : float, optional
-        Softmax scale, default D^-0.5.
-    **kwargs
-        What else the model passes; the decision table looks at it.
-
-    Returns
-    -------
-    out : Tensor
-        [B, Tq, Hq, Dv], contiguous.
-    weights : Tensor or None
-        None when sparse.
-    """
+    """Attend, in the form that transformers calls attention functions in."""
     forward = call_in_graph()
     # No mask may mean anything, if it was not our mask function that made none.
     if forward is not None and (isinstance(attention_mask, Tensor) or forward.plain):

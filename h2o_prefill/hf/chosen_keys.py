@@ -14,15 +14,7 @@ from h2o_prefill.hf.attention_call import Call
 
 
 def hide_other_keys(call: Call, mask: Any) -> Any:
-    """Return a mask of eager or sdpa attention that shows the keys alone that the model chose.
-
-    Parameters
-    ----------
-    call : Call
-        A call with one of `INDEX_ARGUMENTS`.
-    mask : Tensor or None
-        The mask without the choice: bool, or additive; None is plain causal.
-    """
+    """Return a mask of eager or sdpa attention that shows the keys alone that the model chose."""
     blocks = call.kwargs.get("block_indices")
     if blocks is not None:
         positions = call.kwargs.get("position_ids")

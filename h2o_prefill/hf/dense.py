@@ -38,20 +38,7 @@ EAGER_ONLY = ("s_aux", "softcap")
 
 
 def dense_attention(call: Call, scaling: float | None) -> tuple[Tensor, Tensor | None]:
-    """Attend to every key that the mask shows: what the model would compute without us.
-
-    Parameters
-    ----------
-    call : Call
-        The call.
-    scaling : float, optional
-        Softmax scale.
-
-    Returns
-    -------
-    out, weights
-        [B, Tq, Hq, Dv], and what the function gives beside it.
-    """
+    """Attend to every key that the mask shows: what the model would compute without us."""
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     if function is sdpa_attention_forward and _suits_our_operator(call):
@@ -72,13 +59,7 @@ def dense_attention(call: Call, scaling: float | None) -> tuple[Tensor, Tensor |
 
 
 def eager_function(module: nn.Module) -> Callable[..., Any]:
-    """Return the `eager_attention_forward` of the file that defines an attention class.
-
-    Raises
-    ------
-    ValueError
-        If there is none.
-    """
+    """Return the `eager_attention_forward` of the file that defines an attention class."""
     for base in type(module).__mro__:
         found = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
         if found is not None:

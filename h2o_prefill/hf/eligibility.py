@@ -22,17 +22,10 @@ INDEX_ARGUMENTS = ("indices", "block_indices")
 
 @dataclass(frozen=True)
 class Rule:
-    """A reason for dense attention.
-
-    Attributes
-    ----------
-    applies : callable
-        Tells whether a call is one of these.
-    reason : str, or callable that makes it
-        What the user reads. Empty for calls that are dense by design, which are not reported.
-    """
+    """A reason for dense attention."""
 
     applies: Callable[[Call], bool]
+    # What the user reads. Empty for calls that are dense by design, which are not reported.
     reason: str | Callable[[Call], str] = ""
 
 
@@ -43,8 +36,15 @@ def _is_windowed(call: Call) -> bool:
         return False
     if kind not in ("full_attention", *WINDOWED) or call.context is None:
         return True
+    if _is_windowed_by_row(call):
+        return False
     given = call.kwargs.get("sliding_window")
     return not call.context.windows_show_all or (given is not None and given < call.key.shape[2])
+
+
+def _is_windowed_by_row(call: Call) -> bool:
+    """Return whether a window holds some rows of a padded batch whole, and cuts others."""
+    return call.padding is not None and call.padding.window is not None
 
 
 def _is_short(call: Call) -> bool:
@@ -199,7 +199,7 @@ RULES = (
         _is_repeated, "layers that attend several times to the same cached keys are not supported"
     ),
     Rule(_is_static_elsewhere, STATIC),
-    Rule(lambda call: call.mask is not None, _mask_reason),
+    Rule(lambda call: call.mask is not None and not _is_windowed_by_row(call), _mask_reason),
     Rule(lambda call: not _is_plain(call), OWN_MASKS),
     Rule(lambda call: call.past > 0 and call.cache_layer is None, _history_reason),
     Rule(_goes_on_from_padding, CONTINUES),

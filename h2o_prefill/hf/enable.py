@@ -27,17 +27,7 @@ from h2o_prefill.presets import chosen_config
 
 
 class PrefillHandle:
-    """Sparse prefill of one model, on until `disable` is called or its `with` ends.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    config : PrefillConfig
-        How to prefill.
-    strict : bool
-        Raise instead of falling back to dense attention with a warning.
-    """
+    """Sparse prefill of one model, on until `disable` is called or its `with` ends."""
 
     def __init__(self, model: PreTrainedModel, config: PrefillConfig, strict: bool) -> None:
         self.model = model
@@ -98,13 +88,7 @@ class PrefillHandle:
         )
 
     def _switch_on(self, checked: bool) -> None:
-        """Switch the model over with the settings as they are, or leave it as it was.
-
-        Parameters
-        ----------
-        checked : bool
-            Whether it is known that it can be.
-        """
+        """Switch the model over with the settings as they are, or leave it as it was."""
         try:
             _switch(self.model)
             if not checked:

@@ -18,20 +18,14 @@ _switched: weakref.WeakValueDictionary[int, EnabledState] = weakref.WeakValueDic
 
 @dataclass
 class LayerCalls:
-    """What the calls of one layer were.
+    """What the calls of one layer were."""
 
-    Attributes
-    ----------
-    sparse_calls, sparse_rows, dense_calls, dense_rows : int
-        Calls, and their query tokens, counted once a batch row.
-    reason : str
-        Why the last long call was dense; empty if none was.
-    """
-
+    # Calls, and their query tokens, counted once a batch row.
     sparse_calls: int = 0
     sparse_rows: int = 0
     dense_calls: int = 0
     dense_rows: int = 0
+    # Why the last long call was dense; empty if none was.
     reason: str = ""
 
     def add(self, rows: int, reason: str | None) -> None:
@@ -47,39 +41,25 @@ class LayerCalls:
 
 @dataclass
 class EnabledState:
-    """What one enabled model runs with.
-
-    Attributes
-    ----------
-    config : PrefillConfig
-        How to prefill.
-    strict : bool
-        Raise where a call would otherwise fall back to dense attention with a warning.
-    previous : list of (Hugging Face config, str or None)
-        The attention implementation that each config of the model had before.
-    reported : set of str
-        Reasons already warned of.
-    causal_by_mask : list of Hugging Face configs
-        Those whose self-attention layers do not say that they are causal: the mask alone makes them
-        so.
-    only_windows : bool
-        Whether every layer that can be sparse has a window (sliding, or chunks).
-    leaves_window_masks : bool
-        Whether layers with a window take no mask where it holds all keys.
-    calls : dict
-        What the calls of each layer were, by its number.
-    on : bool
-        Whether the model is enabled.
-    """
+    """What one enabled model runs with."""
 
     config: PrefillConfig
+    # Raise where a call would otherwise fall back to dense attention with a warning.
     strict: bool = False
+    # The attention implementation that each config of the model had before.
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
+    # Reasons already warned of.
     reported: set[str] = field(default_factory=set)
+    # Those whose self-attention layers do not say that they are causal: the mask alone makes
+    # them so.
     causal_by_mask: list[Any] = field(default_factory=list)
+    # Whether every layer that can be sparse has a window (sliding, or chunks).
     only_windows: bool = False
+    # Whether layers with a window take no mask where it holds all keys.
     leaves_window_masks: bool = False
+    # What the calls of each layer were, by its number.
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
+    # Whether the model is enabled.
     on: bool = False
 
     def is_switched_on(self) -> bool:
@@ -104,13 +84,7 @@ class EnabledState:
         return next((name for config, name in self.previous if config is hf_config), None)
 
     def report(self, reason: str) -> None:
-        """Warn of a reason once, or raise if strict.
-
-        Raises
-        ------
-        NotImplementedError
-            If `strict`.
-        """
+        """Warn of a reason once, or raise if strict."""
         if self.strict:
             raise NotImplementedError(f"h2o_prefill: {reason}")
         if reason not in self.reported:

@@ -17,26 +17,16 @@ from h2o_prefill.hf.names import NAME
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One attention layer.
-
-    Attributes
-    ----------
-    layer : int
-        Its number.
-    kind : str
-        As in a config's `layer_types`.
-    mode : {"sparse", "dense"}
-        What long calls of it are.
-    reason : str
-        Why they are dense; empty if they are sparse.
-    sparse_calls, sparse_rows, dense_calls, dense_rows : int
-        Calls since the model was enabled, and their query tokens, counted once a batch row.
-    """
+    """One attention layer."""
 
     layer: int
+    # As in a config's `layer_types`.
     kind: str
+    # What long calls of it are.
     mode: str
+    # Why they are dense; empty if they are sparse.
     reason: str
+    # Calls since the model was enabled, and their query tokens, counted once a batch row.
     sparse_calls: int
     sparse_rows: int
     dense_calls: int
@@ -45,18 +35,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """The attention layers of a model, in order. `str` gives a table.
-
-    Attributes
-    ----------
-    model : str
-        The class.
-    settings : str
-        The text of the settings, empty if the model is not enabled.
-    layers : tuple of LayerReport
-    """
+    """The attention layers of a model, in order. `str` gives a table."""
 
     model: str
+    # The text of the settings, empty if the model is not enabled.
     settings: str
     layers: tuple[LayerReport, ...] = field(default=())
 

@@ -28,15 +28,7 @@ _MOVING_ROPE = ("dynamic", "longrope")
 
 
 class PackagedModel(nn.Module):
-    """A model whose attention layers keep their state in tensors that each call is given.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model that attends by `NAME`.
-    config : PrefillConfig
-        How to prefill.
-    """
+    """A model whose attention layers keep their state in tensors that each call is given."""
 
     def __init__(self, model: PreTrainedModel, config: PrefillConfig) -> None:
         super().__init__()
@@ -45,17 +37,7 @@ class PackagedModel(nn.Module):
         self.settings = config.native.to_fields()
 
     def forward(self, token_ids: Tensor, rows: Tensor, *state: Tensor) -> Tensor:
-        """Return the logits [R, vocabulary] of some tokens of a call.
-
-        Parameters
-        ----------
-        token_ids : Tensor
-            int64 [1, T], the tokens of the call.
-        rows : Tensor
-            int64 [R], which of them.
-        *state : Tensor
-            What `PackageInfo.new_state` allocates; changed in place.
-        """
+        """Return the logits [R, vocabulary] of some tokens of a call."""
         prompt, position, *layers = state
         tokens = token_ids.shape[1]
         places = position[0] + torch.arange(tokens)
@@ -112,23 +94,7 @@ def attend_in_place(
 def describe_package(
     model: PreTrainedModel, config: PrefillConfig, capacity: int, tokenizer: str = ""
 ) -> PackageInfo:
-    """Return what the package of a model will hold.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    config : PrefillConfig
-        How to prefill.
-    capacity : int
-        Tokens that prompt and answer together may have.
-    tokenizer : str
-        The folder of its tokenizer, beside the package.
-
-    Raises
-    ------
-    ValueError
-        If the model cannot be exported, or the capacity is not one that it takes.
-    """
+    """Return what the package of a model will hold."""
     hf_config: Any = model.config
     kind = getattr(hf_config, "model_type", type(model).__name__)
     if kind not in FAMILIES:
@@ -175,20 +141,7 @@ def describe_package(
 
 
 def export_model(model: PreTrainedModel, info: PackageInfo) -> torch.export.ExportedProgram:
-    """Export a model for calls of any number of tokens.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        In eval mode, on the CPU.
-    info : PackageInfo
-        What `describe_package` returned for it.
-
-    Returns
-    -------
-    ExportedProgram
-        Of `PackagedModel.forward`.
-    """
+    """Export a model for calls of any number of tokens."""
     AttentionInterface.register(NAME, attend_in_place)
     previous = model.config._attn_implementation
     tokens, state = min(64, info.capacity), info.new_state()
@@ -208,16 +161,7 @@ def export_model(model: PreTrainedModel, info: PackageInfo) -> torch.export.Expo
 
 
 def compile_package(program: torch.export.ExportedProgram, info: PackageInfo, path: Path) -> None:
-    """Compile what `export_model` returned into a package.
-
-    Parameters
-    ----------
-    program : ExportedProgram
-    info : PackageInfo
-        Of the model.
-    path : Path
-        The .pt2 file to write.
-    """
+    """Compile what `export_model` returned into a package."""
     options = {
         "aot_inductor.metadata": info.to_metadata(),
         # Weights in the layout of oneDNN's products. Those of a tied embedding are there twice.

@@ -18,17 +18,7 @@ from h2o_prefill.hf.static import StaticPrefillCache
 
 
 def begin_forward(context: ForwardContext, mask: Any, compiled: bool) -> None:
-    """Tell a compiled graph, and the layers of a static cache, what they could not find out.
-
-    Parameters
-    ----------
-    context : ForwardContext
-        The forward.
-    mask : object
-        The attention mask that the model was called with.
-    compiled : bool
-        Whether the model is compiled.
-    """
+    """Tell a compiled graph, and the layers of a static cache, what they could not find out."""
     static = isinstance(context.cache, StaticPrefillCache)
     graph.call = graph.layer = None
     if context.tokens is None or not (compiled or static):
@@ -73,13 +63,7 @@ def begin_forward(context: ForwardContext, mask: Any, compiled: bool) -> None:
 
 
 def end_forward(context: ForwardContext, failed: bool) -> None:
-    """Take over what a graph left behind: states, and what is counted and reported.
-
-    Raises
-    ------
-    NotImplementedError
-        If the model was enabled strictly and a graph attended densely to a long call.
-    """
+    """Take over what a graph left behind: states, and what is counted and reported."""
     call = context.call
     if call is None or context.tokens is None or failed:
         return

@@ -31,39 +31,7 @@ _current: ContextVar[ForwardContext | None] = ContextVar("h2o_prefill_forward", 
 
 
 class ForwardContext:
-    """One forward of an enabled model, shared by the models nested in it.
-
-    Parameters
-    ----------
-    enabled : EnabledState
-        Of the enabled model.
-
-    Attributes
-    ----------
-    tokens : Tensor or None
-        What the model was called with: input_ids [B, Tq], else inputs_embeds [B, Tq, hidden size].
-    input_ids : Tensor or None
-        int64 [B, Tq] of this forward.
-    cache : Cache or None
-        The cache that the caller passed.
-    candidates : int
-        Tokens at the end of this forward that assisted decoding verifies.
-    call : GraphCall or None
-        What is passed to a compiled graph about this forward.
-    plain : set of (int, int)
-        Query and key lengths for which our mask function was asked for a plain causal mask; the
-        free places of a static cache do not count. Some models have sequences of several lengths in
-        a forward, such as bytes and patches.
-    paddings : dict of Padding
-        Where the rows lie, if only their padding kept the mask from being that, by their length.
-    filled : dict of int
-        Of a static cache: how many of so many places hold tokens, where masks are plain causal.
-    mask_reason : str or None
-        Why it was neither.
-    windows_show_all : bool or None
-        Whether the windows (sliding, or chunks) that masks were asked for hold all keys; None if
-        there were none.
-    """
+    """One forward of an enabled model, shared by the models nested in it."""
 
     def __init__(self, enabled: EnabledState) -> None:
         self.enabled = enabled
@@ -71,27 +39,28 @@ class ForwardContext:
         self.frame: FrameType | None = None
         self.outer: ForwardContext | None = None
         self.forward: Forward | None = None
-        self.tokens: Tensor | None = None
+        self.tokens: Tensor | None = None  # input_ids [B, Tq], else inputs_embeds [B, Tq, hidden]
         self.input_ids: Tensor | None = None
         self.cache: Any = None
-        self.candidates = 0
+        self.candidates = 0  # tokens at the end that assisted decoding verifies
         self.call: GraphCall | None = None
+        # Query and key lengths for which our mask function was asked for a plain causal mask. Some
+        # models have sequences of several lengths in a forward, such as bytes and patches.
         self.plain: set[tuple[int, int]] = set()
+        # Spans of the rows, by length, where padding alone kept a mask from being plain causal.
         self.paddings: dict[int, Padding] = {}
+        # The same of windows that hold some rows whole and not all, by the window.
+        self.window_paddings: dict[int, Padding] = {}
+        # Static caches: number of filled places, by number of places.
         self.filled: dict[int, int] = {}
-        self.mask_reason: str | None = None
+        self.mask_reason: str | None = None  # why a mask was not plain causal
+        # Whether the windows that masks were asked for hold all keys; None if there were none.
         self.windows_show_all: bool | None = None
         self._snapshot: CacheSnapshot | None = None
         self._shared: dict[Any, Any] = {}
 
     def add_arguments(self, arguments: dict[str, Any]) -> None:
-        """Take over what a model was called with; the outermost model that names a thing wins.
-
-        Parameters
-        ----------
-        arguments : dict
-            Those that a forward hook reads, None where the caller gave none.
-        """
+        """Take over what a model was called with; the outermost model that names a thing wins."""
         input_ids, kept = arguments["input_ids"], arguments["logits_to_keep"]
         cache = arguments["past_key_values"]
         if cache is None:
@@ -133,15 +102,7 @@ class ForwardContext:
             self.add_plain(self.new, self.past + self.new, places)
 
     def add_plain(self, queries: int, keys: int, places: int) -> None:
-        """Note that our mask function made no mask, since it would be plain causal.
-
-        Parameters
-        ----------
-        queries, keys : int
-            Tokens of the call, and tokens up to the last of them.
-        places : int
-            Length of the tensors of keys and values.
-        """
+        """Note that our mask function made no mask, since it would be plain causal."""
         self.plain.add((queries, keys))
         if keys < places:
             self.filled[places] = keys
@@ -181,13 +142,7 @@ class ForwardContext:
         return self._shared[key]
 
     def finish(self, failed: bool) -> None:
-        """Undo what a failed forward did to the cache, or keep the ids of a good one.
-
-        Raises
-        ------
-        RuntimeError
-            If a graph left out a mask that the model needed.
-        """
+        """Undo what a failed forward did to the cache, or keep the ids of a good one."""
         hidden = not failed and self.call is not None and any(self.call.hidden)
         failed = failed or hidden
         if not failed and not is_traced():

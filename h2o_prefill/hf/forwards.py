@@ -24,17 +24,7 @@ _closing: list[tuple[EnabledState, Callable[[], None]]] = []
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """One that runs.
-
-    Attributes
-    ----------
-    enabled : EnabledState
-        Of the enabled model.
-    frame : FrameType or None
-        The frame that runs it.
-    thread : int
-        The thread, by its identifier.
-    """
+    """One that runs."""
 
     enabled: EnabledState
     frame: FrameType | None
@@ -42,23 +32,7 @@ class Forward:
 
 
 def begin(enabled: EnabledState, frame: FrameType | None, inside_another: bool) -> Forward | None:
-    """Note that a forward begins.
-
-    Parameters
-    ----------
-    enabled : EnabledState
-        Of the enabled model.
-    frame : FrameType or None
-        The frame that runs it.
-    inside_another : bool
-        Whether the thread runs a forward of an enabled model already. Otherwise it waits until a
-        model that is being switched back is so: whoever runs one must not wait for the others.
-
-    Returns
-    -------
-    Forward or None
-        For `end`; None if the model is not enabled any more.
-    """
+    """Note that a forward begins."""
     with _changed:
         while not inside_another and _is_closing(enabled):
             _wait()
@@ -81,18 +55,6 @@ def close(enabled: EnabledState, switch_off: Callable[[], None]) -> bool:
     """Switch a model back once no forward of it runs.
 
     Waits for those of other threads; but not inside of one, which would wait for itself.
-
-    Parameters
-    ----------
-    enabled : EnabledState
-        Of the enabled model.
-    switch_off : callable
-        Does it; called once, in this thread or in that of the last forward.
-
-    Returns
-    -------
-    bool
-        Whether it is done.
     """
     with _changed:
         if enabled.on and not _is_closing(enabled):

@@ -16,50 +16,32 @@ MASKED = "a custom attention mask, or padding in a static cache, is not supporte
 
 @dataclass
 class GraphCall:
-    """One forward of an enabled model, as its compiled graph and a static cache see it.
-
-    Attributes
-    ----------
-    config : PrefillConfig
-        The settings of the model.
-    settings : str
-        Their text.
-    previous : str or None
-        The attention implementation that the model had before.
-    sparse : bool
-        Whether layers that can be sparse are, by the number of tokens.
-    cached : bool
-        Whether the model was given a cache.
-    unpadded : bool
-        Whether the model was called with a mask of two dimensions that hides nothing, so that the
-        graph leaves it out.
-    plain : bool
-        Whether no mask means plain causal attention, since our mask function made none before the
-        forward.
-    candidates : int
-        Tokens at the end of the call that assisted decoding verifies.
-    recall : tuple of Tensor or None
-        What `lexical_recall` found for the call.
-    position : Tensor or None
-        Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
-    outcomes : list of (int, str or None)
-        Layers that the graph attended in, and why they had to be dense: empty if by design, None if
-        they were as the settings say (`is_sparse`).
-    hidden : list of Tensor
-        bool: whether the graph left out a mask that hides something after all.
-    """
+    """One forward of an enabled model, as its compiled graph and a static cache see it."""
 
     config: PrefillConfig
     settings: str
+    # The attention implementation that the model had before.
     previous: str | None
+    # Whether layers that can be sparse are, by the number of tokens.
     sparse: bool
+    # Whether the model was given a cache.
     cached: bool
+    # Whether the model was called with a mask of two dimensions that hides nothing, so that
+    # the graph leaves it out.
     unpadded: bool
+    # Whether no mask means plain causal attention, since our mask function made none before
+    # the forward.
     plain: bool
+    # Tokens at the end of the call that assisted decoding verifies.
     candidates: int
+    # What `lexical_recall` found for the call.
     recall: RecallLists = NO_RECALL
+    # Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
     position: Tensor | None = None
+    # Layers that the graph attended in, and why they had to be dense: empty if by design,
+    # None if they were as the settings say (`is_sparse`).
     outcomes: list[tuple[int, str | None]] = field(default_factory=list)
+    # bool: whether the graph left out a mask that hides something after all.
     hidden: list[Tensor] = field(default_factory=list)
 
     def is_sparse(self, number: int) -> bool:

@@ -31,17 +31,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ForwardHook:
-    """Hooks that open a context before a forward and close it after, even if it raises.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The model to hook, enabled or nested in an enabled one.
-    enabled : EnabledState
-        Of the enabled model.
-    handle : PrefillHandle
-        Through which it was enabled.
-    """
+    """Hooks that open a context before a forward and close it after, even if it raises."""
 
     def __init__(self, model: nn.Module, enabled: EnabledState, handle: Any) -> None:
         self.enabled = enabled

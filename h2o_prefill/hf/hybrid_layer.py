@@ -16,18 +16,7 @@ RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 
 
 def prefill_layer_for(layer: Any) -> Any:
-    """Return a layer that keeps the state of sparse prefill in the place of one that is empty.
-
-    Parameters
-    ----------
-    layer : CacheLayerMixin
-        Of a `DynamicCache`.
-
-    Returns
-    -------
-    CacheLayerMixin
-        The layer itself if there is none: it is of sliding, linear or indexed attention.
-    """
+    """Return a layer that keeps the state of sparse prefill in the place of one that is empty."""
     if type(layer) is DynamicLayer:
         return ChunkedPrefillLayer()
     if type(layer) is HybridLayer:
@@ -41,11 +30,6 @@ if HybridLayer is not None:
         """A `ChunkedPrefillLayer` with the states of a convolution and a recurrence.
 
         Its base calls the methods of `DynamicLayer` by name, past those of `ChunkedPrefillLayer`.
-
-        Parameters
-        ----------
-        number_of_states : int
-            Convolutions and recurrences beside the attention.
         """
 
         def __init__(self, number_of_states: int = 1) -> None:

@@ -31,26 +31,12 @@ Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
 
 
 def may_be_left_out(arguments: dict[str, Any]) -> bool:
-    """Return whether a mask function may leave out a mask that is plain causal.
-
-    Parameters
-    ----------
-    arguments : dict
-        Of the mask function.
-    """
+    """Return whether a mask function may leave out a mask that is plain causal."""
     return arguments.get("allow_is_causal_skip", True) and not arguments.get("use_vmap", False)
 
 
 def mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
-    """Return the bool mask of PyTorch's attention, marked if it is plain causal.
-
-    Parameters
-    ----------
-    arguments : dict
-        Of the mask function.
-    forward : GraphCall
-        What is known of the forward.
-    """
+    """Return the bool mask of PyTorch's attention, marked if it is plain causal."""
     given = arguments["attention_mask"]
     if given is not None and forward.unpadded:
         forward.hidden.append(_hides_keys(given, arguments["q_offset"] + arguments["q_length"]))
@@ -75,15 +61,7 @@ def attend_in_graph(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as the attention function does.
-
-    Parameters
-    ----------
-    forward : GraphCall
-        What is known of the forward.
-    module, query, key, value, mask, dropout, scaling, kwargs
-        As the attention function takes them.
-    """
+    """Attend as the attention function does."""
     layer: Layer = graph.layer
     graph.layer = None
     if layer is not None and layer.keys is not key:

@@ -24,13 +24,6 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     Keys, values and scores lie in buffers that grow by doubling: a decoded token copies no history.
     `keys` and `values` are views of what is in use.
-
-    Attributes
-    ----------
-    padded : bool
-        Whether rows of a padded batch were prefilled sparsely: of those no state is kept.
-    traced : tuple of Tensor or None
-        Scores and memory set that a compiled graph has left behind.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -85,28 +78,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         config: PrefillConfig,
         options: LogitOptions,
     ) -> Tensor:
-        """Attend sparsely with tokens that `update` has just appended, and keep the state.
-
-        Parameters
-        ----------
-        query : Tensor
-            [B, Hq, T, D], of the dtype of the keys.
-        total : int
-            Tokens up to the last of them; what lies behind takes no part.
-        recall : tuple
-            What `lexical_recall` returned for the call, or None three times.
-        layer : int
-            The number of the layer.
-        config : PrefillConfig
-            Of the model.
-        options : LogitOptions
-            Softmax scale, sinks and softcap.
-
-        Returns
-        -------
-        Tensor
-            [B, Hq, T, Dv].
-        """
+        """Attend sparsely with tokens that `update` has just appended, and keep the state."""
         new = query.shape[2]
         past = total - new
         held = self._held()
@@ -141,15 +113,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         layer: int,
         options: LogitOptions,
     ) -> Tensor:
-        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
-
-        Parameters
-        ----------
-        query, layer, options
-            As `attend` takes them.
-        call : GraphCall
-            The forward, with what it recalls and its settings.
-        """
+        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards."""
         keys, values = self._held()
         total = keys.shape[2] - call.candidates
         state = self._state
@@ -169,15 +133,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         return out
 
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
-        """Make the state that of a forward whose graph has attended to so many tokens.
-
-        Parameters
-        ----------
-        total, new : int
-            Tokens up to the last one, and those of the forward.
-        config : PrefillConfig
-            Of the model.
-        """
+        """Make the state that of a forward whose graph has attended to so many tokens."""
         assert self.traced is not None
         scores, memory = self.traced
         self.traced = None
@@ -267,16 +223,16 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Return buffers with room for so many tokens, which begin with what the layer holds."""
         past = self.get_seq_length()
         backed = self._is_backed()
-        if backed and self._buffers is not None and total <= self._buffers[0].shape[2]:
+        held = self._buffers[0].shape[2] if backed and self._buffers is not None else 0
+        if total <= held and self._buffers is not None and all(map(_is_writable, self._buffers)):
             return self._buffers
-        capacity = total + _SPARE_TOKENS
-        if backed and self._buffers is not None:
-            capacity = max(capacity, 2 * self._buffers[0].shape[2])
+        # A copy that leaves inference mode keeps its size; one for more tokens at least doubles it.
+        capacity = held if total <= held else max(total + _SPARE_TOKENS, 2 * held)
         grown = []
-        for held, x in zip((self.keys, self.values), like, strict=True):
+        for old, x in zip((self.keys, self.values), like, strict=True):
             buffer = x.new_empty(*x.shape[:2], capacity, x.shape[3])
-            if past and held is not None:
-                buffer[:, :, :past] = held
+            if past and old is not None:
+                buffer[:, :, :past] = old
             grown.append(buffer)
         key, value = grown
         self._buffers = key, value
@@ -299,7 +255,7 @@ class ChunkedPrefillLayer(DynamicLayer):
                 last_chunk_begin=0,
             )
         scores = self._scores
-        if scores is None or scores.shape[2] < capacity:
+        if scores is None or scores.shape[2] < capacity or not _is_writable(scores):
             scores = state.scores.new_zeros((batch, heads, capacity), device=query.device)
             scores[..., : state.length] = state.scores
             self._scores = scores
@@ -308,8 +264,8 @@ class ChunkedPrefillLayer(DynamicLayer):
             # The settings have changed since: a larger set goes on from the smaller one.
             grown = config.memory_size - memory.shape[2]
             memory = torch.nn.functional.pad(memory, (0, grown), value=-1)
-        elif not memory.is_contiguous():
-            memory = memory.contiguous()
+        elif not memory.is_contiguous() or not _is_writable(memory):
+            memory = memory.clone(memory_format=torch.contiguous_format)
         state.memory = memory
         return scores, state
 
@@ -318,8 +274,10 @@ class ChunkedPrefillLayer(DynamicLayer):
         state = self._state
         if state is None or length >= state.length:
             return
-        if self._scores is not None:
+        if self._scores is not None and _is_writable(self._scores):
             self._scores[..., length : state.length] = 0
+        else:
+            self._scores = None
         self._state = state.truncated(length)
         if self._state is None:
             self._scores = None
@@ -332,3 +290,8 @@ class ChunkedPrefillLayer(DynamicLayer):
                 length=self._state.length,
                 last_chunk_begin=self._state.last_chunk_begin,
             )
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Return whether a tensor may change in place: one of inference mode only inside of that."""
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()

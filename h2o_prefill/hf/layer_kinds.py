@@ -31,15 +31,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def is_cross_attention(module: nn.Module, path: str = "") -> bool:
-    """Return whether a layer attends to the keys of something else, such as an image.
-
-    Parameters
-    ----------
-    module : nn.Module
-        The attention layer.
-    path : str
-        Its qualified name in the model, which tells where its class serves both kinds.
-    """
+    """Return whether a layer attends to the keys of something else, such as an image."""
     parts = [type(module).__name__, *path.split(".")]
     return bool(getattr(module, "is_cross_attention", False)) or any(
         "cross" in part.lower() or part in ("encoder_attn", "EncDecAttention") for part in parts
@@ -120,17 +112,7 @@ def can_be_sparse(module: nn.Module, config: PrefillConfig) -> bool:
 def why_none_sparse(
     layers: list[nn.Module], config: PrefillConfig, encoder_decoder: bool = False
 ) -> str | None:
-    """Return why no layer of a model can be sparse; None if one can.
-
-    Parameters
-    ----------
-    layers : list of nn.Module
-        Its attention layers.
-    config : PrefillConfig
-        How to prefill.
-    encoder_decoder : bool
-        Whether it has an encoder and a decoder.
-    """
+    """Return why no layer of a model can be sparse; None if one can."""
     if any(can_be_sparse(layer, config) for layer in layers):
         return None
     # Each once, in the order of the layers.

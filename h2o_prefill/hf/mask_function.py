@@ -53,22 +53,6 @@ def h2o_prefill_mask(
     Padded rows that may be sparse get None too, and their `Padding` is kept in the context.
 
     Called by transformers once for each mask type of a forward.
-
-    Parameters
-    ----------
-    batch_size, q_length, kv_length : int
-        B, Tq, Tkv.
-    q_offset : int or Tensor
-        Position of the first query; a tensor for a static cache.
-    kv_offset : int
-        Position of the first key.
-    mask_function : callable
-        What transformers wants masked.
-    attention_mask : Tensor, optional
-        bool [B, Tkv], False at padding.
-    **kwargs
-        `local_size`, `allow_is_causal_skip`, `use_vmap`, `dtype`, `config`, `device` and what
-        comes.
     """
     arguments = {
         "batch_size": batch_size,
@@ -120,6 +104,8 @@ def _mask(arguments: dict[str, Any]) -> Any:
     ):
         context.mask_reason = NOT_CAUSAL
     mask = make(**arguments)
+    if context is not None and window is not None and not shows_all and not ends_differ:
+        _note_rows_in_window(context, arguments, window, mask)
     if mask is None and ends_differ:
         # A static cache with free places: this None is top-left causal, which ours is not.
         mask = make(**{**arguments, "allow_is_causal_skip": False})
@@ -184,6 +170,31 @@ def _padding(
     padding = Padding(length, spans, partial(make, **arguments))
     context.paddings[length] = padding
     return padding
+
+
+def _note_rows_in_window(
+    context: ForwardContext, arguments: dict[str, Any], window: int, mask: Any
+) -> None:
+    """Keep the padding of a forward some rows of which a window holds whole, and not all."""
+    context.window_paddings.pop(window, None)
+    attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
+    if (
+        not isinstance(mask, Tensor)
+        or mask.ndim != 4
+        or attention_mask is None
+        or len(mask) != len(attention_mask)
+        or arguments["q_offset"] > 0
+        or arguments["q_length"] == 1
+        or torch.is_grad_enabled()
+        or not context.enabled.leaves_window_masks
+    ):
+        return
+    spans = row_spans(attention_mask, length)
+    if spans is None:
+        return
+    padding = Padding(length, spans, lambda: mask, window, mask)
+    if padding.has_long_row(context.enabled.config):
+        context.window_paddings[window] = padding
 
 
 def _previous_mask_function(context: ForwardContext | None, hf_config: Any) -> Callable[..., Any]:

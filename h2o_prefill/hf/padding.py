@@ -20,21 +20,21 @@ CONTINUES = (
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """A forward into an empty cache whose rows have padding on the left, on the right, or both.
+    """A forward into an empty cache whose rows have padding on the left, on the right, or both."""
 
-    Attributes
-    ----------
-    length : int
-        Tokens of the call, padding included: queries and keys.
-    spans : tuple of (int, int)
-        First token and end of every row; equal where a row is all padding.
-    make_mask : callable
-        Makes the mask that the model's own attention implementation takes.
-    """
-
+    # Tokens of the call, padding included: queries and keys.
     length: int
+    # First token and end of every row; equal where a row is all padding.
     spans: tuple[Span, ...]
+    # Makes the mask that the model's own attention implementation takes.
     make_mask: Callable[[], Any]
+    # The window of a sliding or chunked layer that longer rows do not fit into, and their mask.
+    window: int | None = None
+    mask: Tensor | None = None
+
+    def fits(self, span: Span) -> bool:
+        """Return whether a row attends to all of its tokens: no window cuts it."""
+        return self.window is None or span[1] - span[0] <= self.window
 
     def mask_on(self, device: torch.device) -> Any:
         """Make the mask, on the device of a layer."""
@@ -50,55 +50,28 @@ class Padding:
         return {span: _as_index(found) for span, found in rows.items()}
 
     def has_long_row(self, config: PrefillConfig, prompt_end: int | None = None) -> bool:
-        """Return whether some row is sparse.
-
-        Parameters
-        ----------
-        config : PrefillConfig
-        prompt_end : int, optional
-            Where the candidates of assisted decoding begin. Default: there are none.
-        """
+        """Return whether some row is sparse."""
         stop = self.length if prompt_end is None else prompt_end
-        return any(is_long_row(min(end, stop) - first, config) for first, end in self.spans)
+        return any(
+            self.fits((first, end)) and is_long_row(min(end, stop) - first, config)
+            for first, end in self.spans
+        )
 
 
 def is_long_row(length: int, config: PrefillConfig) -> bool:
-    """Return whether a row of a padded batch is sparse, as it is alone: longer than one chunk.
-
-    Parameters
-    ----------
-    length : int
-        Its tokens without padding.
-    config : PrefillConfig
-    """
+    """Return whether a row of a padded batch is sparse, as it is alone: longer than one chunk."""
     return length > config.chunk_size and config.is_long_call(0, length)
 
 
 def is_unpadded(attention_mask: Tensor | None, length: int) -> bool:
-    """Return whether none of the first keys is padding.
-
-    Parameters
-    ----------
-    attention_mask : Tensor, optional
-        [B, T], False or 0 at padding; a shorter one than the keys means padding after it.
-    length : int
-        Number of keys.
-    """
+    """Return whether none of the first keys is padding."""
     if attention_mask is None:
         return True
     return attention_mask.shape[-1] >= length and bool(attention_mask[:, :length].all())
 
 
 def row_spans(attention_mask: Tensor, length: int) -> tuple[Span, ...] | None:
-    """Return first token and end of every row, None if padding lies between tokens of a row.
-
-    Parameters
-    ----------
-    attention_mask : Tensor
-        bool [B, T], False at padding.
-    length : int
-        Tokens of a row; what a shorter mask leaves out is padding.
-    """
+    """Return first token and end of every row, None if padding lies between tokens of a row."""
     real = attention_mask[:, :length].bool()
     real = torch.nn.functional.pad(real, (0, length - real.shape[1]))
     places = torch.arange(length, device=real.device)

@@ -12,20 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as a model takes it.
-
-    Attributes
-    ----------
-    name : {"input_ids", "inputs_embeds"}
-        The model's argument.
-    tokens : Tensor
-        int64 [B, T], or embeddings [B, T, hidden size].
-    attention_mask : Tensor or None
-        [B, T_total], of the tokens in the cache as well.
-    """
+    """A prompt as a model takes it."""
 
     name: str
+    # int64 [B, T], or embeddings [B, T, hidden size].
     tokens: Tensor
+    # [B, T_total], of the tokens in the cache as well.
     attention_mask: Tensor | None
 
     @property
@@ -44,26 +36,7 @@ class Prompt:
 def read_prompt(
     prompt: Any, attention_mask: Tensor | None, inputs_embeds: Tensor | None, past: int, device: Any
 ) -> Prompt:
-    """Read a prompt.
-
-    Parameters
-    ----------
-    prompt : Tensor, list or mapping
-        Token ids [B, T], a list of them or of rows of equal length, or what a tokenizer returns.
-    attention_mask : Tensor, optional
-        [B, T], or [B, T_total] with the tokens in the cache.
-    inputs_embeds : Tensor, optional
-        [B, T, hidden size], instead of a prompt.
-    past : int
-        Tokens in the cache.
-    device : torch.device
-        Where lists go to.
-
-    Raises
-    ------
-    ValueError
-        If there is none or there are two, or a shape is wrong.
-    """
+    """Read a prompt."""
     if isinstance(prompt, Mapping) or hasattr(prompt, "input_ids"):
         prompt, given = prompt["input_ids"], prompt.get("attention_mask")
         attention_mask = given if attention_mask is None else attention_mask

@@ -22,25 +22,7 @@ def recall_of(
     end: int,
     rows: slice | list[int] = ALL_ROWS,
 ) -> RecallLists:
-    """Return the lists of recalled keys on a device, made once per forward.
-
-    Parameters
-    ----------
-    context : ForwardContext or None
-        The forward.
-    tokens : (int, int)
-        Rows of the batch, and tokens of the cache with those of the call.
-    past : int
-        Tokens before the call.
-    span : (int, int)
-        First token and end of the rows.
-    device : torch.device
-        Where the lists are needed.
-    end : int
-        Where the candidates begin; they recall nothing.
-    rows : slice or list of int
-        All rows of the batch that lie there.
-    """
+    """Return the lists of recalled keys on a device, made once per forward."""
     if context is None or context.enabled.config.recall == 0:
         return NO_RECALL
     lists: RecallLists = context.shared(

@@ -14,11 +14,6 @@ def register() -> str:
 
     `enable` does this. Call it yourself to load a model with `attn_implementation="h2o_prefill"`:
     it is dense until `enable` switches it on.
-
-    Returns
-    -------
-    str
-        The name to pass as `attn_implementation`.
     """
     AttentionInterface.register(NAME, h2o_prefill_attention)
     # Without a mask function of this name every layer would get no mask at all, padded rows

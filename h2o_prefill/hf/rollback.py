@@ -17,11 +17,6 @@ class CacheSnapshot:
     Layers that change their tensors in place (static caches, linear attention) and layers of
     unknown classes cannot be put back. If a failed forward has changed one, the cache is marked:
     using it again would go on from half of a call.
-
-    Parameters
-    ----------
-    cache : Cache
-        The cache to remember.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -74,13 +69,7 @@ class CacheSnapshot:
 
 
 def check_usable(cache: Any) -> None:
-    """Refuse a cache that a failed forward has left half updated, until it is reset.
-
-    Raises
-    ------
-    RuntimeError
-        If it has.
-    """
+    """Refuse a cache that a failed forward has left half updated, until it is reset."""
     kind = getattr(cache, "_h2o_prefill_broken", None)
     if kind is None:
         return

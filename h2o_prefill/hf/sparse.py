@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.functional import LogitOptions, RecallLists, sparse_attention
 from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.dense import dense_attention
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Span, is_long_row
 from h2o_prefill.hf.recall import ALL_ROWS, recall_of
@@ -15,24 +18,11 @@ from h2o_prefill.hf.static import StaticPrefillLayer
 
 
 def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
-    """Prefill one layer sparsely and keep its state, if the cache has a place for it.
-
-    Parameters
-    ----------
-    call : Call
-        A call for which `dense_reason` is None.
-    scaling : float, optional
-        Softmax scale, default D^-0.5.
-
-    Returns
-    -------
-    Tensor
-        [B, Tq, Hq, Dv]; 0 where the query is padding.
-    """
+    """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
     padding = call.padding
     options = call.logit_options(scaling)
     if padding is not None:
-        return _attend_padded(call, padding, options)
+        return _attend_padded(call, padding, scaling)
     rows, total = call.prompt_rows, call.past + call.prompt_rows
     layer = call.cache_layer
     query, key, value = in_autocast_dtype(call.query, *call.held)
@@ -58,16 +48,22 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
 
 
-def _attend_padded(call: Call, padding: Padding, options: LogitOptions) -> Tensor:
+def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tensor:
     """Attend in a padded batch: in every row as if it were alone, so that none sees padding.
 
     The operators take rows of one length, so those that lie in the same place go together. No state
     is kept: its positions would be other tokens in every row.
     """
-    config = call.config.of_layer(call.layer)
+    config, options = call.config.of_layer(call.layer), call.logit_options(scaling)
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     for (first, end), rows in padding.groups().items():
+        if not padding.fits((first, end)):
+            assert padding.mask is not None
+            parts = {name: getattr(call, name)[rows] for name in ("query", "key", "value", "mask")}
+            dense = dense_attention(replace(call, **parts), scaling)[0]
+            out[rows, first:end] = dense[:, first:end].to(out.dtype)
+            continue
         q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
         length = min(end, call.prompt_rows) - first
         if is_long_row(length, call.config):

@@ -16,24 +16,16 @@ from h2o_prefill.hf.token_history import KeepsTokenIds, is_empty
 
 
 class StaticPrefillLayer(StaticLayer):
-    """Keys and values of one layer, and beside them the scores and memory set of its prefill.
-
-    Attributes
-    ----------
-    scores : Tensor or None
-        [B, Hkv, capacity], attention that each position received so far.
-    memory : Tensor or None
-        int32 [B, Hkv, K + L + H or more], the set of the last sparse chunk, -1 where absent.
-    added : tuple of Tensor or None
-        Keys and values [B, Hkv, T, D] of a call between `update` and attention.
-    attended : bool
-        Whether `attend` was called in the forward that is under way.
-    """
+    """Keys and values of one layer, and beside them the scores and memory set of its prefill."""
 
     padded = False  # Rows with padding are never prefilled sparsely here.
+    # [B, Hkv, capacity], attention that each position received so far.
     scores: Tensor | None
+    # int32 [B, Hkv, K + L + H or more], the set of the last sparse chunk, -1 where absent.
     memory: Tensor | None
+    # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
     added: tuple[Tensor, Tensor] | None
+    # Whether `attend` was called in the forward that is under way.
     attended: bool
 
     def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
@@ -91,24 +83,7 @@ class StaticPrefillLayer(StaticLayer):
         number: int,
         options: LogitOptions,
     ) -> Tensor:
-        """Attend with the first tokens of those that `update` has just written.
-
-        Parameters
-        ----------
-        query : Tensor
-            [B, Hq, T, D].
-        call : GraphCall
-            The forward.
-        number : int
-            The number of the layer.
-        options : LogitOptions
-            Softmax scale, sinks and softcap.
-
-        Returns
-        -------
-        Tensor
-            [B, Hq, T, Dv]: sparse or dense, as the settings say for the length of the call.
-        """
+        """Attend with the first tokens of those that `update` has just written."""
         assert call.position is not None and self.scores is not None and self.memory is not None
         assert self.keys is not None and self.values is not None
         rows, kind = query.shape[2], self.keys.dtype
@@ -162,13 +137,6 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
     What `StaticCache` is to `DynamicCache`, this is to `ChunkedPrefillCache`: buffers of one size,
     changed in place, for `torch.compile` and `generate(cache_implementation="static")`. An enabled
     model makes one of every empty `StaticCache` that it is given.
-
-    Parameters
-    ----------
-    config : PretrainedConfig
-        The model's.
-    max_cache_len : int
-        Tokens that the cache has room for.
     """
 
     def __init__(self, config: Any, max_cache_len: int, **kwargs: Any) -> None:

@@ -30,14 +30,7 @@ class KeepsTokenIds(Cache):
         return torch.cat(pieces, dim=1) if pieces else None
 
     def append_token_ids(self, new: Tensor | None) -> None:
-        """Keep the ids of the tokens that a forward has just added.
-
-        Parameters
-        ----------
-        new : Tensor, optional
-            int64 [B, Tq]. None, or another number of tokens than the cache grew by, makes the ids
-            unknown until `reset`.
-        """
+        """Keep the ids of the tokens that a forward has just added."""
         ids = self.token_ids_with(new)
         known = new is not None and ids is not None and ids.shape[1] == self._length()
         self._token_ids = [ids] if known and ids is not None else None

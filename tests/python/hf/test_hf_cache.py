@@ -256,3 +256,20 @@ def test_a_static_cache_is_refused_after_a_failed_forward_until_it_is_reset(llam
         cache.reset()
         ours = llama(ids, past_key_values=cache).logits
         torch.testing.assert_close(ours, llama(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_cache_of_inference_mode_goes_on_outside_of_it(llama, make_ids, own):
+    ids = make_ids(1, 120)
+
+    def logits(first):
+        cache = ChunkedPrefillCache(config=llama.config) if own else None
+        with first():
+            cache = llama(ids[:, :48], past_key_values=cache, use_cache=True).past_key_values
+        with torch.no_grad():
+            later = calls(llama, cache, ids[:, 48:100], 1, 51)
+            cache.crop(-40)
+            return torch.cat([later, llama(ids[:, 60:], past_key_values=cache).logits], dim=1)
+
+    with enable(llama, **SPARSE):
+        assert torch.equal(logits(torch.inference_mode), logits(torch.no_grad))

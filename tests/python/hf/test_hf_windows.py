@@ -89,15 +89,14 @@ def test_a_prompt_one_token_longer_than_the_window_is_as_stock_there(
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("window", [TOKENS - 1, TOKENS])
 def test_padded_rows_are_what_they_are_alone(build, make_ids, sparse_layers, name, side, window):
-    """Windows are measured on the padded batch, as transformers measures them."""
     batch, tokens = make_ids(2, TOKENS), slice(7, None) if side == "left" else slice(None, -7)
     mask = torch.zeros_like(batch)
     mask[0], mask[1, tokens] = 1, 1
     model = windowed(build, name, window)
-    with warnings.catch_warnings(), enable(model, **(SPARSE if window == TOKENS else EXACT)):
+    with warnings.catch_warnings(), enable(model, **SPARSE):
         warnings.filterwarnings("ignore", message=r"h2o_prefill: .* does not fit into")
         together = model(batch, attention_mask=mask).logits
-        assert len(sparse_layers) == (4 if window == TOKENS else 2 * (2 - MODELS[name][2]))
+        assert len(sparse_layers) == 4 - (window < TOKENS) * MODELS[name][2]
         for row, places in ((0, slice(None)), (1, tokens)):
             alone = model(batch[row : row + 1, places]).logits[0]
             torch.testing.assert_close(together[row, places], alone, atol=1e-5, rtol=1e-5)
