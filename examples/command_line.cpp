@@ -14,12 +14,17 @@
 namespace examples {
 namespace {
 
+constexpr int64_t kMostThreads = 4096;
+
 // A number of at least 1.
 int64_t read_number(const std::string& option, const std::string& text) {
   int64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error != std::errc() || end != text.data() + text.size() || number < 1) {
     fail(option, " must be a number of at least 1, got ", text);
+  }
+  if (option == "--threads" && number > kMostThreads) {
+    fail("--threads must be at most ", kMostThreads, ", got ", text);
   }
   return number;
 }
