@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <h2o_prefill/library.h>
 
 #include <algorithm>
 #include <charconv>
@@ -84,6 +85,7 @@ int run_example(void (*body)(const Arguments& arguments), const CommandLine& lin
   return report_errors([&] {
     const Arguments arguments = read_arguments({argv + 1, argv + argc}, line);
     at::set_num_threads(static_cast<int>(arguments.number("--threads", at::get_num_threads())));
+    h2o_prefill::cpu_isa();  // throws where H2O_PREFILL_ISA names none, before a model is read
     const c10::InferenceMode inference;
     body(arguments);
     return 0;
