@@ -48,8 +48,8 @@ $(BIN)/.tools:
 	  echo "Python 3.10 or newer is needed; choose one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-deps "$(TORCH)"
 	$(BIN)/python -m pip install --quiet "setuptools>=77,<82" "cmake>=3.26" ninja
+	$(BIN)/python -m pip install --quiet --no-deps "$(TORCH)"
 	touch $@
 
 $(BIN)/.compiled: $(BIN)/.tools $(SOURCES)
