@@ -21,7 +21,7 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VER
 CXX_FILES := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cpp/*.h' \
   'tests/cpp/*.cpp' 'tests/cpp/*.cuh' \
   'benchmarks/cpp/*.h' 'benchmarks/cpp/*.cpp' 2>/dev/null)
-PY_FILES := h2o_prefill h2o_prefill_cli.py csrc/examples tests benchmarks docs notebooks setup.py
+PY_FILES := h2o_prefill h2o_prefill_cli.py examples tests benchmarks docs notebooks setup.py
 BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense linear linear_decode recall prefill model package padded decode allocations peers
 
 # The demo reads WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, else text that comes with Python.
@@ -48,8 +48,8 @@ $(BIN)/.tools:
 	  echo "Python 3.10 or newer is needed; choose one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-deps "$(TORCH)"
 	$(BIN)/python -m pip install --quiet "setuptools>=77,<82" "cmake>=3.26" ninja
+	$(BIN)/python -m pip install --quiet --no-deps "$(TORCH)"
 	touch $@
 
 $(BIN)/.compiled: $(BIN)/.tools $(SOURCES)
@@ -89,14 +89,14 @@ demo: build $(BIN)/.model
 demo-cpp: build $(BIN)/.model
 	mkdir -p demo
 	$(BIN)/cmake --install $(BUILD) --prefix demo/installed --component package >/dev/null
-	$(BIN)/cmake -S csrc/examples -B demo/examples -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	$(BIN)/cmake -S examples -B demo/examples -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  "-DCMAKE_PREFIX_PATH=$(abspath demo/installed);$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')" >/dev/null
 	$(BIN)/cmake --build demo/examples --target generate
 	$(BIN)/h2o-prefill export --capacity 8192 --output demo/model.pt2
-	$(BIN)/python csrc/examples/token_ids.py encode demo/model.tokenizer --dataset $(DEMO_DATASET) --tokens 6000 > demo/ids.txt
+	$(BIN)/python examples/token_ids.py encode demo/model.tokenizer --dataset $(DEMO_DATASET) --tokens 6000 > demo/ids.txt
 	@for option in --dense ""; do \
 	  demo/examples/generate demo/model.pt2 demo/ids.txt --max-new-tokens 48 $$option > demo/answer.txt || exit 1; \
-	  $(BIN)/python csrc/examples/token_ids.py decode demo/model.tokenizer < demo/answer.txt; \
+	  $(BIN)/python examples/token_ids.py decode demo/model.tokenizer < demo/answer.txt; \
 	done
 
 bench: build $(BIN)/.model
@@ -221,7 +221,7 @@ coverage: build $(BIN)/.dev $(BIN)/.model
 	find build/coverage -name '*.gcda' -delete
 	$(BIN)/ctest --test-dir build/coverage --output-on-failure -E 'kernels.cuda|example|consumer'
 	PYTHONPATH=$(abspath build/coverage/package) $(BIN)/pytest -q -k 'not compiles and not opcheck' tests/python/ops tests/python/core
-	$(BIN)/gcovr --root . --filter csrc/ --exclude csrc/examples build/coverage/CMakeFiles/h2o_prefill*.dir \
+	$(BIN)/gcovr --root . --filter csrc/ build/coverage/CMakeFiles/h2o_prefill*.dir \
 	  --print-summary --txt build/coverage/report.txt --html-details build/coverage/report.html
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over the library and every C++ test.

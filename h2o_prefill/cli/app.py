@@ -16,7 +16,6 @@ from h2o_prefill.cli import (
     export,
     generate,
     info,
-    models,
     ppl,
     retrieve,
     visualize,
@@ -67,5 +66,4 @@ app.command(name="answers")(answers.answers)
 app.command(name="visualize")(visualize.visualize)
 app.command(name="generate")(generate.generate)
 app.command(name="export")(export.export)
-app.command(name="models")(models.models)
 app.command(name="info")(info.info)

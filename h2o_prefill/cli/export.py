@@ -36,7 +36,7 @@ def export(
     """Write a whole model as an AOTInductor package that runs without Python.
 
     One graph prefills and decodes. Beside FILE.pt2, which holds the weights, stand FILE.json, which
-    says what the package is, and the folder FILE.tokenizer. `csrc/examples/generate.cpp` runs
+    says what the package is, and the folder FILE.tokenizer. `examples/generate.cpp` runs
     packages in C++, `h2o-prefill generate --package` in Python.
     """
     from h2o_prefill.eval.inputs.packages import write_package

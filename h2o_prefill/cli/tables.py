@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.attention.result import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
     from h2o_prefill.eval.calibration.result import LayerCalibration
-    from h2o_prefill.eval.compatibility.sweep import Finding
     from h2o_prefill.eval.needles.result import RetrievalResult
     from h2o_prefill.eval.perplexity.result import PerplexityResult
 
@@ -209,28 +208,6 @@ def attention_table(measures: AttentionMeasures) -> Table:
         table.add_row(str(row["chunk"]), *_error_cells(row))
     table.add_section()
     table.add_row("all", *_error_cells(values["summary"]), style="bold")
-    return table
-
-
-def models_table(findings: Sequence[Finding]) -> Table:
-    """Return one class a row: how many of its attention layers are sparse, and why not all."""
-    from h2o_prefill.eval.compatibility.page import difference_text, layers_text, reason_text
-
-    table = new_table()
-    table.add_column("class", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("sparse / attention\nlayers", justify="right", no_wrap=True)
-    table.add_column("largest difference\nfrom stock", justify="right", no_wrap=True)
-    table.add_column("why not all", overflow="fold")
-    for finding in findings:
-        table.add_row(
-            finding.name,
-            finding.result,
-            layers_text(finding),
-            difference_text(finding),
-            reason_text(finding),
-            style="bold red" if finding.wrong else None,
-        )
     return table
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -104,6 +107,19 @@ def test_cpp_continues_a_prompt(program, package, model, ids, file_of, tmp_path)
     assert "dense" in dense.stderr
 
 
+def test_text_becomes_token_ids_and_back(package, tmp_path):
+    script = Path(__file__).parents[3] / "examples" / "token_ids.py"
+    text = tmp_path / "text.txt"
+    text.write_text(tiny_models.SENTENCE)
+
+    def run(direction, *arguments, **options):
+        command = [sys.executable, script, direction, package.with_suffix(".tokenizer"), *arguments]
+        return subprocess.run(command, text=True, check=True, capture_output=True, **options).stdout
+
+    ids = run("encode", "--text-file", text)
+    assert run("decode", input=ids).strip() == tiny_models.SENTENCE.strip()
+
+
 def test_cpp_stops_where_the_package_is_full(program, package, ids, file_of):
     longer = torch.cat([ids, ids[:, : CAPACITY - PROMPT - 3]], dim=1)
     result = program("generate", package, file_of(longer))
@@ -127,6 +143,8 @@ BROKEN = {
     "nothing": ((), "usage: generate PACKAGE.pt2"),
     "another option": (("{package}", "{ids}", "--sparse"), "usage: "),
     "no number": (("{package}", "{ids}", "--threads", "two"), "--threads must be a number"),
+    "too many threads": (("{package}", "{ids}", "--threads", "4294967297"), "at most 4096"),
+    "a folder of ids": (("{package}", "."), "error: cannot read ."),
     "no package": (("none.pt2", "{ids}"), "error: there is no package none.pt2"),
     "no file of ids": (("{package}", "none.txt"), "error: cannot read none.txt"),
     "another file": (("{ids}", "{ids}"), "is no package that `h2o-prefill export` wrote"),

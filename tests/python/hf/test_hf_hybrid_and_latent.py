@@ -11,10 +11,10 @@ import pickle
 import pytest
 import torch
 import transformers
+from compatibility.examine import TOLERANCE
+from compatibility.tiny_model import build_tiny, random_prompt
 
 from h2o_prefill import ChunkedPrefillCache, enable
-from h2o_prefill.eval.compatibility.sweep import TOLERANCE
-from h2o_prefill.eval.compatibility.tiny_model import build_tiny, random_prompt
 from h2o_prefill.hf import ChunkedPrefillLayer
 from h2o_prefill.hf.hybrid_layer import HybridLayer
 

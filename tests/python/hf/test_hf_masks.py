@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 import transformers
+from compatibility.tiny_model import build_tiny, random_prompt
 from transformers.masking_utils import create_causal_mask
 
 from h2o_prefill import enable
-from h2o_prefill.eval.compatibility.tiny_model import build_tiny, random_prompt
 
 EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
 ENCODER_DECODER = {

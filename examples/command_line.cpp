@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <h2o_prefill/library.h>
 
 #include <algorithm>
 #include <charconv>
@@ -14,12 +15,17 @@
 namespace examples {
 namespace {
 
+constexpr int64_t kMostThreads = 4096;
+
 // A number of at least 1.
 int64_t read_number(const std::string& option, const std::string& text) {
   int64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error != std::errc() || end != text.data() + text.size() || number < 1) {
     fail(option, " must be a number of at least 1, got ", text);
+  }
+  if (option == "--threads" && number > kMostThreads) {
+    fail("--threads must be at most ", kMostThreads, ", got ", text);
   }
   return number;
 }
@@ -79,6 +85,7 @@ int run_example(void (*body)(const Arguments& arguments), const CommandLine& lin
   return report_errors([&] {
     const Arguments arguments = read_arguments({argv + 1, argv + argc}, line);
     at::set_num_threads(static_cast<int>(arguments.number("--threads", at::get_num_threads())));
+    h2o_prefill::cpu_isa();  // throws where H2O_PREFILL_ISA names none, before a model is read
     const c10::InferenceMode inference;
     body(arguments);
     return 0;

@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, StaticCache
-
-from h2o_prefill.eval.compatibility.tiny_model import (
+from compatibility.tiny_model import (
     CannotBuild,
     TinyModel,
     build_tiny,
     model_classes,
     random_prompt,
 )
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, StaticCache
+
 from h2o_prefill.hf import NAME, ChunkedPrefillCache, enable, register
 from h2o_prefill.hf.attention_call import Attended, Call, as_attention_function
 from h2o_prefill.hf.attention_function import h2o_prefill_attention
@@ -39,29 +39,19 @@ NEW_TOKENS = 3
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a prompt.
+    """One way to run a prompt."""
 
-    Attributes
-    ----------
-    eager : bool
-        By the model's own eager attention; else by the one that transformers chooses.
-    cached : bool
-        With a cache: a `DynamicCache` for the stock model, a `ChunkedPrefillCache` for ours.
-    calls : tuple of int
-        New tokens of each call.
-    static : bool
-        With a `StaticCache`, for the stock model as for ours.
-    own_cache : bool
-        Without a cache given: the model makes one, if it makes any by default.
-    generate : bool
-        By `generate`, without a cache of ours.
-    """
-
+    # By the model's own eager attention; else by the one that transformers chooses.
     eager: bool = False
+    # With a cache: a `DynamicCache` for the stock model, a `ChunkedPrefillCache` for ours.
     cached: bool = False
+    # New tokens of each call.
     calls: tuple[int, ...] = (TOKENS,)
+    # With a `StaticCache`, for the stock model as for ours.
     static: bool = False
+    # Without a cache given: the model makes one, if it makes any by default.
     own_cache: bool = False
+    # By `generate`, without a cache of ours.
     generate: bool = False
 
     def __str__(self) -> str:
@@ -90,39 +80,27 @@ MODES = (
 
 @dataclass
 class Finding:
-    """What the sweep found out about a class.
+    """What the sweep found out about a class."""
 
-    Attributes
-    ----------
-    name : str
-        Of the class.
-    kind : str
-        "causal", "encoder-decoder" or "composite".
-    result : str
-        "sparse", "dense", "refused" by `enable`, or "not run": no tiny model, or it fails itself.
-    sparse, attention : int
-        Attention layers that went sparse without a cache, and all that came to us.
-    kinds : dict
-        How many of the others there are of each kind, such as "sliding_attention".
-    reason : str
-        Why it is dense, refused or not run; empty if all layers of full attention are sparse.
-    difference : float or None
-        Largest difference from stock, as a part of the largest logit, over all modes.
-    wrong : list of str
-        What must not be: a mode, and what happened in it.
-    skipped : list of str
-        Modes in which the stock model raises, and what.
-    """
-
+    # Of the class.
     name: str
+    # "causal", "encoder-decoder" or "composite".
     kind: str
+    # "sparse", "dense", "refused" by `enable`, or "not run": no tiny model, or it fails
+    # itself.
     result: str = "not run"
+    # Attention layers that went sparse without a cache, and all that came to us.
     sparse: int = 0
     attention: int = 0
+    # How many of the others there are of each kind, such as "sliding_attention".
     kinds: dict[str, int] = field(default_factory=dict)
+    # Why it is dense, refused or not run; empty if all layers of full attention are sparse.
     reason: str = ""
+    # Largest difference from stock, as a part of the largest logit, over all modes.
     difference: float | None = None
+    # What must not be: a mode, and what happened in it.
     wrong: list[str] = field(default_factory=list)
+    # Modes in which the stock model raises, and what.
     skipped: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,20 +112,7 @@ def sweep(
     names: Iterable[str] | None = None,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Finding]:
-    """Examine classes one after the other.
-
-    Parameters
-    ----------
-    names : iterable of str, optional
-        Of classes. Default: all that transformers' auto mappings have.
-    on_progress : callable, optional
-        Called with (classes done, classes in all, the next one).
-
-    Raises
-    ------
-    ValueError
-        If a name is that of no class.
-    """
+    """Examine classes one after the other."""
     known = model_classes()
     chosen = list(known if names is None else names)
     for name in chosen:
@@ -162,15 +127,7 @@ def sweep(
 
 
 def examine(name: str, kind: str, **changes: Any) -> Finding:
-    """Compare a tiny model of a class with itself enabled, in every mode.
-
-    Parameters
-    ----------
-    name, kind : str
-        Of the class; see `model_classes`.
-    **changes
-        Fields of its config to change.
-    """
+    """Compare a tiny model of a class with itself enabled, in every mode."""
     finding = Finding(name, kind)
     try:
         tiny = build_tiny(name, **changes)

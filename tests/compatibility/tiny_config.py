@@ -101,19 +101,6 @@ def tiny_config(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfi
 
     Fields that hold one value a layer keep the values of the layers that are left: one of every
     kind that the default has.
-
-    Parameters
-    ----------
-    kind : type
-        The class of the config.
-    **changes
-        What it cannot find out by itself: values for single fields, of a sub-config by
-        `<sub-config>__<field>`.
-
-    Raises
-    ------
-    Exception
-        What the class raises where it has no default, or the sizes do not fit.
     """
     return _shrink(kind(), changes)
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import transformers
+from compatibility.tiny_changes import CHANGES
+from compatibility.tiny_config import ORDINARY_IDS, WIDTH, tiny_config
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto import modeling_auto
-
-from h2o_prefill.eval.compatibility.tiny_changes import CHANGES
-from h2o_prefill.eval.compatibility.tiny_config import ORDINARY_IDS, WIDTH, tiny_config
 
 _MOST_PARAMETERS = 20_000_000
 _SOURCE_TOKENS = 20
@@ -46,20 +45,13 @@ class CannotBuild(Exception):
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model and how to call it.
+    """A model and how to call it."""
 
-    Attributes
-    ----------
-    model : nn.Module
-        In eval mode, on the CPU, float32.
-    prompt_name : str
-        The argument that takes the prompt: `input_ids`, or `decoder_input_ids`.
-    others : dict
-        Arguments of every call beside it.
-    """
-
+    # In eval mode, on the CPU, float32.
     model: Any
+    # The argument that takes the prompt: `input_ids`, or `decoder_input_ids`.
     prompt_name: str
+    # Arguments of every call beside it.
     others: dict[str, Any]
 
     def __call__(self, prompt: Tensor, **kwargs: Any) -> Any:
@@ -68,21 +60,7 @@ class TinyModel:
 
 
 def build_tiny(name: str, **changes: Any) -> TinyModel:
-    """Return the tiny random model of a class, the same weights every time.
-
-    Parameters
-    ----------
-    name : str
-        Of the class in transformers.
-    **changes
-        Fields of the config to change; see `tiny_config`.
-
-    Raises
-    ------
-    CannotBuild
-        If it needs a package that is missing, has no default config that can be made small, or
-        the like.
-    """
+    """Return the tiny random model of a class, the same weights every time."""
     try:
         kind = getattr(transformers, name)
         default = CHANGES.get(kind.config_class.__name__, {})

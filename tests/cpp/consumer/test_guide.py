@@ -1,4 +1,4 @@
-"""The project in the README's section about C++ builds and runs as it stands there."""
+"""The project of the C++ guide builds and runs as it stands there."""
 
 import os
 import re
@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "cpp.md"
 
 
-def test_the_project_of_the_readme(tmp_path):
-    section = re.search(r"^## Embed it in C\+\+\n(.*?)^##", README.read_text(), re.M | re.S)[1]
+def test_the_project_of_the_guide(tmp_path):
+    section = re.search(r"^## Build\n(.*?)^##", PAGE.read_text(), re.M | re.S)[1]
     blocks = dict(re.findall(r"^```(\w+)\n(.*?)^```", section, re.M | re.S))
     (tmp_path / "CMakeLists.txt").write_text(blocks["cmake"])
     (tmp_path / "main.cpp").write_text(blocks["cpp"])

@@ -27,7 +27,10 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
     if options.direction == "encode":
-        text = load_text(options.dataset, options.text_file).text
+        if options.text_file is None:
+            text = load_text(options.dataset).text
+        else:
+            text = options.text_file.read_text(encoding="utf-8")
         print(*tokenizer.encode(text).ids[: options.tokens])
     else:
         print(tokenizer.decode([int(x) for x in sys.stdin.read().split()]))

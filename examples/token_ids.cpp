@@ -19,7 +19,8 @@ at::Tensor read_token_ids(const std::string& path) {
   std::ifstream file;
   if (path != "-") {
     file.open(path, std::ios::binary);
-    if (!file) fail("cannot read ", path);
+    file.peek();  // a folder opens, but cannot be read
+    if (!file.good() && !file.eof()) fail("cannot read ", path);
   }
   std::istream& in = path == "-" ? std::cin : file;
   const std::string bytes{std::istreambuf_iterator<char>(in), {}};

@@ -1,1 +1,0 @@
-"""Which model classes of transformers go sparse."""
