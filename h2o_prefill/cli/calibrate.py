@@ -44,7 +44,7 @@ def calibrate(
     """
     from h2o_prefill.cli.tables import calibration_table
     from h2o_prefill.eval import calibrate_layers, load_text
-    from h2o_prefill.eval.calibration.calibrate import KEPT
+    from h2o_prefill.eval.calibration import KEPT
     from h2o_prefill.eval.environment import environment
 
     with quiet_libraries(), json_output(json_file) as save_json:

@@ -16,19 +16,7 @@ from h2o_prefill.config import PrefillConfig
 def add_field_options(
     kind: Any, *, panel: str, metavar: str | None = None, names: Collection[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command that takes **fields show them as options, None where they are not given.
-
-    Parameters
-    ----------
-    kind : type
-        Of each option's value.
-    panel : str
-        Heading of the options in the command's help.
-    metavar : str, optional
-        Placeholder of the value there. Default: the name of its type.
-    names : collection of str, optional
-        Of the fields. Default: all.
-    """
+    """Let a command that takes **fields show them as options, None where they are not given."""
 
     def change(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)

@@ -9,18 +9,7 @@ from h2o_prefill.cli.console import error_console
 
 
 def load_network(model: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
-    """Set the number of threads, and load a model while stderr says so.
-
-    Parameters
-    ----------
-    model, dtype, threads
-        What --model, --dtype and --threads name.
-
-    Returns
-    -------
-    network, tokenizer
-        As `load_model` returns them.
-    """
+    """Set the number of threads, and load a model while stderr says so."""
     from h2o_prefill.eval import load_model
 
     options.use_threads(threads)

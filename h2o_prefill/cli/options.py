@@ -167,21 +167,7 @@ def use_threads(threads: int | None) -> None:
 
 
 def parse_numbers(text: str, name: str, least: int | None = None) -> list[int]:
-    """Return the numbers that an option lists, with commas between.
-
-    Parameters
-    ----------
-    text : str
-    name : str
-        Of the option, for the error.
-    least : int, optional
-        The smallest that is allowed.
-
-    Raises
-    ------
-    ValueError
-        If one is no number, or below `least`.
-    """
+    """Return the numbers that an option lists, with commas between."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

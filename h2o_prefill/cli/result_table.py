@@ -27,14 +27,6 @@ def print_result(title: str, table: Table) -> None:
     """Print a table as a result; no cell is cut off, however narrow the terminal is.
 
     Where the width is that of no terminal, as in a file, lines are as long as the table needs.
-
-    Parameters
-    ----------
-    title : str
-        Printed above it, if not empty.
-    table : Table
-        Its columns either are no_wrap or may fold. If the first one has no heading, it holds the
-        names of the rows.
     """
     console = output_console()
     narrowest = _narrowest(table, console)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.answers.result import AnswersResult
     from h2o_prefill.eval.attention.result import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
-    from h2o_prefill.eval.calibration.result import LayerCalibration
+    from h2o_prefill.eval.calibration import LayerCalibration
     from h2o_prefill.eval.compatibility.sweep import Finding
     from h2o_prefill.eval.needles.result import RetrievalResult
     from h2o_prefill.eval.perplexity.result import PerplexityResult
@@ -60,15 +60,7 @@ def perplexity_table(result: PerplexityResult) -> Table:
 
 
 def ablation_table(frame: pd.DataFrame, varied: Sequence[str]) -> Table:
-    """Return one row a cell: what tells it from the others, and what it costs.
-
-    Parameters
-    ----------
-    frame : pandas.DataFrame
-        Rows as `run_ablation` returns them.
-    varied : sequence of str
-        Columns of which the grid had more than one value.
-    """
+    """Return one row a cell: what tells it from the others, and what it costs."""
     names = [*(["dataset"] if frame["dataset"].nunique() > 1 else []), *varied]
     table = new_table()
     with_recall = bool(frame["recalled_keys"].notna().any())

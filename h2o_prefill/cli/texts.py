@@ -9,14 +9,7 @@ from h2o_prefill.eval import Corpus, load_text
 
 
 def load_texts(datasets: str | None, files: Iterable[Path] | None) -> list[Corpus]:
-    """Return the named datasets and files; WikiText-2 if nothing is named.
-
-    Parameters
-    ----------
-    datasets : str, optional
-        Names, with commas between.
-    files : iterable of Path, optional
-    """
+    """Return the named datasets and files; WikiText-2 if nothing is named."""
     chosen = list(files or [])
     names = ([] if chosen else ["wikitext2"]) if datasets is None else datasets.split(",")
     corpora = [load_text(name.strip()) for name in names]

@@ -13,20 +13,7 @@ def parse_variants(texts: Iterable[str]) -> dict[str, PrefillConfig]:
 
 
 def parse_variant(text: str, **overrides: int | None) -> PrefillConfig:
-    """Return the settings that a text like "h2o,recall=4,dense_layers=0+1" stands for.
-
-    Parameters
-    ----------
-    text : str
-        What `PrefillConfig.parse` reads.
-    **overrides
-        Fields of `PrefillConfig` that win over the text; None is not given.
-
-    Raises
-    ------
-    ValueError
-        As `PrefillConfig.parse` and `PrefillConfig.with_fields` do.
-    """
+    """Return the settings that a text like "h2o,recall=4,dense_layers=0+1" stands for."""
     given = {name: value for name, value in overrides.items() if value is not None}
     try:
         config = PrefillConfig.parse(text)

@@ -109,8 +109,7 @@ def visualize(
 
 def _ablation_rows(file: Path | None, output: Path, model: str) -> pd.DataFrame | None:
     """Return the rows of a model in a table of `ablate`, None if no file is named nor found."""
-    from h2o_prefill.eval.ablation.store import CSV_NAME
-    from h2o_prefill.eval.ablation.table import read_rows, to_frame
+    from h2o_prefill.eval.ablation.table import CSV_NAME, read_rows, to_frame
 
     path = (output.parent / CSV_NAME if file is None else file).expanduser()
     if file is not None and not path.is_file():

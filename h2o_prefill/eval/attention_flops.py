@@ -13,17 +13,11 @@ from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 
 @dataclass(frozen=True)
 class AttentionFlops:
-    """The attention of sparse prefill beside that of dense prefill.
+    """The attention of sparse prefill beside that of dense prefill."""
 
-    Attributes
-    ----------
-    ratio : float
-        Query-key products of dense attention over those of the sparse one.
-    recalled_keys : float or None
-        Recalled keys that a row sees, at most: the mean of all rows. None where recall is off.
-    """
-
+    # Query-key products of dense attention over those of the sparse one.
     ratio: float
+    # Recalled keys that a row sees, at most: the mean of all rows. None where recall is off.
     recalled_keys: float | None
 
 
@@ -35,19 +29,6 @@ def count_attention_flops(
     Layers of `config.dense_layers` count as dense, those of `config.wide_layers` with their own
     memory sets, and a prompt that would go densely, as one too short does, as dense. What lexical
     recall adds is searched for in every prompt.
-
-    Parameters
-    ----------
-    prompts : Tensor
-        int64 [prompts, T].
-    config : PrefillConfig
-    num_layers : int
-        Layers of the model.
-
-    Returns
-    -------
-    AttentionFlops
-        Over all prompts.
     """
     count, length = prompts.shape
     if not config.is_sparse_call(0, length):
@@ -82,15 +63,6 @@ def sparse_dot_products(
     Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| what a memory set
     can hold by then. On top come recalled keys, and for the rows of a dense tail all keys before
     them: their sparse attention is computed too, since it gives keys their scores.
-
-    Parameters
-    ----------
-    num_tokens : int
-        N, the length of the prompt.
-    config : PrefillConfig
-        Gives S, the size of the memory set, and the dense tail.
-    recalled : RecalledKeys, optional
-        What `find_recalled` returned for the prompt.
     """
     total = recalled_dot_products(num_tokens, recalled)
     for begin in range(0, num_tokens, config.chunk_size):

@@ -15,20 +15,7 @@ _PROBE_TOKENS = 8
 
 
 class PromptLogits:
-    """Logits of every row of a prompt, made on demand.
-
-    Parameters
-    ----------
-    rows : Tensor
-        [T, C]: hidden states, or the logits themselves.
-    head : callable, optional
-        Turns rows of hidden states into logits.
-
-    Attributes
-    ----------
-    rows, head
-        The same.
-    """
+    """Logits of every row of a prompt, made on demand."""
 
     def __init__(self, rows: Tensor, head: Callable[[Tensor], Tensor] | None) -> None:
         self.rows = rows
@@ -48,16 +35,6 @@ class PromptForward:
     last token only, as a prefill does, and the base model's hidden states are kept instead. Where a
     probe shows that the output layer alone does not give the model's logits (softcap, scaling), the
     full logits are kept.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Takes `input_ids` [1, T]; returns logits [1, T, vocabulary] or an object with `.logits`.
-
-    Attributes
-    ----------
-    head : callable or None
-        Turns the hidden states that are kept into logits; None where logits are kept.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,19 +47,7 @@ class PromptForward:
                 self.head = None
 
     def __call__(self, input_ids: Tensor) -> tuple[PromptLogits, float]:
-        """Run the prompt.
-
-        Parameters
-        ----------
-        input_ids : Tensor
-            int64 [1, T], on the model's device.
-
-        Returns
-        -------
-        logits : PromptLogits
-        seconds : float
-            Of the call alone.
-        """
+        """Run the prompt."""
         if self.head is None:
             output, seconds = self._timed(input_ids)
             return PromptLogits(_logits(output)[0], None), seconds

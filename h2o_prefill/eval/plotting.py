@@ -50,18 +50,7 @@ def make_figure(height: float, width: float = WIDTH) -> Figure:
 def save_figure(
     figure: Figure, path: str | os.PathLike[str], title: str | None = None, title_size: int = 11
 ) -> None:
-    """Write a figure into a file, whole or not at all.
-
-    Parameters
-    ----------
-    figure : matplotlib.figure.Figure
-    path : path
-        Ends in .png, .svg or .pdf.
-    title : str, optional
-        What was run, for the line above the panels.
-    title_size : int
-        Points.
-    """
+    """Write a figure into a file, whole or not at all."""
     if title is not None:
         figure.suptitle(title, fontsize=title_size)
     with replaced_file(path) as scratch:

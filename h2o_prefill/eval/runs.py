@@ -25,23 +25,7 @@ def report_progress(on_progress: Progress | None, done: int, total: int, what: s
 def prefill_mode(
     model: Any, config: PrefillConfig | None, *, strict: bool = False
 ) -> AbstractContextManager[Any]:
-    """Return a context in which a model prefills sparsely, or densely without settings.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With dense attention.
-    config : PrefillConfig, optional
-        None is dense.
-    strict : bool
-        Raise where a call would be dense: a measure of "sparse" that is really dense would be worse
-        than none.
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        As `h2o_prefill.enable` does.
-    """
+    """Return a context in which a model prefills sparsely, or densely without settings."""
     if config is None:
         return contextlib.nullcontext()
     from h2o_prefill.hf import enable
@@ -56,13 +40,7 @@ def last_logits_only(model: nn.Module) -> dict[str, int]:
 
 
 def check_dense(model: nn.Module) -> None:
-    """Refuse a model that already runs sparsely.
-
-    Raises
-    ------
-    ValueError
-        If it does.
-    """
+    """Refuse a model that already runs sparsely."""
     settings = getattr(model, "config", None)
     if getattr(settings, "_attn_implementation", None) == "h2o_prefill":
         raise ValueError(
@@ -71,21 +49,7 @@ def check_dense(model: nn.Module) -> None:
 
 
 def check_length(model: nn.Module, length: int, argument: str) -> None:
-    """Refuse a prompt that is longer than the model takes.
-
-    Parameters
-    ----------
-    model : nn.Module
-    length : int
-        Tokens of the prompt.
-    argument : str
-        What the user called it, for the error.
-
-    Raises
-    ------
-    ValueError
-        If it is longer than the config's `max_position_embeddings`.
-    """
+    """Refuse a prompt that is longer than the model takes."""
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(longest, int) and length > longest:
         raise ValueError(

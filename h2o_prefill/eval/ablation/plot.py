@@ -33,24 +33,6 @@ def plot_ablation(
     The error bars are those of the difference to dense, since the text itself is the same for all.
     The line joins the cells that no other one beats in both; these are numbered, and named below by
     the settings that vary.
-
-    Parameters
-    ----------
-    frame : pandas.DataFrame
-        Rows as `run_ablation` returns them.
-    path : path
-        Ends in .png, .svg or .pdf.
-    title : str, optional
-        What was run. Default: what all rows have in common.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    ValueError
-        If there are no rows.
     """
     if frame.empty:
         raise ValueError("frame must hold at least one row, got none")

@@ -9,16 +9,7 @@ from torch import Tensor
 
 
 def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
-    """Return the token ids of a prompt, int64 [1, T].
-
-    Parameters
-    ----------
-    tokenizer
-        The model's.
-    text : str
-    chat : bool
-        Make the text a user's message in the tokenizer's chat template, if it has one.
-    """
+    """Return the token ids of a prompt, int64 [1, T]."""
     if chat and getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": text}]
         encoded = tokenizer.apply_chat_template(
@@ -31,13 +22,7 @@ def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
 
 
 def prompt_ids(input_ids: Tensor) -> Tensor:
-    """Return the token ids of one prompt as int64 [1, T].
-
-    Raises
-    ------
-    ValueError
-        If they are no integers, or not of one prompt.
-    """
+    """Return the token ids of one prompt as int64 [1, T]."""
     shape = list(input_ids.shape)
     if (
         input_ids.is_floating_point()

@@ -22,17 +22,6 @@ def plot_perplexity(
     Left along the window, with the chunks' boundaries; right along a chunk, over all chunks but the
     first. What the text itself does to perplexity is the same for both: the difference is what
     counts.
-
-    Parameters
-    ----------
-    result : PerplexityResult
-        What to draw.
-    path, title
-        As `save_figure` takes them.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     figure = make_figure(5.6)
     (window, chunk), (window_change, chunk_change) = figure.subplots(

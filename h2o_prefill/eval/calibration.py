@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.attention_flops import count_attention_flops
-from h2o_prefill.eval.calibration.result import LayerCalibration, rank_layers
-from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.inputs.text import Corpus
-from h2o_prefill.eval.perplexity.evaluate import check_settings
-from h2o_prefill.eval.perplexity.scoring import score_window
-from h2o_prefill.eval.perplexity.windows import model_windows, scored_rows
-from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, prefill_mode, report_progress
+from h2o_prefill.eval.perplexity.evaluate import PairedRuns, check_settings
+from h2o_prefill.eval.perplexity.result import PerplexityResult
+from h2o_prefill.eval.perplexity.windows import model_windows
+from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, report_progress
 from h2o_prefill.presets import chosen_config
 
 # What can become of layers, and the field of `PrefillConfig` that names them then.
 KEPT = {"wide": "wide_layers", "dense": "dense_layers"}
 
 _PROTOCOL = "gptq"
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What each layer's sparse attention costs a model."""
+
+    # The settings measured, with the layers found among its `wide_layers` or `dense_layers`.
+    config: PrefillConfig
+    # Mean KL(dense || sparse) in nats a token, of the settings as given and of `config`.
+    kl_before: float
+    kl_after: float
+    # The same of the settings as given with this layer dense too; layers that they keep
+    # dense, or wide if such are looked for, are not in it.
+    kl_by_layer: dict[int, float]
+    # Attention of both on the windows measured.
+    flops_before: AttentionFlops
+    flops_after: AttentionFlops
+    # Tokens of a window.
+    context: int
+    windows: list[int]
+
+    @property
+    def ranking(self) -> list[int]:
+        """Layers, that with the lowest KL when it is dense first."""
+        return rank_layers(self.kl_by_layer)
 
 
 def calibrate_layers(
@@ -94,45 +118,32 @@ def calibrate_layers(
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
     passes = len(batches) * (len(candidates) + 3)
     done = 0
-
-    def report(what: str) -> None:
-        report_progress(on_progress, done, passes, what)
-
     with torch.no_grad(), eval_mode(model):
-        forward = PromptForward(model)
-        rows = scored_rows(_PROTOCOL, context)
-        prompts = batches.to(next(model.parameters()).device)
-        dense: list[PromptLogits] = []
-        for index, prompt in zip(selected, prompts, strict=True):
-            report(f"window {index} dense")
-            dense.append(forward(prompt.unsqueeze(0))[0])
-            done += 1
+        runs = PairedRuns(model, selected, batches, _PROTOCOL, keep_dense=True)
 
-        def measure(tried: PrefillConfig, what: str) -> float:
-            nonlocal done
-            total = 0.0
-            for index, prompt, logits in zip(selected, prompts, dense, strict=True):
-                report(f"window {index} {what}")
-                with prefill_mode(model, tried):
-                    sparse = forward(prompt.unsqueeze(0))[0]
-                scores = score_window(logits, sparse, prompt, rows)
-                scores.check_finite(index)
-                total += float(scores.kl.double().mean())
+        def measure(tried: PrefillConfig, what: str) -> PerplexityResult:
+            def step(index: int, mode: str) -> None:
+                nonlocal done
+                now = mode if mode == "dense" else what
+                report_progress(on_progress, done, passes, f"window {index} {now}")
                 done += 1
-            return total / len(prompts)
+
+            return runs.evaluate(tried, step)
 
         before = measure(config, "sparse")
         by_layer = {
-            layer: measure(_with_layers(config, KEPT["dense"], [layer]), f"layer {layer} dense")
+            layer: measure(
+                _with_layers(config, KEPT["dense"], [layer]), f"layer {layer} dense"
+            ).kl_mean
             for layer in candidates
         }
         chosen = _with_layers(config, KEPT[keep], rank_layers(by_layer)[:layers])
         after = measure(chosen, f"chosen layers {keep}")
-    report("done")
+    report_progress(on_progress, passes, passes, "done")
     return LayerCalibration(
         config=chosen,
-        kl_before=before,
-        kl_after=after,
+        kl_before=before.kl_mean,
+        kl_after=after.kl_mean,
         kl_by_layer=by_layer,
         flops_before=count_attention_flops(batches, config, num_layers),
         flops_after=count_attention_flops(batches, chosen, num_layers),
@@ -143,3 +154,8 @@ def calibrate_layers(
 
 def _with_layers(config: PrefillConfig, field: str, layers: list[int]) -> PrefillConfig:
     return config.replace(**{field: tuple(sorted({*getattr(config, field), *layers}))})
+
+
+def rank_layers(kl_by_layer: dict[int, float]) -> list[int]:
+    """Return layers, that with the lowest KL first."""
+    return sorted(kl_by_layer, key=lambda layer: kl_by_layer[layer])

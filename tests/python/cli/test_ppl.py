@@ -97,7 +97,6 @@ def test_no_noise_beside_the_table(ppl: Run) -> None:
     ("arguments", "message"),
     [
         (("--model", "nobody/no-such-model"), "model must be .* got 'nobody/no-such-model'"),
-        (("--dataset", "pydoc"), "text_file does not go with dataset 'pydoc'"),
         (("--dataset", "c4"), "dataset must be one of"),
         (("--context", 31), "context must be at least two chunks of 16 tokens"),
         (("--context", 512), "text must hold at least one window of 512 tokens, got"),

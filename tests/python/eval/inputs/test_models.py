@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from h2o_prefill.eval import load_model
-from h2o_prefill.eval.atomic_write import build_folder_once
 from h2o_prefill.eval.inputs import models
-from h2o_prefill.eval.inputs.cache_dir import cache_dir
+from h2o_prefill.eval.inputs.gguf import cache_dir
 
 
 def test_a_folder_gives_a_dense_model_in_eval_mode(tiny: ModuleType, tmp_path: Path) -> None:
@@ -83,39 +82,3 @@ def test_cache_dir_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "h2o_prefill"
-
-
-def test_a_cached_folder_is_built_once(tmp_path: Path) -> None:
-    built = []
-
-    def build(folder: Path) -> None:
-        built.append(folder)
-        (folder / "file").write_text("whole")
-
-    target = tmp_path / "a" / "b"
-    for _ in range(2):
-        assert (build_folder_once(target, build) / "file").read_text() == "whole"
-    assert len(built) == 1
-    assert [path.name for path in target.parent.iterdir()] == ["b"]
-
-
-def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
-    def build(folder: Path) -> None:
-        (folder / "file").write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_folder_once(tmp_path / "target", build)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_of_two_builds_at_once_one_wins(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-
-    def build(folder: Path) -> None:
-        (folder / "file").write_text("late")
-        target.mkdir()
-        (target / "file").write_text("first")
-
-    assert (build_folder_once(target, build) / "file").read_text() == "first"
-    assert [path.name for path in tmp_path.iterdir()] == ["target"]
