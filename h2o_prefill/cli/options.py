@@ -14,6 +14,8 @@ from h2o_prefill.eval import DATASETS, DTYPES
 from h2o_prefill.presets import PRESETS
 
 _SIZES = "Sparse prefill"
+# More would end in an error of the operating system, or of PyTorch, in the middle of the work.
+_MOST_THREADS = 4096
 
 
 def choices(names: Iterable[str]) -> str:
@@ -102,7 +104,13 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", help=f"Data type of the model's weights: {choices(DTYPES)}.")
 ]
 ThreadsOption = Annotated[
-    int | None, count("--threads", "Number of CPU threads; by default PyTorch chooses.")
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        max=_MOST_THREADS,
+        help="Number of CPU threads; by default PyTorch chooses.",
+    ),
 ]
 JsonOption = Annotated[
     Path | None,

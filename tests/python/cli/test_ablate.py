@@ -115,15 +115,6 @@ def test_what_is_left_out_is_said(ablate: Run, csv: Path) -> None:
     assert set(pd.read_csv(csv)["chunk_size"]) == {16}
 
 
-def test_one_rank_speaks_for_all(ablate: Run, csv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    done = ablate("--chunk-size", "16,40")
-    assert done.exit_code == 0, done.output
-    assert done.output == ""
-    assert len(pd.read_csv(csv)) == 2
-
-
 def test_every_field_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     shown = run("ablate", "--help").stdout
@@ -159,7 +150,6 @@ def test_every_field_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         (("--protocol", "mine"), "protocol must be one of"),
         (("--dataset", "c4,pydoc"), "dataset must be one of .*got 'c4'"),
         (("--output", __file__), "output must be a folder, got the file"),
-        (("--lease", "0"), "lease_seconds must be > 0, got 0"),
         (("--no-such-field", "1"), "--no-such-field"),
     ],
 )
@@ -168,11 +158,3 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 ) -> None:
     refused(ablate(*arguments), message)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_rank_that_is_none_is_refused(ablate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    done = ablate()
-    assert done.exit_code == 2
-    assert "RANK must be a number below WORLD_SIZE, got '2' and '2'" in done.stderr
