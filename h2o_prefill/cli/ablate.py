@@ -12,12 +12,10 @@ from rich.progress import TimeRemainingColumn
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import progress_bar, quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.field_options import add_field_options
+from h2o_prefill.cli.options import add_field_options, load_texts, parse_variants
 from h2o_prefill.cli.outputs import check_output_folder
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import ablation_table
-from h2o_prefill.cli.texts import load_texts
-from h2o_prefill.cli.variants import parse_variants
 from h2o_prefill.presets import DEFAULT_PRESET
 
 _GRID = "Grid: one or more values, separated by commas"

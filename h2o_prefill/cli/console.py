@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, everything else to stderr."""
+"""Console output: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class ResultConsole(Console):
     """A console whose reader may go away, as `head` does: the command still writes its files."""
 
-    # Of the class: whether a reader has gone away.
+    # An attribute of the class: whether a reader has gone away.
     closed = False
 
     def on_broken_pipe(self) -> None:

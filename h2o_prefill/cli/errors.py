@@ -14,10 +14,10 @@ from typer.core import TyperGroup
 from h2o_prefill.cli.console import ResultConsole, ctrl_c_remembered, discard_output, error_console
 
 _USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
-# What a shell reports of a program that SIGPIPE has ended.
+# The exit code that a shell reports for a program ended by SIGPIPE.
 _CLOSED_PIPE = 128 + 13
 
-# What the library raises on purpose. Anything else is a bug and keeps its traceback.
+# Errors that the library raises on purpose. Any other is a bug and keeps its traceback.
 _USAGE_ERRORS = (ValueError, FileNotFoundError)
 _FAILURES = (OSError, ImportError, RuntimeError, ArithmeticError, MemoryError)
 
@@ -39,7 +39,7 @@ class OneLineErrors(TyperGroup):
         args = list(sys.argv[1:] if args is None else args) or ["--help"]
         with contextlib.suppress(AttributeError):
             # "?" for letters that the terminal's encoding lacks, where Python would raise.
-            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+            sys.stdout.reconfigure(errors="replace")
         try:
             code = super().main(args, *rest, **{**options, "standalone_mode": False}) or 0
         except Exception as error:

@@ -16,8 +16,7 @@ from h2o_prefill.cli.console import (
     output_console,
     quiet_libraries,
 )
-from h2o_prefill.cli.loading import load_network
-from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
@@ -38,8 +37,8 @@ def generate(
         typer.Option(
             "--package",
             metavar="FILE.pt2",
-            help="Package that h2o-prefill export wrote, instead of a model: it has its settings "
-            "and data type.",
+            help="Package that h2o-prefill export wrote, instead of a model; its settings and data "
+            "type are used.",
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -75,7 +74,7 @@ def generate(
         if not text or not text.strip():
             raise ValueError("prompt must not be empty")
         if package is not None and config != parse_variant(DEFAULT_PRESET):
-            raise ValueError("--package has settings of its own: leave --preset and sizes out")
+            raise ValueError("--package has its own settings: leave out --preset and the sizes")
         network: Any
         if package is not None:
             options.use_threads(threads)

@@ -1,4 +1,4 @@
-"""`h2o-prefill info`: what is installed, and what it can do."""
+"""`h2o-prefill info`: versions, hardware and supported operators."""
 
 from __future__ import annotations
 

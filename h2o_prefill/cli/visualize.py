@@ -9,10 +9,9 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import output_console, quiet_libraries, show_progress
-from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import check_output_folder, json_output, text_origin
 from h2o_prefill.cli.result_table import print_result
-from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Which layers of a model lose most under sparse prefill: those to spend more on."""
+"""The layers of a model that lose most under sparse prefill, and need larger memory sets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.inputs.text import Corpus
 from h2o_prefill.eval.perplexity.evaluate import PairedRuns, check_settings
-from h2o_prefill.eval.perplexity.result import PerplexityResult
 from h2o_prefill.eval.perplexity.windows import model_windows
 from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, report_progress
 from h2o_prefill.presets import chosen_config
 
-# What can become of layers, and the field of `PrefillConfig` that names them then.
+# What the chosen layers become, and the field of `PrefillConfig` that names them.
 KEPT = {"wide": "wide_layers", "dense": "dense_layers"}
 
 _PROTOCOL = "gptq"
@@ -26,17 +25,16 @@ _PROTOCOL = "gptq"
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What each layer's sparse attention costs a model."""
+    """The loss of a model due to the sparse attention of each layer."""
 
     # The settings measured, with the layers found among its `wide_layers` or `dense_layers`.
     config: PrefillConfig
     # Mean KL(dense || sparse) in nats a token, of the settings as given and of `config`.
     kl_before: float
     kl_after: float
-    # The same of the settings as given with this layer dense too; layers that they keep
-    # dense, or wide if such are looked for, are not in it.
+    # The same with one more layer dense; without the layers that were dense, or wide, already.
     kl_by_layer: dict[int, float]
-    # Attention of both on the windows measured.
+    # Attention flops of both on the windows measured.
     flops_before: AttentionFlops
     flops_after: AttentionFlops
     # Tokens of a window.
@@ -45,7 +43,7 @@ class LayerCalibration:
 
     @property
     def ranking(self) -> list[int]:
-        """Layers, that with the lowest KL when it is dense first."""
+        """Layers by their KL when they are dense, the lowest first."""
         return rank_layers(self.kl_by_layer)
 
 
@@ -63,17 +61,17 @@ def calibrate_layers(
 ) -> LayerCalibration:
     """Find the layers whose sparse attention changes a model's predictions most.
 
-    The loss of sparse prefill is not spread evenly: most of it comes from a few layers, whose heads
-    retrieve distant tokens. One layer after another is made dense, all others stay sparse, and
-    the layers that bring the predictions nearest to those of the dense model are chosen. That is
-    one dense and `num_layers + 2` sparse forward passes a window.
+    Most of the loss of sparse prefill comes from a few layers, whose heads retrieve distant tokens.
+    One layer after another is made dense while all others stay sparse, and the layers with the
+    lowest mean KL(dense || sparse) are chosen. This takes one dense and `num_layers + 2` sparse
+    forward passes a window.
 
     Parameters
     ----------
     model : nn.Module
         A causal language model with dense attention.
     dataset : Tensor, sequence of int, Corpus or str
-        As `evaluate_perplexity` takes it. Not the text to be evaluated on.
+        As `evaluate_perplexity` takes it. Use another text than for the evaluation.
     chunk_config : PrefillConfig or str, optional
         Settings of the other layers. Default: those of `enable`.
     layers : int
@@ -98,8 +96,7 @@ def calibrate_layers(
     Raises
     ------
     ValueError
-        For the reasons of `evaluate_perplexity`, or if there are not more layers than are to be
-        chosen.
+        As `evaluate_perplexity` does, or if `layers` is not less than the number of candidates.
     ArithmeticError
         If a run gives logits that are not finite.
     """
@@ -121,20 +118,18 @@ def calibrate_layers(
     with torch.no_grad(), eval_mode(model):
         runs = PairedRuns(model, selected, batches, _PROTOCOL, keep_dense=True)
 
-        def measure(tried: PrefillConfig, what: str) -> PerplexityResult:
+        def measure(tried: PrefillConfig, what: str) -> float:
             def step(index: int, mode: str) -> None:
                 nonlocal done
                 now = mode if mode == "dense" else what
                 report_progress(on_progress, done, passes, f"window {index} {now}")
                 done += 1
 
-            return runs.evaluate(tried, step)
+            return runs.evaluate(tried, step).kl_mean
 
         before = measure(config, "sparse")
         by_layer = {
-            layer: measure(
-                _with_layers(config, KEPT["dense"], [layer]), f"layer {layer} dense"
-            ).kl_mean
+            layer: measure(_with_layers(config, KEPT["dense"], [layer]), f"layer {layer} dense")
             for layer in candidates
         }
         chosen = _with_layers(config, KEPT[keep], rank_layers(by_layer)[:layers])
@@ -142,8 +137,8 @@ def calibrate_layers(
     report_progress(on_progress, passes, passes, "done")
     return LayerCalibration(
         config=chosen,
-        kl_before=before.kl_mean,
-        kl_after=after.kl_mean,
+        kl_before=before,
+        kl_after=after,
         kl_by_layer=by_layer,
         flops_before=count_attention_flops(batches, config, num_layers),
         flops_after=count_attention_flops(batches, chosen, num_layers),
@@ -157,5 +152,5 @@ def _with_layers(config: PrefillConfig, field: str, layers: list[int]) -> Prefil
 
 
 def rank_layers(kl_by_layer: dict[int, float]) -> list[int]:
-    """Return layers, that with the lowest KL first."""
+    """Return layers by their KL, the lowest first."""
     return sorted(kl_by_layer, key=lambda layer: kl_by_layer[layer])

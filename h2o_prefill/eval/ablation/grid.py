@@ -25,7 +25,7 @@ _WITHOUT_RECALL = {
 
 @dataclass(frozen=True)
 class Grid:
-    """What an ablation runs on every text."""
+    """The combinations that an ablation runs on every text."""
 
     # Tokens of a window, and settings; none twice, in the order of the values given.
     combinations: list[tuple[int, PrefillConfig]]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from h2o_prefill.eval.runs import Progress
 
-# What one cell may raise and another not: too little memory, logits that are not finite.
+# Errors of single cells: too little memory, logits that are not finite.
 _FAILURES = (RuntimeError, ArithmeticError, MemoryError)
 
 
@@ -154,10 +154,10 @@ def run_ablation(
                 table.append_row(rows[key], path)
     report_progress(on_progress, total, total, "done")
     if failed:
-        first, error = next(iter(failed.items()))
+        first, cause = next(iter(failed.items()))
         raise RuntimeError(
             f"{len(failed)} of {len(keys)} cells failed, the others are in {path}; first {first}"
-        ) from error
+        ) from cause
     return table.to_frame(rows[key] for key in keys)
 
 

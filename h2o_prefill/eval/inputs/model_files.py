@@ -1,4 +1,4 @@
-"""Which file of a model that cannot be loaded is broken."""
+"""Find the broken file of a model that cannot be loaded."""
 
 from __future__ import annotations
 

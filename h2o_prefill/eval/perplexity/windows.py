@@ -1,4 +1,4 @@
-"""Which windows of a text are scored, and which tokens of a window."""
+"""The windows of a text, and the scored tokens of a window."""
 
 from __future__ import annotations
 

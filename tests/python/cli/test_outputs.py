@@ -1,4 +1,4 @@
-"""What commands write: to files that are checked before the work, or to stdout."""
+"""Output of commands: to files that are checked before the work, or to stdout."""
 
 from __future__ import annotations
 
