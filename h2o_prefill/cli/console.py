@@ -74,10 +74,7 @@ def show_progress(what: str, bar: Progress | None = None) -> Iterator[Callable[.
         yield step
 
 
-class _CtrlC:
-    """Whether Ctrl-C has been pressed in this command."""
-
-    pressed = False
+_ctrl_c = threading.Event()
 
 
 def check_interrupt() -> None:
@@ -85,29 +82,29 @@ def check_interrupt() -> None:
 
     Libraries that call Python from C, such as attribute lookups of PyTorch, may clear any error.
     """
-    if _CtrlC.pressed:
+    if _ctrl_c.is_set():
         raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def ctrl_c_remembered() -> Iterator[None]:
     """Let `check_interrupt` know of Ctrl-C in a block; where it is ignored, it stays so."""
-    _CtrlC.pressed = False
+    _ctrl_c.clear()
     handler = signal.getsignal(signal.SIGINT)
-
-    def remember(signum: int, frame: Any) -> None:
-        _CtrlC.pressed = True
-        signal.default_int_handler(signum, frame)
-
     # Only the main thread may set handlers.
-    mine = handler != signal.SIG_IGN and threading.current_thread() is threading.main_thread()
-    if mine:
-        signal.signal(signal.SIGINT, remember)
+    if handler == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _remember)
     try:
         yield
     finally:
-        if mine:
-            signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, handler)
+
+
+def _remember(*_: object) -> None:
+    _ctrl_c.set()
+    raise KeyboardInterrupt
 
 
 def say_written(path: Path) -> None:

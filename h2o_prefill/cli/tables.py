@@ -201,8 +201,9 @@ def models_table(findings: Sequence[Finding]) -> Table:
 
 def info_table(sections: dict[str, dict[str, Any]]) -> Table:
     """Return names and values, section by section."""
-    table = new_table("", "value", folding=("value",), show_header=False)
+    table = new_table("", show_header=False)
     table.columns[0].style = "bold"
+    table.add_column(overflow="fold")
     for section, rows in sections.items():
         table.add_section()
         table.add_row(section, "")
