@@ -64,7 +64,7 @@ def ablate(
     cells. Lists of layers are joined by "+": --dense-layers none,0,0+1.
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
-    with quiet_libraries(), kept_on_interrupt(kept):
+    with kept_on_interrupt(kept), quiet_libraries():
         from h2o_prefill.eval.ablation.grid import build_grid, parse_values
         from h2o_prefill.eval.ablation.plot import plot_ablation
         from h2o_prefill.eval.ablation.run import run_ablation

@@ -29,17 +29,15 @@ class _Interrupted(Exception):
 
 
 class OneLineErrors(TyperGroup):
-    """A command group that reports an expected error in one line.
+    """A command group that reports expected errors in one line: exit code 2 for input, else 1."""
 
-    The exit code is 2 for wrong input, 1 for any other expected error.
-    """
-
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:  # type: ignore[override]
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         """Run a command line, --help if it is empty."""
         args = list(sys.argv[1:] if args is None else args) or ["--help"]
+        stdout: Any = sys.stdout
         with contextlib.suppress(AttributeError):
             # "?" for letters that the terminal's encoding lacks, where Python would raise.
-            sys.stdout.reconfigure(errors="replace")
+            stdout.reconfigure(errors="replace")
         try:
             code = super().main(args, *rest, **{**options, "standalone_mode": False}) or 0
         except Exception as error:

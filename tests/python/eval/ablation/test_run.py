@@ -166,16 +166,6 @@ def test_other_weights_are_other_cells(ablate: Ablate, tiny: Any, tmp_path: Path
     assert len(_csv(tmp_path / "out")) == 8
 
 
-def test_texts_and_contexts_are_axes(ablate: Ablate, tiny: Any, corpus: Corpus) -> None:
-    other = Corpus("other", tiny.SENTENCE[::-1] * 6, "other.txt")
-    with pytest.warns(UserWarning, match="left out context=32 chunk_size=24: context must be"):
-        frame = ablate({"chunk_size": [16, 24]}, datasets=[corpus, other], contexts=[64, 32])
-    places = frame[["dataset", "context", "chunk_size"]].itertuples(index=False, name=None)
-    assert sorted(places) == sorted(
-        (name, *sizes) for name in ("tale", "other") for sizes in ((32, 16), (64, 16), (64, 24))
-    )
-
-
 def test_what_is_left_out_or_large_is_said_once_a_reason(ablate: Ablate) -> None:
     with pytest.warns(UserWarning) as said:
         ablate({"chunk_size": [16, 40], "local_window": [4, 16]})
