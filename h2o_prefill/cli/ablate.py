@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import progress_bar, quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.field_options import add_field_options
+from h2o_prefill.cli.options import add_field_options, load_texts, parse_variants
 from h2o_prefill.cli.outputs import check_output_folder
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import ablation_table
-from h2o_prefill.cli.texts import load_texts
-from h2o_prefill.cli.variants import parse_variants
 from h2o_prefill.presets import DEFAULT_PRESET
 
 _GRID = "Grid: one or more values, separated by commas"
@@ -48,10 +45,7 @@ def ablate(
     ] = [DEFAULT_PRESET],  # noqa: B006 (typer takes a list)
     dtype: options.DtypeOption = "float32",
     output: Annotated[
-        Path,
-        options.output_folder(
-            "Folder for perplexity_ablation.csv and the parts from which a run is resumed."
-        ),
+        Path, options.output_folder("Folder for perplexity_ablation.csv, created if necessary.")
     ] = Path("benchmark_results"),
     plot: Annotated[
         bool,
@@ -60,15 +54,6 @@ def ablate(
             help="Also draw perplexity against attention flops, into perplexity_ablation.png.",
         ),
     ] = True,
-    lease: Annotated[
-        float,
-        typer.Option(
-            "--lease",
-            metavar="SECONDS",
-            help="Time without a sign of life after which another process counts as dead and its "
-            "cells are run again.",
-        ),
-    ] = 60.0,
     threads: options.ThreadsOption = None,
     **fields: str | None,
 ) -> None:
@@ -76,22 +61,15 @@ def ablate(
 
     Every combination of values is a cell of the grid, and a row of a CSV file. Finished cells are
     kept: the same command resumes an interrupted run, and a larger grid computes only its new
-    cells. Several processes share the cells of a grid if the same command is started in several
-    shells, on machines that share the output folder, or by torchrun --nproc-per-node 4 -m
-    h2o_prefill.cli ablate ... (accelerate launch likewise). Lists of layers are joined by "+":
-    --dense-layers none,0,0+1.
+    cells. Lists of layers are joined by "+": --dense-layers none,0,0+1.
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
-    with quiet_libraries(), kept_on_interrupt(kept):
+    with kept_on_interrupt(kept), quiet_libraries():
         from h2o_prefill.eval.ablation.grid import build_grid, parse_values
         from h2o_prefill.eval.ablation.plot import plot_ablation
-        from h2o_prefill.eval.ablation.run import run_ablation, worker_rank
-        from h2o_prefill.eval.ablation.store import CSV_NAME
+        from h2o_prefill.eval.ablation.run import run_ablation
+        from h2o_prefill.eval.ablation.table import CSV_NAME
 
-        rank, _ = worker_rank()
-        if rank > 0:
-            # One process speaks for all.
-            warnings.simplefilter("ignore", UserWarning)
         base = list(parse_variants(preset).values())
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
         contexts = parse_values("context", context)
@@ -103,7 +81,11 @@ def ablate(
         if importlib.util.find_spec("pandas") is None:
             raise ImportError("ablate needs pandas: pip install 'h2o_prefill[eval]'")
         options.use_threads(threads)
-        with show_progress(f"loading {model}", _bar_with_estimate(rank)) as show:
+        bar = progress_bar()
+        bar.columns = (*bar.columns, TimeRemainingColumn())
+        # A window may take minutes: the estimate is of the whole run, not of the last 30 seconds.
+        bar.speed_estimate_period = float("inf")
+        with show_progress(f"loading {model}", bar) as show:
             frame = run_ablation(
                 model,
                 axes,
@@ -114,23 +96,11 @@ def ablate(
                 windows=windows,
                 protocol=protocol,
                 dtype=dtype,
-                lease_seconds=lease,
                 on_progress=show,
             )
-        if rank > 0:
-            return
         title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells"
         print_result(title, ablation_table(frame, grid.varied))
         say_written(csv_file)
         if plot:
             plot_ablation(frame, figure, title)
             say_written(figure)
-
-
-def _bar_with_estimate(rank: int) -> Progress:
-    bar = progress_bar()
-    bar.columns = (*bar.columns, TimeRemainingColumn())
-    # A window may take minutes: the estimate is of the whole run, not of the last 30 seconds.
-    bar.speed_estimate_period = float("inf")
-    bar.disable = bar.disable or rank > 0
-    return bar

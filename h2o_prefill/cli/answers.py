@@ -9,12 +9,10 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
-from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.options import load_network, load_texts, parse_variants
 from h2o_prefill.cli.outputs import json_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import answers_table
-from h2o_prefill.cli.texts import load_texts
-from h2o_prefill.cli.variants import parse_variants
 from h2o_prefill.eval.answers.compare import QUESTION
 from h2o_prefill.presets import PRESETS
 

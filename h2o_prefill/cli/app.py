@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The command group `h2o-prefill`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-# Below this width the boxes of rich's help texts leave no room for the names of options.
+# Below this width rich's boxes leave no room for the names of options.
 _NARROW = 56
 
 app = typer.Typer(
@@ -57,13 +57,16 @@ def _options(
     pass
 
 
-app.command(name="ppl")(ppl.ppl)
-app.command(name="ablate")(ablate.ablate)
-app.command(name="calibrate")(calibrate.calibrate)
-app.command(name="bench")(bench.bench)
-app.command(name="retrieve")(retrieve.retrieve)
-app.command(name="answers")(answers.answers)
-app.command(name="visualize")(visualize.visualize)
-app.command(name="generate")(generate.generate)
-app.command(name="export")(export.export)
-app.command(name="info")(info.info)
+for _command in (
+    ppl.ppl,
+    ablate.ablate,
+    calibrate.calibrate,
+    bench.bench,
+    retrieve.retrieve,
+    answers.answers,
+    visualize.visualize,
+    generate.generate,
+    export.export,
+    info.info,
+):
+    app.command()(_command)

@@ -10,11 +10,10 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
-from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import check_output_folder, json_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import throughput_table
-from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 

@@ -1,4 +1,4 @@
-"""`h2o-prefill calibrate`: which layers of a model to spend more on."""
+"""`h2o-prefill calibrate`: the layers of a model that need larger memory sets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import output_console, quiet_libraries, show_progress
-from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import json_output, text_origin
 from h2o_prefill.cli.result_table import print_result
-from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
@@ -38,13 +37,13 @@ def calibrate(
 ) -> None:
     """Find the layers whose sparse attention costs the model most.
 
-    Each layer in turn is made dense, all others stay sparse, and the predictions are compared with
-    those of the dense model: one forward pass per layer and window. The text should be of the kind
+    Each layer in turn is made dense while all others stay sparse, and the predictions are compared
+    with those of the dense model: one forward pass per layer and window. Use a text of the kind
     that the model will read. Prints the settings in the form that --preset takes.
     """
     from h2o_prefill.cli.tables import calibration_table
     from h2o_prefill.eval import calibrate_layers, load_text
-    from h2o_prefill.eval.calibration.calibrate import KEPT
+    from h2o_prefill.eval.calibration import KEPT
     from h2o_prefill.eval.environment import environment
 
     with quiet_libraries(), json_output(json_file) as save_json:

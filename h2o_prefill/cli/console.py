@@ -1,9 +1,11 @@
-"""Where output goes: results to stdout, everything else to stderr."""
+"""Console output: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,18 +14,11 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from h2o_prefill.cli.interrupts import check_interrupt
-
 
 class ResultConsole(Console):
-    """A console whose reader may go away, as `head` does: the command still writes its files.
+    """A console whose reader may go away, as `head` does: the command still writes its files."""
 
-    Attributes
-    ----------
-    closed : bool
-        Of the class: whether that has happened.
-    """
-
+    # An attribute of the class: whether a reader has gone away.
     closed = False
 
     def on_broken_pipe(self) -> None:
@@ -33,8 +28,8 @@ class ResultConsole(Console):
 
 
 def discard_output(file: IO[str]) -> None:
-    """Let a standard stream write to nowhere."""
-    # What is no real file, as in tests, has no reader that could go away.
+    """Redirect a standard stream to /dev/null."""
+    # Streams without a file descriptor, as in tests, have no reader that could go away.
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
@@ -50,7 +45,7 @@ def error_console() -> Console:
 
 
 def progress_bar() -> Progress:
-    """Return a progress bar on stderr that is gone when it is done, and not there in a log file."""
+    """Return a progress bar on stderr that disappears when it is done; none in a log file."""
     console = error_console()
     return Progress(
         TextColumn("{task.description}"),
@@ -67,8 +62,7 @@ def progress_bar() -> Progress:
 def show_progress(what: str, bar: Progress | None = None) -> Iterator[Callable[..., None]]:
     """Show a progress bar for a block.
 
-    Gives the function that evaluations call with (steps done, steps in all, what runs next). It
-    ends the block where Ctrl-C has been pressed, and lost.
+    Gives the function that evaluations call with (steps done, steps in all, what runs next).
     """
     with bar or progress_bar() as shown:
         task = shown.add_task(what, total=None)
@@ -80,15 +74,48 @@ def show_progress(what: str, bar: Progress | None = None) -> Iterator[Callable[.
         yield step
 
 
+_ctrl_c = threading.Event()
+
+
+def check_interrupt() -> None:
+    """Raise KeyboardInterrupt again if Ctrl-C has been pressed and the exception was lost.
+
+    Libraries that call Python from C, such as attribute lookups of PyTorch, may clear any error.
+    """
+    if _ctrl_c.is_set():
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ctrl_c_remembered() -> Iterator[None]:
+    """Let `check_interrupt` know of Ctrl-C in a block; where it is ignored, it stays so."""
+    _ctrl_c.clear()
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread may set handlers.
+    if handler == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _remember(*_: object) -> None:
+    _ctrl_c.set()
+    raise KeyboardInterrupt
+
+
 def say_written(path: Path) -> None:
-    """Say that a file was written."""
+    """Say on stderr that a file was written."""
     error_console().print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Show each warning once, in one line, and keep the libraries' own noise off for a block."""
-    # Python's own filter would drop some and repeat others: which messages repeat is decided here.
+    """Show each warning once, in one line, and silence the libraries' own messages for a block."""
+    # Python's own filter would drop some warnings and repeat others.
     shown: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
@@ -100,16 +127,11 @@ def quiet_libraries() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show  # type: ignore[assignment]
-        _silence_transformers()
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        with contextlib.suppress(ImportError):
+            from transformers.utils import logging
+
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
         yield
-
-
-def _silence_transformers() -> None:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        from transformers.utils import logging
-    except ImportError:
-        return
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""`h2o-prefill export`: write a whole model as a package that runs without Python."""
+"""`h2o-prefill export`: a whole model as a package that runs without Python."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import error_console, quiet_libraries, say_written
-from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import check_output_file
-from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
@@ -25,7 +24,7 @@ def export(
     capacity: Annotated[
         int,
         typer.Option(
-            "--capacity", min=2, help="Number of tokens that prompt and answer may have together."
+            "--capacity", min=2, help="Maximum number of tokens of prompt and answer together."
         ),
     ] = 8192,
     dtype: options.DtypeOption = "bfloat16",
@@ -35,9 +34,9 @@ def export(
 ) -> None:
     """Write a whole model as an AOTInductor package that runs without Python.
 
-    One graph prefills and decodes. Beside FILE.pt2, which holds the weights, stand FILE.json, which
-    says what the package is, and the folder FILE.tokenizer. `examples/generate.cpp` runs
-    packages in C++, `h2o-prefill generate --package` in Python.
+    One graph prefills and decodes. FILE.pt2 holds the weights; FILE.json, which describes the
+    package, and the folder FILE.tokenizer are written beside it. examples/generate.cpp
+    runs packages in C++, `h2o-prefill generate --package` in Python.
     """
     from h2o_prefill.eval.inputs.packages import write_package
 

@@ -9,10 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import ResultConsole, error_console, output_console, quiet_libraries
-from h2o_prefill.cli.interrupts import check_interrupt
-from h2o_prefill.cli.loading import load_network
-from h2o_prefill.cli.variants import parse_variant
+from h2o_prefill.cli.console import (
+    ResultConsole,
+    check_interrupt,
+    error_console,
+    output_console,
+    quiet_libraries,
+)
+from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
@@ -33,8 +37,8 @@ def generate(
         typer.Option(
             "--package",
             metavar="FILE.pt2",
-            help="Package that h2o-prefill export wrote, instead of a model: it has its settings "
-            "and data type.",
+            help="Package that h2o-prefill export wrote, instead of a model; its settings and data "
+            "type are used.",
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -70,7 +74,7 @@ def generate(
         if not text or not text.strip():
             raise ValueError("prompt must not be empty")
         if package is not None and config != parse_variant(DEFAULT_PRESET):
-            raise ValueError("--package has settings of its own: leave --preset and sizes out")
+            raise ValueError("--package has its own settings: leave out --preset and the sizes")
         network: Any
         if package is not None:
             options.use_threads(threads)
@@ -95,12 +99,12 @@ def generate(
 
 
 def _summary(timing: Any, config: Any) -> str:
-    way = "sparse"
+    mode = "sparse"
     if timing.prompt_tokens < config.sparse_from:
-        way = f"dense, since shorter than {config.sparse_from} tokens"
+        mode = f"dense, since shorter than {config.sparse_from} tokens"
     elif not config.is_sparse_call(0, timing.prompt_tokens):
-        way = "dense, since the memory set is empty"
+        mode = "dense, since the memory set is empty"
     return (
-        f"prefill {timing.prompt_tokens} tokens in {timing.prefill_seconds:.2f} s ({way}), "
+        f"prefill {timing.prompt_tokens} tokens in {timing.prefill_seconds:.2f} s ({mode}), "
         f"then {timing.new_tokens} tokens in {timing.decode_seconds:.2f} s"
     )

@@ -1,4 +1,4 @@
-"""`h2o-prefill info`: what is installed, and what it can do."""
+"""`h2o-prefill info`: versions, hardware and supported operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def info(json_file: options.JsonOption = None) -> None:
     from h2o_prefill.cli.tables import info_table
     from h2o_prefill.eval import DATASETS, DEFAULT_MODEL, DTYPES, PROTOCOLS
     from h2o_prefill.eval.environment import cuda_kernels, environment, linear_attention, operators
-    from h2o_prefill.eval.inputs.cache_dir import cache_dir
+    from h2o_prefill.eval.inputs.gguf import cache_dir
 
     with quiet_libraries(), json_output(json_file) as save_json:
         facts = environment()

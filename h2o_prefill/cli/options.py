@@ -1,23 +1,68 @@
-"""Options that more than one command has."""
+"""Options that several commands share, and what they stand for: models, texts, settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from h2o_prefill.cli.field_options import add_field_options
+from h2o_prefill.cli.console import error_console
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import DATASETS, DTYPES
+from h2o_prefill.eval import DATASETS, DTYPES, Corpus
 from h2o_prefill.presets import PRESETS
 
 _SIZES = "Sparse prefill"
+# More would end in an error of the operating system, or of PyTorch, in the middle of the work.
+_MOST_THREADS = 4096
+
+
+def add_field_options(
+    kind: Any, *, panel: str, metavar: str | None = None, names: Collection[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turn the **fields of a command into options, by default for all fields of `PrefillConfig`."""
+
+    def change(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shown = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[kind, _option(field, panel, metavar)],
+            )
+            for field in dataclasses.fields(PrefillConfig)
+            if names is None or field.name in names
+        ]
+        changed = signature.replace(parameters=[*own, *shown])
+        command.__signature__ = changed  # type: ignore[attr-defined]
+        return command
+
+    return change
+
+
+def _option(field: dataclasses.Field[Any], panel: str, metavar: str | None) -> Any:
+    return typer.Option(
+        _flag(field.name),
+        metavar=metavar,
+        # Fields that the text names are options here.
+        help=re.sub(r"`(\w+)`", lambda name: _flag(name[1]), field.metadata["help"]),
+        rich_help_panel=panel,
+        show_default="from --preset",
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def choices(names: Iterable[str]) -> str:
-    """Return names as a help text lists them."""
+    """Return names for a help text."""
     return ", ".join(names)
 
 
@@ -52,7 +97,7 @@ TextFileOption = Annotated[
 
 
 def datasets(use: str, panel: str | None = None) -> Any:
-    """Return an option of several datasets; `use` says what they are for."""
+    """Return an option that takes several datasets; `use` says what they are for."""
     return typer.Option(
         "--dataset",
         metavar="NAME,NAME,...",
@@ -63,7 +108,7 @@ def datasets(use: str, panel: str | None = None) -> Any:
 
 
 def text_files(use: str, panel: str | None = None) -> Any:
-    """Return an option of files beside those datasets; `use` says what to do with them."""
+    """Return an option that takes more texts; `use` says what to do with them."""
     return typer.Option(
         "--text-file",
         metavar="FILE",
@@ -102,7 +147,13 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", help=f"Data type of the model's weights: {choices(DTYPES)}.")
 ]
 ThreadsOption = Annotated[
-    int | None, count("--threads", "Number of CPU threads; by default PyTorch chooses.")
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        max=_MOST_THREADS,
+        help="Number of CPU threads; by default PyTorch chooses.",
+    ),
 ]
 JsonOption = Annotated[
     Path | None,
@@ -145,7 +196,7 @@ add_size_options = add_field_options(
 
 
 def describe_sizes(config: PrefillConfig) -> str:
-    """Return sizes, and options that add keys, as titles name them."""
+    """Return the sizes, and the options that add keys, for titles."""
     more = {
         "recall": config.recall,
         "tail": config.dense_tail,
@@ -166,22 +217,42 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+def load_network(model: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
+    """Set the number of threads, and load a model and its tokenizer while stderr says so."""
+    from h2o_prefill.eval import load_model
+
+    use_threads(threads)
+    with error_console().status(f"loading {model}"):
+        return load_model(model, dtype)
+
+
+def load_texts(datasets: str | None, files: Iterable[Path] | None) -> list[Corpus]:
+    """Return the named datasets and files; WikiText-2 if nothing is named."""
+    chosen = list(files or [])
+    names = ([] if chosen else ["wikitext2"]) if datasets is None else datasets.split(",")
+    from h2o_prefill.eval import load_text
+
+    corpora = [load_text(name.strip()) for name in names]
+    return corpora + [load_text(text_file=file) for file in chosen]
+
+
+def parse_variants(texts: Iterable[str]) -> dict[str, PrefillConfig]:
+    """Return the settings of each variant, by the text that names it."""
+    return {text: parse_variant(text) for text in texts}
+
+
+def parse_variant(text: str, **overrides: int | None) -> PrefillConfig:
+    """Return the settings that a text like "h2o,recall=4,dense_layers=0+1" stands for."""
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        config = PrefillConfig.parse(text)
+    except ValueError as error:
+        raise ValueError(f"settings {text!r}: {error}") from None
+    return config.with_fields(**given)
+
+
 def parse_numbers(text: str, name: str, least: int | None = None) -> list[int]:
-    """Return the numbers that an option lists, with commas between.
-
-    Parameters
-    ----------
-    text : str
-    name : str
-        Of the option, for the error.
-    least : int, optional
-        The smallest that is allowed.
-
-    Raises
-    ------
-    ValueError
-        If one is no number, or below `least`.
-    """
+    """Return the numbers, of at least `least`, in the comma-separated list of an option."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

@@ -7,10 +7,9 @@ from typing import Annotated
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
-from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import json_output, plot_output, text_origin
 from h2o_prefill.cli.result_table import print_result
-from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -18,23 +20,22 @@ _LEAST_FOLDED = 12
 _ANY_WIDTH = 10_000
 
 
-def new_table(show_header: bool = True) -> Table:
-    """Return an empty table in the style of all results."""
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_header=show_header)
+def new_table(*headings: str, folding: Sequence[str] = (), show_header: bool = True) -> Table:
+    """Return an empty table in the style of all results, with the columns of these headings.
+
+    The first column is on the left, the others on the right; those in `folding` may fold.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_header=show_header)
+    for index, heading in enumerate(headings):
+        side: Any = "right" if index and heading not in folding else "left"
+        table.add_column(heading, justify=side, no_wrap=heading not in folding, overflow="fold")
+    return table
 
 
 def print_result(title: str, table: Table) -> None:
     """Print a table as a result; no cell is cut off, however narrow the terminal is.
 
-    Where the width is that of no terminal, as in a file, lines are as long as the table needs.
-
-    Parameters
-    ----------
-    title : str
-        Printed above it, if not empty.
-    table : Table
-        Its columns either are no_wrap or may fold. If the first one has no heading, it holds the
-        names of the rows.
+    In a file, lines are as long as the table needs.
     """
     console = output_console()
     narrowest = _narrowest(table, console)
@@ -63,7 +64,7 @@ def _width(column: Column) -> int:
 
 
 def _stacked(table: Table, console: Console) -> RenderableType:
-    """Return the rows of a table below each other, each cell behind the heading of its column."""
+    """Return one cell a line, after the heading of its column, row after row."""
     headings = [" ".join(str(column.header).split()) for column in table.columns]
     named = not headings[0]
     width = min(max(map(cell_len, headings)), console.width // 2)

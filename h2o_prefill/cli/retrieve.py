@@ -9,11 +9,10 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
-from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.options import load_network, parse_variants
 from h2o_prefill.cli.outputs import json_output, plot_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
-from h2o_prefill.cli.variants import parse_variants
 from h2o_prefill.eval.needles.settings import DEPTHS, LENGTHS
 from h2o_prefill.eval.needles.tasks import TASKS
 from h2o_prefill.presets import PRESETS

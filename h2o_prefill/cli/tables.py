@@ -1,4 +1,4 @@
-"""The tables that commands end with."""
+"""The tables of results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.answers.result import AnswersResult
     from h2o_prefill.eval.attention.result import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
-    from h2o_prefill.eval.calibration.result import LayerCalibration
+    from h2o_prefill.eval.calibration import LayerCalibration
     from h2o_prefill.eval.needles.result import RetrievalResult
     from h2o_prefill.eval.perplexity.result import PerplexityResult
 
@@ -25,12 +25,9 @@ _ABLATION_MEASURES = ("dense", "sparse", "difference", "KL", "same\ntop-1", "flo
 
 
 def perplexity_table(result: PerplexityResult) -> Table:
-    """Return dense, sparse and their difference, one measure a row."""
+    """Return perplexity and other measures, dense and sparse, one a row."""
     dense, sparse = result.dense, result.sparse
-    table = new_table()
-    table.add_column("")
-    for name in ("dense", "sparse", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table("", "dense", "sparse", "difference", folding=("",))
     difference = _signed(result.delta_percent) + _error(result.stderr_percent)
     table.add_row("perplexity", f"{dense.ppl:.3f}", f"{sparse.ppl:.3f}", difference, style="bold")
     for chunk, (before, after) in enumerate(
@@ -59,21 +56,11 @@ def perplexity_table(result: PerplexityResult) -> Table:
 
 
 def ablation_table(frame: pd.DataFrame, varied: Sequence[str]) -> Table:
-    """Return one row a cell: what tells it from the others, and what it costs.
-
-    Parameters
-    ----------
-    frame : pandas.DataFrame
-        Rows as `run_ablation` returns them.
-    varied : sequence of str
-        Columns of which the grid had more than one value.
-    """
+    """Return one row a cell: the columns `varied`, which tell it from the others, and measures."""
     names = [*(["dataset"] if frame["dataset"].nunique() > 1 else []), *varied]
-    table = new_table()
     with_recall = bool(frame["recalled_keys"].notna().any())
     measures = (*_ABLATION_MEASURES, *(["recalled\nkeys"] if with_recall else []))
-    for name in (*(name.replace("_", "\n") for name in names), *measures):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table(*(name.replace("_", "\n") for name in names), *measures)
     for row in frame.astype(object).where(frame.notna(), None).to_dict(orient="records"):
         table.add_row(
             *(format_value(row[name]) for name in names),
@@ -89,14 +76,8 @@ def ablation_table(frame: pd.DataFrame, varied: Sequence[str]) -> Table:
 
 
 def calibration_table(result: LayerCalibration, chosen: tuple[int, ...], keep: str) -> Table:
-    """Return what KL each layer leaves when it is dense, the best first, and that of those chosen.
-
-    `keep` says what became of them.
-    """
-    table = new_table()
-    table.add_column("")
-    for name in ("mean KL(dense || sparse)", "change", "attention flops"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """Return the KL with each layer dense, the lowest first, and with the chosen layers `keep`."""
+    table = new_table("", "mean KL(dense || sparse)", "change", "attention flops", folding=("",))
 
     def add(name: str, kl: float, flops: str = "", style: str | None = None) -> None:
         change = _signed(100 * (kl / result.kl_before - 1)) if result.kl_before else ""
@@ -116,10 +97,9 @@ def calibration_table(result: LayerCalibration, chosen: tuple[int, ...], keep: s
 
 def throughput_table(frame: pd.DataFrame) -> Table:
     """Return seconds and tokens per second, one prompt length a row."""
-    # Narrow, and with headings of two lines, to fit 80 columns.
-    table = new_table()
     with_recall = bool(frame["recalled_keys"].notna().any())
-    for name in (
+    # Headings of two lines fit 80 columns.
+    table = new_table(
         "tokens",
         "dense\nseconds",
         "sparse\nseconds",
@@ -128,8 +108,7 @@ def throughput_table(frame: pd.DataFrame) -> Table:
         "speed-up\n(range)",
         "attention\nflops ratio",
         *(["recalled\nkeys"] if with_recall else []),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    )
     for row in frame.to_dict(orient="records"):
         table.add_row(
             f"{row['seq_length']:.0f}",
@@ -145,18 +124,12 @@ def throughput_table(frame: pd.DataFrame) -> Table:
 
 
 def retrieval_table(result: RetrievalResult) -> Table:
-    """Return the accuracy of each variant, task by task and length by length, with 95 % intervals.
+    """Return the accuracy of each variant by task and length, with 95 % intervals.
 
-    Kept is what a variant solves of the prompts that the dense run solves.
+    "Kept" counts the prompts that the dense run solves, and the variant too.
     """
-    # Narrow, and with headings of two lines, to fit 80 columns.
-    table = new_table()
-    table.add_column("task", no_wrap=True)
-    table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("prefill", overflow="fold")
-    table.add_column("accuracy %\n(95 %)", justify="right", no_wrap=True)
-    table.add_column("kept of\nsolved", justify="right", no_wrap=True)
-    table.add_column("kept %\n(95 %)", justify="right", no_wrap=True)
+    headings = ("tokens", "prefill", "accuracy %\n(95 %)", "kept of\nsolved", "kept %\n(95 %)")
+    table = new_table("task", *headings, folding=("prefill",))
     for row in result.summary:
         first = row.variant == result.summary[0].variant
         if first:
@@ -173,12 +146,10 @@ def retrieval_table(result: RetrievalResult) -> Table:
 
 
 def answers_table(result: AnswersResult) -> Table:
-    """Return how many answers of each variant equal dense, and where the others part from it."""
-    table = new_table()
-    table.add_column("prefill", overflow="fold")
-    table.add_column("equal to\ndense", justify="right", no_wrap=True)
-    table.add_column("others part\nat token", overflow="fold")
-    table.add_column("median\ngap", justify="right", no_wrap=True)
+    """Return how many answers of each variant equal dense, and where the others differ."""
+    others = "others part\nat token"
+    headings = ("prefill", "equal to\ndense", others, "median\ngap")
+    table = new_table(*headings, folding=("prefill", others))
     for name in result.variants:
         gaps = result.gaps(name)
         table.add_row(
@@ -191,19 +162,16 @@ def answers_table(result: AnswersResult) -> Table:
 
 
 def attention_table(measures: AttentionMeasures) -> Table:
-    """Return the errors against dense attention, a chunk a row, and of the whole prompt."""
+    """Return the errors against dense attention, one chunk a row, and of the whole prompt."""
     values = measures.to_dict()
-    # Narrow, and with headings of two lines, to fit 80 columns.
-    table = new_table()
-    for name in (
+    table = new_table(
         "chunk",
         "relative L1\nerror, mean",
         "worst head\n(layer.head)",
         "dense mass\nseen, mean",
         "worst head\n(layer.head)",
         "sets, Jaccard\nto the last",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    )
     for row in values["by_chunk"]:
         table.add_row(str(row["chunk"]), *_error_cells(row))
     table.add_section()
@@ -213,8 +181,8 @@ def attention_table(measures: AttentionMeasures) -> Table:
 
 def info_table(sections: dict[str, dict[str, Any]]) -> Table:
     """Return names and values, section by section."""
-    table = new_table(show_header=False)
-    table.add_column(style="bold", no_wrap=True)
+    table = new_table("", show_header=False)
+    table.columns[0].style = "bold"
     table.add_column(overflow="fold")
     for section, rows in sections.items():
         table.add_section()

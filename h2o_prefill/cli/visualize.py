@@ -9,10 +9,9 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import output_console, quiet_libraries, show_progress
-from h2o_prefill.cli.loading import load_network
+from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import check_output_folder, json_output, text_origin
 from h2o_prefill.cli.result_table import print_result
-from h2o_prefill.cli.variants import parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:
@@ -109,8 +108,7 @@ def visualize(
 
 def _ablation_rows(file: Path | None, output: Path, model: str) -> pd.DataFrame | None:
     """Return the rows of a model in a table of `ablate`, None if no file is named nor found."""
-    from h2o_prefill.eval.ablation.store import CSV_NAME
-    from h2o_prefill.eval.ablation.table import read_rows, to_frame
+    from h2o_prefill.eval.ablation.table import CSV_NAME, read_rows, to_frame
 
     path = (output.parent / CSV_NAME if file is None else file).expanduser()
     if file is not None and not path.is_file():

@@ -9,8 +9,7 @@ from h2o_prefill.eval.attention.patterns import AttentionPatterns
 from h2o_prefill.eval.attention.result import AttentionMeasures
 from h2o_prefill.eval.attention.visualize import visualize_attention_patterns
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
-from h2o_prefill.eval.calibration.calibrate import calibrate_layers
-from h2o_prefill.eval.calibration.result import LayerCalibration
+from h2o_prefill.eval.calibration import LayerCalibration, calibrate_layers
 from h2o_prefill.eval.inputs.models import DEFAULT_MODEL, DTYPES, load_model
 from h2o_prefill.eval.inputs.text import DATASETS, Corpus, load_text
 from h2o_prefill.eval.needles.evaluate import evaluate_retrieval

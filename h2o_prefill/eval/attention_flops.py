@@ -1,4 +1,4 @@
-"""How much attention a prefill computes: query-key products, dense and sparse."""
+"""Attention flops of a prefill, counted in query-key products, dense and sparse."""
 
 from __future__ import annotations
 
@@ -13,41 +13,21 @@ from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 
 @dataclass(frozen=True)
 class AttentionFlops:
-    """The attention of sparse prefill beside that of dense prefill.
+    """Attention flops of sparse prefill, relative to dense."""
 
-    Attributes
-    ----------
-    ratio : float
-        Query-key products of dense attention over those of the sparse one.
-    recalled_keys : float or None
-        Recalled keys that a row sees, at most: the mean of all rows. None where recall is off.
-    """
-
+    # Query-key products, dense over sparse.
     ratio: float
+    # Upper bound of the recalled keys that a row sees, mean of all rows; None if recall is off.
     recalled_keys: float | None
 
 
 def count_attention_flops(
     prompts: Tensor, config: PrefillConfig, num_layers: int = 1
 ) -> AttentionFlops:
-    """Count the attention of prompts that are prefilled in one call each.
+    """Count the attention flops of prompts [prompts, T], each prefilled in one call.
 
-    Layers of `config.dense_layers` count as dense, those of `config.wide_layers` with their own
-    memory sets, and a prompt that would go densely, as one too short does, as dense. What lexical
-    recall adds is searched for in every prompt.
-
-    Parameters
-    ----------
-    prompts : Tensor
-        int64 [prompts, T].
-    config : PrefillConfig
-    num_layers : int
-        Layers of the model.
-
-    Returns
-    -------
-    AttentionFlops
-        Over all prompts.
+    Dense layers and prompts that are too short for a sparse call count as dense, wide layers with
+    their own memory sets. Lexical recall is run on every prompt.
     """
     count, length = prompts.shape
     if not config.is_sparse_call(0, length):
@@ -79,18 +59,9 @@ def sparse_dot_products(
 ) -> int:
     """Count the query-key products of one head when a prompt is prefilled sparsely in one call.
 
-    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| what a memory set
-    can hold by then. On top come recalled keys, and for the rows of a dense tail all keys before
-    them: their sparse attention is computed too, since it gives keys their scores.
-
-    Parameters
-    ----------
-    num_tokens : int
-        N, the length of the prompt.
-    config : PrefillConfig
-        Gives S, the size of the memory set, and the dense tail.
-    recalled : RecalledKeys, optional
-        What `find_recalled` returned for the prompt.
+    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| the most that a
+    memory set can hold by then. Recalled keys are added, and all keys of the rows of a dense tail,
+    whose sparse attention is computed too, because it updates the scores.
     """
     total = recalled_dot_products(num_tokens, recalled)
     for begin in range(0, num_tokens, config.chunk_size):
@@ -103,7 +74,7 @@ def sparse_dot_products(
 def recalled_dot_products(num_tokens: int, recalled: RecalledKeys | None) -> int:
     """Count the query-key products of recall: every key with the rows of its block that see it.
 
-    An upper bound: keys that a head's memory set holds are left out there. 0 for None.
+    This is an upper bound: a head skips recalled keys that its memory set holds.
     """
     if recalled is None:
         return 0

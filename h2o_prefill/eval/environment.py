@@ -1,4 +1,4 @@
-"""Where a result came from: versions, machine, build."""
+"""Versions, machine and build: what a report says of its origin, and `h2o-prefill info` shows."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def environment() -> dict[str, Any]:
     return {
         "h2o_prefill": h2o_prefill.__version__,
         "commit": commit(),
-        "library": library(),
+        "library": {**h2o_prefill.build_info(), "cpu_isa_used": torch.ops.h2o_prefill.cpu_isa()},
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "packages": {name: package_version(name) for name in _PACKAGES},
+        "packages": {name: _package_version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -33,22 +33,12 @@ def environment() -> dict[str, Any]:
     }
 
 
-def package_version(name: str) -> str | None:
-    """Return the installed version of a package, None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def commit() -> str | None:
-    """Return the git commit of the checkout that this runs from, None for an installed copy.
+    """Return the git commit of the checkout that this runs from, "+" for one with changes.
 
-    A trailing "+" says that the checkout has changes.
+    None for an installed copy, whose virtual environment may lie in another project's checkout.
     """
     root = Path(__file__).resolve().parents[2]
-    # Only the package's own checkout: a virtual environment may lie in the checkout of another
-    # project.
     if not (root / ".git").exists():
         return None
     try:
@@ -58,18 +48,13 @@ def commit() -> str | None:
         return None
 
 
-def library() -> dict[str, Any]:
-    """Describe the compiled library."""
-    return {**h2o_prefill.build_info(), "cpu_isa_used": torch.ops.h2o_prefill.cpu_isa()}
-
-
 def has_cuda() -> bool:
     """Return whether CUDA kernels were compiled in."""
     return bool(torch.ops.h2o_prefill.has_cuda())
 
 
 def cuda_kernels() -> dict[str, str]:
-    """Say for which GPUs and problems there are CUDA kernels, and what serves the rest."""
+    """Return which GPUs, dtypes and shapes have CUDA kernels, and what runs otherwise."""
     if not has_cuda():
         return {"built": "no: the library was built without CUDA, GPUs run the composite versions"}
     return {
@@ -82,21 +67,20 @@ def cuda_kernels() -> dict[str, str]:
 
 
 def linear_attention() -> dict[str, str]:
-    """Say what computes `chunkwise_linear_attention` and its gradient, and where."""
-    on_cuda = "cuda" in operators()["chunkwise_linear_attention"]
+    """Return what computes `chunkwise_linear_attention` and its backward pass, by device."""
     dtypes = "kernels for float32, bfloat16, float16"
+    on_cuda = f"{dtypes}; head dims up to 128, in float32 192"
     return {
         "CPU": f"{dtypes}; all head dims, one direction and both",
-        "CUDA": f"{dtypes}; head dims up to 128" if on_cuda else "composite version",
+        "CUDA": f"{dtypes}; head dims up to 128, in float32 192"
+        if on_cuda
+        else "composite version",
         "composite version": "float64; larger head dims on CUDA; devices without kernels",
     }
 
 
 def operators() -> dict[str, list[str]]:
-    """Return the operators of `h2o_prefill.ops`, each with its devices.
-
-    "any" stands for the version composed of other operators.
-    """
+    """Return the operators of `h2o_prefill.ops` and their devices; "any": the composite version."""
     keys = {
         "CPU": "cpu",
         "CUDA": "cuda",
@@ -129,6 +113,13 @@ def cpu_name() -> str:
 def gpu_name() -> str | None:
     """Return the first GPU's name, None without one."""
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _git(root: Path, *arguments: str) -> str:

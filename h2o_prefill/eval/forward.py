@@ -1,4 +1,4 @@
-"""One forward pass of a prompt, timed, whose logits are computed later and slice by slice."""
+"""One timed forward pass of a prompt, whose logits are computed later, slice by slice."""
 
 from __future__ import annotations
 
@@ -15,19 +15,9 @@ _PROBE_TOKENS = 8
 
 
 class PromptLogits:
-    """Logits of every row of a prompt, made on demand.
+    """Logits of every row of a prompt, made on demand from hidden states [T, C] by an output layer.
 
-    Parameters
-    ----------
-    rows : Tensor
-        [T, C]: hidden states, or the logits themselves.
-    head : callable, optional
-        Turns rows of hidden states into logits.
-
-    Attributes
-    ----------
-    rows, head
-        The same.
+    Without an output layer the rows are the logits.
     """
 
     def __init__(self, rows: Tensor, head: Callable[[Tensor], Tensor] | None) -> None:
@@ -43,21 +33,10 @@ class PromptLogits:
 class PromptForward:
     """Runs a causal language model over one prompt.
 
-    A window's logits are far larger than anything else (4096 x 49152 in fp32: 805 MB). So, where
-    the model is a base model followed by a plain output layer, the call computes the logits of the
-    last token only, as a prefill does, and the base model's hidden states are kept instead. Where a
-    probe shows that the output layer alone does not give the model's logits (softcap, scaling), the
-    full logits are kept.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Takes `input_ids` [1, T]; returns logits [1, T, vocabulary] or an object with `.logits`.
-
-    Attributes
-    ----------
-    head : callable or None
-        Turns the hidden states that are kept into logits; None where logits are kept.
+    Full logits are large (4096 x 49152 in fp32: 805 MB). If the model is a base model followed by a
+    plain output layer, `head`, the call computes the logits of the last token only, as a prefill
+    does, and keeps the hidden states. If a probe shows that the output layer alone does not give
+    the model's logits (softcap, scaling), `head` is None and the full logits are kept.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,19 +49,7 @@ class PromptForward:
                 self.head = None
 
     def __call__(self, input_ids: Tensor) -> tuple[PromptLogits, float]:
-        """Run the prompt.
-
-        Parameters
-        ----------
-        input_ids : Tensor
-            int64 [1, T], on the model's device.
-
-        Returns
-        -------
-        logits : PromptLogits
-        seconds : float
-            Of the call alone.
-        """
+        """Run a prompt, int64 [1, T]; return its logits and the seconds of the call."""
         if self.head is None:
             output, seconds = self._timed(input_ids)
             return PromptLogits(_logits(output)[0], None), seconds
@@ -98,7 +65,7 @@ class PromptForward:
 
     def _hidden_states(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Any, float]:
         kept: list[Tensor] = []
-        # A hook, not a call of the base model: what is attached to the whole model must see it.
+        # A hook, not a call of the base model: hooks on the whole model must run.
         handle = self._base.register_forward_hook(
             lambda module, args, output: kept.append(output.last_hidden_state)
         )
@@ -109,12 +76,11 @@ class PromptForward:
         return kept[-1][0], output, seconds
 
     def _can_keep_hidden_states(self) -> bool:
-        model = self._model
         return (
             isinstance(self._base, nn.Module)
-            and self._base is not model
+            and self._base is not self._model
             and isinstance(self._output_layer(), nn.Module)
-            and bool(last_logits_only(model))
+            and bool(last_logits_only(self._model))
         )
 
     def _output_layer(self) -> Any:

@@ -1,4 +1,4 @@
-"""What figures share: size and style, files, maps of layers, heads and positions."""
+"""Helpers of all figures: size and style, files, maps of layers, heads and positions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Behind what is not there: positions that do not exist yet, heads that a layer does not have.
+# Background of absent values: positions that do not exist yet, heads that a layer does not have.
 ABSENT = "0.88"
 TITLE: dict[str, Any] = {"fontsize": 9, "loc": "left"}
 WIDTH = 11.0
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-# Told apart by people who see colours differently, and by line style in print.
+# Colour-blind safe, and with different line styles for print.
 DENSE: dict[str, Any] = {"color": "#0072B2", "label": "dense", "linewidth": 1.6}
 SPARSE: dict[str, Any] = {
     "color": "#D55E00",
@@ -38,7 +38,7 @@ _MAX_NUMBERED_CELLS = 300
 
 def make_figure(height: float, width: float = WIDTH) -> Figure:
     """Return an empty figure, sizes in inches."""
-    # A Figure of its own with the Agg canvas: pyplot would keep it, and might look for a display.
+    # Without pyplot, which would keep the figure and might look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -50,18 +50,7 @@ def make_figure(height: float, width: float = WIDTH) -> Figure:
 def save_figure(
     figure: Figure, path: str | os.PathLike[str], title: str | None = None, title_size: int = 11
 ) -> None:
-    """Write a figure into a file, whole or not at all.
-
-    Parameters
-    ----------
-    figure : matplotlib.figure.Figure
-    path : path
-        Ends in .png, .svg or .pdf.
-    title : str, optional
-        What was run, for the line above the panels.
-    title_size : int
-        Points.
-    """
+    """Write a figure into a .png, .svg or .pdf file, whole or not at all."""
     if title is not None:
         figure.suptitle(title, fontsize=title_size)
     with replaced_file(path) as scratch:
@@ -85,7 +74,7 @@ def draw_map(axes: Axes, values: Tensor, length: int, width: int, **style: Any) 
 
 
 def draw_lines_behind(axes: Axes) -> None:
-    """Draw faint lines at the values of a curve, behind it, and no frame above and to the right."""
+    """Draw faint grid lines behind a curve, and no frame above and to the right."""
     axes.set_axisbelow(True)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
@@ -115,18 +104,18 @@ def number_cells(
 
 
 def bin_width(length: int) -> int:
-    """Return the positions of a column: a screen has no room for one column each."""
+    """Return the number of positions in a column, so that a screen has room for all columns."""
     return -(-length // _MAX_COLUMNS)
 
 
 def binned(values: Tensor, width: int, highest: bool = False) -> Tensor:
-    """Put `width` positions of [rows, T] together: their mean, or the highest of them."""
+    """Reduce every `width` positions of [rows, T] to their mean, or to the highest."""
     bins = values.split(width, dim=-1)
     return torch.stack([part.amax(-1) if highest else part.mean(-1) for part in bins], dim=-1)
 
 
 def column_note(width: int, how: str = "mean") -> str:
-    """Return what an axis of binned positions must say about its columns."""
+    """Return the note of an axis of binned positions."""
     return "" if width == 1 else f"\na column is the {how} of {width} positions"
 
 
@@ -137,7 +126,7 @@ def mark_chunks(axes: Axes, chunk_ends: Sequence[int], color: str = "0.35") -> N
 
 
 def layer_ticks(axis: Any, layers: Sequence[int], most: int = 8) -> None:
-    """Name up to about `most` rows or columns after their layers."""
+    """Label up to about `most` rows or columns with their layers."""
     count = len(layers)
     step = next(n for n in (1, 2, 5, 10, 20, 50, count) if count <= n * most)
     rows = range(0, count, step)

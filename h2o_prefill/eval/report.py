@@ -12,20 +12,7 @@ from h2o_prefill.eval.environment import environment
 
 
 def build_report(config: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    """Return the report of an evaluation, for `write_json`.
-
-    Parameters
-    ----------
-    config : dict
-        What a reader needs to repeat it: model, dtype, text, settings.
-    parts
-        What was found.
-
-    Returns
-    -------
-    dict
-        `{environment, config, **parts}`
-    """
+    """Return the report of an evaluation: {environment, config, **parts}."""
     return {"environment": environment(), "config": config, **parts}
 
 

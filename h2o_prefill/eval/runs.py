@@ -1,4 +1,4 @@
-"""What every comparison of dense and sparse runs of a model needs."""
+"""Helpers of all comparisons of dense and sparse runs of a model."""
 
 from __future__ import annotations
 
@@ -25,22 +25,9 @@ def report_progress(on_progress: Progress | None, done: int, total: int, what: s
 def prefill_mode(
     model: Any, config: PrefillConfig | None, *, strict: bool = False
 ) -> AbstractContextManager[Any]:
-    """Return a context in which a model prefills sparsely, or densely without settings.
+    """Return a context in which a model prefills sparsely, or densely if `config` is None.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With dense attention.
-    config : PrefillConfig, optional
-        None is dense.
-    strict : bool
-        Raise where a call would be dense: a measure of "sparse" that is really dense would be worse
-        than none.
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        As `h2o_prefill.enable` does.
+    `strict` raises where a call would be dense.
     """
     if config is None:
         return contextlib.nullcontext()
@@ -56,13 +43,7 @@ def last_logits_only(model: nn.Module) -> dict[str, int]:
 
 
 def check_dense(model: nn.Module) -> None:
-    """Refuse a model that already runs sparsely.
-
-    Raises
-    ------
-    ValueError
-        If it does.
-    """
+    """Raise ValueError for a model that is enabled already."""
     settings = getattr(model, "config", None)
     if getattr(settings, "_attn_implementation", None) == "h2o_prefill":
         raise ValueError(
@@ -71,21 +52,7 @@ def check_dense(model: nn.Module) -> None:
 
 
 def check_length(model: nn.Module, length: int, argument: str) -> None:
-    """Refuse a prompt that is longer than the model takes.
-
-    Parameters
-    ----------
-    model : nn.Module
-    length : int
-        Tokens of the prompt.
-    argument : str
-        What the user called it, for the error.
-
-    Raises
-    ------
-    ValueError
-        If it is longer than the config's `max_position_embeddings`.
-    """
+    """Raise ValueError for a prompt longer than the model's `max_position_embeddings`."""
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(longest, int) and length > longest:
         raise ValueError(
@@ -94,7 +61,7 @@ def check_length(model: nn.Module, length: int, argument: str) -> None:
 
 
 def check_model(model: nn.Module, length: int, argument: str) -> None:
-    """Refuse a model that `check_dense` or, for this prompt, `check_length` refuses."""
+    """Raise the errors of `check_dense` and `check_length`."""
     check_dense(model)
     check_length(model, length, argument)
 

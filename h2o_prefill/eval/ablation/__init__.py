@@ -1,1 +1,1 @@
-"""Perplexity over a grid of settings, shared by any number of processes."""
+"""Perplexity over a grid of settings."""

@@ -15,7 +15,7 @@ from h2o_prefill.presets import chosen_config, preset_name
 
 _FIELDS = {field.name: str(field.type) for field in dataclasses.fields(PrefillConfig)}
 
-# What recall = 0 leaves without effect, at its defaults.
+# Fields that have no effect without recall, at their defaults.
 _WITHOUT_RECALL = {
     field.name: field.default
     for field in dataclasses.fields(PrefillConfig)
@@ -25,21 +25,14 @@ _WITHOUT_RECALL = {
 
 @dataclass(frozen=True)
 class Grid:
-    """What an ablation runs on every text.
+    """The combinations that an ablation runs on every text."""
 
-    Attributes
-    ----------
-    combinations : list of (int, PrefillConfig)
-        Tokens of a window, and settings; none twice, in the order of the values given.
-    refused : list of (dict, str)
-        Values of each combination that cannot be run, and why.
-    varied : tuple of str
-        The fields, and "context", of which more than one value was given, and those in which
-        several bases differ; "preset" stands for these where every base is one.
-    """
-
+    # Tokens of a window, and settings; none twice, in the order of the values given.
     combinations: list[tuple[int, PrefillConfig]]
+    # The values of each combination that cannot be run, and why.
     refused: list[tuple[dict[str, Any], str]]
+    # "context" and the fields that differ between combinations; "preset" stands for the fields in
+    # which several presets differ.
     varied: tuple[str, ...]
 
 
@@ -49,31 +42,11 @@ def build_grid(
     base: PrefillConfig | str | Sequence[PrefillConfig | str] | None = None,
     protocol: str = "gptq",
 ) -> Grid:
-    """Combine values.
+    """Combine values, for arguments as `run_ablation` takes them.
 
-    Combinations that differ only in what has no effect, since `recall` is 0, count once.
-
-    Parameters
-    ----------
-    axes : mapping of str to sequence
-        Values of fields of `PrefillConfig`.
-    contexts : sequence of int
-        Tokens of a window.
-    base : PrefillConfig or str, or a sequence of them, optional
-        The settings that `axes` does not name; each of several is combined with all values.
-        Default: that of `enable`.
-    protocol : str
-        As `evaluate_perplexity` takes it.
-
-    Returns
-    -------
-    Grid
-
-    Raises
-    ------
-    ValueError
-        If a field is unknown, has no value or one that is out of its range by itself, or if no
-        combination can be run.
+    Combinations that differ only in fields without effect, since recall is 0 or no layer is wide,
+    count once. Raises ValueError for an unknown field, a value that is out of its range by itself,
+    or if no combination can be run.
     """
     bases = _bases(base)
     values = {"context": _distinct("contexts", contexts)}
@@ -87,7 +60,7 @@ def build_grid(
     combinations: dict[tuple[int, PrefillConfig], None] = {}
     refused: list[tuple[dict[str, Any], str]] = []
     with warnings.catch_warnings():
-        # A budget beyond a chunk is a place of the grid like any other here.
+        # A budget that is not smaller than a chunk is one more value of the grid here.
         warnings.simplefilter("ignore", UserWarning)
         for name in axes:
             for value in values[name]:
@@ -110,18 +83,9 @@ def build_grid(
 
 
 def parse_values(name: str, text: str) -> list[Any]:
-    """Read the values of a field of `PrefillConfig`, or of "context", from a command line.
+    """Read comma-separated values of a field of `PrefillConfig`, or of "context".
 
-    Parameters
-    ----------
-    name : str
-    text : str
-        Values with commas between. Layers are joined by "+"; "none" is no layer, or no number.
-
-    Raises
-    ------
-    ValueError
-        If a value cannot be read.
+    Layers are joined by "+"; "none" is no layer, or no number.
     """
     parse, rule = _PARSERS[_FIELDS.get(name, "int")]
     try:
@@ -133,6 +97,12 @@ def parse_values(name: str, text: str) -> list[Any]:
 def describe(values: Mapping[str, Any]) -> str:
     """Return names and values in a line."""
     return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
+
+
+def label(grid: Grid, context: int, config: PrefillConfig) -> str:
+    """Return in a line what tells a combination from the others of its grid."""
+    settings = {"context": context, "preset": preset_name(config), **dataclasses.asdict(config)}
+    return describe({name: settings[name] for name in grid.varied or ("context",)})
 
 
 def _bases(
@@ -164,25 +134,14 @@ def _without_idle(config: PrefillConfig) -> PrefillConfig:
     return config.replace(**idle)
 
 
-def _layers(text: str) -> tuple[int, ...]:
-    return () if text == "none" else tuple(int(part) for part in text.split("+"))
-
-
-def _number_or_none(text: str) -> int | None:
-    return None if text == "none" else int(text)
-
-
-def _truth(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(text)
-    return text == "true"
-
-
 # By the annotation of the field.
 _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (int, "whole numbers"),
-    "int | None": (_number_or_none, "whole numbers or 'none'"),
-    "bool": (_truth, "true or false"),
+    "int | None": (lambda text: None if text == "none" else int(text), "whole numbers or 'none'"),
+    "bool": (lambda text: bool(("false", "true").index(text)), "true or false"),
     "str": (str, "names"),
-    "tuple[int, ...]": (_layers, "layers joined by '+', or 'none'"),
+    "tuple[int, ...]": (
+        lambda text: () if text == "none" else tuple(int(part) for part in text.split("+")),
+        "layers joined by '+', or 'none'",
+    ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from h2o_prefill.config import PrefillConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SETTINGS = [field.name for field in dataclasses.fields(PrefillConfig)]
 _LETTERS = {"chunk_size": "S", "local_window": "L", "heavy_budget": "H", "sink_tokens": "K"}
 
-# What must be equal for perplexities to be comparable: a panel each.
+# Perplexities are comparable only if all of these are equal: one panel each.
 _PANEL = ["model", "dtype", "dataset", "text_source", "context", "windows", "protocol"]
 
 _PANELS_PER_ROW = 3
@@ -30,27 +30,9 @@ def plot_ablation(
 ) -> Figure:
     """Draw the perplexity of each cell against its attention flops, a panel for each text.
 
-    The error bars are those of the difference to dense, since the text itself is the same for all.
-    The line joins the cells that no other one beats in both; these are numbered, and named below by
-    the settings that vary.
-
-    Parameters
-    ----------
-    frame : pandas.DataFrame
-        Rows as `run_ablation` returns them.
-    path : path
-        Ends in .png, .svg or .pdf.
-    title : str, optional
-        What was run. Default: what all rows have in common.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    ValueError
-        If there are no rows.
+    The error bars are those of the difference to dense. The line joins the cells that no other cell
+    beats in both; these are numbered, and named below by the settings that vary. Takes a table of
+    `run_ablation`; the default title is what all rows have in common.
     """
     if frame.empty:
         raise ValueError("frame must hold at least one row, got none")
@@ -70,7 +52,7 @@ def plot_ablation(
 
 
 def front(flops: Sequence[float], perplexity: Sequence[float]) -> list[int]:
-    """Return which points no other one beats in both, by rising flops."""
+    """Return the points that no other point beats in both, by rising flops."""
     chosen: list[int] = []
     for index in sorted(range(len(flops)), key=lambda i: (flops[i], perplexity[i])):
         if not chosen or perplexity[index] < perplexity[chosen[-1]]:
@@ -101,16 +83,9 @@ def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
     axes.grid(color="0.92")
     axes.spines[["top"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")
-    above = axes.secondary_yaxis("right", functions=(_above(dense), _from_above(dense)))
+    percent = (lambda ppl: 100 * (ppl / dense - 1), lambda above: dense * (1 + above / 100))
+    above = axes.secondary_yaxis("right", functions=percent)
     above.set_ylabel("above dense (%)")
-
-
-def _above(dense: float) -> Callable[[Any], Any]:
-    return lambda perplexity: 100 * (perplexity / dense - 1)
-
-
-def _from_above(dense: float) -> Callable[[Any], Any]:
-    return lambda percent: dense * (1 + percent / 100)
 
 
 def _varied(frame: pd.DataFrame) -> list[str]:

@@ -1,33 +1,38 @@
-"""Perplexity over a grid of settings, shared by any number of processes."""
+"""Perplexity over a grid of settings."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation import table
-from h2o_prefill.eval.ablation.cells import find_cells
-from h2o_prefill.eval.ablation.claims import Claims
-from h2o_prefill.eval.ablation.grid import Grid, build_grid, describe
-from h2o_prefill.eval.ablation.store import CSV_NAME, AblationStore
+from h2o_prefill.eval.ablation.grid import Grid, build_grid, describe, label
 from h2o_prefill.eval.environment import commit, cpu_name, gpu_name
 from h2o_prefill.eval.inputs.models import resolve_model
-from h2o_prefill.eval.inputs.text import Corpus, load_text
-from h2o_prefill.eval.perplexity.windows import parse_windows
-from h2o_prefill.eval.runs import check_model, eval_mode
+from h2o_prefill.eval.inputs.text import Corpus, encode, load_text
+from h2o_prefill.eval.perplexity.evaluate import PairedRuns
+from h2o_prefill.eval.perplexity.windows import first_token, parse_windows, select_windows
+from h2o_prefill.eval.runs import check_model, eval_mode, report_progress
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from h2o_prefill.eval.runs import Progress
+
+# Errors of single cells: too little memory, logits that are not finite.
+_FAILURES = (RuntimeError, ArithmeticError, MemoryError)
 
 
 def run_ablation(
@@ -43,21 +48,16 @@ def run_ablation(
     tokenizer: Any = None,
     dtype: str = "float32",
     model_name: str | None = None,
-    lease_seconds: float = 60.0,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
     """Measure the perplexity of every combination of settings, each beside the same dense run.
 
-    Finished cells are kept: in `output`, perplexity_ablation.csv holds every cell that any run has
-    finished (`ablation.table` has its columns), and is whole at any time. A run that was stopped
-    goes on when it is called again, a larger grid adds its new cells, and several processes with
-    one `output`, on one machine or on many that share the folder, share the cells of a grid: each
-    runs once, and those of a process that died are taken over. Under `torchrun` or `accelerate
-    launch` each rank starts at a place of its own.
-
-    A dense run is made once a window and kept in the folder perplexity_ablation_parts beside the
-    CSV file, as hidden states (or as logits, far larger, of models whose output layer does more
-    than multiply). That folder may be deleted when nothing runs.
+    Every combination on one text at one context is a cell. The row of a finished cell is added to
+    perplexity_ablation.csv in `output` at once (`ablation.table` describes its columns), and cells
+    that have a row are skipped: a run that was stopped resumes when it is called again, and a
+    larger grid computes only its new cells. Each window is run densely once; the hidden states (or
+    the logits, of models whose output layer does more than multiply) of one text at one context are
+    kept in memory.
 
     Parameters
     ----------
@@ -66,15 +66,14 @@ def run_ablation(
     axes : mapping of str to sequence
         Values of fields of `PrefillConfig`, to be combined.
     output : path
-        Folder for the CSV file; made if it is not there.
+        Folder for the CSV file; it is created if necessary.
     base : PrefillConfig or str, or a sequence of them, optional
         Settings of the fields that `axes` does not name; each of several is combined with all
-        values.
-        Default: that of `enable`.
+        values. Default: that of `enable`.
     datasets : sequence of str or Corpus
         Texts, or names that `load_text` knows.
     contexts : sequence of int
-        Tokens of a window. Combinations of fewer than two chunks are left out.
+        Tokens of a window. Combinations with fewer than two chunks are left out.
     windows, protocol : str
         As `evaluate_perplexity` takes them.
     tokenizer : optional
@@ -83,16 +82,13 @@ def run_ablation(
         Data type of the weights of a model given by name.
     model_name : str, optional
         Name in the table. Default: the name given, or that in the model's config.
-    lease_seconds : float
-        The time without a sign of life after which another process takes over the cell of one; the
-        same for all.
     on_progress : callable, optional
-        Called with (windows done by all processes, windows in all, what runs next).
+        Called with (forward passes done, passes in all, what runs next).
 
     Returns
     -------
     pandas.DataFrame
-        The rows of this grid, when all are finished.
+        The rows of this grid.
 
     Raises
     ------
@@ -100,96 +96,139 @@ def run_ablation(
         If an argument is out of its range, no combination can be run, a text is too short, or the
         model already runs sparsely.
     RuntimeError
-        If cells failed in this process and no other one finished them. The others are finished.
+        If cells failed. All others are finished.
 
     Warns
     -----
     UserWarning
-        Of combinations that cannot be run and are left out, of memory sets that are not smaller
-        than a chunk, of rows that another version of this package wrote, and of cells that fail.
+        About combinations that cannot be run and are left out, memory sets that are not smaller
+        than a chunk, rows that another version of this package wrote, and cells that fail.
     """
-    from h2o_prefill.eval.ablation.worker import AblationWorker
-
     grid = build_grid(axes, contexts, base, protocol)
     parse_windows(windows)
-    rank, world_size = worker_rank()
-    if not lease_seconds > 0:
-        raise ValueError(f"lease_seconds must be > 0, got {lease_seconds}")
-    folder = _checked_folder(output)
-    corpora = _corpora(datasets)
-    _warn_of_grid(grid)
-    # A file that is no such table shows before the work.
-    table.read_rows(folder / CSV_NAME)
-    network, tokenizer = _loaded(model, tokenizer, dtype)
-    check_model(network, max(context for context, _ in grid.combinations), "contexts")
-    _check_configs(network, grid)
-    cells = find_cells(grid, corpora, network, tokenizer, windows, protocol)
-    store = AblationStore(folder)
-    origin = _origin(network, model if isinstance(model, str) else model_name)
-    keys = {cell.key for cell in cells}
-    _warn_of_versions([row for key, row in store.rows().items() if key in keys], origin)
-    start = rank * len(cells) // world_size
-    with torch.no_grad(), eval_mode(network):
-        worker = AblationWorker(
-            network,
-            cells[start:] + cells[:start],
-            store,
-            Claims(store.claims_folder, lease_seconds),
-            protocol=protocol,
-            origin=origin,
-            on_progress=on_progress,
-        )
-        worker.run()
-    rows = store.rows()
-    failed = [cell for cell in cells if cell.key not in rows]
-    if failed:
-        error = worker.failed[failed[0].key]
-        raise RuntimeError(
-            f"{len(failed)} of {len(cells)} cells failed, the others are in {store.csv_path}; "
-            f"first {failed[0].label}: {error}"
-        ) from error
-    return table.to_frame(rows[key] for key in keys)
-
-
-def worker_rank() -> tuple[int, int]:
-    """Return RANK and WORLD_SIZE, as `torchrun` and `accelerate launch` set them; else 0 and 1.
-
-    Raises
-    ------
-    ValueError
-        If they are not numbers, or the rank is not within 0 .. WORLD_SIZE - 1.
-    """
-    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
-        raise ValueError(f"RANK must be a number below WORLD_SIZE, got {rank!r} and {world_size!r}")
-    return int(rank), int(world_size)
-
-
-def _checked_folder(output: str | os.PathLike[str]) -> Path:
     folder = Path(output).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output must be a folder, got the file {str(folder)!r}")
-    return folder
-
-
-def _corpora(datasets: Sequence[str | Corpus]) -> list[Corpus]:
     if isinstance(datasets, str) or not datasets:
         raise ValueError(f"datasets must be a sequence of at least one text, got {datasets!r}")
-    return [name if isinstance(name, Corpus) else load_text(name) for name in datasets]
-
-
-def _loaded(model: nn.Module | str, tokenizer: Any, dtype: str) -> tuple[Any, Any]:
+    corpora = [name if isinstance(name, Corpus) else load_text(name) for name in datasets]
+    _warn_of_grid(grid)
+    path = folder / table.CSV_NAME
+    rows = {str(row["cell"]): row for row in table.read_rows(path)}
     if not isinstance(model, str) and tokenizer is None:
         raise ValueError("a tokenizer must be given with a model that is not given by its name")
-    return resolve_model(model, tokenizer, dtype)
+    network, tokenizer = resolve_model(model, tokenizer, dtype)
+    check_model(network, max(context for context, _ in grid.combinations), "contexts")
+    _check_configs(network, grid)
+    found = _find_cells(grid, corpora, network, tokenizer, windows, protocol)
+    keys = [key for text in found for key in text.configs]
+    origin = _origin(network, model if isinstance(model, str) else model_name)
+    _warn_of_versions([rows[key] for key in keys if key in rows], origin)
+    folder.mkdir(parents=True, exist_ok=True)
+    table.begin_csv(path)
+    for text in found:
+        text.configs = {key: one for key, one in text.configs.items() if key not in rows}
+    # Each window dense, where a cell needs it, and sparse once a cell.
+    total = sum(len(text.batches) * (len(text.configs) + 1) for text in found if text.configs)
+    done = 0
+    failed: dict[str, Exception] = {}
+    with torch.no_grad(), eval_mode(network):
+        for text in found:
+            runs = PairedRuns(network, text.indices, text.batches, protocol, keep_dense=True)
+            for key, config in text.configs.items():
+                name = label(grid, text.batches.shape[1], config)
+                name = f"{text.corpus.name} {name}" if len(corpora) > 1 else name
+
+                def step(index: int, what: str, name: str = name) -> None:
+                    nonlocal done
+                    report_progress(on_progress, done, total, what if what == "dense" else name)
+                    done += 1
+
+                try:
+                    result = runs.evaluate(config, step)
+                except _FAILURES as error:
+                    failed[f"{name}: {error}"] = error
+                    warnings.warn(f"a cell failed, {name}: {error}", stacklevel=2)
+                    continue
+                rows[key] = {"cell": key, **origin, **text.columns(), **table.measures(result)}
+                table.append_row(rows[key], path)
+    report_progress(on_progress, total, total, "done")
+    if failed:
+        first, cause = next(iter(failed.items()))
+        raise RuntimeError(
+            f"{len(failed)} of {len(keys)} cells failed, the others are in {path}; first {first}"
+        ) from cause
+    return table.to_frame(rows[key] for key in keys)
+
+
+@dataclass
+class _Text:
+    """The windows of a text at one context, and the settings of its cells by their keys."""
+
+    corpus: Corpus
+    indices: range
+    batches: Tensor
+    configs: dict[str, PrefillConfig]
+
+    def columns(self) -> dict[str, Any]:
+        span = f"{self.indices.start}:{self.indices.stop}"
+        return {"dataset": self.corpus.name, "text_source": self.corpus.source, "windows": span}
+
+
+def _find_cells(
+    grid: Grid,
+    corpora: Sequence[Corpus],
+    network: nn.Module,
+    tokenizer: Any,
+    windows: str,
+    protocol: str,
+) -> list[_Text]:
+    weights = _fingerprint(network)
+    first = first_token(tokenizer, protocol)
+    found = []
+    for corpus in corpora:
+        tokens = encode(tokenizer, corpus.text)
+        for context in dict.fromkeys(context for context, _ in grid.combinations):
+            indices, batches = select_windows(tokens, context, windows, first)
+            digests = [indices.start, *(_digest(weights, ids.tolist()) for ids in batches)]
+            configs = {
+                _digest(corpus.name, protocol, digests, _changed(config)): config
+                for length, config in grid.combinations
+                if length == context
+            }
+            found.append(_Text(corpus, indices, batches, configs))
+    return found
 
 
 def _check_configs(network: Any, grid: Grid) -> None:
-    """Refuse settings that do not fit the model, before the work and not in the middle of it."""
+    """Refuse settings that do not fit the model before the work begins."""
     from h2o_prefill.hf import enable
 
     for config in dict.fromkeys(config for _, config in grid.combinations):
         enable(network, config).disable()
+
+
+def _changed(config: PrefillConfig) -> dict[str, Any]:
+    """Return the fields that are not at their defaults: a new field leaves old keys as they are."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    }
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Return a digest of the first numbers of each parameter: reading all would take too long."""
+    return _digest(
+        *(
+            (name, str(weight.dtype), list(weight.shape), weight.detach().flatten()[:4].tolist())
+            for name, weight in model.named_parameters()
+        )
+    )
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _origin(network: nn.Module, name: str | None) -> dict[str, Any]:
@@ -224,7 +263,7 @@ def _warn_of_grid(grid: Grid) -> None:
 
 def _warn_of_versions(rows: Sequence[Mapping[str, Any]], origin: Mapping[str, Any]) -> None:
     def version(row: Mapping[str, Any]) -> tuple[Any, str]:
-        # With or without changes, as "+" says: the table itself is a change of a checkout.
+        # "+" is ignored: the table itself may be a change of the checkout.
         commit_of = row["commit"]
         return row["version"], commit_of.rstrip("+") if isinstance(commit_of, str) else ""
 

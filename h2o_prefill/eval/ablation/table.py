@@ -4,28 +4,28 @@ One row a cell, that is one `PrefillConfig` on one text at one context:
 
 ===================== ==============================================================================
 cell                  digest of weights, tokens, protocol and settings: the same cell, the same row
-model, dtype          name and weights' type of the model
+model, dtype          name of the model, and dtype of its weights
 dataset, text_source  name of the text, and where it came from
 context               tokens of a window
-windows               slice "begin:end" of the text's windows that do not overlap
+windows               slice "begin:end" of the windows of the text, which do not overlap
 protocol              which tokens of a window are scored, see `windows.scored_rows`
-preset                that has these settings, empty if none
-chunk_size, ...       every field of `PrefillConfig`; layers joined by "+" or "none", an empty
+preset                the preset that has these settings, empty if none has
+chunk_size, ...       every field of `PrefillConfig`; layers joined by "+" or "none"; an empty
                       min_prefill is one chunk; recall_* are at their defaults if recall is 0, and
                       wide_factor without wide layers
 scored_tokens         of all windows
 dense_ppl, sparse_ppl perplexity over them
-delta_percent         by how much the sparse one is above the dense one
-stderr_percent        the standard error of that, from paired differences
-kl_mean               mean of KL(dense || sparse) of the next-token distributions, nats
-top1_agreement        share of tokens where both hold the same one most likely
-attention_flops_ratio as `count_attention_flops` counts them in all windows, dense over sparse
-recalled_keys         that a row sees, mean of all rows; empty if recall is 0
-dense_seconds         of the forward calls of all windows; processes that run side by side slow each
-sparse_seconds        other, and `benchmark_throughput` measures better
-hardware, threads     that the sparse run had
-torch, version        of PyTorch and of this package
-commit                of this package, "+" if the checkout had changes
+delta_percent         sparse perplexity above dense, in percent
+stderr_percent        standard error of delta_percent, from paired differences
+kl_mean               mean KL(dense || sparse) of the next-token distributions, nats
+top1_agreement        share of tokens for which both runs have the same most likely token
+attention_flops_ratio attention flops of all windows, dense over sparse (`count_attention_flops`)
+recalled_keys         recalled keys that a row sees, mean of all rows; empty if recall is 0
+dense_seconds         time of the forward calls of all windows
+sparse_seconds        the same; `benchmark_throughput` measures times better
+hardware, threads     what the sparse run used
+torch, version        versions of PyTorch and of this package
+commit                commit of this package, "+" if the checkout had changes
 ===================== ==============================================================================
 """
 
@@ -36,17 +36,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.ablation.grid import format_value
+from h2o_prefill.config import PrefillConfig, format_value
+from h2o_prefill.eval.atomic_write import replaced_file
 from h2o_prefill.eval.perplexity.result import PerplexityResult
 from h2o_prefill.presets import preset_name
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_TEXT, _WHOLE, _REAL = "string", "Int64", "float64"
+CSV_NAME = "perplexity_ablation.csv"
 
-_NAMES = dict.fromkeys(("cell", "model", "dtype", "dataset", "text_source"), _TEXT)
+_TEXT, _WHOLE, _REAL = "string", "Int64", "float64"
+_RUN = ("model", "dtype", "dataset", "text_source")
 _SETTINGS = {
     field.name: _WHOLE if str(field.type).startswith("int") else _TEXT
     for field in dataclasses.fields(PrefillConfig)
@@ -62,26 +63,19 @@ _MEASURES = (
 
 # The type of each column, as pandas names it.
 COLUMNS: dict[str, str] = {
-    **_NAMES,
+    **dict.fromkeys(("cell", *_RUN), _TEXT),
     "context": _WHOLE,
-    "windows": _TEXT,
-    "protocol": _TEXT,
-    "preset": _TEXT,
+    **dict.fromkeys(("windows", "protocol", "preset"), _TEXT),
     **_SETTINGS,
     "scored_tokens": _WHOLE,
-    "dense_ppl": _REAL,
-    "sparse_ppl": _REAL,
-    **dict.fromkeys(_MEASURES, _REAL),
-    "dense_seconds": _REAL,
-    "sparse_seconds": _REAL,
+    **dict.fromkeys(("dense_ppl", "sparse_ppl", *_MEASURES), _REAL),
+    **dict.fromkeys(("dense_seconds", "sparse_seconds"), _REAL),
     "hardware": _TEXT,
     "threads": _WHOLE,
-    "torch": _TEXT,
-    "version": _TEXT,
-    "commit": _TEXT,
+    **dict.fromkeys(("torch", "version", "commit"), _TEXT),
 }
 
-_ORDER = ["model", "dtype", "dataset", "text_source", "context", "windows", "protocol", *_SETTINGS]
+_ORDER = [*_RUN, "context", "windows", "protocol", *_SETTINGS]
 
 
 def measures(result: PerplexityResult) -> dict[str, Any]:
@@ -105,7 +99,7 @@ def measures(result: PerplexityResult) -> dict[str, Any]:
 
 
 def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return rows as a table in an order that does not depend on which came first."""
+    """Return rows as a table, ordered by text, context and settings."""
     import pandas as pd
 
     frame = pd.DataFrame(list(rows), columns=list(COLUMNS)).astype(COLUMNS)
@@ -113,19 +107,13 @@ def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the CSV file; no rows if there is none.
-
-    Raises
-    ------
-    ValueError
-        If the file is another table.
-    """
+    """Read the CSV file; no rows if there is none, ValueError if it is another table."""
     import pandas as pd
 
     if not path.exists():
         return []
     try:
-        # As text first: how pandas reads numbers loses digits in some versions.
+        # As text first: some versions of pandas lose digits when they read numbers.
         frame = pd.read_csv(path, dtype="string", keep_default_na=False, na_values=[""])
         if "cell" not in frame:
             raise ValueError("it has no column 'cell'")
@@ -133,3 +121,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except ValueError as error:
         raise ValueError(f"{str(path)!r} must be a table of an ablation: {error}") from error
     return frame.to_dict(orient="records")
+
+
+def begin_csv(path: Path) -> None:
+    """Write the header of the CSV file, also over one with the columns of another version."""
+    rows = to_frame(read_rows(path))
+    header = ",".join(COLUMNS) + "\n"
+    if path.exists() and path.read_text(encoding="utf-8").startswith(header):
+        return
+    with replaced_file(path) as scratch:
+        rows.to_csv(scratch, index=False)
+
+
+def append_row(row: Mapping[str, Any], path: Path) -> None:
+    """Add the row of a finished cell to the CSV file."""
+    to_frame([row]).to_csv(path, mode="a", header=False, index=False)

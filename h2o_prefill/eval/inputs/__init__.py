@@ -1,1 +1,1 @@
-"""What evaluations run on: models, texts, prompts, packages."""
+"""Inputs of evaluations: models, texts, prompts, packages."""

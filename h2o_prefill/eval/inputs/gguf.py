@@ -1,4 +1,4 @@
-"""GGUF files as transformers folders: dequantised to fp32 once, then kept in the user's cache."""
+"""GGUF files, converted once to folders that transformers loads, in the user's cache."""
 
 from __future__ import annotations
 
@@ -6,34 +6,44 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from h2o_prefill.eval.atomic_write import build_folder_once
-from h2o_prefill.eval.inputs.cache_dir import cache_dir
 from h2o_prefill.eval.inputs.model_files import first_line
 
 # Part of the folder's name: a change of what is written must not find an older folder.
 FORMAT = 1
 
 
+def cache_dir() -> Path:
+    """Return H2O_PREFILL_CACHE, else the folder h2o_prefill in XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("H2O_PREFILL_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "h2o_prefill"
+
+
 def convert_gguf(path: Path) -> Path:
-    """Return a folder with the model and the tokenizer of a GGUF file, converting it on first use.
+    """Return a folder with the model, in fp32, and the tokenizer of a GGUF file.
 
-    Parameters
-    ----------
-    path : Path
-        The .gguf file. Block-quantised weights become fp32.
-
-    Raises
-    ------
-    ImportError
-        If a package that reads GGUF is missing.
-    ValueError
-        If the file cannot be read as a model.
+    The first call converts the file; of two processes that do so at once, one wins.
     """
-    name = f"{path.stem}-{_digest(path)}-{FORMAT}"
-    return build_folder_once(cache_dir() / "models" / name, lambda folder: _convert(path, folder))
+    folder = cache_dir() / "models" / f"{path.stem}-{_digest(path)}-{FORMAT}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as scratch:
+        converted = Path(scratch) / folder.name
+        _convert(path, converted)
+        try:
+            converted.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    return folder
 
 
 def _digest(path: Path) -> str:
@@ -55,12 +65,18 @@ def _convert(path: Path, folder: Path) -> None:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    plain_weights: dict[str, Any] = {}
+    # Versions of transformers that can also keep the quantised blocks have this class.
+    with contextlib.suppress(ImportError):
+        from transformers import GgufConfig
+
+        plain_weights["quantization_config"] = GgufConfig(dequantize=True)
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         # The reader draws a progress bar of its own, whatever verbosity is set.
         with contextlib.redirect_stderr(io.StringIO()):
             loaded = AutoModelForCausalLM.from_pretrained(
-                **source, dtype=torch.float32, **_dequantize()
+                **source, dtype=torch.float32, **plain_weights
             )
             tokenizer = AutoTokenizer.from_pretrained(**source)
     except MemoryError:
@@ -93,12 +109,3 @@ def _is_damaged(path: Path) -> bool:
     except Exception:  # it has no class of its own for this
         return True
     return False
-
-
-def _dequantize() -> dict[str, Any]:
-    """Ask for plain weights where transformers can also keep the blocks."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}

@@ -1,25 +1,17 @@
-"""The Hugging Face hub, when it may be out of reach."""
+"""The Hugging Face hub, which may be out of reach."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-TIMEOUT_SECONDS = 3.0
 OUT_OF_REACH = "the hub cannot be reached and nothing is cached"
 
 
-def hub_is_reachable(timeout: float = TIMEOUT_SECONDS) -> bool:
-    """Ask the hub's endpoint once, without the client's retries.
-
-    Parameters
-    ----------
-    timeout : float
-        Seconds to wait for an answer.
-    """
+def hub_is_reachable(timeout: float = 3.0) -> bool:
+    """Ask the hub's endpoint once, without the client's retries; `timeout` is in seconds."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -32,32 +24,12 @@ def hub_is_reachable(timeout: float = TIMEOUT_SECONDS) -> bool:
     return True
 
 
-def cached_folder(model_id: str) -> Path | None:
-    """Return the folder with the downloaded files of a model, None if there is none."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model_id, local_files_only=True))
-    except (OSError, ValueError):
-        return None
-
-
 @contextlib.contextmanager
 def offline_unless_reachable(needed: bool = True) -> Iterator[bool]:
-    """Put the hub's clients into their offline mode for a block if the hub does not answer.
+    """Put the hub's clients into offline mode for a block if the hub does not answer.
 
-    Files that were downloaded before are still found. Without this, every file costs about twenty
-    seconds of retries on a machine without a network.
-
-    Parameters
-    ----------
-    needed : bool
-        False leaves the clients and the hub alone.
-
-    Yields
-    ------
-    bool
-        Whether the hub answers.
+    Gives whether it answers. Without this, every file costs about twenty seconds of retries on a
+    machine without a network. Files that were downloaded before are still found.
     """
     from huggingface_hub import constants
 

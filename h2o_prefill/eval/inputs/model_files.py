@@ -1,9 +1,8 @@
-"""Which file of a model that cannot be loaded is the broken one."""
+"""Find the broken file of a model that cannot be loaded."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*")
@@ -12,14 +11,7 @@ _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*")
 def explain_failure(folder: Path, error: Exception) -> str:
     """Return one line on why the model in a folder cannot be loaded.
 
-    Libraries name the position of a mistake, but rarely the file: each is read again by itself.
-
-    Parameters
-    ----------
-    folder : Path
-        Holds the model and its tokenizer, as `save_pretrained` writes them.
-    error : Exception
-        What loading it raised.
+    Libraries rarely name the broken file: each one is read again by itself.
     """
     for path in sorted(folder.iterdir()):
         try:
@@ -39,37 +31,20 @@ def first_line(error: Exception) -> str:
 
 def _check_file(path: Path) -> None:
     if path.suffix == ".json":
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+        values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"must hold an object, got a {type(values).__name__}")
-    check = _CHECKS.get(path.name, _CHECKS.get(path.suffix))
-    if check is not None:
-        check(path)
+    if path.name == "tokenizer.json":
+        from tokenizers import Tokenizer
 
+        Tokenizer.from_file(str(path))
+    elif path.suffix == ".safetensors":
+        from safetensors import safe_open
 
-def _check_tokenizer(path: Path) -> None:
-    from tokenizers import Tokenizer
+        # Reads the header, and checks that the file is as long as the header says.
+        with safe_open(path, framework="pt"):
+            pass
+    elif path.suffix == ".bin":
+        import torch
 
-    Tokenizer.from_file(str(path))
-
-
-def _check_safetensors(path: Path) -> None:
-    from safetensors import safe_open
-
-    # Reads the header, and that the file is as long as the header says.
-    with safe_open(path, framework="pt"):
-        pass
-
-
-def _check_pickle(path: Path) -> None:
-    import torch
-
-    torch.load(path, map_location="meta", weights_only=True)
-
-
-_CHECKS: dict[str, Callable[[Path], None]] = {
-    "tokenizer.json": _check_tokenizer,
-    ".safetensors": _check_safetensors,
-    ".bin": _check_pickle,
-}
+        torch.load(path, map_location="meta", weights_only=True)

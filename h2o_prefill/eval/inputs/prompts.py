@@ -9,16 +9,7 @@ from torch import Tensor
 
 
 def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
-    """Return the token ids of a prompt, int64 [1, T].
-
-    Parameters
-    ----------
-    tokenizer
-        The model's.
-    text : str
-    chat : bool
-        Make the text a user's message in the tokenizer's chat template, if it has one.
-    """
+    """Return the token ids of a prompt, int64 [1, T]; `chat` applies the chat template, if any."""
     if chat and getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": text}]
         encoded = tokenizer.apply_chat_template(
@@ -31,19 +22,9 @@ def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
 
 
 def prompt_ids(input_ids: Tensor) -> Tensor:
-    """Return the token ids of one prompt as int64 [1, T].
-
-    Raises
-    ------
-    ValueError
-        If they are no integers, or not of one prompt.
-    """
+    """Return the token ids of one prompt, [T] or [1, T], as int64 [1, T]."""
     shape = list(input_ids.shape)
-    if (
-        input_ids.is_floating_point()
-        or len(shape) not in (1, 2)
-        or (len(shape) == 2 and shape[0] != 1)
-    ):
+    if input_ids.is_floating_point() or shape not in (shape[-1:], [1, *shape[-1:]]):
         raise ValueError(
             f"input_ids must be token ids [1, T] or [T], got {input_ids.dtype} {shape}"
         )
@@ -51,10 +32,10 @@ def prompt_ids(input_ids: Tensor) -> Tensor:
 
 
 def random_ids(model: Any, length: int, generator: torch.Generator) -> Tensor:
-    """Return int64 [1, length] of the model's tokens, on its device.
+    """Return random tokens of the model, int64 [1, length], on its device.
 
-    Tokens are as frequent as words of a text, by the law of Zipf and Mandelbrot (1 / (rank + 2.7)):
-    lexical recall finds about as much as in text, and in uniformly random tokens nothing.
+    They are as frequent as words of a text, by the Zipf-Mandelbrot law (1 / (rank + 2.7)), so that
+    lexical recall finds about as many matches as in text.
     """
     embeddings = model.get_input_embeddings().weight
     vocabulary = embeddings.shape[0]

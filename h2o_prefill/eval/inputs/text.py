@@ -21,52 +21,28 @@ _HUB_WIKITEXT2 = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text and where it came from.
+    """A text and where it came from."""
 
-    Attributes
-    ----------
-    name : str
-        One of `DATASETS`, or the name of the file.
-    text : str
-        All of it.
-    source : str
-        The file's name and digest, the module or the hub's name of it: results on different forms
-        of one text differ.
-    """
-
+    # One of `DATASETS`, or the name of the file.
     name: str
     text: str
+    # Name and digest of the file, or name of the module or the hub's dataset: results on different
+    # versions of one text differ.
     source: str
 
 
 def load_text(
     dataset: str = "wikitext2", text_file: str | os.PathLike[str] | None = None
 ) -> Corpus:
-    """Load an evaluation text.
+    """Load an evaluation text: a dataset, or a UTF-8 file instead of it.
 
-    Parameters
-    ----------
-    dataset : {"wikitext2", "pydoc"}
-        "wikitext2": the test part of WikiText-2 raw, from `text_file`, else from the file that the
-        variable H2O_PREFILL_WIKITEXT2 names, else from the hub through `datasets`. "pydoc": the
-        help topics of Python itself, 465 thousand characters of English that are there on every
-        machine.
-    text_file : path, optional
-        Any UTF-8 text, taken as it is.
-
-    Raises
-    ------
-    ValueError
-        If the dataset is unknown, does not go with `text_file`, cannot be had, or the text is
-        empty.
-    FileNotFoundError
-        If a file is named and is not there.
+    "wikitext2" is the test split of WikiText-2 raw, from the file that H2O_PREFILL_WIKITEXT2 names,
+    else from the hub; "pydoc" the help topics of Python itself, 465 thousand characters of English
+    that every machine has. Raises ValueError or FileNotFoundError.
     """
     if dataset not in DATASETS:
         raise ValueError(f"dataset must be one of {DATASETS}, got {dataset!r}")
     if text_file is not None:
-        if dataset != "wikitext2":
-            raise ValueError(f"text_file does not go with dataset {dataset!r}: give one of the two")
         return _file_corpus(Path(text_file).name, text_file, "text_file")
     if dataset == "pydoc":
         return _pydoc()
@@ -83,34 +59,13 @@ def _file_corpus(name: str, path: str | os.PathLike[str], argument: str) -> Corp
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:
-    """Tokenise a text once, as a whole, with the tokenizer's own special tokens.
-
-    Returns
-    -------
-    Tensor
-        int64 [tokens]
-    """
-    # Texts longer than the model are what is wanted here, so the tokenizer's warning about them is
-    # off.
+    """Tokenise a text as a whole, with the tokenizer's own special tokens; int64 [tokens]."""
+    # verbose=False: the text may be longer than the model takes.
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
 def read_text(path: str | os.PathLike[str], argument: str) -> str:
-    """Read a UTF-8 text.
-
-    Parameters
-    ----------
-    path : path
-    argument : str
-        What the user called it, for the errors.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    ValueError
-        If it is a folder, is not UTF-8, or has no text in it.
-    """
+    """Read a UTF-8 text; errors name `argument`."""
     path = Path(path).expanduser()
     if path.is_dir():
         raise ValueError(f"{argument} must be a text file, got the folder {str(path)!r}")

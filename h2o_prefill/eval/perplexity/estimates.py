@@ -20,11 +20,6 @@ def perplexity_error(nll: Tensor) -> float:
     """Return the standard error of a perplexity, with tokens taken as independent.
 
     ppl * sqrt((E[nll^2] - E[nll]^2) / (count - 1)), as llama.cpp's tools/perplexity prints it.
-
-    Parameters
-    ----------
-    nll : Tensor
-        [windows, scored tokens]
     """
     values = nll.double().flatten()
     if len(values) < 2:
@@ -33,23 +28,13 @@ def perplexity_error(nll: Tensor) -> float:
 
 
 def relative_difference(dense: Tensor, sparse: Tensor) -> tuple[float, float]:
-    """Return by how many percent the sparse perplexity is above the dense one, and its error.
+    """Return the percentage of the sparse perplexity above the dense one, and its standard error.
 
     The two run over the same tokens, so the error is that of paired differences: with d_u the mean
     of `sparse - dense` over unit u, the difference is 100 (exp(mean d) - 1) and its error, by the
     delta method, 100 exp(mean d) std(d, n - 1) / sqrt(n). Units are windows; with one window, its
-    blocks of `BLOCK_TOKENS` tokens. (The shared text cancels: this is far smaller than the error of
-    either perplexity.)
-
-    Parameters
-    ----------
-    dense, sparse : Tensor
-        NLL in nats, [windows, scored tokens], of the same tokens.
-
-    Returns
-    -------
-    delta_percent, stderr_percent : float
-        The error is NaN if there are fewer than two units.
+    blocks of `BLOCK_TOKENS` tokens; NaN for fewer than two. (The shared text cancels: this is far
+    smaller than the error of either perplexity.) NLL in nats, [windows, scored tokens].
     """
     difference = (sparse.double() - dense.double()).contiguous()
     ratio = math.exp(difference.mean().item())
@@ -63,17 +48,7 @@ def relative_difference(dense: Tensor, sparse: Tensor) -> tuple[float, float]:
 
 
 def binned_perplexity(nll: Tensor, bins: Tensor, count: int) -> list[float | None]:
-    """Return the perplexity of the tokens of each bin, None for an empty one.
-
-    Parameters
-    ----------
-    nll : Tensor
-        [windows, scored tokens]
-    bins : Tensor
-        int64 [scored tokens]: the bin of each; -1 leaves a token out.
-    count : int
-        Bins.
-    """
+    """Return the perplexity of the tokens of each bin, None if empty; bin -1 is left out."""
     result: list[float | None] = []
     for index in range(count):
         chosen = nll[:, bins == index]

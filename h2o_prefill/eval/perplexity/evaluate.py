@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.inputs.models import resolve_model
 from h2o_prefill.eval.inputs.text import Corpus
-from h2o_prefill.eval.perplexity.result import PerplexityResult
+from h2o_prefill.eval.perplexity.result import PerplexityResult, summarize
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
-from h2o_prefill.eval.perplexity.summary import summarize
 from h2o_prefill.eval.perplexity.windows import model_windows, parse_windows, scored_rows
 from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, prefill_mode, report_progress
 from h2o_prefill.presets import chosen_config
@@ -32,10 +31,10 @@ def evaluate_perplexity(
     protocol: str = "gptq",
     on_progress: Progress | None = None,
 ) -> PerplexityResult:
-    """Measure a model's perplexity dense and sparse, window by window on the same windows.
+    """Measure a model's perplexity dense and sparse on the same windows of a text.
 
-    The text is tokenised once as a whole and cut into windows that do not overlap. Both runs of a
-    window follow each other, each first in turn, so their times can be compared.
+    The text is tokenised once as a whole and cut into windows that do not overlap. The two runs of
+    a window follow each other, and take turns in going first, so that their times can be compared.
 
     Parameters
     ----------
@@ -53,8 +52,9 @@ def evaluate_perplexity(
     windows : str
         A slice "begin:end" of the windows.
     protocol : {"gptq", "llamacpp"}
-        Which tokens are scored, see `windows.scored_rows`. "llamacpp" also puts the tokenizer's
-        BOS token, if it adds one, in the place of each window's first token.
+        Which tokens are scored: all but the first of a window, or those of its second half.
+        "llamacpp" also replaces each window's first token by the BOS token, if the tokenizer adds
+        one.
     on_progress : callable, optional
         Called with (forward passes done, passes in all, what runs next).
 
@@ -73,60 +73,87 @@ def evaluate_perplexity(
     """
     config = chosen_config(chunk_config)
     check_settings(config, context, windows, protocol)
-    rows = scored_rows(protocol, context)
     network, tokenizer = resolve_model(model, tokenizer)
     selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
+    done = 0
 
-    scores: list[WindowScores] = []
-    seconds: list[tuple[float, float]] = []
-    total = 2 * len(batches)
+    def step(index: int, what: str) -> None:
+        nonlocal done
+        report_progress(on_progress, done, 2 * len(batches), f"window {index} {what}")
+        done += 1
+
     with torch.no_grad(), eval_mode(network):
-        forward = PromptForward(network)
-        device = next(network.parameters()).device
-        for index, batch in zip(selected, batches, strict=True):
-            input_ids = batch.to(device)
-            outputs: dict[str, tuple[PromptLogits, float]] = {}
-            # Each goes first in turn: what a first call pays for must not fall on one of the two.
-            order = ("dense", "sparse") if len(scores) % 2 == 0 else ("sparse", "dense")
-            for name in order:
-                report_progress(
-                    on_progress, 2 * len(scores) + len(outputs), total, f"window {index} {name}"
-                )
-                with prefill_mode(network, config if name == "sparse" else None):
-                    outputs[name] = forward(input_ids.unsqueeze(0))
-            dense, sparse = outputs["dense"], outputs["sparse"]
-            window = score_window(dense[0], sparse[0], input_ids, rows)
-            window.check_finite(index)
-            scores.append(window)
-            seconds.append((dense[1], sparse[1]))
-    report_progress(on_progress, total, total, "done")
-    return summarize(
-        scores,
-        seconds,
-        rows=rows,
-        config=config,
-        protocol=protocol,
-        context=context,
-        windows=list(selected),
-        flops=count_attention_flops(batches, config, count_layers(network)),
-    )
+        result = PairedRuns(network, selected, batches, protocol).evaluate(config, step)
+    report_progress(on_progress, done, done, "done")
+    return result
+
+
+class PairedRuns:
+    """Dense and sparse runs of a model over the same windows."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selected: range,
+        batches: Tensor,
+        protocol: str,
+        keep_dense: bool = False,
+    ) -> None:
+        self._model = model
+        self._forward = PromptForward(model)
+        self._device = next(model.parameters()).device
+        self._selected = selected
+        self._batches = batches
+        self._protocol = protocol
+        # For several evaluations: rows on the CPU, and seconds, by window.
+        self._dense: dict[int, tuple[Tensor, float]] | None = {} if keep_dense else None
+
+    def evaluate(self, config: PrefillConfig, step: Callable[[int, str], None]) -> PerplexityResult:
+        """Run all windows; `step` gets a window and "dense" or "sparse" before each forward."""
+        context = self._batches.shape[1]
+        rows = scored_rows(self._protocol, context)
+        scores: list[WindowScores] = []
+        seconds: list[tuple[float, float]] = []
+        for number, index in enumerate(self._selected):
+            input_ids = self._batches[number].to(self._device)
+            runs: dict[str, tuple[PromptLogits, float]] = {}
+            # The two take turns in going first: what a first call costs must not fall on one alone.
+            for name in ("dense", "sparse") if number % 2 == 0 else ("sparse", "dense"):
+                if name == "dense":
+                    runs[name] = self._run_dense(index, input_ids, step)
+                else:
+                    step(index, name)
+                    with prefill_mode(self._model, config):
+                        runs[name] = self._forward(input_ids.unsqueeze(0))
+            scores.append(score_window(runs["dense"][0], runs["sparse"][0], input_ids, rows))
+            scores[-1].check_finite(index)
+            seconds.append((runs["dense"][1], runs["sparse"][1]))
+        return summarize(
+            scores,
+            seconds,
+            rows=rows,
+            config=config,
+            protocol=self._protocol,
+            context=context,
+            windows=list(self._selected),
+            flops=count_attention_flops(self._batches, config, count_layers(self._model)),
+        )
+
+    def _run_dense(
+        self, index: int, input_ids: Tensor, step: Callable[[int, str], None]
+    ) -> tuple[PromptLogits, float]:
+        if self._dense is not None and index in self._dense:
+            kept, seconds = self._dense[index]
+            return PromptLogits(kept.to(self._device), self._forward.head), seconds
+        step(index, "dense")
+        logits, seconds = self._forward(input_ids.unsqueeze(0))
+        if self._dense is not None:
+            self._dense[index] = logits.rows.cpu(), seconds
+        return logits, seconds
 
 
 def check_settings(config: PrefillConfig, context: int, windows: str, protocol: str) -> None:
-    """Refuse settings that `evaluate_perplexity` would refuse, without a model and a text.
-
-    Parameters
-    ----------
-    config : PrefillConfig
-    context, windows, protocol
-        As `evaluate_perplexity` takes them.
-
-    Raises
-    ------
-    ValueError
-        If one is out of its range, a window is shorter than two chunks, or the memory set is empty
-        without `block_diagonal`, so that nothing is sparse.
-    """
+    """Raise the errors of `evaluate_perplexity` that need neither a model nor a text."""
     scored_rows(protocol, context)
     parse_windows(windows)
     if context < 2 * config.chunk_size:

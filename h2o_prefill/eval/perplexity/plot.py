@@ -1,4 +1,4 @@
-"""Figures of an evaluation."""
+"""The figure of a perplexity evaluation."""
 
 from __future__ import annotations
 
@@ -19,20 +19,8 @@ def plot_perplexity(
 ) -> Figure:
     """Draw perplexity by position, dense and sparse, above their difference, into a file.
 
-    Left along the window, with the chunks' boundaries; right along a chunk, over all chunks but the
-    first. What the text itself does to perplexity is the same for both: the difference is what
-    counts.
-
-    Parameters
-    ----------
-    result : PerplexityResult
-        What to draw.
-    path, title
-        As `save_figure` takes them.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
+    The left panels show the window, with the chunks' boundaries, the right ones the average chunk,
+    without the first.
     """
     figure = make_figure(5.6)
     (window, chunk), (window_change, chunk_change) = figure.subplots(

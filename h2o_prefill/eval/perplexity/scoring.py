@@ -1,4 +1,4 @@
-"""Per-token scores of one window: what each run says of the next token, and how they differ."""
+"""Per-token scores of one window: likelihood of the next token in each run, and KL."""
 
 from __future__ import annotations
 
@@ -16,21 +16,14 @@ _SLICE_NUMBERS = 1 << 23
 
 @dataclass(frozen=True)
 class WindowScores:
-    """Scores of the scored rows of a window, fp32 [rows] each, on the CPU.
+    """Scores of the scored rows of a window, fp32 [rows] each, on the CPU."""
 
-    Attributes
-    ----------
-    dense_nll, sparse_nll : Tensor
-        -log p(next token), nats.
-    kl : Tensor
-        KL(dense || sparse) of the next-token distributions, nats.
-    same_top1 : Tensor
-        bool: whether both runs hold the same token most likely.
-    """
-
+    # -log p(next token), nats.
     dense_nll: Tensor
     sparse_nll: Tensor
+    # KL(dense || sparse) of the next-token distributions, nats.
     kl: Tensor
+    # bool: whether both runs have the same most likely token.
     same_top1: Tensor
 
     def check_finite(self, window: int) -> None:
@@ -45,17 +38,7 @@ class WindowScores:
 def score_window(
     dense: PromptLogits, sparse: PromptLogits, input_ids: Tensor, rows: range
 ) -> WindowScores:
-    """Score a window in slices of rows, so that memory does not grow with its length.
-
-    Parameters
-    ----------
-    dense, sparse : PromptLogits
-        Of the two runs over `input_ids`.
-    input_ids : Tensor
-        int64 [T]
-    rows : range
-        Rows to score; row i is scored on token i + 1.
-    """
+    """Score rows of a window, each on the next token, in slices of bounded memory."""
     parts: list[tuple[Tensor, ...]] = []
     for begin, end in _slices(dense, rows):
         log_p = torch.log_softmax(dense.slice(begin, end), dim=-1)
@@ -75,15 +58,7 @@ def score_window(
 
 
 def token_nll(logits: PromptLogits, input_ids: Tensor, rows: range) -> Tensor:
-    """Return -log p(next token) of the rows of one run, in nats, fp32 [rows], on the CPU.
-
-    Parameters
-    ----------
-    logits : PromptLogits
-        Of the run over `input_ids`.
-    input_ids, rows
-        As `score_window` takes them.
-    """
+    """Return -log p(next token) of the rows of one run, in nats, fp32 [rows], on the CPU."""
     parts = [
         _next_token_nll(torch.log_softmax(logits.slice(begin, end), dim=-1), input_ids, begin)
         for begin, end in _slices(logits, rows)

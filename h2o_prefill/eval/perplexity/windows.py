@@ -1,4 +1,4 @@
-"""Which windows of a text are scored, and which tokens of a window."""
+"""The windows of a text, and the scored tokens of a window."""
 
 from __future__ import annotations
 
@@ -23,17 +23,6 @@ def scored_rows(protocol: str, context: int) -> range:
     "gptq" scores every token but the first (IST-DASLab/gptq, llama.py); "llamacpp" the second half,
     so that each scored token has at least half a window before it (ggml-org/llama.cpp,
     tools/perplexity).
-
-    Parameters
-    ----------
-    protocol : {"gptq", "llamacpp"}
-    context : int
-        Tokens of a window.
-
-    Returns
-    -------
-    range
-        Row i predicts token i + 1.
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {PROTOCOLS}, got {protocol!r}")
@@ -65,30 +54,9 @@ def parse_windows(windows: str) -> tuple[int, int | None]:
 def select_windows(
     tokens: Tensor, context: int, windows: str, first: int | None = None
 ) -> tuple[range, Tensor]:
-    """Cut tokens into windows that do not overlap, and take a slice of them; a rest is dropped.
+    """Cut tokens [T] into windows that do not overlap; return the indices and tokens of a slice.
 
-    Parameters
-    ----------
-    tokens : Tensor
-        int64 [tokens]
-    context : int
-        Tokens of a window.
-    windows : str
-        A slice "begin:end" of the windows; either side may be empty.
-    first : int, optional
-        What `first_token` says: replaces the first token of every window.
-
-    Returns
-    -------
-    selected : range
-        The windows' indices.
-    tokens : Tensor
-        int64 [windows, context]
-
-    Raises
-    ------
-    ValueError
-        If the text is shorter than a window, or the slice is malformed, empty or beyond the text.
+    `first` replaces the first token of every window. The rest of the text is dropped.
     """
     available = len(tokens) // context
     if available == 0:
@@ -117,34 +85,14 @@ def model_windows(
     windows: str,
     protocol: str,
 ) -> tuple[range, Tensor]:
-    """Return the windows of a dataset that a model is run on, as `select_windows` does.
-
-    Parameters
-    ----------
-    model : nn.Module
-        With dense attention.
-    dataset, tokenizer, context, windows, protocol
-        As `evaluate_perplexity` takes them.
-
-    Raises
-    ------
-    ValueError
-        For the reasons of `select_windows` and `text_tokens`, or if the model already runs sparsely
-        or takes no window of this length.
-    """
+    """Return the windows of a dataset; raise if the model takes none of this length."""
     check_model(model, context, "context")
     tokens = text_tokens(dataset, tokenizer)
     return select_windows(tokens, context, windows, first_token(tokenizer, protocol))
 
 
 def text_tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
-    """Return the tokens of a dataset as `evaluate_perplexity` takes it, int64 [tokens].
-
-    Raises
-    ------
-    ValueError
-        If a text is empty or comes without a tokenizer, or tokens are not a sequence of ids.
-    """
+    """Return the tokens of a dataset as `evaluate_perplexity` takes it, int64 [tokens]."""
     if isinstance(dataset, str) and dataset in DATASETS:
         dataset = load_text(dataset)
     if isinstance(dataset, (str, Corpus)):

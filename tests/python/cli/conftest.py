@@ -1,13 +1,9 @@
-"""What the tests of the command line share."""
+"""Fixtures of the tests of the command line."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,46 +72,3 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
         "models": ("models", "--class", "LlamaForCausalLM", "--class", "BloomForCausalLM"),
         "info": ("info",),
     }
-
-
-class CommandServer:
-    """Starts command lines at once, in processes of their own: see `command_server.py`."""
-
-    def __init__(self) -> None:
-        server = Path(__file__).with_name("command_server.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(server)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self._read()
-
-    def start(self, arguments: tuple[Any, ...], log: Path) -> int:
-        """Start a command line that prints to a file, and return its process id."""
-        assert self._process.stdin is not None
-        job = {"arguments": [str(argument) for argument in arguments], "log": str(log)}
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        return self._read()
-
-    def wait(self) -> int:
-        """Return the exit code of what was started, the negative signal if one ended it."""
-        return self._read()
-
-    def close(self) -> None:
-        """End the server."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _read(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
-
-
-@pytest.fixture(scope="session")
-def command_server(tiny: Any) -> Iterator[CommandServer]:
-    pytest.importorskip("typer")
-    server = CommandServer()
-    yield server
-    server.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from h2o_prefill.cli.variants import parse_variant, parse_variants
+from h2o_prefill.cli.options import parse_variant, parse_variants
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.needles.result import PromptOutcome, RetrievalResult
 from h2o_prefill.eval.needles.scoring import summarize_retrieval

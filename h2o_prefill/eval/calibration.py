@@ -1,28 +1,50 @@
-"""Which layers of a model lose most under sparse prefill: those to spend more on."""
+"""The layers of a model that lose most under sparse prefill, and need larger memory sets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.attention_flops import count_attention_flops
-from h2o_prefill.eval.calibration.result import LayerCalibration, rank_layers
-from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.inputs.text import Corpus
-from h2o_prefill.eval.perplexity.evaluate import check_settings
-from h2o_prefill.eval.perplexity.scoring import score_window
-from h2o_prefill.eval.perplexity.windows import model_windows, scored_rows
-from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, prefill_mode, report_progress
+from h2o_prefill.eval.perplexity.evaluate import PairedRuns, check_settings
+from h2o_prefill.eval.perplexity.windows import model_windows
+from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, report_progress
 from h2o_prefill.presets import chosen_config
 
-# What can become of layers, and the field of `PrefillConfig` that names them then.
+# What the chosen layers become, and the field of `PrefillConfig` that names them.
 KEPT = {"wide": "wide_layers", "dense": "dense_layers"}
 
 _PROTOCOL = "gptq"
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """The loss of a model due to the sparse attention of each layer."""
+
+    # The settings measured, with the layers found among its `wide_layers` or `dense_layers`.
+    config: PrefillConfig
+    # Mean KL(dense || sparse) in nats a token, of the settings as given and of `config`.
+    kl_before: float
+    kl_after: float
+    # The same with one more layer dense; without the layers that were dense, or wide, already.
+    kl_by_layer: dict[int, float]
+    # Attention flops of both on the windows measured.
+    flops_before: AttentionFlops
+    flops_after: AttentionFlops
+    # Tokens of a window.
+    context: int
+    windows: list[int]
+
+    @property
+    def ranking(self) -> list[int]:
+        """Layers by their KL when they are dense, the lowest first."""
+        return rank_layers(self.kl_by_layer)
 
 
 def calibrate_layers(
@@ -39,17 +61,17 @@ def calibrate_layers(
 ) -> LayerCalibration:
     """Find the layers whose sparse attention changes a model's predictions most.
 
-    The loss of sparse prefill is not spread evenly: most of it comes from a few layers, whose heads
-    retrieve distant tokens. One layer after another is made dense, all others stay sparse, and
-    the layers that bring the predictions nearest to those of the dense model are chosen. That is
-    one dense and `num_layers + 2` sparse forward passes a window.
+    Most of the loss of sparse prefill comes from a few layers, whose heads retrieve distant tokens.
+    One layer after another is made dense while all others stay sparse, and the layers with the
+    lowest mean KL(dense || sparse) are chosen. This takes one dense and `num_layers + 2` sparse
+    forward passes a window.
 
     Parameters
     ----------
     model : nn.Module
         A causal language model with dense attention.
     dataset : Tensor, sequence of int, Corpus or str
-        As `evaluate_perplexity` takes it. Not the text to be evaluated on.
+        As `evaluate_perplexity` takes it. Use another text than for the evaluation.
     chunk_config : PrefillConfig or str, optional
         Settings of the other layers. Default: those of `enable`.
     layers : int
@@ -74,8 +96,7 @@ def calibrate_layers(
     Raises
     ------
     ValueError
-        For the reasons of `evaluate_perplexity`, or if there are not more layers than are to be
-        chosen.
+        As `evaluate_perplexity` does, or if `layers` is not less than the number of candidates.
     ArithmeticError
         If a run gives logits that are not finite.
     """
@@ -94,32 +115,17 @@ def calibrate_layers(
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
     passes = len(batches) * (len(candidates) + 3)
     done = 0
-
-    def report(what: str) -> None:
-        report_progress(on_progress, done, passes, what)
-
     with torch.no_grad(), eval_mode(model):
-        forward = PromptForward(model)
-        rows = scored_rows(_PROTOCOL, context)
-        prompts = batches.to(next(model.parameters()).device)
-        dense: list[PromptLogits] = []
-        for index, prompt in zip(selected, prompts, strict=True):
-            report(f"window {index} dense")
-            dense.append(forward(prompt.unsqueeze(0))[0])
-            done += 1
+        runs = PairedRuns(model, selected, batches, _PROTOCOL, keep_dense=True)
 
         def measure(tried: PrefillConfig, what: str) -> float:
-            nonlocal done
-            total = 0.0
-            for index, prompt, logits in zip(selected, prompts, dense, strict=True):
-                report(f"window {index} {what}")
-                with prefill_mode(model, tried):
-                    sparse = forward(prompt.unsqueeze(0))[0]
-                scores = score_window(logits, sparse, prompt, rows)
-                scores.check_finite(index)
-                total += float(scores.kl.double().mean())
+            def step(index: int, mode: str) -> None:
+                nonlocal done
+                now = mode if mode == "dense" else what
+                report_progress(on_progress, done, passes, f"window {index} {now}")
                 done += 1
-            return total / len(prompts)
+
+            return runs.evaluate(tried, step).kl_mean
 
         before = measure(config, "sparse")
         by_layer = {
@@ -128,7 +134,7 @@ def calibrate_layers(
         }
         chosen = _with_layers(config, KEPT[keep], rank_layers(by_layer)[:layers])
         after = measure(chosen, f"chosen layers {keep}")
-    report("done")
+    report_progress(on_progress, passes, passes, "done")
     return LayerCalibration(
         config=chosen,
         kl_before=before,
@@ -143,3 +149,8 @@ def calibrate_layers(
 
 def _with_layers(config: PrefillConfig, field: str, layers: list[int]) -> PrefillConfig:
     return config.replace(**{field: tuple(sorted({*getattr(config, field), *layers}))})
+
+
+def rank_layers(kl_by_layer: dict[int, float]) -> list[int]:
+    """Return layers by their KL, the lowest first."""
+    return sorted(kl_by_layer, key=lambda layer: kl_by_layer[layer])

@@ -1,4 +1,4 @@
-"""What each preset costs in quality, held to what it cost when its settings were chosen."""
+"""The loss of each preset, held to its loss when its settings were chosen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h2o_prefill.presets import DEFAULT_PRESET
 
 pytestmark = pytest.mark.model
 
-# Of Darwin, On the Origin of Species (1859), chapter 3.
+# Charles Darwin, On the Origin of Species (1859), chapter 3.
 BOOK = Path(__file__).with_name("struggle_for_existence.txt")
 # Context and windows of each text.
 WINDOW = {"book": (3072, "0:1"), "wikitext2": (4096, "2:3")}

@@ -128,7 +128,3 @@ def test_commit_is_only_that_of_the_packages_own_checkout(
     assert environment.commit() == "abc"
     monkeypatch.setattr(environment, "_git", lambda root, *what: "abc")
     assert environment.commit() == "abc+"
-
-
-def test_package_version_of_nothing() -> None:
-    assert environment.package_version("no-such-package-anywhere") is None

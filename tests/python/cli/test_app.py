@@ -84,6 +84,7 @@ WRONG_VALUES = {
     ("--model", "./nowhere"): (MEASURING, "model: no such file or folder: './nowhere'"),
     ("--dtype", "int8"): (MEASURING, "dtype must be one of"),
     ("--threads", "0"): (MEASURING, "--threads"),
+    ("--threads", "4294967297"): (("ppl",), "Invalid value for '--threads'"),
     ("--preset", "best"): (
         ("ppl", "ablate", "calibrate", "bench", "visualize"),
         "preset must be one of",

@@ -107,6 +107,7 @@ def test_a_cut_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: 
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(ValueError, match=r"model\.gguf as a GGUF model, incomplete download"):
         load_model(str(file))
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
 def test_a_whole_gguf_file_that_transformers_cannot_read(

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,16 @@ pytest.importorskip("transformers")
 from h2o_prefill.eval.forward import PromptForward  # noqa: E402
 
 Run = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def usual_handler() -> Iterator[None]:
+    """Python's handler of Ctrl-C, which a background job does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -53,7 +63,7 @@ def test_an_ablation_keeps_its_cells_and_goes_on(
     calls = itertools.count()
 
     def interrupted(*arguments: Any, **keywords: Any) -> Any:
-        # Two dense windows, then two for every cell: in the middle of the third cell.
+        # Two windows densely and two for every cell: in the middle of the third cell.
         if next(calls) == 7:
             # As where a library clears the error of Python code that it called from C.
             with contextlib.suppress(KeyboardInterrupt) if lost else contextlib.nullcontext():
@@ -74,14 +84,20 @@ def test_an_ablation_keeps_its_cells_and_goes_on(
     pd.testing.assert_frame_equal(whole.loc[kept.index], kept)
 
 
-def test_while_pytorch_is_imported() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "h2o_prefill_cli", "info"],
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "h2o_prefill_cli", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # A test run may ignore SIGINT, as a background job does, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
+
+
+def test_while_pytorch_is_imported() -> None:
+    process = _start("info")
     # The libraries of PyTorch are in memory long before its import has ended.
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text():
@@ -89,3 +105,31 @@ def test_while_pytorch_is_imported() -> None:
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == ("", "interrupted: nothing was done yet\n")
     assert process.returncode == 130
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.3, 0.6, 1, 1.5, 2, 3, 4, 5])
+def test_at_any_time_there_is_no_traceback(seconds: float) -> None:
+    process = _start("info", "--json", "-")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (0, 130)
+    assert "Traceback" not in said and said.count("interrupted: ") == (process.returncode == 130)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_ablation_leaves_whole_rows(
+    small_commands: dict[str, Any], tmp_path: Path, sent: signal.Signals
+) -> None:
+    csv = tmp_path / "out" / "perplexity_ablation.csv"
+    grid = ("--heavy-budget", "0,1,2,3,4,5,6,7", "--recall", "0,2,4", "--recall-block", "8")
+    process = _start(*small_commands["ablate"], *grid, "--output", str(csv.parent), "--no-plot")
+    while process.poll() is None and not (csv.exists() and csv.read_text().count("\n") > 2):
+        time.sleep(0.01)
+    process.send_signal(sent)
+    _, said = process.communicate(timeout=60)
+    assert csv.read_text().endswith("\n")
+    assert 2 <= len(pd.read_csv(csv)) < 24
+    assert "Traceback" not in said and ("are kept in" in said) == (sent == signal.SIGINT)

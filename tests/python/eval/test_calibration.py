@@ -1,4 +1,4 @@
-"""Which layers to spend more on, against perplexity measured with each of them dense."""
+"""Calibration of layers, against perplexity measured with each of them dense."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_layer_is_measured_as_by_perplexity(
 def test_the_layer_that_needs_it_is_chosen(
     model: Any, tokens: torch.Tensor, small_config: PrefillConfig
 ) -> None:
-    # What the others attend to is dropped.
+    # The output of the other layers' attention is dropped.
     for index in (0, 1, 3):
         torch.nn.init.zeros_(model.model.layers[index].self_attn.o_proj.weight)
     result = calibrate_layers(model, tokens, small_config, layers=1, keep="dense", context=CONTEXT)

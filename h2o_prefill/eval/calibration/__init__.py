@@ -1,1 +1,0 @@
-"""Which layers need larger memory sets, or dense attention."""

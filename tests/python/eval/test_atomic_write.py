@@ -1,0 +1,103 @@
+"""Files that are written whole or not at all, also by processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from h2o_prefill.eval import atomic_write
+from h2o_prefill.eval.atomic_write import replaced_file
+
+
+def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "figure.png"
+    target.write_text("old")
+    target.chmod(0o604)
+    with replaced_file(target) as path:
+        path.write_text("new")
+        assert target.read_text() == "old"
+        assert path.suffix == ".png", "matplotlib chooses the format by it"
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o604
+    with pytest.raises(KeyboardInterrupt), replaced_file(target) as path:
+        path.write_text("ha")
+        raise KeyboardInterrupt
+    assert target.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_new_file_has_the_mode_that_open_gives(tmp_path: Path) -> None:
+    (tmp_path / "opened").touch()
+    with replaced_file(tmp_path / "file") as path:
+        path.write_text("new")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "opened").stat().st_mode
+
+
+def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+    target, link = tmp_path / "folder" / "file", tmp_path / "link"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    with replaced_file(link) as path:
+        path.write_text("new")
+    assert link.is_symlink() and target.read_text() == "new"
+
+
+def test_what_is_no_regular_file_is_written_directly(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    with replaced_file(pipe) as path:
+        path.write_text("new")
+    reader.join()
+    assert read == ["new"] and pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("target", "why"), [("/dev/full", "No space left"), ("/no/such/file", "No such file")]
+)
+def test_an_error_names_the_target(target: str, why: str) -> None:
+    with (
+        pytest.raises(OSError, match=f"cannot write '{target}': {why}"),
+        replaced_file(target) as path,
+    ):
+        path.write_text("new")
+
+
+# Writes files of one digit each, one version after another.
+_WRITER = """
+import importlib.util, itertools, sys
+spec = importlib.util.spec_from_file_location("atomic_write", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+for version in itertools.count():
+    with module.replaced_file(sys.argv[2]) as path, open(path, "w") as file:
+        for _ in range(64):
+            file.write(str(version % 10) * 65536)
+    print(version, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path, kills: int) -> None:
+    target = tmp_path / "file.json"
+    for kill in range(kills):
+        writer = subprocess.Popen(
+            [sys.executable, "-S", "-c", _WRITER, atomic_write.__file__, str(target)],
+            stdout=subprocess.PIPE,
+        )
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(0.05 * kill / kills)
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate()
+        text = target.read_text()
+        assert len(text) == 64 * 65536 and len(set(text)) == 1
