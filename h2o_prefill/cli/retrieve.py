@@ -14,8 +14,8 @@ from h2o_prefill.cli.outputs import json_output, plot_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
 from h2o_prefill.cli.variants import parse_variants
-from h2o_prefill.eval.needles.settings import DEPTHS, LENGTHS
-from h2o_prefill.eval.needles.tasks import TASKS
+from h2o_prefill.eval.retrieval.evaluate import DEPTHS, LENGTHS
+from h2o_prefill.eval.retrieval.tasks import TASKS
 from h2o_prefill.presets import PRESETS
 
 
@@ -51,7 +51,7 @@ def retrieve(
         str,
         typer.Option(
             "--question",
-            help="Place of the question: last is after the text, first is before it.",
+            help="Position of the question: last is after the text, first is before it.",
         ),
     ] = "last",
     variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
@@ -70,14 +70,13 @@ def retrieve(
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
     Facts (needles) are hidden in a text (the haystack), and the model is asked for them. The tasks
-    have the form of RULER's; paraphrased asks with other words than the text uses. In the table,
+    have the form of RULER's; paraphrased asks in other words than those of the text. In the table,
     accuracy is the mean score, and kept is the share of the prompts solved after dense prefill that
-    are solved after sparse prefill too.
+    are also solved after sparse prefill.
     """
     from h2o_prefill.eval import evaluate_retrieval, load_text
-    from h2o_prefill.eval.needles.plot import plot_retrieval
-    from h2o_prefill.eval.needles.result import retrieval_report
-    from h2o_prefill.eval.needles.settings import check_retrieval
+    from h2o_prefill.eval.retrieval.evaluate import check_retrieval
+    from h2o_prefill.eval.retrieval.result import plot_retrieval, retrieval_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)
