@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
-from h2o_prefill.eval.attention.memory_sets import held_positions, jaccard, stack_layers
+from h2o_prefill.eval.attention.measures import (
+    AttentionMeasures,
+    held_positions,
+    jaccard,
+    measure_attention,
+    stack_layers,
+)
 from h2o_prefill.eval.inputs.prompts import prompt_ids
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 from h2o_prefill.eval.runs import Progress, check_model, eval_mode, report_progress

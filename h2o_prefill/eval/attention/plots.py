@@ -36,14 +36,17 @@ def plot_memory(patterns: AttentionPatterns, path: str | os.PathLike[str], title
         end = ends[chunk]
         share = adaptive_avg_pool1d(patterns.head_share(chunk)[:, :end], min(end, _MAX_COLUMNS))
         extent = (0, end, -0.5, rows - 0.5)
-        image = axes.imshow(share, extent=extent, cmap="magma_r", vmin=0, vmax=1, **_MAP)
+        image = axes.imshow(share.numpy(), extent=extent, cmap="magma_r", vmin=0, vmax=1, **_MAP)
         for boundary in ends[:-1]:
             axes.axvline(boundary, color="0.35", linewidth=0.8, linestyle=":")
         axes.set_facecolor(_ABSENT)
         axes.set_title(f"memory set after chunk {chunk} ({end} tokens)", **_TITLE)
         _layer_axis(axes, patterns.layers, most=8)
     panels[-1].set_xlim(0, ends[-1])
-    panels[-1].set_xlabel("position (tokens); dotted: chunk boundaries, grey: later chunks")
+    window = "; black at the end: local window" if patterns.config.local_window else ""
+    panels[-1].set_xlabel(
+        f"position (tokens); dotted: chunk boundaries; grey: later chunks{window}"
+    )
     figure.colorbar(image, ax=list(panels), label="share of KV heads that hold it", aspect=30)
     save_figure(figure, path, title, title_size=10)
     return figure
