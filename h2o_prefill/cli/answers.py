@@ -23,22 +23,11 @@ def answers(
     model: options.ModelOption = "smollm2-135m",
     dataset: Annotated[str | None, options.datasets("Texts to ask about")] = None,
     text_file: Annotated[list[Path] | None, options.text_files("ask about")] = None,
-    prompts: Annotated[
-        int, options.count("--prompts", "Number of prompts; the texts take turns.")
-    ] = 20,
-    prompt_tokens: Annotated[
-        int, options.count("--prompt-tokens", "Tokens of text in every prompt.")
-    ] = 6000,
-    new_tokens: Annotated[
-        int, options.count("--new-tokens", "Maximum number of tokens of an answer.")
-    ] = 32,
+    prompts: Annotated[int, options.count("--prompts", "Number of prompts, over all texts.")] = 20,
+    prompt_tokens: Annotated[int, options.count("--prompt-tokens", "Tokens of each text.")] = 6000,
+    new_tokens: Annotated[int, options.count("--new-tokens", "Tokens of an answer, at most.")] = 32,
     question: Annotated[
-        str,
-        typer.Option(
-            "--question",
-            help="Question after every text, in the model's chat template; if empty, the text is "
-            "continued.",
-        ),
+        str, typer.Option(help="Question after every text; if empty, the text is continued.")
     ] = QUESTION,
     variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
     dtype: options.DtypeOption = "float32",
@@ -70,6 +59,6 @@ def answers(
                 on_progress=show,
             )
         names = ", ".join(text.name for text in texts)
-        asked = f"{prompts} prompts of {prompt_tokens} tokens of {names}"
-        print_result(f"{model} {dtype}\n{asked}", answers_table(result))
+        title = f"{model} {dtype}\n{prompts} prompts of {prompt_tokens} tokens of {names}"
+        print_result(title, answers_table(result))
         save_json(lambda: answers_report(result, model=model, dtype=dtype))

@@ -23,18 +23,13 @@ def visualize(
     text_file: options.TextFileOption = None,
     context: Annotated[int, options.count("--context", "Prompt length in tokens.")] = 4096,
     window: Annotated[
-        int,
-        typer.Option("--window", min=0, help="Index of the window of the text that is the prompt."),
+        int, typer.Option(min=0, help="Index of the window of the text that is the prompt.")
     ] = 0,
     output: Annotated[
         Path, options.output_folder("Folder for the figures, created if necessary.")
     ] = Path("benchmark_results/attention_heatmaps"),
     errors: Annotated[
-        bool,
-        typer.Option(
-            "--errors/--no-errors",
-            help="Also compare each head with dense attention, and print a table of the errors.",
-        ),
+        bool, typer.Option(help="Also compare each head with dense attention, with a table.")
     ] = True,
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "float32",
@@ -71,13 +66,14 @@ def visualize(
             patterns = visualize_attention_patterns(
                 network, prompts, config, output, title=title, errors=errors, on_progress=show
             )
-        if patterns.measures is not None:
-            print_result(title, attention_table(patterns.measures))
+        measures = patterns.measures
+        if measures is not None:
+            print_result(title, attention_table(measures))
         for path in patterns.paths.values():
             output_console().print(str(path), markup=False, soft_wrap=True)
-        if patterns.measures is not None:
-            report = patterns.measures.to_dict()
-            prompt = {"window": window, "context": context}
-            origin = text_origin(model, dtype, corpus, **prompt, preset=preset)
-            settings = {**origin, **report.pop("config")}
-            save_json(lambda: build_report(settings, **report))
+        if measures is not None:
+            report = measures.to_dict()
+            origin = text_origin(
+                model, dtype, corpus, window=window, context=context, preset=preset
+            )
+            save_json(lambda: build_report({**origin, **report.pop("config")}, **report))
