@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from typing import Any
@@ -106,14 +107,7 @@ def test_a_needle_is_at_its_depth_and_needles_keep_their_order(
 
 
 def test_seeds_differ_by_cell_and_stay() -> None:
-    cells = [
-        (s, task, n, d, i)
-        for s in (0, 1)
-        for task in TASKS
-        for n in (2, 4)
-        for d in (0, 50)
-        for i in range(3)
-    ]
+    cells = list(itertools.product((0, 1), TASKS, (2048, 4096), (0, 50), range(3)))
     assert len({prompt_seed(*cell) for cell in cells}) == len(cells)
     assert prompt_seed(0, "single", 2048, 50, 0) == prompt_seed(0, "single", 2048, 50.0, 0)
 
