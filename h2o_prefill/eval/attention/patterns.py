@@ -174,7 +174,7 @@ def collect_patterns(
     check_model(model, length, "input_ids")
     from h2o_prefill.hf import ChunkedPrefillCache, chunked_prefill
 
-    cache = ChunkedPrefillCache(config=model.config)
+    cache: Any = ChunkedPrefillCache(config=model.config)
     pieces = prompt.to(next(model.parameters()).device).split(config.chunk_size, dim=1)
     sets: list[Tensor] = []
     ends: list[int] = []

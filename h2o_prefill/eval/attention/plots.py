@@ -73,7 +73,7 @@ def _head_map(axes: Axes, values: Any, middle: float, **style: Any) -> None:
     image = axes.imshow(values, **style, **_MAP)
     axes.set_facecolor(_ABSENT)
     axes.set_xlabel("query head")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.figure.colorbar(image, ax=axes, aspect=40, pad=0.01)
     if values.size > _MAX_NUMBERED_CELLS:
         return
