@@ -68,8 +68,8 @@ class AnswersResult:
 
     def parting_tokens(self, variant: str) -> list[int]:
         """Return at which token the other answers part from dense, ascending, counted from 0."""
-        places = (prompt.answers[variant].parts_at for prompt in self.prompts)
-        return sorted(place for place in places if place is not None)
+        tokens = (prompt.answers[variant].parts_at for prompt in self.prompts)
+        return sorted(token for token in tokens if token is not None)
 
     def gaps(self, variant: str) -> list[float]:
         """Return `Answer.gap` of those answers, ascending."""

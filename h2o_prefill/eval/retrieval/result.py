@@ -117,18 +117,17 @@ def summarize_retrieval(
             accuracy = statistics.fmean(score[variant] for score in scores)
             solved = [score[variant] == 1 for score in scores if score[DENSE] == 1]
             kept = sum(solved) / len(solved) if solved else math.nan
-            intervals = wilson_interval(accuracy, len(scores)), wilson_interval(kept, len(solved))
             rows.append(
                 RetrievalSummary(
-                    task,
-                    length,
-                    variant,
-                    len(scores),
-                    accuracy,
-                    intervals[0],
-                    len(solved),
-                    kept,
-                    intervals[1],
+                    task=task,
+                    length=length,
+                    variant=variant,
+                    prompts=len(scores),
+                    accuracy=accuracy,
+                    accuracy_interval=wilson_interval(accuracy, len(scores)),
+                    dense_solved=len(solved),
+                    kept=kept,
+                    kept_interval=wilson_interval(kept, len(solved)),
                 )
             )
     return rows
