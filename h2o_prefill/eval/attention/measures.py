@@ -268,8 +268,9 @@ def measure_layer(
         end = min(begin + config.chunk_size, length)
         q, k, v = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
         lists = NO_RECALL if recalled is None else recalled.of_rows(begin, end, q.device)
-        # The dense tail is that of the prompt, not of the chunk.
-        call = config.replace(dense_tail=max(0, config.dense_tail - (length - end)))
+        # The dense tail is that of the prompt, not of the chunk. A copy would repeat warnings.
+        tail = max(0, config.dense_tail - (length - end))
+        call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
         sparse, state = sparse_attention(q, k, v, state, call, lists, *options)
         dense = ops.dense_attention(q, k, v, *options)
         mass = _visible_mass(q[0], k[0], begin, state.memory[0], recalled, call, options)
