@@ -13,7 +13,7 @@ from h2o_prefill.cli.options import load_network, load_texts, parse_variants
 from h2o_prefill.cli.outputs import json_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import answers_table
-from h2o_prefill.eval.answers.compare import QUESTION
+from h2o_prefill.eval.answers import QUESTION
 from h2o_prefill.presets import PRESETS
 
 
@@ -21,22 +21,11 @@ def answers(
     model: options.ModelOption = "smollm2-135m",
     dataset: Annotated[str | None, options.datasets("Texts to ask about")] = None,
     text_file: Annotated[list[Path] | None, options.text_files("ask about")] = None,
-    prompts: Annotated[
-        int, options.count("--prompts", "Prompts in all; the texts take turns.")
-    ] = 20,
-    prompt_tokens: Annotated[
-        int, options.count("--prompt-tokens", "Tokens of text in every prompt.")
-    ] = 6000,
-    new_tokens: Annotated[
-        int, options.count("--new-tokens", "Maximum number of tokens of an answer.")
-    ] = 32,
+    prompts: Annotated[int, options.count("--prompts", "Number of prompts, over all texts.")] = 20,
+    prompt_tokens: Annotated[int, options.count("--prompt-tokens", "Tokens of each text.")] = 6000,
+    new_tokens: Annotated[int, options.count("--new-tokens", "Tokens of an answer, at most.")] = 32,
     question: Annotated[
-        str,
-        typer.Option(
-            "--question",
-            help="Question behind every text, in the model's chat template; with an empty one the "
-            "text is continued.",
-        ),
+        str, typer.Option(help="Question after every text; if empty, the text is continued.")
     ] = QUESTION,
     variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
     dtype: options.DtypeOption = "float32",
@@ -45,12 +34,11 @@ def answers(
 ) -> None:
     """Compare greedy answers after dense and after sparse prefill.
 
-    Every prompt is a piece of a text and a question about it. The table says how many answers are
-    the same to the token, at which token the others part from dense (counted from 0), and how much
-    less likely the dense run holds that token than its own, in nats.
+    Every prompt is a piece of a text and a question about it. The table shows how many answers are
+    identical, at which token the others part from dense (counted from 0), and how much less likely
+    than its own token the dense run holds that one, in nats.
     """
-    from h2o_prefill.eval.answers.compare import compare_answers
-    from h2o_prefill.eval.answers.result import answers_report
+    from h2o_prefill.eval.answers import answers_report, compare_answers
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)
@@ -69,6 +57,6 @@ def answers(
                 on_progress=show,
             )
         names = ", ".join(text.name for text in texts)
-        asked = f"{prompts} prompts of {prompt_tokens} tokens of {names}"
-        print_result(f"{model} {dtype}\n{asked}", answers_table(result))
+        title = f"{model} {dtype}\n{prompts} prompts of {prompt_tokens} tokens of {names}"
+        print_result(title, answers_table(result))
         save_json(lambda: answers_report(result, model=model, dtype=dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,8 +13,8 @@ from h2o_prefill.cli.options import load_network, parse_variants
 from h2o_prefill.cli.outputs import json_output, plot_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
-from h2o_prefill.eval.needles.settings import DEPTHS, LENGTHS
-from h2o_prefill.eval.needles.tasks import TASKS
+from h2o_prefill.eval.retrieval.evaluate import DEPTHS, LENGTHS
+from h2o_prefill.eval.retrieval.tasks import TASKS
 from h2o_prefill.presets import PRESETS
 
 
@@ -25,41 +25,22 @@ def retrieve(
     tasks: Annotated[
         str,
         typer.Option(
-            "--tasks",
             metavar="NAME,NAME,...",
             help=f"Tasks to run, of {options.choices(TASKS)}.",
             show_default="all",
         ),
     ] = ",".join(TASKS),
     lengths: Annotated[
-        str,
-        typer.Option(
-            "--lengths", metavar="N,N,...", help="Lengths of prompt and answer together, in tokens."
-        ),
+        str, typer.Option(metavar="N,N,...", help="Tokens of prompt and answer together.")
     ] = ",".join(map(str, LENGTHS)),
     depths: Annotated[
-        str,
-        typer.Option(
-            "--depths",
-            metavar="N,N,...",
-            help="Depths of the needle: percentages of the text that precede it.",
-        ),
+        str, typer.Option(metavar="N,N,...", help="Percent of the text before the needle.")
     ] = ",".join(map(str, DEPTHS)),
     prompts: Annotated[int, options.count("--prompts", "Prompts per task, length and depth.")] = 1,
-    question: Annotated[
-        str,
-        typer.Option(
-            "--question",
-            help="Place of the question: last is after the text, first is before it.",
-        ),
-    ] = "last",
+    question: Annotated[str, typer.Option(help="Put the question last or first.")] = "last",
     variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
     seed: Annotated[
-        int,
-        typer.Option(
-            "--seed",
-            help="Seed of the random needles and texts; equal seeds give equal prompts.",
-        ),
+        int, typer.Option(help="Random seed of needles and texts; equal seeds give equal prompts.")
     ] = 0,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
@@ -69,21 +50,25 @@ def retrieve(
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
     Facts (needles) are hidden in a text (the haystack), and the model is asked for them. The tasks
-    have the form of RULER's; paraphrased asks with other words than the text uses. In the table,
+    have the form of RULER's; paraphrased asks in other words than those of the text. In the table,
     accuracy is the mean score, and kept is the share of the prompts solved after dense prefill that
-    are solved after sparse prefill too.
+    are also solved after sparse prefill.
     """
     from h2o_prefill.eval import evaluate_retrieval, load_text
-    from h2o_prefill.eval.needles.plot import plot_retrieval
-    from h2o_prefill.eval.needles.result import retrieval_report
-    from h2o_prefill.eval.needles.settings import check_retrieval
+    from h2o_prefill.eval.retrieval.evaluate import check_retrieval
+    from h2o_prefill.eval.retrieval.result import plot_retrieval, retrieval_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = parse_variants(variants)
         save_plot = plot_output(plot)
-        names, sizes = tasks.split(","), options.parse_numbers(lengths, "lengths")
-        percents = options.parse_numbers(depths, "depths")
-        check_retrieval(configs, names, sizes, percents, prompts, question)
+        settings: dict[str, Any] = {
+            "tasks": tasks.split(","),
+            "lengths": options.parse_numbers(lengths, "lengths"),
+            "depths": options.parse_numbers(depths, "depths"),
+            "prompts_per_cell": prompts,
+            "question": question,
+        }
+        check_retrieval(configs, **settings)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
         with show_progress("retrieval") as show:
@@ -92,13 +77,9 @@ def retrieve(
                 corpus,
                 configs,
                 tokenizer=tokenizer,
-                tasks=names,
-                lengths=sizes,
-                depths=percents,
-                prompts_per_cell=prompts,
-                question=question,
                 seed=seed,
                 on_progress=show,
+                **settings,
             )
         title = f"{model} {dtype}\nneedles in {corpus.name}, question {question}"
         print_result(title, retrieval_table(result))

@@ -14,12 +14,12 @@ from h2o_prefill.config import format_value
 if TYPE_CHECKING:
     import pandas as pd
 
-    from h2o_prefill.eval.answers.result import AnswersResult
-    from h2o_prefill.eval.attention.result import AttentionMeasures
+    from h2o_prefill.eval.answers import AnswersResult
+    from h2o_prefill.eval.attention.measures import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
     from h2o_prefill.eval.calibration import LayerCalibration
-    from h2o_prefill.eval.needles.result import RetrievalResult
     from h2o_prefill.eval.perplexity.result import PerplexityResult
+    from h2o_prefill.eval.retrieval.result import RetrievalResult
 
 _ABLATION_MEASURES = ("dense", "sparse", "difference", "KL", "same\ntop-1", "flops")
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from h2o_prefill.eval.ablation.run import run_ablation
-from h2o_prefill.eval.answers.compare import compare_answers
-from h2o_prefill.eval.attention.error import measure_attention
-from h2o_prefill.eval.attention.patterns import AttentionPatterns
-from h2o_prefill.eval.attention.result import AttentionMeasures
-from h2o_prefill.eval.attention.visualize import visualize_attention_patterns
+from h2o_prefill.eval.answers import compare_answers
+from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
+from h2o_prefill.eval.attention.patterns import AttentionPatterns, visualize_attention_patterns
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.calibration import LayerCalibration, calibrate_layers
 from h2o_prefill.eval.inputs.models import DEFAULT_MODEL, DTYPES, load_model
 from h2o_prefill.eval.inputs.text import DATASETS, Corpus, load_text
-from h2o_prefill.eval.needles.evaluate import evaluate_retrieval
 from h2o_prefill.eval.perplexity.evaluate import (
     PerplexityResult,
     check_settings,
     evaluate_perplexity,
 )
 from h2o_prefill.eval.perplexity.windows import PROTOCOLS
+from h2o_prefill.eval.retrieval.evaluate import evaluate_retrieval
 from h2o_prefill.eval.speed.memory_profile import profile_memory
 from h2o_prefill.eval.speed.throughput import benchmark_throughput
 

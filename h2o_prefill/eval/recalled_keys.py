@@ -13,22 +13,12 @@ from h2o_prefill.functional import recall_lists
 
 @dataclass(frozen=True)
 class RecalledKeys:
-    """What lexical recall found for a prompt: the lists of `ops.lexical_recall`.
+    """The lists of `ops.lexical_recall` for a whole prompt."""
 
-    Attributes
-    ----------
-    offsets : Tensor
-        int32 [blocks + 1]: block b's entries are [offsets[b], offsets[b + 1]).
-    positions, visible_from : Tensor
-        int32 [entries]: a key, and the first row that sees it.
-    block : int
-        Rows of a block.
-    """
-
-    offsets: Tensor
-    positions: Tensor
-    visible_from: Tensor
-    block: int
+    offsets: Tensor  # int32 [blocks + 1]: block b's entries are [offsets[b], offsets[b + 1])
+    positions: Tensor  # int32 [entries]: a key
+    visible_from: Tensor  # int32 [entries]: the first row that sees it
+    block: int  # rows of a block
 
     def of_rows(
         self, begin: int, end: int, device: torch.device | str = "cpu"
@@ -54,19 +44,7 @@ class RecalledKeys:
 
 
 def find_recalled(prompt: Tensor, config: PrefillConfig) -> RecalledKeys | None:
-    """Search a prompt as a sparse prefill of it would.
-
-    Parameters
-    ----------
-    prompt : Tensor
-        int64 [1, T].
-    config : PrefillConfig
-
-    Returns
-    -------
-    RecalledKeys or None
-        None if recall is off.
-    """
+    """Search a prompt, int64 [1, T], as a sparse prefill of it would; None if recall is off."""
     if config.recall == 0:
         return None
     return RecalledKeys(*recall_lists(prompt.cpu(), 0, config), block=config.recall_block)

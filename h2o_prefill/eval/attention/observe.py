@@ -1,4 +1,4 @@
-"""Watch the attention of a model: queries, keys and values of each layer, while it runs densely."""
+"""Observe the queries, keys and values of each layer of a model while it runs densely."""
 
 from __future__ import annotations
 
@@ -29,31 +29,14 @@ _observer: ContextVar[Observer | None] = ContextVar("h2o_prefill_observer", defa
 def observe_attention(
     model: PreTrainedModel, observe: Observer, dense_layers: tuple[int, ...] = ()
 ) -> Iterator[None]:
-    """Show every layer that could be prefilled sparsely to `observe`, for a block.
+    """Call `observe(call, logit scale)` for every layer that could be prefilled sparsely.
 
-    The model computes what it computes without us: attention stays dense. Layers that would be
-    dense by design (sliding windows, `dense_layers`) are not shown.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal decoder that is not enabled.
-    observe : callable
-        Called with the call of each layer, in the order of the forward, and the factor of its
-        logits. What it keeps of a call's tensors stays in memory.
-    dense_layers : tuple of int
-        Layers that a sparse prefill would leave dense.
-
-    Raises
-    ------
-    ValueError
-        For the reasons of `enable`.
-    NotImplementedError
-        If the model, or a call of it, could not be prefilled sparsely.
+    The model computes what it computes without this block: attention stays dense. Layers that would
+    be dense by design (sliding windows, `dense_layers`) are left out. Raises what `enable` raises.
     """
     AttentionInterface.register(NAME, torch.compiler.disable(_observed_attention))
     AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
-    # The rules look at the length of a call: chunks of one token let every prompt pass.
+    # Eligibility depends on the length of a call: chunks of one token let every prompt pass.
     block_diagonal = PrefillConfig(
         chunk_size=1,
         local_window=0,
@@ -65,7 +48,7 @@ def observe_attention(
         for module in model.modules():
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == SPARSE_NAME:
-                # `enable` puts back what was there before it, so this too.
+                # `enable` restores the name that it found, so this one does not outlast the block.
                 config._attn_implementation_internal = NAME  # type: ignore[union-attr]
         token = _observer.set(observe)
         try:

@@ -76,8 +76,8 @@ def test_a_folder_that_cannot_be_made_is_found_before_the_work(
         ("bench", "memory_profile.png"),
         ("ablate", "perplexity_ablation.csv"),
         ("ablate", "perplexity_ablation.png"),
-        ("visualize", "heavy.png"),
-        ("visualize", "index.html"),
+        ("visualize", "memory.png"),
+        ("visualize", "errors.png"),
     ],
 )
 def test_a_folder_in_the_place_of_a_result_is_found_before_the_work(

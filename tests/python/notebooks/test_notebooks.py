@@ -130,8 +130,8 @@ def test_memory_sets_and_recall(
     recalled = done.values["recalled"]
     assert len(recalled) == len(done.values["sentence"]) and recalled[second] == [first, first + 1]
     assert "lists of earlier rows unchanged: True" in done.stdout
-    assert (tmp_path / "pictures" / "index.html").is_file()
-    assert_figures(done, 5)
+    assert (tmp_path / "pictures" / "errors.png").is_file()
+    assert_figures(done, 4)
     assert done.stderr == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,21 @@ from torch import Tensor, nn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.models import resolve_model
 from h2o_prefill.eval.inputs.text import DATASETS, Corpus, load_text
-from h2o_prefill.eval.needles.haystack import Haystack
-from h2o_prefill.eval.needles.prompts import RetrievalPrompt, build_prompt, prompt_seed
-from h2o_prefill.eval.needles.result import PromptOutcome, RetrievalResult
-from h2o_prefill.eval.needles.scoring import DENSE, substring_score, summarize_retrieval
-from h2o_prefill.eval.needles.settings import DEPTHS, LENGTHS, check_retrieval
-from h2o_prefill.eval.needles.tasks import TASKS
+from h2o_prefill.eval.retrieval.prompts import (
+    QUESTIONS,
+    Haystack,
+    RetrievalPrompt,
+    build_prompt,
+    prompt_seed,
+)
+from h2o_prefill.eval.retrieval.result import (
+    DENSE,
+    PromptOutcome,
+    RetrievalResult,
+    substring_score,
+    summarize_retrieval,
+)
+from h2o_prefill.eval.retrieval.tasks import TASKS
 from h2o_prefill.eval.runs import (
     Progress,
     check_model,
@@ -25,6 +35,9 @@ from h2o_prefill.eval.runs import (
     report_progress,
 )
 from h2o_prefill.presets import DEFAULT_PRESET, chosen_config
+
+LENGTHS = (2048, 4096, 8192)
+DEPTHS = (0, 25, 50, 75, 100)
 
 
 def evaluate_retrieval(
@@ -41,11 +54,11 @@ def evaluate_retrieval(
     seed: int = 0,
     on_progress: Progress | None = None,
 ) -> RetrievalResult:
-    """Ask for needles hidden in a text, with dense prefill and with each variant of sparse prefill.
+    """Ask for needles hidden in a text after dense and after each variant of sparse prefill.
 
-    Every prompt is prefilled in one call, dense and then by each variant, and answered greedily;
-    decoding is dense over the whole cache. The tasks have the form of RULER (NVIDIA/RULER); an
-    answer scores the share of what was asked for that it holds as substrings.
+    Every prompt is prefilled in one call, densely and then with each variant, and answered
+    greedily; decoding is dense over the whole cache. The tasks have the form of RULER
+    (NVIDIA/RULER); the score of an answer is the share of the expected strings in it.
 
     Parameters
     ----------
@@ -56,8 +69,8 @@ def evaluate_retrieval(
     variants : mapping of str to PrefillConfig, optional
         Names and settings of the sparse runs. Default: that of `enable`, by its name.
     tokenizer : optional
-        The model's. A model given by name brings its own. If it has a chat template, prompts are
-        messages in it.
+        The model's; default: that of a model given by name. If it has a chat template, prompts are
+        formatted with it.
     tasks : sequence of str
         Of `tasks.TASKS`: "single", "multi_key", "multi_value", "variable_tracking",
         "paraphrased".
@@ -72,7 +85,7 @@ def evaluate_retrieval(
     seed : int
         Random seed; the same seed gives the same prompts.
     on_progress : callable, optional
-        Called with (answers done, answers in all, what runs next).
+        Called with (answers done, number of answers, description of the next step).
 
     Returns
     -------
@@ -99,35 +112,40 @@ def evaluate_retrieval(
         own_seed = prompt_seed(seed, task, length, depth, index)
         return build_prompt(task, tokenizer, text, length, depth, question=question, seed=own_seed)
 
-    # A length that is too short for a task, or too long for the text, shows before the work.
-    for task in tasks:
-        for length in (min(lengths), max(lengths)):
-            build(task, length, depths[0], 0)
+    # Lengths that are too short for a task or too long for the text fail before the model runs.
+    for task, length in itertools.product(tasks, (min(lengths), max(lengths))):
+        build(task, length, depths[0], 0)
 
-    ways = [DENSE, *chosen]
-    cells = [
-        (task, length, depth, index)
-        for task in tasks
-        for length in lengths
-        for depth in depths
-        for index in range(prompts_per_cell)
-    ]
-    total = len(cells) * len(ways)
+    runs = {DENSE: None, **chosen}
+    cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
+    steps = itertools.count()
+    total = len(cells) * len(runs)
     outcomes: list[PromptOutcome] = []
     with torch.no_grad(), eval_mode(network):
         for task, length, depth, index in cells:
             prompt = build(task, length, depth, index)
             outputs: dict[str, str] = {}
-            for name in ways:
-                done = len(outcomes) * len(ways) + len(outputs)
-                report_progress(on_progress, done, total, f"{task} {length} {depth:g} % {name}")
-                with prefill_mode(network, chosen.get(name), strict=True):
+            for name, config in runs.items():
+                what = f"{task} {length} {depth:g} % {name}"
+                report_progress(on_progress, next(steps), total, what)
+                with prefill_mode(network, config, strict=True):
                     outputs[name] = _answer(network, tokenizer, prompt)
-            outcomes.append(_outcome(prompt, outputs))
+            outcomes.append(
+                PromptOutcome(
+                    task,
+                    length,
+                    depth,
+                    prompt_seed(seed, task, length, depth, index),
+                    prompt.input_ids.shape[1],
+                    prompt.answers,
+                    outputs,
+                    {name: substring_score(said, prompt.answers) for name, said in outputs.items()},
+                )
+            )
     report_progress(on_progress, total, total, "done")
     return RetrievalResult(
         outcomes=outcomes,
-        summary=summarize_retrieval(outcomes, ways),
+        summary=summarize_retrieval(outcomes, list(runs)),
         variants=chosen,
         question=question,
         prompts_per_cell=prompts_per_cell,
@@ -136,21 +154,50 @@ def evaluate_retrieval(
     )
 
 
+def check_retrieval(
+    variants: Mapping[str, PrefillConfig],
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    prompts_per_cell: int,
+    question: str,
+) -> None:
+    """Raise ValueError for settings that `evaluate_retrieval` would refuse, without a model."""
+    for name, values in (("tasks", tasks), ("lengths", lengths), ("depths", depths)):
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} must hold at least one value, each once, got {list(values)}")
+    for task in tasks:
+        if task not in TASKS:
+            raise ValueError(f"tasks must be of {tuple(TASKS)}, got {task!r}")
+    for depth in depths:
+        if not 0 <= depth <= 100:
+            raise ValueError(f"depths must be percentages from 0 to 100, got {depth}")
+    if prompts_per_cell < 1:
+        raise ValueError(f"prompts_per_cell must be >= 1, got {prompts_per_cell}")
+    if question not in QUESTIONS:
+        raise ValueError(f"question must be one of {QUESTIONS}, got {question!r}")
+    if DENSE in variants:
+        raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
+    for name, config in variants.items():
+        if min(lengths) < 2 * config.chunk_size:
+            raise ValueError(
+                f"lengths must be at least two chunks of {config.chunk_size} tokens for variant "
+                f"{name!r}, because within the first chunk attention is dense, got {min(lengths)}"
+            )
+
+
 def _corpus(haystack: Corpus | str) -> Corpus:
-    if isinstance(haystack, Corpus):
-        corpus = haystack
-    elif haystack in DATASETS:
-        corpus = load_text(haystack)
-    else:
-        corpus = Corpus("text", haystack, "text")
-    if not corpus.text.strip():
+    if not isinstance(haystack, Corpus):
+        known = haystack in DATASETS
+        haystack = load_text(haystack) if known else Corpus("text", haystack, "text")
+    if not haystack.text.strip():
         raise ValueError("haystack must not be empty text")
-    return corpus
+    return haystack
 
 
 def _answer(model: Any, tokenizer: Any, prompt: RetrievalPrompt) -> str:
     input_ids = prompt.input_ids.to(next(model.parameters()).device)
-    # Makes the logits of the prompt's last token only, and decodes one token a call: densely.
+    # Computes the logits of the prompt's last token only, and decodes one token a call: densely.
     output: Tensor = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -159,16 +206,3 @@ def _answer(model: Any, tokenizer: Any, prompt: RetrievalPrompt) -> str:
         use_cache=True,
     )
     return str(tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True))
-
-
-def _outcome(prompt: RetrievalPrompt, outputs: dict[str, str]) -> PromptOutcome:
-    return PromptOutcome(
-        task=prompt.task,
-        length=prompt.length,
-        depth=prompt.depth,
-        seed=prompt.seed,
-        prompt_tokens=prompt.input_ids.shape[1],
-        answers=prompt.answers,
-        outputs=outputs,
-        scores={name: substring_score(text, prompt.answers) for name, text in outputs.items()},
-    )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.answers.result import Answer, AnswersResult, PromptAnswers
 from h2o_prefill.eval.inputs.models import resolve_model
 from h2o_prefill.eval.inputs.prompts import encode_prompt
 from h2o_prefill.eval.inputs.text import Corpus, encode
+from h2o_prefill.eval.report import build_report
 from h2o_prefill.eval.runs import (
     Progress,
     check_dense,
@@ -24,6 +26,74 @@ from h2o_prefill.eval.runs import (
 from h2o_prefill.presets import DEFAULT_PRESET, chosen_config
 
 QUESTION = "Summarize the text above in one sentence."
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer after sparse prefill, compared with the one after dense prefill."""
+
+    text: str
+    # The first token that differs, counted from 0; None if all are the same. Later tokens are not
+    # comparable: they answer different prompts.
+    parts_at: int | None
+    gap: float | None  # how much less likely than its own the dense run holds that token, in nats
+
+
+@dataclass(frozen=True)
+class PromptAnswers:
+    """One prompt, and its answers."""
+
+    source: str  # name of the text
+    begin: int  # first token of the piece in its text
+    prompt_tokens: int
+    dense_tokens: int  # of the answer after dense prefill
+    dense: str  # that answer
+    answers: dict[str, Answer]  # by variant
+
+
+@dataclass(frozen=True)
+class AnswersResult:
+    """Answers by a model with dense prefill and with each variant, on the same prompts."""
+
+    prompts: list[PromptAnswers]
+    variants: dict[str, PrefillConfig]
+    question: str  # empty if the texts were continued
+    prompt_tokens: int  # of a piece of text
+    new_tokens: int  # of an answer, at most
+    text_sources: list[str]
+
+    def equal(self, variant: str) -> int:
+        """Return how many answers of a variant equal those after dense prefill."""
+        return sum(prompt.answers[variant].parts_at is None for prompt in self.prompts)
+
+    def parting_tokens(self, variant: str) -> list[int]:
+        """Return at which token the other answers part from dense, ascending, counted from 0."""
+        tokens = (prompt.answers[variant].parts_at for prompt in self.prompts)
+        return sorted(token for token in tokens if token is not None)
+
+    def gaps(self, variant: str) -> list[float]:
+        """Return `Answer.gap` of those answers, ascending."""
+        gaps = (prompt.answers[variant].gap for prompt in self.prompts)
+        return sorted(gap for gap in gaps if gap is not None)
+
+
+def answers_report(result: AnswersResult, **origin: Any) -> dict[str, Any]:
+    """Return the report of a comparison; `origin` is what else repeats it: model, dtype.
+
+    `{environment, config, summary: {variant: {equal, prompts, parting_tokens, gaps}}, prompts}`
+    """
+    values = asdict(result)
+    prompts = values.pop("prompts")
+    summary = {
+        name: {
+            "equal": result.equal(name),
+            "prompts": len(prompts),
+            "parting_tokens": result.parting_tokens(name),
+            "gaps": result.gaps(name),
+        }
+        for name in result.variants
+    }
+    return build_report({**origin, **values}, summary=summary, prompts=prompts)
 
 
 def compare_answers(
@@ -38,46 +108,19 @@ def compare_answers(
     question: str = QUESTION,
     on_progress: Progress | None = None,
 ) -> AnswersResult:
-    """Answer a question about pieces of text, with dense prefill and with each sparse variant.
+    """Answer a question about pieces of text after dense and after each variant of sparse prefill.
 
-    A prompt is a piece of a text and the question behind it, in the tokenizer's chat template if it
+    A prompt is a piece of a text followed by the question, in the tokenizer's chat template if it
     has one; with an empty question the piece is continued. The pieces are spread evenly over every
     text, and the texts take turns. Answers are greedy, and decoding is dense over the whole cache.
-
-    Parameters
-    ----------
-    model : PreTrainedModel or str
-        A causal language model with dense attention, or a name that `load_model` knows.
-    texts : sequence of Corpus
-        What the pieces are taken from.
-    variants : mapping of str to PrefillConfig, optional
-        Names and settings of the sparse runs. Default: that of `enable`, by its name.
-    tokenizer : optional
-        The model's. A model given by name brings its own.
-    prompts : int
-        Prompts in all.
-    prompt_tokens : int
-        Tokens of each piece; the template and the question come on top.
-    new_tokens : int
-        Tokens of an answer, at most.
-    question : str
-        Text that follows every piece.
-    on_progress : callable, optional
-        Called with (answers done, answers in all, what runs next).
-
-    Returns
-    -------
-    AnswersResult
-
-    Raises
-    ------
-    ValueError
-        If an argument is out of its range, a text is too short, or the model already runs sparsely.
-    NotImplementedError
-        If the model cannot be prefilled sparsely.
+    `prompt_tokens` does not count the template and the question. Model, tokenizer, variants and
+    `on_progress` are as in `evaluate_retrieval`.
     """
     chosen = {DEFAULT_PRESET: chosen_config(None)} if variants is None else dict(variants)
-    check_answers(prompts, prompt_tokens, new_tokens)
+    numbers = {"prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
     network, tokenizer = resolve_model(model, tokenizer)
     if tokenizer is None:
         raise ValueError("tokenizer must be given with a model that is not given by name")
@@ -90,15 +133,15 @@ def compare_answers(
     check_length(network, longest + new_tokens, "prompt_tokens with question and answer")
 
     total = len(asked) * (1 + len(chosen))
+    steps = itertools.count()
     found: list[PromptAnswers] = []
     with torch.no_grad(), eval_mode(network):
-        for number, (corpus, begin, ids) in enumerate(asked):
-            done = number * (1 + len(chosen))
-            report_progress(on_progress, done, total, f"prompt {number + 1} dense")
+        for number, (corpus, begin, ids) in enumerate(asked, 1):
+            report_progress(on_progress, next(steps), total, f"prompt {number} dense")
             dense, logits = _answer(network, ids, new_tokens)
             answers = {}
-            for index, (name, config) in enumerate(chosen.items()):
-                report_progress(on_progress, done + 1 + index, total, f"prompt {number + 1} {name}")
+            for name, config in chosen.items():
+                report_progress(on_progress, next(steps), total, f"prompt {number} {name}")
                 with prefill_mode(network, config, strict=True):
                     tokens, _ = _answer(network, ids, new_tokens)
                 answers[name] = _compare(tokenizer, tokens, dense, logits)
@@ -107,20 +150,6 @@ def compare_answers(
     report_progress(on_progress, total, total, "done")
     sources = [corpus.source for corpus in texts]
     return AnswersResult(found, chosen, question, prompt_tokens, new_tokens, sources)
-
-
-def check_answers(prompts: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse numbers that `compare_answers` would refuse.
-
-    Raises
-    ------
-    ValueError
-        If one is below 1.
-    """
-    numbers = {"prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-    for name, value in numbers.items():
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
 
 
 def _pieces(
@@ -132,14 +161,15 @@ def _pieces(
     tokens = [encode(tokenizer, corpus.text) for corpus in texts]
     found = []
     for number in range(prompts):
-        corpus, whole = texts[number % len(texts)], tokens[number % len(texts)]
-        of_this = len(range(number % len(texts), prompts, len(texts)))
-        if len(whole) < of_this * prompt_tokens:
+        turn, text = divmod(number, len(texts))
+        corpus, whole = texts[text], tokens[text]
+        turns = len(range(text, prompts, len(texts)))
+        if len(whole) < turns * prompt_tokens:
             raise ValueError(
-                f"the text {corpus.name!r} must have {of_this} x {prompt_tokens} tokens, got "
+                f"the text {corpus.name!r} must have {turns} x {prompt_tokens} tokens, got "
                 f"{len(whole)}"
             )
-        begin = number // len(texts) * (len(whole) - prompt_tokens) // max(1, of_this - 1)
+        begin = turn * (len(whole) - prompt_tokens) // max(1, turns - 1)
         found.append((corpus, begin, whole[begin : begin + prompt_tokens]))
     return found
 

@@ -1,1 +1,0 @@
-"""Greedy answers about long texts, sparse against dense prefill."""

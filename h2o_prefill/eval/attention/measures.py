@@ -1,0 +1,351 @@
+"""Errors of sparse attention against dense attention on a real prompt, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.inputs.prompts import prompt_ids
+from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
+from h2o_prefill.eval.runs import (
+    Progress,
+    check_model,
+    count_layers,
+    eval_mode,
+    last_logits_only,
+    report_progress,
+)
+from h2o_prefill.functional import (
+    NO_RECALL,
+    PLAIN_LOGITS,
+    LogitOptions,
+    next_memory,
+    sparse_attention,
+)
+from h2o_prefill.presets import chosen_config
+from h2o_prefill.state import PrefillState
+
+# The softmax weights of a block of rows hold at most this many numbers (16 MiB in fp32).
+_BLOCK_NUMBERS = 1 << 22
+
+
+@dataclass(frozen=True)
+class AttentionMeasures:
+    """Errors of sparse attention against dense attention on the same q, k and v.
+
+    `measure_attention` gives the formulas. Layers with fewer heads than others are padded with NaN
+    and with empty memory sets.
+    """
+
+    l1_error: Tensor  # fp32 [layers, Hq]: relative L1 error; NaN if the dense output is all zeros
+    mass_recall: Tensor  # fp32 [layers, Hq]: dense softmax mass on visible keys, mean of the rows
+    mass_recall_lowest: Tensor  # fp32 [layers, Hq]: that of the row with the least
+    l1_error_by_chunk: Tensor  # fp32 [chunks, layers, Hq]
+    mass_recall_by_chunk: Tensor  # fp32 [chunks, layers, Hq]
+    # int32 [chunks, layers, Hkv, K + L + H]: the set after each chunk, to which the next chunk
+    # attends; ascending, -1 where absent.
+    memory: Tensor
+    layers: tuple[int, ...]  # indices of the layers that a sparse prefill runs sparsely
+    query_heads: tuple[int, ...]  # of each of these layers
+    kv_heads: tuple[int, ...]
+    chunk_ends: tuple[int, ...]  # where each chunk ends; the last is T
+    config: PrefillConfig
+
+    @property
+    def jaccard(self) -> Tensor:
+        """Jaccard index of the sets after chunks c and c + 1, fp32 [chunks - 1, layers, Hkv].
+
+        The local window moves on with each chunk, so the index is below 1 even if all heavy
+        positions stay.
+        """
+        held = held_positions(self.memory, self.chunk_ends[-1])
+        return jaccard(held[:-1], held[1:])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the measures as plain dicts, lists and numbers; errors and shares in 0 .. 1.
+
+        `summary` and `by_chunk` hold the mean over all query heads of all layers and the worst
+        head, and the mean over all KV heads of the Jaccard index of the set that a chunk attends to
+        and that of the chunk before; `by_layer` holds every head, and the set after the last chunk.
+        """
+        stability = self.jaccard
+        by_chunk = [
+            {
+                "chunk": chunk,
+                "end": end,
+                **self._means_and_worst(
+                    self.l1_error_by_chunk[chunk], self.mass_recall_by_chunk[chunk]
+                ),
+                # The first chunk attends to no set, the second to the first one.
+                "jaccard_mean": _mean(stability[chunk - 2]) if chunk >= 2 else None,
+            }
+            for chunk, end in enumerate(self.chunk_ends)
+        ]
+        names = (
+            "l1_error",
+            "mass_recall",
+            "mass_recall_lowest",
+            "l1_error_by_chunk",
+            "mass_recall_by_chunk",
+        )
+        by_layer = [
+            {
+                "layer": layer,
+                **{name: getattr(self, name)[..., row, :heads].tolist() for name in names},
+                "jaccard": stability[:, row, :kv_heads].tolist(),
+            }
+            for row, (layer, heads, kv_heads) in enumerate(
+                zip(self.layers, self.query_heads, self.kv_heads, strict=True)
+            )
+        ]
+        return {
+            "config": asdict(self.config),
+            "tokens": self.chunk_ends[-1],
+            "summary": {
+                **self._means_and_worst(self.l1_error, self.mass_recall),
+                "jaccard_mean": _mean(stability[:-1]),
+            },
+            "by_chunk": by_chunk,
+            "by_layer": by_layer,
+        }
+
+    def _means_and_worst(self, error: Tensor, recall: Tensor) -> dict[str, Any]:
+        return {
+            "l1_error_mean": _mean(error),
+            "l1_error_worst": self._head(error, np.nanargmax(error)),
+            "mass_recall_mean": _mean(recall),
+            "mass_recall_worst": self._head(recall, np.nanargmin(recall)),
+        }
+
+    def _head(self, values: Tensor, index: Any) -> dict[str, Any]:
+        row, head = divmod(int(index), values.shape[1])
+        return {"value": values[row, head].item(), "layer": self.layers[row], "head": head}
+
+
+def _mean(values: Tensor) -> float:
+    return values.double().nanmean().item()
+
+
+def measure_attention(
+    model: Any,
+    input_ids: Tensor,
+    chunk_config: PrefillConfig | str | None = None,
+    *,
+    on_progress: Progress | None = None,
+) -> AttentionMeasures:
+    """Compare sparse attention with dense attention in every layer, on the layer's own q, k and v.
+
+    The model runs once and densely, so that each layer gets the inputs of a dense run: what is
+    measured is the error of that layer alone, not the accumulated error of earlier layers. On the
+    q, k and v of a layer, in fp32 (fp64 for fp64), with x the output of the sparse prefill, y that
+    of dense attention, both [Hq, T, Dv]:
+
+    - relative L1 error of head h over rows R: sum |x_hid - y_hid| / sum |y_hid|, over the rows i in
+      R and all d;
+    - recall of dense softmax mass of head h over rows R: the mean over i in R of sum p_hij over the
+      keys j that row i sees sparsely, with p_hij = exp(z_hij) / sum_{j' <= i} exp(z_hij') and
+      z_hij = scale q_hi . k_hj, capped if the layer has a softcap; attention sinks, if it has any,
+      are in x and y but not in p. A row sees its chunk up to itself, the memory set that its chunk
+      attends to (that of the operator, on these q and k), the keys that it recalls, and all keys
+      before it if it is in the dense tail.
+
+    R is the prompt or one chunk. Rows of the first chunk have error 0 and recall 1, since they see
+    everything: both measures of a prompt depend on its number of chunks.
+
+    The q, k and v of one layer and the softmax weights of a block of rows are held at a time.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder with dense attention.
+    input_ids : Tensor
+        int64 [1, T] or [T], at least two tokens.
+    chunk_config : PrefillConfig or str, optional
+        Default: that of `enable`. `min_prefill` has no effect.
+    on_progress : callable, optional
+        Called with (layers begun, number of layers, description of the next step).
+
+    Returns
+    -------
+    AttentionMeasures
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range, no layer is sparse, or the model already runs sparsely.
+    NotImplementedError
+        If the model cannot be prefilled sparsely.
+    """
+    config = chosen_config(chunk_config)
+    prompt = prompt_ids(input_ids)
+    length = prompt.shape[1]
+    if length < 2:
+        raise ValueError(f"input_ids must hold at least two tokens, got {length}")
+    check_model(model, length, "input_ids")
+    from h2o_prefill.eval.attention.observe import observe_attention
+
+    recalled = find_recalled(prompt, config)
+    total = count_layers(model)
+    found: dict[int, LayerMeasures] = {}
+
+    def observe(call: Any, scaling: float | None) -> None:
+        index = call.module.layer_idx
+        report_progress(on_progress, index, total, f"attention of layer {index}")
+        qkv = call.query, call.key, call.value
+        options = call.logit_options(scaling)
+        found[index] = measure_layer(*qkv, config.of_layer(index), recalled, options)
+
+    last = last_logits_only(model)
+    with torch.no_grad(), eval_mode(model), observe_attention(model, observe, config.dense_layers):
+        model(prompt.to(next(model.parameters()).device), use_cache=False, **last)
+    report_progress(on_progress, total, total, "done")
+    if not found:
+        raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")
+    return _assemble(found, length, config)
+
+
+def _assemble(
+    found: dict[int, LayerMeasures], length: int, config: PrefillConfig
+) -> AttentionMeasures:
+    ends = [*range(config.chunk_size, length, config.chunk_size), length]
+    rows = torch.tensor(ends).diff(prepend=torch.tensor([0]))
+    columns = zip(*found.values(), strict=True)
+    fills = (math.nan, math.nan, math.nan, math.nan, -1)
+    difference, size, mass, lowest, memory = (
+        stack_layers(column, fill, dim=1) for column, fill in zip(columns, fills, strict=True)
+    )
+    return AttentionMeasures(
+        l1_error=(difference.sum(0) / size.sum(0)).float(),
+        mass_recall=(mass.sum(0) / length).float(),
+        mass_recall_lowest=lowest.amin(0).float(),
+        l1_error_by_chunk=(difference / size).float(),
+        mass_recall_by_chunk=(mass / rows[:, None, None]).float(),
+        memory=memory,
+        layers=tuple(found),
+        query_heads=tuple(layer.mass.shape[1] for layer in found.values()),
+        kv_heads=tuple(layer.memory.shape[1] for layer in found.values()),
+        chunk_ends=tuple(ends),
+        config=config,
+    )
+
+
+class LayerMeasures(NamedTuple):
+    """What `measure_layer` found for the rows of each chunk, on the CPU."""
+
+    difference: Tensor  # fp64 [chunks, Hq]: sum |sparse - dense| of the outputs
+    size: Tensor  # fp64 [chunks, Hq]: sum |dense|
+    mass: Tensor  # fp64 [chunks, Hq]: dense softmax mass on visible keys, summed over rows
+    lowest_mass: Tensor  # fp64 [chunks, Hq]: that of the row with the least
+    memory: Tensor  # int32 [chunks, Hkv, K + L + H]: the set after each chunk, -1 where absent
+
+
+def measure_layer(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: PrefillConfig,
+    recalled: RecalledKeys | None = None,
+    options: LogitOptions = PLAIN_LOGITS,
+) -> LayerMeasures:
+    """Prefill one layer sparsely, a chunk a call, and compare it with dense attention.
+
+    q, k and v are [1, H, T, D], of the whole prompt. The masses leave out attention sinks.
+    """
+    # In 16 bits the rounding of two outputs would count as the error of one.
+    query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
+    length = query.shape[2]
+    state: PrefillState | None = None
+    chunks: list[tuple[Tensor, ...]] = []
+    for begin in range(0, length, config.chunk_size):
+        end = min(begin + config.chunk_size, length)
+        q, k, v = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
+        lists = NO_RECALL if recalled is None else recalled.of_rows(begin, end, q.device)
+        # The dense tail is that of the prompt, not of the chunk. A copy would repeat warnings.
+        tail = max(0, config.dense_tail - (length - end))
+        call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
+        sparse, state = sparse_attention(q, k, v, state, call, lists, *options)
+        dense = ops.dense_attention(q, k, v, *options)
+        mass = _visible_mass(q[0], k[0], begin, state.memory[0], recalled, call, options)
+        chunks.append(
+            (
+                (sparse - dense)[0].abs().sum((1, 2), dtype=torch.float64),
+                dense[0].abs().sum((1, 2), dtype=torch.float64),
+                mass.sum(1),
+                mass.amin(1),
+                next_memory(state, config)[0],
+            )
+        )
+    return LayerMeasures(*(torch.stack(column).cpu() for column in zip(*chunks, strict=True)))
+
+
+def _visible_mass(
+    q: Tensor,
+    k: Tensor,
+    begin: int,
+    memory: Tensor,
+    recalled: RecalledKeys | None,
+    config: PrefillConfig,
+    options: LogitOptions,
+) -> Tensor:
+    """Return the dense softmax mass on the keys that rows of one chunk see, fp64 [Hq, rows].
+
+    q [Hq, rows, D] are the rows from `begin` on, k [Hkv, begin + rows, D] all keys up to them,
+    memory [Hkv, M] the sets that they attend to. The last `config.dense_tail` rows see every key.
+    """
+    scale, _, softcap = options
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    end = k.shape[1]
+    held = held_positions(memory, end)
+    groups = q.unflatten(0, (k.shape[0], -1))
+    step = max(1, _BLOCK_NUMBERS // (q.shape[0] * end))
+    masses = []
+    for first in range(begin, end, step):
+        last = min(first + step, end)
+        group_q = groups[:, :, first - begin : last - begin].flatten(1, 2)
+        logits = (group_q @ k[:, :last].transpose(1, 2)).mul_(factor)
+        if softcap > 0:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        # [Hkv, G, rows, keys], and masks that the heads of a group share.
+        logits = logits.unflatten(1, (-1, last - first))
+        row = torch.arange(first, last, device=q.device).unsqueeze(1)
+        key = torch.arange(last, device=q.device)
+        visible = (key >= begin) | (row >= end - config.dense_tail)
+        if recalled is not None:
+            visible = visible | recalled.mask(first, last).to(q.device)
+        visible = visible | held[:, :last].unsqueeze(1)
+        weights = logits.masked_fill_(key > row, -torch.inf).softmax(-1)
+        weights.masked_fill_(~visible.unsqueeze(1), 0)
+        masses.append(weights.sum(-1, dtype=torch.float64).flatten(0, 1))
+    return torch.cat(masses, dim=1)
+
+
+def stack_layers(layers: Sequence[Tensor], fill: float, dim: int) -> Tensor:
+    """Stack the tensors of all layers along a new dimension; `fill` pads the smaller ones."""
+    largest = [max(sizes) for sizes in zip(*(layer.shape for layer in layers), strict=True)]
+    padded = []
+    for layer in layers:
+        whole = layer.new_full(largest, fill)
+        whole[tuple(map(slice, layer.shape))] = layer
+        padded.append(whole)
+    return torch.stack(padded, dim=dim)
+
+
+def held_positions(memory: Tensor, length: int) -> Tensor:
+    """Mark the positions that memory sets hold, bool [..., length]."""
+    # The additional column takes the absent entries.
+    held = torch.zeros(*memory.shape[:-1], length + 1, dtype=torch.bool, device=memory.device)
+    index = torch.where(memory < 0, length, memory).to(torch.int64)
+    return held.scatter_(-1, index, True)[..., :length]
+
+
+def jaccard(first: Tensor, second: Tensor) -> Tensor:
+    """Return |A n B| / |A u B| of marked positions, fp32 [...]; NaN where both are empty."""
+    return (first & second).sum(-1) / (first | second).sum(-1)

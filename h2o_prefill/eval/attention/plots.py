@@ -1,0 +1,90 @@
+"""The figures of attention patterns: memory sets, and errors by layer."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.nn.functional import adaptive_avg_pool1d
+
+from h2o_prefill.eval.attention.measures import AttentionMeasures
+from h2o_prefill.eval.plotting import make_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from h2o_prefill.eval.attention.patterns import AttentionPatterns
+
+_MAX_PANELS = 8
+_MAX_COLUMNS = 1024
+_MAX_NUMBERED_CELLS = 300
+# The background shows where there is no value.
+_MAP: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest"}
+_ABSENT = "0.88"
+_TITLE: dict[str, Any] = {"fontsize": 9, "loc": "left"}
+
+
+def plot_memory(patterns: AttentionPatterns, path: str | os.PathLike[str], title: str) -> Figure:
+    """Draw which positions the KV heads of each layer hold, one panel per memory set."""
+    ends, rows = patterns.chunk_ends, len(patterns.layers)
+    chunks = np.linspace(0, len(ends) - 1, min(len(ends), _MAX_PANELS)).round().astype(int)
+    figure = make_figure(1.3 + len(chunks) * max(1.4, min(4.5, 0.055 * rows)))
+    panels = figure.subplots(len(chunks), 1, sharex=True, squeeze=False)[:, 0]
+    for chunk, axes in zip(chunks.tolist(), panels, strict=True):
+        end = ends[chunk]
+        share = adaptive_avg_pool1d(patterns.head_share(chunk)[:, :end], min(end, _MAX_COLUMNS))
+        extent = (0, end, -0.5, rows - 0.5)
+        image = axes.imshow(share.numpy(), extent=extent, cmap="magma_r", vmin=0, vmax=1, **_MAP)
+        for boundary in ends[:-1]:
+            axes.axvline(boundary, color="0.35", linewidth=0.8, linestyle=":")
+        axes.set_facecolor(_ABSENT)
+        axes.set_title(f"memory set after chunk {chunk} ({end} tokens)", **_TITLE)
+        _layer_axis(axes, patterns.layers, most=8)
+    panels[-1].set_xlim(0, ends[-1])
+    window = "; black at the end: local window" if patterns.config.local_window else ""
+    panels[-1].set_xlabel(
+        f"position (tokens); dotted: chunk boundaries; grey: later chunks{window}"
+    )
+    figure.colorbar(image, ax=list(panels), label="share of KV heads that hold it", aspect=30)
+    save_figure(figure, path, title, title_size=10)
+    return figure
+
+
+def plot_errors(measures: AttentionMeasures, path: str | os.PathLike[str], title: str) -> Figure:
+    """Draw the error and the recalled softmax mass of every layer and query head."""
+    figure = make_figure(1.5 + min(9.0, max(2.0, 0.2 * len(measures.layers))))
+    left, right = figure.subplots(1, 2, sharey=True)
+    _layer_axis(left, measures.layers, most=32)
+    error, seen = 100 * measures.l1_error.numpy(), 100 * measures.mass_recall.numpy()
+    # Dark is worse in both maps, and a run without errors still needs a colour scale.
+    worst, least = max(0.1, np.nanmax(error)), min(99.9, np.nanmin(seen))
+    _head_map(left, error, 0.55 * worst, cmap="YlOrRd", vmin=0, vmax=worst)
+    left.set_title("relative L1 error of the output (%)", **_TITLE)
+    _head_map(right, seen, 45 + 0.55 * least, cmap="YlOrRd_r", vmin=least, vmax=100)
+    right.set_title("dense softmax mass on visible keys (%)", **_TITLE)
+    save_figure(figure, path, title, title_size=10)
+    return figure
+
+
+def _head_map(axes: Axes, values: Any, middle: float, **style: Any) -> None:
+    """Draw [layers, heads]; numbers on the dark side of `middle` are white."""
+    image = axes.imshow(values, **style, **_MAP)
+    axes.set_facecolor(_ABSENT)
+    axes.set_xlabel("query head")
+    axes.locator_params(axis="x", integer=True)
+    axes.figure.colorbar(image, ax=axes, aspect=40, pad=0.01)
+    if values.size > _MAX_NUMBERED_CELLS:
+        return
+    low_is_dark = style["cmap"].endswith("_r")
+    for (row, head), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            color = "white" if (value < middle) == low_is_dark else "black"
+            axes.text(head, row, f"{value:.1f}", ha="center", va="center", color=color, fontsize=7)
+
+
+def _layer_axis(axes: Axes, layers: tuple[int, ...], most: int) -> None:
+    step = next(n for n in (1, 2, 5, 10, 20, 50, len(layers)) if len(layers) <= n * most)
+    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+    axes.set_ylabel("layer")

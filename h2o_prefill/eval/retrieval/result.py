@@ -1,0 +1,168 @@
+"""Scores of retrieval answers: summary, report and figure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.plotting import make_figure, save_figure
+from h2o_prefill.eval.report import build_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class PromptOutcome:
+    """One prompt, what was expected, and what "dense" and each variant answered."""
+
+    task: str
+    length: int  # tokens of prompt and answer together, at most
+    depth: float  # percent of the text before the needle
+    seed: int  # of `build_prompt`
+    prompt_tokens: int
+    answers: tuple[str, ...]
+    outputs: dict[str, str]
+    scores: dict[str, float]  # `substring_score` of the outputs
+
+
+@dataclass(frozen=True)
+class RetrievalSummary:
+    """ "dense" or one variant on the prompts of one task and length; intervals are of 95 %."""
+
+    task: str
+    length: int
+    variant: str
+    prompts: int
+    accuracy: float  # mean score
+    accuracy_interval: tuple[float, float]
+    dense_solved: int  # prompts of which the dense run found every answer
+    # The share of those of which the variant found every answer too, NaN if there are none: a
+    # prompt that the model fails with dense attention says nothing about the variant.
+    kept: float
+    kept_interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RetrievalResult:
+    """Retrieval by a model with dense prefill and with each variant, on the same prompts."""
+
+    outcomes: list[PromptOutcome]
+    summary: list[RetrievalSummary]  # by task, length and variant, "dense" first
+    variants: dict[str, PrefillConfig]
+    question: str
+    prompts_per_cell: int  # prompts of each task, length and depth
+    seed: int
+    text_source: str  # what the needles were hidden in
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain dicts, lists, tuples and numbers."""
+        return asdict(self)
+
+
+def retrieval_report(result: RetrievalResult, **origin: Any) -> dict[str, Any]:
+    """Return the report of an evaluation, `{environment, config, summary: [...], prompts: [...]}`.
+
+    `origin` is what else a reader needs to repeat it: model, dtype.
+    """
+    values = result.to_dict()
+    summary, prompts = values.pop("summary"), values.pop("outcomes")
+    return build_report({**origin, **values}, summary=summary, prompts=prompts)
+
+
+def substring_score(output: str, answers: Sequence[str]) -> float:
+    """Return the share of answers that an output holds, ignoring case.
+
+    RULER's `string_match_all` (NVIDIA/RULER, scripts/eval/synthetic/constants.py).
+    """
+    text = output.lower()
+    return sum(answer.lower() in text for answer in answers) / len(answers)
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a share of `count`, NaN for a count of 0.
+
+    Wilson (1927), "Probable inference, the law of succession, and statistical inference":
+    (p + z^2/2n ± z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). For a mean of values in 0 .. 1 it is
+    conservative: their variance is at most p (1 - p).
+    """
+    if count == 0:
+        return math.nan, math.nan
+    z = statistics.NormalDist().inv_cdf(0.975)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    middle, whole = share + z * z / (2 * count), 1 + z * z / count
+    # Rounding may exceed 0 and 1 by an ulp.
+    return max(0.0, (middle - half) / whole), min(1.0, (middle + half) / whole)
+
+
+def summarize_retrieval(
+    outcomes: Sequence[PromptOutcome], variants: Sequence[str]
+) -> list[RetrievalSummary]:
+    """Return the accuracy of each variant that ran, by task and length.
+
+    Outcomes of one task and length follow each other.
+    """
+    rows = []
+    for (task, length), group in itertools.groupby(outcomes, lambda o: (o.task, o.length)):
+        scores = [outcome.scores for outcome in group]
+        for variant in variants:
+            accuracy = statistics.fmean(score[variant] for score in scores)
+            solved = [score[variant] == 1 for score in scores if score[DENSE] == 1]
+            kept = sum(solved) / len(solved) if solved else math.nan
+            rows.append(
+                RetrievalSummary(
+                    task=task,
+                    length=length,
+                    variant=variant,
+                    prompts=len(scores),
+                    accuracy=accuracy,
+                    accuracy_interval=wilson_interval(accuracy, len(scores)),
+                    dense_solved=len(solved),
+                    kept=kept,
+                    kept_interval=wilson_interval(kept, len(solved)),
+                )
+            )
+    return rows
+
+
+def plot_retrieval(
+    result: RetrievalResult, path: str | os.PathLike[str], title: str = ""
+) -> Figure:
+    """Draw the mean score by length and depth: a row of maps per task, a map per variant."""
+    import numpy as np
+    import pandas as pd
+
+    runs = [DENSE, *result.variants]
+    frame = pd.DataFrame(
+        {"task": o.task, "length": o.length, "depth": o.depth, **o.scores} for o in result.outcomes
+    )
+    tasks = frame["task"].unique()
+    width = 1.6 + len(runs) * (1.2 + 0.6 * frame["length"].nunique())
+    height = 1.0 + len(tasks) * (0.9 + 0.3 * frame["depth"].nunique())
+    figure = make_figure(height, width)
+    panels = figure.subplots(len(tasks), len(runs), sharex=True, sharey=True, squeeze=False)
+    for task, row in zip(tasks, panels, strict=True):
+        row[0].set_ylabel(f"{task}\ndepth (%)")
+        for run, axes in zip(runs, row, strict=True):
+            scores = frame[frame["task"] == task].pivot_table(run, "depth", "length")
+            image = axes.imshow(scores, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+            axes.set_xticks(range(scores.shape[1]), scores.columns)
+            axes.set_yticks(range(scores.shape[0]), [f"{depth:g}" for depth in scores.index])
+            for (y, x), score in np.ndenumerate(scores):
+                color = "black" if score > 0.5 else "white"
+                axes.text(x, y, f"{score:.2g}", ha="center", va="center", color=color, fontsize=7)
+    for run, top, bottom in zip(runs, panels[0], panels[-1], strict=True):
+        # Names of variants can be longer than a map is wide.
+        top.set_title(run.replace(",", ",\n"), fontsize=8)
+        bottom.set_xlabel("tokens")
+    figure.colorbar(image, ax=list(panels.flat), label="mean score")
+    save_figure(figure, path, title, title_size=10)
+    return figure

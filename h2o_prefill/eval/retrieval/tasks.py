@@ -1,0 +1,162 @@
+"""What a retrieval prompt hides and asks: tasks in the form of RULER (NVIDIA/RULER, arXiv
+2404.06654, scripts/data/synthetic), and a needle that is asked for in other words."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+# RULER's niah_multikey_1, niah_multivalue and vt.
+_KEYS = 4
+_VALUES = 4
+_HOPS = 4
+
+# A key is an adjective and a noun joined by a hyphen, as RULER's are.
+_ADJECTIVES = """
+ancient bitter bright calm careful cheerful clever clumsy crooked curious distant eager elegant
+fierce fragile gentle golden hollow honest humble jolly lonely massive narrow noisy patient polite
+proud quiet rapid rusty shiny silent slender sturdy tender thirsty tidy vivid weary
+"""
+_NOUNS = """
+anchor apple badge barrel basket beetle blanket bridge bucket button candle carpet cherry compass
+copper cradle feather ferry garlic hammer harbor helmet kettle ladder lantern magnet mirror mushroom
+needle otter pebble pepper pigeon ribbon saddle spoon tunnel turtle walnut whistle
+"""
+
+# A statement, which begins with the answer, and a question that shares only stop words with it: a
+# search for the words of the question finds nothing.
+FACTS = """\
+Bettina bakes fresh bread before the sun comes up. Who makes loaves in the early hours?
+Tobias looks after three hundred sheep on the hill. Who earns a living with animals that give wool?
+Ludmila has swum across the lake every summer. Who is good at moving through water?
+Rashid paid for his house by fixing shoes. Whose work is it to mend boots?
+Ingrid shows children how to read and write. Who teaches at a school?
+Anselm cannot see, and finds his way with a stick. Who is blind?
+Pilar grows roses and lilies behind her cottage. Who has a garden full of flowers?
+Matteo was born during a snow storm in January. Whose birthday falls in winter?
+Greta plays the violin at weddings. Who is a musician?
+Kofi sets broken bones and cures fevers. Who is the doctor?
+Yolanda sold her car and now rides a bicycle. Who travels on two wheels?
+Dmitri eats neither meat nor fish. Who is a vegetarian?
+Noriko counts the stars from a tower each night. Who is an astronomer?
+Esteban left his wife and sons to fight in the war. Who became a soldier?
+Philippa catches cod and herring from a small boat. Whose trade is fishing?
+Cedric came first in every race at the fair. Who is a quick runner?
+""".splitlines()
+
+
+class Riddle(NamedTuple):
+    """What one prompt hides in its text and asks for."""
+
+    intro: str  # announces the question, before the text
+    question: str
+    lead: str  # the beginning of the answer, which the model continues, as in RULER
+    answers: tuple[str, ...]
+    needles: tuple[str, ...]  # sentences that hold the answers, in the order of the text
+    distractors: tuple[str, ...] = ()  # sentences of the same form that hold none
+
+
+class Task(NamedTuple):
+    """How to make a riddle for a text in lower case, and the tokens of its answer."""
+
+    make: Callable[[random.Random, str], Riddle]
+    new_tokens: int
+
+
+def _one_number(rng: random.Random, text: str, keys: int) -> Riddle:
+    names, numbers = _names(rng, text, keys), _numbers(rng, text, 7, keys)
+    needle, *distractors = map(_needle, names, numbers)
+    what = f"special magic number for {names[0]} mentioned in the provided text"
+    return Riddle(
+        intro="A special magic number is hidden within the following text. Make sure to memorize "
+        "it. I will quiz you about the number afterwards.",
+        question=f"What is the {what}?",
+        lead=f"The {what} is",
+        answers=(numbers[0],),
+        needles=(needle,),
+        distractors=tuple(distractors),
+    )
+
+
+def _multi_value(rng: random.Random, text: str) -> Riddle:
+    (name,), numbers = _names(rng, text, 1), _numbers(rng, text, 7, _VALUES)
+    what = f"special magic numbers for {name} mentioned in the provided text"
+    return Riddle(
+        intro="Some special magic numbers are hidden within the following text. Make sure to "
+        "memorize it. I will quiz you about the numbers afterwards.",
+        question=f"What are all the {what}?",
+        lead=f"The {what} are",
+        answers=tuple(numbers),
+        needles=tuple(_needle(name, number) for number in numbers),
+    )
+
+
+def _variable_tracking(rng: random.Random, text: str) -> Riddle:
+    (value,) = _numbers(rng, text, 5, 1)
+    names = _distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=5)), _HOPS + 1, text)
+    sources = [value, *(f"VAR {name}" for name in names[:-1])]
+    return Riddle(
+        intro="Memorize and track the chain(s) of variable assignment hidden in the following "
+        "text.\n",
+        question=f"Question: Find all variables that are assigned the value {value} in the text "
+        "above.",
+        lead="Answer: According to the chain(s) of variable assignment in the text above, "
+        f"{len(names)} variables are assigned the value {value}, they are:",
+        answers=tuple(names),
+        needles=tuple(f"VAR {name} = {of}." for name, of in zip(names, sources, strict=True)),
+    )
+
+
+def _paraphrased(rng: random.Random, text: str) -> Riddle:
+    facts = {fact.split()[0]: fact for fact in FACTS}
+    # A name that the text has already would be a second answer.
+    free = [name for name in facts if name.lower() not in text]
+    if not free:
+        names = ", ".join(facts)
+        raise ValueError(f"text must lack one of the names of task 'paraphrased', has all: {names}")
+    name = rng.choice(free)
+    statement, question = facts[name].split(". ")
+    return Riddle(
+        intro="A fact about somebody is hidden within the following text. Make sure to memorize "
+        "it. I will quiz you about it afterwards.",
+        question=question,
+        lead="The answer is",
+        answers=(name,),
+        needles=(f"{statement}.",),
+    )
+
+
+def _needle(name: str, number: str) -> str:
+    return f"One of the special magic numbers for {name} is: {number}."
+
+
+def _names(rng: random.Random, text: str, count: int) -> list[str]:
+    adjectives, nouns = _ADJECTIVES.split(), _NOUNS.split()
+    return _distinct(lambda: f"{rng.choice(adjectives)}-{rng.choice(nouns)}", count, text)
+
+
+def _numbers(rng: random.Random, text: str, digits: int, count: int) -> list[str]:
+    low = 10 ** (digits - 1)
+    return _distinct(lambda: str(rng.randrange(low, 10 * low)), count, text)
+
+
+def _distinct(draw: Callable[[], str], count: int, text: str) -> list[str]:
+    """Draw different strings that a text, in lower case, does not hold."""
+    found: list[str] = []
+    while len(found) < count:
+        value = draw()
+        if value not in found and value.lower() not in text:
+            found.append(value)
+    return found
+
+
+TASKS = {
+    "single": Task(partial(_one_number, keys=1), new_tokens=24),
+    "multi_key": Task(partial(_one_number, keys=_KEYS), new_tokens=24),
+    "multi_value": Task(_multi_value, new_tokens=64),
+    "variable_tracking": Task(_variable_tracking, new_tokens=48),
+    "paraphrased": Task(_paraphrased, new_tokens=24),
+}

@@ -1,0 +1,289 @@
+"""Errors of sparse attention, layer by layer, against softmaxes over all pairs of positions."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import h2o_prefill
+from h2o_prefill import reference
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import measure_attention
+from h2o_prefill.eval.attention import measures as module
+from h2o_prefill.eval.attention.measures import measure_layer
+from h2o_prefill.eval.recalled_keys import find_recalled
+from h2o_prefill.functional import LogitOptions, recall_settings
+from h2o_prefill.reference.recall import lexical_recall
+from h2o_prefill.testing import sparse_settings
+
+LENGTH = 72  # four chunks of 16 tokens and one of 8
+ENDS = (16, 32, 48, 64, 72)
+PLAIN: LogitOptions = (None, None, 0.0)
+SINKS = torch.linspace(-1, 3, 6, dtype=torch.float64)
+
+
+@pytest.fixture
+def prompt() -> Tensor:
+    # Few words, so that there is something to recall.
+    return torch.randint(1, 9, (1, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def _layer(query_heads: int = 6, kv_heads: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(1, heads, LENGTH, 8, generator=generator, dtype=torch.float64)
+        for heads in (query_heads, kv_heads, kv_heads)
+    ]
+
+
+def _brute_force(
+    layer: list[Tensor], config: PrefillConfig, prompt: Tensor, options: LogitOptions = PLAIN
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return |sparse - dense| and |dense| [Hq, T] and the dense mass on visible keys [Hq, T].
+
+    With the unit matrix as values, attention returns its weights: over all pairs at once.
+    """
+    q, k, v = (x.double() for x in layer)
+    scale, sinks, softcap = options
+    lists = (None, None, None)
+    if config.recall:
+        lists = lexical_recall(prompt, 0, *recall_settings(config))
+    attend = partial(
+        reference.ops.chunked_sparse_attention,
+        **sparse_settings(config),
+        scale=scale,
+        sinks=sinks,
+        softcap=softcap,
+    )
+    unit = torch.eye(LENGTH, dtype=torch.float64).expand(1, k.shape[1], -1, -1)
+    sparse = attend(q, k, v, None, None, *lists, 0)[0][0]
+    visible = attend(q, k, unit, None, None, *lists, 0)[0][0] > 0
+    dense = reference.ops.dense_attention(q, k, v, scale, sinks, softcap)[0]
+    weights = reference.ops.dense_attention(q, k, unit, scale, None, softcap)[0]
+    return (sparse - dense).abs().sum(-1), dense.abs().sum(-1), (weights * visible).sum(-1)
+
+
+def _by_chunk(rows: Tensor) -> Tensor:
+    """Sum [Hq, T] over the rows of each chunk, [chunks, Hq]."""
+    return torch.stack([part.sum(-1) for part in rows.tensor_split(ENDS[:-1], dim=-1)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "heads", "options"),
+    [
+        ({}, (6, 2), PLAIN),
+        ({}, (4, 4), (0.9, None, 0.0)),
+        ({}, (4, 1), (0.9, None, 0.0)),
+        ({}, (6, 2), (None, SINKS, 1.5)),
+        ({"sink_tokens": 2, "gqa_reduce": "max"}, (6, 2), PLAIN),
+        ({"dense_tail": 12}, (6, 2), PLAIN),
+        ({"dense_tail": 100}, (6, 2), PLAIN),
+        ({"recall": 2, "recall_block": 8}, (6, 2), PLAIN),
+        ({"recall": 1, "recall_block": 16, "dense_tail": 5}, (6, 2), PLAIN),
+        ({"local_window": 0, "heavy_budget": 0, "block_diagonal": True}, (6, 2), PLAIN),
+        ({"local_window": 30, "heavy_budget": 40}, (6, 2), PLAIN),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the memory set")
+def test_a_layer_against_softmaxes_over_all_pairs(
+    prompt: Tensor,
+    small_config: PrefillConfig,
+    changes: dict[str, Any],
+    heads: tuple[int, int],
+    options: LogitOptions,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, layer = small_config.replace(**changes), _layer(*heads)
+    difference, size, mass = _brute_force(layer, config, prompt, options)
+    lowest = [part.amin(-1) for part in mass.tensor_split(ENDS[:-1], dim=-1)]
+    expected = (*map(_by_chunk, (difference, size, mass)), torch.stack(lowest))
+    for block_numbers in (1 << 22, 1500):
+        monkeypatch.setattr(module, "_BLOCK_NUMBERS", block_numbers)
+        found = measure_layer(*layer, config, find_recalled(prompt, config), options)
+        for ours, theirs in zip(found, expected, strict=False):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_16_bit_inputs_are_measured_without_their_rounding(small_config: PrefillConfig) -> None:
+    layer = [x.to(torch.bfloat16) for x in _layer()]
+    found = measure_layer(*layer, small_config)
+    exact = measure_layer(*(x.float() for x in layer), small_config)
+    assert torch.equal(found.difference, exact.difference)
+    assert found.difference[0].amax() < 1e-5 * found.size[0].amin()
+
+
+class _LargestTensor(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor):
+                self.numbers = max(self.numbers, value.numel())
+        return result
+
+
+def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK_NUMBERS", 1 << 14)
+    generator = torch.Generator().manual_seed(0)
+    layer = [torch.randn(1, heads, 512, 8, generator=generator) for heads in (4, 2, 2)]
+    config = PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
+    with _LargestTensor() as largest:
+        measure_layer(*layer, config)
+    # The layer's queries are the largest: no weights of 512 x 512.
+    assert largest.numbers <= max(1 << 14, layer[0].numel())
+
+
+@pytest.fixture
+def layers(tiny_model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
+    """q, k and v of each layer of a dense run, caught in the model's own attention."""
+    from transformers.models.llama import modeling_llama
+
+    caught: list[list[Tensor]] = []
+    eager = modeling_llama.eager_attention_forward
+
+    def catch(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any):
+        caught.append([query, key, value])
+        return eager(module, query, key, value, *rest, **more)
+
+    model = copy.deepcopy(tiny_model)
+    model.set_attn_implementation("eager")
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(modeling_llama, "eager_attention_forward", catch)
+        model(prompt)
+    return caught
+
+
+def test_a_model_against_softmaxes_over_all_pairs(
+    tiny_model: Any, prompt: Tensor, layers: list[list[Tensor]], small_config: PrefillConfig
+) -> None:
+    config = small_config.replace(recall=2, recall_block=8, dense_tail=12)
+    measures = measure_attention(tiny_model, prompt, config)
+    assert measures.layers == (0, 1) and measures.chunk_ends == ENDS
+    assert measures.query_heads == (4, 4) and measures.kv_heads == (2, 2)
+    assert measures.l1_error.shape == (2, 4) and measures.memory.shape == (5, 2, 2, 8)
+    assert measures.l1_error.amin() > 0.001 and measures.mass_recall.amax() < 0.999
+    rows = torch.tensor([16, 16, 16, 16, 8]).unsqueeze(1)
+    for row, layer in enumerate(layers):
+        difference, size, mass = _brute_force(layer, config, prompt)
+        for name, value in {
+            "l1_error": difference.sum(-1) / size.sum(-1),
+            "mass_recall": mass.mean(-1),
+            "mass_recall_lowest": mass.amin(-1),
+            "l1_error_by_chunk": _by_chunk(difference) / _by_chunk(size),
+            "mass_recall_by_chunk": _by_chunk(mass) / rows,
+        }.items():
+            found = getattr(measures, name)[..., row, :].double()
+            torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-6)
+
+    # Sets of one head after successive chunks.
+    for place in torch.cartesian_prod(*(torch.arange(n) for n in (4, 2, 2))).tolist():
+        chunk, *head = place
+        ours, theirs = (
+            set(measures.memory[(c, *head)].tolist()) - {-1} for c in (chunk, chunk + 1)
+        )
+        expected = len(ours & theirs) / len(ours | theirs)
+        assert measures.jaccard[tuple(place)].item() == pytest.approx(expected)
+
+    values = measures.to_dict()
+    worst = values["summary"]["mass_recall_worst"]
+    lowest = measures.mass_recall[worst["layer"], worst["head"]]
+    assert lowest == measures.mass_recall.amin() and worst["value"] == lowest.item()
+    assert [row["end"] for row in values["by_chunk"]] == list(ENDS)
+    assert [row["jaccard_mean"] for row in values["by_chunk"][:2]] == [None, None]
+    # Chunk 2 attends to the set after chunk 1, chunk 1 to that after chunk 0.
+    third = values["by_chunk"][2]
+    assert third["jaccard_mean"] == pytest.approx(measures.jaccard[0].mean().item())
+    assert third["l1_error_mean"] == pytest.approx(measures.l1_error_by_chunk[2].mean().item())
+    assert values["config"]["chunk_size"] == 16 and values["tokens"] == LENGTH
+
+
+@pytest.mark.parametrize(("chunk_size", "heavy_budget"), [(LENGTH, 4), (2 * LENGTH, 4), (16, 80)])
+@pytest.mark.filterwarnings("ignore:the memory set")
+def test_one_chunk_and_a_memory_of_everything_are_exact(
+    tiny_model: Any, prompt: Tensor, chunk_size: int, heavy_budget: int
+) -> None:
+    config = PrefillConfig(chunk_size=chunk_size, local_window=4, heavy_budget=heavy_budget)
+    measures = measure_attention(tiny_model, prompt[0], config)
+    assert measures.l1_error.amax() < 1e-5
+    torch.testing.assert_close(measures.mass_recall_lowest, torch.ones(2, 4))
+    summary = measures.to_dict()["summary"]
+    assert summary["mass_recall_mean"] == pytest.approx(1)
+    assert math.isnan(summary["jaccard_mean"]) == (len(measures.chunk_ends) == 1)
+
+
+def test_wide_dense_and_uneven_layers(
+    tiny: Any, tiny_model: Any, prompt: Tensor, small_config: PrefillConfig
+) -> None:
+    narrow = measure_attention(tiny_model, prompt, small_config)
+    wide = measure_attention(
+        tiny_model, prompt, small_config.replace(wide_layers=(1,), wide_factor=2)
+    )
+    assert wide.memory.shape[-1] == 2 * narrow.memory.shape[-1]
+    assert torch.equal(wide.l1_error[0], narrow.l1_error[0])
+    assert (wide.mass_recall[1] > narrow.mass_recall[1]).all()
+    fewer = measure_attention(tiny_model, prompt, small_config.replace(dense_layers=(0,)))
+    assert fewer.layers == (1,) and torch.equal(fewer.l1_error, narrow.l1_error[1:])
+
+    uneven = measure_attention(tiny.make_uneven_model(), prompt, small_config)
+    assert uneven.query_heads == (4, 2) and uneven.kv_heads == (2, 1)
+    assert uneven.l1_error[1].isnan().tolist() == [False, False, True, True]
+    assert uneven.jaccard[:, 1].isnan().tolist() == [[False, True]] * 4
+    assert (uneven.memory[:, 1, 1] == -1).all()
+    values = uneven.to_dict()
+    second = values["by_layer"][1]
+    assert len(second["l1_error"]) == 2 and len(second["jaccard"][0]) == 1
+    known = uneven.l1_error[~uneven.l1_error.isnan()]
+    assert values["summary"]["l1_error_mean"] == pytest.approx(known.mean().item())
+    assert values["summary"]["l1_error_worst"]["value"] == pytest.approx(known.amax().item())
+
+
+def test_progress_and_the_model_is_left_as_it_was(
+    tiny_model: Any, prompt: Tensor, small_config: PrefillConfig
+) -> None:
+    from h2o_prefill.eval.attention import observe
+
+    steps: list[tuple[int, int, str]] = []
+    with torch.no_grad():
+        before = tiny_model(prompt).logits
+    tiny_model.train()
+    measure_attention(
+        tiny_model, prompt, small_config, on_progress=lambda *step: steps.append(step)
+    )
+    names = [f"attention of layer {layer}" for layer in (0, 1)]
+    assert steps == [(0, 2, names[0]), (1, 2, names[1]), (2, 2, "done")]
+
+    def fail(done: int, total: int, what: str) -> None:
+        if done == 1:
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        measure_attention(tiny_model, prompt, small_config, on_progress=fail)
+    # The layers found so far are not kept alive.
+    assert observe._observer.get() is None
+    assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        assert torch.equal(tiny_model.eval()(prompt).logits, before)
+
+
+def test_wrong_arguments(tiny_model: Any, prompt: Tensor, small_config: PrefillConfig) -> None:
+    with pytest.raises(ValueError, match="input_ids must hold at least two tokens, got 1"):
+        measure_attention(tiny_model, prompt[:, :1], small_config)
+    with pytest.raises(ValueError, match=r"dense_layers must leave a layer sparse, got \(0, 1\)"):
+        measure_attention(tiny_model, prompt, small_config.replace(dense_layers=(0, 1)))
+    with pytest.raises(ValueError, match=r"dense_layers must be < 2, got \(7,\)"):
+        measure_attention(tiny_model, prompt, small_config.replace(dense_layers=(7,)))
+    with pytest.raises(ValueError, match=r"input_ids must be <= 512, .* got 513"):
+        measure_attention(tiny_model, torch.ones(1, 513, dtype=torch.int64), small_config)
+    with (
+        h2o_prefill.enable(tiny_model, small_config),
+        pytest.raises(ValueError, match="model must have dense attention"),
+    ):
+        measure_attention(tiny_model, prompt, small_config)

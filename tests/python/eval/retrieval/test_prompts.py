@@ -1,0 +1,128 @@
+"""Retrieval prompts: their length, where the needles stand, and what frames them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from typing import Any
+
+import pytest
+
+from h2o_prefill.eval.retrieval.prompts import Haystack, RetrievalPrompt, build_prompt, prompt_seed
+from h2o_prefill.eval.retrieval.tasks import TASKS
+
+pytest.importorskip("transformers")
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SENTENCES = (
+    'It rained. He said: no! (She knew.) "Well?" A line\nwithout a stop\nand 3.14 of pi. Last'
+)
+# Sentences of 2 to 12 words of 1 to 9 letters, none longer than 120 characters.
+_RNG = random.Random(0)
+WORDS = [
+    "".join(_RNG.choices("abcdefghijklmnopqrstuvwxyz", k=_RNG.randint(1, 9))) for _ in range(300)
+]
+TEXT = " ".join(
+    " ".join(_RNG.choices(WORDS, k=_RNG.randint(2, 12))).capitalize() + "." for _ in range(900)
+)
+HAYSTACK = Haystack(TEXT)
+LONGEST_SENTENCE = 120
+
+
+def test_a_needle_goes_to_the_nearest_beginning_of_a_sentence() -> None:
+    haystack = Haystack(SENTENCES)
+    assert len(haystack) == 18
+    for depth, before in (
+        (0, ""),
+        (10, "It rained. "),
+        (25, "It rained. He said: no! "),
+        (100, SENTENCES.removesuffix("Last")),
+    ):
+        piece = haystack.piece(0, 18, [(depth, "NEEDLE.")])
+        assert piece == f"{before}NEEDLE. {SENTENCES[len(before) :]}"
+    piece = haystack.piece(2, 8, [(100, "C."), (0, "A."), (100, "D."), (40, "B.")])
+    assert piece == 'A. He said: no! B. (She knew.) "Well?" A line\nC. D.'
+    assert Haystack("One. Two.").piece(0, 2, [(100, "C.")]) == "One. Two. C."
+    assert Haystack("One. Two.").piece(0, 0, [(50, "C.")]) == "C."
+    # Pieces begin with a sentence and have room.
+    begins = {haystack.draw_begin(random.Random(seed), 11) for seed in range(60)}
+    assert begins == {0, 2, 5, 7}
+    assert {haystack.draw_begin(random.Random(seed), 99) for seed in range(9)} == {0}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("task", TASKS)
+def test_length_and_frame(tiny: Any, task: str, chat: bool) -> None:
+    tokenizer = tiny.make_tokenizer(add_bos=not chat)
+    tokenizer.chat_template = TEMPLATE if chat else None
+    riddle = TASKS[task].make(random.Random(9), HAYSTACK.lower)
+    begin, end = ("<user>", "</end><assistant>") if chat else ("<bos>", "")
+
+    def build(question: str, seed: int = 9) -> RetrievalPrompt:
+        return build_prompt(task, tokenizer, HAYSTACK, 1213, 50, question=question, seed=seed)
+
+    for question in ("last", "first"):
+        prompt = build(question)
+        assert prompt.answers == riddle.answers and prompt.new_tokens == TASKS[task].new_tokens
+        # One token a byte: the next word, of at most 9 letters, a stop and a space, does not fit.
+        assert 0 <= 1213 - prompt.new_tokens - prompt.input_ids.shape[1] <= 11
+        text = str(tokenizer.decode(prompt.input_ids[0]))
+        if question == "last":
+            assert text.startswith(f"{begin}{riddle.intro}\n")
+            assert text.endswith(f"\n{riddle.question}{end or ' '}{riddle.lead}")
+        else:
+            opening = f"{begin}Answer this question about the following text. {riddle.question}\n"
+            assert text.startswith(opening)
+            assert text.endswith((end or "\n") + "The answer is")
+        for once in (riddle.question, *riddle.needles, *riddle.distractors):
+            assert text.count(once) == 1
+    assert build("last").input_ids.tolist() == build("last").input_ids.tolist()
+    assert build("last").input_ids.tolist() != build("last", seed=6).input_ids.tolist()
+
+
+@pytest.mark.parametrize("depth", [0, 77.5, 100])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_needle_is_at_its_depth_and_needles_keep_their_order(
+    tiny_tokenizer: Any, task: str, depth: float
+) -> None:
+    prompt = build_prompt(task, tiny_tokenizer, HAYSTACK, 3000, depth, seed=1)
+    riddle = TASKS[task].make(random.Random(1), HAYSTACK.lower)
+    text = str(tiny_tokenizer.decode(prompt.input_ids[0]))
+    context = text.removeprefix(f"{riddle.intro}\n").removesuffix(
+        f"\n{riddle.question} {riddle.lead}"
+    )
+    places = [context.index(needle) for needle in riddle.needles]
+    assert places == sorted(places)
+    assert all(place == 0 or context[:place].endswith(". ") for place in places)
+    # The other needles and the distractors are no part of the text that depth counts.
+    sentences = (*riddle.needles, *riddle.distractors)
+    slack = LONGEST_SENTENCE + sum(map(len, sentences))
+    target = depth / 100 * (len(context) - sum(map(len, sentences)))
+    assert min(abs(place - target) for place in places) < slack
+    assert len(places) == 1 or places[-1] - places[0] > 600, "the others are spread"
+
+
+def test_seeds_differ_by_cell_and_stay() -> None:
+    cells = list(itertools.product((0, 1), TASKS, (2048, 4096), (0, 50), range(3)))
+    assert len({prompt_seed(*cell) for cell in cells}) == len(cells)
+    assert prompt_seed(0, "single", 2048, 50, 0) == prompt_seed(0, "single", 2048, 50.0, 0)
+
+
+def test_lengths_without_room_for_the_task_or_beyond_the_text(tiny_tokenizer: Any) -> None:
+    def build(length: int, haystack: Haystack = HAYSTACK) -> Any:
+        return build_prompt("single", tiny_tokenizer, haystack, length, 50).input_ids.shape[1]
+
+    with pytest.raises(ValueError, match=r"lengths must be >= (\d+) for task 'single'") as error:
+        build(100)
+    least = int(re.findall(r"\d+", str(error.value))[0])
+    assert build(least) == least - TASKS["single"].new_tokens
+    with pytest.raises(ValueError, match=f"got {least - 1}"):
+        build(least - 1)
+    short = Haystack(TEXT[:500])
+    assert build(800, short) > 700
+    with pytest.raises(ValueError, match="text must be longer for lengths of 1600 tokens"):
+        build(1600, short)

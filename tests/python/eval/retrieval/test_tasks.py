@@ -1,0 +1,79 @@
+"""Retrieval tasks: what is hidden and asked."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from h2o_prefill.eval.retrieval.tasks import FACTS, TASKS
+
+SMALL_WORDS = {"a", "an", "at", "in", "of", "on", "the", "to"}
+
+
+@pytest.mark.parametrize(
+    ("task", "needles", "distractors"),
+    [
+        ("single", 1, 0),
+        ("multi_key", 1, 3),
+        ("multi_value", 4, 0),
+        ("variable_tracking", 5, 0),
+        ("paraphrased", 1, 0),
+    ],
+)
+def test_answers_are_in_the_needles_and_nowhere_else(
+    task: str, needles: int, distractors: int
+) -> None:
+    for seed in range(3):
+        riddle = TASKS[task].make(random.Random(seed), "")
+        assert riddle == TASKS[task].make(random.Random(seed), "")
+        assert riddle != TASKS[task].make(random.Random(seed + 100), "")
+        assert (len(riddle.needles), len(riddle.distractors)) == (needles, distractors)
+        assert len(set(riddle.answers)) == needles
+        for answer in riddle.answers:
+            assert answer in " ".join(riddle.needles)
+            for other in (*riddle.distractors, riddle.intro, riddle.question, riddle.lead):
+                assert answer.lower() not in other.lower()
+        # Text that holds an answer already would give it away.
+        other = TASKS[task].make(random.Random(seed), " ".join(riddle.needles).lower())
+        assert not set(other.answers) & set(riddle.answers)
+
+
+@pytest.mark.parametrize("task", ["single", "multi_key", "multi_value"])
+def test_needles_have_rulers_form(task: str) -> None:
+    riddle = TASKS[task].make(random.Random(1), "")
+    form = r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\."
+    sentences = (*riddle.needles, *riddle.distractors)
+    keys, numbers = zip(*(re.findall(form, sentence)[0] for sentence in sentences), strict=True)
+    assert len(set(numbers)) == len(numbers)
+    assert len(set(keys)) == (4 if task == "multi_key" else 1)
+    assert f" for {keys[0]} " in riddle.question and f" for {keys[0]} " in riddle.lead
+    assert riddle.answers == numbers[: len(riddle.needles)]
+
+
+def test_a_chain_of_variables_leads_to_the_value() -> None:
+    riddle = TASKS["variable_tracking"].make(random.Random(2), "")
+    found = [re.findall(r"VAR ([A-Z]{5}) = (.+)\.", needle)[0] for needle in riddle.needles]
+    names, (value, *sources) = zip(*found, strict=True)
+    assert names == riddle.answers
+    assert re.fullmatch(r"\d{5}", value) and value in riddle.question
+    assert sources == [f"VAR {name}" for name in names[:-1]]
+
+
+def test_a_text_with_every_name_has_no_room_for_a_fact() -> None:
+    names = " ".join(fact.split()[0] for fact in FACTS).lower()
+    with pytest.raises(ValueError, match=r"text must lack one of the names .* has all: Bettina,"):
+        TASKS["paraphrased"].make(random.Random(0), names)
+
+
+@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.split()[0])
+def test_a_fact_shares_no_word_with_its_question(fact: str) -> None:
+    statement, question = fact.split(". ")
+    assert statement.split()[0] not in question and question.endswith("?")
+    hidden, asked = (
+        set(re.findall(r"[a-z]+", text.lower())) - SMALL_WORDS for text in (statement, question)
+    )
+    assert len(hidden) >= 3 and not hidden & asked
+    # Nor do two forms of one word stand on both sides.
+    assert not {word[:5] for word in hidden if len(word) > 4} & {word[:5] for word in asked}
