@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill.config import PrefillConfig
+_Native = torch.classes.h2o_prefill.PrefillConfig
 
 
 def _fake(name: str) -> Callable[[Callable[[Any], Any]], None]:
-    """Register a fake that gets the operator's arguments by the names of its schema.
-
-    So that the argument lists stand in the schemas alone.
-    """
+    """Register a fake that takes the operator's arguments as attributes, named as in the schema."""
     schema = getattr(torch.ops.h2o_prefill, name).default._schema
 
     def register(function: Callable[[Any], Any]) -> None:
@@ -35,12 +32,7 @@ def _fake(name: str) -> Callable[[Callable[[Any], Any]], None]:
     return register
 
 
-_settings = cache(PrefillConfig.parse)
-
-
-def _memory_size(settings: str, layer: int) -> int:
-    """K + L + H of a layer."""
-    return _settings(settings).of_layer(layer).memory_size
+_settings = cache(_Native.parse)
 
 
 def _accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -154,13 +146,13 @@ def _(a: Any) -> Tensor:
 @_fake("chunked_sparse_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_attention(a)
-    return _empty_sparse(a, a.sink_tokens + a.local_window + a.heavy_budget)
+    return _empty_sparse(a, _settings(a.settings).memory_size())
 
 
 @_fake("prefill_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_attention(a)
-    return _empty_sparse(a, _memory_size(a.settings, a.layer))
+    return _empty_sparse(a, _settings(a.settings).of_layer(a.layer).memory_size())
 
 
 @_fake("prefill_attention_")

@@ -33,7 +33,7 @@ def qkv():
 
 
 def test_is_the_operator(qkv):
-    expected = ops.chunked_sparse_attention(*qkv, *(None,) * 5, 0, 32, 8, 8, 2)
+    expected = ops.chunked_sparse_attention(*qkv, *(None,) * 5, 0, CONFIG)
     for a, e in zip(run(ChunkedSparseAttention(CONFIG), *qkv), expected, strict=True):
         assert torch.equal(a, e)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import h2o_prefill
 from h2o_prefill import ops
+from h2o_prefill.testing import settings_text
 
 classes = torch.classes.h2o_prefill
 SETTINGS = {"chunk_size": 16, "local_window": 3, "heavy_budget": 4, "sink_tokens": 1}
@@ -54,7 +55,7 @@ def make_state() -> tuple[Any, Any]:
 
 
 def run_op(qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    return ops.chunked_sparse_attention(*qkv, *[None] * 5, 0, **SETTINGS)
+    return ops.chunked_sparse_attention(*qkv, *[None] * 5, 0, settings_text(**SETTINGS))
 
 
 def assert_same_config(got: Any, expected: Any) -> None:
@@ -111,7 +112,8 @@ def test_attention_takes_recall() -> None:
     qkv = random_qkv(70)
     cache, tracker = make_state()
     lists = ops.lexical_recall(torch.arange(70).remainder(9)[None], 0, 16, 8, 2)
-    expected = ops.chunked_sparse_attention(*qkv, None, None, *lists, 0, **SETTINGS, recall_block=8)
+    settings = settings_text(**SETTINGS, recall_block=8)
+    expected = ops.chunked_sparse_attention(*qkv, None, None, *lists, 0, settings)
     got = make_attention(recall_block=8).forward(0, *qkv, cache, tracker, recall=lists)
     assert torch.equal(got, expected[0])
     assert not torch.equal(got, run_op(qkv)[0])
