@@ -1,4 +1,4 @@
-"""What every operator returns, by shape and dtype alone: for torch.compile and torch.export."""
+"""Fake (meta) implementations of the operators, for torch.compile and torch.export."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _empty_lse(q: Tensor) -> Tensor:
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse the shapes that the operators refuse, so that tracing fails where running would."""
+    """Refuse the shapes that the operators refuse, so that tracing fails as running would."""
     check = torch._check_value
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(x.dim() == 4, lambda n=name, x=x: f"{n} must have 4 dimensions, got {x.shape}")
@@ -89,7 +89,7 @@ def _check_history(q: Tensor, k: Tensor) -> None:
 
 
 def _check_attention(a: Any) -> None:
-    """Refuse what attention to a whole history refuses."""
+    """Check the arguments of attention to a whole history."""
     _check_qkv(a.q, a.k, a.v)
     _check_history(a.q, a.k)
     _check_sinks(a.sinks, a.q)
@@ -212,7 +212,7 @@ def _(a: Any) -> tuple[Tensor, ...]:
 
 
 def _recall_lists(token_ids: Tensor, num_tokens: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists for the last tokens of token_ids [B, T]."""
+    """Recall lists of the last `num_tokens` of token_ids [B, T]; their length depends on data."""
     blocks = (num_tokens + block - 1) // block
     found = torch.library.get_ctx().new_dynamic_size()
     offsets = token_ids.new_empty(token_ids.shape[0] * blocks + 1, dtype=torch.int32)

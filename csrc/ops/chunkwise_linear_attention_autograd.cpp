@@ -12,7 +12,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Arguments behind the tensors; they have no gradient.
+// The arguments after the tensors; they have no gradient.
 constexpr size_t kTensors = 6;
 constexpr size_t kArguments = 12;
 

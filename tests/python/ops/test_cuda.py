@@ -10,11 +10,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 S = 64
 SETTINGS = f"h2o,chunk_size={S},local_window=16,heavy_budget=16,recall=3,recall_block=16"
-NO_STATE = (None,) * 5
 
 
-def prefill(q, k, v, **options):
-    return ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, S, 16, 16, **options)
+def prefill(q, k, v, recall=(None,) * 3, fields=""):
+    return ops.chunked_sparse_attention(q, k, v, None, None, *recall, 0, SETTINGS + fields)
 
 
 def every_operator(dtype, head_dim=64, value_dim=64):
@@ -63,10 +62,8 @@ def every_operator(dtype, head_dim=64, value_dim=64):
         "merge_states": lambda: ops.merge_states(q, lse, q.flip(2), lse.flip(2)),
         "select_memory": lambda: ops.select_memory(scores, indices, 50, 190, 16, 16, 2),
         "gather_rows": lambda: ops.gather_rows(long_k, indices),
-        "chunked_sparse_attention": lambda: prefill(q, k, v, dense_tail=20, sink_tokens=2),
-        "with_recall": lambda: ops.chunked_sparse_attention(
-            q, k, v, None, None, *recall, 0, S, 16, 16, recall_block=16
-        ),
+        "chunked_sparse_attention": lambda: prefill(q, k, v, fields=",dense_tail=20,sink_tokens=2"),
+        "with_recall": lambda: prefill(q, k, v, recall),
         "prefill_attention": lambda: ops.prefill_attention(
             q, k, v, None, None, *recall, 0, 0, SETTINGS
         ),
@@ -214,16 +211,10 @@ def test_recall_lists_may_come_from_the_host():
     on_device = ops.lexical_recall(ids.cuda(), 0, S, 16, 3, max_count=1000)
     for a, b in zip(on_host, on_device, strict=True):
         assert b.is_cuda and torch.equal(a, b.cpu())
-    host, device = (
-        ops.chunked_sparse_attention(q, k, v, None, None, *lists, 0, S, 16, 16, recall_block=16)
-        for lists in (on_host, on_device)
-    )
+    host, device = (prefill(q, k, v, lists) for lists in (on_host, on_device))
     assert all(torch.equal(a, b) for a, b in zip(host, device, strict=True))
     with pytest.raises(ValueError, match=r"recall_positions must be in \[0, 200\)"):
-        ops.chunked_sparse_attention(
-            q, k, v, None, None, on_host[0], on_host[1] + 200, on_host[2], 0, S, 16, 16,
-            recall_block=16,
-        )  # fmt: skip
+        prefill(q, k, v, (on_host[0], on_host[1] + 200, on_host[2]))
 
 
 def test_more_heads_than_a_grid_has_room_for():

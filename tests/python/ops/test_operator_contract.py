@@ -49,22 +49,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
         "merge_states": (q, lse, q.flip(2), lse.flip(2)),
         "select_memory": (scores, memory, 5, max(length, 5), 3, 4, 1),
         "gather_rows": (long_k, indices),
-        "chunked_sparse_attention": (
-            long_q,
-            long_k,
-            long_v,
-            scores[..., :9],
-            memory,
-            *recall,
-            2,
-            16,
-            3,
-            4,
-            1,
-            2,
-            "sum",
-            8,
-        ),
+        "chunked_sparse_attention": (*long, scores[..., :9], memory, *recall, 2, SETTINGS),
         "prefill_attention": (*long, scores[..., :9], memory, *recall, 2, 0, SETTINGS),
         "prefill_attention_": (long_q, *new, *buffers, position, *recall, 0, SETTINGS),
         "advance_position_": (position, length, SETTINGS),
@@ -252,7 +237,7 @@ def test_tracing_refuses_the_shapes_that_running_refuses(name, mismatch):
 
 
 def prefill(q, k, v):
-    out, scores, _ = OPS.chunked_sparse_attention(q * 1.0, k, v, *NO_STATE, 0, 16, 4, 4)
+    out, scores, _ = OPS.chunked_sparse_attention(q * 1.0, k, v, *NO_STATE, 0, SETTINGS)
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1) + 1.0, scores
 
 

@@ -18,7 +18,6 @@ from h2o_prefill.testing import (
 S = 32
 NO_STATE = (None,) * 5
 SETTINGS = f"h2o,chunk_size={S},local_window=8,heavy_budget=8,sink_tokens=2,min_prefill=2"
-SIZES = (S, 8, 8, 2)
 # A cap that bites: logits reach 4.
 CASES = ["sinks", "softcap", "both"]
 
@@ -41,20 +40,19 @@ check = partial(compare_with_oracle, ops.chunked_sparse_attention, oracle.chunke
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
 def test_agrees_with_the_oracle(device, dtype, heads, case):
     q, k, v = make_qkv(Shape(2, *heads, 150, 32, 48), dtype, device)
-    check(q, k, v, *NO_STATE, 0, *SIZES, **logit_options(case, heads[0], device))
+    check(q, k, v, *NO_STATE, 0, SETTINGS, **logit_options(case, heads[0], device))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{"dense_tail": 40}, {"gqa_reduce": "max"}], ids=str)
+@pytest.mark.parametrize("options", ["dense_tail=40", "gqa_reduce=max"])
 def test_options_and_recall(device, dtype, options, case):
     q, k, v = make_qkv(Shape(1, 4, 2, 105, 16, 16), dtype, device, past=45)
     ids = torch.randint(0, 20, (1, 150), generator=torch.Generator().manual_seed(1))
     lists = [x.to(device) for x in ops.lexical_recall(ids, 45, S, 8, 2)]
-    check(
-        q, k, v, None, None, *lists, 0, *SIZES, **options, recall_block=8, scale=-0.4,
-        **logit_options(case, 4, device),
-    )  # fmt: skip
+    settings = f"{SETTINGS},recall_block=8,{options}"
+    logits = logit_options(case, 4, device)
+    check(q, k, v, None, None, *lists, 0, settings, scale=-0.4, **logits)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -62,7 +60,7 @@ def test_options_and_recall(device, dtype, options, case):
 def test_sinks_have_any_dtype_and_layout(device, dtype, sink_dtype):
     q, k, v = make_qkv(Shape(1, 4, 2, 80, 16, 16), dtype, device)
     sinks = torch.tensor([[1.0, 9], [2, 9], [-3, 9], [0.5, 9]], device=device).to(sink_dtype)[:, 0]
-    check(q, k, v, *NO_STATE, 0, *SIZES, sinks=sinks)
+    check(q, k, v, *NO_STATE, 0, SETTINGS, sinks=sinks)
 
 
 @pytest.mark.parametrize("sink", [-1e4, -30.0, 30.0, 1e4])
@@ -70,7 +68,7 @@ def test_sinks_have_any_dtype_and_layout(device, dtype, sink_dtype):
 def test_sinks_far_from_the_logits(device, dtype, sink):
     q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 16), dtype, device)
     sinks = torch.tensor([sink, 0, sink, 1], device=device)
-    out, scores, _ = check(q, k, v, *NO_STATE, 0, *SIZES, sinks=sinks)
+    out, scores, _ = check(q, k, v, *NO_STATE, 0, SETTINGS, sinks=sinks)
     assert out.isfinite().all() and scores.isfinite().all()
     assert out[:, 0].any() == (sink < 1e3)
 
@@ -81,8 +79,8 @@ def test_a_sink_of_minus_infinity_and_a_softcap_of_0_are_none(dtype):
     sinks = torch.full((4,), -torch.inf)
     calls = [ops.chunked_sparse_attention, lambda *x, **y: (ops.dense_attention(*x[:3], **y),)]
     for call in calls[: 1 if dtype == torch.float64 else 2]:
-        without = call(q, k, v, *NO_STATE, 0, *SIZES)
-        for x, y in zip(call(q, k, v, *NO_STATE, 0, *SIZES, sinks=sinks), without, strict=True):
+        without = call(q, k, v, *NO_STATE, 0, SETTINGS)
+        for x, y in zip(call(q, k, v, *NO_STATE, 0, SETTINGS, sinks=sinks), without, strict=True):
             assert torch.equal(x, y)
 
 
@@ -98,7 +96,7 @@ def test_softcaps_far_from_the_logits(device, dtype, softcap):
         sums = v.double().repeat_interleave(2, dim=1).cumsum(2)
         expected = sums / torch.arange(1, 101, device=device).unsqueeze(-1)
     torch.testing.assert_close(capped.double(), expected, rtol=0, atol=1e-5)
-    out, _, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, *SIZES, softcap=softcap)
+    out, _, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, softcap=softcap)
     assert out.isfinite().all()
 
 
@@ -120,7 +118,7 @@ def test_dense_attention(device, dtype, rows, past, case):
 def test_calls_in_place_equal_one_call(device, dtype, case):
     q, k, v = make_qkv(Shape(1, 4, 2, 5 * S + 6, 16, 16), dtype, device)
     options = logit_options(case, 4, device)
-    whole = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, *SIZES, **options)
+    whole = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **options)
     state, last_chunk_begin, handed_on = (None, None), 0, []
     buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0]).contiguous()]
     buffers.append(torch.full((1, 2, 18), -1, dtype=torch.int32, device=device))
@@ -157,7 +155,7 @@ def test_scores_are_shares_of_what_the_sink_leaves(case):
     """In one chunk a row hands out 1 less the sink's share; a cap takes nothing."""
     q, k, v = make_qkv(Shape(1, 4, 4, S, 16, 16))
     options = logit_options(case, 4)
-    _, scores, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, *SIZES, **options)
+    _, scores, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **options)
     ones = ops.dense_attention(q, k, torch.ones_like(v), **options)[..., 0]
     torch.testing.assert_close(scores.sum(-1), ones.sum(-1))
     assert (scores.sum(-1) < S - 1e-2).all() == (case == "sinks")
@@ -180,7 +178,7 @@ def test_wrong_arguments(change, message):
     buffers.append(torch.full((1, 2, 18), -1, dtype=torch.int32))
     calls = [
         lambda: ops.dense_attention(q, k, v, **change),
-        lambda: ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, *SIZES, **change),
+        lambda: ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **change),
         lambda: ops.prefill_attention(q, k, v, *NO_STATE, 0, 0, SETTINGS, **change),
     ]
     # A dense call in place checks as well, before it writes.
