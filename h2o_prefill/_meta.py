@@ -133,11 +133,6 @@ def _(a: Any) -> Tensor:
     return a.memory.new_empty(*a.memory.shape[:2], a.sink_tokens + a.local_window + a.heavy_budget)
 
 
-@_fake("accumulate_scores_")
-def _(a: Any) -> None:
-    return None
-
-
 @_fake("gather_rows")
 def _(a: Any) -> Tensor:
     return a.x.new_empty(*a.x.shape[:2], a.indices.shape[2], a.x.shape[3])
@@ -163,9 +158,8 @@ def _(a: Any) -> Tensor:
     return _empty_heads(a.q, a.v.shape[3])
 
 
-@_fake("advance_position_")
-def _(a: Any) -> None:
-    return None
+for _name in ("accumulate_scores_", "advance_position_"):
+    _fake(_name)(lambda a: None)
 
 
 def _check_accumulated(name: str, x: Tensor | None, q: Tensor, *shape: int) -> None:

@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, no waiting for the device, memory that is reused."""
+"""What only a GPU can show: streams, CUDA graphs, no host synchronization, reused memory."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def prefill(q, k, v, recall=(None,) * 3, fields=""):
 
 
 def every_operator(dtype, head_dim=64, value_dim=64):
-    """One small call of every operator; the arguments stay on the device."""
+    """Return a small call of every operator, with arguments on the device."""
     shape = Shape(1, 4, 2, 3 * S + 5, head_dim, value_dim)
     q, k, v = make_qkv(shape, dtype, "cuda")
     long_q, long_k, long_v = make_qkv(shape, dtype, "cuda", past=40)
@@ -27,7 +27,7 @@ def every_operator(dtype, head_dim=64, value_dim=64):
     ids = torch.randint(0, 9, (1, shape.length), generator=torch.Generator().manual_seed(5))
     recall = [x.cuda() for x in ops.lexical_recall(ids, 0, S, 16, 3, max_count=1000)]
     colsum = torch.rand(1, 2, 33, device="cuda")
-    # Written anew by every call at the same position.
+    # Every call writes at the same position.
     position = torch.tensor([40, 0])
     # Linear attention over more than one piece.
     linear = make_qkv(Shape(1, 4, 2, 20 * S + 5, head_dim, value_dim), dtype, "cuda")
@@ -35,7 +35,7 @@ def every_operator(dtype, head_dim=64, value_dim=64):
     cache_key, cache_value = long_k.clone(), long_v.clone()
 
     def prefill_in_place():
-        # As the call finds them: what it leaves is compared too.
+        # New buffers, whose contents after the call are compared too.
         kept = scores.new_zeros(1, 2, cache_key.shape[2])
         memory = torch.full((1, 2, 32), -1, dtype=torch.int32, device="cuda")
         out = ops.prefill_attention_(
@@ -120,7 +120,7 @@ def test_a_cuda_graph_replays_the_same(name, dtype):
 
 @pytest.mark.parametrize("length", [1, 3 * S])
 def test_a_captured_call_in_place_writes_where_it_was_captured(length):
-    """The position lies on the CPU, so that a graph holds its value."""
+    """The position is on the CPU, so a graph holds its value."""
     q, k, v = make_qkv(Shape(1, 4, 2, length, 64, 64), torch.bfloat16, "cuda")
     cache_key, cache_value = (x.new_zeros(1, 2, 2 * length + 7, 64) for x in (k, v))
     scores = torch.zeros(1, 2, 2 * length + 7, device="cuda")
@@ -142,8 +142,7 @@ def test_a_captured_call_in_place_writes_where_it_was_captured(length):
     memory.fill_(-1)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, expected)
-    assert torch.equal(cache_key[:, :, 7 : 7 + length], k)
+    assert torch.equal(out, expected) and torch.equal(cache_key[:, :, 7 : 7 + length], k)
     assert not cache_key[:, :, 7 + length :].any()
 
 

@@ -10,7 +10,6 @@ from h2o_prefill.reference import ops as oracle
 from h2o_prefill.testing import (
     DTYPES,
     Shape,
-    assert_close_to_reference,
     compare_with_oracle,
     make_qkv,
 )
@@ -55,19 +54,13 @@ def test_options_and_recall(device, dtype, options, case):
     check(q, k, v, None, None, *lists, 0, settings, scale=-0.4, **logits)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_sinks_have_any_dtype_and_layout(device, dtype, sink_dtype):
-    q, k, v = make_qkv(Shape(1, 4, 2, 80, 16, 16), dtype, device)
-    sinks = torch.tensor([[1.0, 9], [2, 9], [-3, 9], [0.5, 9]], device=device).to(sink_dtype)[:, 0]
-    check(q, k, v, *NO_STATE, 0, SETTINGS, sinks=sinks)
-
-
 @pytest.mark.parametrize("sink", [-1e4, -30.0, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sinks_far_from_the_logits(device, dtype, sink):
+@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sinks_far_from_the_logits(device, dtype, sink, sink_dtype):
+    """Sinks have any dtype and layout."""
     q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 16), dtype, device)
-    sinks = torch.tensor([sink, 0, sink, 1], device=device)
+    sinks = torch.tensor([[sink, 9], [0, 9], [sink, 9], [1, 9]], device=device).to(sink_dtype)[:, 0]
     out, scores, _ = check(q, k, v, *NO_STATE, 0, SETTINGS, sinks=sinks)
     assert out.isfinite().all() and scores.isfinite().all()
     assert out[:, 0].any() == (sink < 1e3)
@@ -107,10 +100,7 @@ def test_dense_attention(device, dtype, rows, past, case):
     """Of one pass of the kernel, and of several: a sink counts once."""
     q, k, v = make_qkv(Shape(2, 4, 2, rows, 32, 24), dtype, device, past=past)
     options = logit_options(case, 4, device)
-    actual = ops.dense_attention(q, k, v, **options)
-    exact = oracle.dense_attention(q.double(), k.double(), v.double(), **options)
-    peer = oracle.dense_attention(q, k, v, **options)
-    assert_close_to_reference(actual, exact, peer)
+    compare_with_oracle(ops.dense_attention, oracle.dense_attention, q, k, v, **options)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -119,32 +109,25 @@ def test_calls_in_place_equal_one_call(device, dtype, case):
     q, k, v = make_qkv(Shape(1, 4, 2, 5 * S + 6, 16, 16), dtype, device)
     options = logit_options(case, 4, device)
     whole = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **options)
-    state, last_chunk_begin, handed_on = (None, None), 0, []
     buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0]).contiguous()]
     buffers.append(torch.full((1, 2, 18), -1, dtype=torch.int32, device=device))
-    position, in_place = torch.zeros(2, dtype=torch.int64), []
+    position, state, outs = torch.zeros(2, dtype=torch.int64), (None, None), ([], [])
     for begin, end in ((0, 2 * S), (2 * S, 5 * S), (5 * S, 5 * S + 5), (5 * S + 5, 5 * S + 6)):
-        new = slice(begin, end)
-        out, *state = ops.prefill_attention(
-            q[:, :, new], k[:, :, :end], v[:, :, :end], *state, None, None, None,
-            last_chunk_begin, 0, SETTINGS, **options,
-        )  # fmt: skip
-        handed_on.append(out)
-        out = ops.prefill_attention_(
-            q[:, :, new], k[:, :, new], v[:, :, new], *buffers, position, None, None, None, 0,
-            SETTINGS, **options,
-        )  # fmt: skip
-        in_place.append(out)
+        new = [x[:, :, begin:end] for x in (q, k, v)]
+        past = (k[:, :, :end], v[:, :, :end], *state, *NO_STATE[:3], int(position[1]))
+        out, *state = ops.prefill_attention(new[0], *past, 0, SETTINGS, **options)
+        outs[0].append(out)
+        place = (*buffers, position, *NO_STATE[:3], 0, SETTINGS)
+        outs[1].append(ops.prefill_attention_(*new, *place, **options))
         ops.advance_position_(position, end - begin, SETTINGS)
-        last_chunk_begin = int(position[1])
     # float64 is computed by PyTorch, whose functions of vectors and of the rest of a row may differ
     # in the last bit.
     error = 1e-13 if dtype == torch.float64 else 0.0
     assert_equal = partial(torch.testing.assert_close, rtol=error, atol=error)
     # The last call has one token, and is dense.
-    for outs in (handed_on, in_place):
-        assert_equal(torch.cat(outs[:3], 2), whole[0][:, :, : 5 * S + 5])
-        assert_equal(outs[3], ops.dense_attention(q[:, :, -1:], k, v, **options))
+    for *sparse, dense in outs:
+        assert_equal(torch.cat(sparse, 2), whole[0][:, :, : 5 * S + 5])
+        assert_equal(dense, ops.dense_attention(q[:, :, -1:], k, v, **options))
     assert_equal(state[0], buffers[2])
     assert torch.equal(state[1], buffers[3])
     assert torch.equal(state[1], whole[2])
@@ -176,20 +159,16 @@ def test_wrong_arguments(change, message):
     q, k, v = make_qkv(Shape(1, 4, 2, 40, 16, 16))
     buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros(1, 2, 40)]
     buffers.append(torch.full((1, 2, 18), -1, dtype=torch.int32))
-    calls = [
-        lambda: ops.dense_attention(q, k, v, **change),
-        lambda: ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **change),
-        lambda: ops.prefill_attention(q, k, v, *NO_STATE, 0, 0, SETTINGS, **change),
-    ]
-    # A dense call in place checks as well, before it writes.
-    for settings in (SETTINGS, f"{SETTINGS},dense_layers=0"):
-        calls.append(
-            lambda settings=settings: ops.prefill_attention_(
-                q, k, v, *buffers, torch.zeros(2, dtype=torch.int64), *NO_STATE[:3], 0, settings,
-                **change,
-            )
-        )  # fmt: skip
-    for call in calls:
+    position = torch.zeros(2, dtype=torch.int64)
+    place = (*buffers, position, *NO_STATE[:3], 0)
+    for call, arguments in (
+        (ops.dense_attention, ()),
+        (ops.chunked_sparse_attention, (*NO_STATE, 0, SETTINGS)),
+        (ops.prefill_attention, (*NO_STATE, 0, 0, SETTINGS)),
+        # In place, both are checked before anything is written, by a dense call as well.
+        (ops.prefill_attention_, (*place, SETTINGS)),
+        (ops.prefill_attention_, (*place, f"{SETTINGS},dense_layers=0")),
+    ):
         with pytest.raises(ValueError, match=message):
-            call()
+            call(q, k, v, *arguments, **change)
     assert not buffers[0].any()

@@ -1,4 +1,4 @@
-"""Lexical recall."""
+"""Lexical recall by examples; tests/python/ops has its properties."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from h2o_prefill.reference import ops
 
@@ -64,51 +62,6 @@ def test_calls_in_multiples_of_s_find_the_same_as_one_call():
     whole, later = entries(text, 0, 8, 4, 3), entries(text, 16, 8, 4, 3)
     per_row = len(whole) // 2
     assert later == whole[4:per_row] + whole[per_row + 4 :]
-
-
-@st.composite
-def searches(draw):
-    total = draw(st.integers(0, 40))
-    ids = draw(st.lists(st.integers(0, 3), min_size=total, max_size=total))
-    block = draw(st.integers(1, 5))
-    return {
-        "token_ids": torch.tensor([ids], dtype=torch.int64).reshape(1, total),
-        "begin": draw(st.integers(0, total)),
-        "chunk_size": block * draw(st.integers(1, 3)),
-        "block": block,
-        "max_matches": draw(st.integers(1, 4)),
-        "max_suffix": draw(st.integers(1, 4)),
-        "span": draw(st.integers(1, 3)),
-        "max_count": draw(st.integers(1, 40)),
-    }
-
-
-@settings(max_examples=100, deadline=None)
-@given(searches(), st.data())
-def test_lists_are_well_formed_and_causal(case, data):
-    """Order, range, no double entry; and a changed token changes no entry visible before it."""
-    total, begin, block = case["token_ids"].shape[1], case["begin"], case["block"]
-    found = entries(case["token_ids"].tolist(), *list(case.values())[1:])
-    assert len(found) == -(-(total - begin) // block)
-    for b, pairs in enumerate(found):
-        first = begin + b * block
-        chunk_begin = first - (first - begin) % case["chunk_size"]
-        assert pairs == sorted(pairs, key=lambda pair: (pair[1], pair[0]))
-        assert len({position for position, _ in pairs}) == len(pairs)
-        assert len(pairs) <= block * case["max_matches"] * case["span"]
-        for position, visible_from in pairs:
-            assert 0 <= position < chunk_begin
-            assert first <= visible_from < min(first + block, total)
-    if total == 0:
-        return
-    changed = data.draw(st.integers(0, total - 1))
-    other = case["token_ids"].clone()
-    other[0, changed] = 4
-    after = entries(other.tolist(), *list(case.values())[1:])
-    for before_block, after_block in zip(found, after, strict=True):
-        assert [e for e in before_block if e[1] < changed] == [
-            e for e in after_block if e[1] < changed
-        ]
 
 
 @pytest.mark.parametrize(
