@@ -340,7 +340,7 @@ def test_an_input_with_a_tangent_is_refused(device):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_forward_and_backward_compile_into_one_graph_each(backend):
+def test_compiles_forward_and_backward_into_one_graph_each(backend):
     torch._dynamo.reset()
 
     def attend(q, k, v, decay):
