@@ -47,8 +47,7 @@ class PrefillConfig:
     """
 
     chunk_size: int = _setting(
-        "chunk_size",
-        "Chunk size S in tokens; attention within a chunk is exact.",
+        "chunk_size", "Chunk size S in tokens; attention within a chunk is exact."
     )
     local_window: int = _setting(
         "local_window",
@@ -68,16 +67,13 @@ class PrefillConfig:
         "Number of queries at the end of a call that attend to all keys (exact attention).",
     )
     dense_layers: tuple[int, ...] = _setting(
-        "dense_layers",
-        "Layers whose attention is always dense.",
+        "dense_layers", "Layers whose attention is always dense."
     )
     wide_layers: tuple[int, ...] = _setting(
-        "wide_layers",
-        "Layers whose L and H are multiplied by `wide_factor`.",
+        "wide_layers", "Layers whose L and H are multiplied by `wide_factor`."
     )
     wide_factor: int = _setting(
-        "wide_factor",
-        "Factor by which L and H are multiplied in `wide_layers`.",
+        "wide_factor", "Factor by which L and H are multiplied in `wide_layers`."
     )
     gqa_reduce: str = _setting(
         "gqa_reduce",
@@ -98,8 +94,7 @@ class PrefillConfig:
         "Number of queries that share a list of recalled keys; must divide `chunk_size`.",
     )
     recall_suffix: int = _setting(
-        "recall_suffix",
-        "Maximum length of the n-grams that lexical recall looks up, in tokens.",
+        "recall_suffix", "Maximum length of the n-grams that lexical recall looks up, in tokens."
     )
     recall_span: int = _setting(
         "recall_span",

@@ -155,7 +155,7 @@ def chunked_sparse_attention(
     (batch, heads, total), size = k.shape[:3], config.chunk_size
     past = total - q.shape[2]
     queries, keys, values = _grouped(q, k, v)
-    options = (scale, _grouped_sinks(sinks, q, k), softcap)
+    options: tuple[Any, ...] = (scale, _grouped_sinks(sinks, q, k), softcap)
     out = queries.new_empty(*queries.shape[:4], v.shape[3])
 
     tracker = ScoreTracker(batch, heads, total, queries.dtype, q.device, config.gqa_reduce)
