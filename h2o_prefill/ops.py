@@ -21,7 +21,8 @@ Arguments that several operators share:
   have 0. `last_chunk_begin` is where the last chunk of that call began, 0 at first.
 - `recall_offsets`, `recall_positions` and `recall_visible_from` are what `lexical_recall` returned
   for the call, on the CPU or the device of q; all or none.
-- `settings` are a text that `PrefillConfig.parse` reads, or a `PrefillConfig`.
+- `settings` are a text that `PrefillConfig.parse` reads or, except inside torch.compile and
+  TorchScript, a `PrefillConfig`.
 
 The operators are for inference: inputs that require gradients are refused while gradients are
 enabled, except by `chunkwise_linear_attention`, which has a backward pass. Results are bitwise
