@@ -1,6 +1,6 @@
-// The adapters between the dispatcher and a device's implementation of sparse prefill. Each builds a
-// PrefillRequest from the arguments of an op's schema (in ops/), checks it and passes it on. These
-// arguments are listed nowhere else.
+// The adapters between the dispatcher and a device's implementation of sparse prefill. Each builds
+// a PrefillRequest from the arguments of an op's schema (in ops/), checks it and passes it on.
+// These arguments are listed nowhere else.
 #pragma once
 
 #include <ATen/core/Tensor.h>

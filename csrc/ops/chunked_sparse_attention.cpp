@@ -9,10 +9,10 @@ std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
     const std::optional<at::Tensor>& sinks, double softcap) {
   static const auto op = find_op<decltype(chunked_sparse_attention_entry<nullptr>)>(
       "h2o_prefill::chunked_sparse_attention");
-  auto [out, scores, memory] = op.call(
-      q, k, v, if_defined(state.scores), if_defined(state.memory), if_defined(recall.offsets),
-      if_defined(recall.positions), if_defined(recall.visible_from), state.last_chunk_begin,
-      settings.to_string(), scale, sinks, softcap);
+  auto [out, scores, memory] = op.call(q, k, v, if_defined(state.scores), if_defined(state.memory),
+                                       if_defined(recall.offsets), if_defined(recall.positions),
+                                       if_defined(recall.visible_from), state.last_chunk_begin,
+                                       settings.to_string(), scale, sinks, softcap);
   const int64_t length = q.size(2);
   return {
       std::move(out),

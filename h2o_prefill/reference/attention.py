@@ -1,6 +1,6 @@
 """Attention inside a chunk, and its fusion with attention to the memory set.
 
-A chunk is an ordinary causal attention of its own; only its positions are those of the whole text.
+Attention inside a chunk is ordinary causal attention; only positions are those of the whole text.
 RoPE turns a key by its absolute position, so a cached key serves every later chunk unchanged.
 
 A later chunk attends to two disjoint sets of keys, the memory set and itself. A softmax over both

@@ -1,8 +1,8 @@
 """A whole decoder that prefills in chunks.
 
 Each layer takes all new tokens and works through their chunks in order, then the next layer does.
-That gives the same result as taking each chunk through all layers, since a chunk needs of a layer
-only what the same layer kept of the chunks before.
+The result is the same as taking each chunk through all layers, since a layer needs only its own
+state from earlier chunks.
 
 The parameters have the names of Hugging Face's Llama, so its state dict loads.
 """

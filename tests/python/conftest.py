@@ -42,7 +42,7 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True)
 def one_thread(request):
-    """Use one thread: the fastest for small problems, and for all tests beside other workers."""
+    """Use one thread, the fastest for small problems and for tests in parallel."""
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     if alone and "model" in request.keywords:
         yield

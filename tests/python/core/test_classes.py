@@ -105,13 +105,6 @@ def test_config_copies_whole(duplicate: Callable[[Any], Any]) -> None:
 
 
 @COPIES
-def test_chunk_manager_copies_whole(duplicate: Callable[[Any], Any]) -> None:
-    chunks = duplicate(classes.ChunkManager(past=5, num_tokens=17, chunk_size=8))
-    assert (chunks.past(), chunks.num_tokens(), chunks.chunk_size()) == (5, 17, 8)
-    assert (chunks.num_chunks(), chunks.begin(2), chunks.end(2)) == (3, 21, 22)
-
-
-@COPIES
 def test_cache_and_tracker_copies_go_on_alone(duplicate: Callable[[Any], Any]) -> None:
     qkv = random_qkv(80)
     attention = make_attention()
@@ -161,19 +154,6 @@ def test_inference_mode_prompt_decodes_outside() -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
-def prefill_in_two_calls(
-    attention: torch.classes.h2o_prefill.ChunkedSparseAttention,
-    cache: torch.classes.h2o_prefill.ChunkedKVCache,
-    tracker: torch.classes.h2o_prefill.MemorySetTracker,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
-    first = attention.forward(0, q[:, :, :32], k[:, :, :32], v[:, :, :32], cache, tracker)
-    second = attention.forward(0, q[:, :, 32:], k[:, :, 32:], v[:, :, 32:], cache, tracker)
-    return torch.cat([first, second], dim=2)
-
-
 class Prefill(nn.Module):
     """Settings are an attribute; the state is made inside."""
 
@@ -189,18 +169,6 @@ class Prefill(nn.Module):
         )
         out = self.attention.forward(0, q, k, v, cache, tracker)
         return out, tracker.scores(0), cache.length(0)
-
-
-def test_scripted_function_takes_the_classes() -> None:
-    scripted = torch.jit.script(prefill_in_two_calls)
-    qkv = random_qkv(70)
-    cache, tracker = make_state()
-    got = scripted(make_attention(), cache, tracker, *qkv)
-    out, scores, memory = run_op(qkv)
-    torch.testing.assert_close(got, out, rtol=0, atol=1e-6)
-    torch.testing.assert_close(tracker.scores(0), scores, rtol=0, atol=1e-5)
-    assert torch.equal(tracker.indices(0), memory)
-    assert cache.length(0) == 70
 
 
 def test_scripted_module_is_saved_with_the_classes() -> None:

@@ -18,7 +18,7 @@ def test_build_facts_agree_with_the_library():
     assert info["version"] == ops.version()
     assert info["cuda"] == ops.has_cuda()
     assert bool(info["cuda_archs"]) == info["cuda"]
-    # AMX is no instruction set of its own: the AVX-512 kernels take its products from oneDNN.
+    # "amx" means the AVX-512 kernels with matrix products by oneDNN.
     assert ops.cpu_isa().replace("amx", "avx512_bf16") in info["cpu_isas"].split(",")
     assert _library._minor_version(torch.__version__) == _library._minor_version(info["torch"])
 

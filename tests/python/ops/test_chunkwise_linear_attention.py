@@ -287,7 +287,7 @@ def test_results_without_a_gradient_give_none(device, given):
 
 
 def test_a_gradient_has_no_temporaries_of_its_inputs_size():
-    """Beside what threads keep from call to call."""
+    """Apart from the workspace that threads keep from call to call."""
     q, k, v = make_qkv(Shape(1, 2, 1, 8192, 64, 64))
     inputs = (q, k, v, make_decay(k), None, None, torch.randn_like(q), None, None)
 
@@ -493,7 +493,7 @@ def test_digits_of_16k_tokens(dtype, value_dim):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_memory_of_128k_tokens(threads):
-    """At most 64 MiB beside inputs and outputs, in a thread that made no earlier call."""
+    """At most 64 MiB more than inputs and outputs, in a thread that made no earlier call."""
     inputs = make_qkv(Shape(1, 2, 2, 131072, 64, 64))
 
     def peak():

@@ -1,4 +1,4 @@
-"""What PyTorch asks of every operator: opcheck, torch.compile, torch.export, and its gradients."""
+"""PyTorch's requirements for every operator: opcheck, torch.compile, torch.export, gradients."""
 
 import copy
 import inspect
@@ -62,7 +62,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
     }
 
 
-# Of these the results are in the arguments.
+# The results of these are in the arguments.
 IN_PLACE = [name for name in samples() if name.endswith("_")]
 WITHOUT_FLOATS = ["select_memory", "lexical_recall", "recall_at_position", "advance_position_"]
 DIFFERENTIABLE = ["chunkwise_linear_attention"]
@@ -180,7 +180,7 @@ def test_an_input_with_a_tangent_is_refused(name):
         getattr(OPS, name)(torch.autograd.forward_ad.unpack_dual(dual).primal, *others)
 
 
-# PyTorch's attention computes few rows of float32 and all of float64, and promises no such thing.
+# Without float64 and few rows of float32: PyTorch's attention, which may depend on threads.
 @pytest.mark.parametrize("name", samples())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_number_of_threads_changes_no_bit(name, dtype):
@@ -267,7 +267,7 @@ def test_exports():
 
 
 def test_bfloat16_while_onednn_is_disabled():
-    """AMX products are oneDNN's, and whoever turns it off must still get a result."""
+    """AMX products are computed by oneDNN; without it other kernels are used."""
     q, k, v = make_qkv(Shape(1, 4, 2, 200, 64, 64), torch.bfloat16)
     expected = ops.intra_chunk_attention(q, k, v, 128)[0]
     with torch.backends.mkldnn.flags(enabled=False):

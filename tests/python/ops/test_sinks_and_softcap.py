@@ -17,7 +17,7 @@ from h2o_prefill.testing import (
 S = 32
 NO_STATE = (None,) * 5
 SETTINGS = f"h2o,chunk_size={S},local_window=8,heavy_budget=8,sink_tokens=2,min_prefill=2"
-# A cap that bites: logits reach 4.
+# Logits reach 4, so the cap of 1.5 has an effect.
 CASES = ["sinks", "softcap", "both"]
 
 
@@ -80,7 +80,7 @@ def test_a_sink_of_minus_infinity_and_a_softcap_of_0_are_none(dtype):
 @pytest.mark.parametrize("softcap", [1e-300, 1e-9, 1e6, 1e300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_softcaps_far_from_the_logits(device, dtype, softcap):
-    """All keys get the same, or what they get without a cap."""
+    """A tiny cap makes all weights equal; a huge one has no effect."""
     q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 16), dtype, device)
     capped = ops.dense_attention(q, k, v, softcap=softcap)
     if softcap > 1:
@@ -135,7 +135,7 @@ def test_calls_in_place_equal_one_call(device, dtype, case):
 
 @pytest.mark.parametrize("case", ["sinks", "softcap"])
 def test_scores_are_shares_of_what_the_sink_leaves(case):
-    """In one chunk a row hands out 1 less the sink's share; a cap takes nothing."""
+    """In one chunk, the scores of a row sum to 1 minus the sink's weight."""
     q, k, v = make_qkv(Shape(1, 4, 4, S, 16, 16))
     options = logit_options(case, 4)
     _, scores, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **options)
