@@ -193,7 +193,7 @@ def chunked_sparse_attention(
                 mask,
                 (attended >= 0).unsqueeze(2),
                 *options,
-                recalled=third,
+                third,
             )
             for b in range(batch):
                 tracker.accumulate_scores(b, attended[b], inter_weights[b])

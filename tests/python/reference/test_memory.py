@@ -113,7 +113,7 @@ def selections(draw):
     }
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(selections())
 def test_selection_is_what_the_rule_says(case):
     """Size, order, padding, sinks, local window, no better candidate left out, no other taken."""
