@@ -155,7 +155,11 @@ def chunked_sparse_attention(
     (batch, heads, total), size = k.shape[:3], config.chunk_size
     past = total - q.shape[2]
     queries, keys, values = _grouped(q, k, v)
-    options: tuple[Any, ...] = (scale, _grouped_sinks(sinks, q, k), softcap)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "sinks": _grouped_sinks(sinks, q, k),
+        "softcap": softcap,
+    }
     out = queries.new_empty(*queries.shape[:4], v.shape[3])
 
     tracker = ScoreTracker(batch, heads, total, queries.dtype, q.device, config.gqa_reduce)
@@ -180,7 +184,7 @@ def chunked_sparse_attention(
         chunk = (queries[:, :, :, rows], keys[:, :, :, begin:end], values[:, :, :, begin:end])
         mask = causal_mask(end - begin)
         if begin == 0:
-            out[:, :, :, rows], intra_weights = attend_inside(*chunk, mask, *options)
+            out[:, :, :, rows], intra_weights = attend_inside(*chunk, mask, **options)
         else:
             attended = select_memory(tracker.scores, previous, last_chunk_begin, begin, *budgets)
             third = None
@@ -192,8 +196,8 @@ def chunked_sparse_attention(
                 *gather_memory_kv((keys, values), attended.unsqueeze(2)),
                 mask,
                 (attended >= 0).unsqueeze(2),
-                *options,
-                third,
+                recalled=third,
+                **options,
             )
             for b in range(batch):
                 tracker.accumulate_scores(b, attended[b], inter_weights[b])
