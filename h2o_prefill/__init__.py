@@ -1,6 +1,6 @@
 """Faster prefill for long prompts: chunked sparse attention with an H2O memory set.
 
-`enable(model)` makes a Hugging Face model prefill sparsely; `ops` are the operators, `reference` is
+`enable(model)` makes a Hugging Face model prefill sparsely; `ops` has the operators, `reference`
 the method in readable PyTorch.
 """
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __version__: str = build_info()["version"]
 
-# Loaded on first use, so that importing this package imports neither transformers nor what
-# evaluation needs: names, and where they are. Type checkers see what integrates with models above.
+# Names that are loaded on first use, and their modules: importing this package imports neither
+# transformers nor the dependencies of evaluation.
 _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
     "PrefillPackage": "h2o_prefill.package",

@@ -1,4 +1,4 @@
-"""Finds and loads the native library, or says what is wrong with it in one error."""
+"""Find and load the native library; each failure is one clear ImportError."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _REBUILD = (
 
 
 def build_info() -> dict[str, Any]:
-    """Return what this build is: version, PyTorch version, compiler, instruction sets, CUDA.
+    """Return the facts of this build: version, PyTorch version, compiler, instruction sets, CUDA.
 
     Raises
     ------
     ImportError
-        If the native library was never built for this Python.
+        If the native library is not built for this Python.
     """
     try:
         module = importlib.import_module("h2o_prefill._C")
@@ -32,9 +32,9 @@ def build_info() -> dict[str, Any]:
 
 
 def cmake_prefix_path() -> str:
-    """Return the folder for CMAKE_PREFIX_PATH in which `find_package(H2OPrefill)` finds this copy.
+    """Return the folder to add to CMAKE_PREFIX_PATH, so that `find_package(H2OPrefill)` succeeds.
 
-    PyTorch's own, `torch.utils.cmake_prefix_path`, belongs beside it.
+    Add PyTorch's, `torch.utils.cmake_prefix_path`, as well.
     """
     return str(LIBRARY.parents[1])
 
@@ -42,11 +42,7 @@ def cmake_prefix_path() -> str:
 def load_library() -> None:
     """Load the operators and classes into `torch.ops.h2o_prefill` and `torch.classes.h2o_prefill`.
 
-    Raises
-    ------
-    ImportError
-        If PyTorch is missing, if the library was built with another minor version of it or for
-        another ABI, or if it was not built at all. The message says which, and what to do.
+    An ImportError says if PyTorch or the library is missing, or if they do not fit together.
     """
     try:
         import torch

@@ -1,4 +1,4 @@
-"""What every operator returns, by shape and dtype alone: for torch.compile and torch.export."""
+"""Fake (meta) implementations of the operators, for torch.compile and torch.export."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill.config import PrefillConfig
+_Native = torch.classes.h2o_prefill.PrefillConfig
 
 
 def _fake(name: str) -> Callable[[Callable[[Any], Any]], None]:
-    """Register a fake that gets the operator's arguments by the names of its schema.
-
-    So that the argument lists stand in the schemas alone.
-    """
+    """Register a fake that takes the operator's arguments as attributes, named as in the schema."""
     schema = getattr(torch.ops.h2o_prefill, name).default._schema
 
     def register(function: Callable[[Any], Any]) -> None:
@@ -35,12 +32,7 @@ def _fake(name: str) -> Callable[[Callable[[Any], Any]], None]:
     return register
 
 
-_settings = cache(PrefillConfig.parse)
-
-
-def _memory_size(settings: str, layer: int) -> int:
-    """K + L + H of a layer."""
-    return _settings(settings).of_layer(layer).memory_size
+_settings = cache(_Native.parse)
 
 
 def _accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -57,7 +49,7 @@ def _empty_lse(q: Tensor) -> Tensor:
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse the shapes that the operators refuse, so that tracing fails where running would."""
+    """Refuse the shapes that the operators refuse, so that tracing fails as running would."""
     check = torch._check_value
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(x.dim() == 4, lambda n=name, x=x: f"{n} must have 4 dimensions, got {x.shape}")
@@ -97,7 +89,7 @@ def _check_history(q: Tensor, k: Tensor) -> None:
 
 
 def _check_attention(a: Any) -> None:
-    """Refuse what attention to a whole history refuses."""
+    """Check the arguments of attention to a whole history."""
     _check_qkv(a.q, a.k, a.v)
     _check_history(a.q, a.k)
     _check_sinks(a.sinks, a.q)
@@ -141,11 +133,6 @@ def _(a: Any) -> Tensor:
     return a.memory.new_empty(*a.memory.shape[:2], a.sink_tokens + a.local_window + a.heavy_budget)
 
 
-@_fake("accumulate_scores_")
-def _(a: Any) -> None:
-    return None
-
-
 @_fake("gather_rows")
 def _(a: Any) -> Tensor:
     return a.x.new_empty(*a.x.shape[:2], a.indices.shape[2], a.x.shape[3])
@@ -154,13 +141,13 @@ def _(a: Any) -> Tensor:
 @_fake("chunked_sparse_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_attention(a)
-    return _empty_sparse(a, a.sink_tokens + a.local_window + a.heavy_budget)
+    return _empty_sparse(a, _settings(a.settings).memory_size())
 
 
 @_fake("prefill_attention")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check_attention(a)
-    return _empty_sparse(a, _memory_size(a.settings, a.layer))
+    return _empty_sparse(a, _settings(a.settings).of_layer(a.layer).memory_size())
 
 
 @_fake("prefill_attention_")
@@ -171,9 +158,8 @@ def _(a: Any) -> Tensor:
     return _empty_heads(a.q, a.v.shape[3])
 
 
-@_fake("advance_position_")
-def _(a: Any) -> None:
-    return None
+for _name in ("accumulate_scores_", "advance_position_"):
+    _fake(_name)(lambda a: None)
 
 
 def _check_accumulated(name: str, x: Tensor | None, q: Tensor, *shape: int) -> None:
@@ -220,7 +206,7 @@ def _(a: Any) -> tuple[Tensor, ...]:
 
 
 def _recall_lists(token_ids: Tensor, num_tokens: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists for the last tokens of token_ids [B, T]."""
+    """Recall lists of the last `num_tokens` of token_ids [B, T]; their length depends on data."""
     blocks = (num_tokens + block - 1) // block
     found = torch.library.get_ctx().new_dynamic_size()
     offsets = token_ids.new_empty(token_ids.shape[0] * blocks + 1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Prefill attention as a module: settings inside, state handed in and out."""
+"""Prefill attention as a module: it holds settings; state is passed in and returned."""
 
 import warnings
 from typing import Optional, Union
@@ -13,7 +13,7 @@ from h2o_prefill.presets import chosen_config
 
 
 def _is_compiling() -> bool:
-    # TorchScript knows is_scripting() as a constant, and leaves out the other branch.
+    # is_scripting() is a constant in TorchScript, which drops the other branch.
     if torch.jit.is_scripting():
         return False
     else:
@@ -23,23 +23,23 @@ def _is_compiling() -> bool:
 def _lists_of(
     recall: Optional[tuple[Tensor, Tensor, Tensor]],  # noqa: UP045
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # noqa: UP045
-    """Return recall lists as the operators take them: all or none."""
+    """Return recall lists as the operators take them."""
     if recall is None:
         return None, None, None
     return recall[0], recall[1], recall[2]
 
 
 class ChunkedSparseAttention(nn.Module):
-    """Attend under chunked sparse prefill, one layer and one call at a time.
+    """Chunked sparse prefill attention, one layer and one call at a time.
 
-    The module holds settings and no state: what a prompt leaves behind goes in and out as tensors,
-    so that it can be scripted, copied, and shared by prompts and layers. Calls are sparse or dense
-    as the settings say.
+    The module holds settings and no state: the state of a prompt is passed in and returned as
+    tensors, so the module can be scripted, copied, and shared by prompts and layers. Calls are
+    sparse or dense as the settings say.
 
     Parameters
     ----------
     config : PrefillConfig or str, optional
-        Settings, or a text that `PrefillConfig.parse` reads. Default: the preset "recommended".
+        Settings, or a text for `PrefillConfig.parse`. Default: the preset "recommended".
 
     Example
     -------
@@ -85,25 +85,20 @@ class ChunkedSparseAttention(nn.Module):
         q : Tensor
             [B, Hq, Tq, D], after RoPE.
         k, v : Tensor
-            [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv], the whole history with the call's
-            tokens.
+            [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv], the whole history, which ends with the
+            call's tokens.
         scores, memory, last_chunk_begin
             Scores and memory set that the previous call of the prompt returned, and the value of
-            `last_chunk_begin()` for it; leave them out in the first call.
-        scale : float, optional
-            Softmax scale, default D^-0.5.
+            `last_chunk_begin()` for it; omit them in the first call.
+        scale, sinks, softcap
+            As `ops.prefill_attention` takes them.
         token_ids : Tensor, optional
-            int64 [B, T_total], of the whole history. Needed for recall; `find_recalled` searches
-            them once for all layers.
+            int64 [B, T_total], of the whole history, to search for recalled keys. With several
+            layers, call `find_recalled` once and pass `recall`.
         recall : tuple of Tensor, optional
             What `find_recalled` returned for the call.
         layer : int
-            The number of the layer, for `dense_layers` and `wide_layers`.
-        sinks : Tensor, optional
-            [Hq], attention sinks: one extra logit in the softmax of each query head, without a
-            value.
-        softcap : float
-            Logits z are capped to softcap * tanh(z / softcap); 0: no cap.
+            Index of the layer, for `dense_layers` and `wide_layers`.
 
         Returns
         -------
@@ -149,10 +144,9 @@ class ChunkedSparseAttention(nn.Module):
         sinks: Optional[Tensor] = None,  # noqa: UP045
         softcap: float = 0.0,
     ) -> Tensor:
-        """Attend with the queries of one call in buffers that are allocated once.
+        """Call `ops.prefill_attention_`: attention in buffers that are allocated once.
 
-        Parameters and result are those of `ops.prefill_attention_`; `advance_` moves the position
-        behind the call when all layers have attended.
+        `advance_` moves the position past the call when all layers have attended.
         """
         offsets, positions, visible_from = _lists_of(recall)
         if offsets is None and self.recalls and not _is_compiling():
@@ -178,40 +172,25 @@ class ChunkedSparseAttention(nn.Module):
 
     @torch.jit.export
     def advance_(self, position: Tensor, num_tokens: int) -> None:
-        """Move a position of `attend_` behind a call of so many tokens."""
+        """Move a position of `attend_` past a call of `num_tokens` tokens."""
         torch.ops.h2o_prefill.advance_position_(position, num_tokens, self.settings)
 
     @torch.jit.export
     def find_recalled(self, token_ids: Tensor, begin: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Search a prompt for the keys that the tokens from `begin` on recall.
+        """Search a prompt, int64 [B, T_total], for the keys that tokens from `begin` on recall.
 
-        Parameters
-        ----------
-        token_ids : Tensor
-            int64 [B, T_total] on the CPU.
-        begin : int
-            Where the call begins.
-
-        Returns
-        -------
-        tuple of Tensor
-            For the `recall` of every layer.
+        Returns the `recall` argument for all layers.
         """
-        chunk_size, block, places, suffix, span, max_count = self.recall_settings
+        chunk_size, block, matches, suffix, span, max_count = self.recall_settings
         return torch.ops.h2o_prefill.lexical_recall(
-            token_ids, begin, chunk_size, block, places, suffix, span, max_count
+            token_ids, begin, chunk_size, block, matches, suffix, span, max_count
         )
 
     @torch.jit.export
     def last_chunk_begin(self, past: int, new: int, last_chunk_begin: int = 0) -> int:
-        """Return the `last_chunk_begin` for the call after one of `new` tokens behind `past`.
+        """Return `last_chunk_begin` for the next call, after one of `new` tokens after `past`.
 
-        Parameters
-        ----------
-        past, new : int
-            Tokens before the call, and tokens of the call.
-        last_chunk_begin : int
-            That of the call itself, which a dense call does not change.
+        The argument `last_chunk_begin` is that of the call; a dense call does not change it.
         """
         position = torch.tensor([past, last_chunk_begin])
         torch.ops.h2o_prefill.advance_position_(position, new, self.settings)

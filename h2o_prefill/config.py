@@ -1,7 +1,7 @@
-"""The settings of one sparse prefill.
+"""The settings of sparse prefill.
 
-Their defaults, rules and presets, and the text that stands for them, are those of the C++ class of
-the same name: this dataclass gives them types and documentation, and asks it.
+Defaults, rules, presets and the settings text come from the C++ class of the same name; this
+dataclass adds types and documentation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ def _setting(name: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Settings of chunked sparse prefill. The defaults are the algorithm as specified, with no
-    option on.
-
-    The metadata of each field describes it; `help(PrefillConfig)` lists all of them.
+    """Settings of chunked sparse prefill. By default all options beyond the specification are off.
 
     Raises
     ------
@@ -45,13 +42,12 @@ class PrefillConfig:
     Warns
     -----
     UserWarning
-        If the memory set is empty, which makes every call dense, or not smaller than a chunk, where
-        sparse prefill saves less than it could.
+        If the memory set is empty, which makes every call dense, or not smaller than a chunk, so
+        that sparse prefill saves less than it could.
     """
 
     chunk_size: int = _setting(
-        "chunk_size",
-        "Chunk size S in tokens; attention within a chunk is exact.",
+        "chunk_size", "Chunk size S in tokens; attention within a chunk is exact."
     )
     local_window: int = _setting(
         "local_window",
@@ -59,8 +55,8 @@ class PrefillConfig:
     )
     heavy_budget: int = _setting(
         "heavy_budget",
-        "Heavy-hitter budget H: number of earlier positions kept because queries attended to "
-        "them most.",
+        "Heavy-hitter budget H: number of earlier positions kept because they received the most "
+        "attention.",
     )
     sink_tokens: int = _setting(
         "sink_tokens",
@@ -68,44 +64,41 @@ class PrefillConfig:
     )
     dense_tail: int = _setting(
         "dense_tail",
-        "Number of last queries of a call that attend to every key, exactly.",
+        "Number of queries at the end of a call that attend to all keys (exact attention).",
     )
     dense_layers: tuple[int, ...] = _setting(
-        "dense_layers",
-        "Layers whose attention stays dense.",
+        "dense_layers", "Layers whose attention is always dense."
     )
     wide_layers: tuple[int, ...] = _setting(
-        "wide_layers",
-        "Layers whose memory sets have `wide_factor` times L and H.",
+        "wide_layers", "Layers whose L and H are multiplied by `wide_factor`."
     )
     wide_factor: int = _setting(
-        "wide_factor",
-        "Factor of L and H in the memory sets of `wide_layers`.",
+        "wide_factor", "Factor by which L and H are multiplied in `wide_layers`."
     )
     gqa_reduce: str = _setting(
         "gqa_reduce",
-        'How the scores of the query heads that share a KV head become one: by "sum" or "max".',
+        'Reduction of scores over the query heads that share a KV head: "sum" or "max".',
     )
     min_prefill: int | None = _setting(
         "min_prefill",
-        "Calls with fewer new tokens are dense over the whole cache. Default: one chunk.",
+        "Minimum number of new tokens for a sparse call; shorter calls are dense. Default: "
+        "`chunk_size`.",
     )
     recall: int = _setting(
         "recall",
-        "Number of earlier occurrences that lexical recall, an n-gram lookup over the token "
-        "ids, brings back for a token; 0 turns it off.",
+        "Maximum number of matches that lexical recall, an n-gram lookup over the token ids, "
+        "recalls for each token; 0 turns it off.",
     )
     recall_block: int = _setting(
         "recall_block",
-        "Number of queries that share one list of recalled keys; `chunk_size` is a multiple of it.",
+        "Number of queries that share a list of recalled keys; must divide `chunk_size`.",
     )
     recall_suffix: int = _setting(
-        "recall_suffix",
-        "Length of the longest n-gram, in tokens, that lexical recall looks up.",
+        "recall_suffix", "Maximum length of the n-grams that lexical recall looks up, in tokens."
     )
     recall_span: int = _setting(
         "recall_span",
-        "Number of keys recalled from an occurrence on: 2 means its position and the next one.",
+        "Number of keys recalled from each match: 2 means its position and the next one.",
     )
     recall_max_count: int = _setting(
         "recall_max_count",
@@ -113,8 +106,8 @@ class PrefillConfig:
     )
     block_diagonal: bool = _setting(
         "block_diagonal",
-        "Without a memory set (K + L + H = 0), attend within chunks only; if false, such "
-        "settings are dense.",
+        "Whether an empty memory set (K + L + H = 0) means attention within chunks only; if "
+        "false, it means dense attention.",
     )
 
     def __post_init__(self) -> None:
@@ -126,19 +119,18 @@ class PrefillConfig:
 
     @classmethod
     def parse(cls, text: str) -> PrefillConfig:
-        """Return the settings that a text stands for.
+        """Return the settings of a text.
 
         Parameters
         ----------
         text : str
-            A preset, then fields with commas between, layers joined by "+":
+            A preset and fields, separated by commas; layers are joined by "+". For example
             "recommended,local_window=256,wide_layers=7+17".
 
         Raises
         ------
         ValueError
-            If the text has another form, names no preset or no field, or a value is out of its
-            range.
+            If the text has another form, a preset or field is unknown, or a value is out of range.
         """
         return cls.from_native(_Native.parse(text))
 
@@ -148,7 +140,7 @@ class PrefillConfig:
         return cls(**{field.name: getattr(native, field.name) for field in dataclasses.fields(cls)})
 
     def to_string(self) -> str:
-        """Return the shortest text that `parse` reads as these settings."""
+        """Return the shortest text that `parse` turns into these settings."""
         return _text_of(self)
 
     @property
@@ -158,58 +150,46 @@ class PrefillConfig:
 
     @property
     def memory_size(self) -> int:
-        """Positions that a memory set holds at most: K + L + H."""
+        """Maximum number of positions in a memory set: K + L + H."""
         return int(self.native.memory_size())
 
     @property
     def sparse_from(self) -> int:
-        """New tokens from which on a call is sparse."""
+        """Minimum number of new tokens for a sparse call."""
         return int(self.native.sparse_from())
 
     def is_long_call(self, past: int, new: int) -> bool:
-        """Return whether a call has enough new tokens to be sparse, and does not decode.
-
-        Parameters
-        ----------
-        past, new : int
-            Tokens before the call, and tokens of the call.
-        """
+        """Return whether a call of `new` tokens after `past` is long enough and not decoding."""
         return bool(self.native.is_long_call(past, new))
 
     def is_sparse_call(self, past: int, new: int) -> bool:
-        """Return whether a call is sparse in the layers that are not dense; see `is_long_call`."""
+        """Return whether a call of `new` tokens after `past` is sparse outside `dense_layers`."""
         return bool(self.native.is_sparse_call(past, new))
 
     def last_chunk_begin(self, past: int, new: int) -> int:
-        """Return where the last chunk of a call begins, of `new` >= 1 tokens behind `past`."""
+        """Return where the last chunk of a call of `new` tokens after `past` begins."""
         return int(self.native.last_chunk_begin(past, new))
 
     def of_layer(self, layer: int | None) -> PrefillConfig:
-        """Return the settings of one layer, all in one place: L and H as they are there.
-
-        Parameters
-        ----------
-        layer : int or None
-            None is a layer without a number, which is not wide.
-        """
+        """Return the settings of one layer, with its L and H; None: a layer without an index."""
         return self if layer not in self.wide_layers else _of_wide_layer(self, layer)
 
     def replace(self, **changes: object) -> PrefillConfig:
-        """Return a copy with some fields changed, and no others."""
+        """Return a copy with exactly these fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def with_fields(self, **changes: Any) -> PrefillConfig:
-        """Return a copy with some fields changed, as a settings text changes those of its preset.
+        """Return a copy with some fields changed, as a settings text changes its preset.
 
-        With recall, a `chunk_size` that is no multiple of `recall_block` changes that too, to their
-        greatest common divisor, unless it is given.
+        With recall, a new `chunk_size` that is not a multiple of `recall_block` also changes that,
+        to their greatest common divisor, unless both are given.
 
         Raises
         ------
         ValueError
-            If a field is unknown, or a value of another type or out of its range.
+            If a field is unknown, or a value has the wrong type or is out of range.
         """
-        # An unknown name is left to C++, which knows what to say of it.
+        # C++ has the message for an unknown name.
         known = {field.name for field in dataclasses.fields(self)}
         typed = {name: _typed(name, x) if name in known else x for name, x in changes.items()}
         text = ",".join(f"{name}={format_value(value)}" for name, value in typed.items())
@@ -217,7 +197,7 @@ class PrefillConfig:
 
 
 def _with_parameters(docstring: str) -> str:
-    """Return the docstring of the class with a section on its fields."""
+    """Return the docstring of the class with the parameters' section."""
     types = {"int | None": "int, optional", "tuple[int, ...]": "tuple of int"}
     section = "Parameters\n----------\n"
     for field in dataclasses.fields(PrefillConfig):
@@ -232,14 +212,14 @@ def _with_parameters(docstring: str) -> str:
 if PrefillConfig.__doc__:
     PrefillConfig.__doc__ = _with_parameters(PrefillConfig.__doc__)
 
-# Fields that number layers.
+# Fields that list layers.
 LAYER_FIELDS = tuple(
     field.name for field in dataclasses.fields(PrefillConfig) if isinstance(field.default, tuple)
 )
 
 
 def format_value(value: Any) -> str:
-    """Return a field's value as settings texts have it."""
+    """Return a field's value as it is written in a settings text."""
     if value is None or value == ():
         return "none"
     if isinstance(value, tuple):
@@ -248,7 +228,7 @@ def format_value(value: Any) -> str:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Return a field's value in the field's type; ranges are left to C++."""
+    """Return a value in the type of its field; C++ checks ranges."""
     default = getattr(_DEFAULTS, name)
     if isinstance(default, bool):
         if not isinstance(value, bool):
@@ -269,7 +249,7 @@ def _as_int(name: str, value: Any) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)  # NumPy's integers too
+        return operator.index(value)  # accepts NumPy integers
     except TypeError:
         raise ValueError(f"{name} must be an int, got {value!r}") from None
 
@@ -292,6 +272,6 @@ def _text_of(config: PrefillConfig) -> str:
 @lru_cache(maxsize=256)
 def _of_wide_layer(config: PrefillConfig, layer: int) -> PrefillConfig:
     with warnings.catch_warnings():
-        # What there is to say of a wide layer was said of the whole.
+        # The settings of the whole model have warned already.
         warnings.simplefilter("ignore")
         return PrefillConfig.from_native(config.native.of_layer(layer))

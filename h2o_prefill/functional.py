@@ -1,4 +1,4 @@
-"""The operators with the settings of a config: the only place that takes a config apart."""
+"""The operators with a `PrefillConfig` and a `PrefillState` (`config` is that of the layer)."""
 
 from __future__ import annotations
 
@@ -29,26 +29,10 @@ def sparse_attention(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, PrefillState]:
-    """Prefill one layer sparsely, whatever the length of the call.
+    """Prefill one layer sparsely, whatever the length of the call; return the state after it.
 
-    Parameters
-    ----------
-    q, k, v, scale, sinks, softcap
-        As `ops.chunked_sparse_attention` takes them.
-    state : PrefillState, optional
-        What the previous call of the prompt returned. Without it, all that came before is candidate
-        for the first memory set, with score 0.
-    config : PrefillConfig
-        Of the layer (`PrefillConfig.of_layer`).
-    recall : tuple of Tensor
-        What `recall_lists` returned for the call.
-
-    Returns
-    -------
-    out : Tensor
-        [B, Hq, Tq, Dv].
-    state : PrefillState
-        For the next call.
+    Arguments are those of `ops.chunked_sparse_attention`. Without a state, all earlier tokens are
+    candidates for the first memory set, with score 0.
     """
     out, scores, memory = ops.chunked_sparse_attention(
         q,
@@ -58,13 +42,7 @@ def sparse_attention(
         None if state is None else state.memory.to(q.device),
         *recall,
         0 if state is None else state.last_chunk_begin,
-        config.chunk_size,
-        config.local_window,
-        config.heavy_budget,
-        config.sink_tokens,
-        config.dense_tail,
-        config.gqa_reduce,
-        config.recall_block,
+        config,
         scale,
         sinks,
         softcap,
@@ -79,19 +57,7 @@ def sparse_attention(
 
 
 def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
-    """Return the set that the next chunk attends to: a state holds the last one.
-
-    Parameters
-    ----------
-    state : PrefillState
-    config : PrefillConfig
-        Of the layer.
-
-    Returns
-    -------
-    Tensor
-        int32 [B, Hkv, K + L + H].
-    """
+    """Return the set that the next chunk attends to, [B, Hkv, K + L + H]; a state has the last."""
     return ops.select_memory(
         state.scores,
         state.memory,
@@ -106,22 +72,7 @@ def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
 def recall_lists(
     token_ids: Tensor, begin: int, config: PrefillConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Search a prompt as `config` says, for the calls of the operators.
-
-    Parameters
-    ----------
-    token_ids : Tensor
-        int64 [B, T_total], the prompt up to the end of the call.
-    begin : int
-        Where the call begins.
-    config : PrefillConfig
-        With `recall` > 0.
-
-    Returns
-    -------
-    offsets, positions, visible_from : Tensor
-        As `ops.lexical_recall` returns them.
-    """
+    """Return `ops.lexical_recall` of a prompt, int64 [B, T_total], for the call from `begin` on."""
     return ops.lexical_recall(token_ids, begin, *recall_settings(config))
 
 

@@ -10,14 +10,14 @@ from h2o_prefill import ops
 
 
 class LinearAttentionState(NamedTuple):
-    """The state that one call of a sequence passes on to the next.
+    """The state that one call of a sequence passes to the next.
 
     Attributes
     ----------
     state : Tensor
         [B, Hkv, D, Dv], float32 (float64 for float64 inputs).
     normalizer : Tensor
-        [B, Hkv, D], of the same dtype; [B, Hkv, 0] without a normaliser.
+        [B, Hkv, D], of the same dtype; [B, Hkv, 0] without a normalizer.
     """
 
     state: Tensor
@@ -47,8 +47,8 @@ def linear_attention(
     initial : LinearAttentionState, optional
         What the previous call of the sequence returned.
     feature_map : str or callable
-        A name that the operator knows, or a function of q and of k, which may change their last
-        dimension.
+        A name that the operator accepts, or a function that is applied to q and to k and may change
+        their last dimension.
 
     Returns
     -------
@@ -59,15 +59,14 @@ def linear_attention(
 
     Notes
     -----
-    What these layers of models compute between their projections and their norms, all with
-    `feature_map="identity"`:
+    With `feature_map="identity"` this is the core, between projections and norms, of:
 
-    - Retention (RetNet): `log_decay` [H] is the logarithm of its gamma, `scale` is D ** -0.5.
-    - Lightning attention (MiniMax): q, k and v behind their activation, `log_decay` [H] is minus
-      its slopes. The state is what its cache holds.
-    - Mamba-2: q is C, k is B, v is x dt, and `log_decay` [B, H, T] is A dt. The state is its own,
-      transposed; D x is added afterwards. Heads of a group share B and C, which `expand` gives them
-      without a copy; several groups become part of the batch.
+    - Retention (RetNet): `log_decay` [H] is log(gamma), `scale` is D ** -0.5.
+    - Lightning attention (MiniMax): q, k and v after their activation; `log_decay` [H] is minus the
+      slopes. The state is that of its cache.
+    - Mamba-2: q is C, k is B, v is x dt, and `log_decay` [B, H, T] is A dt. The state is that of
+      Mamba-2, transposed; add D x afterwards. Use `expand` for the B and C that heads of a group
+      share, and move several groups into the batch.
     """
     if not isinstance(feature_map, str):
         q, k, feature_map = feature_map(q), feature_map(k), "identity"
@@ -91,8 +90,8 @@ def linear_attention(
 class ChunkwiseLinearAttention(nn.Module):
     """A linear attention layer with its projections, to replace a softmax attention layer.
 
-    The module holds weights and no state: what a sequence leaves behind goes in and out as tensors,
-    so that one token with a state is a decoding step. It trains, and can be scripted.
+    The module holds weights and no state: the state of a sequence is passed in and returned as
+    tensors, so one token with a state is a decoding step. It can be trained and scripted.
 
     Parameters
     ----------
@@ -101,11 +100,11 @@ class ChunkwiseLinearAttention(nn.Module):
     num_heads : int
         Query heads; the head dim is hidden_size / num_heads.
     num_kv_heads : int, optional
-        KV heads; num_heads is a multiple of it. Default: num_heads.
+        KV heads; must divide num_heads. Default: num_heads.
     feature_map : {"elu+1", "relu", "identity"}
         Applied to queries and keys.
     log_decay : Tensor, optional
-        [num_kv_heads], <= 0: kept as a buffer. Default: nothing decays.
+        [num_kv_heads], <= 0; becomes a buffer. Default: no decay.
     chunk_size, causal, normalize
         As `ops.chunkwise_linear_attention` takes them.
     bias : bool
@@ -114,7 +113,7 @@ class ChunkwiseLinearAttention(nn.Module):
     Raises
     ------
     ValueError
-        If hidden_size is no multiple of num_heads, or num_heads none of num_kv_heads.
+        If num_heads does not divide hidden_size, or num_kv_heads does not divide num_heads.
 
     Example
     -------
@@ -169,13 +168,13 @@ class ChunkwiseLinearAttention(nn.Module):
         hidden : Tensor
             [B, T, hidden_size].
         initial_state, initial_normalizer : Tensor, optional
-            What the previous call of the sequence returned; leave them out in the first call.
-            Without a normaliser the second is ignored.
+            What the previous call of the sequence returned; omit them in the first call. Without a
+            normalizer the second is ignored.
 
         Returns
         -------
         tuple of Tensor
-            Output [B, T, hidden_size], state [B, Hkv, D, D], normaliser [B, Hkv, D or 0].
+            Output [B, T, hidden_size], state [B, Hkv, D, D], normalizer [B, Hkv, D or 0].
         """
         q = self.q_proj(hidden).unflatten(2, [self.num_heads, -1]).transpose(1, 2)
         k = self.k_proj(hidden).unflatten(2, [self.num_kv_heads, -1]).transpose(1, 2)

@@ -1,28 +1,67 @@
 """The operators, as documented Python functions over `torch.ops.h2o_prefill`.
 
 Symbols: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), T tokens, D key dim, Dv value
-dim, M memory size. Tensors are float32, bfloat16, float16 or float64, all of one dtype and device,
-with any strides. `lse` is the natural logarithm of a softmax's denominator. lse, column sums and
-scores are float32 (float64 for float64 inputs). `scale` defaults to D ** -0.5. `softcap` > 0 makes
-softcap * tanh(z / softcap) of each logit z behind the scale. `sinks`, [Hq] of any of these dtypes,
-are one further logit of each query head's softmax, neither scaled nor capped, without a value: the
-output's denominator has it once, and so has that of each key set's softmax, of which scores are the
-sums. With either of them CUDA tensors are served by composite versions. The operators are for
-inference: inputs that require gradients are refused while gradients are on, except by
-`chunkwise_linear_attention`, which has a gradient. A wrong argument
-raises ValueError. The number of threads does not change a bit of a result, except where PyTorch's
-attention computes it: `dense_attention` with few rows or in float64, and a dense tail of so few
-rows. There it changes the rounding.
+dim; S chunk size, L local window, H heavy-hitter budget, K sink tokens, M memory size.
+
+Tensors are float32, bfloat16, float16 or float64, all of one dtype and device, with any strides;
+scores, column sums and `lse` (the natural logarithm of a softmax's denominator) are float32
+(float64 for float64 inputs). Attention outputs are [B, Hq, T, Dv], and `out.transpose(1, 2)` is
+contiguous. A wrong argument raises ValueError.
+
+Arguments that several operators share:
+
+- `k` and `v` of a whole history are [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv] and end with the
+  call's tokens, whose queries `q` [B, Hq, T, D] are.
+- `scale` is the softmax scale, D ** -0.5 by default. `softcap` > 0 caps logits after scaling:
+  softcap * tanh(z / softcap). `sinks` [Hq] add one logit to each query head's softmax, neither
+  scaled nor capped, without a value; the softmax of either key set that scores are summed from has
+  it too. With sinks or softcap, CUDA tensors use composite versions.
+- `scores` [B, Hkv, T_total or less] and `memory` int32 [B, Hkv, any] (positions, ascending, then
+  -1) are what the previous call of the prompt returned, None at first; positions without a score
+  have 0. `last_chunk_begin` is where the last chunk of that call began, 0 at first.
+- `recall_offsets`, `recall_positions` and `recall_visible_from` are what `lexical_recall` returned
+  for the call, on the CPU or the device of q; all or none.
+- `settings` are a text that `PrefillConfig.parse` reads or, except inside torch.compile and
+  TorchScript, a `PrefillConfig`.
+
+The operators are for inference: inputs that require gradients are refused while gradients are
+enabled, except by `chunkwise_linear_attention`, which has a backward pass. Results are bitwise
+independent of the number of threads, except where PyTorch's attention computes them:
+`dense_attention` with few rows or in float64, and a dense tail of so few rows.
 """
 
+# The functions below are signatures and docstrings; `_operator` calls the operator of the name.
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-_ops = torch.ops.h2o_prefill
+from h2o_prefill.config import PrefillConfig
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def _operator(function: _Function) -> _Function:
+    """Return a call of the operator that has the name and the parameters of the function."""
+    operator = getattr(torch.ops.h2o_prefill, function.__name__)
+
+    def text(x: Any) -> Any:
+        return x.to_string() if isinstance(x, PrefillConfig) else x
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return operator(*map(text, args), **{name: text(x) for name, x in kwargs.items()})
+
+    return call  # type: ignore[return-value]
+
+
+@_operator
 def intra_chunk_attention(
     q: Tensor, k: Tensor, v: Tensor, chunk_size: int, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,30 +76,26 @@ def intra_chunk_attention(
 
     Returns
     -------
-    out : Tensor
-        [B, Hq, T, Dv]; `out.transpose(1, 2)` is contiguous.
-    lse : Tensor
-        [B, Hq, T].
+    out, lse : Tensor
+        [B, Hq, T, Dv] and [B, Hq, T].
     colsum : Tensor
-        [B, Hkv, T]: attention that key j received, the sum of exp(z_ij - lse_i) over the chunk's
-        queries i and the group's query heads.
+        [B, Hkv, T]: the attention that key j received, the sum of exp(z_ij - lse_i) over the
+        chunk's queries i and the group's query heads.
     """
-    return _ops.intra_chunk_attention(q, k, v, chunk_size, scale)
 
 
+@_operator
 def memory_attention(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend with all queries to the listed keys, without a mask (phase 2).
+    """Attend with all queries to the listed keys of the history, without a mask (phase 2).
 
     Parameters
     ----------
     q, k, v : Tensor
-        [B, Hq, T, D]; k and v are the whole history, [B, Hkv, T_total, D] and [B, Hkv, T_total,
-        Dv].
+        Queries of the call, keys and values of the whole history.
     indices : Tensor
-        int32 [B, Hkv, M], positions in the history; -1 marks absent entries and stands only behind
-        all others.
+        int32 [B, Hkv, M], positions in the history; absent entries are -1 and come last.
 
     Returns
     -------
@@ -69,9 +104,9 @@ def memory_attention(
     colsum : Tensor
         [B, Hkv, M], 0 at absent entries.
     """
-    return _ops.memory_attention(q, k, v, indices, scale)
 
 
+@_operator
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -82,29 +117,27 @@ def dense_attention(
 ) -> Tensor:
     """Attend causally to the whole history: exact, without scores.
 
-    Without sinks and softcap uses PyTorch's attention where that is faster: on CPU for few rows of
-    float32 (fewer than 16 that share a KV head, or 64 where every query head has its own) and for 2
-    to 15 of bfloat16; and for float64.
+    Without sinks and softcap this calls PyTorch's attention where that is faster: on the CPU for
+    few rows of float32 (fewer than 16 that share a KV head, or 64 if every query head has its own),
+    for 2 to 15 rows of bfloat16, and for float64.
 
     Parameters
     ----------
-    q : Tensor
-        [B, Hq, Tq, D], the last rows of the history.
-    k, v : Tensor
-        [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv].
+    q, k, v : Tensor
+        Queries of the call, keys and values of the whole history.
 
     Returns
     -------
     Tensor
-        [B, Hq, Tq, Dv].
+        [B, Hq, T, Dv].
     """
-    return _ops.dense_attention(q, k, v, scale, sinks, softcap)
 
 
+@_operator
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fuse two attention results over disjoint key sets, as if one softmax had run over both.
+    """Merge two attention results over disjoint key sets, as if one softmax had run over both.
 
     Parameters
     ----------
@@ -116,11 +149,11 @@ def merge_states(
     Returns
     -------
     out, lse : Tensor
-        As the inputs; 0 and -inf where both are empty.
+        [B, H, T, Dv] and [B, H, T]; 0 and -inf where both are empty.
     """
-    return _ops.merge_states(out_a, lse_a, out_b, lse_b)
 
 
+@_operator
 def select_memory(
     scores: Tensor,
     memory: Tensor,
@@ -132,28 +165,27 @@ def select_memory(
 ) -> Tensor:
     """Build the memory set that the chunk after `chunk_end` attends to.
 
+    It holds the first K positions, the last L before chunk_end, and the H other candidates with the
+    highest scores; of equal scores the lower position wins. Candidates are the last chunk and
+    `memory`.
+
     Parameters
     ----------
-    scores : Tensor
-        [B, Hkv, Ts]; positions from Ts on have score 0.
-    memory : Tensor
-        int32 [B, Hkv, any]: the set that the last chunk attended to, ascending, then -1.
+    scores, memory : Tensor
+        Scores so far, and the set that the last chunk attended to.
     chunk_begin, chunk_end : int
         The last chunk's positions [chunk_begin, chunk_end).
     local_window, heavy_budget, sink_tokens : int
-        L, H and K. Kept are the first K positions, the last L before chunk_end, and the H other
-        candidates with the highest scores; of equal scores the lower position wins.
+        L, H and K.
 
     Returns
     -------
     Tensor
         int32 [B, Hkv, K + L + H], ascending, then -1.
     """
-    return _ops.select_memory(
-        scores, memory, chunk_begin, chunk_end, local_window, heavy_budget, sink_tokens
-    )
 
 
+@_operator
 def accumulate_scores_(scores: Tensor, memory: Tensor, colsum: Tensor) -> None:
     """Add column sums to the scores of memory sets, in place.
 
@@ -166,9 +198,9 @@ def accumulate_scores_(scores: Tensor, memory: Tensor, colsum: Tensor) -> None:
     colsum : Tensor
         [B, Hkv, M], of the dtype of scores; ignored where the index is -1.
     """
-    _ops.accumulate_scores_(scores, memory, colsum)
 
 
+@_operator
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Copy the listed rows of every head.
 
@@ -184,9 +216,9 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     Tensor
         [B, H, M, D].
     """
-    return _ops.gather_rows(x, indices)
 
 
+@_operator
 def chunked_sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -197,77 +229,38 @@ def chunked_sparse_attention(
     recall_positions: Tensor | None,
     recall_visible_from: Tensor | None,
     last_chunk_begin: int,
-    chunk_size: int,
-    local_window: int,
-    heavy_budget: int,
-    sink_tokens: int = 0,
-    dense_tail: int = 0,
-    gqa_reduce: str = "sum",
-    recall_block: int = 128,
+    settings: PrefillConfig | str,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the whole sparse prefill of one layer.
+    """Run the whole sparse prefill of one layer, whatever the length of the call.
 
     Parameters
     ----------
-    q : Tensor
-        [B, Hq, Tq, D], the queries of the call.
-    k, v : Tensor
-        [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv]: the whole history, which ends with the
-        call's tokens.
-    scores, memory : Tensor, optional
-        [B, Hkv, <= T_total] and int32 [B, Hkv, any], as the previous call of the prompt returned
-        them; None at first. Positions without a score have 0.
+    q, k, v : Tensor
+        Queries of the call, keys and values of the whole history.
+    scores, memory, last_chunk_begin
+        State of the prompt before the call.
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
-        What `lexical_recall` returned for the call: keys that a block of rows also sees. All or
-        none.
-    last_chunk_begin : int
-        Where the last chunk of the previous call began; 0 at first.
-    chunk_size, local_window, heavy_budget, sink_tokens : int
-        S, L, H and K.
-    dense_tail : int
-        Number of last queries of the call that attend to every key before them; scores do not
-        depend on it.
-    gqa_reduce : {"sum", "max"}
-        How the column sums of a group's query heads become one score.
-    recall_block : int
-        Rows that share a list of recalled keys; chunk_size is a multiple of it.
+        Keys that blocks of `recall_block` rows also see.
+    settings : PrefillConfig or str
+        Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `dense_tail`, `gqa_reduce`
+        and `recall_block`. Fields that choose sparse calls and layers have no effect.
 
     Returns
     -------
     out : Tensor
-        [B, Hq, Tq, Dv]; `out.transpose(1, 2)` is contiguous.
+        [B, Hq, T, Dv].
     scores : Tensor
         [B, Hkv, T_total].
     memory : Tensor
         int32 [B, Hkv, K + L + H]: the set that the last chunk attended to, -1 throughout if there
-        was none. The set behind the last chunk is built when a next call asks for it.
+        was none. The set after the last chunk is built when the next call needs it.
     """
-    return _ops.chunked_sparse_attention(
-        q,
-        k,
-        v,
-        scores,
-        memory,
-        recall_offsets,
-        recall_positions,
-        recall_visible_from,
-        last_chunk_begin,
-        chunk_size,
-        local_window,
-        heavy_budget,
-        sink_tokens,
-        dense_tail,
-        gqa_reduce,
-        recall_block,
-        scale,
-        sinks,
-        softcap,
-    )
 
 
+@_operator
 def prefill_attention(
     q: Tensor,
     k: Tensor,
@@ -279,7 +272,7 @@ def prefill_attention(
     recall_visible_from: Tensor | None,
     last_chunk_begin: int,
     layer: int,
-    settings: str,
+    settings: PrefillConfig | str,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
@@ -288,38 +281,22 @@ def prefill_attention(
 
     Parameters
     ----------
-    q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from,
-    last_chunk_begin, scale, sinks, softcap
-        As for `chunked_sparse_attention`.
+    q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from, last_chunk_begin
+        As `chunked_sparse_attention` takes them.
     layer : int
-        The number of the layer.
-    settings : str
-        Settings of the whole model, as a text that `PrefillConfig.parse` reads.
+        Index of the layer.
+    settings : PrefillConfig or str
+        Settings of the whole model.
 
     Returns
     -------
     out, scores, memory : Tensor
-        As `chunked_sparse_attention` returns them. A dense call hands scores and memory on as they
-        are, with score 0 for its own positions; so does `last_chunk_begin` stay.
+        As `chunked_sparse_attention` returns them. A dense call returns scores and memory
+        unchanged, with score 0 for its own positions, and does not change `last_chunk_begin`.
     """
-    return _ops.prefill_attention(
-        q,
-        k,
-        v,
-        scores,
-        memory,
-        recall_offsets,
-        recall_positions,
-        recall_visible_from,
-        last_chunk_begin,
-        layer,
-        settings,
-        scale,
-        sinks,
-        softcap,
-    )
 
 
+@_operator
 def prefill_attention_(
     q: Tensor,
     k: Tensor,
@@ -333,7 +310,7 @@ def prefill_attention_(
     recall_positions: Tensor | None,
     recall_visible_from: Tensor | None,
     layer: int,
-    settings: str,
+    settings: PrefillConfig | str,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
@@ -342,7 +319,7 @@ def prefill_attention_(
 
     For deployments: buffers are allocated once, and one graph prefills and decodes, under
     TorchScript, torch.compile, torch.export and AOTInductor. All layers of a model are called with
-    the same `position`, which `advance_position_` then moves behind the call. A captured CUDA graph
+    the same `position`, which `advance_position_` then moves past the call. A captured CUDA graph
     replays the position that it was captured with.
 
     Parameters
@@ -352,60 +329,32 @@ def prefill_attention_(
     cache_key, cache_value : Tensor
         [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv]: k and v are written into them.
     scores : Tensor
-        [B, Hkv, capacity], contiguous, 0 at first. A layer that is always dense needs none: [B,
-        Hkv, 0].
+        [B, Hkv, capacity], contiguous, 0 at first; [B, Hkv, 0] for a layer that is always dense.
     memory : Tensor
         int32 [B, Hkv, K + L + H or more], contiguous, -1 at first.
     position : Tensor
-        int64 [2] on the CPU: the tokens before the call, and where the last sparse chunk began; 0
-        and 0 at first.
+        int64 [2] on the CPU: the number of tokens before the call, and where the last sparse chunk
+        began; both 0 at first.
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
-        What `lexical_recall` returned for the call. A dense call ignores them.
+        What `recall_at_position` returned for the call. A dense call ignores them.
     layer : int
-        The number of the layer.
-    settings : str
-        Settings of the whole model, as a text that `PrefillConfig.parse` reads.
+        Index of the layer.
+    settings : PrefillConfig or str
+        Settings of the whole model.
 
     Returns
     -------
     Tensor
-        [B, Hq, T, Dv]; `out.transpose(1, 2)` is contiguous.
+        [B, Hq, T, Dv].
     """
-    return _ops.prefill_attention_(
-        q,
-        k,
-        v,
-        cache_key,
-        cache_value,
-        scores,
-        memory,
-        position,
-        recall_offsets,
-        recall_positions,
-        recall_visible_from,
-        layer,
-        settings,
-        scale,
-        sinks,
-        softcap,
-    )
 
 
-def advance_position_(position: Tensor, num_tokens: int, settings: str) -> None:
-    """Move a position of `prefill_attention_` behind a call of so many tokens.
-
-    Parameters
-    ----------
-    position : Tensor
-        int64 [2] on the CPU.
-    num_tokens : int
-        Tokens of the call.
-    settings : str
-        As `prefill_attention_` takes them.
-    """
-    _ops.advance_position_(position, num_tokens, settings)
+@_operator
+def advance_position_(position: Tensor, num_tokens: int, settings: PrefillConfig | str) -> None:
+    """Move a position of `prefill_attention_`, int64 [2], past a call of `num_tokens` tokens."""
 
 
+@_operator
 def lexical_recall(
     token_ids: Tensor,
     begin: int,
@@ -416,7 +365,7 @@ def lexical_recall(
     span: int = 2,
     max_count: int = 16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Look up earlier occurrences of the n-gram that ends at each new token.
+    """Look up earlier matches of the n-gram that ends at each new token.
 
     Strictly causal: what a row recalls depends on no token after it.
 
@@ -427,14 +376,14 @@ def lexical_recall(
     begin : int
         First new token.
     chunk_size, block : int
-        S, and the rows of a block; S is a multiple of it.
+        S, and the number of rows of a block; S is a multiple of it.
     max_matches : int
-        Maximum number of occurrences recalled for a token, the latest first.
+        Maximum number of matches recalled for a token, the latest first.
     max_suffix : int
-        Length of the longest n-gram, in tokens, that is looked up; the longest one that occurs
-        before the chunk counts.
+        Maximum length of the n-gram, in tokens; the longest one with a match before the chunk is
+        used.
     span : int
-        Number of keys recalled from each occurrence on.
+        Number of keys recalled from each match on.
     max_count : int
         A single token is looked up only if it has occurred at most this often so far.
 
@@ -443,41 +392,37 @@ def lexical_recall(
     offsets : Tensor
         int32 [B * n_blocks + 1]: block i's entries are [offsets[i], offsets[i + 1]).
     positions, visible_from : Tensor
-        int32 [nnz]: a position, and the first token that sees it; rising visible_from inside a
+        int32 [nnz]: a position, and the first token that sees it; visible_from rises within a
         block.
     """
-    return _ops.lexical_recall(
-        token_ids, begin, chunk_size, block, max_matches, max_suffix, span, max_count
-    )
 
 
+@_operator
 def recall_at_position(
-    token_ids: Tensor, position: Tensor, num_tokens: int, settings: str
+    token_ids: Tensor, position: Tensor, num_tokens: int, settings: PrefillConfig | str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find what `lexical_recall` finds for one call of `prefill_attention_`.
+    """Call `lexical_recall` for one call of `prefill_attention_`, with the same settings.
 
-    For graphs that prefill and decode: where the call is dense, the lists are empty.
+    For graphs that prefill and decode: if the call is dense, the lists are empty.
 
     Parameters
     ----------
     token_ids : Tensor
         int64 [B, capacity] on the CPU: the prompt up to the end of the call. Later entries are
         ignored.
-    position : Tensor
-        As `prefill_attention_` takes it.
-    num_tokens : int
-        Tokens of the call.
-    settings : str
+    position, settings
         As `prefill_attention_` takes them.
+    num_tokens : int
+        Number of tokens of the call.
 
     Returns
     -------
     offsets, positions, visible_from : Tensor
         As `lexical_recall` returns them.
     """
-    return _ops.recall_at_position(token_ids, position, num_tokens, settings)
 
 
+@_operator
 def chunkwise_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -495,10 +440,9 @@ def chunkwise_linear_attention(
     """Attend linearly: the past of a token is one matrix, so time is linear in the tokens.
 
     S_i = exp(g_i) S_{i-1} + phi(k_i)^T v_i and out_i = scale phi(q_i) S_i, chunk by chunk. With the
-    normaliser, z_i = exp(g_i) z_{i-1} + phi(k_i) and out_i = phi(q_i) S_i / (phi(q_i) . z_i), which
-    is 0 where the divisor is 0. The normaliser's state travels beside the other: it comes out as
-    the third result, and goes in together with `initial_state`. Differentiable once in all tensors;
-    the gradient needs memory linear in T, since states are computed again.
+    normalizer, z_i = exp(g_i) z_{i-1} + phi(k_i) and out_i = phi(q_i) S_i / (phi(q_i) . z_i), which
+    is 0 where the divisor is 0. Differentiable once in all tensors; the backward pass recomputes
+    states, so its memory is linear in T.
 
     Parameters
     ----------
@@ -506,56 +450,40 @@ def chunkwise_linear_attention(
         [B, Hq, T, D], [B, Hkv, T, D] and [B, Hkv, T, Dv], any T. One token with a state is a
         decoding step.
     log_decay : Tensor, optional
-        g <= 0, [Hkv] or [B, Hkv, T], of the dtype of the state; -inf forgets all that came before.
-        None: 0. Values are checked on the CPU; on other devices the check would wait for the
-        device, and values above 0 let the state grow without a bound.
+        g <= 0, [Hkv] or [B, Hkv, T], in the dtype of the state; -inf resets the state. None: 0.
+        Values are checked on the CPU only; elsewhere, values above 0 let the state grow without
+        bound.
     initial_state, initial_normalizer : Tensor, optional
-        [B, Hkv, D, Dv] and [B, Hkv, D], float32 (float64 for float64 inputs): what the previous
-        call returned. None: 0.
+        [B, Hkv, D, Dv] and, with normalize, [B, Hkv, D], as the previous call returned them; in
+        float32 (float64 for float64 inputs). None: 0.
     feature_map : {"elu+1", "relu", "identity"}
-        phi. "identity" takes inputs that are mapped already.
+        phi. "identity" takes inputs that are already mapped.
     chunk_size : int
-        C. Time is O(T (C (D + Dv) + D Dv)); results differ by rounding alone. CPU kernels
-        compute the outputs of 32 tokens together whatever it is, CUDA kernels those of 64 (of 32 in
-        float32).
+        C. Time is O(T (C (D + Dv) + D Dv)); results differ by rounding alone. CPU kernels always
+        compute 32 tokens together, CUDA kernels 64 (32 in float32).
     causal : bool
-        False: the sum of the forward and the backward direction, for encoders; no initial states.
-        The backward direction is the forward one over the reversed sequence, decays included. The
-        normaliser is the sum of both directions' too.
+        False: the sum of the forward direction and of the same over the reversed sequence, decays
+        and normalizer included, for encoders; no initial states.
     diagonal_once : bool
         With causal=False: whether a token sees itself once instead of in both directions.
     normalize : bool
         Whether to divide by phi(q) . z.
     scale : float, optional
-        Default 1. Cancels out where the output is normalised.
+        Default 1. Cancels out if the output is normalized.
 
     Returns
     -------
     out : Tensor
-        [B, Hq, T, Dv]; `out.transpose(1, 2)` is contiguous.
+        [B, Hq, T, Dv].
     state : Tensor
-        [B, Hkv, D, Dv], behind the last token; of both directions, that of the forward one. Of
-        16-bit inputs on CUDA it is a sum in float32 of features and decayed values that are rounded
-        to their dtype.
+        [B, Hkv, D, Dv] after the last token, of the forward direction. For 16-bit inputs on CUDA,
+        float32 sums of features and decayed values that are rounded to the input dtype.
     normalizer : Tensor
         [B, Hkv, D], or [B, Hkv, 0] without normalize.
     """
-    return _ops.chunkwise_linear_attention(
-        q,
-        k,
-        v,
-        log_decay,
-        initial_state,
-        initial_normalizer,
-        feature_map,
-        chunk_size,
-        causal,
-        diagonal_once,
-        normalize,
-        scale,
-    )
 
 
+@_operator
 def chunkwise_linear_attention_backward(
     q: Tensor,
     k: Tensor,
@@ -573,36 +501,11 @@ def chunkwise_linear_attention_backward(
     normalize: bool,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of `chunkwise_linear_attention`: what its backward() calls.
-
-    Parameters
-    ----------
-    q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size, causal,
-    diagonal_once, normalize, scale
-        Those of the call.
-    grad_out, grad_state, grad_normalizer : Tensor
-        Gradients of the results; None: 0.
+    """Compute the backward pass of `chunkwise_linear_attention` from the gradients of its results.
 
     Returns
     -------
     tuple of Tensor
         Gradients of q, k, v, log_decay, initial_state and initial_normalizer; empty where the
-        argument is None.
+        argument is None. A gradient of None counts as 0.
     """
-    return _ops.chunkwise_linear_attention_backward(
-        q,
-        k,
-        v,
-        log_decay,
-        initial_state,
-        initial_normalizer,
-        grad_out,
-        grad_state,
-        grad_normalizer,
-        feature_map,
-        chunk_size,
-        causal,
-        diagonal_once,
-        normalize,
-        scale,
-    )

@@ -1,6 +1,6 @@
-"""Whole models as AOTInductor packages: what one holds, and how to run it.
+"""Whole models as AOTInductor packages: what a package holds, and how to run it.
 
-`h2o_prefill.hf.export_package` writes them. `csrc/examples/generate.cpp` runs them without Python.
+`h2o-prefill export` writes packages; a C++ program can run them without Python.
 """
 
 from __future__ import annotations
@@ -17,47 +17,27 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 
-# Before each key in the metadata of a package.
+# Prefix of the keys in a package's metadata.
 _PREFIX = "h2o_prefill."
 
 
 @dataclass(frozen=True)
 class PackageInfo:
-    """What a package holds. It stands in the package, and in a JSON file beside it.
+    """What a package holds: stored in the package, and in a JSON file beside it."""
 
-    Attributes
-    ----------
-    model : str
-        The class of the model.
-    settings : str
-        A text that `PrefillConfig.parse` reads.
-    dtype : str
-        Of weights, keys and values: "float32", "bfloat16" or "float16".
-    capacity : int
-        Tokens that prompt and answer together may have.
-    vocabulary, layers, kv_heads, head_dim : int
-        Sizes of the model.
-    end_ids : tuple of int
-        Token ids that end a text.
-    h2o_prefill, torch, transformers : str
-        Versions that wrote the package.
-    tokenizer : str
-        The folder of the tokenizer, beside the package; empty: there is none.
-    """
-
-    model: str
-    settings: str
-    dtype: str
-    capacity: int
+    model: str  # name of the model's class
+    settings: str  # for PrefillConfig.parse
+    dtype: str  # of weights, keys and values: "float32", "bfloat16" or "float16"
+    capacity: int  # maximum number of tokens of prompt and answer together
     vocabulary: int
     layers: int
     kv_heads: int
     head_dim: int
-    end_ids: tuple[int, ...]
-    h2o_prefill: str
+    end_ids: tuple[int, ...]  # token ids that end a text
+    h2o_prefill: str  # this and the next two: versions that wrote the package
     torch: str
     transformers: str
-    tokenizer: str = ""
+    tokenizer: str = ""  # folder of the tokenizer, beside the package; empty: none
 
     @property
     def config(self) -> PrefillConfig:
@@ -65,19 +45,13 @@ class PackageInfo:
         return PrefillConfig.parse(self.settings)
 
     def to_metadata(self) -> dict[str, str]:
-        """Return the text of each field, as a package holds it."""
+        """Return the fields as texts, as a package stores them."""
         values = {**asdict(self), "end_ids": ",".join(map(str, self.end_ids))}
         return {_PREFIX + name: str(value) for name, value in values.items()}
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, str]) -> PackageInfo:
-        """Read what `to_metadata` returned.
-
-        Raises
-        ------
-        KeyError
-            If it is that of another package.
-        """
+        """Read what `to_metadata` returned; KeyError if a package of another kind has it."""
         values: dict[str, Any] = {
             name: metadata[_PREFIX + name] for name in cls.__dataclass_fields__
         }
@@ -91,14 +65,11 @@ class PackageInfo:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def new_state(self) -> list[Tensor]:
-        """Allocate what the graph changes in place, as at the beginning of a prompt.
+        """Allocate the buffers that the graph changes in place, for the beginning of a prompt.
 
-        Returns
-        -------
-        list of Tensor
-            token_ids int64 [1, capacity] of the prompt so far, position int64 [2], and of every
-            layer its keys and values [1, Hkv, capacity, D], scores fp32 [1, Hkv, capacity] and
-            memory set int32 [1, Hkv, K + L + H].
+        They are token_ids int64 [1, capacity], position int64 [2], and for every layer keys and
+        values [1, Hkv, capacity, D], scores float32 [1, Hkv, capacity] and the memory set int32
+        [1, Hkv, K + L + H].
         """
         config, dtype = self.config, getattr(torch, self.dtype)
         rows = (1, self.kv_heads, self.capacity)
@@ -134,8 +105,8 @@ class PrefillPackage:
     FileNotFoundError
         If the file does not exist.
     ValueError
-        If the file is no package of this library, or one for another version of PyTorch or another
-        CPU.
+        If the file is not a package of this library, or is for another version of PyTorch or
+        another CPU.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -149,19 +120,19 @@ class PrefillPackage:
 
     @property
     def position(self) -> Tensor:
-        """int64 [2], as `ops.prefill_attention_` takes it: the tokens so far come first.
+        """int64 [2], as `ops.prefill_attention_` takes it; the first entry is `length`.
 
-        A copy of it, written back, takes back tokens that were decoded since.
+        To undo the tokens decoded since, write back a copy.
         """
         return self._state[1]
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return int(self.position[0])
 
     def reset(self) -> None:
-        """Start a new text: what the buffers hold is ignored from now on."""
+        """Start a new text; the contents of the buffers are ignored."""
         self.position.zero_()
 
     def forward(self, token_ids: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -182,7 +153,7 @@ class PrefillPackage:
         Raises
         ------
         ValueError
-            If there are no tokens, some are out of the vocabulary, or there is no room for them.
+            If there are no tokens, a token is not in the vocabulary, or the capacity is exceeded.
         """
         self._check(token_ids)
         if rows is None:
@@ -194,15 +165,9 @@ class PrefillPackage:
     def generate(
         self, token_ids: Tensor, max_new_tokens: int, on_token: Callable[[int], None]
     ) -> None:
-        """Generate greedily, until one of `info.end_ids` comes.
+        """Generate greedily after a prompt, int64 [1, T], until a token is one of `info.end_ids`.
 
-        Parameters
-        ----------
-        token_ids : Tensor
-            int64 [1, T], the prompt.
-        max_new_tokens : int
-        on_token : callable
-            Takes each token as it comes.
+        `on_token` is called with each token.
         """
         if token_ids.shape[1] + max_new_tokens > self.info.capacity - self.length:
             raise ValueError(
@@ -239,13 +204,7 @@ class PrefillPackage:
 
 
 def read_info(path: Path) -> PackageInfo:
-    """Return what a package holds, without loading its code.
-
-    Raises
-    ------
-    ValueError
-        If it is no package, or one that cannot run here.
-    """
+    """Return what a package holds, without loading its code; ValueError if it cannot run here."""
     try:
         loader: Any = torch._C._aoti.AOTIModelPackageLoader
         metadata = loader.load_metadata_from_package(str(path), "model")
@@ -259,18 +218,9 @@ def read_info(path: Path) -> PackageInfo:
 
 
 def check_machine(info: PackageInfo, metadata: Mapping[str, str]) -> None:
-    """Refuse a package for another PyTorch or another CPU, whose code would crash.
+    """Refuse a package for another PyTorch or another CPU, whose code would crash here.
 
-    Parameters
-    ----------
-    info : PackageInfo
-    metadata : mapping
-        Of the package: what PyTorch's Inductor says of the machine.
-
-    Raises
-    ------
-    ValueError
-        If this is another one.
+    The machine it was exported on is in `metadata`, written by PyTorch's Inductor.
     """
     written, here = (".".join(x.split(".")[:2]) for x in (info.torch, torch.__version__))
     if written != here:

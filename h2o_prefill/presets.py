@@ -1,4 +1,4 @@
-"""Named settings of sparse prefill, and the ways to give settings."""
+"""Presets, and settings as a user passes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Native = torch.classes.h2o_prefill.PrefillConfig
 
 PRESETS = {name: PrefillConfig.parse(name) for name in _Native.preset_names()}
 
-# What `enable` and everything above it use where no settings are given.
+# The settings of `enable`, and of all that builds on it, if none are given.
 DEFAULT_PRESET = "recommended"
 
 
@@ -29,7 +29,7 @@ def preset_config(preset: str = DEFAULT_PRESET, **overrides: Any) -> PrefillConf
     Raises
     ------
     ValueError
-        If the preset or a field is unknown, or a value out of its range.
+        If the preset or a field is unknown, or a value is out of range.
     """
     return chosen_config(preset, overrides)
 
@@ -37,22 +37,7 @@ def preset_config(preset: str = DEFAULT_PRESET, **overrides: Any) -> PrefillConf
 def chosen_config(
     config: PrefillConfig | str | None, overrides: dict[str, Any] | None = None
 ) -> PrefillConfig:
-    """Return settings as a user may give them: whole, as a text, or None for the default.
-
-    Parameters
-    ----------
-    config : PrefillConfig or str, optional
-        A text is one that `PrefillConfig.parse` reads, as the name of a preset is. Default: the
-        preset `DEFAULT_PRESET`.
-    overrides : dict, optional
-        Fields of `PrefillConfig` to change, as `PrefillConfig.with_fields` does.
-
-    Raises
-    ------
-    ValueError
-        If the config is of another type, the preset or a field is unknown, or a value out of its
-        range.
-    """
+    """Return settings given as an object, as a text, or as None (the preset `DEFAULT_PRESET`)."""
     if config is None or isinstance(config, str):
         config = PrefillConfig.parse(DEFAULT_PRESET if config is None else config)
     elif not isinstance(config, PrefillConfig):
@@ -63,5 +48,5 @@ def chosen_config(
 
 
 def preset_name(config: PrefillConfig) -> str | None:
-    """Return the preset that has exactly these settings, None if there is none."""
+    """Return the name of the preset with exactly these settings, or None."""
     return next((name for name, preset in PRESETS.items() if preset == config), None)

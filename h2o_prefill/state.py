@@ -1,4 +1,4 @@
-"""What one layer carries from one call of a prompt to the next."""
+"""The state of one layer between two calls of a prompt."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ class PrefillState:
     Attributes
     ----------
     scores : Tensor
-        fp32 [B, Hkv, length]: attention that each position received so far.
+        float32 [B, Hkv, length]: attention that each position received so far.
     memory : Tensor
-        int32 [B, Hkv, K + L + H]: the set that the last sparse chunk attended to, ascending, -1
-        where absent.
+        int32 [B, Hkv, K + L + H]: the set that the last sparse chunk attended to, ascending, then
+        -1.
     length : int
-        Tokens that the scores cover.
+        Number of tokens that the scores cover.
     last_chunk_begin : int
-        Where the last sparse chunk began; with `memory` the candidates of the next memory set.
+        Where the last sparse chunk began. Its tokens and `memory` are the candidates for the next
+        memory set.
     """
 
     scores: Tensor
@@ -31,22 +32,11 @@ class PrefillState:
     last_chunk_begin: int
 
     def truncated(self, length: int) -> PrefillState | None:
-        """Return the state cut to the first tokens: nothing in it refers to a removed position.
+        """Return the state of the first `length` tokens, None if there are none.
 
-        The scores of the tokens that stay are kept as they are: what removed queries added cannot
-        be told apart. A cut inside the last chunk leaves the memory set alone, since all of it lies
-        before that chunk. A cut before it removes what the set was chosen for, so the set is
-        emptied and every token that stays is a candidate again.
-
-        Parameters
-        ----------
-        length : int
-            Tokens that stay.
-
-        Returns
-        -------
-        PrefillState or None
-            None if no token stays.
+        Scores of the remaining tokens do not change: contributions of removed queries cannot be
+        separated. A cut inside the last chunk keeps the memory set, which lies before that chunk. A
+        cut before it empties the set, and every remaining token is a candidate again.
         """
         if length <= 0:
             return None
@@ -61,7 +51,7 @@ class PrefillState:
         )
 
     def clone(self) -> PrefillState:
-        """Return a copy with tensors of its own."""
+        """Return a copy that shares no tensors."""
         return PrefillState(
             self.scores.clone(), self.memory.clone(), self.length, self.last_chunk_begin
         )

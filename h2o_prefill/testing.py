@@ -1,4 +1,4 @@
-"""What operator tests and benchmarks share: devices, shapes, inputs, and how close is close."""
+"""What operator tests and benchmarks share: devices, shapes, inputs and tolerances."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from h2o_prefill.config import PrefillConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,21 +46,11 @@ def make_qkv(
     past: int = 0,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make random inputs of an attention op.
+    """Make random q [B, Hq, T, D], k [B, Hkv, past + T, D] and v [B, Hkv, past + T, Dv].
 
-    Parameters
-    ----------
-    layout : {"contiguous", "transposed", "sliced", "column"}
-        "transposed" is how Hugging Face models pass them, [B, T, H, D] seen as [B, H, T, D];
-        "sliced" is a window of a larger buffer; "column" has a last dimension that is not
-        contiguous.
-    past : int
-        Tokens of the history before the queries.
-
-    Returns
-    -------
-    tuple of Tensor
-        q [B, Hq, T, D], k [B, Hkv, past + T, D], v [B, Hkv, past + T, Dv].
+    Layouts: "contiguous"; "transposed", as Hugging Face models pass them, [B, T, H, D] seen as
+    [B, H, T, D]; "sliced", a window of a larger buffer; "column", whose last dimension is not
+    contiguous.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -99,32 +87,24 @@ def make_indices(
     return indices.view(shape.batch, shape.kv_heads, size).to(device)
 
 
-def sparse_settings(config: PrefillConfig) -> dict[str, Any]:
-    """Return the arguments of `ops.chunked_sparse_attention` that are settings, by name."""
-    names = ("chunk_size", "local_window", "heavy_budget", "sink_tokens", "dense_tail")
-    return {name: getattr(config, name) for name in (*names, "gqa_reduce", "recall_block")}
+def settings_text(**fields: Any) -> str:
+    """Return "h2o" with some fields changed, as the operators take settings."""
+    return ",".join(["h2o", *(f"{name}={value}" for name, value in fields.items())])
 
 
 def widened(arguments: Iterable[Any]) -> list[Any]:
-    """Return arguments of an operator with every tensor of floating point in float64."""
+    """Return arguments of an operator with every floating-point tensor in float64."""
     return [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
 
 
 def assert_close_to_reference(
     actual: Tensor, expected: Tensor, same_dtype: Tensor | None = None, what: str = "result"
 ) -> None:
-    """Assert that a result is as near to the float64 oracle as its dtype allows.
+    """Assert that a result is as close to the oracle's, in float64, as its dtype allows.
 
     float32 results must be within `FLOAT32_TOLERANCE`, relative to the largest magnitude above 1.
-    16-bit results may have twice the error that plain PyTorch makes in the same dtype, plus one
-    rounding of the result.
-
-    Parameters
-    ----------
-    actual, expected : Tensor
-        The result, and the oracle's in float64. Infinities must agree.
-    same_dtype : Tensor, optional
-        What plain PyTorch gives in the dtype of `actual`; needed for 16-bit results.
+    16-bit results may have twice the error of plain PyTorch in the same dtype (`same_dtype`), plus
+    one rounding of the result. Infinities must agree.
     """
     assert actual.shape == expected.shape, (
         f"{what}: shape {actual.shape}, expected {expected.shape}"
@@ -150,19 +130,10 @@ def assert_close_to_reference(
 def compare_with_oracle(
     operator: Callable[..., Any], oracle: Callable[..., Any], *arguments: Any, **options: Any
 ) -> Any:
-    """Assert that an operator agrees with its oracle, and return what it gives.
+    """Assert that an operator agrees with its oracle (in float64), and return its results.
 
-    Integers must be the same, and floats as near as `assert_close_to_reference` says. The first
+    Integers must be equal, floats as close as `assert_close_to_reference` requires. The first
     result must have the dtype of the first argument.
-
-    Parameters
-    ----------
-    operator, oracle : callable
-        Of `h2o_prefill.ops` and of `h2o_prefill.reference.ops`.
-    arguments
-        What both take; the oracle takes tensors in float64.
-    options
-        By name, for both as they are.
     """
     results = operator(*arguments, **options)
     expected = oracle(*widened(arguments), **options)
@@ -182,15 +153,7 @@ def compare_with_oracle(
 def assert_same_on_threads(
     run: Callable[[], Iterable[Any]], counts: tuple[int, ...] = (1, 2, 5)
 ) -> None:
-    """Assert that what a function returns is the same to the bit on these numbers of threads.
-
-    Parameters
-    ----------
-    run : callable
-        Returns tensors; None stands for an absent one.
-    counts : tuple of int
-        Numbers of threads.
-    """
+    """Assert that a function returns bitwise equal tensors (or None) on `counts` threads."""
     before = torch.get_num_threads()
     results = []
     try:
@@ -202,4 +165,4 @@ def assert_same_on_threads(
     for count, other in zip(counts[1:], results[1:], strict=True):
         for first, result in zip(results[0], other, strict=True):
             same = result is None if first is None else torch.equal(first, result)
-            assert same, f"on {count} threads another result than on {counts[0]}"
+            assert same, f"the result on {count} threads differs from that on {counts[0]}"

@@ -1,12 +1,11 @@
-// The adapters between the dispatcher and what implements sparse prefill on a device. Each takes
-// the arguments of an op's schema, makes a PrefillRequest of them, checks it, and hands it on; the
-// schemas are in ops/. Nothing else lists these arguments.
+// The adapters between the dispatcher and a device's implementation of sparse prefill. Each builds
+// a PrefillRequest from the arguments of an op's schema (in ops/), checks it and passes it on.
+// These arguments are listed nowhere else.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <string>
 #include <string_view>
 #include <tuple>
 
@@ -14,7 +13,7 @@
 
 namespace h2o_prefill {
 
-// Attends as the request says and updates its scores and memory. Returns [B, Hq, T, Dv].
+// Attends as the request says, updates its scores and memory, and returns [B, Hq, T, Dv].
 using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
 
 // The implementation of dense_attention.
@@ -22,7 +21,7 @@ using DenseAttention = at::Tensor (*)(const at::Tensor& q, const at::Tensor& k, 
                                       std::optional<double> scale,
                                       const std::optional<at::Tensor>& sinks, double softcap);
 
-// What a schema has as three optional tensors.
+// From the three optional tensors of a schema.
 inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
                                 const std::optional<at::Tensor>& positions,
                                 const std::optional<at::Tensor>& visible_from) {
@@ -31,7 +30,7 @@ inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
           .visible_from = visible_from.value_or(at::Tensor())};
 }
 
-// h2o_prefill::chunked_sparse_attention
+// h2o_prefill::chunked_sparse_attention: sparse in every call, with the settings of one layer.
 template <SparseAttention attend>
 std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -39,9 +38,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
     const std::optional<at::Tensor>& recall_offsets,
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
-    int64_t chunk_size, int64_t local_window, int64_t heavy_budget, int64_t sink_tokens,
-    int64_t dense_tail, std::string_view gqa_reduce, int64_t recall_block,
-    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
+    std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
+    double softcap) {
   PrefillRequest request{
       .query = q,
       .key = k,
@@ -49,13 +47,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
       .start = memory.value_or(at::Tensor()),
       .last_chunk_begin = last_chunk_begin,
       .recall = recall_lists(recall_offsets, recall_positions, recall_visible_from),
-      .settings = {.chunk_size = chunk_size,
-                   .local_window = local_window,
-                   .heavy_budget = heavy_budget,
-                   .sink_tokens = sink_tokens,
-                   .dense_tail = dense_tail,
-                   .gqa_reduce = std::string(gqa_reduce),
-                   .recall_block = recall_block},
+      .settings = *read_settings(settings),
       .softmax_scale = scale,
       .sinks = sinks,
       .softcap = softcap};

@@ -9,11 +9,10 @@ std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
     const std::optional<at::Tensor>& sinks, double softcap) {
   static const auto op = find_op<decltype(chunked_sparse_attention_entry<nullptr>)>(
       "h2o_prefill::chunked_sparse_attention");
-  auto [out, scores, memory] = op.call(
-      q, k, v, if_defined(state.scores), if_defined(state.memory), if_defined(recall.offsets),
-      if_defined(recall.positions), if_defined(recall.visible_from), state.last_chunk_begin,
-      settings.chunk_size, settings.local_window, settings.heavy_budget, settings.sink_tokens,
-      settings.dense_tail, settings.gqa_reduce, settings.recall_block, scale, sinks, softcap);
+  auto [out, scores, memory] = op.call(q, k, v, if_defined(state.scores), if_defined(state.memory),
+                                       if_defined(recall.offsets), if_defined(recall.positions),
+                                       if_defined(recall.visible_from), state.last_chunk_begin,
+                                       settings.to_string(), scale, sinks, softcap);
   const int64_t length = q.size(2);
   return {
       std::move(out),
@@ -28,10 +27,8 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   m.def(
       "chunked_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor? scores, Tensor? memory, "
       "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, "
-      "int last_chunk_begin, int chunk_size, int local_window, int heavy_budget, "
-      "int sink_tokens=0, int dense_tail=0, str gqa_reduce=\"sum\", int recall_block=128, "
-      "float? scale=None, Tensor? sinks=None, float softcap=0.0) "
-      "-> (Tensor out, Tensor scores, Tensor memory)");
+      "int last_chunk_begin, str settings, float? scale=None, Tensor? sinks=None, "
+      "float softcap=0.0) -> (Tensor out, Tensor scores, Tensor memory)");
 }
 
 }  // namespace h2o_prefill

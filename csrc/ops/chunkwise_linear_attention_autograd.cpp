@@ -1,4 +1,4 @@
-// The gradient of chunkwise_linear_attention: what is kept for it, and the op that computes it.
+// The backward pass of chunkwise_linear_attention: the saved tensors, and the op that computes it.
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "common/linear_attention_request.h"
@@ -12,7 +12,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Arguments behind the tensors; they have no gradient.
+// The arguments after the tensors; they have no gradient.
 constexpr size_t kTensors = 6;
 constexpr size_t kArguments = 12;
 
@@ -74,7 +74,7 @@ LinearAttentionResult differentiable(const at::Tensor& q, const at::Tensor& k, c
                                      std::string_view feature_map, int64_t chunk_size, bool causal,
                                      bool diagonal_once, bool normalize,
                                      std::optional<double> scale) {
-  // Autograd itself takes no undefined tensors, and says so in its own words.
+  // Autograd refuses undefined tensors too, but its message does not name the argument.
   check_dims("q", q, 4);
   check_dims("k", k, 4);
   check_dims("v", v, 4);

@@ -1,6 +1,6 @@
-// No op but chunkwise_linear_attention has a gradient. An input that requires one, while gradients
-// are on, is an error rather than a silent cut; so is one with a tangent of forward-mode
-// differentiation.
+// Only chunkwise_linear_attention has a backward pass. For all other ops, an input that requires a
+// gradient while gradients are enabled is an error rather than silently detached, and so is an
+// input with a tangent of forward-mode differentiation.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/AutogradState.h>
@@ -25,7 +25,7 @@ void inference_only(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                 " is for inference and has no forward-mode gradient, got an input with a tangent: "
                 "take torch.autograd.forward_ad.unpack_dual(input).primal");
   }
-  // What an op changes in place has a new version, as after PyTorch's own ops.
+  // Arguments changed in place get a new version, as from PyTorch's own ops.
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
     if (alias && alias->isWrite() && !first[i].toTensor().is_inference()) {

@@ -1,38 +1,34 @@
-"""The method in readable PyTorch: one file per task of its plan, and the oracle of every test.
+"""The method in readable PyTorch, and the oracle of every test: each step is implemented once.
 
 Read in this order:
 
-1. `data_structures`: chunks, KV cache, memory sets
-2. `intra_chunk`: RoPE with absolute positions, causal attention inside a chunk
-3. `score_tracking`: the attention that each position received
-4. `memory_selection`: sinks, local window and heavy hitters become the memory set
-5. `fusion`: attention over memory and chunk, as one softmax
-6. `pipeline`: a layer, a whole decoder, `chunked_prefill`
-7. `gather`: rows of the cache by index
+1. `attention`: RoPE with absolute positions, attention inside a chunk, and its fusion with
+   attention to the memory set by online softmax
+2. `memory`: the attention that each position received, the memory set that is selected by it, and
+   the rows of the cache that the set names
+3. `recall`: lexical recall, an option
+4. `ops`: the steps put together, one function an operator and under the operator's name
+5. `model`: a layer, a whole decoder, `chunked_prefill`
 
 `linear_attention` is the sibling of the method, whose past is a matrix instead of keys.
 
-`ops` holds an oracle for each operator, under the operator's name; its `intra_chunk_attention`
-works on batches of whole prompts and is not the one of task 2. `recall` is lexical recall, an
-option.
+Symbols: N tokens; S chunk size; L local window, H heavy budget, K sink tokens, M <= K + L + H
+memory size; Hq query heads, Hkv KV heads, G = Hq / Hkv; D key dim, Dv value dim. Query head h
+belongs to KV head h // G.
 """
 
 from h2o_prefill.reference import ops
-from h2o_prefill.reference.data_structures import ChunkedKVCache, ChunkManager, MemorySetTracker
-from h2o_prefill.reference.fusion import (
+from h2o_prefill.reference.attention import (
     OnlineSoftmaxState,
+    apply_rope_global,
+    causal_mask,
     finalize_online_softmax,
     fused_chunk_attention,
     init_online_softmax_from_inter,
-    update_online_softmax_with_intra,
-)
-from h2o_prefill.reference.gather import sorted_gather
-from h2o_prefill.reference.intra_chunk import (
-    apply_rope_global,
-    causal_mask,
     intra_chunk_attention,
     populate_kv_cache,
     rope_frequencies,
+    update_online_softmax_with_intra,
 )
 from h2o_prefill.reference.linear_attention import (
     bidirectional_linear_attention,
@@ -40,28 +36,28 @@ from h2o_prefill.reference.linear_attention import (
     decay_matrix,
     recurrent_linear_attention,
 )
-from h2o_prefill.reference.memory_selection import (
+from h2o_prefill.reference.memory import (
+    ScoreTracker,
     build_memory_set,
     gather_memory_kv,
     get_heavy_hitter_candidates,
     get_local_window_indices,
     select_heavy_hitters,
+    sorted_gather,
 )
-from h2o_prefill.reference.pipeline import (
+from h2o_prefill.reference.model import (
     ChunkedSparseAttentionLayer,
     ChunkedSparseTransformer,
+    Prompt,
     TransformerConfig,
     chunked_prefill,
 )
-from h2o_prefill.reference.score_tracking import ScoreTracker
 
 __all__ = [
-    "ChunkManager",
-    "ChunkedKVCache",
     "ChunkedSparseAttentionLayer",
     "ChunkedSparseTransformer",
-    "MemorySetTracker",
     "OnlineSoftmaxState",
+    "Prompt",
     "ScoreTracker",
     "TransformerConfig",
     "apply_rope_global",

@@ -4,12 +4,11 @@ A feature map phi takes the place of the softmax, so that the past of a token is
 
     S_i = exp(g_i) S_{i-1} + phi(k_i)^T v_i,    out_i = scale phi(q_i) S_i.
 
-g_i <= 0 is the logarithm of a decay; without one it is 0. With the normaliser z_i = exp(g_i)
+g_i <= 0 is the logarithm of a decay; without one it is 0. With the normalizer z_i = exp(g_i)
 z_{i-1} + phi(k_i) the output is phi(q_i) S_i / (phi(q_i) . z_i), an average of the values.
 
-Shapes: q [B, Hq, T, D]; k [B, Hkv, T, D]; v [B, Hkv, T, Dv]; Hq is a multiple of Hkv, and query
-head h belongs to KV head h // (Hq / Hkv). Decays and states belong to KV heads. fp64 computes in
-fp64, everything else in fp32.
+Parameters, shapes and results are those of `h2o_prefill.ops.chunkwise_linear_attention`. float64 is
+computed in float64, everything else in float32.
 """
 
 from __future__ import annotations
@@ -38,18 +37,7 @@ def recurrent_linear_attention(
     normalize: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend token by token: O(T D Dv) time, a state of constant size, nothing in parallel.
-
-    Parameters
-    ----------
-    q, k, v, log_decay, initial_state, initial_normalizer, feature_map, normalize, scale
-        As `h2o_prefill.ops.chunkwise_linear_attention` takes them.
-
-    Returns
-    -------
-    out, state, normalizer : Tensor
-        [B, Hq, T, Dv]; [B, Hkv, D, Dv] and [B, Hkv, D] behind the last token.
-    """
+    """Attend token by token: O(T D Dv) time, a state of constant size, nothing in parallel."""
     queries, keys, values, decay = _prepare(q, k, v, log_decay, feature_map)
     state = _given_or_zeros(initial_state, keys, (k.shape[3], v.shape[3]))
     normalizer = _given_or_zeros(initial_normalizer, keys, (k.shape[3],))
@@ -78,12 +66,8 @@ def chunkwise_linear_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend chunk by chunk: in parallel inside a chunk, with a state from chunk to chunk.
 
-    For a chunk that begins behind state S, with A_ij = phi(q_i) . phi(k_j) over the keys j <= i of
-    the chunk, out = A V + phi(Q) S. O(T (C (D + Dv) + D Dv)) time, O(C^2 + D Dv) memory.
-
-    Parameters and results are those of `recurrent_linear_attention`, and
-    chunk_size : int
-        C; the last chunk may be shorter.
+    For a chunk that starts with state S, and A_ij = phi(q_i) . phi(k_j) over its keys j <= i,
+    out = A V + phi(Q) S. O(T (C (D + Dv) + D Dv)) time, O(C^2 + D Dv) memory.
     """
     queries, keys, values, decay = _prepare(q, k, v, log_decay, feature_map)
     state = _given_or_zeros(initial_state, keys, (k.shape[3], v.shape[3]))
@@ -122,15 +106,8 @@ def bidirectional_linear_attention(
     """Attend forwards and backwards, and add up: for encoders.
 
     The backward direction is the forward one over the reversed sequence, decays included. Each
-    token sees itself in both, so it counts twice, unless `diagonal_once`. The normaliser is the sum
-    of both directions' too.
-
-    Parameters are those of `recurrent_linear_attention`.
-
-    Returns
-    -------
-    Tensor
-        [B, Hq, T, Dv].
+    token sees itself in both, so it counts twice, unless `diagonal_once`. The normalizer is
+    also the sum of both directions.
     """
     queries, keys, values, decay = _prepare(q, k, v, log_decay, feature_map)
     backwards = decay_matrix(decay.flip(2)).flip(2, 3)
@@ -142,18 +119,10 @@ def bidirectional_linear_attention(
 
 
 def decay_matrix(log_decay: Tensor) -> Tensor:
-    """Return what is left at token i of what token j brought: exp(g_{j+1} + ... + g_i).
+    """Return the factor exp(g_{j+1} + ... + g_i) that token j has at token i, [B, H, T, T].
 
-    Parameters
-    ----------
-    log_decay : Tensor
-        [B, H, T].
-
-    Returns
-    -------
-    Tensor
-        [B, H, T, T], 1 on the diagonal and 0 above it. Each entry is a sum of its own: a difference
-        of two long sums would lose digits, and make NaN of two infinite ones.
+    log_decay [B, H, T]. The factor is 1 on the diagonal and 0 above it. Each entry is summed
+    separately: a difference of two long sums would lose digits, and make NaN of two infinite ones.
     """
     length = log_decay.shape[2]
     ones = torch.ones(length, length, dtype=torch.bool, device=log_decay.device)
@@ -164,7 +133,7 @@ def decay_matrix(log_decay: Tensor) -> Tensor:
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, feature_map: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """phi(q) [B, Hkv, G, T, D], phi(k), v and g [B, Hkv, T], all of the dtype computed in."""
+    """Return phi(q) [B, Hkv, G, T, D], phi(k), v and g [B, Hkv, T] in the dtype computed in."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     phi = FEATURE_MAPS[feature_map]
     if log_decay is None:

@@ -1,6 +1,6 @@
-"""Lexical recall: earlier places of the text that a token is likely to ask for.
+"""Lexical recall: an n-gram lookup of earlier positions that a token is likely to attend to.
 
-Where the last few tokens have stood before, what stood there is a good guess at what matters now.
+Where the last few tokens occurred before, what followed them is a good guess at what matters now.
 The search reads token ids only, never activations, so one search serves all layers and heads.
 """
 
@@ -20,15 +20,25 @@ def lexical_recall(
     span: int = 2,
     max_count: int = 16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the earlier places where the suffix that ends at each new token stood.
+    """Find the earlier matches of the n-gram that ends at each new token.
 
-    Only places before the chunk of a token are recalled: the chunk itself is visible anyway. The
-    longest suffix that has any place wins, alone; within a block each position appears once, and
-    entries rise by (visible_from, position).
-
-    Parameters and results are those of `h2o_prefill.ops.lexical_recall`.
+    Only matches before the chunk of a token count: the chunk itself is visible anyway. The longest
+    n-gram that has a match wins, alone. Within a block each position appears once, and entries rise
+    by (visible_from, position).
     """
-    _check_sizes(chunk_size, block, max_matches, max_suffix, span, max_count)
+    sizes = {
+        "chunk_size": chunk_size,
+        "block": block,
+        "max_matches": max_matches,
+        "max_suffix": max_suffix,
+        "span": span,
+        "max_count": max_count,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be >= 1, got {size}")
+    if chunk_size % block:
+        raise ValueError(f"chunk_size must be a multiple of block, got {chunk_size} and {block}")
     total = token_ids.shape[1]
     if not 0 <= begin <= total:
         raise ValueError(f"begin must be in [0, {total}], got {begin}")
@@ -38,7 +48,7 @@ def lexical_recall(
             chunk_begin = begin + (first - begin) // chunk_size * chunk_size
             first_row: dict[int, int] = {}
             for p in range(first, min(first + block, total)):
-                for e in _places(text, p, chunk_begin, max_matches, max_suffix, max_count):
+                for e in _matches(text, p, chunk_begin, max_matches, max_suffix, max_count):
                     for position in range(e, min(e + span, chunk_begin)):
                         first_row.setdefault(position, p)  # p rises: the first is the smallest
             for position, p in sorted(first_row.items(), key=lambda entry: (entry[1], entry[0])):
@@ -52,41 +62,15 @@ def lexical_recall(
     )
 
 
-def _places(
+def _matches(
     text: list[int], p: int, chunk_begin: int, max_matches: int, max_suffix: int, max_count: int
 ) -> list[int]:
-    """Return where the longest suffix known before the chunk ended, the latest place first."""
+    """Return where the longest n-gram with a match before the chunk ended, the latest first."""
     for n in range(min(max_suffix, p + 1), 0, -1):
         if n == 1 and text[: p + 1].count(text[p]) > max_count:
             return []
         suffix = text[p - n + 1 : p + 1]
-        places = [e for e in range(n - 1, chunk_begin) if text[e - n + 1 : e + 1] == suffix]
-        if places:
-            return places[::-1][:max_matches]
+        matches = [e for e in range(n - 1, chunk_begin) if text[e - n + 1 : e + 1] == suffix]
+        if matches:
+            return matches[::-1][:max_matches]
     return []
-
-
-def _check_sizes(
-    chunk_size: int, block: int, max_matches: int, max_suffix: int, span: int, max_count: int
-) -> None:
-    least = {
-        "chunk_size": 1,
-        "block": 1,
-        "max_matches": 1,
-        "max_suffix": 1,
-        "span": 1,
-        "max_count": 1,
-    }
-    given = {
-        "chunk_size": chunk_size,
-        "block": block,
-        "max_matches": max_matches,
-        "max_suffix": max_suffix,
-        "span": span,
-        "max_count": max_count,
-    }
-    for name, value in given.items():
-        if value < least[name]:
-            raise ValueError(f"{name} must be >= {least[name]}, got {value}")
-    if chunk_size % block:
-        raise ValueError(f"chunk_size must be a multiple of block, got {chunk_size} and {block}")

@@ -138,14 +138,8 @@ def _check_prefill(arguments: list[Any], before: list[Any], result: Any) -> None
     past = k.shape[2] - q.shape[2]
     config = Config.parse(settings)
     if q.shape[2] and config.is_sparse(layer, past, q.shape[2]):
-        config = config.of_layer(layer)
-        _check_sparse(
-            arguments,
-            [q, k, v, scores, memory, *recall, last_chunk_begin, config.chunk_size,
-             config.local_window, config.heavy_budget, config.sink_tokens, config.dense_tail,
-             config.gqa_reduce, config.recall_block, *options],
-            result,
-        )  # fmt: skip
+        state = (scores, memory, *recall, last_chunk_begin)
+        _check_sparse(arguments, [q, k, v, *state, config.of_layer(layer), *options], result)
         return
     _check_close(result[0], reference.dense_attention(*widened([q, k, v, *options])))
     known = min(scores.shape[2], past) if scores is not None else 0

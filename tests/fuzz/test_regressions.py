@@ -23,7 +23,7 @@ CALLS = {
     "the strides of a memory that a call without tokens narrows": Call(
         "chunked_sparse_attention",
         (NO_QUERIES, ONE_KEY, ONE_KEY, Scores((1, 1, 1)), Ints((-1, -1), (1, 1, 2)), None, None,
-         None, 0, 1, 0, 0, 1, 0, "sum", 1, None),
+         None, 0, "h2o,chunk_size=1,local_window=0,heavy_budget=0,sink_tokens=1", None),
         "valid",
     ),
     "logits beyond 2^31": Call("dense_attention", (ROWS, KEYS, VALUES, 2147483647), "valid"),

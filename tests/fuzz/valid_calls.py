@@ -204,18 +204,14 @@ def states(draw: Any, a: Attention) -> tuple[Any, Any, int]:
 def chunked_sparse_attention(draw: Any) -> tuple[Any, ...]:
     a = draw(attentions())
     scores, memory, last_chunk_begin = draw(states(a))
-    chunk, block = draw(chunk_and_block())
+    settings, block = draw(settings_texts())
     recall = (
         draw(recall_lists(a.batch, a.past, a.length, block))
         if draw(st.booleans())
         else (None, None, None)
     )
-    tail = draw(st.one_of(st.just(0), st.integers(0, 30), st.just(2**31 - 1)))
-    sizes = (chunk, draw(budgets), draw(budgets), draw(budgets), tail)
-    return (
-        *(a.q, a.k, a.v, scores, memory, *recall, last_chunk_begin, *sizes),
-        *(draw(st.sampled_from(GQA_REDUCE)), block, *draw(logit_options(a))),
-    )
+    state = (scores, memory, *recall, last_chunk_begin)
+    return (a.q, a.k, a.v, *state, settings, *draw(logit_options(a)))
 
 
 @st.composite
@@ -227,7 +223,7 @@ def settings_texts(draw: Any) -> tuple[str, int]:
         "local_window": draw(st.integers(0, 20)),
         "heavy_budget": draw(st.integers(0, 20)),
         "sink_tokens": draw(st.integers(0, 5)),
-        "dense_tail": draw(st.integers(0, 20)),
+        "dense_tail": draw(st.one_of(st.integers(0, 30), st.just(2**31 - 1))),
         "dense_layers": draw(st.sampled_from(["none", "0", "1+5"])),
         "wide_layers": draw(st.sampled_from(["none", "0", "2+3"])),
         "gqa_reduce": draw(st.sampled_from(GQA_REDUCE)),

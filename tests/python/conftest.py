@@ -1,12 +1,19 @@
-"""Shared fixtures: poisoned memory, one thread unless a test asks for more, --runslow."""
+"""Shared fixtures: poisoned memory, one thread unless a test sets more, --runslow."""
 
 import importlib
 import os
 
+import hypothesis
 import pytest
 import torch
 
 from h2o_prefill import testing
+
+# Examples are as slow as the machine is busy.
+hypothesis.settings.register_profile(
+    "any-load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any-load")
 
 # cuBLAS is deterministic with a workspace of a fixed size, which it asks for when it is loaded.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -27,7 +34,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fill uninitialised tensors with NaN, so that reading what nothing wrote is seen."""
+    """Fill uninitialized tensors with NaN, so that a read before a write shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -35,7 +42,7 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True)
 def one_thread(request):
-    """Small problems run fastest on one thread, and so does every test beside other workers."""
+    """Use one thread, the fastest for small problems and for tests in parallel."""
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     if alone and "model" in request.keywords:
         yield

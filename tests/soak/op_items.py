@@ -11,9 +11,8 @@ from torch import Tensor
 from h2o_prefill import PrefillConfig, PrefillState, ops
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import sparse_settings
 
-# The oracle keeps a mask over all keys and loops over recalled keys in Python.
+# The oracle loops over candidates and recalled keys in Python.
 ORACLE_LENGTH = 160
 ORACLE_CHUNKS = 24
 
@@ -128,8 +127,8 @@ def _attend_oracle(
         None if state is None else state.memory,
         *_recall(prompt, config, begin, end),
         0 if state is None else state.last_chunk_begin,
-        **sparse_settings(config),
-        scale=prompt.scale,
+        config,
+        prompt.scale,
     )
 
 
@@ -151,16 +150,13 @@ def _inject(draw: Draw, judge: Judge, prompt: Prompt, config: PrefillConfig) -> 
     good = {
         "q": q, "k": k, "v": v, "scores": None, "memory": None, "recall_offsets": None,
         "recall_positions": None, "recall_visible_from": None, "last_chunk_begin": 0,
-        **sparse_settings(config),
+        "settings": config.to_string(),
     }  # fmt: skip
     name, value = draw.choice(
         [
-            ("chunk_size", 0),
-            ("local_window", -1),
-            ("heavy_budget", -1),
-            ("sink_tokens", -1),
-            ("dense_tail", -1),
-            ("gqa_reduce", "mean"),
+            ("settings", "h2o,chunk_size=0"),
+            ("settings", "h2o,local_window=-1"),
+            ("settings", "h2o,gqa_reduce=mean"),
             ("last_chunk_begin", 1),
             ("q", q[0]),
             ("q", q[..., :-1]),

@@ -86,7 +86,8 @@ TEST(RegisteredClasses, ScriptCallsTheOps) {
   module.define(R"(
     def forward(self, q, k, v):
         return h2o_prefill.chunked_sparse_attention(
-            q, k, v, None, None, None, None, None, 0, 16, 3, 4)
+            q, k, v, None, None, None, None, None, 0,
+            "h2o,chunk_size=16,local_window=3,heavy_budget=4")
   )",
                 std::make_shared<Names>());
   const auto x = random_qkv(50);

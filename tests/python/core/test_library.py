@@ -1,4 +1,4 @@
-"""Loading of the native library: one clear error for each thing that can be wrong."""
+"""Loading of the native library: one clear error for each failure."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ def test_build_facts_agree_with_the_library():
     assert info["version"] == ops.version()
     assert info["cuda"] == ops.has_cuda()
     assert bool(info["cuda_archs"]) == info["cuda"]
-    # AMX is no instruction set of its own: the AVX-512 kernels take its products from oneDNN.
+    # "amx" means the AVX-512 kernels with matrix products by oneDNN.
     assert ops.cpu_isa().replace("amx", "avx512_bf16") in info["cpu_isas"].split(",")
     assert _library._minor_version(torch.__version__) == _library._minor_version(info["torch"])
 
@@ -57,14 +57,17 @@ def test_a_library_that_was_never_built(monkeypatch):
 
 
 @pytest.mark.parametrize("isa", ["scalar", "avx9"])
-def test_the_instruction_set_can_be_forced(isa):
-    code = "import torch, h2o_prefill; print(torch.ops.h2o_prefill.cpu_isa())"
+def test_the_instruction_set_can_be_forced_and_transformers_is_not_imported(isa):
+    code = (
+        "import sys, torch, h2o_prefill;"
+        "print(torch.ops.h2o_prefill.cpu_isa(), 'transformers' in sys.modules)"
+    )
     environment = {**os.environ, "H2O_PREFILL_ISA": isa}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     if isa == "scalar":
-        assert done.stdout.strip() == "scalar"
+        assert done.stdout.strip() == "scalar False"
     else:
         assert "H2O_PREFILL_ISA must be one of" in done.stderr and "got avx9" in done.stderr
 

@@ -1,4 +1,4 @@
-"""Named settings, and the ways to give settings."""
+"""Presets, and settings as a user passes them."""
 
 from __future__ import annotations
 

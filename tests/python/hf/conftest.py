@@ -172,6 +172,8 @@ def reference_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     from h2o_prefill.reference import ops as oracle
 
     def register(chunk_size: int, budget: int) -> str:
+        settings = f"h2o,chunk_size={chunk_size},local_window={budget},heavy_budget={budget}"
+
         def attend(
             module: Any,
             query: torch.Tensor,
@@ -183,7 +185,7 @@ def reference_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         ) -> tuple[torch.Tensor, None]:
             wide = (x.double() for x in (query, key, value))
             out, _, _ = oracle.chunked_sparse_attention(
-                *wide, *[None] * 5, 0, chunk_size, budget, budget, scale=scaling
+                *wide, *[None] * 5, 0, settings, scale=scaling
             )
             return out.transpose(1, 2).to(query.dtype), None
 

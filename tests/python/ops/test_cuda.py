@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, no waiting for the device, memory that is reused."""
+"""What only a GPU can show: streams, CUDA graphs, no host synchronization, reused memory."""
 
 import pytest
 import torch
@@ -10,15 +10,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 S = 64
 SETTINGS = f"h2o,chunk_size={S},local_window=16,heavy_budget=16,recall=3,recall_block=16"
-NO_STATE = (None,) * 5
 
 
-def prefill(q, k, v, **options):
-    return ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, S, 16, 16, **options)
+def prefill(q, k, v, recall=(None,) * 3, fields=""):
+    return ops.chunked_sparse_attention(q, k, v, None, None, *recall, 0, SETTINGS + fields)
 
 
 def every_operator(dtype, head_dim=64, value_dim=64):
-    """One small call of every operator; the arguments stay on the device."""
+    """Return a small call of every operator, with arguments on the device."""
     shape = Shape(1, 4, 2, 3 * S + 5, head_dim, value_dim)
     q, k, v = make_qkv(shape, dtype, "cuda")
     long_q, long_k, long_v = make_qkv(shape, dtype, "cuda", past=40)
@@ -28,7 +27,7 @@ def every_operator(dtype, head_dim=64, value_dim=64):
     ids = torch.randint(0, 9, (1, shape.length), generator=torch.Generator().manual_seed(5))
     recall = [x.cuda() for x in ops.lexical_recall(ids, 0, S, 16, 3, max_count=1000)]
     colsum = torch.rand(1, 2, 33, device="cuda")
-    # Written anew by every call at the same position.
+    # Every call writes at the same position.
     position = torch.tensor([40, 0])
     # Linear attention over more than one piece.
     linear = make_qkv(Shape(1, 4, 2, 20 * S + 5, head_dim, value_dim), dtype, "cuda")
@@ -36,7 +35,7 @@ def every_operator(dtype, head_dim=64, value_dim=64):
     cache_key, cache_value = long_k.clone(), long_v.clone()
 
     def prefill_in_place():
-        # As the call finds them: what it leaves is compared too.
+        # New buffers, whose contents after the call are compared too.
         kept = scores.new_zeros(1, 2, cache_key.shape[2])
         memory = torch.full((1, 2, 32), -1, dtype=torch.int32, device="cuda")
         out = ops.prefill_attention_(
@@ -63,10 +62,8 @@ def every_operator(dtype, head_dim=64, value_dim=64):
         "merge_states": lambda: ops.merge_states(q, lse, q.flip(2), lse.flip(2)),
         "select_memory": lambda: ops.select_memory(scores, indices, 50, 190, 16, 16, 2),
         "gather_rows": lambda: ops.gather_rows(long_k, indices),
-        "chunked_sparse_attention": lambda: prefill(q, k, v, dense_tail=20, sink_tokens=2),
-        "with_recall": lambda: ops.chunked_sparse_attention(
-            q, k, v, None, None, *recall, 0, S, 16, 16, recall_block=16
-        ),
+        "chunked_sparse_attention": lambda: prefill(q, k, v, fields=",dense_tail=20,sink_tokens=2"),
+        "with_recall": lambda: prefill(q, k, v, recall),
         "prefill_attention": lambda: ops.prefill_attention(
             q, k, v, None, None, *recall, 0, 0, SETTINGS
         ),
@@ -123,7 +120,7 @@ def test_a_cuda_graph_replays_the_same(name, dtype):
 
 @pytest.mark.parametrize("length", [1, 3 * S])
 def test_a_captured_call_in_place_writes_where_it_was_captured(length):
-    """The position lies on the CPU, so that a graph holds its value."""
+    """The position is on the CPU, so a graph holds its value."""
     q, k, v = make_qkv(Shape(1, 4, 2, length, 64, 64), torch.bfloat16, "cuda")
     cache_key, cache_value = (x.new_zeros(1, 2, 2 * length + 7, 64) for x in (k, v))
     scores = torch.zeros(1, 2, 2 * length + 7, device="cuda")
@@ -145,8 +142,7 @@ def test_a_captured_call_in_place_writes_where_it_was_captured(length):
     memory.fill_(-1)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, expected)
-    assert torch.equal(cache_key[:, :, 7 : 7 + length], k)
+    assert torch.equal(out, expected) and torch.equal(cache_key[:, :, 7 : 7 + length], k)
     assert not cache_key[:, :, 7 + length :].any()
 
 
@@ -214,16 +210,10 @@ def test_recall_lists_may_come_from_the_host():
     on_device = ops.lexical_recall(ids.cuda(), 0, S, 16, 3, max_count=1000)
     for a, b in zip(on_host, on_device, strict=True):
         assert b.is_cuda and torch.equal(a, b.cpu())
-    host, device = (
-        ops.chunked_sparse_attention(q, k, v, None, None, *lists, 0, S, 16, 16, recall_block=16)
-        for lists in (on_host, on_device)
-    )
+    host, device = (prefill(q, k, v, lists) for lists in (on_host, on_device))
     assert all(torch.equal(a, b) for a, b in zip(host, device, strict=True))
     with pytest.raises(ValueError, match=r"recall_positions must be in \[0, 200\)"):
-        ops.chunked_sparse_attention(
-            q, k, v, None, None, on_host[0], on_host[1] + 200, on_host[2], 0, S, 16, 16,
-            recall_block=16,
-        )  # fmt: skip
+        prefill(q, k, v, (on_host[0], on_host[1] + 200, on_host[2]))
 
 
 def test_more_heads_than_a_grid_has_room_for():

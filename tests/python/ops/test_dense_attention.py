@@ -33,14 +33,14 @@ def test_float64(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("history", [STEP - 1, STEP, STEP + 1, 2 * STEP, 2 * STEP + 1, 5000])
+@pytest.mark.parametrize("history", [STEP, STEP + 1, 2 * STEP + 1, 5000])
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_histories_of_several_steps(device, dtype, history, rows):
     check(*make_qkv(Shape(1, 2, 1, rows, 32, 24), dtype, device, past=history - rows))
 
 
-@pytest.mark.parametrize("rows", [STEP - 1, STEP, STEP + 1, 2 * STEP + 1])
-@pytest.mark.parametrize("past", [0, 1, 700])
+@pytest.mark.parametrize("rows", [STEP - 1, STEP, STEP + 1])
+@pytest.mark.parametrize("past", [0, 700])
 def test_calls_of_several_steps(device, rows, past):
     check(*make_qkv(Shape(1, 2, 1, rows, 16, 24), device=device, past=past))
 
@@ -86,20 +86,13 @@ def test_a_nan_in_a_key_reaches_the_rows_that_see_it(device, rows):
     assert ops.dense_attention(q, k, v)[:, :, 1:].isnan().all()
 
 
-def test_fewer_keys_than_queries_are_refused(device):
-    q, k, v = make_qkv(Shape(1, 2, 1, 9, 16, 16), device=device)
-    with pytest.raises(ValueError, match="the call's 9 tokens, got length 8"):
-        ops.dense_attention(q, k[:, :, :8], v[:, :, :8])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 100])
-def test_output_layout_lets_models_reshape_without_a_copy(device, dtype, rows):
-    q, k, v = make_qkv(Shape(2, 4, 2, rows, 16, 24), dtype, device, past=40)
-    assert ops.dense_attention(q, k, v).transpose(1, 2).is_contiguous()
-
-
 @pytest.mark.parametrize("rows", [1, 1500])
 def test_the_number_of_threads_changes_nothing(rows):
     q, k, v = make_qkv(Shape(1, 4, 2, rows, 32, 32), torch.bfloat16, past=2500)
     assert_same_on_threads(lambda: [ops.dense_attention(q, k, v)], (1, 2, 3))
+
+
+def test_fewer_keys_than_queries_are_refused(device):
+    q, k, v = make_qkv(Shape(1, 2, 1, 9, 16, 16), device=device)
+    with pytest.raises(ValueError, match="the call's 9 tokens, got length 8"):
+        ops.dense_attention(q, k[:, :, :8], v[:, :, :8])

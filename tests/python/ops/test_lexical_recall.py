@@ -9,7 +9,7 @@ from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_agrees_with_the_oracle(data):
     length = data.draw(st.integers(0, 120), "length")
@@ -32,7 +32,7 @@ def test_agrees_with_the_oracle(data):
         assert actual.dtype == torch.int32 and torch.equal(actual, expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_what_a_token_recalls_depends_on_no_later_token(data):
     block = data.draw(st.sampled_from([1, 4, 16]), "block")

@@ -16,7 +16,7 @@ def select_both(scores, memory, *arguments):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_agrees_with_the_oracle(dtype, data):
     begin = data.draw(st.integers(0, 40), "chunk_begin")

@@ -10,7 +10,6 @@ from h2o_prefill.reference import ops as oracle
 from h2o_prefill.testing import (
     DTYPES,
     Shape,
-    assert_close_to_reference,
     compare_with_oracle,
     make_qkv,
 )
@@ -18,8 +17,7 @@ from h2o_prefill.testing import (
 S = 32
 NO_STATE = (None,) * 5
 SETTINGS = f"h2o,chunk_size={S},local_window=8,heavy_budget=8,sink_tokens=2,min_prefill=2"
-SIZES = (S, 8, 8, 2)
-# A cap that bites: logits reach 4.
+# Logits reach 4, so the cap of 1.5 has an effect.
 CASES = ["sinks", "softcap", "both"]
 
 
@@ -41,36 +39,29 @@ check = partial(compare_with_oracle, ops.chunked_sparse_attention, oracle.chunke
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
 def test_agrees_with_the_oracle(device, dtype, heads, case):
     q, k, v = make_qkv(Shape(2, *heads, 150, 32, 48), dtype, device)
-    check(q, k, v, *NO_STATE, 0, *SIZES, **logit_options(case, heads[0], device))
+    check(q, k, v, *NO_STATE, 0, SETTINGS, **logit_options(case, heads[0], device))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{"dense_tail": 40}, {"gqa_reduce": "max"}], ids=str)
+@pytest.mark.parametrize("options", ["dense_tail=40", "gqa_reduce=max"])
 def test_options_and_recall(device, dtype, options, case):
     q, k, v = make_qkv(Shape(1, 4, 2, 105, 16, 16), dtype, device, past=45)
     ids = torch.randint(0, 20, (1, 150), generator=torch.Generator().manual_seed(1))
     lists = [x.to(device) for x in ops.lexical_recall(ids, 45, S, 8, 2)]
-    check(
-        q, k, v, None, None, *lists, 0, *SIZES, **options, recall_block=8, scale=-0.4,
-        **logit_options(case, 4, device),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_sinks_have_any_dtype_and_layout(device, dtype, sink_dtype):
-    q, k, v = make_qkv(Shape(1, 4, 2, 80, 16, 16), dtype, device)
-    sinks = torch.tensor([[1.0, 9], [2, 9], [-3, 9], [0.5, 9]], device=device).to(sink_dtype)[:, 0]
-    check(q, k, v, *NO_STATE, 0, *SIZES, sinks=sinks)
+    settings = f"{SETTINGS},recall_block=8,{options}"
+    logits = logit_options(case, 4, device)
+    check(q, k, v, None, None, *lists, 0, settings, scale=-0.4, **logits)
 
 
 @pytest.mark.parametrize("sink", [-1e4, -30.0, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sinks_far_from_the_logits(device, dtype, sink):
+@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sinks_far_from_the_logits(device, dtype, sink, sink_dtype):
+    """Sinks have any dtype and layout."""
     q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 16), dtype, device)
-    sinks = torch.tensor([sink, 0, sink, 1], device=device)
-    out, scores, _ = check(q, k, v, *NO_STATE, 0, *SIZES, sinks=sinks)
+    sinks = torch.tensor([[sink, 9], [0, 9], [sink, 9], [1, 9]], device=device).to(sink_dtype)[:, 0]
+    out, scores, _ = check(q, k, v, *NO_STATE, 0, SETTINGS, sinks=sinks)
     assert out.isfinite().all() and scores.isfinite().all()
     assert out[:, 0].any() == (sink < 1e3)
 
@@ -81,15 +72,15 @@ def test_a_sink_of_minus_infinity_and_a_softcap_of_0_are_none(dtype):
     sinks = torch.full((4,), -torch.inf)
     calls = [ops.chunked_sparse_attention, lambda *x, **y: (ops.dense_attention(*x[:3], **y),)]
     for call in calls[: 1 if dtype == torch.float64 else 2]:
-        without = call(q, k, v, *NO_STATE, 0, *SIZES)
-        for x, y in zip(call(q, k, v, *NO_STATE, 0, *SIZES, sinks=sinks), without, strict=True):
+        without = call(q, k, v, *NO_STATE, 0, SETTINGS)
+        for x, y in zip(call(q, k, v, *NO_STATE, 0, SETTINGS, sinks=sinks), without, strict=True):
             assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("softcap", [1e-300, 1e-9, 1e6, 1e300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_softcaps_far_from_the_logits(device, dtype, softcap):
-    """All keys get the same, or what they get without a cap."""
+    """A tiny cap makes all weights equal; a huge one has no effect."""
     q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 16), dtype, device)
     capped = ops.dense_attention(q, k, v, softcap=softcap)
     if softcap > 1:
@@ -98,7 +89,7 @@ def test_softcaps_far_from_the_logits(device, dtype, softcap):
         sums = v.double().repeat_interleave(2, dim=1).cumsum(2)
         expected = sums / torch.arange(1, 101, device=device).unsqueeze(-1)
     torch.testing.assert_close(capped.double(), expected, rtol=0, atol=1e-5)
-    out, _, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, *SIZES, softcap=softcap)
+    out, _, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, softcap=softcap)
     assert out.isfinite().all()
 
 
@@ -109,10 +100,7 @@ def test_dense_attention(device, dtype, rows, past, case):
     """Of one pass of the kernel, and of several: a sink counts once."""
     q, k, v = make_qkv(Shape(2, 4, 2, rows, 32, 24), dtype, device, past=past)
     options = logit_options(case, 4, device)
-    actual = ops.dense_attention(q, k, v, **options)
-    exact = oracle.dense_attention(q.double(), k.double(), v.double(), **options)
-    peer = oracle.dense_attention(q, k, v, **options)
-    assert_close_to_reference(actual, exact, peer)
+    compare_with_oracle(ops.dense_attention, oracle.dense_attention, q, k, v, **options)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -120,33 +108,26 @@ def test_dense_attention(device, dtype, rows, past, case):
 def test_calls_in_place_equal_one_call(device, dtype, case):
     q, k, v = make_qkv(Shape(1, 4, 2, 5 * S + 6, 16, 16), dtype, device)
     options = logit_options(case, 4, device)
-    whole = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, *SIZES, **options)
-    state, last_chunk_begin, handed_on = (None, None), 0, []
+    whole = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **options)
     buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0]).contiguous()]
     buffers.append(torch.full((1, 2, 18), -1, dtype=torch.int32, device=device))
-    position, in_place = torch.zeros(2, dtype=torch.int64), []
+    position, state, outs = torch.zeros(2, dtype=torch.int64), (None, None), ([], [])
     for begin, end in ((0, 2 * S), (2 * S, 5 * S), (5 * S, 5 * S + 5), (5 * S + 5, 5 * S + 6)):
-        new = slice(begin, end)
-        out, *state = ops.prefill_attention(
-            q[:, :, new], k[:, :, :end], v[:, :, :end], *state, None, None, None,
-            last_chunk_begin, 0, SETTINGS, **options,
-        )  # fmt: skip
-        handed_on.append(out)
-        out = ops.prefill_attention_(
-            q[:, :, new], k[:, :, new], v[:, :, new], *buffers, position, None, None, None, 0,
-            SETTINGS, **options,
-        )  # fmt: skip
-        in_place.append(out)
+        new = [x[:, :, begin:end] for x in (q, k, v)]
+        past = (k[:, :, :end], v[:, :, :end], *state, *NO_STATE[:3], int(position[1]))
+        out, *state = ops.prefill_attention(new[0], *past, 0, SETTINGS, **options)
+        outs[0].append(out)
+        place = (*buffers, position, *NO_STATE[:3], 0, SETTINGS)
+        outs[1].append(ops.prefill_attention_(*new, *place, **options))
         ops.advance_position_(position, end - begin, SETTINGS)
-        last_chunk_begin = int(position[1])
     # float64 is computed by PyTorch, whose functions of vectors and of the rest of a row may differ
     # in the last bit.
     error = 1e-13 if dtype == torch.float64 else 0.0
     assert_equal = partial(torch.testing.assert_close, rtol=error, atol=error)
     # The last call has one token, and is dense.
-    for outs in (handed_on, in_place):
-        assert_equal(torch.cat(outs[:3], 2), whole[0][:, :, : 5 * S + 5])
-        assert_equal(outs[3], ops.dense_attention(q[:, :, -1:], k, v, **options))
+    for *sparse, dense in outs:
+        assert_equal(torch.cat(sparse, 2), whole[0][:, :, : 5 * S + 5])
+        assert_equal(dense, ops.dense_attention(q[:, :, -1:], k, v, **options))
     assert_equal(state[0], buffers[2])
     assert torch.equal(state[1], buffers[3])
     assert torch.equal(state[1], whole[2])
@@ -154,10 +135,10 @@ def test_calls_in_place_equal_one_call(device, dtype, case):
 
 @pytest.mark.parametrize("case", ["sinks", "softcap"])
 def test_scores_are_shares_of_what_the_sink_leaves(case):
-    """In one chunk a row hands out 1 less the sink's share; a cap takes nothing."""
+    """In one chunk, the scores of a row sum to 1 minus the sink's weight."""
     q, k, v = make_qkv(Shape(1, 4, 4, S, 16, 16))
     options = logit_options(case, 4)
-    _, scores, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, *SIZES, **options)
+    _, scores, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **options)
     ones = ops.dense_attention(q, k, torch.ones_like(v), **options)[..., 0]
     torch.testing.assert_close(scores.sum(-1), ones.sum(-1))
     assert (scores.sum(-1) < S - 1e-2).all() == (case == "sinks")
@@ -178,20 +159,16 @@ def test_wrong_arguments(change, message):
     q, k, v = make_qkv(Shape(1, 4, 2, 40, 16, 16))
     buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros(1, 2, 40)]
     buffers.append(torch.full((1, 2, 18), -1, dtype=torch.int32))
-    calls = [
-        lambda: ops.dense_attention(q, k, v, **change),
-        lambda: ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, *SIZES, **change),
-        lambda: ops.prefill_attention(q, k, v, *NO_STATE, 0, 0, SETTINGS, **change),
-    ]
-    # A dense call in place checks as well, before it writes.
-    for settings in (SETTINGS, f"{SETTINGS},dense_layers=0"):
-        calls.append(
-            lambda settings=settings: ops.prefill_attention_(
-                q, k, v, *buffers, torch.zeros(2, dtype=torch.int64), *NO_STATE[:3], 0, settings,
-                **change,
-            )
-        )  # fmt: skip
-    for call in calls:
+    position = torch.zeros(2, dtype=torch.int64)
+    place = (*buffers, position, *NO_STATE[:3], 0)
+    for call, arguments in (
+        (ops.dense_attention, ()),
+        (ops.chunked_sparse_attention, (*NO_STATE, 0, SETTINGS)),
+        (ops.prefill_attention, (*NO_STATE, 0, 0, SETTINGS)),
+        # In place, both are checked before anything is written, by a dense call as well.
+        (ops.prefill_attention_, (*place, SETTINGS)),
+        (ops.prefill_attention_, (*place, f"{SETTINGS},dense_layers=0")),
+    ):
         with pytest.raises(ValueError, match=message):
-            call()
+            call(q, k, v, *arguments, **change)
     assert not buffers[0].any()

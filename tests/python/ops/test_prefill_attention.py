@@ -32,7 +32,7 @@ def fresh_dynamo():
 
 
 def assert_same_answers(model, decoder, prompt):
-    """Calls of several lengths, sparse and dense, and decoding; and what they leave behind."""
+    """Compare calls of several lengths, sparse and dense, decoding, and the buffers after them."""
     expected_buffers, buffers = new_buffers(decoder, CAPACITY), new_buffers(decoder, CAPACITY)
     expected_ids, expected_logits = run(decoder, prompt, expected_buffers)
     ids, logits = run(model, prompt, buffers)

@@ -1,0 +1,141 @@
+"""RoPE, attention inside a chunk, and its fusion with the memory set by online softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_prefill.reference import (
+    apply_rope_global,
+    causal_mask,
+    finalize_online_softmax,
+    fused_chunk_attention,
+    init_online_softmax_from_inter,
+    intra_chunk_attention,
+    populate_kv_cache,
+    rope_frequencies,
+    update_online_softmax_with_intra,
+)
+
+HEADS, CHUNK, MEMORY, DIM = 2, 6, 5, 8
+FREQUENCIES = rope_frequencies(DIM)
+
+
+def random_qkv(tokens=CHUNK):
+    torch.manual_seed(0)
+    return [torch.randn(HEADS, tokens, DIM, dtype=torch.float64) for _ in range(3)]
+
+
+def random_call():
+    return [*random_qkv(), *random_qkv(MEMORY)[1:], causal_mask(CHUNK)]
+
+
+def assert_equal(got, expected, atol=1e-12):
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+def test_rope_turns_by_the_absolute_position():
+    q, k, _ = random_qkv(tokens=1)
+    angles = 16 * FREQUENCIES.double()
+    for turned, plain in zip(apply_rope_global(q, k, 1, 16, FREQUENCIES), (q, k), strict=True):
+        pairs = torch.complex(plain[..., : DIM // 2], plain[..., DIM // 2 :])
+        expected = pairs * torch.polar(torch.ones_like(angles), angles)
+        assert_equal(turned, torch.cat([expected.real, expected.imag], dim=-1), atol=1e-6)
+
+
+def test_rope_by_chunks_is_rope_of_the_whole_text():
+    q, k, _ = random_qkv(tokens=12)
+    whole = apply_rope_global(q, k, 0, 12, FREQUENCIES, begin=3)
+    for chunk in range(3):
+        rows = slice(4 * chunk, 4 * chunk + 4)
+        part = apply_rope_global(q[:, rows], k[:, rows], chunk, 4, FREQUENCIES, begin=3)
+        assert all(torch.equal(x, y[:, rows]) for x, y in zip(part, whole, strict=True))
+
+
+def test_the_cache_holds_a_chunk_at_its_positions_and_nothing_else():
+    _, k, v = random_qkv(tokens=3)
+    cache = torch.zeros(2, HEADS, 16, DIM, dtype=torch.float64)
+    populate_kv_cache(cache, k, v, chunk_idx=2, chunk_size=4, begin=1)
+    assert torch.equal(cache[:, :, 9:12], torch.stack([k, v]))
+    cache[:, :, 9:12] = 0
+    with pytest.raises(ValueError, match=r"positions must be in \[0, 16\), got \[14, 17\)"):
+        populate_kv_cache(cache, k, v, chunk_idx=2, chunk_size=7)
+    with pytest.raises(ValueError, match=r"at most chunk_size \(2\) tokens, got 3"):
+        populate_kv_cache(cache, k, v, chunk_idx=0, chunk_size=2)
+    assert not cache.any()
+
+
+def test_attention_inside_a_chunk_is_pytorchs():
+    q, k, v = random_qkv()
+    output, weights = intra_chunk_attention(q, k, v, causal_mask(CHUNK))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert_equal(output, expected)
+    assert_equal(weights.sum(-1), torch.ones(HEADS, CHUNK, dtype=q.dtype))
+    assert causal_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
+
+
+def fuse(first, first_values, second, second_values):
+    state = init_online_softmax_from_inter(first, first_values)
+    return finalize_online_softmax(update_online_softmax_with_intra(state, second, second_values))
+
+
+@pytest.mark.parametrize(("inter", "intra"), [(1, 1), (30, 30), (100, 100), (-100, 100), (100, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_passes_equal_one_softmax_over_both(inter, intra, dtype):
+    """In either order, with logits of any size, and with one side far above the other."""
+    torch.manual_seed(0)
+    inter_logits = inter + inter * torch.randn(HEADS, CHUNK, MEMORY, dtype=dtype)
+    intra_logits = intra + intra * torch.randn(HEADS, CHUNK, CHUNK, dtype=dtype)
+    intra_logits = intra_logits.masked_fill(~causal_mask(CHUNK), -torch.inf)
+    v_mem, v = (torch.randn(HEADS, size, DIM, dtype=dtype) for size in (MEMORY, CHUNK))
+    weights = torch.cat([inter_logits, intra_logits], -1).double().softmax(-1)
+    expected = weights @ torch.cat([v_mem, v], -2).double()
+    atol = 1e-5 if dtype == torch.float32 else 1e-12
+    for got in (
+        fuse(inter_logits, v_mem, intra_logits, v),
+        fuse(intra_logits, v, inter_logits, v_mem),
+    ):
+        assert_equal(got.double(), expected, atol)
+
+
+def test_no_output_depends_on_a_later_key_or_value():
+    """d out_i / d K_j = 0 for j > i in the chunk; every query sees the memory."""
+    *inputs, mask = random_call()
+    inputs = [x.requires_grad_() for x in inputs]
+    for i in range(CHUNK):
+        output, _, _ = fused_chunk_attention(*inputs, mask)
+        _, key, value, mem_key, mem_value = torch.autograd.grad(output[:, i].sum(), inputs)
+        assert (key[:, i + 1 :] == 0).all() and (value[:, i + 1 :] == 0).all()
+        assert (value[:, : i + 1] != 0).all()
+        assert (mem_key != 0).all() and (mem_value != 0).all()
+
+
+@pytest.mark.parametrize("present", [0, 3])
+def test_empty_memory_slots_change_nothing(present):
+    q, k, v, k_mem, v_mem, mask = random_call()
+    slots = (torch.arange(MEMORY) < present).expand(HEADS, -1)
+    padded = fused_chunk_attention(q, k, v, k_mem, v_mem, mask, slots)
+    short = fused_chunk_attention(q, k, v, k_mem[:, :present], v_mem[:, :present], mask)
+    assert_equal(padded[0], short[0])
+    assert_equal(padded[1][..., :present], short[1])
+    assert (padded[1][..., present:] == 0).all()
+    if present == 0:
+        assert_equal(padded[0], padded[2] @ v)
+
+
+def test_a_sink_is_a_key_without_a_value_and_recalled_keys_get_no_score():
+    q, k, v, k_mem, v_mem, mask = random_call()
+    sinks = torch.tensor([[0.5], [-1.0]], dtype=torch.float64)
+    third = random_qkv(4)[1:]
+    seen = torch.ones(CHUNK, 4, dtype=torch.bool)
+    out, inter, intra = fused_chunk_attention(
+        q, k, v, k_mem, v_mem, mask, scale=0.3, sinks=sinks, softcap=2.0, recalled=(*third, seen)
+    )
+    logits = 2 * torch.tanh(0.15 * q @ torch.cat([k_mem, third[0], k], 1).transpose(-1, -2))
+    logits[..., -CHUNK:] = logits[..., -CHUNK:].masked_fill(~mask, -torch.inf)
+    sink = sinks.unsqueeze(-1).expand(-1, CHUNK, -1)
+    weights = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+    assert out.shape == (HEADS, CHUNK, DIM)
+    assert_equal(out, weights @ torch.cat([v_mem, third[1], v], 1))
+    for got, part in ((inter, logits[..., :MEMORY]), (intra, logits[..., -CHUNK:])):
+        assert_equal(got, torch.cat([part, sink], -1).softmax(-1)[..., :-1])

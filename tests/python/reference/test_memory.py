@@ -1,0 +1,184 @@
+"""Scores, the selection of the memory set, and the gathering of its rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h2o_prefill.reference import (
+    ScoreTracker,
+    build_memory_set,
+    gather_memory_kv,
+    get_local_window_indices,
+    ops,
+    select_heavy_hitters,
+    sorted_gather,
+)
+
+S, L, H = 16, 4, 3
+
+
+def test_first_scores_are_the_column_sums_at_the_chunks_positions():
+    tracker = ScoreTracker(num_layers=2, num_heads=1, max_seq_len=6)
+    weights = torch.tensor([[[1.0, 0.0, 0.0], [0.25, 0.75, 0.0], [0.5, 0.125, 0.375]]])
+    tracker.set_initial_scores(1, 2, 5, weights)
+    assert tracker.scores.tolist() == [[[0] * 6], [[0, 0, 1.75, 0.875, 0.375, 0]]]
+
+
+def test_later_chunks_add_their_column_sums_at_the_memory_positions():
+    """Scores never fall; absent slots and other positions get nothing."""
+    tracker = ScoreTracker(num_layers=1, num_heads=2, max_seq_len=4)
+    tracker.scores.fill_(1.0)
+    weights = torch.tensor(
+        [[[0.25, 0.75, 9.0], [0.5, 0.5, 9.0]], [[1.0, 0.0, 9.0], [0.25, 0.75, 9]]]
+    )
+    memory = torch.tensor([[0, 3, -1], [1, 2, -1]], dtype=torch.int32)
+    tracker.accumulate_scores(0, memory, weights)
+    assert tracker.scores.tolist() == [[[1.75, 1.0, 1.0, 2.25], [1.0, 2.25, 1.75, 1.0]]]
+    found = tracker.get_scores(0, memory)
+    assert found.tolist() == [[1.75, 2.25, -torch.inf], [2.25, 1.75, -torch.inf]]
+
+
+@pytest.mark.parametrize(("reduce", "expected"), [("sum", [2.0, 3.0]), ("max", [1.5, 2.0])])
+def test_the_query_heads_of_a_group_are_combined(reduce, expected):
+    tracker = ScoreTracker(1, 1, 2, gqa_reduce=reduce)
+    by_head = torch.tensor([[[[0.5, 0.5], [0.0, 0.5]], [[1.0, 1.0], [0.5, 1.0]]]])
+    tracker.set_initial_scores(0, 0, 2, by_head)
+    assert tracker.scores.tolist() == [[expected]]
+
+
+def test_the_local_window_is_the_tail_of_the_text():
+    assert get_local_window_indices(2 * S - 1, L).tolist() == list(range(2 * S - 1 - L, 2 * S - 1))
+    assert get_local_window_indices(3, 8).tolist() == [0, 1, 2]
+    assert get_local_window_indices(3, 0).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("scores", "candidates", "best"),
+    [
+        ([1.0, 2.0, 2.0, 1.0, 2.0, 2.0], range(6), [1, 2, 4]),  # of equals the lower position
+        ([0.5, 0.0], (0, 1, 5), [0, 1, 5]),  # a position without a score has 0
+        ([torch.nan, 1.0, 0.0, 2.0], range(4), [3, 1, 2]),  # nan ranks last
+    ],
+)
+def test_ties_missing_scores_and_nan(scores, candidates, best):
+    assert select_heavy_hitters(torch.tensor([scores]), [set(candidates)], 3).tolist() == [best]
+
+
+def test_a_token_of_chunk_zero_stays_while_its_score_is_high_and_never_returns():
+    scores = torch.zeros(1, 1, 3 * S)
+    scores[0, 0, 2], scores[0, 0, 5] = 9.0, 8.0
+    memory = build_memory_set(None, 0, S, scores, L, 1)
+    scores[0, 0, 5] = 100.0  # too late: it is no candidate any more
+    for chunk in (1, 2):
+        memory = build_memory_set(memory, chunk * S, (chunk + 1) * S, scores, L, 1)
+    assert memory[0, 0].tolist() == [2, *range(3 * S - L, 3 * S)]
+
+
+def test_heads_and_layers_select_independently():
+    torch.manual_seed(0)
+    scores = torch.rand(2, 2, 2 * S)
+    first = build_memory_set(None, 0, S, scores, L, H)
+    memory = build_memory_set(first, S, 2 * S, scores, L, H)
+    assert (memory[0, 0] != memory[0, 1]).any() and (memory[0, 0] != memory[1, 0]).any()
+    alone = build_memory_set(first[1:, 1:], S, 2 * S, scores[1:, 1:], L, H)
+    assert torch.equal(alone[0, 0], memory[1, 1])
+
+
+@st.composite
+def selections(draw):
+    chunk_begin = draw(st.integers(0, 20))
+    chunk_end = chunk_begin + draw(st.integers(0, 20))
+    heads = draw(st.integers(1, 3))
+    scored = draw(st.integers(0, chunk_end + 3))
+    # Few different values, so that ties are common.
+    value = st.sampled_from([0.0, 0.25, 1.0, 1.5, 7.0])
+    scores = [draw(st.lists(value, min_size=scored, max_size=scored)) for _ in range(heads)]
+    width = draw(st.integers(0, 8))
+    earlier = st.integers(0, chunk_begin - 1) if chunk_begin else st.nothing()
+    memory = []
+    for _ in range(heads):
+        held = sorted(draw(st.sets(earlier, max_size=min(width, chunk_begin))))
+        memory.append(held + [-1] * (width - len(held)))
+    return {
+        "scores": torch.tensor(scores, dtype=torch.float32).reshape(1, heads, scored),
+        "memory": torch.tensor(memory, dtype=torch.int32).reshape(1, heads, width),
+        "chunk_begin": chunk_begin,
+        "chunk_end": chunk_end,
+        "local_window": draw(st.integers(0, 8)),
+        "heavy_budget": draw(st.integers(0, 12)),
+        "sink_tokens": draw(st.integers(0, 5)),
+    }
+
+
+@settings(max_examples=100)
+@given(selections())
+def test_selection_is_what_the_rule_says(case):
+    """Size, order, padding, sinks, local window, no better candidate left out, no other taken."""
+    selected = ops.select_memory(**case)
+    end, budget = case["chunk_end"], case["heavy_budget"]
+    width = case["sink_tokens"] + case["local_window"] + budget
+    assert selected.dtype == torch.int32
+    assert selected.shape == (*case["memory"].shape[:2], width)
+    retained = set(range(min(case["sink_tokens"], end)))
+    retained |= set(range(max(end - case["local_window"], 0), end))
+    for head, row in enumerate(selected[0].tolist()):
+        members = [j for j in row if j >= 0]
+        assert row == members + [-1] * (width - len(members))
+        assert members == sorted(set(members))
+        candidates = set(range(case["chunk_begin"], end))
+        candidates |= {j for j in case["memory"][0, head].tolist() if j >= 0}
+        heavy = set(members) - retained
+        assert retained <= set(members)
+        assert heavy <= candidates
+        assert len(heavy) == min(budget, len(candidates - retained))
+
+        scores = case["scores"][0, head].tolist()
+
+        def rank(j, scores=scores):
+            return (scores[j] if j < len(scores) else 0.0, -j)
+
+        left_out = candidates - retained - heavy
+        if heavy and left_out:
+            assert min(map(rank, heavy)) > max(map(rank, left_out))
+
+
+def test_gather_takes_each_heads_own_rows():
+    torch.manual_seed(0)
+    cache = torch.randn(2, 2, 3, 20, 4)
+    indices = torch.randint(-1, 20, (2, 3, 9), dtype=torch.int32)
+    assert (indices == -1).any()
+    keys, values = gather_memory_kv(cache, indices)
+    for layer in range(2):
+        for head in range(3):
+            for slot, j in enumerate(indices[layer, head].tolist()):
+                expected = cache[layer, :, head, j] if j >= 0 else torch.zeros(2, 4)
+                assert torch.equal(keys[layer, head, slot], expected[0])
+                assert torch.equal(values[layer, head, slot], expected[1])
+    assert torch.equal(sorted_gather(cache[:, 0], indices), keys)
+
+
+def test_absent_rows_of_poisoned_caches_are_zero():
+    cache = torch.full((1, 1, 4, 2), torch.nan)
+    absent = torch.full((1, 1, 3), -1, dtype=torch.int32)
+    assert (ops.gather_rows(cache, absent) == 0).all()
+    assert ops.gather_rows(cache[:, :, :0], absent).tolist() == [[[[0.0, 0.0]] * 3]]
+    assert ops.gather_rows(cache, absent[..., :0]).shape == (1, 1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk_start": -1}, "chunk_start must be >= 0, got -1"),
+        ({"chunk_start": 9}, r"chunk_end must be >= chunk_start \(9\), got 8"),
+        ({"local_window_size": -3}, "local_window_size must be >= 0, got -3"),
+        ({"heavy_budget": -1}, "heavy_budget must be >= 0, got -1"),
+        ({"sink_tokens": -2}, "sink_tokens must be >= 0, got -2"),
+    ],
+)
+def test_wrong_sizes_are_named(change, message):
+    sizes = {"chunk_start": 0, "chunk_end": 8, "local_window_size": 2, "heavy_budget": 2}
+    with pytest.raises(ValueError, match=message):
+        build_memory_set(None, scores=torch.rand(1, 1, 8), **(sizes | change))

@@ -1,0 +1,147 @@
+"""A whole decoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_prefill import PrefillConfig
+from h2o_prefill.reference import ChunkedSparseTransformer, TransformerConfig, chunked_prefill
+
+S = 16
+CONFIG = PrefillConfig(chunk_size=S, local_window=4, heavy_budget=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return ChunkedSparseTransformer(TransformerConfig(num_layers=3)).double()
+
+
+def random_ids(tokens):
+    torch.manual_seed(0)
+    return torch.randint(0, 128, (tokens,))
+
+
+@torch.no_grad()
+def run(model, ids, *calls):
+    """Run calls of (tokens, settings); return the logits of all and the prompt's state."""
+    prompt = model.new_prompt(len(ids))
+    parts = ids.split([tokens for tokens, _ in calls])
+    logits = [
+        model(part, prompt, settings) for part, (_, settings) in zip(parts, calls, strict=True)
+    ]
+    return torch.cat(logits), prompt
+
+
+def assert_equal(got, expected, atol=1e-10):
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, S - 1, S, S + 1, 2 * S - 1, 2 * S, 2 * S + 128])
+def test_the_first_chunk_is_dense_and_the_rest_is_not(model, tokens):
+    ids = random_ids(tokens)
+    logits, dense = chunked_prefill(model, ids, CONFIG), run(model, ids, (tokens, None))[0]
+    assert logits.shape == (tokens, 128) and logits.isfinite().all()
+    assert_equal(logits[:S], dense[:S])
+    assert tokens <= 2 * S or (logits - dense).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:the memory set")
+def test_a_budget_that_holds_everything_is_the_dense_model(model):
+    ids = random_ids(53)
+    for local, heavy, sinks in ((53, 0, 0), (0, 53, 0), (20, 30, 3)):
+        config = CONFIG.replace(local_window=local, heavy_budget=heavy, sink_tokens=sinks)
+        assert_equal(chunked_prefill(model, ids, config), run(model, ids, (53, None))[0])
+
+
+def test_calls_in_multiples_of_s_equal_one_call_and_the_last_chunk_builds_no_set(model):
+    config = CONFIG.replace(sink_tokens=2)
+    whole, state = run(model, random_ids(3 * S + 5), (3 * S + 5, config))
+    assert state.last_chunk_begin == 3 * S
+    assert all((memory[..., -1] == 3 * S - 1).all() for memory in state.memory.values())
+    for calls in ([S, 2 * S + 5], [2 * S, S + 5], [S, S, S, 5]):
+        logits, prompt = run(model, random_ids(3 * S + 5), *((n, config) for n in calls))
+        assert_equal(logits, whole)
+        assert all(torch.equal(prompt.memory[i], state.memory[i]) for i in range(3))
+
+
+def test_a_changed_token_changes_nothing_before_it(model):
+    """Causality through the whole model, to the bit."""
+    ids = random_ids(3 * S + 5)
+    config = CONFIG.replace(sink_tokens=2)
+    logits = chunked_prefill(model, ids, config)
+    for changed in (0, 5, S, 2 * S - 1, 2 * S + 3, 3 * S + 4):
+        other = ids.clone()
+        other[changed] = (other[changed] + 1) % 128
+        after = chunked_prefill(model, other, config)
+        assert torch.equal(after[:changed], logits[:changed])
+        assert (after[changed] != logits[changed]).any()
+
+
+def test_gradients_reach_no_later_token(model):
+    """d out_i / d in_j = 0 for j > i through a sparse layer, and not for j <= i."""
+    hidden = torch.randn(2 * S + 3, 64, dtype=torch.float64, requires_grad=True)
+    for i in (3, S - 1, S, 2 * S + 1):
+        out = model.layers[0](hidden, model.new_prompt(len(hidden)), CONFIG)
+        (gradient,) = torch.autograd.grad(out[i].sum(), hidden)
+        assert (gradient[i + 1 :] == 0).all()
+        assert (gradient[i // S * S : i + 1] != 0).any(-1).all()
+        assert i < S or (gradient[: i // S * S] != 0).any()
+
+
+@pytest.mark.filterwarnings("ignore:the memory set")
+def test_decode_attends_to_everything_and_leaves_scores_and_sets_alone(model):
+    ids, everything = random_ids(2 * S + 9), CONFIG.replace(local_window=2 * S + 9)
+    _, before = run(model, ids[: 2 * S + 5], (2 * S + 5, everything))
+    logits, prompt = run(model, ids, (2 * S + 5, everything), *[(1, None)] * 4)
+    assert_equal(logits, run(model, ids, (len(ids), None))[0])
+    assert prompt.length == 2 * S + 9 and (prompt.cache != 0).any(-1).all()
+    for layer in range(3):
+        assert torch.equal(prompt.scores[layer], before.scores[layer])
+        assert torch.equal(prompt.memory[layer], before.memory[layer])
+
+
+@pytest.mark.filterwarnings("ignore:the memory set")
+def test_decoded_tokens_are_candidates_of_a_later_prefill(model):
+    config = CONFIG.replace(local_window=1, heavy_budget=S + 1)
+    _, prompt = run(model, random_ids(2 * S + 3), (S, config), (3, None), (S, config))
+    # Chunk 0 outranks what was never scored; one heavy slot is left, the last position is local.
+    expected = torch.tensor([*range(S), S, S + 2], dtype=torch.int32)
+    assert all((memory == expected).all() for memory in prompt.memory.values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_dense_model_is_the_llama_of_transformers(tied):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ours = TransformerConfig(tie_embeddings=tied)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=ours.vocab_size,
+            hidden_size=ours.hidden_size,
+            intermediate_size=ours.intermediate_size,
+            num_hidden_layers=ours.num_layers,
+            num_attention_heads=ours.num_heads,
+            num_key_value_heads=ours.num_kv_heads,
+            head_dim=ours.head_dim,
+            rms_norm_eps=ours.rms_norm_eps,
+            tie_word_embeddings=tied,
+            initializer_range=0.3,
+        )
+    ).eval()
+    model = ChunkedSparseTransformer(ours)
+    weights = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
+    model.load_state_dict(weights)
+    ids = random_ids(3 * S + 5)
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    assert_equal(run(model, ids, (len(ids), None))[0], expected, atol=1e-4)
+    assert (chunked_prefill(model, ids, CONFIG) - expected).abs().max() > 1e-2
+
+
+def test_shapes_follow_the_input_and_several_prompts_are_refused(model):
+    ids = random_ids(20)
+    assert chunked_prefill(model, ids[None], CONFIG).shape == (1, 20, 128)
+    with pytest.raises(ValueError, match=r"input_ids must be \[N\] or \[1, N\], got \[2, 20\]"):
+        chunked_prefill(model, torch.stack([ids, ids]), CONFIG)

@@ -1,0 +1,209 @@
+"""Oracles of the operators: the definition of the method, and its invariants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_prefill.reference import ops
+from h2o_prefill.testing import Shape, make_qkv, settings_text
+
+S, L, H, BLOCK = 16, 4, 4, 8
+NO_RECALL = (None, None, None)
+GROUPS = pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+
+
+def random_qkv(tokens, heads=(4, 2), past=0, dtype=torch.float64):
+    q, k, v = make_qkv(Shape(2, *heads, tokens, 8, 6), dtype, past=past)
+    return 2 * q, 2 * k, v
+
+
+def text(**fields):
+    sizes = {"chunk_size": S, "local_window": L, "heavy_budget": H, "recall_block": BLOCK}
+    return settings_text(**(sizes | fields))
+
+
+def prefill(q, k, v, calls=None, recall=NO_RECALL, **fields):
+    """Run calls of the given lengths one after another; return all outputs, scores and memory."""
+    scores, memory, last, past, outputs = None, None, 0, 0, []
+    for new in calls or [q.shape[2]]:
+        end = past + new
+        history = (q[:, :, past:end], k[:, :, :end], v[:, :, :end])
+        out, scores, memory = ops.chunked_sparse_attention(
+            *history, scores, memory, *recall, last, text(**fields)
+        )
+        outputs.append(out)
+        last, past = past + (new - 1) // S * S, end
+    return torch.cat(outputs, dim=2), scores, memory
+
+
+def sdpa(q, k, v, **options):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+
+
+def assert_equal(got, expected, atol=1e-12):
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+def by_definition(q, k, v, recall, sink_tokens=0, dense_tail=0, gqa_reduce="sum"):
+    """Return output, scores and memory: one softmax over the mask of all that a row sees."""
+    (batch, heads, total), group = k.shape[:3], q.shape[1] // k.shape[1]
+    logits = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * q.shape[3] ** -0.5
+    position = torch.arange(total)
+    causal = position <= position.unsqueeze(1)
+
+    def votes(mask):
+        masked = logits.masked_fill(~mask.repeat_interleave(group, 1), -torch.inf)
+        sums = masked.softmax(-1).nan_to_num(0).sum(2).unflatten(1, (heads, group))
+        return sums.amax(2) if gqa_reduce == "max" else sums.sum(2)
+
+    inside = causal & (position // S == position.unsqueeze(1) // S)
+    visible = inside.repeat(batch, heads, 1, 1)
+    scores, memory = votes(visible), torch.empty(batch, heads, 0, dtype=torch.int32)
+    for begin in range(S, total, S):
+        memory = ops.select_memory(scores, memory, begin - S, begin, L, H, sink_tokens)
+        looks_back = torch.zeros_like(visible)
+        for b in range(batch):
+            for h in range(heads):
+                looks_back[b, h, begin : begin + S, memory[b, h].long()] = True
+        scores = scores + votes(looks_back)
+        visible |= looks_back
+    if recall[0] is not None:
+        offsets, positions, visible_from = (x.tolist() for x in recall)
+        for block in range(len(offsets) - 1):
+            b, first = divmod(block, -(-total // BLOCK))
+            for i in range(offsets[block], offsets[block + 1]):
+                for row in range(first * BLOCK, min(first * BLOCK + BLOCK, total)):
+                    if row >= visible_from[i] and positions[i] < row // S * S:
+                        visible[b, :, row, positions[i]] = True
+    if dense_tail:
+        visible[:, :, -dense_tail:] = causal[-dense_tail:]
+    return sdpa(q, k, v, attn_mask=visible.repeat_interleave(group, 1)), scores, memory
+
+
+@GROUPS
+@pytest.mark.parametrize("tokens", [1, S - 1, S, S + 1, 2 * S - 1, 3 * S + 5])
+@pytest.mark.parametrize("recalls", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"sink_tokens": 2, "dense_tail": S + 9}, {"gqa_reduce": "max"}], ids=str
+)
+def test_a_prefill_is_what_the_definition_says(heads, tokens, recalls, options):
+    q, k, v = random_qkv(tokens, heads)
+    ids = torch.randint(0, 6, (2, tokens), generator=torch.Generator().manual_seed(0))
+    recall = ops.lexical_recall(ids, 0, S, BLOCK, 2, max_count=99) if recalls else NO_RECALL
+    out, scores, memory = prefill(q, k, v, recall=recall, **options)
+    expected = by_definition(q, k, v, recall, **options)
+    assert_equal(out, expected[0])
+    assert_equal(scores, expected[1])
+    assert torch.equal(memory, expected[2]) if tokens > S else (memory == -1).all()
+
+
+@GROUPS
+@pytest.mark.parametrize(
+    ("sinks", "local", "heavy"), [(0, 0, 53), (0, 53, 0), (53, 0, 0), (5, 30, 18)]
+)
+@pytest.mark.parametrize("calls", [None, [7, 46], [16, 32, 5]])
+def test_a_memory_that_holds_everything_is_dense(heads, sinks, local, heavy, calls):
+    q, k, v = random_qkv(53, heads)
+    sizes = {"sink_tokens": sinks, "local_window": local, "heavy_budget": heavy}
+    assert_equal(prefill(q, k, v, calls, **sizes)[0], sdpa(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("calls", [[S, 2 * S + 5], [2 * S, S + 5], [S, S, S, 5]])
+def test_calls_in_multiples_of_s_equal_one_call(calls):
+    q, k, v = random_qkv(3 * S + 5)
+    whole, parts = prefill(q, k, v, sink_tokens=3), prefill(q, k, v, calls, sink_tokens=3)
+    assert_equal(parts[0], whole[0])
+    assert_equal(parts[1], whole[1])
+    assert torch.equal(parts[2], whole[2])
+
+
+def test_tokens_from_outside_prefill_score_zero_and_are_candidates():
+    q, k, v = random_qkv(3 * S)
+    settings = text(local_window=2, heavy_budget=S + 2)
+    # Six tokens arrived without the operator after a first call, and a chunk and a half follow.
+    scores = prefill(*(x[:, :, :S] for x in (q, k, v)))[1]
+    _, scores, memory = ops.chunked_sparse_attention(
+        q[:, :, S + 6 :], k, v, scores, None, *NO_RECALL, 0, settings
+    )
+    # All of chunk 0 outranks a score of 0; two slots are left, and of equals the lower win them.
+    first = ops.select_memory(scores[..., :S], memory[..., :0], 0, S + 6, 2, S + 2, 0)
+    assert first[0, 0].tolist() == [*range(S), S, S + 1, S + 4, S + 5]
+    assert (scores[..., [S + 2, S + 3]] == 0).all() and (scores[..., [S, S + 4]] > 0).all()
+
+
+def test_state_is_optional_and_left_as_it_was():
+    q, k, v = random_qkv(3 * S)
+    history = (q[:, :, S:], k, v)
+    zeros, empty = torch.zeros(2, 2, S, dtype=q.dtype), torch.full((2, 2, L + H), -1).int()
+    without = ops.chunked_sparse_attention(*history, None, None, *NO_RECALL, 0, text())
+    given = ops.chunked_sparse_attention(*history, zeros, empty, *NO_RECALL, 0, text())
+    assert all(torch.equal(x, y) for x, y in zip(given, without, strict=True))
+    assert (zeros == 0).all() and (empty == -1).all()
+    _, scores, memory = without
+    out, *same = ops.chunked_sparse_attention(
+        q[:, :, :0], k, v, scores, memory, *NO_RECALL, S, text()
+    )
+    assert out.shape == (2, 4, 0, 6)
+    assert torch.equal(same[0], scores) and torch.equal(same[1], memory)
+
+
+def test_phases_are_attention_over_their_keys():
+    q, k, v = random_qkv(20)
+    out, lse, colsum = ops.intra_chunk_attention(q, k, v, S, scale=0.3)
+    rows = slice(S, 20)
+    last = [x[:, :, rows] for x in (q, k, v)]
+    assert_equal(out[:, :, rows], sdpa(*last, scale=0.3, is_causal=True))
+    assert_equal(colsum.sum(-1), torch.full((2, 2), 2.0 * 20, dtype=q.dtype))
+
+    indices = torch.tensor([[1, 4, 9, -1], [0, 2, 19, -1]], dtype=torch.int32).expand(2, -1, -1)
+    out, lse, colsum = ops.memory_attention(q, k, v, indices, scale=0.3)
+    keys, values = (ops.gather_rows(x, indices[..., :3]) for x in (k, v))
+    assert_equal(out, sdpa(q, keys, values, scale=0.3))
+    logits = 0.3 * q @ keys.repeat_interleave(2, 1).transpose(-1, -2)
+    assert_equal(lse, logits.logsumexp(-1))
+    assert_equal(colsum.sum(-1), torch.full((2, 2), 2.0 * 20, dtype=q.dtype))
+    assert (colsum[..., 3] == 0).all()
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_memory_attention_over_nothing(width):
+    indices = torch.full((2, 2, width), -1, dtype=torch.int32)
+    out, lse, colsum = ops.memory_attention(*random_qkv(5), indices)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    assert colsum.shape == (2, 2, width) and (colsum == 0).all()
+
+
+@GROUPS
+@pytest.mark.parametrize("rows", [0, 1, 7, 20])
+def test_dense_attention_of_the_last_rows_is_pytorchs(heads, rows):
+    q, k, v = random_qkv(rows, heads, past=20 - rows)
+    mask = torch.ones(rows, 20, dtype=torch.bool).tril(20 - rows)
+    expected = sdpa(q, k, v, attn_mask=mask, scale=0.3)
+    assert_equal(ops.dense_attention(q, k, v, 0.3), expected)
+
+
+def test_merge_states_ignores_an_empty_side_and_takes_any_lse():
+    out, lse = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
+    poison, nothing = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    for sides in ((out, lse, poison, nothing), (poison, nothing, out, lse)):
+        merged = ops.merge_states(*sides)
+        assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
+    both = ops.merge_states(poison, nothing, poison, nothing)
+    assert (both[0] == 0).all() and (both[1] == -torch.inf).all()
+    far, lse = ops.merge_states(out, lse + 1e4, 3 * out, lse - 1e4)
+    assert torch.equal(far, out) and lse.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dtypes_of_the_results(dtype):
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = random_qkv(2 * S, dtype=dtype)
+    out, scores, memory = prefill(q, k, v)
+    assert (out.dtype, scores.dtype, memory.dtype) == (dtype, statistics, torch.int32)
+    for results in (
+        ops.intra_chunk_attention(q, k, v, S),
+        ops.memory_attention(q, k, v, memory),
+        ops.merge_states(out, scores.repeat(1, 2, 1), out, scores.repeat(1, 2, 1)),
+    ):
+        assert [x.dtype for x in results] == [dtype, *[statistics] * (len(results) - 1)]

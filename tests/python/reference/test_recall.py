@@ -1,0 +1,78 @@
+"""Lexical recall by examples; tests/python/ops has its properties."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from h2o_prefill.reference import ops
+
+
+def entries(token_ids, *args, **options):
+    """Return [(position, visible_from), ...] per block."""
+    offsets, positions, visible_from = ops.lexical_recall(torch.tensor(token_ids), *args, **options)
+    assert offsets.dtype == positions.dtype == visible_from.dtype == torch.int32
+    pairs = list(zip(positions.tolist(), visible_from.tolist(), strict=True))
+    bounds = offsets.tolist()
+    return [pairs[a:b] for a, b in pairwise(bounds)]
+
+
+LONG = [[9, 0, 9, 1, 9, 2, 7, 8, 9, 3]]
+SUFFIXES = [[1, 2, 5, 2, 6, 6, 6, 6, 1, 2]]
+FREQUENT = [[1, 9, 1, 9, 1, 1]]  # the token 1 occurs three times up to 4, four times up to 5
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "options", "second_block"),
+    [
+        # The latest matches win.
+        (LONG, (8, 8, 1), {"span": 1}, [(4, 8)]),
+        (LONG, (8, 8, 2), {"span": 1}, [(2, 8), (4, 8)]),
+        # The longest n-gram with a match is used alone.
+        (SUFFIXES, (8, 8, 4), {"span": 1, "max_suffix": 2}, [(0, 8), (1, 9)]),
+        (SUFFIXES, (8, 8, 4), {"span": 1, "max_suffix": 1}, [(0, 8), (1, 9), (3, 9)]),
+        # A frequent token is not looked up alone.
+        (FREQUENT, (4, 4, 9), {"span": 1, "max_suffix": 1, "max_count": 3}, [(0, 4), (2, 4)]),
+        (FREQUENT, (4, 4, 9), {"span": 1, "max_suffix": 1, "max_count": 2}, []),
+        # The span stops at the chunk, and a match inside the chunk is not recalled.
+        ([[5, 6, 7, 8, 8]], (4, 4, 1), {"span": 3}, [(3, 4)]),
+        ([[1, 2, 3, 4, 7, 7, 7, 7]], (4, 4, 4), {}, []),
+    ],
+)
+def test_examples(text, arguments, options, second_block):
+    assert entries(text, 0, *arguments, **options)[1] == second_block
+
+
+def test_worked_example():
+    assert entries([[1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4]], 0, 4, 2, 2) == [
+        [],
+        [],
+        [(0, 4), (1, 4), (2, 5)],  # "1" occurred at 0; "1 2" ended at 1
+        [(2, 6), (3, 6)],  # "1 2 3" ended at 2; 5 is new
+        [(0, 8), (1, 8), (4, 8), (5, 8), (2, 9), (6, 9)],
+        # "2 3 4" ended at 3; "3 4" and "4" do not count.
+        [(2, 10), (3, 10), (6, 10), (7, 10), (4, 11)],
+    ]
+
+
+def test_calls_in_multiples_of_s_find_the_same_as_one_call():
+    text = torch.randint(0, 5, (2, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    whole, later = entries(text, 0, 8, 4, 3), entries(text, 16, 8, 4, 3)
+    per_row = len(whole) // 2
+    assert later == whole[4:per_row] + whole[per_row + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"begin": 5}, r"begin must be in \[0, 4\], got 5"),
+        ({"block": 3}, "chunk_size must be a multiple of block, got 4 and 3"),
+        ({"max_matches": 0}, "max_matches must be >= 1, got 0"),
+    ],
+)
+def test_wrong_sizes_are_named(change, message):
+    arguments = {"begin": 0, "chunk_size": 4, "block": 2, "max_matches": 1} | change
+    with pytest.raises(ValueError, match=message):
+        ops.lexical_recall(torch.tensor([[1, 2, 3, 4]]), **arguments)
