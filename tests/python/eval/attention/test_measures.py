@@ -21,7 +21,6 @@ from h2o_prefill.eval.attention.measures import measure_layer
 from h2o_prefill.eval.recalled_keys import find_recalled
 from h2o_prefill.functional import LogitOptions, recall_settings
 from h2o_prefill.reference.recall import lexical_recall
-from h2o_prefill.testing import sparse_settings
 
 LENGTH = 72  # four chunks of 16 tokens and one of 8
 ENDS = (16, 32, 48, 64, 72)
@@ -57,7 +56,7 @@ def _brute_force(
         lists = lexical_recall(prompt, 0, *recall_settings(config))
     attend = partial(
         reference.ops.chunked_sparse_attention,
-        **sparse_settings(config),
+        settings=config,
         scale=scale,
         sinks=sinks,
         softcap=softcap,
