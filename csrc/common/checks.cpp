@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "common/config_fields.h"
+#include "common/overlap.h"
 #include "common/rules.h"
 #include "common/tensors.h"
 
@@ -180,6 +181,8 @@ void check_accumulate_scores(const Tensor& scores, const Tensor& memory, const T
   check_memory_sets("memory", memory, scores, scores.size(2));
   TORCH_CHECK_VALUE(colsum.sizes() == memory.sizes(), "colsum must have the shape of memory ",
                     memory.sizes(), ", got ", colsum.sizes());
+  check_no_internal_overlap({"scores", scores});
+  check_no_overlap({"scores", scores}, {{"memory", memory}, {"colsum", colsum}});
 }
 
 void check_gather_rows(const Tensor& x, const Tensor& indices) {

@@ -14,6 +14,7 @@
 
 #include "common/checks.h"
 #include "common/config_fields.h"
+#include "common/overlap.h"
 #include "common/rules.h"
 #include "common/tensors.h"
 
@@ -110,6 +111,22 @@ void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   check_per_kv_head("memory", buffers.memory, k);
   check_dtype("memory", buffers.memory, at::kInt);
   check_device("memory", buffers.memory, q, "q");
+}
+
+// Keys may come from cache_key and values from cache_value: write_rows() copies those that lie
+// across their place.
+void check_overlaps(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const PrefillBuffers& buffers, const at::Tensor& position) {
+  const NamedTensor key{"cache_key", buffers.key}, value{"cache_value", buffers.value},
+      scores{"scores", buffers.scores}, memory{"memory", buffers.memory};
+  for (const auto& written : {key, value, scores, memory}) {
+    check_no_internal_overlap(written);
+    check_no_overlap(written, {{"q", q}, {"position", position}});
+  }
+  check_no_overlap(key, {value, scores, memory, {"v", v}});
+  check_no_overlap(value, {scores, memory, {"k", k}});
+  check_no_overlap(scores, {memory, {"k", k}, {"v", v}});
+  check_no_overlap(memory, {{"k", k}, {"v", v}});
 }
 
 // What a sparse call writes besides.
@@ -225,6 +242,7 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   const auto config = read_settings(settings);
   const auto [past, last_chunk_begin] = Position::read(position);
   check_buffers(q, k, v, buffers, past, scale);
+  check_overlaps(q, k, v, buffers, position);
   check_logit_options(sinks, softcap, q);
   const int64_t length = q.size(2);
   PlacedCall call{.is_sparse = config->is_sparse(layer, past, length),

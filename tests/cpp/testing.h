@@ -134,6 +134,19 @@ inline ::testing::AssertionResult same(const at::Tensor& got, const at::Tensor& 
                  << difference.max().item<double>() << " at most";
 }
 
+// The same values with the tokens outermost, as models have them, or with the head dim outermost.
+inline at::Tensor by_token(const at::Tensor& x) {
+  return x.transpose(1, 2).contiguous().transpose(1, 2);
+}
+inline at::Tensor by_dim(const at::Tensor& x) {
+  return x.transpose(2, 3).contiguous().transpose(2, 3);
+}
+
+// How far rounding to a dtype takes the values, at most.
+inline double rounding_error(const at::Tensor& x, at::ScalarType type) {
+  return (x.to(type).to(at::kDouble) - x).abs().max().item<double>();
+}
+
 // The message of the error that the call throws, which must be an `Error`.
 template <typename Error, typename Call>
 std::string message_of(Call&& call) {

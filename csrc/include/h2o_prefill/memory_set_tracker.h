@@ -62,7 +62,11 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   // Where the last chunk of a layer began; 0 for a layer without scores.
   int64_t last_chunk_begin(int64_t layer) const { return layer_at(layer).last_chunk_begin; }
 
-  // Replaces the state of a layer by what chunked_sparse_attention returned. Copies.
+  // A copy of a layer's state; undefined tensors for a layer without scores.
+  LayerState state(int64_t layer) const;
+
+  // Replaces the state of a layer by a copy of what chunked_sparse_attention or state() returned;
+  // undefined tensors make it a layer without scores.
   void update(int64_t layer, const LayerState& state);
 
   // The buffers of a layer, scores [B, Hkv, capacity or more] and memory, for a call of
@@ -98,6 +102,8 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
 
   const Layer& layer_at(int64_t layer) const;
   const Layer& scored_layer_at(int64_t layer) const;
+  // Drops everything that a layer holds but its budgets.
+  void clear(int64_t layer);
   // Makes room for scores of `length` positions like those of x [B, Hkv, ...].
   void grow(int64_t layer, const at::Tensor& x, at::ScalarType type, int64_t length);
 

@@ -53,7 +53,9 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // Tokens that all layers hold.
   int64_t length() const;
 
-  // Drops all tokens behind the first `length`, and a call that has begun (see
+  // Drops all tokens after the first `length`. A call that some layers have not attended in is
+  // undone first: scores, memory sets and ids are again what they were before its begin(), to the
+  // bit. What a complete call added to the scores of earlier tokens stays (see
   // MemorySetTracker::truncate).
   void truncate(int64_t length);
 
@@ -77,11 +79,19 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   struct Call {
     int64_t past = 0;
     int64_t num_tokens = 0;
+    // What the call may change of what was there before it.
+    bool ids_known = true;
+    std::vector<std::optional<LayerState>> layers = {};  // before a layer attended sparsely
+    std::optional<int64_t> batch = {};                   // of the token ids, where they are given
     RecallLists recall = {};
   };
 
   // Checks that a call of so many tokens may begin.
   void begin_call(int64_t num_tokens);
+  // Gives a layer the scores and the memory set back that it had before the call.
+  void undo(int64_t layer);
+  // Undoes the call under way unless all layers have attended in it.
+  void undo_incomplete_call();
   // The lists where a layer's tensors are.
   const RecallLists& recall_on(const at::Device& device);
 

@@ -75,22 +75,6 @@ void expect_nothing_stays(const std::function<void(int64_t length)>& run) {
   EXPECT_LE(last.resident - first.resident, kResidentBound);
 }
 
-TEST(Leaks, TheOperatorInSeveralCalls) {
-  const auto config = every_setting();
-  const auto x = random_qkv(kLongest);
-  const auto ids = at::arange(kLongest).remainder(23).expand({2, kLongest}).contiguous();
-  expect_nothing_stays([&](int64_t length) {
-    LayerState state;
-    for (const int64_t end : {length / 2, length}) {
-      const int64_t begin = end == length ? length / 2 : 0;
-      const auto recall = lexical_recall(ids.slice(1, 0, end), begin, config);
-      const auto call = x.call(begin, end);
-      std::tie(std::ignore, state) =
-          chunked_sparse_attention(call.q, call.k, call.v, state, config.of_layer(0), recall);
-    }
-  });
-}
-
 TEST(Leaks, TheOperatorWithSettingsThatItHasNotSeen) {
   const auto x = random_qkv(kLongest);
   int64_t texts = 0;

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "h2o_prefill/ops.h"
+#include "kernels/cpu/cpu_features.h"
 #include "testing.h"
 
 namespace h2o_prefill {
@@ -24,6 +25,12 @@ TEST(Library, IsaIsOneThatIsCompiled) {
           cpu_isa())))
       << cpu_isa();
 }
+
+// The CPUs that are known, whichever this is.
+static_assert(has_fast_bfloat16_products({"AuthenticAMD", 0x19}));   // Zen 4
+static_assert(has_fast_bfloat16_products({"AuthenticAMD", 0x1A}));   // Zen 5
+static_assert(!has_fast_bfloat16_products({"AuthenticAMD", 0x17}));  // Zen 2
+static_assert(!has_fast_bfloat16_products({"GenuineIntel", 0x06}));
 
 TEST(Library, OpsAreRegistered) {
   for (const char* name : {"intra_chunk_attention", "memory_attention", "merge_states",
