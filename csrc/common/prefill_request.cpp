@@ -48,7 +48,7 @@ void check_recall_values(const RecallLists& lists, int64_t total) {
                           " twice in block ", block);
         TORCH_CHECK_VALUE(i == offset[block] || visible[i - 1] <= visible[i],
                           "recall_visible_from must rise inside a block, got ", visible[i],
-                          " behind ", visible[i - 1]);
+                          " after ", visible[i - 1]);
         listed[position[i]] = static_cast<int32_t>(block);
       }
     }
@@ -93,7 +93,7 @@ void check_buffer(const char* name, const at::Tensor& buffer, const at::Tensor& 
   check_size(name, buffer, 3, x.size(3), "the head dim");
 }
 
-// Room for k and v behind `past` tokens.
+// The buffers must have room for k and v after `past` tokens.
 void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const PrefillBuffers& buffers, int64_t past, std::optional<double> scale) {
   check_qkv(q, k, v, scale);
@@ -113,8 +113,8 @@ void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   check_device("memory", buffers.memory, q, "q");
 }
 
-// Keys may come from cache_key and values from cache_value: write_rows() copies those that lie
-// across their place.
+// k may be a view of cache_key and v one of cache_value: write_rows() copies rows that overlap
+// their destination.
 void check_overlaps(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                     const PrefillBuffers& buffers, const at::Tensor& position) {
   const NamedTensor key{"cache_key", buffers.key}, value{"cache_value", buffers.value},
@@ -129,7 +129,7 @@ void check_overlaps(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
   check_no_overlap(memory, {{"k", k}, {"v", v}});
 }
 
-// What a sparse call writes besides.
+// The buffers that only a sparse call writes.
 void check_state_buffers(const PrefillRequest& request) {
   TORCH_CHECK_VALUE(request.scores.is_contiguous() && request.scores.size(2) >= request.total(),
                     "scores must be contiguous with room for ", request.total(),
@@ -153,7 +153,7 @@ void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
   const auto* const from = static_cast<const char*>(x.const_data_ptr());
   if (rows == from && buffer.strides() == x.strides()) return;
   if (!has_few_plain_rows(x) || buffer.stride(3) != 1 || buffer.is_alias_of(x)) {
-    // Rows of the same buffer may lie across their own place.
+    // Source rows in the same buffer may overlap their destination.
     buffer.narrow(2, begin, x.size(2)).copy_(buffer.is_alias_of(x) ? x.clone() : x);
     return;
   }
@@ -288,7 +288,7 @@ Position Position::read(const at::Tensor& position) {
 }
 
 std::shared_ptr<const PrefillConfig> read_settings(std::string_view text) {
-  // A model has a few texts; what makes up new ones all the time must not fill memory.
+  // A model has a few texts. A caller that makes up new ones all the time must not fill memory.
   constexpr size_t kMostTexts = 64;
   static std::mutex mutex;
   static std::map<std::string, std::shared_ptr<const PrefillConfig>, std::less<>> known;

@@ -1,4 +1,4 @@
-// What the tests of ops and classes share: random inputs, and attention in plain ATen calls and
+// Shared by the tests of ops and classes: random inputs, and attention in plain ATen calls and
 // float64, over all keys at once with a mask, so that a mistake in gathering, blocking or merging
 // cannot be in both.
 #pragma once
@@ -80,7 +80,7 @@ inline Attention attend_causally(const Qkv& x) {
   return attend(x, causal_mask(x.q.size(2), x.k.size(2)));
 }
 
-// Query and key in the same chunk, key not behind the query.
+// Query and key in the same chunk, key not after the query.
 inline at::Tensor chunk_mask(int64_t length, int64_t chunk_size) {
   const auto chunk = at::floor_divide(at::arange(length), chunk_size);
   return causal_mask(length, length).logical_and(chunk.unsqueeze(1) == chunk.unsqueeze(0));

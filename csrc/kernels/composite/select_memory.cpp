@@ -19,7 +19,7 @@ at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& sets, int64
   const int64_t width = sink_tokens + local_window + heavy_budget;
   // Positions of ascending sets, so there are no more of them than positions.
   const auto memory = sets.narrow(2, 0, std::min(sets.size(2), chunk_end));
-  constexpr int32_t kAbsent = std::numeric_limits<int32_t>::max();  // sorts behind every position
+  constexpr int32_t kAbsent = std::numeric_limits<int32_t>::max();  // sorts after every position
   const int64_t local_begin = std::max<int64_t>(chunk_end - local_window, 0);
   const int64_t sink_end = std::min(sink_tokens, local_begin);
   const auto options = memory.options();

@@ -1,4 +1,4 @@
-// Prompt after prompt, nothing stays behind: what malloc has handed out and what is resident are
+// Prompts leave no memory allocated: the bytes that malloc has handed out and the resident set are
 // the same after 50 prompts of random lengths and after 1,000, within the bounds below.
 //
 // GLIBC_TUNABLES=glibc.malloc.tcache_count=0, which ctest sets, keeps freed blocks from counting as
@@ -64,7 +64,7 @@ void expect_nothing_stays(const std::function<void(int64_t length)>& run) {
   if (counts_freed_blocks()) GTEST_SKIP() << "needs GLIBC_TUNABLES=glibc.malloc.tcache_count=0";
   std::mt19937 random(7);
   std::uniform_int_distribution<int64_t> lengths(1, kLongest);
-  // Every way of attending once; and more prompts than texts of settings are kept.
+  // Each kind of call once; and more prompts than texts of settings are kept.
   for (int64_t length = kLongest; length > 0; length -= kWarmUpStep) run(length);
   run(1);
   for (int i = 0; i < kFirstReading; ++i) run(lengths(random));

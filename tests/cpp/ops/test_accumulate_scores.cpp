@@ -73,7 +73,7 @@ TEST(AccumulateScores, PositionOutOfRange) {
   EXPECT_VALUE_ERROR(accumulate_scores_(scores, positions({1, 8}), colsum),
                      "memory must be -1 or in [0, 8), got 8");
   EXPECT_VALUE_ERROR(accumulate_scores_(scores, positions({3, 3}), colsum),
-                     "memory must be strictly ascending, got 3 behind 3");
+                     "memory must be strictly ascending, got 3 after 3");
   EXPECT_TRUE(same(scores, at::ones({1, 1, 8})));
 }
 

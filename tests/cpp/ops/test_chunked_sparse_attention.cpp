@@ -35,7 +35,7 @@ struct Options {
   }
 };
 
-// What a prompt's calls leave behind.
+// The state after the calls of a prompt.
 struct State : LayerState {
   at::Tensor out;
 };

@@ -77,7 +77,7 @@ TEST(MemoryAttention, WrongArguments) {
 TEST(MemoryAttention, PositionOutOfRange) {
   const auto x = random_qkv(kLength);
   EXPECT_THROW(memory_attention(x.q, x.k, x.v, positions({3, 40}, 2, 2)), c10::Error)
-      << "40 is behind the last key";
+      << "the last key is 39";
 }
 
 }  // namespace

@@ -165,7 +165,7 @@ TEST(PrefillAttention, HasSinksAndSoftcapSparselyAndDensely) {
 }
 
 TEST(PrefillAttentionInPlace, GoesOnFromARewoundPosition) {
-  // Tokens behind 40 are replaced; nothing of those that stood there is left.
+  // Tokens after the first 40 are replaced, without a trace of the old ones.
   const auto x = random_qkv(90);
   Layer rewound, straight;
   for (auto* layer : {&rewound, &straight}) layer->attend(x.tokens(0, 40));
@@ -295,17 +295,14 @@ TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
         [](L& l, Qkv&, R&) { l.position = at::zeros({1}, at::kLong); });
   wrong("position must be int64, got int32",
         [](L& l, Qkv&, R&) { l.position = at::zeros({2}, at::kInt); });
-  wrong("position must not be negative", [](L& l, Qkv&, R&) {
-    l.position = at::tensor({-1, 0}, at::kLong);
-  });
-  wrong("last_chunk_begin must be in [0, 20]", [](L& l, Qkv&, R&) {
-    l.position = at::tensor({20, 32}, at::kLong);
-  });
+  wrong("position must not be negative",
+        [](L& l, Qkv&, R&) { l.position = at::tensor({-1, 0}, at::kLong); });
+  wrong("last_chunk_begin must be in [0, 20]",
+        [](L& l, Qkv&, R&) { l.position = at::tensor({20, 32}, at::kLong); });
   wrong("k must have the length of q (40)",
         [](L&, Qkv& t, R&) { t.k = t.k.narrow(2, 0, 9), t.v = t.v.narrow(2, 0, 9); });
   wrong("must be given together", [](L&, Qkv&, R& r) { r.offsets = at::zeros({1}, at::kInt); });
-  wrong(
-      "preset must be one of h2o, recommended, got \"best\"", [](L&, Qkv&, R&) {}, "best");
+  wrong("preset must be one of h2o, recommended, got \"best\"", [](L&, Qkv&, R&) {}, "best");
   EXPECT_VALUE_ERROR(layer.attend(x, kSettings, -1), "layer must be >= 0, got -1");
   EXPECT_VALUE_ERROR(advance_position_(layer.position, -1, kSettings),
                      "num_tokens must be >= 0, got -1");
@@ -337,9 +334,8 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
     b.key = rows.narrow(3, 0, 8);
     b.value = rows.narrow(3, 4, 8);
   });
-  refused("cache_key must have every element at an address of its own", [](S&, B& b) {
-    b.key = at::zeros({2, 1, 100, 8}).expand({2, 2, 100, 8});
-  });
+  refused("cache_key must have every element at an address of its own",
+          [](S&, B& b) { b.key = at::zeros({2, 1, 100, 8}).expand({2, 2, 100, 8}); });
   refused("cache_value must have every element at an address of its own", [](S&, B& b) {
     b.value = at::zeros({2, 2, 100, 8}).as_strided({2, 2, 100, 8}, {1600, 800, 4, 1});
   });
@@ -351,9 +347,8 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
           [](S& s, B& b) { s.v = b.key.narrow(2, 0, 20); });
   refused("k must not share memory with cache_value",
           [](S& s, B& b) { s.k = b.value.narrow(2, 0, 20); });
-  refused("scores must not share memory with cache_value", [](S&, B& b) {
-    b.scores = b.value.flatten().narrow(0, 16, 400).view({2, 2, 100});
-  });
+  refused("scores must not share memory with cache_value",
+          [](S&, B& b) { b.scores = b.value.flatten().narrow(0, 16, 400).view({2, 2, 100}); });
   refused("memory must not share memory with scores", [](S&, B& b) {
     b.memory = b.scores.view(at::kInt).flatten().narrow(0, 0, 32).view({2, 2, kMemory});
   });
@@ -394,7 +389,7 @@ TEST(PrefillAttentionInPlace, PositionOutOfRange) {
   layer.buffers.memory.select(2, 0).fill_(50);
   EXPECT_VALUE_ERROR_WITH(layer.attend(x), "memory must be -1 or in [0, 40), got 50");
   layer.buffers.memory.copy_(positions({0, 3, 3, 4, -1, -1, -1, -1}, 2, 2));
-  EXPECT_VALUE_ERROR_WITH(layer.attend(x), "memory must be strictly ascending, got 3 behind 3");
+  EXPECT_VALUE_ERROR_WITH(layer.attend(x), "memory must be strictly ascending, got 3 after 3");
 }
 
 TEST(PrefillAttention, HandsTheStateOnWhereItIsDense) {
