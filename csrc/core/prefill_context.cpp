@@ -64,7 +64,7 @@ int64_t PrefillContext::length() const {
   return shortest;
 }
 
-void PrefillContext::begin_call(int64_t num_tokens) {
+void PrefillContext::begin_call(int64_t num_tokens, std::optional<int64_t> batch) {
   const int64_t past = length();
   check_call_tokens(past, num_tokens);
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
@@ -76,10 +76,15 @@ void PrefillContext::begin_call(int64_t num_tokens) {
                     "max_tokens must be >= ", past + num_tokens,
                     ", the tokens after this call, got ", cache_->max_capacity());
   undo_incomplete_call();  // one that no layer attended in: its ids are not the prompt's
+  call_.reset();
+  TORCH_CHECK_VALUE(!batch || past == 0 || !ids_known_ || *batch == ids_.size(0),
+                    "token_ids must have the batch size of the prompt (", ids_.size(0), "), got ",
+                    *batch);
   call_ = Call{.past = past,
                .num_tokens = num_tokens,
                .ids_known = ids_known_,
-               .layers = std::vector<std::optional<LayerState>>(num_layers())};
+               .layers = std::vector<std::optional<LayerState>>(num_layers()),
+               .batch = batch};
 }
 
 void PrefillContext::undo(int64_t layer) {
@@ -105,12 +110,8 @@ void PrefillContext::begin(const at::Tensor& token_ids) {
   check_dims("token_ids", token_ids, 2);
   check_dtype("token_ids", token_ids, at::kLong);
   const int64_t past = length();
-  TORCH_CHECK_VALUE(past == 0 || !ids_known_ || token_ids.size(0) == ids_.size(0),
-                    "token_ids must have the batch size of the prompt (", ids_.size(0),
-                    "), got shape ", token_ids.sizes());
   const int64_t added = token_ids.size(1);
-  begin_call(added);
-  call_->batch = token_ids.size(0);
+  begin_call(added, token_ids.size(0));
   if (!ids_known_) return;
   // Ordinary tensors, as in the cache.
   const c10::InferenceMode ordinary_tensors(false);

@@ -82,12 +82,12 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
     // The state before the call, as far as the call may change it.
     bool ids_known = true;
     std::vector<std::optional<LayerState>> layers = {};  // before a layer attended sparsely
-    std::optional<int64_t> batch = {};                   // of the token ids, where they are given
+    std::optional<int64_t> batch = {};                   // of the token ids
     RecallLists recall = {};
   };
 
-  // Checks that a call of so many tokens may begin.
-  void begin_call(int64_t num_tokens);
+  // Begins a call, where one may begin. batch: of the token ids, where they are given.
+  void begin_call(int64_t num_tokens, std::optional<int64_t> batch = std::nullopt);
   // Restores the scores and the memory set that a layer had before the call.
   void undo(int64_t layer);
   // Undoes the call under way unless all layers have attended in it.

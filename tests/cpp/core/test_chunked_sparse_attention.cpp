@@ -102,14 +102,6 @@ TEST(ChunkedSparseAttention, SparseCallAfterTokensFromElsewhere) {
   EXPECT_EQ(prompt.tracker->last_chunk_begin(0), 82);
 }
 
-TEST(ChunkedSparseAttention, SparseCallAfterDenseStart) {
-  const auto x = random_qkv(60);
-  Prompt prompt;
-  prompt.forward(x.tokens(0, 10));
-  EXPECT_TRUE(
-      same(prompt.forward(x.tokens(10, 60)), std::get<0>(run_op(prompt.config, x.call(10, 60)))));
-}
-
 TEST(ChunkedSparseAttention, DenseLayersStayDense) {
   auto config = small_config();
   config.dense_layers = {1};

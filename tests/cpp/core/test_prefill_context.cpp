@@ -191,6 +191,10 @@ TEST(PrefillContext, ACallThatNoLayerAttendedInIsReplaced) {
   prompt.run(context, 0, 60);
   context.begin(prompt.ids.slice(1, 0, 5));
   context.begin(3);
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1)),
+                     "max_tokens must be >= 120, the tokens after this call, got 90");
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1).slice(1, 0, 7)),
+                     "token_ids must have the batch size of the prompt (2), got 1");
   context.begin(prompt.ids.slice(1, 0, 7));
   EXPECT_TRUE(same(context.token_ids(), prompt.ids));
 }
@@ -284,8 +288,8 @@ TEST(PrefillContext, WrongArguments) {
                      "8]");
   EXPECT_VALUE_ERROR(context.truncate(-1), "length must be >= 0, got -1");
   prompt.run(context, 0, 40);
-  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1)),
-                     "token_ids must have the batch size of the prompt (2), got shape [1, 40]");
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1).slice(1, 0, 5)),
+                     "token_ids must have the batch size of the prompt (2), got 1");
 }
 
 }  // namespace
