@@ -59,7 +59,7 @@ void expect_same_state(const PrefillContext& context, const PrefillContext& expe
   ASSERT_EQ(context.length(), expected.length());
   const auto ids = context.token_ids(), expected_ids = expected.token_ids();
   ASSERT_EQ(ids.defined(), expected_ids.defined());
-  if (ids.defined()) EXPECT_TRUE(same(ids, expected_ids));
+  EXPECT_TRUE(!ids.defined() || same(ids, expected_ids));
   const auto state = context.tracker()->state_tensors();
   const auto expected_state = expected.tracker()->state_tensors();
   ASSERT_EQ(state.size(), expected_state.size());
