@@ -7,6 +7,7 @@ set(H2O_HOST_SOURCES
     common/checks.cpp
     common/config.cpp
     common/linear_attention_request.cpp
+    common/overlap.cpp
     common/prefill_request.cpp
     common/rules.cpp
     common/tensors.cpp
@@ -49,7 +50,6 @@ set(H2O_CPU_SOURCES
     kernels/cpu/accumulate_scores_kernel.cpp
     kernels/cpu/amx_gemm.cpp
     kernels/cpu/attend_chunk.cpp
-    kernels/cpu/bfloat16_probe.cpp
     kernels/cpu/chunked_sparse_attention_kernel.cpp
     kernels/cpu/chunkwise_linear_attention_backward_kernel.cpp
     kernels/cpu/chunkwise_linear_attention_kernel.cpp

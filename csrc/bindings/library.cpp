@@ -7,7 +7,7 @@
 
 namespace h2o_prefill {
 
-void init() {}
+void init() { cpu_kernels(); }
 
 std::string version() { return H2O_VERSION; }
 

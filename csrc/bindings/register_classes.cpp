@@ -88,7 +88,7 @@ void register_config(torch::Library& m) {
           "Return the text that names every field.")
       .def(
           "advice", [](const Config& self) { return self->config.advice(); },
-          "Return what is legal and still not what a user wants, a sentence each.")
+          "Return a sentence for each setting that is valid but unlikely to be wanted.")
       .def("of_layer",
            [](const Config& self, int64_t layer) { return hold(self->config.of_layer(layer)); },
            "Return the settings of one layer: L and H as they are there.", {arg("layer")})
@@ -97,7 +97,7 @@ void register_config(torch::Library& m) {
           "Return the positions that a memory set holds at most: K + L + H.")
       .def(
           "sparse_from", [](const Config& self) { return self->config.sparse_from(); },
-          "Return the number of new tokens from which on a call is sparse.")
+          "Return the minimum number of new tokens for a sparse call.")
       .def("is_dense_layer",
            [](const Config& self, int64_t layer) { return self->config.is_dense_layer(layer); },
            "Return whether a layer stays dense.", {arg("layer")})
@@ -105,7 +105,8 @@ void register_config(torch::Library& m) {
            [](const Config& self, int64_t layer, int64_t past, int64_t num_tokens) {
              return self->config.is_sparse(layer, past, num_tokens);
            },
-           "Return whether a layer's call with num_tokens tokens behind `past` others is sparse.",
+           "Return whether a layer's call with num_tokens new tokens after `past` earlier ones is "
+           "sparse.",
            {arg("layer"), arg("past"), arg("num_tokens")})
       .def("is_long_call",
            [](const Config& self, int64_t past, int64_t num_tokens) {
@@ -138,7 +139,7 @@ void register_chunk_manager(torch::Library& m) {
       .def("chunk_size", &ChunkManager::chunk_size, "Return S.")
       .def("num_chunks", &ChunkManager::num_chunks, "Return the number of chunks.")
       .def("begin", &ChunkManager::begin, "Return the first position of a chunk.", {arg("chunk")})
-      .def("end", &ChunkManager::end, "Return the position behind the last of a chunk.",
+      .def("end", &ChunkManager::end, "Return the position after the last of a chunk.",
            {arg("chunk")})
       .def("last_chunk_begin", &ChunkManager::last_chunk_begin,
            "Return where the last chunk begins; `past` for a call without tokens.")
@@ -176,9 +177,9 @@ void register_cache(torch::Library& m) {
       .def("max_capacity", &ChunkedKVCache::max_capacity,
            "Return the tokens that a layer may hold at most.")
       .def("truncate", &ChunkedKVCache::truncate,
-           "Drop every token behind the first `length` of every layer.", {arg("length")})
+           "Drop every token after the first `length` of every layer.", {arg("length")})
       .def("truncate_layer", &ChunkedKVCache::truncate_layer,
-           "Drop every token behind the first `length` of a layer.", {arg("layer"), arg("length")})
+           "Drop every token after the first `length` of a layer.", {arg("layer"), arg("length")})
       .def("reset", &ChunkedKVCache::reset, "Forget all tokens; the buffers stay allocated.")
       .def("state_tensors", &ChunkedKVCache::state_tensors,
            "Return everything as plain tensors: copies.")
@@ -239,7 +240,7 @@ void register_tracker(torch::Library& m) {
            "Replace the state of a layer by what chunked_sparse_attention returned.",
            {arg("layer"), arg("scores"), arg("memory"), arg("last_chunk_begin")})
       .def("truncate", &MemorySetTracker::truncate,
-           "Remove the tokens behind the first `length` of every layer.", {arg("length")})
+           "Remove the tokens after the first `length` of every layer.", {arg("length")})
       .def("reset", &MemorySetTracker::reset, "Forget every layer.")
       .def("state_tensors", &MemorySetTracker::state_tensors,
            "Return everything as plain tensors: copies.")
@@ -293,7 +294,7 @@ void register_linear_attention(torch::Library& m) {
                                         .normalize = normalize,
                                         .scale = scale});
            }),
-           "Linear attention of one sequence: the options, and the state that it has left.",
+           "Linear attention of one sequence: the options and the state so far.",
            {arg("feature_map") = "elu+1", arg("chunk_size") = 64, arg("normalize") = false,
             arg("scale") = std::optional<double>()})
       .def(
@@ -336,7 +337,7 @@ void register_context(torch::Library& m) {
       .def(torch::init([](int64_t num_layers, int64_t max_tokens, const Config& config) {
              return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->config);
            }),
-           "All that one prompt needs: settings, keys and values, scores and memory sets, token "
+           "The state of one prompt: settings, keys and values, scores and memory sets, token "
            "ids and the keys that they recall.",
            {arg("num_layers"), arg("max_tokens"), arg("config")})
       .def("begin",
@@ -354,7 +355,8 @@ void register_context(torch::Library& m) {
             arg("scale") = std::optional<double>()})
       .def("length", &PrefillContext::length, "Return the tokens that all layers hold.")
       .def("truncate", &PrefillContext::truncate,
-           "Drop all tokens behind the first `length`, and a call that has begun.", {arg("length")})
+           "Drop all tokens after the first `length`; undo a call that not all layers attended in.",
+           {arg("length")})
       .def("reset", &PrefillContext::reset, "Forget the prompt; the buffers stay allocated.")
       .def(
           "config", [](const Context& self) { return hold(self->config()); },

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "common/config_fields.h"
+#include "common/overlap.h"
 #include "common/rules.h"
 #include "common/tensors.h"
 
@@ -33,19 +34,19 @@ void check_in_range(const char* name, int32_t position, int64_t length) {
                     "), got ", position);
 }
 
-// Where the -1 behind a list's positions begin; anything else behind them is an error.
+// The number of positions before the first -1; throws if anything but -1 follows.
 int64_t check_end(const char* name, const int32_t* list, int64_t width, int64_t length) {
   int64_t count = 0;
   for (; count < width && list[count] != -1; ++count) check_in_range(name, list[count], length);
   for (int64_t i = count; i < width; ++i) {
-    TORCH_CHECK_VALUE(list[i] == -1, name, " must hold -1 only behind all positions, got ", list[i],
-                      " behind a -1");
+    TORCH_CHECK_VALUE(list[i] == -1, name, " must hold -1 only after all positions, got ", list[i],
+                      " after a -1");
   }
   return count;
 }
 
-// Whether positions rise and are followed by -1 alone. Without branches, so that compilers
-// vectorise it: the operators ask at every call.
+// Whether positions rise and are followed by -1 alone. Branch-free, so that compilers vectorise it:
+// every call of the operators checks its sets.
 bool is_memory_set(const int32_t* list, int64_t width, int64_t length) {
   const auto limit =
       static_cast<int32_t>(std::min<int64_t>(length, std::numeric_limits<int32_t>::max()));
@@ -108,7 +109,7 @@ void check_memory_sets(const char* name, const Tensor& memory, const Tensor& x, 
     const int64_t count = check_end(name, list, width, length);
     for (int64_t i = 1; i < count; ++i) {
       TORCH_CHECK_VALUE(list[i - 1] < list[i], name, " must be strictly ascending, got ", list[i],
-                        " behind ", list[i - 1]);
+                        " after ", list[i - 1]);
     }
   });
 }
@@ -180,6 +181,8 @@ void check_accumulate_scores(const Tensor& scores, const Tensor& memory, const T
   check_memory_sets("memory", memory, scores, scores.size(2));
   TORCH_CHECK_VALUE(colsum.sizes() == memory.sizes(), "colsum must have the shape of memory ",
                     memory.sizes(), ", got ", colsum.sizes());
+  check_no_internal_overlap({"scores", scores});
+  check_no_overlap({"scores", scores}, {{"memory", memory}, {"colsum", colsum}});
 }
 
 void check_gather_rows(const Tensor& x, const Tensor& indices) {

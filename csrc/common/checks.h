@@ -1,6 +1,6 @@
-// The argument checks of every op, called by each of its kernels before anything else, so that no
-// caller can pass them by. Values of position lists are checked where the host can read them; on
-// other devices kernels leave out what lies outside.
+// The argument checks of every op. Each kernel entry calls them first, so that no caller can skip
+// them. Values of position lists are checked where the host can read them; on
+// other devices kernels ignore positions out of range.
 #pragma once
 
 #include <ATen/core/Tensor.h>

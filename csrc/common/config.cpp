@@ -128,8 +128,9 @@ std::set<std::string_view> set_fields(PrefillConfig& config, std::string_view te
         "settings must be a preset and fields like \"recommended,local_window=256,wide_layers=7+17"
         "\", got \"",
         part, "\" where a field is expected");
-    set_field(config, part.substr(0, equals), part.substr(equals + 1));
-    given.insert(part.substr(0, equals));
+    const std::string_view name = part.substr(0, equals);
+    set_field(config, name, part.substr(equals + 1));
+    TORCH_CHECK_VALUE(given.insert(name).second, name, " must be given once, got \"", text, '"');
   }
   return given;
 }

@@ -1,4 +1,4 @@
-// One call of chunkwise_linear_attention, as every implementation gets it: checked tensors and
+// One call of chunkwise_linear_attention as every implementation receives it: checked tensors and
 // settings.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace h2o_prefill {
 
-// Throws c10::ValueError for a name that is none.
+// Throws c10::ValueError for an unknown name.
 FeatureMap feature_map_named(std::string_view name);
 
 struct LinearAttentionRequest {
@@ -38,7 +38,7 @@ struct LinearAttentionRequest {
   at::Tensor decay_by_token() const;
 };
 
-// Gradients that reach the results of a call. Undefined: 0.
+// Gradients with respect to the results of a call. Undefined: 0.
 struct LinearAttentionGradients {
   at::Tensor out;         // [B, Hq, T, Dv], of the dtype of the query
   at::Tensor state;       // [B, Hkv, D, Dv]
@@ -47,7 +47,7 @@ struct LinearAttentionGradients {
 
 // out [B, Hq, T, Dv], state [B, Hkv, D, Dv], normaliser [B, Hkv, D or 0].
 using LinearAttentionResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// Gradients of q, k, v, the decay, the state and the normaliser; empty ones of what was not given.
+// Gradients of q, k, v, the decay, the state and the normaliser; empty for what was not given.
 using LinearAttentionInputGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
@@ -66,8 +66,9 @@ using LinearAttentionBackwardSignature = LinearAttentionInputGradients(
     std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
     bool normalize, std::optional<double> scale);
 
-// Makes a request of the operator's arguments. Throws c10::ValueError if one is wrong. Decays are
-// looked at where the host can read them; those above 0 on another device grow without a bound.
+// Makes a request of the operator's arguments. Throws c10::ValueError if one is wrong. The sign of
+// decays is checked where the host can read them; on other devices one above 0 makes states grow
+// without bound.
 LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::Tensor& k,
                                                 const at::Tensor& v,
                                                 const std::optional<at::Tensor>& log_decay,
@@ -77,7 +78,7 @@ LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::T
                                                 bool causal, bool diagonal_once, bool normalize,
                                                 std::optional<double> scale);
 
-// Checks what came for the results of a call.
+// Checks the gradients that the backward pass receives.
 void check_linear_attention_gradients(const LinearAttentionRequest& request,
                                       const LinearAttentionGradients& gradients);
 

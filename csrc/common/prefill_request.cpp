@@ -14,6 +14,7 @@
 
 #include "common/checks.h"
 #include "common/config_fields.h"
+#include "common/overlap.h"
 #include "common/rules.h"
 #include "common/tensors.h"
 
@@ -47,7 +48,7 @@ void check_recall_values(const RecallLists& lists, int64_t total) {
                           " twice in block ", block);
         TORCH_CHECK_VALUE(i == offset[block] || visible[i - 1] <= visible[i],
                           "recall_visible_from must rise inside a block, got ", visible[i],
-                          " behind ", visible[i - 1]);
+                          " after ", visible[i - 1]);
         listed[position[i]] = static_cast<int32_t>(block);
       }
     }
@@ -92,7 +93,7 @@ void check_buffer(const char* name, const at::Tensor& buffer, const at::Tensor& 
   check_size(name, buffer, 3, x.size(3), "the head dim");
 }
 
-// Room for k and v behind `past` tokens.
+// The buffers must have room for k and v after `past` tokens.
 void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const PrefillBuffers& buffers, int64_t past, std::optional<double> scale) {
   check_qkv(q, k, v, scale);
@@ -112,7 +113,23 @@ void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   check_device("memory", buffers.memory, q, "q");
 }
 
-// What a sparse call writes besides.
+// k may be a view of cache_key and v one of cache_value: write_rows() copies rows that overlap
+// their destination.
+void check_overlaps(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const PrefillBuffers& buffers, const at::Tensor& position) {
+  const NamedTensor key{"cache_key", buffers.key}, value{"cache_value", buffers.value},
+      scores{"scores", buffers.scores}, memory{"memory", buffers.memory};
+  for (const auto& written : {key, value, scores, memory}) {
+    check_no_internal_overlap(written);
+    check_no_overlap(written, {{"q", q}, {"position", position}});
+  }
+  check_no_overlap(key, {value, scores, memory, {"v", v}});
+  check_no_overlap(value, {scores, memory, {"k", k}});
+  check_no_overlap(scores, {memory, {"k", k}, {"v", v}});
+  check_no_overlap(memory, {{"k", k}, {"v", v}});
+}
+
+// The buffers that only a sparse call writes.
 void check_state_buffers(const PrefillRequest& request) {
   TORCH_CHECK_VALUE(request.scores.is_contiguous() && request.scores.size(2) >= request.total(),
                     "scores must be contiguous with room for ", request.total(),
@@ -136,7 +153,7 @@ void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
   const auto* const from = static_cast<const char*>(x.const_data_ptr());
   if (rows == from && buffer.strides() == x.strides()) return;
   if (!has_few_plain_rows(x) || buffer.stride(3) != 1 || buffer.is_alias_of(x)) {
-    // Rows of the same buffer may lie across their own place.
+    // Source rows in the same buffer may overlap their destination.
     buffer.narrow(2, begin, x.size(2)).copy_(buffer.is_alias_of(x) ? x.clone() : x);
     return;
   }
@@ -225,6 +242,7 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   const auto config = read_settings(settings);
   const auto [past, last_chunk_begin] = Position::read(position);
   check_buffers(q, k, v, buffers, past, scale);
+  check_overlaps(q, k, v, buffers, position);
   check_logit_options(sinks, softcap, q);
   const int64_t length = q.size(2);
   PlacedCall call{.is_sparse = config->is_sparse(layer, past, length),
@@ -270,7 +288,7 @@ Position Position::read(const at::Tensor& position) {
 }
 
 std::shared_ptr<const PrefillConfig> read_settings(std::string_view text) {
-  // A model has a few texts; what makes up new ones all the time must not fill memory.
+  // A model has a few texts. A caller that makes up new ones all the time must not fill memory.
   constexpr size_t kMostTexts = 64;
   static std::mutex mutex;
   static std::map<std::string, std::shared_ptr<const PrefillConfig>, std::less<>> known;

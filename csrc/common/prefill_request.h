@@ -1,5 +1,5 @@
-// One layer's sparse prefill of one call, as every implementation gets it: checked tensors, the
-// state to read and to write in place, recalled keys, settings.
+// One call of one layer as every implementation of sparse prefill receives it: checked tensors, the
+// state that is read and written in place, recalled keys, settings.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,13 +20,13 @@ struct PrefillRequest {
   at::Tensor key;    // [B, Hkv, T_total, D], the history, which ends with the call's tokens
   at::Tensor value;  // [B, Hkv, T_total, Dv]
 
-  // [B, Hkv, T_total or more], contiguous. Those of earlier positions come in, 0 where there is
-  // none; those of all positions go out.
+  // [B, Hkv, T_total or more], contiguous. On entry the scores of earlier positions, 0 where
+  // there is none; on return those of all positions.
   at::Tensor scores = {};
   // int32 [B, Hkv, any]: the sets that the last chunk attended to; undefined: there was none.
   at::Tensor start = {};
-  // int32 [B, Hkv, budget().width() or more], contiguous: takes the sets that the call's last chunk
-  // attended to, and -1 behind them and where there is none. May be `start`.
+  // int32 [B, Hkv, budget().width() or more], contiguous: on return the sets that the call's last
+  // chunk attended to, followed by -1. May be `start`.
   at::Tensor memory = {};
   int64_t last_chunk_begin = 0;
 
@@ -36,7 +36,7 @@ struct PrefillRequest {
   // [Hq]: a further logit of each row's denominators, in the output once and in the column sums of
   // either key set.
   std::optional<at::Tensor> sinks = {};
-  double softcap = 0.0;  // logits z become softcap tanh(z / softcap); 0: they do not
+  double softcap = 0.0;  // logits z become softcap tanh(z / softcap); 0: no cap
 
   int64_t length() const { return query.size(2); }
   int64_t total() const { return key.size(2); }
@@ -63,12 +63,12 @@ struct PrefillRequest {
   at::Tensor empty_out() const;
 
   // Throws c10::ValueError if a tensor, a list or a setting is wrong. `scores` and `memory` are
-  // looked at by whoever provides them.
+  // checked where they are allocated or passed in.
   void check() const;
 
   // Gives the call its own scores and memory, which continue `earlier`. Throws c10::ValueError if
-  // that does not belong to the call. keep: nothing will attend sparsely, so that the sets are
-  // handed on in the width of these settings, and new positions have score 0.
+  // that does not belong to the call. keep: the call is dense, so the sets are copied in
+  // the width of these settings, and new positions have score 0.
   void take_copies(const std::optional<at::Tensor>& earlier_scores,
                    const std::optional<at::Tensor>& earlier_memory, bool keep);
 
@@ -76,8 +76,8 @@ struct PrefillRequest {
   RecallView recall_view(const RecallLists& lists) const;
 };
 
-// A call of prefill_attention_: its keys and values are in the buffers, and the request names those
-// of the whole history.
+// A call of prefill_attention_ whose keys and values are in the buffers. The request's key and
+// value are views of the whole history.
 struct PlacedCall {
   bool is_sparse;
   PrefillRequest request;

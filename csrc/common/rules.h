@@ -1,5 +1,5 @@
 // The rules that arguments of operators and classes share. Every error is a c10::ValueError that
-// names the argument, the rule and what came.
+// names the argument, the rule and the value.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,14 +23,14 @@ void check_at_most(const char* name, int64_t value, int64_t most);
 void check_index(const char* name, int64_t value, int64_t end);
 // In [least, most].
 void check_between(const char* name, int64_t value, int64_t least, int64_t most);
-// Tokens of a call behind `past` others: positions are int32.
+// A call of num_tokens after `past` tokens: positions must fit int32.
 void check_call_tokens(int64_t past, int64_t num_tokens);
 void check_num_layers(int64_t num_layers);
 void check_layer(int64_t layer, int64_t num_layers);
 void check_gqa_reduce(std::string_view gqa_reduce);
 void check_recall_block(int64_t chunk_size, int64_t recall_block);
 
-// A tensor that is not a sparse one, with so many dimensions.
+// A strided tensor with so many dimensions.
 void check_dims(const char* name, const at::Tensor& t, int64_t dims);
 void check_size(const char* name, const at::Tensor& t, int64_t dim, int64_t size, const char* rule);
 void check_dtype(const char* name, const at::Tensor& t, at::ScalarType type);
@@ -38,7 +38,7 @@ void check_dtype(const char* name, const at::Tensor& t, at::ScalarType type);
 // float32, bfloat16, float16 or float64.
 void check_float(const char* name, const at::Tensor& t);
 
-// float32 or float64: what scores are added up in.
+// float32 or float64, the dtypes of scores.
 void check_score_type(const char* name, const at::Tensor& t);
 
 // Query heads share KV heads in groups of one size: q [B, Hq, ...] beside k [B, Hkv, ...].
@@ -49,7 +49,7 @@ void check_device(const char* name, const at::Tensor& t, const at::Tensor& other
 void check_same_kind(const char* name, const at::Tensor& t, const at::Tensor& other,
                      const char* of);
 
-// What is stored has no gradient, and must not look as if it had.
+// Stored tensors have no gradient, so an input that requires one is refused.
 void check_inference_only(const char* name, const at::Tensor& t);
 
 }  // namespace h2o_prefill

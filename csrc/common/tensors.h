@@ -1,4 +1,4 @@
-// Where tensors become pointers: views for kernels, and how results are laid out.
+// Views of tensors for kernels, and the layout of results.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,8 @@ at::Tensor with_contiguous_rows(const at::Tensor& t);
 // Describes a [B, H, T, D] tensor of float32, bfloat16 or float16 with contiguous rows.
 HeadsView heads_view(const at::Tensor& t);
 
-// Asks for huge pages behind a large tensor of the CPU that is about to be written whole: one fault
-// for 2 MiB instead of 512 that take 3 times as long. A system that has none keeps small pages.
+// Requests huge pages for a large CPU tensor that is about to be written in full: one page fault
+// for 2 MiB instead of 512, which take 3 times as long. Has no effect where the system has none.
 void advise_huge_pages(const at::Tensor& t);
 
 // Uninitialised [B, H, T, D] whose transpose(1, 2) is contiguous: the layout that models reshape

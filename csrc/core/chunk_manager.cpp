@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/rules.h"
+#include "h2o_prefill/config.h"
 
 namespace h2o_prefill {
 
@@ -27,7 +28,7 @@ int64_t ChunkManager::end(int64_t chunk) const {
 }
 
 int64_t ChunkManager::last_chunk_begin() const {
-  return num_tokens_ == 0 ? past_ : begin(num_chunks() - 1);
+  return PrefillConfig{.chunk_size = chunk_size_}.last_chunk_begin(past_, num_tokens_);
 }
 
 }  // namespace h2o_prefill

@@ -116,7 +116,7 @@ void ChunkedKVCache::commit(int64_t layer, int64_t num_tokens) {
   const Layer& held = layer_at(layer);
   TORCH_CHECK_VALUE(num_tokens >= 0 && num_tokens <= capacity(layer) - held.length,
                     "num_tokens must be in [0, ", capacity(layer) - held.length,
-                    "], the room that is reserved behind the tokens of layer ", layer, ", got ",
+                    "], the room that is reserved after the tokens of layer ", layer, ", got ",
                     num_tokens);
   layers_[layer].length += num_tokens;
 }

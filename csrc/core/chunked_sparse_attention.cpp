@@ -4,6 +4,7 @@
 
 #include "common/rules.h"
 #include "common/tensors.h"
+#include "h2o_prefill/library.h"
 
 namespace h2o_prefill {
 namespace {
@@ -37,6 +38,7 @@ void check_budgets(const MemorySetTracker& tracker, const PrefillConfig& config,
 
 ChunkedSparseAttention::ChunkedSparseAttention(PrefillConfig config)
     : config_(std::move(config)), settings_(config_.to_string()) {
+  init();  // a wrong H2O_PREFILL_ISA is an error here, not in the first layer
   config_.validate();
 }
 

@@ -139,9 +139,27 @@ at::Tensor MemorySetTracker::scores(int64_t layer) const {
   return state.scores.narrow(2, 0, state.length);
 }
 
+LayerState MemorySetTracker::state(int64_t layer) const {
+  const Layer& state = layer_at(layer);
+  if (!state.has_scores) return {};
+  const StateGuard guard;
+  return {.scores = scores(layer).clone(at::MemoryFormat::Contiguous),
+          .memory = state.memory.clone(at::MemoryFormat::Contiguous),
+          .last_chunk_begin = state.last_chunk_begin};
+}
+
+void MemorySetTracker::clear(int64_t layer) {
+  Layer& state = layers_[layer];
+  state = {.local_window = state.local_window, .heavy_budget = state.heavy_budget};
+}
+
 void MemorySetTracker::update(int64_t layer, const LayerState& given) {
   const auto& [scores, memory, last_chunk_begin] = given;
   layer_at(layer);
+  if (!scores.defined() && !memory.defined()) {
+    clear(layer);
+    return;
+  }
   check_dims("scores", scores, 3);
   check_score_type("scores", scores);
   check_dims("memory", memory, 3);
@@ -197,7 +215,7 @@ void MemorySetTracker::truncate_layer(int64_t layer, int64_t length) {
   if (!state.has_scores || length >= state.length) return;
   const StateGuard guard;
   if (length == 0) {
-    state = {.local_window = state.local_window, .heavy_budget = state.heavy_budget};
+    clear(layer);
     return;
   }
   state.scores.narrow(2, length, state.length - length).zero_();
@@ -221,8 +239,8 @@ std::vector<at::Tensor> MemorySetTracker::state_tensors() const {
     header.insert(header.end(), {layer.local_window, layer.heavy_budget, layer.has_scores,
                                  layer.last_chunk_begin});
     if (!layer.has_scores) continue;
-    tensors.push_back(scores(i).clone(at::MemoryFormat::Contiguous));
-    tensors.push_back(layer.memory.clone(at::MemoryFormat::Contiguous));
+    const LayerState copy = state(i);
+    tensors.insert(tensors.end(), {copy.scores, copy.memory});
   }
   tensors[0] = at::tensor(header, at::kLong);
   return tensors;

@@ -21,6 +21,8 @@ constexpr int64_t kInitialCapacity = 1024;
 // tensors.
 constexpr int64_t kContextHeaderFields = 2;
 constexpr size_t kFirstStateTensor = 3;
+// Far more than a text of settings has that names every layer.
+constexpr int64_t kLongestSettings = int64_t{1} << 22;
 
 at::Tensor to_bytes(const std::string& text) {
   auto bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
@@ -31,6 +33,7 @@ at::Tensor to_bytes(const std::string& text) {
 std::string to_text(const at::Tensor& bytes) {
   check_dims("tensors[1]", bytes, 1);
   check_dtype("tensors[1]", bytes, at::kByte);
+  check_at_most("bytes of tensors[1]", bytes.size(0), kLongestSettings);
   const auto here = bytes.cpu().contiguous();
   const auto* const first = here.const_data_ptr<uint8_t>();
   return {first, first + here.numel()};
@@ -61,7 +64,7 @@ int64_t PrefillContext::length() const {
   return shortest;
 }
 
-void PrefillContext::begin_call(int64_t num_tokens) {
+void PrefillContext::begin_call(int64_t num_tokens, std::optional<int64_t> batch) {
   const int64_t past = length();
   check_call_tokens(past, num_tokens);
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
@@ -72,9 +75,30 @@ void PrefillContext::begin_call(int64_t num_tokens) {
   TORCH_CHECK_VALUE(num_tokens <= cache_->max_capacity() - past,
                     "max_tokens must be >= ", past + num_tokens,
                     ", the tokens after this call, got ", cache_->max_capacity());
-  call_ = Call{.past = past, .num_tokens = num_tokens};
-  // Ids of a call that no layer attended in are not the prompt's.
-  ids_length_ = std::min(ids_length_, past);
+  undo_incomplete_call();  // one that no layer attended in: its ids are not the prompt's
+  call_.reset();
+  TORCH_CHECK_VALUE(!batch || past == 0 || !ids_known_ || *batch == ids_.size(0),
+                    "token_ids must have the batch size of the prompt (", ids_.size(0), "), got ",
+                    *batch);
+  call_ = Call{.past = past,
+               .num_tokens = num_tokens,
+               .ids_known = ids_known_,
+               .layers = std::vector<std::optional<LayerState>>(num_layers()),
+               .batch = batch};
+}
+
+void PrefillContext::undo(int64_t layer) {
+  auto& before = call_->layers[layer];
+  if (before) tracker_->update(layer, *before);
+  before.reset();
+}
+
+void PrefillContext::undo_incomplete_call() {
+  if (!call_ || length() > call_->past || call_->num_tokens == 0) return;
+  for (int64_t layer = 0; layer < num_layers(); ++layer) undo(layer);
+  cache_->truncate(call_->past);
+  ids_known_ = call_->ids_known;
+  ids_length_ = std::min(ids_length_, call_->past);
 }
 
 void PrefillContext::begin(int64_t num_tokens) {
@@ -86,11 +110,8 @@ void PrefillContext::begin(const at::Tensor& token_ids) {
   check_dims("token_ids", token_ids, 2);
   check_dtype("token_ids", token_ids, at::kLong);
   const int64_t past = length();
-  TORCH_CHECK_VALUE(past == 0 || !ids_known_ || token_ids.size(0) == ids_.size(0),
-                    "token_ids must have the batch size of the prompt (", ids_.size(0),
-                    "), got shape ", token_ids.sizes());
   const int64_t added = token_ids.size(1);
-  begin_call(added);
+  begin_call(added, token_ids.size(0));
   if (!ids_known_) return;
   // Ordinary tensors, as in the cache.
   const c10::InferenceMode ordinary_tensors(false);
@@ -126,15 +147,30 @@ at::Tensor PrefillContext::attend(int64_t layer, const at::Tensor& query, const 
   TORCH_CHECK_VALUE(query.size(2) == call_->num_tokens,
                     "query must have the tokens that the call began with (", call_->num_tokens,
                     "), got shape ", query.sizes());
+  TORCH_CHECK_VALUE(!call_->batch || query.size(0) == *call_->batch,
+                    "query must have the batch size of the token ids (", call_->batch.value_or(0),
+                    "), got shape ", query.sizes());
   TORCH_CHECK_VALUE(cache_->length(layer) == call_->past,
                     "a layer must attend once in a call, layer ", layer,
                     " has attended already: begin() the next call");
-  return attention_.forward(layer, query, key, value, cache_, tracker_, scale,
-                            recall_on(query.device()));
+  if (call_->num_tokens > 0 && config().is_sparse(layer, call_->past, call_->num_tokens)) {
+    call_->layers[layer] = tracker_->state(layer);
+  }
+  try {
+    auto out = attention_.forward(layer, query, key, value, cache_, tracker_, scale,
+                                  recall_on(query.device()));
+    // After the last layer the call stands.
+    if (length() > call_->past) call_->layers.assign(num_layers(), std::nullopt);
+    return out;
+  } catch (...) {
+    undo(layer);
+    throw;
+  }
 }
 
 void PrefillContext::truncate(int64_t length) {
   check_at_least("length", length, 0);
+  undo_incomplete_call();
   cache_->truncate(length);
   tracker_->truncate(length);
   ids_length_ = std::min(ids_length_, length);
@@ -184,11 +220,14 @@ c10::intrusive_ptr<PrefillContext> PrefillContext::from_tensors(
   check_dims("tensors[2]", ids, 2);
   check_dtype("tensors[2]", ids, at::kLong);
   context->ids_known_ = header[0] != 0;
-  TORCH_CHECK_VALUE(!context->ids_known_ || ids.size(1) == context->length(),
-                    "tensors[2] must hold the ids of ", context->length(), " tokens, got shape ",
-                    ids.sizes());
+  const int64_t length = context->length();
+  if (!context->ids_known_ || length == 0) return context;
+  const int64_t batch = cache->key(0).size(0);
+  TORCH_CHECK_VALUE(ids.size(0) == batch && ids.size(1) == length,
+                    "tensors[2] must hold the ids of ", batch, " rows and ", length,
+                    " tokens, got shape ", ids.sizes());
   context->ids_ = ids.cpu().clone(at::MemoryFormat::Contiguous);
-  context->ids_length_ = ids.size(1);
+  context->ids_length_ = length;
   return context;
 }
 

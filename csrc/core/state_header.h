@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "common/config_fields.h"
 #include "common/rules.h"
 
 namespace h2o_prefill {
@@ -32,7 +33,8 @@ inline StateHeader read_header(const std::vector<at::Tensor>& tensors, int64_t f
     if (!header.defined() || header.dim() != 1 || header.scalar_type() != at::kLong) return false;
     const int64_t of_layers = header.size(0) - fields;
     return layer_fields == 0 ? of_layers == 0
-                             : of_layers >= layer_fields && of_layers % layer_fields == 0;
+                             : of_layers >= layer_fields && of_layers % layer_fields == 0 &&
+                                   of_layers / layer_fields <= kMostLayers;
   };
   TORCH_CHECK_VALUE(has_form(), "tensors must begin with an int64 header of ", fields,
                     " fields and ", layer_fields, " per layer, got ", describe(header));
@@ -49,7 +51,7 @@ inline void check_two_more(const std::vector<at::Tensor>& tensors, size_t next, 
 }
 
 inline void check_no_more(const std::vector<at::Tensor>& tensors, size_t next) {
-  TORCH_CHECK_VALUE(next == tensors.size(), "tensors must end behind the last layer, got ",
+  TORCH_CHECK_VALUE(next == tensors.size(), "tensors must end after the last layer, got ",
                     tensors.size() - next, " more");
 }
 

@@ -43,6 +43,11 @@ struct MemoryBudget {
   int64_t sink_tokens;
 
   H2O_HOST_DEVICE int64_t width() const { return sink_tokens + local_window + heavy_budget; }
+  // A budget that chooses the same of `length` positions, no part of it larger than they.
+  MemoryBudget within(int64_t length) const {
+    const auto at_most = [length](int64_t part) { return part < length ? part : length; };
+    return {at_most(local_window), at_most(heavy_budget), at_most(sink_tokens)};
+  }
   // The local window of a set for the chunk at `chunk_begin` begins here, and the sinks end there.
   H2O_HOST_DEVICE int64_t local_begin(int64_t chunk_begin) const {
     return chunk_begin > local_window ? chunk_begin - local_window : 0;

@@ -1,4 +1,4 @@
-// What the tests of ops and classes share: random inputs, and attention in plain ATen calls and
+// Shared by the tests of ops and classes: random inputs, and attention in plain ATen calls and
 // float64, over all keys at once with a mask, so that a mistake in gathering, blocking or merging
 // cannot be in both.
 #pragma once
@@ -80,7 +80,7 @@ inline Attention attend_causally(const Qkv& x) {
   return attend(x, causal_mask(x.q.size(2), x.k.size(2)));
 }
 
-// Query and key in the same chunk, key not behind the query.
+// Query and key in the same chunk, key not after the query.
 inline at::Tensor chunk_mask(int64_t length, int64_t chunk_size) {
   const auto chunk = at::floor_divide(at::arange(length), chunk_size);
   return causal_mask(length, length).logical_and(chunk.unsqueeze(1) == chunk.unsqueeze(0));
@@ -132,6 +132,19 @@ inline ::testing::AssertionResult same(const at::Tensor& got, const at::Tensor& 
   const auto difference = (got.to(at::kDouble) - expected.to(at::kDouble)).abs();
   return failure << ", " << difference.ne(0).sum().item<int64_t>() << " entries differ, by "
                  << difference.max().item<double>() << " at most";
+}
+
+// The same values with the tokens outermost, as models have them, or with the head dim outermost.
+inline at::Tensor by_token(const at::Tensor& x) {
+  return x.transpose(1, 2).contiguous().transpose(1, 2);
+}
+inline at::Tensor by_dim(const at::Tensor& x) {
+  return x.transpose(2, 3).contiguous().transpose(2, 3);
+}
+
+// How far rounding to a dtype takes the values, at most.
+inline double rounding_error(const at::Tensor& x, at::ScalarType type) {
+  return (x.to(type).to(at::kDouble) - x).abs().max().item<double>();
 }
 
 // The message of the error that the call throws, which must be an `Error`.

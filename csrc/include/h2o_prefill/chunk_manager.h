@@ -1,4 +1,8 @@
 // The chunks of one call: where each begins and ends, in absolute positions.
+//
+// For programs that run the method step by step with the operators of single chunks and a
+// MemorySetTracker. The operators for whole calls step through their chunks themselves, so the
+// library does not use this class.
 #pragma once
 
 #include <torch/custom_class.h>
@@ -7,7 +11,7 @@
 
 namespace h2o_prefill {
 
-// Chunk c of a call that brings `num_tokens` tokens after `past` earlier ones covers positions
+// Chunk c of a call with `num_tokens` new tokens after `past` earlier ones covers positions
 // [past + c S, min(past + (c + 1) S, past + num_tokens)). A call always starts a new chunk.
 class H2O_API ChunkManager : public torch::CustomClassHolder {
  public:
@@ -19,7 +23,7 @@ class H2O_API ChunkManager : public torch::CustomClassHolder {
   int64_t chunk_size() const { return chunk_size_; }
   int64_t num_chunks() const;
 
-  // First position of the chunk, and the one behind its last. Throws if there is no such chunk.
+  // First position of the chunk, and the one after its last. Throws if there is no such chunk.
   int64_t begin(int64_t chunk) const;
   int64_t end(int64_t chunk) const;
 

@@ -1,4 +1,4 @@
-// Preallocated keys and values of every layer of one prompt.
+// Preallocated keys and values of every layer, for one prompt.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +12,9 @@
 namespace h2o_prefill {
 
 // Keys and values live in separate buffers [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv] per
-// layer, allocated at the first append with the shape, dtype and device of what is appended; later
-// appends must agree with it while the layer holds tokens. A buffer that is full grows by doubling,
-// up to max_capacity tokens; beyond that append throws. An append that throws changes nothing. For
+// layer, allocated at the first append with the shape, dtype and device of its arguments, which
+// later appends must match while the layer holds tokens. A full buffer grows by doubling, up to
+// max_capacity tokens; beyond that append throws. An append that throws changes nothing. For
 // inference: a key or value that requires a gradient while gradients are on is an error.
 class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
  public:
@@ -23,19 +23,19 @@ class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
   ChunkedKVCache(int64_t num_layers, int64_t initial_capacity, int64_t max_capacity);
 
   // Appends key [B, Hkv, T, D] and value [B, Hkv, T, Dv] to a layer. Returns views of the whole
-  // history, [B, Hkv, length, D] and [B, Hkv, length, Dv]; later appends to the layer leave what
-  // they show as it is, tokens that replace truncated ones do not.
+  // history, [B, Hkv, length, D] and [B, Hkv, length, Dv]. Later appends do not change their
+  // contents, unless truncate() came first.
   std::tuple<at::Tensor, at::Tensor> append(int64_t layer, const at::Tensor& key,
                                             const at::Tensor& value);
 
   // Buffers of a layer, [B, Hkv, capacity, D] and [B, Hkv, capacity, Dv], with room for key and
-  // value behind the tokens that it holds, which are neither written nor counted: what
-  // prefill_attention_() writes, commit() counts.
+  // value after the tokens that it holds. Nothing is written or counted: prefill_attention_()
+  // writes the tokens, and commit() counts them.
   std::tuple<at::Tensor, at::Tensor> reserve(int64_t layer, const at::Tensor& key,
                                              const at::Tensor& value);
   void commit(int64_t layer, int64_t num_tokens);
 
-  // Views of what a layer holds, [B, Hkv, length, *]. Throws if it holds no token.
+  // Views of a layer's keys and values, [B, Hkv, length, *]. Throws if it holds no token.
   at::Tensor key(int64_t layer) const;
   at::Tensor value(int64_t layer) const;
 
@@ -44,17 +44,17 @@ class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
   int64_t initial_capacity() const { return initial_capacity_; }
   int64_t max_capacity() const { return max_capacity_; }
 
-  // Tokens that the buffers of a layer have room for; 0 before its first append.
+  // Capacity of a layer's buffers in tokens; 0 before its first append.
   int64_t capacity(int64_t layer) const;
 
-  // Drops every token behind the first `length` of every layer that is longer, or of one layer.
+  // Drops every token after the first `length`, of all layers or of one.
   void truncate(int64_t length);
   void truncate_layer(int64_t layer, int64_t length);
 
   // Forgets all tokens; the buffers stay allocated.
   void reset();
 
-  // Everything as plain tensors, and back: the pickled form. Both copy, and only what is in use.
+  // The pickled form: plain tensors. Both directions copy, and only the tokens in use.
   std::vector<at::Tensor> state_tensors() const;
   static c10::intrusive_ptr<ChunkedKVCache> from_tensors(const std::vector<at::Tensor>& tensors);
 

@@ -15,20 +15,20 @@
 
 namespace h2o_prefill {
 
-// Holds the settings only; what a prompt leaves behind is in the cache and the tracker that forward
-// is given. PrefillContext (prefill_context.h) holds all of it, and finds the recalled keys.
+// Holds the settings only; the state of a prompt is in the cache and the tracker that are passed to
+// forward. PrefillContext (prefill_context.h) holds all of it, and finds the recalled keys.
 class H2O_API ChunkedSparseAttention : public torch::CustomClassHolder {
  public:
-  // Throws if the settings are not valid.
+  // Throws if the settings are invalid.
   explicit ChunkedSparseAttention(PrefillConfig config = PrefillConfig::preset("recommended"));
 
   // Attends with the new tokens of one layer, after RoPE. query [B, Hq, T, D], key [B, Hkv, T, D],
   // value [B, Hkv, T, Dv]; key and value are appended to the cache. Returns [B, Hq, T, Dv]. Sparse
-  // or dense as config.is_sparse() says of the layer and the call; a dense call attends to the
-  // whole cache, exactly, and leaves the tracker alone. scale: the softmax scale, default D^-0.5.
-  // recall: what lexical_recall returned for the call; a dense call does not need it, and without
-  // it a sparse call recalls nothing. Cache and tracker belong to one prompt. A call that throws
-  // leaves both as they were, but for buffers that have grown.
+  // or dense as config.is_sparse() decides for the layer and the call; a dense call attends to
+  // the whole cache, exactly, and does not change the tracker. scale: the softmax scale, default
+  // D^-0.5. recall: what lexical_recall returned for the call; a dense call does not need it, and
+  // without it a sparse call recalls nothing. Cache and tracker belong to one prompt. A call that
+  // throws leaves both as they were, but for buffers that have grown.
   at::Tensor forward(int64_t layer, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const c10::intrusive_ptr<ChunkedKVCache>& cache,
                      const c10::intrusive_ptr<MemorySetTracker>& tracker,
@@ -39,7 +39,7 @@ class H2O_API ChunkedSparseAttention : public torch::CustomClassHolder {
 
  private:
   PrefillConfig config_;
-  std::string settings_;  // as the operator takes them
+  std::string settings_;  // the text that the operator takes
 };
 
 }  // namespace h2o_prefill

@@ -11,14 +11,14 @@
 
 namespace h2o_prefill {
 
-// Holds the options and what the sequence has left behind so far, for inference. A decoder has one
-// of them in each layer. Calls may have any number of tokens: one is a decoding step.
+// Holds the options and the state of one sequence, for inference. A decoder has one of these in
+// each layer. Calls may have any number of tokens: one is a decoding step.
 class H2O_API ChunkwiseLinearAttention : public torch::CustomClassHolder {
  public:
-  // Throws if the options are not valid, or not causal: only those go on from a state.
+  // Throws if the options are invalid or not causal: only causal attention continues from a state.
   explicit ChunkwiseLinearAttention(LinearAttentionOptions options = {});
 
-  // Goes on with the sequence. q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], log_decay as
+  // Continues the sequence. q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], log_decay as
   // chunkwise_linear_attention takes it. Returns [B, Hq, T, Dv]. A call that throws leaves the
   // state as it was.
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -27,16 +27,16 @@ class H2O_API ChunkwiseLinearAttention : public torch::CustomClassHolder {
   // Tokens so far.
   int64_t length() const { return length_; }
 
-  // Undefined tensors before the first call. What is returned is not changed by later calls.
+  // Undefined tensors before the first call. Later calls do not change the tensors returned.
   const LinearState& state() const { return state_; }
 
-  // Begins another sequence.
+  // Begins a new sequence.
   void reset();
 
   const LinearAttentionOptions& options() const { return options_; }
 
-  // The sequence as plain tensors, and a sequence with these options from them: int64 [1], the
-  // tokens so far, and the state if there is one.
+  // The sequence as plain tensors, and back: int64 [1], the tokens so far, and the state if there
+  // is one.
   std::vector<at::Tensor> state_tensors() const;
   void load_state_tensors(const std::vector<at::Tensor>& tensors);
 

@@ -25,21 +25,22 @@ struct H2O_API PrefillConfig {
   std::string gqa_reduce = "sum";  // "sum" or "max" over the query heads of a KV head
   std::optional<int64_t> min_prefill =
       {};                         // calls with fewer new tokens are dense; none: chunk_size
-  int64_t recall = 0;             // earlier places recalled for a token (n-gram lookup); 0: none
+  int64_t recall = 0;             // earlier matches recalled for a token (n-gram lookup)
   int64_t recall_block = 128;     // rows that share a list of recalled keys; divides chunk_size
   int64_t recall_suffix = 3;      // longest n-gram that is looked up, in tokens
-  int64_t recall_span = 2;        // keys recalled from a place on
-  int64_t recall_max_count = 16;  // a single token is looked up if it stood at most this often
+  int64_t recall_span = 2;        // keys recalled for each match
+  int64_t recall_max_count = 16;  // a single token is looked up if it occurs at most this often
   bool block_diagonal = false;    // with K + L + H = 0: attend inside chunks alone, not densely
 
-  // The settings of a preset: "h2o" (its old name is "spec"), or "recommended", which lost least at
-  // up to 1.45 times the attention flops of "h2o". Throws c10::ValueError for other names.
+  // The settings of a preset: "h2o" (its old name is "spec"), or "recommended", which had the
+  // smallest loss at up to 1.45 times the attention flops of "h2o". Throws c10::ValueError for
+  // other names.
   static PrefillConfig preset(std::string_view name);
   static const std::vector<std::string>& preset_names();
 
-  // The settings that a text stands for: a preset, then fields with commas between, layers joined
-  // by "+": "recommended,local_window=256,wide_layers=7+17". A text of fields alone changes "h2o".
-  // Throws c10::ValueError for another form, an unknown name, or what check() refuses.
+  // The settings of a text: a preset, then fields separated by commas, each at most once, layers
+  // joined by "+": "recommended,local_window=256,wide_layers=7+17". A text of fields alone changes
+  // "h2o". Throws c10::ValueError for another form, an unknown name, or what check() refuses.
   static PrefillConfig parse(std::string_view text);
 
   // A copy with the fields of a text like "local_window=256,wide_layers=7+17" changed. A chunk_size
@@ -55,26 +56,26 @@ struct H2O_API PrefillConfig {
   // Throws c10::ValueError that names the field, the rule and the value.
   void check() const;
 
-  // What is legal and still not what a user wants, a sentence each.
+  // A sentence for each setting that is valid but unlikely to be wanted.
   std::vector<std::string> advice() const;
 
   // check(), and the advice as a warning, once a process.
   void validate() const;
 
-  // The settings of one layer, all in one place: L and H are what they are there.
+  // The settings of one layer, with the L and H of that layer.
   PrefillConfig of_layer(int64_t layer) const;
 
   // Positions that a memory set holds at most: K + L + H.
   int64_t memory_size() const { return sink_tokens + local_window + heavy_budget; }
 
-  // New tokens from which on a call is sparse.
+  // Minimum number of new tokens for a sparse call.
   int64_t sparse_from() const { return min_prefill.value_or(chunk_size); }
 
   bool is_dense_layer(int64_t layer) const;
 
-  // Whether a call with num_tokens new tokens behind `past` others has enough of them, and is not
-  // decoding; whether it is sparse in the layers that are not dense, and in a layer. Without a
-  // memory set everything is dense unless block_diagonal.
+  // For a call with num_tokens new tokens after `past` earlier ones: whether it is long enough to
+  // be sparse and not decoding, whether it is sparse in the layers that are not dense, and whether
+  // it is sparse in one layer. Without a memory set every call is dense unless block_diagonal.
   bool is_long_call(int64_t past, int64_t num_tokens) const;
   bool is_sparse_call(int64_t past, int64_t num_tokens) const;
   bool is_sparse(int64_t layer, int64_t past, int64_t num_tokens) const;

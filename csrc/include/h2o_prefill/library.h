@@ -9,7 +9,9 @@ namespace h2o_prefill {
 
 // Forces the shared library to be linked and loaded, so that torch.ops.h2o_prefill.* and
 // torch.classes.h2o_prefill.* are registered. A program that only loads TorchScript modules calls
-// this; calling it twice does nothing.
+// this; calling it twice does nothing. Throws std::runtime_error if the environment variable
+// H2O_PREFILL_ISA names an instruction set that this library or this CPU does not have, which would
+// otherwise stop the first operator that runs on the CPU.
 H2O_API void init();
 
 // The version of the library, "major.minor.patch".

@@ -1,4 +1,4 @@
-// Scores and memory set of every layer of one prompt.
+// Scores and memory sets of every layer, for one prompt.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,20 +14,19 @@ namespace h2o_prefill {
 
 // Per layer: scores, fp32 [B, Hkv, length] (float64 beside float64 queries), in a buffer that grows
 // by doubling; memory, int32 [B, Hkv, K + L + H], ascending, -1 where absent; and where the last
-// chunk began. A layer is empty until its first scores arrive. All is updated in place: tensors
-// that come in are copied, and those that scores() and indices() return show what they are from
-// then on.
+// chunk began. A layer is empty until its first scores arrive. Updates are in place: arguments
+// are copied, and the tensors that scores() and indices() return change with later updates.
 //
 // Chunk by chunk: build_memory_set, attend to it, init_chunk_scores, accumulate_memory_scores.
-// chunked_sparse_attention does all of it in one call, and update takes what it returned;
-// prefill_attention_ does it in the buffers that reserve returns.
+// chunked_sparse_attention does all of this in one call, and update() takes its result;
+// prefill_attention_ does it in the buffers that reserve() returns.
 class H2O_API MemorySetTracker : public torch::CustomClassHolder {
  public:
   // L, H and K of every layer.
   MemorySetTracker(int64_t num_layers, int64_t local_window, int64_t heavy_budget,
                    int64_t sink_tokens);
 
-  // Those of a config, whose wide layers have larger sets.
+  // The budgets of a config, whose wide layers have larger sets.
   MemorySetTracker(int64_t num_layers, const PrefillConfig& config);
 
   // Sets the scores of a new chunk to the column sums of its phase 1: colsum fp32 [B, Hkv, T] for
@@ -40,7 +39,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
 
   // Builds the set that the chunk after position chunk_end attends to, from the present set and
   // [last chunk's begin, chunk_end). Returns it: int32 [B, Hkv, K + L + H]. Positions before
-  // chunk_end that have no score get 0; there is no score behind it yet.
+  // chunk_end without a score get 0; none after it may have one yet.
   at::Tensor build_memory_set(int64_t layer, int64_t chunk_end);
 
   // The memory set of a layer, and its scores. Throws for a layer without scores.
@@ -50,7 +49,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   bool has_scores(int64_t layer) const { return layer_at(layer).has_scores; }
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
 
-  // K + L + H of a layer, and its parts.
+  // K + L + H of a layer, and the parts.
   int64_t memory_size(int64_t layer = 0) const;
   int64_t local_window(int64_t layer = 0) const { return layer_at(layer).local_window; }
   int64_t heavy_budget(int64_t layer = 0) const { return layer_at(layer).heavy_budget; }
@@ -62,7 +61,11 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   // Where the last chunk of a layer began; 0 for a layer without scores.
   int64_t last_chunk_begin(int64_t layer) const { return layer_at(layer).last_chunk_begin; }
 
-  // Replaces the state of a layer by what chunked_sparse_attention returned. Copies.
+  // A copy of a layer's state; undefined tensors for a layer without scores.
+  LayerState state(int64_t layer) const;
+
+  // Replaces the state of a layer by a copy of what chunked_sparse_attention or state() returned;
+  // undefined tensors make it a layer without scores.
   void update(int64_t layer, const LayerState& state);
 
   // The buffers of a layer, scores [B, Hkv, capacity or more] and memory, for a call of
@@ -71,17 +74,16 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
                                              int64_t capacity);
   void commit(int64_t layer, int64_t length, int64_t last_chunk_begin);
 
-  // Removes the tokens behind the first `length`, of all layers or of one. The scores of those that
-  // stay are kept as they are: what removed queries added cannot be told apart. A cut before the
-  // last chunk removes what the memory set was chosen for, so the set is emptied, and every token
-  // that stays is a candidate again.
+  // Removes the tokens after the first `length`, of all layers or of one. The scores of the others
+  // stay as they are: the share that removed queries added is not known. If the cut lies before the
+  // last chunk, the memory set is emptied, and every remaining token is a candidate again.
   void truncate(int64_t length);
   void truncate_layer(int64_t layer, int64_t length);
 
-  // Forgets every layer.
+  // Clears every layer.
   void reset();
 
-  // Everything as plain tensors, and back: the pickled form. Copies.
+  // The pickled form: plain tensors. Both directions copy.
   std::vector<at::Tensor> state_tensors() const;
   static c10::intrusive_ptr<MemorySetTracker> from_tensors(const std::vector<at::Tensor>& tensors);
 
@@ -89,7 +91,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   struct Layer {
     int64_t local_window = 0;
     int64_t heavy_budget = 0;
-    at::Tensor scores = {};  // [B, Hkv, capacity]; 0 behind `length`
+    at::Tensor scores = {};  // [B, Hkv, capacity]; 0 from `length` on
     at::Tensor memory = {};
     bool has_scores = false;  // buffers alone are no state
     int64_t length = 0;
@@ -98,6 +100,8 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
 
   const Layer& layer_at(int64_t layer) const;
   const Layer& scored_layer_at(int64_t layer) const;
+  // Drops everything that a layer holds but its budgets.
+  void clear(int64_t layer);
   // Makes room for scores of `length` positions like those of x [B, Hkv, ...].
   void grow(int64_t layer, const at::Tensor& x, at::ScalarType type, int64_t length);
 

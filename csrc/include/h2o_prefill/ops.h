@@ -4,14 +4,14 @@
 // Symbols: B batch, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), T tokens, D key dim, Dv
 // value dim, M memory size. Tensors are float32, bfloat16, float16 or float64, all of one dtype and
 // device; lse is the natural logarithm of the softmax's denominator; lse, column sums and scores
-// are float32 (float64 for float64 inputs). scale is the softmax scale, default D^-0.5; softcap > 0
-// makes softcap tanh(z / softcap) of each logit z behind it; sinks [Hq], of any of these dtypes,
-// are one further logit of each query head's softmax, neither scaled nor capped, without a value:
-// the output's denominator has it once, and so has that of each key set's softmax, of which scores
-// are the sums. All but chunkwise_linear_attention are for inference: an input that requires a
-// gradient while gradients are on is an error. A wrong argument is a c10::ValueError. The number of
-// threads does not change a bit of a result, except where PyTorch's attention computes it (see
-// dense_attention): there it changes the rounding.
+// are float32 (float64 for float64 inputs). scale is the softmax scale, default D^-0.5. With
+// softcap > 0, logits are capped after scaling: softcap * tanh(z / softcap). sinks [Hq], of any of
+// these dtypes, add one logit to the softmax of each query head, neither scaled nor capped and
+// without a value: it counts once in the denominator of the output, and in that of each key set
+// whose column sums become scores. All ops but chunkwise_linear_attention are for inference: an
+// input that requires a gradient while gradients are on is an error. A wrong argument is a
+// c10::ValueError. Results are bitwise the same for any number of threads, except where PyTorch's
+// attention computes them (see dense_attention).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -85,7 +85,8 @@ struct RecallLists {
   at::Tensor visible_from = {};
 };
 
-// What one layer carries from one call of a prompt to the next. Undefined tensors at first.
+// The state that one layer carries from one call of a prompt to the next. Undefined tensors at
+// first.
 struct LayerState {
   at::Tensor scores = {};        // [B, Hkv, <= T_total]
   at::Tensor memory = {};        // int32 [B, Hkv, any], ascending, then -1
@@ -94,8 +95,8 @@ struct LayerState {
 
 // One layer's whole sparse prefill. q [B, Hq, T, D] are the call's queries, k and v the whole
 // history, which ends with the call's tokens. state: what the previous call of the prompt returned.
-// settings: of the layer (config.of_layer()); what decides between dense and sparse is not looked
-// at. recall: what lexical_recall returned for the call. The last dense_tail queries attend to
+// settings: of the layer (config.of_layer()); the fields that decide between dense and sparse are
+// ignored. recall: what lexical_recall returned for the call. The last dense_tail queries attend to
 // every key before them. Returns out [B, Hq, T, Dv] and the state: scores of all T_total positions,
 // and the memory set that the last chunk attended to, [B, Hkv, K + L + H].
 H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
@@ -104,8 +105,8 @@ H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
     std::optional<double> scale = std::nullopt,
     const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
 
-// The same as the settings say: sparsely, or densely, and then the state is handed on as it is,
-// with score 0 for the new positions. settings: of the model, a text that PrefillConfig::parse()
+// The same, sparse or dense as the settings say. A dense call returns the state unchanged, with
+// score 0 for the new positions. settings: of the model, a text that PrefillConfig::parse()
 // reads.
 H2O_API std::tuple<at::Tensor, LayerState> prefill_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
@@ -113,7 +114,8 @@ H2O_API std::tuple<at::Tensor, LayerState> prefill_attention(
     std::optional<double> scale = std::nullopt,
     const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
 
-// What one layer keeps in place for prefill_attention_(), allocated by the caller.
+// The buffers of one layer for prefill_attention_(), allocated by the caller. They must not share
+// memory with each other or with q; k may be a view of `key` and v one of `value`.
 struct PrefillBuffers {
   at::Tensor key;     // [B, Hkv, capacity, D]
   at::Tensor value;   // [B, Hkv, capacity, Dv]
@@ -125,8 +127,8 @@ struct PrefillBuffers {
 // call's tokens into the buffers, attends with q [B, Hq, T, D], sparsely or densely as the settings
 // say, and updates scores and memory. position: int64 [2] on the CPU, the tokens before the call
 // and where the last sparse chunk began (0 and 0 at first), the same for all layers of a model;
-// advance_position_() moves it behind the last one. settings and recall: as above; a dense call
-// does not look at it. Returns [B, Hq, T, Dv]. A call that throws for its arguments has changed
+// advance_position_() moves it past a call. settings and recall: as above; a dense call
+// ignores recall. Returns [B, Hq, T, Dv]. A call that throws because of its arguments changes
 // nothing.
 H2O_API at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       PrefillBuffers& buffers, const at::Tensor& position,
@@ -136,13 +138,13 @@ H2O_API at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, 
                                       const std::optional<at::Tensor>& sinks = std::nullopt,
                                       double softcap = 0.0);
 
-// Moves a position behind a call of num_tokens tokens.
+// Advances a position past a call of num_tokens tokens.
 H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings);
 
-// Lexical recall (n-gram lookup): earlier places where the tokens before a token stood. token_ids
+// Lexical recall (n-gram lookup): earlier matches of the tokens up to a token. token_ids
 // int64 [B, T_total]; tokens from `begin` on are new. For a token at p of a chunk that begins at c,
-// the longest suffix (max_suffix tokens at most) ending at p that also ended at places e < c gives
-// its max_matches latest such places; a single token counts only if it stood at most max_count
+// the longest suffix (max_suffix tokens at most) ending at p that also ends at positions e < c
+// gives its max_matches latest matches; a single token counts only if it occurs at most max_count
 // times up to p. Recalled are the positions e to e + span - 1 before c, visible from p on, in
 // blocks of `block` new tokens.
 H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin, int64_t chunk_size,
@@ -150,8 +152,8 @@ H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin, i
                                    int64_t span = 2, int64_t max_count = 16);
 
 // The same for the call of num_tokens tokens at a position of prefill_attention_(), as the settings
-// of the model say. token_ids int64 [B, capacity]: the prompt up to the end of the call; what lies
-// behind is not looked at. Where the call is dense the lists are empty.
+// of the model say. token_ids int64 [B, capacity]: the prompt up to the end of the call; later
+// columns are ignored. The lists of a dense call are empty.
 H2O_API RecallLists recall_at_position(const at::Tensor& token_ids, const at::Tensor& position,
                                        int64_t num_tokens, std::string_view settings);
 
@@ -159,11 +161,11 @@ H2O_API RecallLists recall_at_position(const at::Tensor& token_ids, const at::Te
 H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin,
                                    const PrefillConfig& config);
 
-// What linear attention carries from one call of a sequence to the next, float32 (float64 for
-// float64 inputs). Undefined tensors at first.
+// The state that linear attention carries from one call of a sequence to the next, float32 (float64
+// for float64 inputs). Undefined tensors at first.
 struct LinearState {
   at::Tensor state = {};       // [B, Hkv, D, Dv]
-  at::Tensor normalizer = {};  // [B, Hkv, D]; [B, Hkv, 0] of a call without a normaliser
+  at::Tensor normalizer = {};  // [B, Hkv, D]; [B, Hkv, 0] for a call without a normaliser
 };
 
 struct LinearAttentionOptions {
@@ -180,7 +182,7 @@ struct LinearAttentionOptions {
 // z_{i-1} + phi(k_i), and 0 where the divisor is 0. q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv,
 // T, Dv]; log_decay g <= 0, [Hkv] or [B, Hkv, T], of the dtype of the state; undefined: 0. A call
 // of one token with a state is a decoding step. Differentiable once in all tensors. Returns out [B,
-// Hq, T, Dv] and the state behind the last token; of both directions, that of the forward one.
+// Hq, T, Dv] and the state after the last token; of both directions, that of the forward one.
 H2O_API std::tuple<at::Tensor, LinearState> chunkwise_linear_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& log_decay = {},
     const LinearState& initial = {}, const LinearAttentionOptions& options = {});

@@ -1,4 +1,4 @@
-// All that one prompt needs, for a model of one's own: settings, keys and values, scores and memory
+// The state of one prompt, for a model of your own: settings, keys and values, scores and memory
 // sets, token ids and the keys that they recall.
 //
 //   h2o_prefill::PrefillContext context(num_layers, /*max_tokens=*/8192);   // preset "recommended"
@@ -9,8 +9,8 @@
 //     ...
 //   }
 //
-// The same calls prefill, go on with the prompt, and decode. Contexts share nothing: each may be
-// used on a thread of its own.
+// The same calls prefill, continue the prompt, and decode. Contexts share nothing, so each may run
+// on its own thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,18 +29,18 @@ namespace h2o_prefill {
 
 class H2O_API PrefillContext : public torch::CustomClassHolder {
  public:
-  // num_layers: attention layers of the model. max_tokens: the most that a prompt may have with
-  // what is generated behind it; buffers begin small and grow by doubling up to it. Throws if the
+  // num_layers: attention layers of the model. max_tokens: the largest length of a prompt with
+  // its generated tokens; buffers begin small and grow by doubling up to it. Throws if the
   // settings are not valid.
   PrefillContext(int64_t num_layers, int64_t max_tokens,
                  PrefillConfig config = PrefillConfig::preset("recommended"));
 
   // Begins a call with new tokens, int64 [B, T], and finds the keys that they recall, once for all
-  // layers. Throws if some layers have not attended in the call before: truncate(length()) undoes
+  // layers. Throws if some layers have not attended in the previous call: truncate(length()) undoes
   // that call.
   void begin(const at::Tensor& token_ids);
 
-  // Begins a call of num_tokens tokens whose ids are not known. From then on nothing is recalled,
+  // Begins a call of num_tokens tokens whose ids are unknown. Nothing is recalled from then on,
   // until reset().
   void begin(int64_t num_tokens);
 
@@ -53,11 +53,13 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // Tokens that all layers hold.
   int64_t length() const;
 
-  // Drops all tokens behind the first `length`, and a call that has begun (see
+  // Drops all tokens after the first `length`. A call that some layers have not attended in is
+  // undone first: scores, memory sets and ids are again what they were before its begin(), to the
+  // bit. What a complete call added to the scores of earlier tokens stays (see
   // MemorySetTracker::truncate).
   void truncate(int64_t length);
 
-  // Forgets the prompt; the buffers of keys and values stay allocated.
+  // Starts a new prompt; the buffers of keys and values stay allocated.
   void reset();
 
   const PrefillConfig& config() const { return attention_.config(); }
@@ -68,7 +70,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   // not known.
   at::Tensor token_ids() const;
 
-  // Everything as plain tensors, and back: the pickled form. Copies.
+  // The pickled form: plain tensors. Both directions copy.
   std::vector<at::Tensor> state_tensors() const;
   static c10::intrusive_ptr<PrefillContext> from_tensors(const std::vector<at::Tensor>& tensors);
 
@@ -77,12 +79,20 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   struct Call {
     int64_t past = 0;
     int64_t num_tokens = 0;
+    // The state before the call, as far as the call may change it.
+    bool ids_known = true;
+    std::vector<std::optional<LayerState>> layers = {};  // before a layer attended sparsely
+    std::optional<int64_t> batch = {};                   // of the token ids
     RecallLists recall = {};
   };
 
-  // Checks that a call of so many tokens may begin.
-  void begin_call(int64_t num_tokens);
-  // The lists where a layer's tensors are.
+  // Begins a call, where one may begin. batch: of the token ids, where they are given.
+  void begin_call(int64_t num_tokens, std::optional<int64_t> batch = std::nullopt);
+  // Restores the scores and the memory set that a layer had before the call.
+  void undo(int64_t layer);
+  // Undoes the call under way unless all layers have attended in it.
+  void undo_incomplete_call();
+  // The recall lists, moved to a device.
   const RecallLists& recall_on(const at::Device& device);
 
   int64_t num_layers() const { return cache_->num_layers(); }

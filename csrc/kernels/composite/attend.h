@@ -7,7 +7,7 @@
 
 namespace h2o_prefill::composite {
 
-// What the operators do with products of queries and keys, but for `scale`.
+// How logits are treated, apart from `scale`.
 struct LogitOptions {
   std::optional<at::Tensor> sinks = {};  // [Hq]
   double softcap = 0.0;

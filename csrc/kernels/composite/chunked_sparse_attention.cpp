@@ -76,12 +76,15 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
   const at::Tensor& v = request.value;
   const int64_t length = request.length();
   const int64_t past = request.past();
-  const MemoryBudget budget = request.budget();
+  // No set has more members than there are keys.
+  const int64_t width = std::min(request.budget().width(), request.total());
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
-  auto sets =
-      request.start.defined() && past > 0
-          ? request.start.clone(at::MemoryFormat::Contiguous)
-          : at::full({k.size(0), k.size(1), budget.width()}, -1, q.options().dtype(at::kInt));
+  const auto members = [](const at::Tensor& sets, int64_t most) {
+    return sets.narrow(2, 0, std::min(sets.size(2), most));
+  };
+  auto sets = request.start.defined() && past > 0
+                  ? members(request.start, past).clone(at::MemoryFormat::Contiguous)
+                  : at::full({k.size(0), k.size(1), 0}, -1, q.options().dtype(at::kInt));
   const Recall recall(request);
   const LogitOptions options{
       .sinks = request.sinks, .softcap = request.softcap, .reduce_max = request.reduce_max()};
@@ -95,9 +98,11 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
                            causal_mask(rows, q), request.scale(), options);
     request.scores.narrow(2, begin, rows).copy_(attended.colsum);
     if (begin > 0) {
-      sets = h2o_prefill::select_memory(request.scores.narrow(2, 0, begin), sets, previous_begin,
-                                        begin, budget.local_window, budget.heavy_budget,
-                                        budget.sink_tokens);
+      const auto budget = request.budget().within(begin);
+      sets = members(h2o_prefill::select_memory(request.scores.narrow(2, 0, begin), sets,
+                                                previous_begin, begin, budget.local_window,
+                                                budget.heavy_budget, budget.sink_tokens),
+                     width);
       const auto present = sets >= 0;
       const auto remembered =
           attend(queries, h2o_prefill::gather_rows(k, sets), h2o_prefill::gather_rows(v, sets),
@@ -111,7 +116,7 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
     previous_begin = begin;
   }
   request.memory.fill_(-1);
-  if (request.selects()) request.memory.narrow(2, 0, budget.width()).copy_(sets);
+  if (request.selects()) request.memory.narrow(2, 0, sets.size(2)).copy_(sets);
   if (const int64_t tail = request.tail(); tail > 0) {
     out.narrow(2, length - tail, tail)
         .copy_(composite::dense_attention(q.narrow(2, length - tail, tail), k, v, request.scale(),

@@ -74,8 +74,8 @@ at::Tensor in_direction(const at::Tensor& t, size_t direction) {
   return direction == 0 ? t : reversed(t);
 }
 
-// z_i [B, Hkv, T, D] of one direction, and [B, Hkv, 1, D] behind the last token: what queries and
-// keys of one dimension, all 1, give with keys for values.
+// z_i [B, Hkv, T, D] of one direction, and [B, Hkv, 1, D] after the last token: the recurrence with
+// one-dimensional queries and keys of 1, and keys as values.
 Scanned scan_normalizer(const Operands& x, int64_t chunk_size, LinearScan scan) {
   const auto ones =
       x.key.new_ones({1, 1, 1, 1}).expand({x.key.size(0), x.key.size(1), x.key.size(2), 1});

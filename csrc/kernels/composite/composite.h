@@ -1,5 +1,5 @@
-// Every op in plain ATen calls: what runs for devices, dtypes and head dims without a kernel of
-// their own. Accumulates in float32, or float64 for float64 inputs.
+// Every op in plain ATen calls, for devices, dtypes and head dims without a kernel of their own.
+// Accumulates in float32, or float64 for float64 inputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Linear attention in both directions, with its gradients, made of one recurrence.
+// Linear attention in one or both directions and its backward pass, built on one recurrence.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@ namespace h2o_prefill::composite {
 
 struct Scanned {
   at::Tensor out;    // [B, Hq, T, Dv]
-  at::Tensor state;  // [B, Hkv, D, Dv], behind the last token
+  at::Tensor state;  // [B, Hkv, D, Dv], after the last token
 };
 
 // The recurrence alone: S_i = exp(g_i) S_{i-1} + k_i^T v_i, out_i = q_i S_i. All of the
@@ -25,8 +25,8 @@ Scanned linear_scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
                     const at::Tensor& log_decay, const at::Tensor& state, int64_t chunk_size,
                     bool reverse);
 
-// The operator and its gradients over such a recurrence. Memory is linear in the length: states are
-// computed again, not kept.
+// The operator and its backward pass over such a recurrence. Memory is linear in the length: states
+// are recomputed, not stored.
 LinearAttentionResult linear_attention(const LinearAttentionRequest& request, LinearScan scan);
 LinearAttentionInputGradients linear_attention_backward(const LinearAttentionRequest& request,
                                                         const LinearAttentionGradients& gradients,

@@ -11,12 +11,15 @@ namespace h2o_prefill::composite {
 
 // Every shape depends on the arguments alone and no value is read back, so no device has to be
 // waited for.
-at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& memory, int64_t chunk_begin,
+at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& sets, int64_t chunk_begin,
                          int64_t chunk_end, int64_t local_window, int64_t heavy_budget,
                          int64_t sink_tokens) {
-  check_select_memory(scores, memory, chunk_begin, chunk_end, local_window, heavy_budget,
+  check_select_memory(scores, sets, chunk_begin, chunk_end, local_window, heavy_budget,
                       sink_tokens);
-  constexpr int32_t kAbsent = std::numeric_limits<int32_t>::max();  // sorts behind every position
+  const int64_t width = sink_tokens + local_window + heavy_budget;
+  // Positions of ascending sets, so there are no more of them than positions.
+  const auto memory = sets.narrow(2, 0, std::min(sets.size(2), chunk_end));
+  constexpr int32_t kAbsent = std::numeric_limits<int32_t>::max();  // sorts after every position
   const int64_t local_begin = std::max<int64_t>(chunk_end - local_window, 0);
   const int64_t sink_end = std::min(sink_tokens, local_begin);
   const auto options = memory.options();
@@ -40,11 +43,10 @@ at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& memory, int
   const int64_t taken = std::min(heavy_budget, candidates.size(2));
   const auto heavy = at::where(eligible, candidates, kAbsent).gather(2, order.narrow(2, 0, taken));
 
-  const int64_t width = sink_tokens + local_window + heavy_budget;
   const auto chosen = at::cat({range(0, sink_end), heavy, range(local_begin, chunk_end)}, -1);
-  const auto padded = at::constant_pad_nd(chosen, {0, width - chosen.size(2)}, kAbsent);
-  const auto ascending = std::get<0>(at::sort(padded, -1));
-  return ascending.masked_fill(ascending == kAbsent, -1);
+  const auto ascending = std::get<0>(at::sort(chosen, -1));
+  const auto present = ascending.masked_fill(ascending == kAbsent, -1);
+  return at::constant_pad_nd(present, {0, width - chosen.size(2)}, -1);
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {

@@ -6,7 +6,6 @@
 
 #include "kernels/cpu/amx_gemm.h"
 #include "kernels/cpu/attend_rows.h"
-#include "kernels/cpu/bfloat16_probe.h"
 #include "kernels/cpu/cpu_features.h"
 
 namespace h2o_prefill {
@@ -28,7 +27,7 @@ H2O_DECLARE_ISA(scalar)
 
 namespace {
 
-// Widest first. All that follow the first supported one without products of bfloat16 are slower.
+// Fastest first, but for sets with products of bfloat16, which not every CPU runs fast.
 std::vector<CpuKernels> all_kernels() {
 #if defined(H2O_HAVE_X86_ISAS)
   CpuKernels amx = avx512_bf16::kCpuKernels;
@@ -62,11 +61,10 @@ CpuKernels named(const std::string& name) {
 }
 
 CpuKernels fastest() {
-  std::vector<CpuKernels> with_products;
   for (const CpuKernels& kernels : all_kernels()) {
-    if (!is_supported(kernels)) continue;
-    if (!kernels.bfloat16_products) return fastest_in_bfloat16(kernels, with_products);
-    with_products.push_back(kernels);
+    const bool is_fast =
+        !kernels.bfloat16_products || kernels.gemm || cpu_has_fast_bfloat16_products();
+    if (is_fast && is_supported(kernels)) return kernels;
   }
   throw std::runtime_error("this CPU runs none of the compiled instruction sets");
 }

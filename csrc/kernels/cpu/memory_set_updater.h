@@ -34,7 +34,7 @@ class MemorySetUpdater {
  private:
   const PrefillRequest& request_;
   const Workspace& workspace_;
-  int64_t width_;  // of sets in the workspace: what can be there, not what the budget allows
+  int64_t width_;  // of sets in the workspace: bounded by the history too, not by the budget alone
   at::Tensor start_;
   int64_t selections_ = 0;
   Workspace::Part<int32_t> sets_[2];  // selections take turns

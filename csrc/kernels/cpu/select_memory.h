@@ -1,4 +1,4 @@
-// Selection of the memory sets of a layer, and what their scores gain.
+// Selection of the memory sets of a layer, and the update of their scores.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ struct SelectMemoryParams {
   MemorySetView from;   // with counts; entries from chunk_begin on do not count
   const float* scores;  // [units, scores_stride]
   int64_t scores_stride;
-  int64_t num_scores;  // positions behind these have score 0
+  int64_t num_scores;  // positions from here on have score 0
   int64_t chunk_begin;
   int64_t chunk_end;
   MemoryBudget budget;                  // of every unit

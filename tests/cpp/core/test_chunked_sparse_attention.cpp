@@ -63,18 +63,6 @@ TEST(ChunkedSparseAttention, LongCallIsTheOp) {
   EXPECT_FALSE(prompt.tracker->has_scores(1));
 }
 
-TEST(ChunkedSparseAttention, CallsInMultiplesOfTheChunkEqualOneCall) {
-  const auto x = random_qkv(70);
-  Prompt whole, parts;
-  const auto expected = whole.forward(x);
-  const auto first = parts.forward(x.tokens(0, 32)), second = parts.forward(x.tokens(32, 48)),
-             third = parts.forward(x.tokens(48, 70));
-  EXPECT_TRUE(close(at::cat({first, second, third}, 2), expected));
-  EXPECT_TRUE(close(parts.tracker->scores(0), whole.tracker->scores(0)));
-  EXPECT_TRUE(same(parts.tracker->indices(0), whole.tracker->indices(0)));
-  EXPECT_EQ(parts.tracker->last_chunk_begin(0), whole.tracker->last_chunk_begin(0));
-}
-
 TEST(ChunkedSparseAttention, DecodeIsDenseAndLeavesTheTrackerAlone) {
   const auto x = random_qkv(43);
   Prompt prompt;
@@ -114,50 +102,6 @@ TEST(ChunkedSparseAttention, SparseCallAfterTokensFromElsewhere) {
   EXPECT_EQ(prompt.tracker->last_chunk_begin(0), 82);
 }
 
-TEST(ChunkedSparseAttention, OpGetsTheTrackersStateAsItIs) {
-  const auto x = random_qkv(80);
-  Prompt prompt;
-  prompt.forward(x.tokens(0, 40));
-  // A position that left the memory set, with a score that would bring it back if it were a
-  // candidate.
-  const auto memory = prompt.tracker->indices(0);
-  auto scores = prompt.tracker->scores(0).clone();
-  const auto left = testing::membership(memory, 32).logical_not();
-  scores.slice(2, 0, 32).masked_fill_(left, 1000);
-  const LayerState changed{scores, memory.clone(), 32}, elsewhere{scores, memory.clone(), 0};
-  prompt.tracker->update(0, changed);
-  const auto got = prompt.forward(x.tokens(40, 80));
-  EXPECT_TRUE(same(got, std::get<0>(run_op(prompt.config, x.call(40, 80), changed))));
-  EXPECT_FALSE(same(got, std::get<0>(run_op(prompt.config, x.call(40, 80), elsewhere))));
-}
-
-TEST(ChunkedSparseAttention, SparseCallAfterDenseStart) {
-  const auto x = random_qkv(60);
-  Prompt prompt;
-  prompt.forward(x.tokens(0, 10));
-  EXPECT_TRUE(
-      same(prompt.forward(x.tokens(10, 60)), std::get<0>(run_op(prompt.config, x.call(10, 60)))));
-}
-
-TEST(ChunkedSparseAttention, OneChunkIsPlainCausalAttentionAndLeavesScores) {
-  const auto x = random_qkv(16);
-  Prompt prompt;
-  EXPECT_TRUE(close(prompt.forward(x), attend_causally(x).out));
-  EXPECT_TRUE(close(prompt.tracker->scores(0), attend_causally(x).colsum));
-  EXPECT_TRUE(same(prompt.tracker->indices(0), at::full({2, 2, 8}, -1, at::kInt)));
-}
-
-TEST(ChunkedSparseAttention, MinPrefillMovesTheBorder) {
-  auto config = small_config();
-  config.min_prefill = 40;
-  Prompt prompt(config);
-  const auto x = random_qkv(79);
-  EXPECT_TRUE(close(prompt.forward(x.tokens(0, 39)), attend_causally(x.call(0, 39)).out));
-  EXPECT_FALSE(prompt.tracker->has_scores(0));
-  prompt.forward(x.tokens(39, 79));
-  EXPECT_TRUE(prompt.tracker->has_scores(0));
-}
-
 TEST(ChunkedSparseAttention, DenseLayersStayDense) {
   auto config = small_config();
   config.dense_layers = {1};
@@ -169,44 +113,6 @@ TEST(ChunkedSparseAttention, DenseLayersStayDense) {
       << "a sparse layer should differ here";
 }
 
-TEST(ChunkedSparseAttention, LongDenseCallWithHistoryIsCausal) {
-  // Longer than the queries that share one mask.
-  auto config = small_config();
-  config.dense_layers = {0};
-  Prompt prompt(config);
-  const auto x = random_qkv(1200, 2, 1);
-  prompt.forward(x.tokens(0, 30));
-  EXPECT_TRUE(close(prompt.forward(x.tokens(30, 1200)), attend_causally(x.call(30, 1200)).out));
-}
-
-TEST(ChunkedSparseAttention, LargeBudgetsEqualDenseAttention) {
-  const PrefillConfig config{.chunk_size = 16, .local_window = 60, .heavy_budget = 60};
-  for (const auto type : {at::kFloat, at::kDouble}) {
-    const auto x = random_qkv(100, 4, 2, type);
-    Prompt prompt(config);
-    const auto first = prompt.forward(x.tokens(0, 37)), second = prompt.forward(x.tokens(37, 100));
-    EXPECT_TRUE(close(at::cat({first, second}, 2), attend_causally(x).out));
-  }
-}
-
-TEST(ChunkedSparseAttention, SixteenBitStaysCloseToItsOwnDense) {
-  const PrefillConfig config{.chunk_size = 16, .local_window = 60, .heavy_budget = 60};
-  for (const auto type : {at::kBFloat16, at::kHalf}) {
-    const auto x = random_qkv(60, 4, 2, type);
-    Prompt prompt(config);
-    const auto expected = attend_causally(x).out;
-    const auto sparse = prompt.forward(x, 0);
-    EXPECT_EQ(sparse.scalar_type(), type);
-    EXPECT_EQ(prompt.tracker->scores(0).scalar_type(), at::kFloat);
-    const auto plain =
-        at::scaled_dot_product_attention(x.q, x.k, x.v, {}, 0.0, true, std::nullopt, true);
-    const auto error = [&](const at::Tensor& t) {
-      return (t.to(at::kDouble) - expected).abs().max().item<double>();
-    };
-    EXPECT_LE(error(sparse), 2 * error(plain));
-  }
-}
-
 TEST(ChunkedSparseAttention, CallWithoutTokensChangesNothing) {
   const auto x = random_qkv(40);
   Prompt prompt;
@@ -214,19 +120,6 @@ TEST(ChunkedSparseAttention, CallWithoutTokensChangesNothing) {
   prompt.forward(x);
   EXPECT_EQ(prompt.forward(x.tokens(0, 0)).sizes(), at::IntArrayRef({2, 4, 0, kValueDim}));
   EXPECT_EQ(prompt.cache->length(0), 40);
-}
-
-TEST(ChunkedSparseAttention, RecallListsReachTheOp) {
-  auto config = small_config();
-  config.recall_block = 8;
-  const auto x = random_qkv(60, 4, 2, at::kFloat, 1);
-  const auto tokens = at::arange(60).remainder(11).unsqueeze(0);
-  const auto lists = lexical_recall(tokens, 0, config.chunk_size, config.recall_block, 2);
-  Prompt prompt(config);
-  const auto expected = chunked_sparse_attention(x.q, x.k, x.v, {}, config, lists);
-  const auto out = prompt.forward(x, 0, lists);
-  EXPECT_TRUE(same(out, std::get<0>(expected)));
-  EXPECT_FALSE(same(out, std::get<0>(run_op(config, x)))) << "recall should change the output here";
 }
 
 TEST(ChunkedSparseAttention, ScaleIsTheSoftmaxScale) {
@@ -240,66 +133,6 @@ TEST(ChunkedSparseAttention, ScaleIsTheSoftmaxScale) {
         close(prompt.forward(one, 0, {}, scale),
               dense_attention(one.q, at::cat({x.k, one.k}, 2), at::cat({x.v, one.v}, 2), scale)));
   }
-}
-
-TEST(ChunkedSparseAttention, WideLayersHaveLargerSets) {
-  auto config = small_config();
-  config.wide_layers = {1};
-  config.wide_factor = 2;
-  const auto x = random_qkv(90);
-  Prompt prompt(config);
-  for (const int64_t layer : {0, 1}) {
-    const auto [out, state] = run_op(config.of_layer(layer), x);
-    EXPECT_TRUE(same(prompt.forward(x, layer), out));
-    EXPECT_TRUE(same(prompt.tracker->indices(layer), state.memory));
-  }
-  EXPECT_EQ(prompt.tracker->indices(1).size(2), 15);
-}
-
-TEST(ChunkedSparseAttention, WithoutAMemorySetItIsDenseUnlessBlockDiagonal) {
-  const auto x = random_qkv(60);
-  PrefillConfig config{.chunk_size = 16, .local_window = 0, .heavy_budget = 0};
-  EXPECT_TRUE(close(Prompt(config).forward(x), attend_causally(x).out));
-  config.block_diagonal = true;
-  EXPECT_TRUE(
-      close(Prompt(config).forward(x), std::get<0>(intra_chunk_attention(x.q, x.k, x.v, 16))));
-}
-
-TEST(ChunkedSparseAttention, TwoPromptsEqualTwoFreshObjects) {
-  Prompt reused;
-  for (const int64_t length : {90, 50}) {
-    const auto x = random_qkv(length, 4, 2, at::kFloat, length == 90 ? 2 : 1);
-    reused.cache->reset();
-    reused.tracker->reset();
-    Prompt fresh;
-    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 32}, {32, 35}, {35, length}}) {
-      EXPECT_TRUE(same(reused.forward(x.tokens(begin, end)), fresh.forward(x.tokens(begin, end))));
-    }
-    EXPECT_TRUE(same(reused.tracker->scores(0), fresh.tracker->scores(0)));
-    EXPECT_TRUE(same(reused.tracker->indices(0), fresh.tracker->indices(0)));
-  }
-}
-
-TEST(ChunkedSparseAttention, ResumesFromPickledState) {
-  const auto x = random_qkv(80);
-  Prompt prompt;
-  prompt.forward(x.tokens(0, 40));
-  Prompt resumed;
-  resumed.cache = ChunkedKVCache::from_tensors(prompt.cache->state_tensors());
-  resumed.tracker = MemorySetTracker::from_tensors(prompt.tracker->state_tensors());
-  EXPECT_TRUE(same(resumed.forward(x.tokens(40, 80)), prompt.forward(x.tokens(40, 80))));
-}
-
-TEST(ChunkedSparseAttention, DecodesAfterInferenceMode) {
-  const auto x = random_qkv(70);
-  Prompt prompt, expected;
-  {
-    const c10::InferenceMode inference;
-    prompt.forward(x.tokens(0, 40));
-  }
-  expected.forward(x.tokens(0, 40));
-  EXPECT_TRUE(same(prompt.forward(x.tokens(40, 41)), expected.forward(x.tokens(40, 41))));
-  EXPECT_TRUE(same(prompt.forward(x.tokens(41, 70)), expected.forward(x.tokens(41, 70))));
 }
 
 // What a failed call must leave as it was.

@@ -67,7 +67,9 @@ TEST(PrefillConfig, PresetsAndTexts) {
   EXPECT_EQ(config, recommended);
   EXPECT_EQ(PrefillConfig::parse("min_prefill=5,dense_layers=0").to_string(),
             "h2o,dense_layers=0,min_prefill=5");
-  EXPECT_EQ(PrefillConfig::parse("h2o,min_prefill=5,min_prefill=none"), PrefillConfig());
+  EXPECT_EQ(PrefillConfig::parse("h2o,min_prefill=none"), PrefillConfig());
+  EXPECT_VALUE_ERROR(PrefillConfig::parse("h2o,min_prefill=5,min_prefill=none"),
+                     "min_prefill must be given once, got \"min_prefill=5,min_prefill=none\"");
 }
 
 TEST(PrefillConfig, TheRecallBlockSuitsAnotherChunkSize) {

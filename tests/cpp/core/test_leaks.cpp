@@ -1,4 +1,4 @@
-// Prompt after prompt, nothing stays behind: what malloc has handed out and what is resident are
+// Prompts leave no memory allocated: the bytes that malloc has handed out and the resident set are
 // the same after 50 prompts of random lengths and after 1,000, within the bounds below.
 //
 // GLIBC_TUNABLES=glibc.malloc.tcache_count=0, which ctest sets, keeps freed blocks from counting as
@@ -64,7 +64,7 @@ void expect_nothing_stays(const std::function<void(int64_t length)>& run) {
   if (counts_freed_blocks()) GTEST_SKIP() << "needs GLIBC_TUNABLES=glibc.malloc.tcache_count=0";
   std::mt19937 random(7);
   std::uniform_int_distribution<int64_t> lengths(1, kLongest);
-  // Every way of attending once; and more prompts than texts of settings are kept.
+  // Each kind of call once; and more prompts than texts of settings are kept.
   for (int64_t length = kLongest; length > 0; length -= kWarmUpStep) run(length);
   run(1);
   for (int i = 0; i < kFirstReading; ++i) run(lengths(random));
@@ -73,22 +73,6 @@ void expect_nothing_stays(const std::function<void(int64_t length)>& run) {
   const Held last = held();
   EXPECT_LE(last.allocated - first.allocated, kAllocatedBound);
   EXPECT_LE(last.resident - first.resident, kResidentBound);
-}
-
-TEST(Leaks, TheOperatorInSeveralCalls) {
-  const auto config = every_setting();
-  const auto x = random_qkv(kLongest);
-  const auto ids = at::arange(kLongest).remainder(23).expand({2, kLongest}).contiguous();
-  expect_nothing_stays([&](int64_t length) {
-    LayerState state;
-    for (const int64_t end : {length / 2, length}) {
-      const int64_t begin = end == length ? length / 2 : 0;
-      const auto recall = lexical_recall(ids.slice(1, 0, end), begin, config);
-      const auto call = x.call(begin, end);
-      std::tie(std::ignore, state) =
-          chunked_sparse_attention(call.q, call.k, call.v, state, config.of_layer(0), recall);
-    }
-  });
 }
 
 TEST(Leaks, TheOperatorWithSettingsThatItHasNotSeen) {

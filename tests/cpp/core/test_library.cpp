@@ -5,7 +5,7 @@
 
 #include <set>
 
-#include "h2o_prefill/ops.h"
+#include "kernels/cpu/cpu_features.h"
 #include "testing.h"
 
 namespace h2o_prefill {
@@ -25,6 +25,12 @@ TEST(Library, IsaIsOneThatIsCompiled) {
       << cpu_isa();
 }
 
+// The CPUs that are known, whichever this is.
+static_assert(has_fast_bfloat16_products({"AuthenticAMD", 0x19}));   // Zen 4
+static_assert(has_fast_bfloat16_products({"AuthenticAMD", 0x1A}));   // Zen 5
+static_assert(!has_fast_bfloat16_products({"AuthenticAMD", 0x17}));  // Zen 2
+static_assert(!has_fast_bfloat16_products({"GenuineIntel", 0x06}));
+
 TEST(Library, OpsAreRegistered) {
   for (const char* name : {"intra_chunk_attention", "memory_attention", "merge_states",
                            "select_memory", "accumulate_scores_", "gather_rows", "dense_attention",
@@ -43,19 +49,6 @@ TEST(Library, ClassesAreRegistered) {
     EXPECT_TRUE(torch::getCustomClass(std::string("__torch__.torch.classes.h2o_prefill.") + name))
         << name;
   }
-}
-
-TEST(Library, OpsCanBeCalledByName) {
-  const auto x = testing::random_qkv(20);
-  const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("h2o_prefill::intra_chunk_attention", "");
-  torch::jit::Stack stack{x.q, x.k, x.v, int64_t{16}, c10::IValue()};
-  op.callBoxed(stack);
-  ASSERT_EQ(stack.size(), 3U);
-  const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, 16);
-  EXPECT_TRUE(testing::same(stack[0].toTensor(), out));
-  EXPECT_TRUE(testing::same(stack[1].toTensor(), lse));
-  EXPECT_TRUE(testing::same(stack[2].toTensor(), colsum));
 }
 
 }  // namespace

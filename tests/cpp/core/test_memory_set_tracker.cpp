@@ -45,17 +45,6 @@ void prefill_by_chunks(MemorySetTracker& tracker, int64_t layer, const Qkv& x, i
   }
 }
 
-TEST(MemorySetTracker, ByChunksEqualsTheWholeOp) {
-  const auto x = random_qkv(5 * kChunk + 7);
-  auto tracker = make_tracker();
-  prefill_by_chunks(tracker, 1, x, 0, x.q.size(2));
-  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, tracker_config());
-  EXPECT_TRUE(close(tracker.scores(1), state.scores));
-  EXPECT_TRUE(same(tracker.indices(1), state.memory));
-  EXPECT_EQ(tracker.last_chunk_begin(1), 5 * kChunk);
-  EXPECT_FALSE(tracker.has_scores(0));
-}
-
 TEST(MemorySetTracker, ByChunksEqualsTheOpAcrossCallsAndForeignTokens) {
   // A call, ten tokens from elsewhere, another call.
   const auto x = random_qkv(84);
@@ -104,14 +93,6 @@ TEST(MemorySetTracker, BuildingTwiceChangesNothing) {
   prefill_by_chunks(tracker, 0, x, 0, 2 * kChunk);
   const auto once = tracker.build_memory_set(0, 2 * kChunk);
   EXPECT_TRUE(same(tracker.build_memory_set(0, 2 * kChunk), once));
-}
-
-TEST(MemorySetTracker, AbsentEntriesGetNoScore) {
-  MemorySetTracker tracker(1, 1, 4, 0);
-  tracker.init_chunk_scores(0, 0, row({1, 1}));
-  EXPECT_TRUE(same(tracker.build_memory_set(0, 2), positions({0, 1, -1, -1, -1})));
-  tracker.accumulate_memory_scores(0, row({1, 1, 7, 7, 7}));
-  EXPECT_TRUE(same(tracker.scores(0), row({2, 2})));
 }
 
 TEST(MemorySetTracker, NeverWritesToTensorsItWasGiven) {

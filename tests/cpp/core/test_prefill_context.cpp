@@ -54,6 +54,24 @@ struct LayeredPrompt {
   std::vector<Qkv> qkv;
 };
 
+// Lengths, settings, ids, scores, memory sets and keys: everything but room in the buffers.
+void expect_same_state(const PrefillContext& context, const PrefillContext& expected) {
+  ASSERT_EQ(context.length(), expected.length());
+  const auto ids = context.token_ids(), expected_ids = expected.token_ids();
+  ASSERT_EQ(ids.defined(), expected_ids.defined());
+  EXPECT_TRUE(!ids.defined() || same(ids, expected_ids));
+  const auto state = context.tracker()->state_tensors();
+  const auto expected_state = expected.tracker()->state_tensors();
+  ASSERT_EQ(state.size(), expected_state.size());
+  for (size_t i = 0; i < state.size(); ++i) EXPECT_TRUE(same(state[i], expected_state[i]));
+  for (int64_t layer = 0; layer < kContextLayers; ++layer) {
+    ASSERT_EQ(context.cache()->length(layer), expected.cache()->length(layer));
+    if (context.length() == 0) continue;
+    EXPECT_TRUE(same(context.cache()->key(layer), expected.cache()->key(layer)));
+    EXPECT_TRUE(same(context.cache()->value(layer), expected.cache()->value(layer)));
+  }
+}
+
 TEST(PrefillContext, IsTheOperatorWithRecallOnEveryLayer) {
   const LayeredPrompt prompt(90);
   const auto config = recalling_config();
@@ -129,29 +147,56 @@ TEST(PrefillContext, TruncateAndReset) {
   EXPECT_TRUE(same(prompt.run(context, 0, 90), prompt.run(fresh, 0, 90)));
 }
 
-TEST(PrefillContext, ACallThatStopsHalfwayCanBeUndone) {
+// Dense and sparse calls, with ids and without, at the beginning of a prompt and later.
+TEST(PrefillContext, ACallThatFailsHalfwayIsUndoneToTheBit) {
+  const LayeredPrompt prompt(90);
+  for (const int64_t past : {0, 32}) {
+    for (const int64_t end : {past + 8, past + 40}) {
+      for (const bool with_ids : {true, false}) {
+        PrefillContext context(kContextLayers, 90, recalling_config()),
+            straight(kContextLayers, 90, recalling_config());
+        if (past > 0) {
+          prompt.run(context, 0, past);
+          prompt.run(straight, 0, past);
+        }
+        const auto first = prompt.qkv[0].tokens(past, end),
+                   second = prompt.qkv[1].tokens(past, end);
+        if (with_ids) {
+          context.begin(prompt.ids.slice(1, past, end));
+        } else {
+          context.begin(end - past);
+        }
+        context.attend(0, first.q, first.k, first.v);
+        EXPECT_VALUE_ERROR(context.attend(0, first.q, first.k, first.v),
+                           "a layer must attend once in a call, layer 0 has attended already: "
+                           "begin() the next call");
+        EXPECT_VALUE_ERROR_WITH(context.attend(1, second.q, second.k, second.v.slice(1, 0, 1)),
+                                "value must have batch, heads and length of key");
+        EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(1, 40, 41)),
+                           "every layer must attend in a call, layer 0 has and others have not in "
+                           "the last one: truncate(" +
+                               std::to_string(past) + ") undoes it");
+        context.truncate(context.length());
+        expect_same_state(context, straight);
+        EXPECT_TRUE(same(prompt.run(context, past, 90), prompt.run(straight, past, 90)));
+        expect_same_state(context, straight);
+      }
+    }
+  }
+}
+
+TEST(PrefillContext, ACallThatNoLayerAttendedInIsReplaced) {
   const LayeredPrompt prompt(60);
-  PrefillContext context(kContextLayers, 90, recalling_config()),
-      straight(kContextLayers, 90, recalling_config());
-  prompt.run(context, 0, 32);
-  prompt.run(straight, 0, 32);
-  context.begin(prompt.ids.slice(1, 32, 40));
-  const auto x = prompt.qkv[0].tokens(32, 40);
-  context.attend(0, x.q, x.k, x.v);
-  EXPECT_VALUE_ERROR(context.attend(0, x.q, x.k, x.v),
-                     "a layer must attend once in a call, layer 0 has attended already: begin() "
-                     "the next call");
-  EXPECT_VALUE_ERROR(
-      context.begin(prompt.ids.slice(1, 40, 41)),
-      "every layer must attend in a call, layer 0 has and others have not in the last one: "
-      "truncate(32) undoes it");
-  EXPECT_EQ(context.length(), 32);
-  context.truncate(32);
-  EXPECT_TRUE(same(prompt.run(context, 32, 60), prompt.run(straight, 32, 60)));
-  // A call that no layer attended in is simply replaced.
+  PrefillContext context(kContextLayers, 90, recalling_config());
+  prompt.run(context, 0, 60);
   context.begin(prompt.ids.slice(1, 0, 5));
+  context.begin(3);
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1)),
+                     "max_tokens must be >= 120, the tokens after this call, got 90");
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1).slice(1, 0, 7)),
+                     "token_ids must have the batch size of the prompt (2), got 1");
   context.begin(prompt.ids.slice(1, 0, 7));
-  EXPECT_EQ(context.token_ids().size(1), 60);
+  EXPECT_TRUE(same(context.token_ids(), prompt.ids));
 }
 
 TEST(PrefillContext, StateRoundTrips) {
@@ -167,7 +212,15 @@ TEST(PrefillContext, StateRoundTrips) {
   auto tensors = context.state_tensors();
   tensors[2] = tensors[2].narrow(1, 0, 3);
   EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors),
-                          "tensors[2] must hold the ids of 90 tokens, got shape [2, 3]");
+                          "tensors[2] must hold the ids of 2 rows and 90 tokens, got shape [2, 3]");
+  tensors = context.state_tensors();
+  tensors[1] = tensors[1].slice(0, 0, 1).expand({int64_t{1} << 33});
+  EXPECT_VALUE_ERROR(PrefillContext::from_tensors(tensors),
+                     "bytes of tensors[1] must be <= 4194304, got 8589934592");
+  tensors = context.state_tensors();
+  tensors[3] = tensors[3].slice(0, 0, 1).expand({int64_t{1} << 33});
+  EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors),
+                          "tensors must begin with an int64");
   tensors = context.state_tensors();
   tensors.pop_back();
   EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors), "tensors must hold scores");
@@ -229,10 +282,14 @@ TEST(PrefillContext, WrongArguments) {
   EXPECT_VALUE_ERROR(context.attend(0, other.q, other.k, other.v),
                      "query must have the tokens that the call began with (40), got shape [2, 4, "
                      "20, 8]");
+  const auto row = [](const at::Tensor& t) { return t.slice(0, 0, 1); };
+  EXPECT_VALUE_ERROR(context.attend(0, row(x.q), row(x.k), row(x.v)),
+                     "query must have the batch size of the token ids (2), got shape [1, 4, 40, "
+                     "8]");
   EXPECT_VALUE_ERROR(context.truncate(-1), "length must be >= 0, got -1");
   prompt.run(context, 0, 40);
-  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1)),
-                     "token_ids must have the batch size of the prompt (2), got shape [1, 40]");
+  EXPECT_VALUE_ERROR(context.begin(prompt.ids.slice(0, 0, 1).slice(1, 0, 5)),
+                     "token_ids must have the batch size of the prompt (2), got 1");
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "h2o_prefill/chunk_manager.h"
 #include "h2o_prefill/chunked_sparse_attention.h"
 #include "h2o_prefill/ops.h"
+#include "h2o_prefill/prefill_context.h"
 #include "testing.h"
 
 namespace h2o_prefill {
@@ -79,6 +80,24 @@ TEST(RegisteredClasses, CacheAndTrackerAreSavedWhole) {
   EXPECT_TRUE(same(loaded_tracker->scores(0), tracker->scores(0)));
   EXPECT_TRUE(same(loaded_tracker->indices(0), tracker->indices(0)));
   EXPECT_EQ(loaded_tracker->last_chunk_begin(0), 32);
+}
+
+TEST(RegisteredClasses, ScriptUndoesACall) {
+  torch::jit::Module module("Script");
+  module.define(R"(
+    def forward(self, ids, q, k, v, context: PrefillContext):
+        context.begin(ids)
+        context.attend(0, q, k, v)
+        context.truncate(context.length())
+        return context.length()
+  )",
+                std::make_shared<Names>());
+  const auto x = random_qkv(50);
+  const auto ids = at::zeros({2, 50}, at::kLong);
+  const auto context = c10::make_intrusive<PrefillContext>(2, 64, saved_config());
+  EXPECT_EQ(module.forward({ids, x.q, x.k, x.v, context}).toInt(), 0);
+  EXPECT_FALSE(context->tracker()->has_scores(0));
+  EXPECT_EQ(context->cache()->length(0), 0);
 }
 
 TEST(RegisteredClasses, ScriptCallsTheOps) {

@@ -60,6 +60,11 @@ TEST(AccumulateScores, WrongArguments) {
                      "colsum must have the shape of memory [1, 2, 2], got [1, 2, 1]");
   EXPECT_VALUE_ERROR_WITH(accumulate_scores_(scores, memory.narrow(1, 0, 1), colsum),
                           "memory must have the KV heads (2)");
+  EXPECT_VALUE_ERROR_WITH(accumulate_scores_(scores, memory, scores.narrow(2, 6, 2)),
+                          "colsum must not share memory with scores");
+  auto expanded = at::ones({1, 1, 8}).expand({1, 2, 8});
+  EXPECT_VALUE_ERROR_WITH(accumulate_scores_(expanded, memory, colsum),
+                          "scores must have every element at an address of its own");
 }
 
 TEST(AccumulateScores, PositionOutOfRange) {
@@ -68,7 +73,7 @@ TEST(AccumulateScores, PositionOutOfRange) {
   EXPECT_VALUE_ERROR(accumulate_scores_(scores, positions({1, 8}), colsum),
                      "memory must be -1 or in [0, 8), got 8");
   EXPECT_VALUE_ERROR(accumulate_scores_(scores, positions({3, 3}), colsum),
-                     "memory must be strictly ascending, got 3 behind 3");
+                     "memory must be strictly ascending, got 3 after 3");
   EXPECT_TRUE(same(scores, at::ones({1, 1, 8})));
 }
 

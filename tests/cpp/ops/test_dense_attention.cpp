@@ -14,26 +14,15 @@ using testing::same;
 constexpr int64_t kHistory = 2500;
 
 TEST(DenseAttention, LongHistoryEqualsMaskedSoftmax) {
-  const auto x = random_qkv(kHistory, 2, 1, at::kFloat, 1);
-  for (const int64_t rows : {int64_t{1}, int64_t{13}, int64_t{1100}, kHistory}) {
-    const auto call = x.call(kHistory - rows, kHistory);
-    const auto expected = attend_causally(call).out;
-    for (const auto type : {at::kFloat, at::kDouble}) {
-      const auto out = dense_attention(call.q.to(type), call.k.to(type), call.v.to(type));
-      EXPECT_TRUE(close(out, expected)) << rows << " rows of " << type;
-      EXPECT_EQ(out.scalar_type(), type);
-    }
-  }
-}
-
-TEST(DenseAttention, LongHistoryEqualsMaskedSoftmaxInHalfPrecision) {
-  for (const auto type : {at::kBFloat16, at::kHalf}) {
-    const auto x = random_qkv(1500, 6, 2, type, 1);
-    for (const int64_t rows : {1, 70}) {
-      const auto call = x.call(1500 - rows, 1500);
-      const auto tolerance = type == at::kHalf ? 3e-3 : 2e-2;
+  for (const auto& [type, tolerance] :
+       {std::pair{at::kFloat, 1e-5}, std::pair{at::kDouble, 1e-5}, std::pair{at::kHalf, 3e-3},
+        std::pair{at::kBFloat16, 2e-2}}) {
+    const auto x = random_qkv(kHistory, 3, 1, type, 1);
+    for (const int64_t rows : {1, 13, 70, 1100, int{kHistory}}) {
+      const auto call = x.call(kHistory - rows, kHistory);
       const auto out = dense_attention(call.q, call.k, call.v);
       EXPECT_TRUE(close(out, attend_causally(call).out, tolerance)) << rows << " rows of " << type;
+      EXPECT_EQ(out.scalar_type(), type);
     }
   }
 }

@@ -29,8 +29,8 @@ TEST(GatherRows, ReadsAnyStrides) {
   const auto x = at::randn({1, 2, 6, 4});
   const auto indices = positions({5, 0, 3}, 1, 2);
   const auto expected = gather_rows(x, indices);
-  EXPECT_TRUE(same(gather_rows(x.transpose(1, 2).contiguous().transpose(1, 2), indices), expected));
-  EXPECT_TRUE(same(gather_rows(x.transpose(2, 3).contiguous().transpose(2, 3), indices), expected));
+  EXPECT_TRUE(same(gather_rows(testing::by_token(x), indices), expected));
+  EXPECT_TRUE(same(gather_rows(testing::by_dim(x), indices), expected));
 }
 
 TEST(GatherRows, NothingToGather) {
@@ -55,7 +55,7 @@ TEST(GatherRows, WrongArguments) {
 
 TEST(GatherRows, PositionOutOfRange) {
   const auto x = at::randn({1, 2, 6, 4});
-  EXPECT_THROW(gather_rows(x, positions({6}, 1, 2)), c10::Error) << "6 is behind the last row";
+  EXPECT_THROW(gather_rows(x, positions({6}, 1, 2)), c10::Error) << "the last row is 5";
 }
 
 }  // namespace

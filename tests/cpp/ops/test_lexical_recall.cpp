@@ -26,17 +26,17 @@ RecallLists call(const at::Tensor& tokens, const Settings& s) {
                         s.max_count);
 }
 
-// Places before `limit` where the n tokens that end at p also ended, latest first.
-std::vector<int64_t> earlier_places(const std::vector<int64_t>& tokens, int64_t p, int64_t n,
-                                    int64_t limit) {
-  std::vector<int64_t> places;
-  if (p + 1 < n) return places;
+// Positions before `limit` where the n tokens that end at p also end, latest first.
+std::vector<int64_t> earlier_matches(const std::vector<int64_t>& tokens, int64_t p, int64_t n,
+                                     int64_t limit) {
+  std::vector<int64_t> matches;
+  if (p + 1 < n) return matches;
   for (int64_t e = limit - 1; e >= n - 1; --e) {
     if (std::equal(tokens.begin() + (e - n + 1), tokens.begin() + (e + 1),
                    tokens.begin() + (p - n + 1)))
-      places.push_back(e);
+      matches.push_back(e);
   }
-  return places;
+  return matches;
 }
 
 // The definition, word by word.
@@ -54,10 +54,10 @@ RecallLists expected_lists(const at::Tensor& token_ids, const Settings& s) {
         for (int64_t n = s.max_suffix; n >= 1; --n) {
           if (n == 1 && std::count(tokens.begin(), tokens.begin() + p + 1, tokens[p]) > s.max_count)
             continue;
-          auto places = earlier_places(tokens, p, n, chunk);
-          if (places.empty()) continue;
-          places.resize(std::min<size_t>(places.size(), s.max_matches));
-          for (const int64_t e : places) {
+          auto matches = earlier_matches(tokens, p, n, chunk);
+          if (matches.empty()) continue;
+          matches.resize(std::min<size_t>(matches.size(), s.max_matches));
+          for (const int64_t e : matches) {
             for (int64_t j = e; j < std::min(e + s.span, chunk); ++j) first_seen.try_emplace(j, p);
           }
           break;

@@ -39,19 +39,6 @@ TEST(MemoryAttention, EqualsMaskedSoftmax) {
   }
 }
 
-TEST(MemoryAttention, ColumnSumsAddUpToTheRows) {
-  const auto x = random_qkv(kLength, 6, 2);
-  const auto colsum = std::get<2>(memory_attention(x.q, x.k, x.v, ragged_sets()));
-  EXPECT_TRUE(close(colsum.sum(2), at::full({2, 2}, 3 * kLength), 1e-4));
-}
-
-TEST(MemoryAttention, OneKeyGetsEverything) {
-  const auto x = random_qkv(kLength, 2, 2, at::kFloat, 1);
-  const auto [out, lse, colsum] = memory_attention(x.q, x.k, x.v, positions({17}, 1, 2));
-  EXPECT_TRUE(close(out, x.v.slice(2, 17, 18).expand({1, 2, kLength, kValueDim})));
-  EXPECT_TRUE(close(colsum, at::full({1, 2, 1}, kLength)));
-}
-
 TEST(MemoryAttention, WithoutAKeyOutputIsZeroAndLseMinusInfinity) {
   const auto x = random_qkv(kLength);
   for (const auto& indices : {at::empty({2, 2, 0}, at::kInt), positions({-1, -1, -1}, 2, 2)}) {
@@ -90,7 +77,7 @@ TEST(MemoryAttention, WrongArguments) {
 TEST(MemoryAttention, PositionOutOfRange) {
   const auto x = random_qkv(kLength);
   EXPECT_THROW(memory_attention(x.q, x.k, x.v, positions({3, 40}, 2, 2)), c10::Error)
-      << "40 is behind the last key";
+      << "the last key is 39";
 }
 
 }  // namespace

@@ -165,7 +165,7 @@ TEST(PrefillAttention, HasSinksAndSoftcapSparselyAndDensely) {
 }
 
 TEST(PrefillAttentionInPlace, GoesOnFromARewoundPosition) {
-  // Tokens behind 40 are replaced; nothing of those that stood there is left.
+  // Tokens after the first 40 are replaced, without a trace of the old ones.
   const auto x = random_qkv(90);
   Layer rewound, straight;
   for (auto* layer : {&rewound, &straight}) layer->attend(x.tokens(0, 40));
@@ -204,9 +204,7 @@ void expect_buffers_of_any_strides(int64_t length) {
   auto& [key, value, scores, memory] = strided.buffers;
   key = at::full({2, 1300, 2, 10}, std::nan("")).transpose(1, 2).narrow(3, 1, 8);
   value = at::full({2, 2, kValueDim, 1300}, std::nan("")).transpose(2, 3);
-  const auto k = x.k.transpose(1, 2).contiguous().transpose(1, 2);
-  const auto v = x.v.transpose(2, 3).contiguous().transpose(2, 3);
-  strided.attend({x.q, k, v});
+  strided.attend({x.q, testing::by_token(x.k), testing::by_dim(x.v)});
   EXPECT_TRUE(same(key.narrow(2, 0, length), x.k));
   EXPECT_TRUE(same(value.narrow(2, 0, length), x.v));
   EXPECT_TRUE(key.narrow(2, length, 1300 - length).isnan().all().item<bool>());
@@ -310,6 +308,80 @@ TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
                      "num_tokens must be >= 0, got -1");
 }
 
+// Buffers whose keys and values have one width, and what is attended with.
+struct Shared {
+  at::Tensor q = at::randn({2, 2, 20, 8}), k = at::randn({2, 2, 20, 8}), v = k + 1;
+  PrefillBuffers buffers{at::zeros({2, 2, 100, 8}), at::zeros({2, 2, 100, 8}),
+                         at::zeros({2, 2, 100}), at::full({2, 2, kMemory}, -1, at::kInt)};
+
+  at::Tensor attend() {
+    return prefill_attention_(q, k, v, buffers, at::zeros({2}, at::kLong), 0, kSettings);
+  }
+};
+
+TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
+  const auto refused = [](const char* message, auto&& change) {
+    Shared shared;
+    change(shared, shared.buffers);
+    EXPECT_VALUE_ERROR_WITH(shared.attend(), message);
+  };
+  using S = Shared;
+  using B = PrefillBuffers;
+  refused("cache_value must not share memory with cache_key, which is written in place",
+          [](S&, B& b) { b.value = b.key; });
+  refused("cache_value must not share memory with cache_key", [](S&, B& b) {
+    const auto rows = at::zeros({2, 2, 100, 12});
+    b.key = rows.narrow(3, 0, 8);
+    b.value = rows.narrow(3, 4, 8);
+  });
+  refused("cache_key must have every element at an address of its own",
+          [](S&, B& b) { b.key = at::zeros({2, 1, 100, 8}).expand({2, 2, 100, 8}); });
+  refused("cache_value must have every element at an address of its own", [](S&, B& b) {
+    b.value = at::zeros({2, 2, 100, 8}).as_strided({2, 2, 100, 8}, {1600, 800, 4, 1});
+  });
+  refused("q must not share memory with cache_key",
+          [](S& s, B& b) { s.q = b.key.narrow(2, 80, 20); });
+  refused("q must not share memory with cache_value",
+          [](S& s, B& b) { s.q = b.value.narrow(2, 0, 20); });
+  refused("v must not share memory with cache_key",
+          [](S& s, B& b) { s.v = b.key.narrow(2, 0, 20); });
+  refused("k must not share memory with cache_value",
+          [](S& s, B& b) { s.k = b.value.narrow(2, 0, 20); });
+  refused("scores must not share memory with cache_value",
+          [](S&, B& b) { b.scores = b.value.flatten().narrow(0, 16, 400).view({2, 2, 100}); });
+  refused("memory must not share memory with scores", [](S&, B& b) {
+    b.memory = b.scores.view(at::kInt).flatten().narrow(0, 0, 32).view({2, 2, kMemory});
+  });
+}
+
+TEST(PrefillAttentionInPlace, BuffersMayBePartsOfOneTensor) {
+  const auto part = [](const at::Tensor& whole, int64_t dim, int64_t i) {
+    const int64_t size = whole.size(dim) / 2;
+    return whole.narrow(dim, i * size, size);
+  };
+  Shared expected;
+  const auto out = expected.attend();
+  for (const int64_t dim : {0, 1, 2, 3}) {
+    std::vector<int64_t> sizes{2, 2, 100, 8};
+    sizes[dim] *= 2;
+    for (const bool by_token : {false, true}) {
+      auto whole = at::zeros(sizes);
+      if (by_token) whole = testing::by_token(whole);
+      Shared shared{expected.q, expected.k, expected.v};
+      shared.buffers.key = part(whole, dim, 0);
+      shared.buffers.value = part(whole, dim, 1);
+      EXPECT_TRUE(same(shared.attend(), out)) << "dimension " << dim;
+      EXPECT_TRUE(same(shared.buffers.key, expected.buffers.key));
+      EXPECT_TRUE(same(shared.buffers.value, expected.buffers.value));
+    }
+  }
+  const auto both = at::zeros({2, 2, 2, 100, 8});
+  Shared shared{expected.q, expected.k, expected.v};
+  shared.buffers.key = both[0];
+  shared.buffers.value = both[1];
+  EXPECT_TRUE(same(shared.attend(), out));
+}
+
 TEST(PrefillAttentionInPlace, PositionOutOfRange) {
   const auto x = random_qkv(40);
   Layer layer;
@@ -317,7 +389,7 @@ TEST(PrefillAttentionInPlace, PositionOutOfRange) {
   layer.buffers.memory.select(2, 0).fill_(50);
   EXPECT_VALUE_ERROR_WITH(layer.attend(x), "memory must be -1 or in [0, 40), got 50");
   layer.buffers.memory.copy_(positions({0, 3, 3, 4, -1, -1, -1, -1}, 2, 2));
-  EXPECT_VALUE_ERROR_WITH(layer.attend(x), "memory must be strictly ascending, got 3 behind 3");
+  EXPECT_VALUE_ERROR_WITH(layer.attend(x), "memory must be strictly ascending, got 3 after 3");
 }
 
 TEST(PrefillAttention, HandsTheStateOnWhereItIsDense) {
