@@ -74,7 +74,7 @@ def assert_same_cache(ours, eager):
         ("llama", "sdpa", "dynamic"),
         ("llama", "sdpa", "static"),
         pytest.param("llama", "eager", "static", marks=pytest.mark.slow),
-        ("gemma3", "sdpa", "ours"),
+        pytest.param("gemma3", "sdpa", "ours", marks=pytest.mark.slow),
         pytest.param("qwen3", "sdpa", "static", marks=pytest.mark.slow),
         pytest.param("gemma2", "eager", "static", marks=pytest.mark.slow),
         pytest.param("gpt-oss", None, "ours", marks=pytest.mark.slow),
@@ -120,8 +120,13 @@ WITHOUT_A_CACHE = {
 @pytest.mark.parametrize(
     ("how", "call"),
     [
-        *(("torch.compile", call) for call in WITHOUT_A_CACHE),
-        ("model.compile", "default"),
+        ("torch.compile", "default"),
+        *(
+            pytest.param("torch.compile", call, marks=pytest.mark.slow)
+            for call in WITHOUT_A_CACHE
+            if call != "default"
+        ),
+        pytest.param("model.compile", "default", marks=pytest.mark.slow),
         ("model.forward", "no cache"),
     ],
 )
@@ -142,7 +147,7 @@ def test_calls_without_a_cache(llama, ids, make_ids, call, how):
         torch.testing.assert_close(one, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("cache", ["ours", "static"])
+@pytest.mark.parametrize("cache", ["ours", pytest.param("static", marks=pytest.mark.slow)])
 def test_candidates_are_dense_in_a_graph_too(llama, prompt, cache):
     with enable(llama, **SPARSE):
         logits = []
@@ -154,7 +159,7 @@ def test_candidates_are_dense_in_a_graph_too(llama, prompt, cache):
     torch.testing.assert_close(*logits, **CLOSE)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
 def test_generate_with_a_compiled_forward(llama, ids, cache, sparse_layers):
     arguments = {"cache_implementation": "static"} if cache == "static" else {}
     with enable(llama, strict=True, **SPARSE) as handle:
@@ -171,7 +176,8 @@ def test_generate_with_a_compiled_forward(llama, ids, cache, sparse_layers):
         pytest.param("qwen2", "static", 2, marks=pytest.mark.slow),
         pytest.param("qwen3", "static", 2, marks=pytest.mark.slow),
         pytest.param("mistral", "static", 2, marks=pytest.mark.slow),
-        ("llama", "dynamic", 3),  # Short prompts have one of their own.
+        # Short prompts have one of their own.
+        pytest.param("llama", "dynamic", 3, marks=pytest.mark.slow),
     ],
 )
 def test_prompts_of_any_length_share_a_graph(build, make_ids, name, cache, graphs):
@@ -261,7 +267,7 @@ def test_a_mask_that_the_model_makes_in_its_graph_is_kept(masks_itself, padded_i
     torch.testing.assert_close(ours[0, 20:], stock[0, 20:], **CLOSE)
 
 
-@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
+@pytest.mark.parametrize("cache", [None, pytest.param("dynamic", marks=pytest.mark.slow), "static"])
 def test_padding_that_a_left_out_mask_would_hide_is_refused(
     masks_itself, padded_ids, make_ids, cache
 ):
