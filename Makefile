@@ -159,7 +159,7 @@ rm -rf build/$(1)/package/h2o_prefill/lib build/$(1)/package/h2o_prefill/_C*.so
 $(BIN)/cmake --install build/$(1) --prefix build/$(1)/package/h2o_prefill >/dev/null
 endef
 
-# The sanitizers' libraries come first, and the exceptions of C++ are looked up behind them.
+# The sanitizers' libraries come first, and then the library in which they look up the exceptions of C++.
 runtime = $$($(or $(CXX),c++) -print-file-name=$(1))
 UNDER_SANITIZERS := PYTHONPATH=$(abspath build/sanitize/package) \
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so.6)" \
@@ -170,7 +170,7 @@ UNDER_SANITIZERS := PYTHONPATH=$(abspath build/sanitize/package) \
 define environment
 $(PYTHON) -m venv --without-pip $(1)
 $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
+  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 endef
 
 # The tests of the integration under another transformers: VERSION, by default the lowest supported.

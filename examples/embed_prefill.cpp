@@ -58,7 +58,7 @@ struct Decoder {
   at::Tensor embedding = at::randn({kVocabulary, kHidden});
   std::vector<Layer> layers = std::vector<Layer>(kLayers);
 
-  // The most likely token behind token_ids [1, T], which follow those that the context holds.
+  // The most likely token after token_ids [1, T], which follow those that the context holds.
   at::Tensor forward(const at::Tensor& token_ids, h2o_prefill::PrefillContext& context) const {
     const int64_t past = context.length();
     auto hidden = embedding.index({token_ids});

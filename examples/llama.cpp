@@ -37,7 +37,7 @@ void run(const examples::Arguments& arguments) {
   const at::Tensor ids = examples::read_token_ids(arguments.ids);
   const examples::LlamaModel model(arguments.model);
 
-  // Tokens of a prompt, and those that fit behind it.
+  // Tokens of a prompt, and those that fit after it.
   const int64_t window = arguments.number("--perplexity", 0);
   const int64_t tokens = window > 0 ? window : ids.size(1);
   const int64_t room = model.config().max_position_embeddings - tokens;

@@ -30,7 +30,7 @@ class LlamaModel {
   const LlamaConfig& config() const { return config_; }
 
   // Runs the next tokens of the context's text, int64 [1, T] with T >= 1. Returns their hidden
-  // states behind the final norm, [1, T, hidden_size]. Throws std::runtime_error if ids are out of
+  // states after the final norm, [1, T, hidden_size]. Throws std::runtime_error if ids are out of
   // the vocabulary, c10::Error if the context has no room for them.
   at::Tensor forward(const at::Tensor& token_ids, h2o_prefill::PrefillContext& context) const;
 

@@ -118,7 +118,7 @@ void Package::check(const at::Tensor& token_ids) const {
   check_token_ids(token_ids, info_.vocabulary);
   const int64_t tokens = token_ids.size(1);
   if (tokens > info_.capacity - length()) {
-    fail("no room for ", tokens, " tokens behind ", length(), ": the package has a capacity of ",
+    fail("no room for ", tokens, " tokens after ", length(), ": the package has a capacity of ",
          info_.capacity, " (h2o-prefill export --capacity)");
   }
 }

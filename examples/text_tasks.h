@@ -14,20 +14,20 @@ using Forward = std::function<at::Tensor(const at::Tensor& token_ids)>;
 
 struct Continuation {
   int64_t max_new_tokens;
-  int64_t room;                  // tokens that fit behind the prompt
+  int64_t room;                  // tokens that fit after the prompt
   std::vector<int64_t> end_ids;  // token ids that end a text
   bool sparse;                   // whether the prompt is prefilled sparsely
 };
 
 // Continues a prompt greedily. The ids of the answer go to standard output as they come, the
 // seconds to standard error. prefill gets the prompt, then decode each new token; both give the
-// logits [1, vocabulary] behind the last one.
+// logits [1, vocabulary] after the last one.
 void continue_greedily(const at::Tensor& prompt, const Continuation& how, const Forward& prefill,
                        const Forward& decode);
 
 // Prints the perplexity of a text, int64 [1, n]. The text is cut into windows of `context` tokens
 // that do not overlap, and every token of a window but its first is scored, as `h2o-prefill ppl`
-// does; what is left behind the last whole window is not. forward gives the logits
+// does; what is left after the last whole window is not. forward gives the logits
 // [context, vocabulary] of a window, as if nothing stood before it.
 void print_perplexity(const at::Tensor& ids, int64_t context, const Forward& forward);
 

@@ -24,7 +24,7 @@ _NARROW_WINDOWS = {
     "swa_v_head_dim": 16,
 }
 
-# Name of the config class: values for its fields, those of a sub-config behind two underscores.
+# Name of the config class: values for its fields, those of a sub-config after two underscores.
 CHANGES: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 100}},

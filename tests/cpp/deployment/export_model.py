@@ -21,7 +21,7 @@ CONFIG = PrefillConfig.parse(
     "recommended,chunk_size=64,local_window=8,heavy_budget=8,sink_tokens=2,recall_block=16,"
     "wide_layers=1,wide_factor=2"
 )
-# Tokens of the calls over the prompt; single tokens are decoded behind it.
+# Tokens of the calls over the prompt; single tokens are decoded after it.
 CALLS = (150, 20, 64)
 NUM_DECODED = 4
 
@@ -30,7 +30,7 @@ class Decoder(nn.Module):
     """Two layers of attention and MLP with rotary position embedding.
 
     Its keys, values, scores and memory sets lie in buffers that the caller allocates once. Every
-    call changes them in place, and moves the position behind itself.
+    call changes them in place, and advances the position.
     """
 
     heads: int
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         position: Tensor,
         recall: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Return the logits behind the last token of a call.
+        """Return the logits after the last token of a call.
 
         Parameters
         ----------

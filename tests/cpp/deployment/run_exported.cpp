@@ -24,7 +24,7 @@ namespace {
 
 using h2o_prefill::RecallLists;
 
-// Logits [1, vocabulary] behind the last of token_ids [1, T]; buffers and position are changed in
+// Logits [1, vocabulary] after the last of token_ids [1, T]; buffers and position are changed in
 // place.
 class Model {
  public:

@@ -13,7 +13,7 @@ CONFIG = PrefillConfig.parse(
     "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,wide_layers=1,"
     "wide_factor=2"
 )
-# Sparse, sparse behind a history, decoded, short.
+# Sparse, sparse after a history, decoded, short.
 CALLS = (60, 32, 1, 1, 5)
 
 

@@ -30,7 +30,7 @@ LATENT = {
     "MiniCPM3ForCausalLM": {},
     "LongcatFlashForCausalLM": {},
 }
-# Weights of queries and keys, behind the latents where there are some.
+# Weights of queries and keys, after the latents where there are some.
 SHARPENED = ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")
 
 recurrent = pytest.mark.parametrize("model", RECURRENT, indirect=True)

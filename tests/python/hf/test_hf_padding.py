@@ -358,7 +358,7 @@ MASKS = {
     "a hole": ("1011", None),
     "a shorter mask": ("11", (0, 2)),
     "a longer mask": ("00111", (2, 4)),
-    "a hole behind the keys": ("11110", (0, 4)),
+    "a hole after the keys": ("11110", (0, 4)),
 }
 
 
@@ -456,7 +456,7 @@ def test_assisted_decoding_of_one_padded_row(build, make_batch, sparse_layers):
         alone = model.generate(batch.rows[0], assistant_model=assistant, **GREEDY)[:, 55:]
         ours = model.generate(ids, attention_mask=mask, assistant_model=assistant, **GREEDY)
     assert torch.equal(ours[:, ids.shape[1] :], alone)
-    # The first call has 5 candidates behind the prompt.
+    # The first call has 5 candidates after the prompt.
     assert sparse_layers == [55] * 4
 
 
