@@ -34,15 +34,7 @@ VARIANTS = {
 
 
 def plot_throughput(prefill: Row | None, model: Row | None, path: Path) -> Path:
-    """Draw tokens a second by prompt length: attention of one layer, and whole models.
-
-    Parameters
-    ----------
-    prefill, model : dict, optional
-        What bench_prefill and bench_model wrote.
-    path : Path
-        The file to write.
-    """
+    """Draw tokens a second by prompt length: attention of one layer, and whole models."""
     layers, models = _groups(prefill, "layer"), _groups(model, "model")
     figure, grid = make_figure(len(layers) + len(models))
     for axes, (title, rows) in zip(grid, [*layers.items(), *models.items()], strict=True):
@@ -66,15 +58,7 @@ def plot_throughput(prefill: Row | None, model: Row | None, path: Path) -> Path:
 
 
 def plot_memory(allocations: Row, path: Path) -> Path:
-    """Draw memory beside the KV cache by prompt length, and memory held over many prompts.
-
-    Parameters
-    ----------
-    allocations : dict
-        What bench_allocations wrote.
-    path : Path
-        The file to write.
-    """
+    """Draw memory beside the KV cache by prompt length, and memory held over many prompts."""
     rows = allocations["rows"]
     sizes = _groups({**allocations, "rows": [r for r in rows if "length" in r]}, "layer")
     held = [row for row in rows if row.get("allocated_bytes") and row["allocated_bytes"][0]]

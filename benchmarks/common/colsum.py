@@ -16,22 +16,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, colsum: bool, indices: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attend with one chunk, causally to itself or to the listed keys.
-
-    Parameters
-    ----------
-    q : Tensor
-        [1, Hq, T, D], lying in memory as [T, Hq, D]; k and v [1, Hkv, Tk, D] likewise.
-    colsum : bool
-        Compute column sums.
-    indices : Tensor, optional
-        int32 [1, Hkv, M], without -1. None: causal, and Tk = T.
-
-    Returns
-    -------
-    out, lse, colsum
-        As those of `intra_chunk_attention` and `memory_attention`; colsum None if not wanted.
-    """
+    """Attend with one chunk, causally to itself or to the listed keys."""
     for x in (q, k, v):
         if not x.transpose(1, 2).is_contiguous():
             raise ValueError(f"inputs must lie in memory as [T, H, D], got strides {x.stride()}")

@@ -25,15 +25,7 @@ class Pair:
 
 @contextmanager
 def dense_call(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Pair]:
-    """Attend with the last tokens of a history through a PrefillContext, and by dense_attention.
-
-    Parameters
-    ----------
-    q : Tensor
-        [1, Hq, T, D], lying in memory as [T, Hq, D]; float32 or bfloat16.
-    k, v : Tensor
-        [1, Hkv, Tk, D] likewise, the whole history.
-    """
+    """Attend with the last tokens of a history through a PrefillContext, and by dense_attention."""
     for x in (q, k, v):
         if not x.transpose(1, 2).is_contiguous():
             raise ValueError(f"inputs must lie in memory as [T, H, D], got strides {x.stride()}")
@@ -47,13 +39,7 @@ def dense_call(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Pair]:
 
 @contextmanager
 def score_update(kv_heads: int, positions: int, memory: int) -> Iterator[Pair]:
-    """Add column sums to the scores of a memory set: MemorySetTracker, and scatter_add_.
-
-    Parameters
-    ----------
-    kv_heads, positions, memory : int
-        Of the scores [1, kv_heads, positions], and of the set.
-    """
+    """Add column sums to the scores of a memory set: MemorySetTracker, and scatter_add_."""
     new = load("h2o_context").h2o_new_scores
     arguments = map(ctypes.c_int64, (kv_heads, positions, memory))
     with _held(new, tuple(arguments), "h2o_delete_scores") as scores:

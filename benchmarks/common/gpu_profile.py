@@ -15,22 +15,7 @@ _WARM_UP = 3
 def kernel_seconds(
     call: Callable[[], object], names: Sequence[str], seconds: float
 ) -> list[dict[str, float]]:
-    """Return the seconds of the kernels whose names hold each of `names`, a dict for each round.
-
-    Parameters
-    ----------
-    call : callable
-        What launches the kernels.
-    names : sequence of str
-        Parts of kernel names.
-    seconds : float
-        Time to spend. At least two rounds are run.
-
-    Raises
-    ------
-    RuntimeError
-        If no kernel of a name was launched.
-    """
+    """Return the seconds of the kernels whose names hold each of `names`, a dict for each round."""
     for _ in range(_WARM_UP):
         call()
     torch.cuda.synchronize()

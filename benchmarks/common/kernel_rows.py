@@ -26,19 +26,7 @@ COLUMNS = {
 def gpu_kernel_row(
     kernel: Callable[[], object], baselines: dict[str, Attention], flops: int, seconds: float
 ) -> dict[str, Any]:
-    """Time a kernel on a GPU beside every backend of PyTorch's attention, in turns.
-
-    Parameters
-    ----------
-    kernel : callable
-        The operator.
-    baselines : dict
-        The same problem, by the name of the backend; the row compares with the fastest.
-    flops : int
-        Of one call of either: Q K^T and P V of the pairs that count.
-    seconds : float
-        Time to spend.
-    """
+    """Time a kernel on a GPU beside every backend of PyTorch's attention, in turns."""
     timings = compare({"kernel": kernel, **baselines}, seconds, timer=gpu_timer)
     best = fastest(timings, list(baselines))
     return {
@@ -58,19 +46,7 @@ def kernel_row(
     threads: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Time a kernel, PyTorch's SDPA on the same problem, and the peaks, in turns.
-
-    Parameters
-    ----------
-    kernel, sdpa : callable
-        The two to compare.
-    flops : int
-        Of one call of either: Q K^T and P V of the pairs that count.
-    threads : int
-        Threads that PyTorch is set to.
-    seconds : float
-        Time to spend.
-    """
+    """Time a kernel, PyTorch's SDPA on the same problem, and the peaks, in turns."""
     peaks = {"fma": hardware_peak.fma(threads), "bf16_dot": hardware_peak.bf16_dot(threads)}
     calls: dict[str, Callable[[], object]] = {"kernel": kernel, "sdpa": sdpa}
     calls |= {name: peak.run for name, peak in peaks.items() if peak is not None}

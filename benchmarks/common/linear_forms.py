@@ -32,11 +32,6 @@ def flash_linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tens
 
     Keys and values, which it takes for every query head, are repeated beforehand, which is not
     timed. None where its PyTorch form does not take the length, which must be of whole chunks.
-
-    Raises
-    ------
-    PackageMissing
-        If it is not installed.
     """
     name, function = "chunk", "chunk_linear_attn"
     if q.device.type == "cpu":

@@ -30,17 +30,7 @@ _FACTS = ("model", "text", "dtype", "protocol")
 
 
 class Losses:
-    """Losses over the windows of a text.
-
-    Parameters
-    ----------
-    tokens : Tensor
-        int64 [tokens]: the text.
-    windows : mapping
-        Lengths, and a slice "begin:end" of the windows of each.
-    known : mapping
-        What `read_losses` returned: those of the same windows and versions are not measured again.
-    """
+    """Losses over the windows of a text."""
 
     def __init__(
         self,
@@ -57,13 +47,6 @@ class Losses:
 
         A dense way that does not tell probabilities has a loss of 0 by definition, and no
         perplexity.
-
-        Raises
-        ------
-        ValueError
-            If the text does not hold the windows.
-        ArithmeticError
-            If a way gives probabilities that are not finite.
         """
         selected, batches = select_windows(self._tokens, length, self._windows[length])
         rows = scored_rows(PROTOCOL, length)
@@ -99,19 +82,8 @@ def _loss(dense: Tensor | None, nll: Tensor | None) -> Row:
 
 
 def read_losses(files: Sequence[Path], facts: Mapping[str, Any]) -> dict[tuple[int, str], Row]:
-    """Return the losses that earlier runs left, by length and way; those of later files go first.
-
-    Parameters
-    ----------
-    files : sequence of Path
-        Their JSON.
-    facts : mapping
-        The options of this run.
-
-    Raises
-    ------
-    ValueError
-        If a run was of another model, text, dtype or protocol.
+    """Return the losses that earlier runs left, by length and way; those of later files go
+    first.
     """
     losses: dict[tuple[int, str], Row] = {}
     for file in files:

@@ -21,13 +21,7 @@ BUILD = SOURCES.parents[1] / "build" / "benchmarks" / _TORCH
 
 @cache
 def load(target: str) -> ctypes.CDLL:
-    """Build and load one of the libraries of cpp/CMakeLists.txt.
-
-    Raises
-    ------
-    RuntimeError
-        If it cannot be built; the message ends with what the build said.
-    """
+    """Build and load one of the libraries of cpp/CMakeLists.txt."""
     packages = f"{torch.utils.cmake_prefix_path};{Path(h2o_prefill.__file__).parent}"
     _run("cmake", "-S", SOURCES, "-B", BUILD, f"-DCMAKE_PREFIX_PATH={packages}")
     _run("cmake", "--build", BUILD, "--target", target, "--parallel")

@@ -82,17 +82,6 @@ def benchmark(
     The options are --json, --threads, --quick and those that are named here, and beside them what
     the function takes behind its plan. What it declares under the name of a shared option stands in
     the place of that one.
-
-    Parameters
-    ----------
-    name : str
-        The benchmark's, for its result file.
-    names : str
-        Of shared options.
-    lengths : Lengths, optional
-        Adds --lengths, with these defaults.
-    defaults
-        Names of shared options, and defaults that are this benchmark's own.
     """
     asked = {"json", "threads", "quick", *names, *defaults, *(("lengths",) if lengths else ())}
     order = list(_SHARED)

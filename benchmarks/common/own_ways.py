@@ -21,19 +21,7 @@ from h2o_prefill.eval.perplexity.scoring import token_nll
 def own_ways(
     model: Any, dtype: str, configs: Mapping[str, PrefillConfig], shortest: int
 ) -> dict[str, Way]:
-    """Return a model of transformers as it is, and enabled with each of the settings.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With dense attention.
-    dtype : str
-        Of its weights, for the name.
-    configs : mapping
-        Names and settings.
-    shortest : int
-        Tokens of the shortest prompt.
-    """
+    """Return a model of transformers as it is, and enabled with each of the settings."""
     dense = f"transformers {dtype}"
     ways = {dense: _way(transformers, dense, model)}
     for name, config in configs.items():

@@ -28,23 +28,7 @@ def packaged_ways(
     capacity: int,
     folder: Path,
 ) -> dict[str, Way]:
-    """Export a model with each of the settings, and return the packages.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With dense attention.
-    tokenizer
-        Its tokenizer.
-    dense : str
-        The name of the way that their losses are measured against.
-    configs : mapping
-        Names and settings.
-    capacity : int
-        Tokens that prompt and answer together may have.
-    folder : Path
-        Where the packages are written.
-    """
+    """Export a model with each of the settings, and return the packages."""
     ways = {}
     for number, (name, config) in enumerate(configs.items()):
         path = folder / f"{number}.pt2"

@@ -31,16 +31,8 @@ class PeerMissing(Exception):
 
 
 def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str, Way]:
-    """Return OpenVINO GenAI with dense SDPA, and for each batch paged, dense and its sparse modes.
-
-    Parameters
-    ----------
-    gguf : Path
-        The model.
-    threads : int
-        CPU threads.
-    batches : sequence of int
-        Tokens that the scheduler takes at a time with paged attention.
+    """Return OpenVINO GenAI with dense SDPA, and for each batch paged, dense and its sparse
+    modes.
     """
     _require("openvino_genai", "openvino-genai")
     import openvino_genai as genai
@@ -67,15 +59,7 @@ def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str
 
 
 def llama_cpp(gguf: Path, threads: int, longest: int) -> dict[str, Way]:
-    """Return llama.cpp, whose prefill is dense.
-
-    Parameters
-    ----------
-    gguf, threads
-        Those of `openvino_genai`.
-    longest : int
-        Tokens of the longest prompt and of what is decoded behind it.
-    """
+    """Return llama.cpp, whose prefill is dense."""
     _require("llama_cpp", "llama-cpp-python")
     import llama_cpp as package
 

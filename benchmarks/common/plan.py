@@ -126,22 +126,7 @@ def make_plan(
     lengths: str | None = None,
     default_lengths: Lengths | None = None,
 ) -> Plan:
-    """Check the shared options.
-
-    Parameters
-    ----------
-    name : str
-        The benchmark's, for its result file.
-    json, threads, dtype, shape, seconds, quick, device, preset, lengths
-        The options; None stands for the default.
-    default_lengths : Lengths, optional
-        None where there are no lengths to choose.
-
-    Raises
-    ------
-    typer.BadParameter
-        If a value is wrong.
-    """
+    """Check the shared options."""
     _check_device(device)
     if json is None and not quick:
         RESULTS.mkdir(exist_ok=True)

@@ -47,13 +47,6 @@ def plot_linear(result: Row, path: Path) -> Path:
     """Draw time and temporary memory by length, and both by chunk size, for every shape.
 
     Of several dtypes the first is drawn, of several numbers of threads the largest.
-
-    Parameters
-    ----------
-    result : dict
-        What bench_linear wrote.
-    path : Path
-        The file to write.
     """
     first = result["rows"][0]
     most = max(row.get("threads", 0) for row in result["rows"])

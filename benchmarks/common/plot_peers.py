@@ -26,13 +26,6 @@ def plot_peers(result: Row, path: Path) -> Path | None:
 
     Of several numbers of threads the largest is drawn. Returns None, and draws nothing, where no
     row has both a loss and a time.
-
-    Parameters
-    ----------
-    result : dict
-        What bench_peers wrote.
-    path : Path
-        The file to write.
     """
     rows = [row for row in result["rows"] if "delta_percent" in row and "seconds" in row]
     if not rows:

@@ -37,20 +37,7 @@ MODEL_COLUMNS = {
 
 
 class Report:
-    """The result of one benchmark. Leaving its `with` prints it as a table.
-
-    Parameters
-    ----------
-    plan : Plan
-        What is run.
-    title : str
-        What is measured, and against what.
-    columns : mapping
-        Header and format of every column of the table, as {"tokens": "{length}"}; the fields are
-        the rows' keys. A row fills the columns whose fields it has, and not as None.
-    options
-        What else a reader needs to repeat the run.
-    """
+    """The result of one benchmark. Leaving its `with` prints it as a table."""
 
     def __init__(self, plan: Plan, title: str, columns: Mapping[str, str], **options: Any) -> None:
         self.rows: list[Row] = []

@@ -15,14 +15,6 @@ def fastest_rivals(ways: Mapping[str, Way], rows: Sequence[Row], timings: Timing
     A mode is a rival where its relative loss of perplexity against its own dense mode is not above
     ours against transformers on the same windows; dense modes lose nothing. Standard errors are not
     taken into account.
-
-    Parameters
-    ----------
-    ways : mapping
-    rows : sequence of dict
-        Of these ways, at one length: `variant`, `delta_percent`, `seconds`.
-    timings : Timings
-        Of these ways.
     """
     others = dict.fromkeys(way.program for way in ways.values() if way.program != OURS)
     for ours in (row for row in rows if ways[row["variant"]].program == OURS):

@@ -87,17 +87,6 @@ def compare(
 
     Rounds go forwards and backwards through the candidates (A B, B A, A B, ...), so that none is
     always the first. Each is called before the first round, to warm up.
-
-    Parameters
-    ----------
-    candidates : mapping
-        Names and callables.
-    seconds : float
-        Time to spend, warm-up included. At least two rounds are run, at most `MAX_ROUNDS`.
-    clock : callable
-        Returns seconds.
-    timer : callable, optional
-        Times calls: `gpu_timer` for those that a GPU works off. By default the clock does.
     """
     if not candidates:
         raise ValueError("candidates must not be empty")

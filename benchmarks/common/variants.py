@@ -20,24 +20,7 @@ _NO_ATTENTION = "benchmark_no_attention"
 def prefill_variants(
     model: Any, input_ids: Tensor, config: PrefillConfig
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return ways of prefilling a prompt, each a callable that gives the last token's logits.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With dense attention.
-    input_ids : Tensor
-        int64 [1, T].
-    config : PrefillConfig
-        Of the sparse variant; its chunk size is also that of dense prefill in chunks.
-
-    Returns
-    -------
-    dict
-        dense: one call. dense_chunked: a call for every chunk over one cache, as `generate` does
-        for `prefill_chunk_size`. sparse: one call. no_attention: one call of everything but
-        attention, which no way of attending can beat.
-    """
+    """Return ways of prefilling a prompt, each a callable that gives the last token's logits."""
     sparse, bare = enabled_twin(model, config, len(input_ids[0])), twin(model)
     _remove_attention(bare)
     pieces = input_ids.split(config.chunk_size, dim=1)
@@ -59,21 +42,7 @@ def compiled_prefill(model: Any, input_ids: Tensor, config: PrefillConfig) -> Ca
 def padded_variants(
     model: Any, rows: Sequence[Tensor], config: PrefillConfig
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return ways of prefilling prompts of several lengths, each giving the last tokens' logits.
-
-    Parameters
-    ----------
-    model, config
-        Those of `prefill_variants`.
-    rows : sequence of Tensor
-        int64 [T] each.
-
-    Returns
-    -------
-    dict
-        dense, sparse: one call of all, padded on the left. dense_rows, sparse_rows: a call each.
-        All give [B, vocabulary].
-    """
+    """Return ways of prefilling prompts of several lengths, each giving the last tokens' logits."""
     sparse = enabled_twin(model, config, max(map(len, rows)))
     return {
         "dense": lambda: _prefill_padded(model, rows),
@@ -86,21 +55,7 @@ def padded_variants(
 def decode_variants(
     model: Any, input_ids: Tensor, config: PrefillConfig, steps: int
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return ways of decoding after one prompt, which each prefills here, once.
-
-    Parameters
-    ----------
-    model, input_ids, config
-        Those of `prefill_variants`.
-    steps : int
-        Tokens that a call decodes, greedily; afterwards it takes them back from its cache.
-
-    Returns
-    -------
-    dict
-        stock: the model. enabled: the model enabled, which makes a ChunkedPrefillCache of the
-        DynamicCache that both are given. Both give the tokens, int64 [steps].
-    """
+    """Return ways of decoding after one prompt, which each prefills here, once."""
     sparse = enabled_twin(model, config, len(input_ids[0]))
     models = {"stock": model, "enabled": sparse}
     return {name: decoder(network, input_ids, steps) for name, network in models.items()}
@@ -149,14 +104,7 @@ def _prefill_rows(model: Any, rows: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode()
 def prefill(model: Any, pieces: Sequence[Tensor]) -> Tensor:
-    """Return the logits of a prompt's last token, [vocabulary].
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    pieces : sequence of Tensor
-        The prompt, int64 [1, T] each: a call for every piece, over one cache.
-    """
+    """Return the logits of a prompt's last token, [vocabulary]."""
     cache = DynamicCache(config=model.config)
     for piece in pieces:
         output = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -180,11 +128,6 @@ def int8_twin(model: Any) -> Any:
     """Return a twin whose linear layers, but the output layer, take int8 weights and activations.
 
     Weights are rounded by row, activations by token when they come.
-
-    Raises
-    ------
-    ImportError
-        If torchao is not installed.
     """
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 

@@ -18,20 +18,14 @@ FILLS = ("normal", "zeros", "positive", "negative", "huge", "inf", "nan")
 
 @dataclass(frozen=True)
 class Floats:
-    """A tensor of floating-point numbers.
-
-    Attributes
-    ----------
-    layout : str
-        One of `LAYOUTS`: how it lies in memory. "sliced" is a window of a larger buffer that is NaN
-        around it.
-    fill : str
-        One of `FILLS`; "inf" and "nan" are a few among normal numbers.
-    """
+    """A tensor of floating-point numbers."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
+    # One of `LAYOUTS`: how it lies in memory. "sliced" is a window of a larger buffer that is
+    # NaN around it.
     layout: str = "contiguous"
+    # One of `FILLS`; "inf" and "nan" are a few among normal numbers.
     fill: str = "normal"
     seed: int = 0
 

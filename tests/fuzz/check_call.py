@@ -14,13 +14,7 @@ REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, OverflowError)
 
 
 def check_call(call: Call) -> None:
-    """Make a call. It must be refused or give the right result, and change nothing else.
-
-    Raises
-    ------
-    AssertionError
-        If it does not.
-    """
+    """Make a call. It must be refused or give the right result, and change nothing else."""
     operator = getattr(torch.ops.h2o_prefill, call.name)
     arguments = build(list(call.arguments))
     before = [x.clone() if isinstance(x, Tensor) else x for x in arguments]

@@ -16,13 +16,7 @@ CONSTRUCTORS = ("new", "from_tensors", "for_config", "parse", "preset")
 
 
 def check_program(program: Program) -> None:
-    """Run a program. Each step works or is refused, and a refused one changes no object.
-
-    Raises
-    ------
-    AssertionError
-        If a step does not.
-    """
+    """Run a program. Each step works or is refused, and a refused one changes no object."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     objects: dict[str, Any] = {}
     for step in program.steps:

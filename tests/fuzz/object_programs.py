@@ -20,35 +20,23 @@ class Object:
 
 @dataclass(frozen=True)
 class Step:
-    """A call of a method, or of a class's constructor or static method.
+    """A call of a method, or of a class's constructor or static method."""
 
-    Attributes
-    ----------
-    target : str
-        The object, or the class; what a class returns is the object of that name from then on.
-    method : str
-        "new" is the constructor.
-    """
-
+    # The object, or the class; what a class returns is the object of that name from then on.
     target: str
+    # "new" is the constructor.
     method: str
     arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class ChangedState:
-    """The state tensors of an object, one of them changed or left out.
-
-    Attributes
-    ----------
-    index : int
-        The tensor that changes, counted round.
-    change : description, tuple of int, or None
-        Another tensor in its place, (place, value) to write into it, or None to leave it out.
-    """
+    """The state tensors of an object, one of them changed or left out."""
 
     name: str
+    # The tensor that changes, counted round.
     index: int
+    # Another tensor in its place, (place, value) to write into it, or None to leave it out.
     change: Any
 
 

@@ -14,24 +14,15 @@ from hypothesis import strategies as st
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator.
-
-    Attributes
-    ----------
-    name : str
-        Of the operator.
-    arguments : tuple
-        In the order of its schema: numbers, texts, None, and descriptions of tensors.
-    kind : {"valid", "broken", "wild"}
-        A valid call gives what the oracle gives, a broken one is refused with a ValueError, and a
-        wild one does either.
-    breakage : str
-        What a broken call was broken by.
-    """
+    """A call of an operator."""
 
     name: str
+    # In the order of its schema: numbers, texts, None, and descriptions of tensors.
     arguments: tuple[Any, ...]
+    # A valid call gives what the oracle gives, a broken one is refused with a ValueError, and
+    # a wild one does either.
     kind: str
+    # What a broken call was broken by.
     breakage: str = ""
 
 

@@ -16,18 +16,7 @@ Config = torch.classes.h2o_prefill.PrefillConfig
 
 
 def check_result(name: str, arguments: list[Any], before: list[Any], result: Any) -> None:
-    """Compare the result of a valid call, and what it changed in place, with the oracle.
-
-    Parameters
-    ----------
-    arguments, before : list
-        The arguments behind the call, and copies of them as they were before it.
-
-    Raises
-    ------
-    AssertionError
-        If they differ by more than the dtype explains.
-    """
+    """Compare the result of a valid call, and what it changed in place, with the oracle."""
     check = {
         "accumulate_scores_": _check_accumulate_scores,
         "advance_position_": _check_advance_position,

@@ -18,16 +18,7 @@ MEMORY_BYTES = 6 << 30
 
 
 class Sandbox:
-    """A child process that calls a function for each item it is sent.
-
-    Parameters
-    ----------
-    function : callable
-        Takes an item that can be pickled. What it raises is the parent's failure.
-    limit_memory : bool
-        Whether the child may address `MEMORY_BYTES` beside what it has; AddressSanitizer needs more
-        addresses and has a limit of its own.
-    """
+    """A child process that calls a function for each item it is sent."""
 
     def __init__(self, function: Callable[[Any], None], limit_memory: bool) -> None:
         self.function = function
@@ -35,13 +26,7 @@ class Sandbox:
         self.child: Any = None
 
     def run(self, item: Any) -> None:
-        """Call the function with an item.
-
-        Raises
-        ------
-        AssertionError
-            If the function raised, the child died, or there was no answer in `SECONDS`.
-        """
+        """Call the function with an item."""
         if self.child is None:
             self._start()
         self.connection.send(item)

@@ -44,13 +44,7 @@ def main(
 
 
 class _Progress:
-    """Prints a line a minute.
-
-    Parameters
-    ----------
-    run : SoakRun
-        The run to tell of.
-    """
+    """Prints a line a minute."""
 
     def __init__(self, run: SoakRun) -> None:
         self._run = run

@@ -24,22 +24,14 @@ MOST_STEPS = 8
 
 @dataclass
 class Twin:
-    """What a context must be: histories, and each layer's state by the operator that returns it.
-
-    Attributes
-    ----------
-    histories : list of (Tensor, Tensor)
-        Key and value buffers of each layer, filled up to `length`.
-    states : list of PrefillState or None
-        Of each layer.
-    token_ids : Tensor
-        int64 [B, capacity].
-    """
+    """What a context must be: histories, and each layer's state by the operator that returns it."""
 
     attention: ChunkedSparseAttention
     config: PrefillConfig
+    # Key and value buffers of each layer, filled up to `length`.
     histories: list[tuple[Tensor, Tensor]]
     states: list[PrefillState | None]
+    # int64 [B, capacity].
     token_ids: Tensor
     length: int = 0
 
@@ -81,14 +73,7 @@ class Twin:
 
 
 class ContextPair:
-    """A context and its twin, which get the same calls.
-
-    Parameters
-    ----------
-    sources : list of list of Prompt
-        Whole prompts to take tokens from, a list of layers each: after a truncation other tokens
-        may follow.
-    """
+    """A context and its twin, which get the same calls."""
 
     def __init__(
         self, draw: Draw, judge: Judge, sources: list[list[Prompt]], config: PrefillConfig

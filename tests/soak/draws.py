@@ -20,17 +20,7 @@ MOST_CHUNKS = 128
 
 
 class Draw:
-    """The source of every choice of an item.
-
-    Parameters
-    ----------
-    seed : int
-        Of the item.
-    purpose : str
-        Choices for different purposes do not depend on each other.
-    largest : bool
-        Draw sizes as large as they may be, so that caches of memory are as full as they get.
-    """
+    """The source of every choice of an item."""
 
     def __init__(self, seed: int, purpose: str, largest: bool = False) -> None:
         self.largest = largest
@@ -68,17 +58,7 @@ class Draw:
 
 
 def draw_settings(draw: Draw, length: int, layers: int, whole: bool) -> PrefillConfig:
-    """Draw settings from everything that they can be.
-
-    Parameters
-    ----------
-    length : int
-        Tokens of the prompt.
-    layers : int
-        Layers of the model.
-    whole : bool
-        Whether the memory sets hold the whole prompt, K + L + H >= length.
-    """
+    """Draw settings from everything that they can be."""
     if draw.chance(0.15):
         preset = PRESETS[draw.choice(sorted(PRESETS))]
         return preset.with_fields(heavy_budget=length) if whole else preset
@@ -107,20 +87,7 @@ def draw_settings(draw: Draw, length: int, layers: int, whole: bool) -> PrefillC
 
 
 def draw_calls(draw: Draw, begin: int, end: int, multiple: int = 1) -> list[int]:
-    """Draw where the calls of a prompt end.
-
-    Parameters
-    ----------
-    begin, end : int
-        The tokens [begin, end) of all calls.
-    multiple : int
-        All calls but the last have a multiple of so many tokens.
-
-    Returns
-    -------
-    list of int
-        Rising, the last is `end`.
-    """
+    """Draw where the calls of a prompt end."""
     places = range(begin + multiple, end, multiple)
     count = min(len(places), draw.integer(0, 4))
     return sorted({draw.choice(places) for _ in range(count)} | {end})

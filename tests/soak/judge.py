@@ -39,17 +39,10 @@ class Worst:
 
 @dataclass
 class Judge:
-    """Compares results, and counts.
-
-    Attributes
-    ----------
-    worst : dict
-        By dtype, "float32" and so on.
-    exceptions : dict
-        By kind, how many exceptions were injected and arrived.
-    """
+    """Compares results, and counts."""
 
     worst: dict[str, Worst] = field(default_factory=dict)
+    # By kind, how many exceptions were injected and arrived.
     exceptions: dict[str, int] = field(default_factory=dict)
 
     def close(
@@ -58,17 +51,6 @@ class Judge:
         """Check that a result is as near to the truth as its dtype allows.
 
         The limits are those of `h2o_prefill.testing.assert_close_to_reference`.
-
-        Parameters
-        ----------
-        what : str
-            Names the comparison in the message.
-        actual, truth : Tensor
-            The result, and the same in float64.
-        peer : Tensor
-            What plain PyTorch gives in the dtype of the result.
-        of_model : bool
-            Whether these are the logits of a whole model, not the result of one attention.
         """
         self.finite(what, actual)
         if actual.shape != truth.shape:

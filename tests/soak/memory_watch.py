@@ -32,21 +32,13 @@ _STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True)
 class Reading:
-    """Memory at one time.
-
-    Attributes
-    ----------
-    seconds : float
-        Since the beginning.
-    resident : int
-        Bytes of the process in memory, 0 where the system does not tell.
-    tensors, objects : int
-        Live tensors, and live objects of classes of this library but settings; made since
-        `without_old_objects`.
-    """
+    """Memory at one time."""
 
     seconds: float
+    # Bytes of the process in memory, 0 where the system does not tell.
     resident: int
+    # Live tensors, and live objects of classes of this library but settings; made since
+    # `without_old_objects`.
     tensors: int
     objects: int
 

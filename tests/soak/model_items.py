@@ -43,15 +43,7 @@ class Case:
 
 
 def draw_case(draw: Draw, whole: bool, dtype: torch.dtype | None = None) -> Case:
-    """Draw a model, a prompt and settings.
-
-    Parameters
-    ----------
-    whole : bool
-        Whether the memory sets hold the whole prompt.
-    dtype : torch.dtype, optional
-        Default: one of `DTYPES`.
-    """
+    """Draw a model, a prompt and settings."""
     name = draw.choice(tiny_zoo.NAMES)
     dtype = draw.choice(DTYPES) if dtype is None else dtype
     # Models come and go in a process too.

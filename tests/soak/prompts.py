@@ -82,18 +82,7 @@ def check_dense(
     history: tuple[Tensor, Tensor, Tensor],
     scale: float | None,
 ) -> None:
-    """Check that a call attended to every key, in some of its rows.
-
-    Parameters
-    ----------
-    out : Tensor
-        [B, Hq, Tq, Dv].
-    history : tuple of Tensor
-        Query [B, Hq, Tq, D] of the call; key and value [B, Hkv, T, D] and [B, Hkv, T, Dv] of all
-        tokens up to its end.
-    scale : float, optional
-        Softmax scale.
-    """
+    """Check that a call attended to every key, in some of its rows."""
     query, key, value = history
     new, total = query.shape[2], key.shape[2]
     rows = torch.arange(new)

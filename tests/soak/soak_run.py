@@ -87,20 +87,7 @@ class Count:
 
 @dataclass
 class SoakRun:
-    """Runs items for some time.
-
-    Parameters
-    ----------
-    seed : int
-        Of all.
-    seconds : float
-        How long, with the warm-up.
-    leak : {None, "tensors", "bytes"}
-        What to keep of every item, so that memory is not flat: objects that Python counts, or
-        memory that nobody counts.
-    clock : callable
-        Returns the time in seconds.
-    """
+    """Runs items for some time."""
 
     seed: int
     seconds: float
@@ -113,13 +100,7 @@ class SoakRun:
     _kept: list[Any] = field(default_factory=list)
 
     def run(self, on_reading: Callable[[Reading], None] = lambda _: None) -> bool:
-        """Run until the time is over; return whether all is well.
-
-        Parameters
-        ----------
-        on_reading : callable
-            Gets every reading of memory.
-        """
+        """Run until the time is over; return whether all is well."""
         _fill_caches()
         with without_old_objects():
             self._run_items(on_reading)

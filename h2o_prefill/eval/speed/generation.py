@@ -16,20 +16,13 @@ from h2o_prefill.package import PrefillPackage
 
 @dataclass(frozen=True)
 class GenerationTiming:
-    """How long a generation took.
-
-    Attributes
-    ----------
-    prompt_tokens, new_tokens : int
-    prefill_seconds : float
-        To the first new token.
-    decode_seconds : float
-        From the first new token to the last.
-    """
+    """How long a generation took."""
 
     prompt_tokens: int
     new_tokens: int
+    # To the first new token.
     prefill_seconds: float
+    # From the first new token to the last.
     decode_seconds: float
 
 
@@ -40,25 +33,7 @@ def generate_timed(
     max_new_tokens: int,
     on_text: Callable[[str], None],
 ) -> GenerationTiming:
-    """Continue a prompt greedily, handing out the text as it comes.
-
-    Parameters
-    ----------
-    model : PreTrainedModel or PrefillPackage
-    tokenizer
-        Its tokenizer.
-    input_ids : Tensor
-        int64 [1, T]
-    max_new_tokens : int
-    on_text : callable
-        Takes each piece of text.
-
-    Raises
-    ------
-    ValueError
-        If prompt and new tokens together are longer than the model takes, or do not fit into the
-        package.
-    """
+    """Continue a prompt greedily, handing out the text as it comes."""
     generate: Callable[..., None] = _generate_from_package
     if not isinstance(model, PrefillPackage):
         generate = _generate

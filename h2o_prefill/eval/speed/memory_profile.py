@@ -37,23 +37,6 @@ def profile_memory(
 
     A run is one call over one prompt of random tokens that computes the logits of the last token
     only, and keeps its KV cache. Counted are tensors, on every device.
-
-    Parameters
-    ----------
-    model, seq_lengths, chunk_config, seed, on_progress
-        As `benchmark_throughput` takes them.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row a length: `seq_length`; `dense_peak_bytes` and `sparse_peak_bytes`, the most that a
-        run held at a time; of that, what is still there when it ends: `kv_cache_bytes`, the same
-        for both, and `state_bytes`, the scores and memory sets of the sparse one.
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        As `benchmark_throughput` does.
     """
     config = chosen_config(chunk_config)
     lengths = check_runs(model, seq_lengths, 1)

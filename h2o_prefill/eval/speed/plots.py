@@ -18,19 +18,7 @@ _STATE = "#009E73"
 
 
 def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = "") -> Figure:
-    """Draw tokens a second, dense and sparse, beside their ratio and that of attention flops.
-
-    Parameters
-    ----------
-    frame : pandas.DataFrame
-        Rows as `benchmark_throughput` returns them.
-    path, title
-        As `save_figure` takes them.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """Draw tokens a second, dense and sparse, beside their ratio and that of attention flops."""
     figure = make_figure(_HEIGHT, _WIDTH)
     rate, ratio = figure.subplots(1, 2)
     places = range(len(frame))
@@ -72,15 +60,7 @@ def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: st
 
 
 def plot_memory(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = "") -> Figure:
-    """Draw the most memory that a prefill holds beside the weights, and what it consists of.
-
-    Parameters
-    ----------
-    frame : pandas.DataFrame
-        Rows as `profile_memory` returns them.
-    path, title
-        As `save_figure` takes them.
-    """
+    """Draw the most memory that a prefill holds beside the weights, and what it consists of."""
     figure = make_figure(_HEIGHT, _WIDTH)
     whole, state = figure.subplots(1, 2, width_ratios=(3, 2))
     kept = frame["kv_cache_bytes"] / 1e6

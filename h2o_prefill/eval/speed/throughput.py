@@ -97,14 +97,7 @@ def benchmark_throughput(
 
 
 def check_runs(model: Any, seq_lengths: Sequence[int], num_runs: int) -> list[int]:
-    """Return the lengths as a list, or refuse what `benchmark_throughput` would refuse.
-
-    Raises
-    ------
-    ValueError
-        If there is no length, a length or the number of runs is not an int of at least 1, the model
-        already runs sparsely, or a prompt is longer than it takes.
-    """
+    """Return the lengths as a list, or refuse what `benchmark_throughput` would refuse."""
     lengths = list(seq_lengths)
     if not lengths:
         raise ValueError("seq_lengths must hold at least one length, got none")

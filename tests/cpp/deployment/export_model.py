@@ -64,19 +64,7 @@ class Decoder(nn.Module):
         position: Tensor,
         recall: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Return the logits after the last token of a call.
-
-        Parameters
-        ----------
-        token_ids : Tensor
-            int64 [1, T], the tokens of the call.
-        buffers : list of Tensor
-            Of each layer the four that `new_buffers` makes.
-        position : Tensor
-            As `ops.prefill_attention_` takes it.
-        recall : tuple of Tensor
-            What `ops.lexical_recall` found for the call.
-        """
+        """Return the logits after the last token of a call."""
         length = token_ids.shape[1]
         positions = (position[0] + torch.arange(length)).unsqueeze(1)
         angles = positions * self.frequencies
@@ -124,13 +112,7 @@ def new_buffers(model: Decoder, capacity: int) -> list[Tensor]:
 
 
 def run(model: nn.Module, prompt: Tensor, buffers: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Prefill a prompt in several calls and decode.
-
-    Returns
-    -------
-    token_ids, logits : Tensor
-        int64 [1, T + decoded] and float32 [calls, vocabulary].
-    """
+    """Prefill a prompt in several calls and decode."""
     token_ids, position = prompt, torch.zeros(2, dtype=torch.int64)
     recall = recall_lists(prompt[:, :0], 0, CONFIG)
     logits = []

@@ -27,17 +27,7 @@ HOLES = "attention_mask has holes"
 
 
 class Batch:
-    """Rows of different lengths in one padded batch.
-
-    Attributes
-    ----------
-    rows : list of Tensor
-        int64 [1, n], without padding.
-    ids, mask, positions : Tensor
-        int64 [B, T]; positions count the tokens of a row, as `generate` does.
-    spans : list of slice
-        Where the rows lie.
-    """
+    """Rows of different lengths in one padded batch."""
 
     def __init__(self, rows, side):
         longest = max(row.shape[1] for row in rows)

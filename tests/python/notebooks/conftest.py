@@ -19,16 +19,10 @@ SIZES = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
 
 @dataclass(frozen=True)
 class Executed:
-    """A notebook that has run.
-
-    Attributes
-    ----------
-    notebook : nbformat.NotebookNode
-    values : dict
-        What the expressions asked for were at its end.
-    """
+    """A notebook that has run."""
 
     notebook: Any
+    # What the expressions asked for were at its end.
     values: dict[str, Any]
 
     @property
