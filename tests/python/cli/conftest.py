@@ -69,6 +69,5 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
         "retrieve": ("retrieve", *haystack, "--depths", "0,100", *variant),
         "answers": ("answers", *asked, *variant),
         "visualize": ("visualize", *text, "--preset", PRESET),
-        "models": ("models", "--class", "LlamaForCausalLM", "--class", "BloomForCausalLM"),
         "info": ("info",),
     }

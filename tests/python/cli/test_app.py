@@ -29,7 +29,6 @@ COMMANDS = (
     "answers",
     "visualize",
     "generate",
-    "models",
     "info",
 )
 SIZES = ("--chunk-size", 16, "--local-window", 4, "--heavy-budget", 4)
@@ -94,7 +93,7 @@ WRONG_VALUES = {
         "text_file: no such file: 'missing.txt'",
     ),
     ("--json", "no/such/folder/r.json"): (
-        ("ppl", "calibrate", "bench", "retrieve", "answers", "visualize", "models"),
+        ("ppl", "calibrate", "bench", "retrieve", "answers", "visualize"),
         "--json must be a file in a folder that exists",
     ),
 }

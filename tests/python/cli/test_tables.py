@@ -18,7 +18,6 @@ COMMANDS = (
     "retrieve",
     "answers",
     "visualize",
-    "models",
     "info",
 )
 
