@@ -77,6 +77,9 @@ class ForwardContext:
             for kind in (ChunkedPrefillCache, StaticPrefillCache):
                 kind.adopt(cache)
             self.cache = cache
+            for layer in getattr(cache, "layers", ()):
+                if isinstance(layer, ChunkedPrefillLayer):
+                    layer.leave_inference_mode()
             self._snapshot = CacheSnapshot(cache)
             self._read_masks(arguments["attention_mask"])
 

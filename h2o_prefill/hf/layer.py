@@ -148,6 +148,12 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Return whether keys and values are those that `update` returned."""
         return key is self.keys and value is self.values
 
+    def leave_inference_mode(self) -> None:
+        """Copy buffers that inference mode made and that may not change in place outside of it."""
+        if self._is_backed() and self._buffers is not None and not _is_writable(self._buffers[0]):
+            self._room_for(self.get_seq_length(), *self._held())
+            self._map_state(torch.clone)
+
     def truncate(self, length: int) -> None:
         """Keep the first tokens alone, of the state too (see `PrefillState.truncated`)."""
         if length >= self.get_seq_length():
@@ -294,4 +300,7 @@ class ChunkedPrefillLayer(DynamicLayer):
 
 def _is_writable(tensor: Tensor) -> bool:
     """Return whether a tensor may change in place: one of inference mode only inside of that."""
+    # Dynamo cannot ask; the forward has left inference mode before its graph runs.
+    if torch.compiler.is_dynamo_compiling():
+        return True
     return torch.is_inference_mode_enabled() or not tensor.is_inference()

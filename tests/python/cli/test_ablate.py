@@ -109,7 +109,7 @@ def test_every_field_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         assert f"--{field.name.replace('_', '-')} " in shown
         # Up to the first name of another option.
         assert field.metadata["help"].partition("`")[0].strip() in words
-    assert "Factor of L and H in the memory sets of --wide-layers." in words
+    assert "Factor by which L and H are multiplied in --wide-layers." in words
 
 
 @pytest.mark.parametrize(
