@@ -89,7 +89,7 @@ def test_the_command_line_continues_a_text(package, folder, tmp_path):
     assert ours.stdout == theirs.stdout
     assert "(sparse)" in ours.stderr
     settings = command(*arguments, "--package", package, "--preset", "h2o")
-    assert settings.exit_code == 2 and "leave --preset and sizes out" in settings.stderr
+    assert settings.exit_code == 2 and "leave out --preset and the sizes" in settings.stderr
 
 
 def test_cpp_continues_a_prompt(program, package, model, ids, file_of, tmp_path):
