@@ -1,4 +1,4 @@
-"""One call of the attention function, and what is known of it."""
+"""One call of the attention function, and what is known about it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Call:
 
     @property
     def total(self) -> int:
-        """Tokens up to the last of this call; behind them are the free places of a static cache."""
+        """Tokens up to the last of this call; a static cache has unused slots after them."""
         length = self.key.shape[2]
         if self.context is None or self.mask is not None or not is_causal(self.module, self.kwargs):
             return length
@@ -78,7 +78,7 @@ class Call:
 
     @property
     def held(self) -> tuple[Tensor, Tensor]:
-        """Key and value without free places."""
+        """Key and value without unused slots."""
         total = self.total
         if total == self.key.shape[2]:
             return self.key, self.value

@@ -1,4 +1,4 @@
-"""The dense way: the attention function that the model had before, with the mask that it takes.
+"""Dense attention: the attention function that the model had before, with the mask that it takes.
 
 On CPU, plain causal calls that would go to transformers' sdpa function go to `ops.dense_attention`
 instead. It gives the same but for rounding, and is faster in 16-bit, where PyTorch has no fast path

@@ -63,7 +63,7 @@ def begin_forward(context: ForwardContext, mask: Any, compiled: bool) -> None:
 
 
 def end_forward(context: ForwardContext, failed: bool) -> None:
-    """Take over what a graph left behind: states, and what is counted and reported."""
+    """Store the states that a graph computed, and update counts and reports."""
     call = context.call
     if call is None or context.tokens is None or failed:
         return

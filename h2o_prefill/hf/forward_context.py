@@ -51,7 +51,7 @@ class ForwardContext:
         self.paddings: dict[int, Padding] = {}
         # The same of windows that hold some rows whole and not all, by the window.
         self.window_paddings: dict[int, Padding] = {}
-        # Static caches: number of filled places, by number of places.
+        # Static caches: number of filled slots, by number of slots.
         self.filled: dict[int, int] = {}
         self.mask_reason: str | None = None  # why a mask was not plain causal
         # Whether the windows that masks were asked for hold all keys; None if there were none.
@@ -122,7 +122,7 @@ class ForwardContext:
 
     def candidates_in(self, past: int, new: int) -> int:
         """Return how many tokens at the end of a call assisted decoding verifies."""
-        # Whoever asks for the logits of a whole first call verifies nothing.
+        # A first call that asks for all logits verifies no candidates.
         return self.candidates if self.candidates + 1 < new or past > 0 else 0
 
     def layer_of(self, module: nn.Module) -> Any:

@@ -14,7 +14,7 @@ from types import FrameType
 
 from h2o_prefill.hf.enabled_state import EnabledState
 
-# How often to look for forwards that an interrupt has ended: nobody tells us of those.
+# How often to look for forwards that an interrupt has ended: no hook reports those.
 _SECONDS_BETWEEN_LOOKS = 0.1
 
 _changed = threading.Condition()

@@ -116,7 +116,7 @@ def before_forward(
     changed: dict[str, Any] = {}
     if hook.makes_cache(model, arguments):
         changed["past_key_values"] = ChunkedPrefillCache(config=model.config)
-        # Whoever passes no cache verifies no candidates.
+        # A call without a cache verifies no candidates.
         arguments.update(changed, logits_to_keep=None)
     context.add_arguments(arguments)
     bare = context.cache is arguments["attention_mask"] is arguments["position_ids"] is None

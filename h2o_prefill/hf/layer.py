@@ -31,9 +31,9 @@ class ChunkedPrefillLayer(DynamicLayer):
         self.padded = False
         self.traced: tuple[Tensor, Tensor] | None = None
         self._state: PrefillState | None = None
-        self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 behind the state's length
-        # Key and value buffers, and the views of them that `keys` and `values` were made: whoever
-        # replaces those leaves the buffers behind.
+        self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 after the state's length
+        # Key and value buffers, and the views of them that `keys` and `values` were set to: code
+        # that replaces the views no longer uses the buffers.
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._views: tuple[Tensor, Tensor] | None = None
 

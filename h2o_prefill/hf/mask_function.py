@@ -3,7 +3,7 @@
 So is the mask of a sliding window, or of chunks, that is at least as long as the keys are many.
 
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
-keys up to T - Tq + i, where T is the number of keys without the free places of a static cache, and
+keys up to T - Tq + i, where T is the number of keys without the unused slots of a static cache, and
 all of them, or, if `ForwardContext.paddings` has that length, those of its row that are no padding.
 Everything else is the mask that the model's own implementation would have got.
 """
@@ -107,13 +107,13 @@ def _mask(arguments: dict[str, Any]) -> Any:
     if context is not None and window is not None and not shows_all and not ends_differ:
         _note_rows_in_window(context, arguments, window, mask)
     if mask is None and ends_differ:
-        # A static cache with free places: this None is top-left causal, which ours is not.
+        # A static cache with unused slots: this None is top-left causal, which ours is not.
         mask = make(**{**arguments, "allow_is_causal_skip": False})
     return mask
 
 
 def _may_be_static(context: ForwardContext | None, config: Any) -> bool:
-    """Return whether keys behind the last query may be the free places of a static cache.
+    """Return whether keys after the last query may be the unused slots of a static cache.
 
     Transformers makes the masks of such a cache before the forward, where there is no context.
     """

@@ -82,7 +82,7 @@ def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tenso
 def with_candidates(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
 ) -> Tensor:
-    """Append the rows of `query` behind those of `out`: they verify candidates.
+    """Append the rows of `query`, which verify candidates, to those of `out`.
 
     They attend as decoded tokens do, and leave no trace in the state.
     """

@@ -63,7 +63,7 @@ class StaticPrefillLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values behind those that are there; return the buffers."""
+        """Write keys and values after the existing ones; return the buffers."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.added = key_states, value_states
         if torch.compiler.is_dynamo_compiling():
@@ -71,7 +71,7 @@ class StaticPrefillLayer(StaticLayer):
         return keys, values
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Return what `update` was given; whoever attends takes it."""
+        """Return what `update` was given; attention takes it."""
         assert self.added is not None
         added, self.added = self.added, None
         return added

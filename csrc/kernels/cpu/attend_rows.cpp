@@ -42,7 +42,7 @@ void multiply_queries(BFloat16Gemm gemm, const float* query, int64_t words, int 
   }
 }
 
-// Turns a row of products z, up to `limit` or a vector's end behind it, into tanh(z scale).
+// Turns a row of products z, up to `limit` or the end of its vector, into tanh(z scale).
 void cap_row(float* z, float scale, int64_t limit) {
   const Vec factor = broadcast(scale);
   for (int64_t j = 0; j < limit; j += kLanes) store(z + j, tanh(load(z + j) * factor));
@@ -73,7 +73,7 @@ void exponentiate_row(float* z, float* words, float scale, int64_t limit, int64_
     }
     store(words + j / kVectors, Products::join(p));
   }
-  // Words behind the limit have added at most 2^-126 a key to a sum that is at least 1.
+  // Words after the limit have added at most 2^-126 a key to a sum that is at least 1.
   for (int64_t j = limit; j < padded; ++j) z[j] = 0.0F;
   if (kVectors > 1) {
     for (int64_t j = limit / kPanel * kPanel; j < padded; j += kPanel) {

@@ -20,7 +20,7 @@ H2O_INLINE uint16_t float_to_bfloat16(float x) {
   return static_cast<uint16_t>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
 }
 
-// The 10 mantissa and 5 exponent bits are moved to float32's places; the product with 2^112
+// The 10 mantissa and 5 exponent bits are moved to float32's positions; the product with 2^112
 // corrects the exponent's bias, subnormals included.
 H2O_INLINE float float16_to_float(uint16_t x) {
   const uint32_t sign = static_cast<uint32_t>(x & 0x8000U) << 16;

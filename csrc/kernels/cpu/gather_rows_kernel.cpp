@@ -11,7 +11,7 @@
 namespace h2o_prefill {
 namespace {
 
-// Rows that are asked for ahead of their copy: their places are known, but not to the hardware.
+// Rows prefetched before their copy: the hardware cannot predict their addresses.
 constexpr int64_t kPrefetchRows = 8;
 
 // Copies rows [begin, end) of one head's list. positions: checked; stride in bytes.

@@ -21,16 +21,16 @@ struct RecallSettings {
   int64_t max_count;
 };
 
-// The runs of n tokens of one text, numbered: two places have the same number if the same n tokens
-// end there. Places are linked to the one before with the same number, up to a limit that moves
-// with the chunks.
+// The runs of n tokens of one text, numbered: two positions have the same number if the same n
+// tokens end there. Positions are linked to the one before with the same number, up to a limit that
+// moves with the chunks.
 class SuffixPlaces {
  public:
   // numbers[p]: the run that ends at p, -1 where it would begin before the text.
   explicit SuffixPlaces(std::vector<int32_t> numbers, int32_t count)
       : numbers_(std::move(numbers)), earlier_(numbers_.size()), latest_(count, -1) {}
 
-  // Makes the places [published, end) known to latest().
+  // Makes the positions [published, end) known to latest().
   void publish(int64_t end) {
     for (; published_ < end; ++published_) {
       const int32_t number = numbers_[published_];

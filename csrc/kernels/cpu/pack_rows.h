@@ -12,7 +12,7 @@ H2O_INLINE int64_t source_offset(const PackArgs& args, int64_t i) {
   return (args.positions ? args.positions[i] : i) * args.stride_row;
 }
 
-// Words [first, first + kLanes) of the row of a key, zero behind its end and for keys from `count`
+// Words [first, first + kLanes) of the row of a key, zero after its end and for keys from `count`
 // on.
 template <typename Products>
 H2O_INLINE Vec load_key_words(const PackArgs& args, int64_t key, int64_t first) {

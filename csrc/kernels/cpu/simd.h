@@ -153,7 +153,7 @@ H2O_INLINE Vec zip(Vec a, Vec b) {
 #undef H2O_FROM
 }
 
-// Lane j of x[i] and lane i of x[j] change places: each round of zips moves one bit of the row
+// Lane j of x[i] and lane i of x[j] are swapped: each round of zips moves one bit of the row
 // number into the lane number.
 H2O_INLINE void transpose(Vec (&x)[kLanes]) {
 #pragma GCC unroll 4

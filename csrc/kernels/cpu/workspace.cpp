@@ -10,7 +10,7 @@
 namespace h2o_prefill {
 namespace {
 
-// As torch.empty() fills fresh tensors for whoever looks for reads of what nothing wrote.
+// Like torch.empty(), which can fill fresh tensors to expose uninitialized reads.
 bool is_poisoned() {
   const auto& context = at::globalContext();
   return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();

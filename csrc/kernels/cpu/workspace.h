@@ -13,7 +13,7 @@ namespace h2o_prefill {
 class Workspace {
  public:
 #if defined(__SANITIZE_ADDRESS__)
-  // What lies behind a part's last element must be found.
+  // Accesses past a part's last element must be detected.
   static constexpr int64_t kKeptBytes = 0;
 #else
   static constexpr int64_t kKeptBytes = int64_t{64} << 20;
