@@ -109,7 +109,7 @@ def main(
 
     All read the same GGUF file and get the same tokens. The loss of a way is that against its own
     program's dense mode, over the same windows of text; the first window is the prompt that is
-    timed, in one process, in turns. Then greedy decoding behind the longest prompt. A peer that is
+    timed, in one process, in turns. Then greedy decoding after the longest prompt. A peer that is
     not installed is left out, with a message.
     """
     # They load transformers, which --help does not need.

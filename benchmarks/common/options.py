@@ -80,7 +80,7 @@ def benchmark(
     """Let a function that takes a `Plan` be called with the options that the plan is made of.
 
     The options are --json, --threads, --quick and those that are named here, and beside them what
-    the function takes behind its plan. What it declares under the name of a shared option stands in
+    the function takes after its plan. What it declares under the name of a shared option stands in
     the place of that one.
     """
     asked = {"json", "threads", "quick", *names, *defaults, *(("lengths",) if lengths else ())}

@@ -36,7 +36,7 @@ class Twin:
     length: int = 0
 
     def attend(self, layer: int, call: tuple[Tensor, ...], scale: float | None) -> Tensor:
-        """Attend with a layer's query, key and value of the tokens behind `length`."""
+        """Attend with a layer's query, key and value of the tokens after `length`."""
         end = self.length + call[0].shape[2]
         for buffer, new in zip(self.histories[layer], call[1:], strict=True):
             buffer[:, :, self.length : end] = new
@@ -67,7 +67,7 @@ class Twin:
         return key[:, :, :end], value[:, :, :end]
 
     def truncate(self, length: int) -> None:
-        """Drop all tokens behind the first `length`."""
+        """Drop all tokens after the first `length`."""
         self.length = min(self.length, length)
         self.states = [None if x is None else x.truncated(length) for x in self.states]
 

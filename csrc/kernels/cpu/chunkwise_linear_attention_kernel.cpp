@@ -329,7 +329,7 @@ class LinearAttention {
   Workspace::Part<float> log_decays_;  // [units, pieces]
 };
 
-// Runs one direction; returns the states behind the last token, [B, Hkv, D, Dv] and [B, Hkv, D].
+// Runs one direction; returns the states after the last token, [B, Hkv, D, Dv] and [B, Hkv, D].
 std::pair<at::Tensor, at::Tensor> run(const at::Tensor& q_argument, const at::Tensor& k_argument,
                                       const at::Tensor& v_argument, const at::Tensor& log_decay,
                                       const at::Tensor& state_argument,

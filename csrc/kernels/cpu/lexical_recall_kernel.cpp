@@ -82,7 +82,7 @@ class Numbering {
 };
 
 // Numbers the runs of every length from 1 to max_suffix: a run of n is one of n - 1 and a token
-// behind it.
+// after it.
 std::vector<SuffixPlaces> number_suffixes(const int64_t* tokens, int64_t length,
                                           int64_t max_suffix) {
   std::vector<SuffixPlaces> by_length;

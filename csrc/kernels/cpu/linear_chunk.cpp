@@ -1,5 +1,5 @@
 // Linear attention of one chunk: Q K^T below the diagonal with its decays, times V, plus Q times
-// the state before the chunk; then the state behind it. Compiled once per instruction set.
+// the state before the chunk; then the state after it. Compiled once per instruction set.
 //
 // 16-bit inputs are widened where they are packed: a state is float32, and would lose digits as an
 // operand of 16-bit products.
@@ -17,7 +17,7 @@ namespace h2o_prefill::H2O_ISA {
 namespace {
 
 // Rows of a query head that go through all products together: what they leave is written as
-// products run, not in bursts that memory is behind with.
+// products run, not in bursts that memory is after with.
 constexpr int kQueryRows = kTileRows;
 
 H2O_INLINE int64_t matrix_floats(int64_t key_dim, int64_t value_dim) {
@@ -30,7 +30,7 @@ int64_t state_floats(int64_t key_dim, int64_t value_dim) {
 
 // What a chunk needs for itself.
 struct Scratch {
-  float* keys;         // features [panel][dim][key of the panel], 0 behind the last key
+  float* keys;         // features [panel][dim][key of the panel], 0 after the last key
   float* values;       // [panel over dim][key][dim of the panel]
   float* state;        // before the chunk, packed
   float* scaled_keys;  // keys with what is left of them at the end
@@ -135,7 +135,7 @@ void add_earlier(const float* start, float log_decay, int64_t floats, float* sum
 }
 
 // Decays of the rows [first, first + rows), in order: each row's are the last one's and its own
-// step. Lanes behind a row's own key hold any finite numbers.
+// step. Lanes after a row's own key hold any finite numbers.
 void fill_decays(const LinearChunkArgs& args, const Scratch& scratch, int64_t first, int rows,
                  float* log_from_start) {
   const int64_t stride = score_stride(args.rows);

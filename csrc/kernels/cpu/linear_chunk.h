@@ -72,7 +72,7 @@ struct LinearKernels {
                        float* normalizer);
   int64_t (*state_floats)(int64_t key_dim, int64_t value_dim);
   int64_t (*scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows);
-  // All rows of a call, from the states before them to those behind them, for few rows: `start` and
+  // All rows of a call, from the states before them to those after them, for few rows: `start` and
   // what follows it are not looked at, but for `scratch`: token_scratch_floats(...) floats.
   void (*linear_tokens)(const LinearChunkArgs&, const LinearStates&);
   int64_t (*token_scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows, int64_t heads);

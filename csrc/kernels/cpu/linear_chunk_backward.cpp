@@ -1,5 +1,5 @@
 // The gradient of linear attention of one chunk. With features q and k, the gradient o of a row of
-// the output, the state S before the chunk, its adjoint R behind it, and decays D below the
+// the output, the state S before the chunk, its adjoint R after it, and decays D below the
 // diagonal:
 //   dq = o S^T + (o v^T . D) k        dk = v R^T + (o v^T . D)^T q
 //                                     dv = k R   + (q k^T . D)^T o
@@ -35,7 +35,7 @@ float kept_of_sum(const LinearGradientArgs& args, float log_decay) {
   return args.log_decay ? exp_nonpositive(log_decay) : 1.0F;
 }
 
-// What is behind the matrix of `sum`.
+// What is after the matrix of `sum`.
 void decay_normalizer(const LinearGradientArgs& args, float kept) {
   float* const sums = normalizer_of(args.sum, args);
   const int64_t floats =
@@ -62,7 +62,7 @@ void add_keys(const LinearGradientArgs& args, const Scratch& scratch, float log_
   }
 }
 
-// Query heads [first, first + count), in scratch one behind the other.
+// Query heads [first, first + count), in scratch one after the other.
 struct Block {
   int64_t first;
   int64_t count;
@@ -215,7 +215,7 @@ void differentiate_queries(const LinearGradientArgs& args, const Scratch& scratc
 }
 
 // Adds to the gradient of keys or values what a block of heads gives, and with the first one what
-// the adjoint behind the chunk gives: `with` times it. factors: of the rows of the block.
+// the adjoint after the chunk gives: `with` times it. factors: of the rows of the block.
 void add_gradient(const LinearGradientArgs& args, const Scratch& scratch, const Block& block,
                   const Matrix& with, int64_t with_dim, const float* adjoint,
                   const float* normalizer, const Matrix& factors, const Matrix& queries,

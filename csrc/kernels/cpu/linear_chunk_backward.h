@@ -26,7 +26,7 @@ struct LinearGradientArgs {
   bool normalize;
   float scale;  // of outputs that are not normalised
   int64_t rows;
-  // Where the chunk that comes next begins, in rows from this one, and its rows, 0 behind the last
+  // Where the chunk that comes next begins, in rows from this one, and its rows, 0 after the last
   // chunk; they are asked for before they are needed.
   int64_t next;
   int64_t next_rows;
@@ -63,7 +63,7 @@ struct LinearGradientArgs {
 
 struct LinearGradientKernels {
   // Each returns the sum of the chunk's log decays.
-  // The state alone, behind the chunk.
+  // The state alone, after the chunk.
   float (*add_state)(const LinearGradientArgs&);
   // The adjoint alone, before the chunk.
   float (*add_adjoint)(const LinearGradientArgs&);

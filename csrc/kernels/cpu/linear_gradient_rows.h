@@ -23,7 +23,7 @@ H2O_INLINE void add_row(const float* x, int64_t n, float factor, float* row) {
   for (int64_t i = 0; i < n; i += kLanes) store(row + i, load(x + i) * factors + load(row + i));
 }
 
-// The rows of a head in float32, columns behind the last one 0. factors: one a row; null: `factor`
+// The rows of a head in float32, columns after the last one 0. factors: one a row; null: `factor`
 // for all.
 H2O_INLINE void load_rows(const LinearGradientArgs& args, const LinearRows& from, int64_t head,
                           int64_t dim, const float* factors, float factor, const Matrix& to) {

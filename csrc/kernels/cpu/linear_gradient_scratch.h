@@ -25,7 +25,7 @@ H2O_INLINE int64_t state_floats(int64_t key_dim, int64_t value_dim) {
   return whole_lines(matrix_floats(key_dim, value_dim) + pad_to(key_dim, kPanel));
 }
 
-// What is behind the matrix of a state.
+// What is after the matrix of a state.
 H2O_INLINE float* normalizer_of(float* state, const LinearGradientArgs& args) {
   return state + matrix_floats(args.key_dim, args.value_dim);
 }
@@ -40,7 +40,7 @@ H2O_INLINE int64_t heads_of_block(int64_t rows) {
   return rows < kBlockRows ? kBlockRows / rows : 1;
 }
 
-// What a chunk needs for itself. A block is of several query heads, one behind the other.
+// What a chunk needs for itself. A block is of several query heads, one after the other.
 struct Scratch {
   Matrix keys;         // [rows, key dim] features
   Matrix values;       // [rows, value dim]
@@ -52,7 +52,7 @@ struct Scratch {
   Matrix scores;       // [block rows, rows]: query times key
   Matrix products;     // [block rows, rows]: output gradient times value
   Matrix decays;       // [rows, rows]: what is left of a key at a row; any finite number above
-  float* keys_packed;  // [panel][key dim][key of the panel], 0 behind the last key
+  float* keys_packed;  // [panel][key dim][key of the panel], 0 after the last key
   float* values_packed;
   float* state;       // in the direction of the walk, before the chunk
   float* transposed;  // the same as [panel over value dim][key dim][dim of the panel]

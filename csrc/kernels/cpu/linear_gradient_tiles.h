@@ -63,7 +63,7 @@ __attribute__((noinline)) void gradient_tile(const GradientOperands& x, float* c
   store_tile(acc, c, ldc);
 }
 
-// [panel over D][Dv][kPanel] as [panel over Dv][D][kPanel], 0 behind the last value.
+// [panel over D][Dv][kPanel] as [panel over Dv][D][kPanel], 0 after the last value.
 H2O_INLINE void transpose_state(const float* from, int64_t key_dim, int64_t value_dim, float* to) {
   for (int64_t k = 0; k < key_dim; k += kLanes) {
     const float* const columns = from + k / kPanel * kPanel * value_dim + k % kPanel;

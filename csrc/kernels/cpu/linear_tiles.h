@@ -82,7 +82,7 @@ __attribute__((noinline)) void score_tile(const ScoreOperands& s, float* scores)
 }
 
 // The same for rows [0, rows) and all panels of keys up to the rows themselves; `s` of the first.
-// Calls then() behind each panel.
+// Calls then() after each panel.
 template <typename Then>
 H2O_INLINE void score_rows(const ScoreOperands& s, int64_t first, int64_t rows, float* scores,
                            const Then& then) {

@@ -54,7 +54,7 @@ H2O_INLINE void store_part(float* p, int64_t n, Vec x) {
 // them.
 struct Columns {
   const float* from;  // before the token
-  float* to;          // behind it
+  float* to;          // after it
   int64_t stride;
   int64_t last;  // columns of the last vector
   int64_t dim;
@@ -118,7 +118,7 @@ void attend_token(const Columns& x, const Scratch& scratch, float kept, const fl
   for (int64_t head = first; head < heads; head += 4) run(sweep<kVectors, 4, false>, head);
 }
 
-// Outputs of a token; `normalizer` is the one behind it.
+// Outputs of a token; `normalizer` is the one after it.
 void write_token(const LinearChunkArgs& args, const Scratch& scratch, int64_t row,
                  const float* normalizer) {
   for (int64_t head = 0; head < args.heads; ++head) {

@@ -54,7 +54,7 @@ AttendForwardParams chunk_pass(const AttentionCall& call, const RowRange& rows, 
 AttendForwardParams memory_pass(const AttentionCall& call, const RowRange& rows,
                                 const MemorySetView& sets);
 
-// Phase 2 of a chunk behind phase 1: the result is fused with what is in `out` and `lse`, recalled
+// Phase 2 of a chunk after phase 1: the result is fused with what is in `out` and `lse`, recalled
 // keys are attended to as well, and the lse of the memory sets alone goes to memory_lse.
 AttendForwardParams merged_memory_pass(const AttentionCall& call, const RowRange& rows,
                                        const MemorySetView& sets, const RecallView& recall,

@@ -35,7 +35,7 @@ bool has_kernel(const at::Tensor& k, const at::Tensor& v) {
          has_linear_attention(heads_view(k).dtype, k.size(3), v.size(3));
 }
 
-// Writes `out`; returns the states behind the last token, [B, Hkv, D, Dv] and [B, Hkv, D or 0].
+// Writes `out`; returns the states after the last token, [B, Hkv, D, Dv] and [B, Hkv, D or 0].
 std::pair<at::Tensor, at::Tensor> launch_kernels(const LinearCall& call, const at::Tensor& out) {
   const auto rows = [](const at::Tensor& t) {
     return t.scalar_type() == at::kFloat ? with_contiguous_rows(t) : with_aligned_rows(t);

@@ -5,7 +5,7 @@
 // keys and queries as they come, head_dim along a row. A slab is such a matrix of 64 columns, rows
 // of 128 bytes. Its units of 16 bytes are exchanged within each group of 8 rows, which begins at a
 // multiple of 1024 bytes: the hardware XORs bits 4..6 of every address with its bits 7..9. A wider
-// matrix is several slabs, one behind the other.
+// matrix is several slabs, one after the other.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@
 //   in shared memory, for all warps; then it has, for its columns, phi(Q) S of all rows and adds
 //   weights V to it;
 //
-// and behind the last head, S^T = decay S^T + (decayed V)^T phi(K). Keys have two buffers, values
+// and after the last head, S^T = decay S^T + (decayed V)^T phi(K). Keys have two buffers, values
 // and queries one: values of the next chunk arrive under Q K^T and Q S, queries under the rest.
 //
 // What bounds it, for D = Dv = 128, C = 64 and a H200 (989 Tflop/s, 4.8 TB/s, so 206 flops a byte).
@@ -24,7 +24,7 @@
 //   ratio  G = 4: 70 kflop and 832 bytes, 84 flops a byte, 41 % of the tensor peak at most.
 //          G = 1: 119 kflop and 1792 bytes, 66 flops a byte, 32 %. Memory bounds it.
 //
-// The multiprocessor is not far behind. In SASS for sm_90a with elu+1 a warp issues about 1800
+// The multiprocessor is not far after. In SASS for sm_90a with elu+1 a warp issues about 1800
 // instructions for a query head of a chunk, 208 of them mma, and 1050 with 128 mma for the keys and
 // the state in either launch: at one a clock, 47 % of the tensor peak. Shared memory moves 210 kB
 // and 144 kB for these: at 128 bytes a clock, 48 %. mma.sync itself reaches about 60 % on Hopper.

@@ -26,7 +26,7 @@ struct LinearAttentionParams {
   int64_t decay_stride_batch;
   int64_t decay_stride_head;
   int64_t decay_stride_row;
-  // float32, contiguous, before the first token and behind the last one; null: 0.
+  // float32, contiguous, before the first token and after the last one; null: 0.
   const float* state;       // [B, Hkv, D, Dv]
   const float* normalizer;  // [B, Hkv, D]
   float* last_state;

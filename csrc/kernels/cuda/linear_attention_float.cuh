@@ -18,7 +18,7 @@ struct FloatShape {
   static constexpr int kMaxDim = 192;
   static constexpr int kBlocksPerSm = 4;
 
-  // Columns of queries and keys, zeros behind the last one, in whole rows of the state of a warp.
+  // Columns of queries and keys, zeros after the last one, in whole rows of the state of a warp.
   __host__ __device__ static constexpr int padded(int dim) {
     return tile::divide_up(dim, kWarpRows) * kWarpRows;
   }
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(tile::kThreads, FloatShape::kBlocksPerSm)
     for_each_normalizer([](float& element, int) { element = 0.0F; });
   }
 
-  // Features of rows `row`, `row` + `step`, ... of a chunk, by one warp; zeros behind the last.
+  // Features of rows `row`, `row` + `step`, ... of a chunk, by one warp; zeros after the last.
   const auto load = [&](float* to, const HeadsView& view, int64_t head, int64_t first, int count,
                         int row, int step, int end) {
     const float* const from = tile::row_pointer<const float>(view, x.batch, head, first);

@@ -94,7 +94,7 @@ __device__ __forceinline__ void map_features(uint16_t* rows, FeatureMap feature_
   }
 }
 
-// Rows [first, first + count) as a tile, zeros behind them.
+// Rows [first, first + count) as a tile, zeros after them.
 template <int kDim>
 __device__ __forceinline__ void load_chunk(uint16_t* to, const tile::HeadRows& rows, int64_t first,
                                            int count) {

@@ -30,7 +30,7 @@ struct Grid {
 
   H2O_HOST_DEVICE int64_t group() const { return params.query.heads / params.key.heads; }
   H2O_HOST_DEVICE int64_t sums() const { return units * (pieces - 1); }
-  // Of piece [0, pieces - 1): what it brings, then the state behind it.
+  // Of piece [0, pieces - 1): what it brings, then the state after it.
   H2O_HOST_DEVICE float* slot(int64_t unit, int64_t piece) const {
     return params.workspace + (unit * (pieces - 1) + piece) * slot_floats;
   }
@@ -164,7 +164,7 @@ __device__ __forceinline__ float output_factor(const LinearAttentionParams& p, f
 
 constexpr int kJoinThreads = 256;
 
-// Each slot becomes the state behind its piece. A thread has one element of all pieces of a unit,
+// Each slot becomes the state after its piece. A thread has one element of all pieces of a unit,
 // and those of kAhead pieces are on their way to it at once.
 template <int kAhead>
 __global__ void __launch_bounds__(kJoinThreads, 4)

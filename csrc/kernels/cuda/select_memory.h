@@ -11,12 +11,12 @@ namespace h2o_prefill {
 
 // Candidates of a unit are its old set, then [chunk_begin, chunk_end). The new set is, by rising
 // position: the sinks, the candidates with the highest scores between sinks and local window, and
-// the local window before chunk_end; -1 behind.
+// the local window before chunk_end; -1 after.
 // Of equal scores the lower position wins; a NaN ranks with the lowest finite score.
 struct SelectMemoryParams {
   int64_t units;        // batch rows times KV heads
   MemorySetView from;   // the old sets; entries from chunk_begin on do not count
-  const float* scores;  // [units, scores_length], rows scores_stride apart; 0 behind scores_length
+  const float* scores;  // [units, scores_length], rows scores_stride apart; 0 after scores_length
   int64_t scores_stride;
   int64_t scores_length;
   int64_t chunk_begin;

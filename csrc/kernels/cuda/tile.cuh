@@ -81,7 +81,7 @@ struct LaneRow {
 };
 
 // Begins to copy rows row_of(0 .. kRows - 1) to a tile, by all threads of the block: 128 or 64
-// bytes of a row at a time. Zeros where row_of is negative and behind the end of rows.
+// bytes of a row at a time. Zeros where row_of is negative and after the end of rows.
 template <int kRows, int kUnits, typename RowOf>
 __device__ __forceinline__ void load(uint16_t* tile, const HeadRows& rows, const RowOf& row_of) {
   constexpr int kPassUnits = kUnits % 8 == 0 ? 8 : 4;

@@ -32,7 +32,7 @@ void named_barrier(const char* name, int barrier, int threads, bool wait, Site s
 void fence_async_proxy();
 void wgmma_fence();
 
-// Where b lies in shared memory: its columns one behind the other, or its rows ("N-major").
+// Where b lies in shared memory: its columns one after the other, or its rows ("N-major").
 enum class Major { kColumns, kRows };
 
 // Operands of a thread. a is in shared memory, or in the thread's 4 registers.

@@ -17,7 +17,7 @@ constexpr uint32_t kUnitBytes = 16;
 constexpr int kUnitElements = 8;
 
 // The fields of a descriptor, as the PTX ISA defines them. 8 rows of 16, 32, 64 or 128 bytes are
-// one behind the other, and each address is XORed with itself.
+// one after the other, and each address is XORed with itself.
 struct Descriptor {
   uint32_t address;
   uint32_t leading;

@@ -6,7 +6,7 @@
 
 namespace h2o_prefill::testing {
 
-// Exactly as many floats as a kernel says it needs, at first NaN, and a mark behind them.
+// Exactly as many floats as a kernel says it needs, at first NaN, and a mark after them.
 class Buffer {
  public:
   explicit Buffer(int64_t floats) : size_(floats), floats_(floats, std::nanf("")) {
@@ -45,7 +45,7 @@ struct Outcome {
   Rows out;
   Buffer lse;
   std::vector<Buffer> colsum;
-  bool kept_within;  // no buffer was written behind its end, and no gap between rows
+  bool kept_within;  // no buffer was written after its end, and no gap between rows
 };
 
 inline Outcome run(const CpuKernels& kernels, const Problem& problem, BFloat16Gemm gemm = nullptr) {

@@ -236,7 +236,7 @@ void check_ranges(const std::string& name, const ProblemSet& set, const Rows& ro
     if (!part.kept_within()) wrong = "written outside of the buffer";
   }
   for (int64_t i = 0; i < floats; ++i) {
-    // Values behind the last key are left alone: nothing multiplies them.
+    // Values after the last key are left alone: nothing multiplies them.
     if (writers[i] == (same(whole, nothing, i) ? 0 : 1)) continue;
     wrong = std::string("float ") + std::to_string(i) + " is written by " +
             std::to_string(writers[i]) + " ranges";

@@ -61,7 +61,7 @@ TEST(AttendForward, Scales) {
   }
 }
 
-// Rows before and behind the range keep what they had.
+// Rows before and after the range keep what they had.
 TEST(AttendForward, RowRange) {
   for (const DType dtype : kDTypes) {
     Call call({dtype, 100, 120}, 20);

@@ -217,7 +217,7 @@ void check(const Case& x) {
             for (int64_t v = 0; v < x.value_dim; ++v) {
               const Sum& s = state[d * x.value_dim + v];
               out[v].sum += q * s.sum;
-              // Products within a chunk are rounded behind their sum over d.
+              // Products within a chunk are rounded after their sum over d.
               out[v].squares += q * q * (s.sum * s.sum + s.squares * x.dim);
             }
           }

@@ -31,7 +31,7 @@ void store(void* data, DType dtype, int64_t i, float x) {
   }
 }
 
-// [B, H, T, D] stored as [B, T, H, D] with a gap of `gap` elements behind each row.
+// [B, H, T, D] stored as [B, T, H, D] with a gap of `gap` elements after each row.
 struct Heads {
   std::vector<float> memory;
   HeadsView view;
