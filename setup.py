@@ -35,10 +35,15 @@ def torch_requirement() -> str:
 
 
 def version() -> str:
-    """Return the version, with what H2O_LOCAL_VERSION says of the build, such as torch2.11.cpu."""
+    """Return the version, with H2O_LOCAL_VERSION=1 and what a wheel needs: torch2.11.cpu."""
     public = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
-    local = os.environ.get("H2O_LOCAL_VERSION")
-    return f"{public}+{local}" if local else public
+    if not os.environ.get("H2O_LOCAL_VERSION"):
+        return public
+    import torch
+
+    with_cuda = os.environ.get("H2O_WITH_CUDA") == "ON" and torch.version.cuda
+    device = "cu" + with_cuda.replace(".", "") if with_cuda else "cpu"
+    return f"{public}+torch{'.'.join(torch.__version__.split('.')[:2])}.{device}"
 
 
 def find_tool(name: str) -> str:
@@ -95,6 +100,9 @@ class CMakeBuild(build_ext):
 setup(
     version=version(),
     install_requires=["torch>=2.11" if "sdist" in sys.argv else torch_requirement()],
-    ext_modules=[Extension("h2o_prefill._C", sources=[])],
+    # H2O_SKIP_BUILD: an editable install whose library something else builds in place.
+    ext_modules=[]
+    if os.environ.get("H2O_SKIP_BUILD")
+    else [Extension("h2o_prefill._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )
