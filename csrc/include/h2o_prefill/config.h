@@ -1,5 +1,5 @@
 // Settings of sparse prefill. Fields, defaults, rules, presets and the text form are defined here
-// and in core/config.cpp alone: the Python class of the same name reads them from there.
+// and in common/config.cpp alone: the Python class of the same name reads them from there.
 #pragma once
 
 #include <cstdint>

@@ -29,7 +29,7 @@ struct LinearGradientCall {
   const float* normalizer;
   float* grad_state;
   float* grad_normalizer;
-  const float* grad_last_state;  // of what is behind the last token
+  const float* grad_last_state;  // of what comes after the last token
   const float* grad_last_normalizer;
   FeatureMap feature_map;
   bool normalize;
@@ -112,7 +112,7 @@ class LinearGradient {
   float* start(int64_t unit, int64_t piece) const {
     return workspace_.get(starts_) + (unit * pieces_.count + piece) * state_floats_;
   }
-  // Behind the piece.
+  // After the piece.
   float* adjoint(int64_t unit, int64_t piece) const {
     return workspace_.get(adjoints_) + (unit * pieces_.count + piece) * state_floats_;
   }
@@ -161,18 +161,18 @@ class LinearGradient {
       std::swap(before, sum);
       has_state = true;
     }
-    float* behind = workspace_.get(adjoints_) + thread * state_floats_;
+    float* after = workspace_.get(adjoints_) + thread * state_floats_;
     bool has_adjoint = has_last();
-    if (has_adjoint) read_adjoint(unit, behind);
-    set_last(unit, before, has_adjoint ? behind : nullptr);
+    if (has_adjoint) read_adjoint(unit, after);
+    set_last(unit, before, has_adjoint ? after : nullptr);
     for (int64_t piece = pieces_.count; piece-- > 0;) {
-      run_backward(kernels_.walk_backward, unit, piece, has_adjoint ? behind : nullptr, sum,
+      run_backward(kernels_.walk_backward, unit, piece, has_adjoint ? after : nullptr, sum,
                    thread);
-      if (has_adjoint) add_rest(behind, unit, piece, sum);
-      std::swap(behind, sum);
+      if (has_adjoint) add_rest(after, unit, piece, sum);
+      std::swap(after, sum);
       has_adjoint = true;
     }
-    write_gradient(unit, behind);
+    write_gradient(unit, after);
   }
 
   // Each piece for itself, from states that are computed first.
@@ -202,11 +202,11 @@ class LinearGradient {
     for_each_task(TaskRange{units_}, threads, [&](int64_t unit, int64_t) { join_adjoints(unit); });
     for_each_task(TaskRange{units_ * count}, threads, [&](int64_t task, int64_t thread) {
       const int64_t unit = task / count, piece = task % count;
-      const float* const behind = piece + 1 < count || has_last() ? adjoint(unit, piece) : nullptr;
+      const float* const after = piece + 1 < count || has_last() ? adjoint(unit, piece) : nullptr;
       float* const sum = thread_sum(thread);
-      run_backward(kernels_.walk_backward, unit, piece, behind, sum, thread);
+      run_backward(kernels_.walk_backward, unit, piece, after, sum, thread);
       if (piece > 0) return;
-      if (behind) add_rest(behind, unit, piece, sum);
+      if (after) add_rest(after, unit, piece, sum);
       write_gradient(unit, sum);
     });
   }
@@ -243,12 +243,12 @@ class LinearGradient {
     }
     return step.log_decay;
   }
-  float run_backward(Walk walk, int64_t unit, int64_t piece, const float* behind, float* sum,
+  float run_backward(Walk walk, int64_t unit, int64_t piece, const float* after, float* sum,
                      int64_t thread) const {
     const int64_t first = pieces_.begin(piece), end = pieces_.end(piece);
     Step step{.row = first + (end - first - 1) / pieces_.chunk * pieces_.chunk,
               .next = -pieces_.chunk,
-              .start = behind,
+              .start = after,
               .sum = sum};
     while (step.row >= first) {
       step.rows = std::min(pieces_.chunk, end - step.row);

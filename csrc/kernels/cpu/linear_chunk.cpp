@@ -192,7 +192,7 @@ void load_queries(const LinearChunkArgs& args, int64_t head, int64_t first, int 
       load_floats(args.query, args.dtype, offset, dim, 1.0F, to + r * dim);
     }
   }
-  // Behind the last row, whatever is there is mapped too.
+  // Memory past the last row is mapped too, whatever it holds.
   if (!mapped_as_loaded) map_features(args.feature_map, rows * dim, to);
 }
 

@@ -42,7 +42,7 @@ struct Shape {
   static constexpr int kStages = 3;
   static_assert(kKeys <= 2 * kRows);
 
-  // Behind the ring, whose last two buffers hold the keys at first. The part and the sums over
+  // After the ring, whose last two buffers hold the keys at first. The part and the sums over
   // heads are needed now and then, registers all the time.
   struct Shared {
     float offsets[kStages][kRows];  // of the rows of a buffer
