@@ -48,7 +48,7 @@ class LlamaModel {
     Linear query, key, value, out;
     Linear gate, up, down;
   };
-  // Of the positions of a call: [T, head_dim].
+  // Cosines and sines for the positions of a call, [T, head_dim].
   struct Rotation {
     at::Tensor cos, sin;
   };

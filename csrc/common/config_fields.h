@@ -24,7 +24,7 @@ template <typename T>
 struct ConfigField {
   const char* name;
   T PrefillConfig::* member;
-  // Of a number, or of each number of a list.
+  // Range of a number, or of each number of a list.
   int64_t least = 0;
   int64_t most = kLargestSetting;
 };

@@ -31,7 +31,7 @@ struct PrefillRequest {
   int64_t last_chunk_begin = 0;
 
   RecallLists recall = {};
-  PrefillConfig settings = {};  // of the layer
+  PrefillConfig settings = {};  // those of the layer
   std::optional<double> softmax_scale = {};
   // [Hq]: a further logit of each row's denominators, in the output once and in the column sums of
   // either key set.

@@ -17,7 +17,7 @@ struct RowRange {
   int64_t count;
   int64_t past;
 
-  // Of the first row.
+  // Position of the first row.
   H2O_HOST_DEVICE int64_t position() const { return past + begin; }
 };
 

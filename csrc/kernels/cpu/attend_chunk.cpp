@@ -136,7 +136,7 @@ struct AttendChunk::Impl {
   int64_t group;  // query heads of a KV head
   int64_t max_recalled = 0;
 
-  // Of one key set.
+  // Workspace of one key set.
   struct SetParts {
     int64_t key_floats;  // packed, of one unit
     int64_t value_floats;
@@ -149,7 +149,7 @@ struct AttendChunk::Impl {
   };
   SetParts sets[2];
 
-  // Of one thread.
+  // Workspace of one thread.
   struct ThreadParts {
     int64_t scratch_floats;  // of attend_rows
     int64_t recalled_floats;

@@ -97,7 +97,7 @@ H2O_INLINE const float* state_before(const Args& args, int64_t floats, float* sc
   return scratch;
 }
 
-// Of whole vectors.
+// n is a multiple of the vector length.
 H2O_INLINE float sum_of(const float* x, int64_t n) {
   Vec sum = Vec{};
   for (int64_t i = 0; i < n; i += kLanes) sum += load(x + i);

@@ -5,7 +5,7 @@
 
 namespace h2o_prefill::H2O_ISA {
 
-// As LinearKernels has them.
+// See LinearKernels.
 void linear_tokens(const LinearChunkArgs& args, const LinearStates& states);
 int64_t token_scratch_floats(int64_t key_dim, int64_t value_dim, int64_t rows, int64_t heads);
 

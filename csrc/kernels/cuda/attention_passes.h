@@ -67,7 +67,8 @@ AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows);
 // position p.
 ColumnSumsParams chunk_sums(const AttendForwardParams& pass, float* sums, int64_t stride);
 
-// Those of a memory_pass(), over `lse`: for each member, or added to the element at its position.
+// Column sums of a memory_pass() with this lse: one for each member, or added to the element at
+// its position.
 ColumnSumsParams memory_sums(const AttendForwardParams& pass, const float* lse, float* sums,
                              int64_t stride);
 ColumnSumsParams added_memory_sums(const AttendForwardParams& pass, const float* lse, float* scores,

@@ -26,7 +26,7 @@ struct Grid {
   bool shares_tiles() const { return head_parts * row_parts > 1; }
 };
 
-// Of a kernel.
+// Tile sizes of a kernel.
 struct TileSizes {
   int64_t keys;
   int64_t rows;

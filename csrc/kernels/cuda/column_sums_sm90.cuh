@@ -35,7 +35,8 @@ struct Shape {
     uint16_t keys[kKeys * kDim];
     uint16_t query[kStages][kRows * kDim];
     float offsets[kStages][kRows];
-    // Of query tiles with their offsets; the first time of the keys too, whose copies begin before.
+    // Barriers of query tiles with their offsets; the first ones also wait for the keys, whose
+    // copies begin before.
     sm90::RingBarriers<kStages> ring;
   };
 };

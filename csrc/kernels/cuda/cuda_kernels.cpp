@@ -16,7 +16,7 @@ constexpr CudaKernels kSm80{.arch = "sm_80",
                             .column_sums_partial_floats = &column_sums_partial_floats,
                             .column_sums = &launch_column_sums};
 
-// Those of sm_80 take what those of sm_90a do not.
+// What has no kernel for sm_90a is launched by those for sm_80.
 constexpr CudaKernels kSm90a{
     .arch = "sm_90a",
     .attend_forward =

@@ -25,7 +25,7 @@ struct ForwardGrid {
   __host__ __device__ uint32_t row_tiles() const { return heads * chunks * tiles; }
 };
 
-// That of row tiles with `tile_rows` rows; none if there are more than a launch has blocks.
+// The grid of tiles with `tile_rows` rows; empty if there are more tiles than blocks in a launch.
 inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows) {
   const int64_t rows = params.rows.count;
   const int64_t chunk_size = params.gathered ? 0 : params.causal.chunk_size;

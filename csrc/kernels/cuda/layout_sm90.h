@@ -45,7 +45,7 @@ H2O_LAYOUT uint64_t make_descriptor(uint32_t address, uint32_t leading_bytes, ui
          static_cast<uint64_t>(swizzle) << 62;
 }
 
-// Of rows from `address` on, a multiple of kSlabGroupBytes, of a slab.
+// The descriptor of the rows of a slab that begin at `address`, a multiple of kSlabGroupBytes.
 H2O_LAYOUT uint64_t slab_descriptor(uint32_t address) {
   return make_descriptor(address, layout::kUnitBytes, kSlabGroupBytes, Swizzle::k128Bytes);
 }
@@ -58,7 +58,7 @@ H2O_LAYOUT uint64_t descriptor_step(int step, int rows) {
   return static_cast<uint64_t>(bytes) >> 4;
 }
 
-// Of slabs with `rows` rows that are B[rows, N] by its rows ("MN-major"): values, a key's elements
+// The descriptor of slabs with `rows` rows that hold B[rows, N] by rows ("MN-major"): a key's value
 // along a row, 16 keys to a product. Between 64 columns and the next 64 is the leading offset,
 // between groups of 8 rows the stride.
 H2O_LAYOUT uint64_t slab_rows_descriptor(uint32_t address, int rows) {

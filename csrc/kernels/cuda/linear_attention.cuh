@@ -24,10 +24,11 @@
 //   ratio  G = 4: 70 kflop and 832 bytes, 84 flops a byte, 41 % of the tensor peak at most.
 //          G = 1: 119 kflop and 1792 bytes, 66 flops a byte, 32 %. Memory bounds it.
 //
-// The multiprocessor is not far after. In SASS for sm_90a with elu+1 a warp issues about 1800
-// instructions for a query head of a chunk, 208 of them mma, and 1050 with 128 mma for the keys and
-// the state in either launch: at one a clock, 47 % of the tensor peak. Shared memory moves 210 kB
-// and 144 kB for these: at 128 bytes a clock, 48 %. mma.sync itself reaches about 60 % on Hopper.
+// The multiprocessors are almost as close to their limit. In SASS for sm_90a with elu+1 a warp
+// issues about 1800 instructions for a query head of a chunk, 208 of them mma, and 1050 with 128
+// mma for the keys and the state in either launch: at one a clock, 47 % of the tensor peak. Shared
+// memory moves 210 kB and 144 kB for these: at 128 bytes a clock, 48 %. mma.sync itself reaches
+// about 60 % on Hopper.
 #pragma once
 
 #include "kernels/cuda/linear_outputs.cuh"

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(tile::kThreads, FloatShape::kBlocksPerSm)
     }
   };
 
-  // Of a warp's rows of a query head.
+  // Attends with a warp's rows of a query head.
   const auto attend = [&](int64_t head, int64_t first, int count) {
     __syncwarp();
     load(query, p.query, head, first, count, first_row, 1, first_row + kRows);

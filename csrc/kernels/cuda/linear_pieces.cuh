@@ -30,7 +30,8 @@ struct Grid {
 
   H2O_HOST_DEVICE int64_t group() const { return params.query.heads / params.key.heads; }
   H2O_HOST_DEVICE int64_t sums() const { return units * (pieces - 1); }
-  // Of piece [0, pieces - 1): what it brings, then the state after it.
+  // The slot of one of the first pieces - 1 pieces: what it adds to the state, then the state after
+  // it.
   H2O_HOST_DEVICE float* slot(int64_t unit, int64_t piece) const {
     return params.workspace + (unit * (pieces - 1) + piece) * slot_floats;
   }
@@ -90,7 +91,7 @@ struct ChunkDecays {
   __device__ __forceinline__ float between(int from, int to) const {
     return ptx::exp2(high[to] - high[from] + (low[to] - low[from]));
   }
-  // Of the whole chunk.
+  // Decay of the whole chunk.
   __device__ __forceinline__ float kept() const { return from_start[kRows - 1]; }
   __device__ __forceinline__ float total() const { return high[kRows - 1]; }
 };
@@ -108,7 +109,7 @@ __device__ __forceinline__ DecayRows decay_rows(const LinearAttentionParams& p, 
           p.decay_stride_row};
 }
 
-// By one warp. Rows from `count` on decay nothing.
+// Executed by one warp. Rows from `count` on decay nothing.
 template <int kRows>
 __device__ __forceinline__ void scan_decays(ChunkDecays<kRows>& decays, const DecayRows& rows,
                                             int64_t first, int count, int lane) {

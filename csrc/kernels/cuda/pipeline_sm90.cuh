@@ -71,14 +71,14 @@ struct RingBarriers {
   ptx::Mbarrier full[kStages];
   ptx::Mbarrier empty[kStages];
 
-  // By one thread, before a block barrier.
+  // Executed by one thread, before a block barrier.
   __device__ __forceinline__ void init() {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(&full[i], kWarpgroupThreads + kWarpgroupWarps);
       ptx::mbarrier_init(&empty[i], kConsumers * kWarpgroupWarps);
     }
   }
-  // The producer's, before tile i is copied, and after.
+  // Called by the producer before it copies tile i, and after.
   __device__ __forceinline__ void wait_for_space(int i) {
     const Turn<kStages> turn(i);
     ptx::mbarrier_wait(&empty[turn.stage], turn.parity ^ 1);
@@ -88,7 +88,7 @@ struct RingBarriers {
     ptx::cp_async_mbarrier_arrive(&full[stage]);
     arrive_of_warp(&full[stage], thread);
   }
-  // The consumers', before they use tile i, and after.
+  // Called by the consumers before they use tile i, and after.
   __device__ __forceinline__ void wait_for_tile(int i) {
     const Turn<kStages> turn(i);
     ptx::mbarrier_wait(&full[turn.stage], turn.parity);

@@ -16,7 +16,7 @@ namespace h2o_prefill::ptx {
 // waited for the end of its phase.
 using Mbarrier = uint64_t;
 
-// By one thread, before a block barrier.
+// Executed by one thread, before a block barrier.
 __device__ __forceinline__ void mbarrier_init(Mbarrier* barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(barrier)),
                "r"(count)

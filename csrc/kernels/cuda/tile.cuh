@@ -74,7 +74,7 @@ struct LaneRow {
   __device__ __forceinline__ LaneRow(int row_of_lane, int unit)
       : row(row_of_lane * kUnits * kUnitElements),
         first(element_of<kUnits>(row_of_lane, unit) - row) {}
-  // Of the row 8 n below.
+  // The same for the row that is 8 n rows below.
   __device__ __forceinline__ int element(int even_unit, int n = 0) const {
     return row + (first ^ even_unit * kUnitElements) + n * 8 * kUnits * kUnitElements;
   }
