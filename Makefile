@@ -19,7 +19,7 @@ export PATH := $(VIRTUAL_ENV)/bin:$(PATH)
 export H2O_BUILD_DIR := build/cmake
 export CTEST_PARALLEL_LEVEL := $(JOBS)
 PIP := python -m pip --quiet
-PYTEST := python -m pytest --numprocesses $(JOBS) --dist worksteal
+PYTEST := pytest --numprocesses $(JOBS) --dist worksteal
 # $(call system,package of Debian,command that succeeds where it is installed)
 system = @{ $(2); } &>/dev/null || { apt-get update -q && apt-get install -y -q $(1); } || { echo "needed: $(1)" >&2; false; }
 .PHONY: build demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads \
@@ -75,7 +75,7 @@ test-isas: build $(BIN)/.dev
 # The tests that take minutes, and many generated calls; SLOW=name chooses among the tests.
 test-slow: CASES := 5000
 test-slow: build $(BIN)/.dev $(BIN)/.model $(if $(SLOW),,test-fuzz)
-	python -m pytest --runslow -m slow $(if $(SLOW),-k "$(SLOW)")
+	pytest --runslow -m slow $(if $(SLOW),-k "$(SLOW)")
 # Generated calls of every operator and class under sanitizers: CASES each. The sanitizers' libraries are loaded first, and
 # then the library in which they look up the exceptions of C++.
 CASES ?= 200
@@ -91,7 +91,7 @@ test-fuzz: build $(BIN)/.dev
 VERSION ?= $(shell grep -om1 'transformers>=[0-9.]*' pyproject.toml | cut -d= -f2)
 test-transformers: build $(BIN)/.dev
 	$(PIP) install --upgrade --target build/transformers-$(VERSION) transformers==$(VERSION)
-	PYTHONPATH=$(abspath build/transformers-$(VERSION)) python -m pytest tests/python/hf
+	PYTHONPATH=$(abspath build/transformers-$(VERSION)) pytest tests/python/hf
 # A source distribution, and a wheel that was built from it, without PyTorch's libraries: for one minor version of PyTorch,
 # for the CPU or, with CUDA=ON, for CUDA too.
 wheel: build $(BIN)/.dev
@@ -101,7 +101,7 @@ wheel: build $(BIN)/.dev
 	  $(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel dist/*.tar.gz
 	auditwheel repair --strip --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl
 test-package: wheel
-	python -m pytest -q tests/package
+	pytest -q tests/package
 # Random prompts through the operators, contexts and models: memory stays flat, and every result is right.
 soak: build $(BIN)/.model
 	python tests/soak --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0)
