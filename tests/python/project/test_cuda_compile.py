@@ -24,11 +24,8 @@ ptxas info    : Used 45 registers, used 1 barriers, 448 bytes cmem[0]
 """
 
 
-# For sm_90a there is every kernel.
-@pytest.mark.parametrize(
-    "arch",
-    [pytest.param(a, marks=() if a == "sm_90a" else pytest.mark.slow) for a in ptxas_report.ARCHS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ptxas_report.ARCHS)
 def test_kernels_compile_without_spills_within_their_registers(arch: str) -> None:
     nvcc = ptxas_report.find_nvcc()
     if nvcc is None:
