@@ -65,15 +65,14 @@ def ablate(
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
     with kept_on_interrupt(kept), quiet_libraries():
-        from h2o_prefill.eval.ablation.grid import build_grid, parse_values
+        from h2o_prefill.eval.ablation.grid import parse_values
         from h2o_prefill.eval.ablation.plot import plot_ablation
         from h2o_prefill.eval.ablation.run import run_ablation
         from h2o_prefill.eval.ablation.table import CSV_NAME
 
         base = list(parse_variants(preset).values())
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
-        contexts = parse_values("context", context)
-        grid = build_grid(axes, contexts, base, protocol)
+        contexts = options.parse_numbers(context, "context")
         csv_file = output.expanduser() / CSV_NAME
         figure = csv_file.with_suffix(".png")
         names = (CSV_NAME, *([figure.name] if plot else []))
@@ -99,7 +98,7 @@ def ablate(
                 on_progress=show,
             )
         title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells"
-        print_result(title, ablation_table(frame, grid.varied))
+        print_result(title, ablation_table(frame))
         say_written(csv_file)
         if plot:
             plot_ablation(frame, figure, title)

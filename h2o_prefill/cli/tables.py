@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from h2o_prefill.cli.result_table import new_table
 from h2o_prefill.config import format_value
+from h2o_prefill.eval.ablation.table import varied_settings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,9 +55,12 @@ def perplexity_table(result: PerplexityResult) -> Table:
     return table
 
 
-def ablation_table(frame: pd.DataFrame, varied: Sequence[str]) -> Table:
-    """Return one row a cell: the columns `varied`, which tell it from the others, and measures."""
-    names = [*(["dataset"] if frame["dataset"].nunique() > 1 else []), *varied]
+def ablation_table(frame: pd.DataFrame) -> Table:
+    """Return one row a cell: the columns that tell it from the others, and measures."""
+    names = ["dataset", "context", "preset"]
+    if frame["preset"].isna().any():
+        names[-1:] = varied_settings(frame)
+    names = [name for name in names if frame[name].nunique(dropna=False) > 1]
     with_recall = bool(frame["recalled_keys"].notna().any())
     measures = (*_ABLATION_MEASURES, *(["recalled\nkeys"] if with_recall else []))
     table = new_table(*(name.replace("_", "\n") for name in names), *measures)

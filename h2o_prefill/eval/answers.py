@@ -16,14 +16,16 @@ from h2o_prefill.eval.inputs.prompts import encode_prompt
 from h2o_prefill.eval.inputs.text import Corpus, encode
 from h2o_prefill.eval.report import build_report
 from h2o_prefill.eval.runs import (
+    DENSE,
     Progress,
     check_dense,
     check_length,
+    chosen_variants,
     eval_mode,
+    generate_greedily,
     prefill_mode,
     report_progress,
 )
-from h2o_prefill.presets import DEFAULT_PRESET, chosen_config
 
 QUESTION = "Summarize the text above in one sentence."
 
@@ -116,14 +118,12 @@ def compare_answers(
     `prompt_tokens` does not count the template and the question. Model, tokenizer, variants and
     `on_progress` are as in `evaluate_retrieval`.
     """
-    chosen = {DEFAULT_PRESET: chosen_config(None)} if variants is None else dict(variants)
+    chosen = chosen_variants(variants)
     numbers = {"prompts": prompts, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
     network, tokenizer = resolve_model(model, tokenizer)
-    if tokenizer is None:
-        raise ValueError("tokenizer must be given with a model that is not given by name")
     check_dense(network)
     asked = [
         (corpus, begin, _prompt(tokenizer, piece, question))
@@ -132,21 +132,27 @@ def compare_answers(
     longest = max(ids.shape[1] for _, _, ids in asked)
     check_length(network, longest + new_tokens, "prompt_tokens with question and answer")
 
-    total = len(asked) * (1 + len(chosen))
+    runs = {DENSE: None, **chosen}
+    total = len(asked) * len(runs)
     steps = itertools.count()
     found: list[PromptAnswers] = []
     with torch.no_grad(), eval_mode(network):
         for number, (corpus, begin, ids) in enumerate(asked, 1):
-            report_progress(on_progress, next(steps), total, f"prompt {number} dense")
-            dense, logits = _answer(network, ids, new_tokens)
-            answers = {}
-            for name, config in chosen.items():
+            length = ids.shape[1]
+            tokens: dict[str, list[int]] = {}
+            logits: Sequence[Tensor] = ()
+            for name, config in runs.items():
                 report_progress(on_progress, next(steps), total, f"prompt {number} {name}")
+                options = {"output_logits": config is None, "return_dict_in_generate": True}
                 with prefill_mode(network, config, strict=True):
-                    tokens, _ = _answer(network, ids, new_tokens)
-                answers[name] = _compare(tokenizer, tokens, dense, logits)
+                    made = generate_greedily(network, ids, new_tokens, **options)
+                tokens[name] = made.sequences[0, length:].tolist()
+                if config is None:
+                    logits = made.logits
+            dense = tokens[DENSE]
+            answers = {name: _compare(tokenizer, tokens[name], dense, logits) for name in chosen}
             text = str(tokenizer.decode(dense, skip_special_tokens=True))
-            found.append(PromptAnswers(corpus.name, begin, ids.shape[1], len(dense), text, answers))
+            found.append(PromptAnswers(corpus.name, begin, length, len(dense), text, answers))
     report_progress(on_progress, total, total, "done")
     sources = [corpus.source for corpus in texts]
     return AnswersResult(found, chosen, question, prompt_tokens, new_tokens, sources)
@@ -181,27 +187,13 @@ def _prompt(tokenizer: Any, piece: Tensor, question: str) -> Tensor:
     return encode_prompt(tokenizer, f"{tokenizer.decode(piece)}\n\n{question}", chat=True)
 
 
-def _answer(model: Any, input_ids: Tensor, new_tokens: int) -> tuple[list[int], list[Tensor]]:
-    """Return the tokens of an answer, and the fp32 logits [vocabulary] that gave each."""
-    input_ids = input_ids.to(next(model.parameters()).device)
-    made = model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        use_cache=True,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    tokens = made.sequences[0, input_ids.shape[1] :].tolist()
-    return tokens, [step[0].float() for step in made.logits]
-
-
-def _compare(tokenizer: Any, tokens: list[int], dense: list[int], logits: list[Tensor]) -> Answer:
+def _compare(
+    tokenizer: Any, tokens: list[int], dense: list[int], logits: Sequence[Tensor]
+) -> Answer:
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))
     pairs = zip(tokens, dense, strict=False)
     parts_at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     if parts_at is None:
         return Answer(text, None, None)
-    gap = logits[parts_at][dense[parts_at]] - logits[parts_at][tokens[parts_at]]
-    return Answer(text, parts_at, float(gap))
+    row = logits[parts_at][0].float()
+    return Answer(text, parts_at, float(row[dense[parts_at]] - row[tokens[parts_at]]))

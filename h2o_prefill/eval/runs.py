@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.presets import DEFAULT_PRESET, chosen_config
 
 # Called with (steps done, steps in all, what runs next).
 Progress = Callable[[int, int, str], None]
+
+# The name of the baseline beside those of variants.
+DENSE = "dense"
 
 
 def report_progress(on_progress: Progress | None, done: int, total: int, what: str) -> None:
@@ -34,6 +39,15 @@ def prefill_mode(
     from h2o_prefill.hf import enable
 
     return enable(model, config, strict=strict)
+
+
+def chosen_variants(variants: Mapping[str, PrefillConfig] | None) -> dict[str, PrefillConfig]:
+    """Return the settings to compare with dense prefill by name, by default those of `enable`."""
+    if variants is None:
+        return {DEFAULT_PRESET: chosen_config(None)}
+    if DENSE in variants:
+        raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
+    return dict(variants)
 
 
 def last_logits_only(model: nn.Module) -> dict[str, int]:
@@ -64,6 +78,22 @@ def check_model(model: nn.Module, length: int, argument: str) -> None:
     """Raise the errors of `check_dense` and `check_length`."""
     check_dense(model)
     check_length(model, length, argument)
+
+
+def generate_greedily(model: Any, input_ids: Tensor, new_tokens: int, **options: Any) -> Any:
+    """Return what `generate` returns for a prompt, int64 [1, T], and at most so many new tokens.
+
+    The first call computes the logits of the prompt's last token only; decoding is dense.
+    """
+    input_ids = input_ids.to(next(model.parameters()).device)
+    return model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=True,
+        **options,
+    )
 
 
 @contextlib.contextmanager

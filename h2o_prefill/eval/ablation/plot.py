@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.ablation.table import varied_settings
 from h2o_prefill.eval.plotting import DENSE, SPARSE, make_figure, save_figure
 
 if TYPE_CHECKING:
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SETTINGS = [field.name for field in dataclasses.fields(PrefillConfig)]
 _LETTERS = {"chunk_size": "S", "local_window": "L", "heavy_budget": "H", "sink_tokens": "K"}
 
 # Perplexities are comparable only if all of these are equal: one panel each.
@@ -41,13 +39,20 @@ def plot_ablation(
     lines = -(-len(panels) // columns)
     figure = make_figure(lines * _PANEL_HEIGHT, columns * _PANEL_WIDTH)
     all_axes = figure.subplots(lines, columns, squeeze=False).flatten()
-    varied = _varied(frame)
-    for axes, (key, rows) in zip(all_axes, panels, strict=False):
+    varied = varied_settings(frame)
+    others = [name for name in ("model", "dtype", "protocol") if frame[name].nunique() > 1]
+    for axes, (_, rows) in zip(all_axes, panels, strict=False):
         _draw(axes, rows, varied)
-        axes.set_title(_panel_title(key, frame), fontsize=10)
+        row = rows.iloc[0]
+        text = f"{row['dataset']}, windows {row['windows']} of {row['context']} tokens"
+        axes.set_title(", ".join([text, *(str(row[name]) for name in others)]), fontsize=10)
     for axes in all_axes[len(panels) :]:
         axes.set_visible(False)
-    save_figure(figure, path, _title(frame) if title is None else title)
+    if title is None:
+        names = ("model", "dtype", "protocol")
+        common = [str(frame[name].iloc[0]) for name in names if name not in others]
+        title = ", ".join([*common, f"{len(frame)} settings"])
+    save_figure(figure, path, title)
     return figure
 
 
@@ -88,31 +93,7 @@ def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
     above.set_ylabel("above dense (%)")
 
 
-def _varied(frame: pd.DataFrame) -> list[str]:
-    """Return the settings that tell rows apart; those of recall only where it is on."""
-    with_recall = frame[frame["recall"] > 0]
-    return [
-        name
-        for name in _SETTINGS
-        if (with_recall if name.startswith("recall_") else frame)[name].nunique(dropna=False) > 1
-    ]
-
-
 def _label(row: pd.Series[Any], varied: list[str]) -> str:
     if isinstance(row["preset"], str):
         return row["preset"]
     return " ".join(f"{_LETTERS.get(name, name)}={row[name]}" for name in varied)
-
-
-def _title(frame: pd.DataFrame) -> str:
-    names = ("model", "dtype", "protocol")
-    common = [str(frame[name].iloc[0]) for name in names if frame[name].nunique() == 1]
-    return ", ".join([*common, f"{len(frame)} settings"])
-
-
-def _panel_title(key: Sequence[Hashable], frame: pd.DataFrame) -> str:
-    """Return the text and its windows, and what else differs between panels."""
-    values = dict(zip(_PANEL, key, strict=True))
-    always = f"{values['dataset']}, windows {values['windows']} of {values['context']} tokens"
-    others = [name for name in ("model", "dtype", "protocol") if frame[name].nunique() > 1]
-    return ", ".join([always, *(str(values[name]) for name in others)])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import itertools
 import json
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import h2o_prefill
+from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation import table
-from h2o_prefill.eval.ablation.grid import Grid, build_grid, describe, label
+from h2o_prefill.eval.ablation.grid import FIELDS, build_grid
 from h2o_prefill.eval.environment import commit, cpu_name, gpu_name
 from h2o_prefill.eval.inputs.models import resolve_model
 from h2o_prefill.eval.inputs.text import Corpus, encode, load_text
 from h2o_prefill.eval.perplexity.evaluate import PairedRuns
 from h2o_prefill.eval.perplexity.windows import first_token, parse_windows, select_windows
-from h2o_prefill.eval.runs import check_model, eval_mode, report_progress
+from h2o_prefill.eval.runs import check_model, eval_mode, prefill_mode, report_progress
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,45 +112,48 @@ def run_ablation(
     if isinstance(datasets, str) or not datasets:
         raise ValueError(f"datasets must be a sequence of at least one text, got {datasets!r}")
     corpora = [name if isinstance(name, Corpus) else load_text(name) for name in datasets]
-    _warn_of_grid(grid)
     path = folder / table.CSV_NAME
     rows = {str(row["cell"]): row for row in table.read_rows(path)}
-    if not isinstance(model, str) and tokenizer is None:
-        raise ValueError("a tokenizer must be given with a model that is not given by its name")
     network, tokenizer = resolve_model(model, tokenizer, dtype)
-    check_model(network, max(context for context, _ in grid.combinations), "contexts")
-    _check_configs(network, grid)
-    found = _find_cells(grid, corpora, network, tokenizer, windows, protocol)
-    keys = [key for text in found for key in text.configs]
+    check_model(network, max(context for context, _ in grid), "contexts")
+    for config in dict.fromkeys(config for _, config in grid):
+        with prefill_mode(network, config):  # raises where settings do not fit the model
+            pass
+    texts = _find_cells(grid, corpora, network, tokenizer, windows, protocol)
+    keys = [key for text in texts for key in text.configs]
     origin = _origin(network, model if isinstance(model, str) else model_name)
-    _warn_of_versions([rows[key] for key in keys if key in rows], origin)
+    others = sum(_version(rows[key]) != _version(origin) for key in keys if key in rows)
+    if others:
+        warn(
+            f"{others} of the cells were finished by another version of this package and are "
+            "kept; another output folder measures them again"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    table.begin_csv(path)
-    for text in found:
+    table.begin_csv(path, rows.values())
+    for text in texts:
         text.configs = {key: one for key, one in text.configs.items() if key not in rows}
     # Each window dense, where a cell needs it, and sparse once a cell.
-    total = sum(len(text.batches) * (len(text.configs) + 1) for text in found if text.configs)
-    done = 0
+    total = sum(len(text.batches) * (len(text.configs) + 1) for text in texts if text.configs)
+    steps = itertools.count()
     failed: dict[str, Exception] = {}
     with torch.no_grad(), eval_mode(network):
-        for text in found:
+        for text in texts:
             runs = PairedRuns(network, text.indices, text.batches, protocol, keep_dense=True)
+            place = f"{text.columns['dataset']} {text.batches.shape[1]}"
             for key, config in text.configs.items():
-                name = label(grid, text.batches.shape[1], config)
-                name = f"{text.corpus.name} {name}" if len(corpora) > 1 else name
+                name = f"{place} {config.to_string()}"
 
                 def step(index: int, what: str, name: str = name) -> None:
-                    nonlocal done
-                    report_progress(on_progress, done, total, what if what == "dense" else name)
-                    done += 1
+                    now = what if what == "dense" else name
+                    report_progress(on_progress, next(steps), total, now)
 
                 try:
                     result = runs.evaluate(config, step)
                 except _FAILURES as error:
                     failed[f"{name}: {error}"] = error
-                    warnings.warn(f"a cell failed, {name}: {error}", stacklevel=2)
+                    warn(f"a cell failed, {name}: {error}")
                     continue
-                rows[key] = {"cell": key, **origin, **text.columns(), **table.measures(result)}
+                rows[key] = {"cell": key, **origin, **text.columns, **table.measures(result)}
                 table.append_row(rows[key], path)
     report_progress(on_progress, total, total, "done")
     if failed:
@@ -165,66 +168,49 @@ def run_ablation(
 class _Text:
     """The windows of a text at one context, and the settings of its cells by their keys."""
 
-    corpus: Corpus
+    columns: dict[str, str]  # of all its rows
     indices: range
     batches: Tensor
     configs: dict[str, PrefillConfig]
 
-    def columns(self) -> dict[str, Any]:
-        span = f"{self.indices.start}:{self.indices.stop}"
-        return {"dataset": self.corpus.name, "text_source": self.corpus.source, "windows": span}
-
 
 def _find_cells(
-    grid: Grid,
+    grid: Sequence[tuple[int, PrefillConfig]],
     corpora: Sequence[Corpus],
     network: nn.Module,
     tokenizer: Any,
     windows: str,
     protocol: str,
 ) -> list[_Text]:
-    weights = _fingerprint(network)
+    # The first numbers of each parameter: reading all would take too long.
+    weights = _digest(
+        *(
+            (name, str(weight.dtype), list(weight.shape), weight.detach().flatten()[:4].tolist())
+            for name, weight in network.named_parameters()
+        )
+    )
     first = first_token(tokenizer, protocol)
     found = []
     for corpus in corpora:
         tokens = encode(tokenizer, corpus.text)
-        for context in dict.fromkeys(context for context, _ in grid.combinations):
+        for context in dict.fromkeys(context for context, _ in grid):
             indices, batches = select_windows(tokens, context, windows, first)
             digests = [indices.start, *(_digest(weights, ids.tolist()) for ids in batches)]
             configs = {
                 _digest(corpus.name, protocol, digests, _changed(config)): config
-                for length, config in grid.combinations
+                for length, config in grid
                 if length == context
             }
-            found.append(_Text(corpus, indices, batches, configs))
+            span = f"{indices.start}:{indices.stop}"
+            columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}
+            found.append(_Text(columns, indices, batches, configs))
     return found
-
-
-def _check_configs(network: Any, grid: Grid) -> None:
-    """Refuse settings that do not fit the model before the work begins."""
-    from h2o_prefill.hf import enable
-
-    for config in dict.fromkeys(config for _, config in grid.combinations):
-        enable(network, config).disable()
 
 
 def _changed(config: PrefillConfig) -> dict[str, Any]:
     """Return the fields that are not at their defaults: a new field leaves old keys as they are."""
-    return {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default
-    }
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """Return a digest of the first numbers of each parameter: reading all would take too long."""
-    return _digest(
-        *(
-            (name, str(weight.dtype), list(weight.shape), weight.detach().flatten()[:4].tolist())
-            for name, weight in model.named_parameters()
-        )
-    )
+    values = {name: getattr(config, name) for name in FIELDS}
+    return {name: value for name, value in values.items() if value != getattr(PrefillConfig, name)}
 
 
 def _digest(*values: Any) -> str:
@@ -245,32 +231,7 @@ def _origin(network: nn.Module, name: str | None) -> dict[str, Any]:
     }
 
 
-def _warn_of_grid(grid: Grid) -> None:
-    by_reason: dict[str, list[Mapping[str, Any]]] = {}
-    for values, reason in grid.refused:
-        by_reason.setdefault(reason, []).append(values)
-    for reason, refused in by_reason.items():
-        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-        warnings.warn(f"left out {describe(refused[0])}{more}: {reason}", stacklevel=3)
-    large = sum(config.memory_size >= config.chunk_size for _, config in grid.combinations)
-    if large:
-        warnings.warn(
-            f"in {large} of {len(grid.combinations)} combinations the memory set is not smaller "
-            "than chunk_size: sparse prefill saves less than it could",
-            stacklevel=3,
-        )
-
-
-def _warn_of_versions(rows: Sequence[Mapping[str, Any]], origin: Mapping[str, Any]) -> None:
-    def version(row: Mapping[str, Any]) -> tuple[Any, str]:
-        # "+" is ignored: the table itself may be a change of the checkout.
-        commit_of = row["commit"]
-        return row["version"], commit_of.rstrip("+") if isinstance(commit_of, str) else ""
-
-    others = sum(version(row) != version(origin) for row in rows)
-    if others:
-        warnings.warn(
-            f"{others} of the cells were finished by another version of this package and are "
-            "kept; another output folder measures them again",
-            stacklevel=3,
-        )
+def _version(row: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return version and commit, without "+": the table itself may be a change of the checkout."""
+    commit_of = row["commit"]
+    return row["version"], commit_of.rstrip("+") if isinstance(commit_of, str) else ""

@@ -75,24 +75,19 @@ COLUMNS: dict[str, str] = {
     **dict.fromkeys(("torch", "version", "commit"), _TEXT),
 }
 
-_ORDER = [*_RUN, "context", "windows", "protocol", *_SETTINGS]
-
 
 def measures(result: PerplexityResult) -> dict[str, Any]:
     """Return the columns of a row that come from its result."""
     settings = dataclasses.asdict(result.config)
-    for name, kind in _SETTINGS.items():
-        if kind == _TEXT:
-            settings[name] = format_value(settings[name])
+    texts = {name: format_value(settings[name]) for name in settings if _SETTINGS[name] == _TEXT}
     return {
         "preset": preset_name(result.config),
         **settings,
-        "context": result.context,
-        "protocol": result.protocol,
-        "scored_tokens": result.scored_tokens,
+        **texts,
+        **{name: getattr(result, name) for name in ("context", "protocol", "scored_tokens")},
+        **{name: getattr(result, name) for name in _MEASURES},
         "dense_ppl": result.dense.ppl,
         "sparse_ppl": result.sparse.ppl,
-        **{name: getattr(result, name) for name in _MEASURES},
         "dense_seconds": result.dense.seconds,
         "sparse_seconds": result.sparse.seconds,
     }
@@ -103,7 +98,18 @@ def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
     frame = pd.DataFrame(list(rows), columns=list(COLUMNS)).astype(COLUMNS)
-    return frame.sort_values(_ORDER, ignore_index=True)
+    order = [*_RUN, "context", "windows", "protocol", *_SETTINGS]
+    return frame.sort_values(order, ignore_index=True)
+
+
+def varied_settings(frame: pd.DataFrame) -> list[str]:
+    """Return the settings that tell rows apart; those of recall only where it is on."""
+    with_recall = frame[frame["recall"] > 0]
+    return [
+        name
+        for name in _SETTINGS
+        if (with_recall if name.startswith("recall_") else frame)[name].nunique(dropna=False) > 1
+    ]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -123,14 +129,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return frame.to_dict(orient="records")
 
 
-def begin_csv(path: Path) -> None:
-    """Write the header of the CSV file, also over one with the columns of another version."""
-    rows = to_frame(read_rows(path))
+def begin_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the rows found, unless the file is there with the columns of this version."""
     header = ",".join(COLUMNS) + "\n"
-    if path.exists() and path.read_text(encoding="utf-8").startswith(header):
-        return
-    with replaced_file(path) as scratch:
-        rows.to_csv(scratch, index=False)
+    if not path.exists() or not path.read_text(encoding="utf-8").startswith(header):
+        with replaced_file(path) as scratch:
+            to_frame(rows).to_csv(scratch, index=False)
 
 
 def append_row(row: Mapping[str, Any], path: Path) -> None:

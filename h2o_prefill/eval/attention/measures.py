@@ -67,7 +67,8 @@ class AttentionMeasures:
         positions stay.
         """
         held = held_positions(self.memory, self.chunk_ends[-1])
-        return jaccard(held[:-1], held[1:])
+        first, second = held[:-1], held[1:]
+        return (first & second).sum(-1) / (first | second).sum(-1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the measures as plain dicts, lists and numbers; errors and shares in 0 .. 1.
@@ -77,61 +78,50 @@ class AttentionMeasures:
         and that of the chunk before; `by_layer` holds every head, and the set after the last chunk.
         """
         stability = self.jaccard
-        by_chunk = [
-            {
-                "chunk": chunk,
-                "end": end,
-                **self._means_and_worst(
-                    self.l1_error_by_chunk[chunk], self.mass_recall_by_chunk[chunk]
-                ),
-                # The first chunk attends to no set, the second to the first one.
-                "jaccard_mean": _mean(stability[chunk - 2]) if chunk >= 2 else None,
-            }
-            for chunk, end in enumerate(self.chunk_ends)
-        ]
-        names = (
-            "l1_error",
-            "mass_recall",
-            "mass_recall_lowest",
-            "l1_error_by_chunk",
-            "mass_recall_by_chunk",
+        names = ("l1_error", "mass_recall", "mass_recall_lowest")
+        names += ("l1_error_by_chunk", "mass_recall_by_chunk")
+        chunks = zip(
+            self.chunk_ends, self.l1_error_by_chunk, self.mass_recall_by_chunk, strict=True
         )
-        by_layer = [
-            {
-                "layer": layer,
-                **{name: getattr(self, name)[..., row, :heads].tolist() for name in names},
-                "jaccard": stability[:, row, :kv_heads].tolist(),
-            }
-            for row, (layer, heads, kv_heads) in enumerate(
-                zip(self.layers, self.query_heads, self.kv_heads, strict=True)
-            )
-        ]
+        heads = zip(self.layers, self.query_heads, self.kv_heads, strict=True)
         return {
             "config": asdict(self.config),
             "tokens": self.chunk_ends[-1],
-            "summary": {
-                **self._means_and_worst(self.l1_error, self.mass_recall),
-                "jaccard_mean": _mean(stability[:-1]),
-            },
-            "by_chunk": by_chunk,
-            "by_layer": by_layer,
+            "summary": self._summary(self.l1_error, self.mass_recall, stability[:-1]),
+            "by_chunk": [
+                # The first chunk attends to no set, the second to the first one.
+                {
+                    "chunk": chunk,
+                    "end": end,
+                    **self._summary(error, recall, stability[chunk - 2] if chunk >= 2 else None),
+                }
+                for chunk, (end, error, recall) in enumerate(chunks)
+            ],
+            "by_layer": [
+                {
+                    "layer": layer,
+                    **{name: getattr(self, name)[..., row, :count].tolist() for name in names},
+                    "jaccard": stability[:, row, :kv_count].tolist(),
+                }
+                for row, (layer, count, kv_count) in enumerate(heads)
+            ],
         }
 
-    def _means_and_worst(self, error: Tensor, recall: Tensor) -> dict[str, Any]:
+    def _summary(self, error: Tensor, recall: Tensor, stability: Tensor | None) -> dict[str, Any]:
+        def mean(values: Tensor) -> float:
+            return values.double().nanmean().item()
+
+        def head(values: Tensor, index: Any) -> dict[str, Any]:
+            row, column = divmod(int(index), values.shape[1])
+            return {"value": values[row, column].item(), "layer": self.layers[row], "head": column}
+
         return {
-            "l1_error_mean": _mean(error),
-            "l1_error_worst": self._head(error, np.nanargmax(error)),
-            "mass_recall_mean": _mean(recall),
-            "mass_recall_worst": self._head(recall, np.nanargmin(recall)),
+            "l1_error_mean": mean(error),
+            "l1_error_worst": head(error, np.nanargmax(error)),
+            "mass_recall_mean": mean(recall),
+            "mass_recall_worst": head(recall, np.nanargmin(recall)),
+            "jaccard_mean": None if stability is None else mean(stability),
         }
-
-    def _head(self, values: Tensor, index: Any) -> dict[str, Any]:
-        row, head = divmod(int(index), values.shape[1])
-        return {"value": values[row, head].item(), "layer": self.layers[row], "head": head}
-
-
-def _mean(values: Tensor) -> float:
-    return values.double().nanmean().item()
 
 
 def measure_attention(
@@ -209,12 +199,6 @@ def measure_attention(
     report_progress(on_progress, total, total, "done")
     if not found:
         raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")
-    return _assemble(found, length, config)
-
-
-def _assemble(
-    found: dict[int, LayerMeasures], length: int, config: PrefillConfig
-) -> AttentionMeasures:
     ends = [*range(config.chunk_size, length, config.chunk_size), length]
     rows = torch.tensor(ends).diff(prepend=torch.tensor([0]))
     columns = zip(*found.values(), strict=True)
@@ -344,8 +328,3 @@ def held_positions(memory: Tensor, length: int) -> Tensor:
     held = torch.zeros(*memory.shape[:-1], length + 1, dtype=torch.bool, device=memory.device)
     index = torch.where(memory < 0, length, memory).to(torch.int64)
     return held.scatter_(-1, index, True)[..., :length]
-
-
-def jaccard(first: Tensor, second: Tensor) -> Tensor:
-    """Return |A n B| / |A u B| of marked positions, fp32 [...]; NaN where both are empty."""
-    return (first & second).sum(-1) / (first | second).sum(-1)

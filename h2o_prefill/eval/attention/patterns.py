@@ -16,7 +16,6 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention.measures import (
     AttentionMeasures,
     held_positions,
-    jaccard,
     measure_attention,
     stack_layers,
 )
@@ -55,30 +54,18 @@ class AttentionPatterns:
         held = held_positions(self.memory[chunk], self.chunk_ends[-1])
         return held.sum(1) / torch.tensor(self.kv_heads).unsqueeze(1)
 
-    def heavy_positions(self) -> Tensor:
-        """Mark heavy positions, neither sinks nor local, bool [chunks, layers, Hkv, T]."""
+    def heavy_survival(self) -> Tensor:
+        """Return the share of heavy positions still heavy n chunks later, fp32 [chunks, layers].
+
+        Heavy positions are neither sinks nor local. Only those count that became heavy n or more
+        chunks before the last one; NaN for none.
+        """
         heavy = held_positions(self.memory, self.chunk_ends[-1])
         heavy[..., : self.config.sink_tokens] = False
         for row, layer in enumerate(self.layers):
             window = self.config.of_layer(layer).local_window
             for chunk, end in enumerate(self.chunk_ends):
                 heavy[chunk, row, :, max(0, end - window) :] = False
-        return heavy
-
-    def heavy_overlap(self) -> Tensor:
-        """Return the Jaccard index of the heavy positions of successive memory sets.
-
-        fp32 [chunks - 1, layers, Hkv]; NaN where neither set has a heavy position.
-        """
-        heavy = self.heavy_positions()
-        return jaccard(heavy[:-1], heavy[1:])
-
-    def heavy_survival(self) -> Tensor:
-        """Return the share of heavy positions still heavy n chunks later, fp32 [chunks, layers].
-
-        Only positions count that became heavy n or more chunks before the last one; NaN for none.
-        """
-        heavy = self.heavy_positions()
         chunks, held_for = len(heavy), heavy.sum(0)
         # A position that leaves never returns.
         entered = torch.where(held_for > 0, heavy.int().argmax(0), chunks)

@@ -52,6 +52,15 @@ def load_text(
     return _wikitext2_from_hub()
 
 
+def as_corpus(text: Corpus | str, argument: str) -> Corpus:
+    """Return a text as a corpus, or the dataset that it names; errors name `argument`."""
+    if isinstance(text, str):
+        text = load_text(text) if text in DATASETS else Corpus("text", text, "text")
+    if not text.text.strip():
+        raise ValueError(f"{argument} must not be empty text")
+    return text
+
+
 def _file_corpus(name: str, path: str | os.PathLike[str], argument: str) -> Corpus:
     text = read_text(path, argument)
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -73,7 +73,7 @@ def evaluate_perplexity(
     """
     config = chosen_config(chunk_config)
     check_settings(config, context, windows, protocol)
-    network, tokenizer = resolve_model(model, tokenizer)
+    network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
     selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
     done = 0
 

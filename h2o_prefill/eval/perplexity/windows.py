@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h2o_prefill.eval.inputs.text import DATASETS, Corpus, encode, load_text
+from h2o_prefill.eval.inputs.text import Corpus, as_corpus, encode
 from h2o_prefill.eval.runs import check_model
 
 PROTOCOLS = ("gptq", "llamacpp")
@@ -93,15 +93,11 @@ def model_windows(
 
 def text_tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
     """Return the tokens of a dataset as `evaluate_perplexity` takes it, int64 [tokens]."""
-    if isinstance(dataset, str) and dataset in DATASETS:
-        dataset = load_text(dataset)
     if isinstance(dataset, (str, Corpus)):
-        text = dataset if isinstance(dataset, str) else dataset.text
-        if not text.strip():
-            raise ValueError("dataset must not be empty text")
+        corpus = as_corpus(dataset, "dataset")
         if tokenizer is None:
             raise ValueError("dataset is text, so a tokenizer must be given")
-        return encode(tokenizer, text)
+        return encode(tokenizer, corpus.text)
     tokens = torch.as_tensor(dataset)
     if tokens.is_floating_point() or tokens.dim() != 1:
         raise ValueError(

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.models import resolve_model
-from h2o_prefill.eval.inputs.text import DATASETS, Corpus, load_text
+from h2o_prefill.eval.inputs.text import Corpus, as_corpus
 from h2o_prefill.eval.retrieval.prompts import (
     QUESTIONS,
     Haystack,
@@ -20,7 +20,6 @@ from h2o_prefill.eval.retrieval.prompts import (
     prompt_seed,
 )
 from h2o_prefill.eval.retrieval.result import (
-    DENSE,
     PromptOutcome,
     RetrievalResult,
     substring_score,
@@ -28,13 +27,15 @@ from h2o_prefill.eval.retrieval.result import (
 )
 from h2o_prefill.eval.retrieval.tasks import TASKS
 from h2o_prefill.eval.runs import (
+    DENSE,
     Progress,
     check_model,
+    chosen_variants,
     eval_mode,
+    generate_greedily,
     prefill_mode,
     report_progress,
 )
-from h2o_prefill.presets import DEFAULT_PRESET, chosen_config
 
 LENGTHS = (2048, 4096, 8192)
 DEPTHS = (0, 25, 50, 75, 100)
@@ -99,22 +100,19 @@ def evaluate_retrieval(
     NotImplementedError
         If the model cannot be prefilled sparsely.
     """
-    chosen = {DEFAULT_PRESET: chosen_config(None)} if variants is None else dict(variants)
+    chosen = chosen_variants(variants)
     check_retrieval(chosen, tasks, lengths, depths, prompts_per_cell, question)
     network, tokenizer = resolve_model(model, tokenizer)
-    if tokenizer is None:
-        raise ValueError("tokenizer must be given with a model that is not given by name")
     check_model(network, max(lengths), "lengths")
-    corpus = _corpus(haystack)
+    corpus = as_corpus(haystack, "haystack")
     text = Haystack(corpus.text)
 
-    def build(task: str, length: int, depth: float, index: int) -> RetrievalPrompt:
-        own_seed = prompt_seed(seed, task, length, depth, index)
+    def build(task: str, length: int, depth: float, own_seed: int) -> RetrievalPrompt:
         return build_prompt(task, tokenizer, text, length, depth, question=question, seed=own_seed)
 
     # Lengths that are too short for a task or too long for the text fail before the model runs.
     for task, length in itertools.product(tasks, (min(lengths), max(lengths))):
-        build(task, length, depths[0], 0)
+        build(task, length, depths[0], prompt_seed(seed, task, length, depths[0], 0))
 
     runs = {DENSE: None, **chosen}
     cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
@@ -123,24 +121,18 @@ def evaluate_retrieval(
     outcomes: list[PromptOutcome] = []
     with torch.no_grad(), eval_mode(network):
         for task, length, depth, index in cells:
-            prompt = build(task, length, depth, index)
-            outputs: dict[str, str] = {}
+            own_seed = prompt_seed(seed, task, length, depth, index)
+            ids, new_tokens, answers = build(task, length, depth, own_seed)
+            said: dict[str, str] = {}
             for name, config in runs.items():
                 what = f"{task} {length} {depth:g} % {name}"
                 report_progress(on_progress, next(steps), total, what)
                 with prefill_mode(network, config, strict=True):
-                    outputs[name] = _answer(network, tokenizer, prompt)
+                    made = generate_greedily(network, ids, new_tokens)[0, ids.shape[1] :]
+                said[name] = str(tokenizer.decode(made, skip_special_tokens=True))
+            scores = {name: substring_score(answer, answers) for name, answer in said.items()}
             outcomes.append(
-                PromptOutcome(
-                    task,
-                    length,
-                    depth,
-                    prompt_seed(seed, task, length, depth, index),
-                    prompt.input_ids.shape[1],
-                    prompt.answers,
-                    outputs,
-                    {name: substring_score(said, prompt.answers) for name, said in outputs.items()},
-                )
+                PromptOutcome(task, length, depth, own_seed, ids.shape[1], answers, said, scores)
             )
     report_progress(on_progress, total, total, "done")
     return RetrievalResult(
@@ -176,33 +168,9 @@ def check_retrieval(
         raise ValueError(f"prompts_per_cell must be >= 1, got {prompts_per_cell}")
     if question not in QUESTIONS:
         raise ValueError(f"question must be one of {QUESTIONS}, got {question!r}")
-    if DENSE in variants:
-        raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
     for name, config in variants.items():
         if min(lengths) < 2 * config.chunk_size:
             raise ValueError(
                 f"lengths must be at least two chunks of {config.chunk_size} tokens for variant "
                 f"{name!r}, because within the first chunk attention is dense, got {min(lengths)}"
             )
-
-
-def _corpus(haystack: Corpus | str) -> Corpus:
-    if not isinstance(haystack, Corpus):
-        known = haystack in DATASETS
-        haystack = load_text(haystack) if known else Corpus("text", haystack, "text")
-    if not haystack.text.strip():
-        raise ValueError("haystack must not be empty text")
-    return haystack
-
-
-def _answer(model: Any, tokenizer: Any, prompt: RetrievalPrompt) -> str:
-    input_ids = prompt.input_ids.to(next(model.parameters()).device)
-    # Computes the logits of the prompt's last token only, and decodes one token a call: densely.
-    output: Tensor = model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=prompt.new_tokens,
-        do_sample=False,
-        use_cache=True,
-    )
-    return str(tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True))

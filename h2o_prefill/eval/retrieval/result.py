@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.plotting import make_figure, save_figure
 from h2o_prefill.eval.report import build_report
+from h2o_prefill.eval.runs import DENSE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-DENSE = "dense"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from torch import Tensor
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import AttentionPatterns, visualize_attention_patterns
-from h2o_prefill.eval.attention.measures import held_positions, jaccard
 from h2o_prefill.eval.attention.patterns import collect_patterns
 
 LENGTH = 72  # four chunks of 16 tokens and one of 8
@@ -98,24 +97,13 @@ def test_measures_of_memory_sets() -> None:
     config = PrefillConfig(chunk_size=8, local_window=2, heavy_budget=3, sink_tokens=1)
     patterns = _patterns([[[0, 3, -1], [3, 4, 5]]], config)
     assert patterns.head_share(0).tolist() == [[0.5, 0, 0, 1, 0.5, 0.5, 0, 0]]
-    sets = held_positions(torch.tensor([[0, 1, 2], [1, 2, 5], [6, 7, -1], [-1, -1, -1]]), 8)
-    assert jaccard(sets[:2], sets[1:3]).tolist() == [0.5, 0]
-    assert jaccard(sets[3], sets[3]).isnan()
-
-    # Heavy {2, 3, 5}, then {3, 5, 9}: two of four.
-    sets = [[[0, 2, 3, 5, 6, 7]], [[0, 3, 5, 9, 14, 15]]]
-    assert _patterns(sets, config).heavy_overlap().tolist() == [[[0.5]]]
-    # A window of four leaves {2, 3} and {3, 5, 9}.
-    wide = config.replace(wide_layers=(7,), wide_factor=2)
-    assert _patterns(sets, wide, layer=7).heavy_overlap().tolist() == [[[0.25]]]
-
     # Heavy {1, 2}, {1, 6}, {1, 14}: of 1, 2 and 6, which entered before the last set, 1 alone
     # is there one set later; of 1 and 2 it is two sets later.
     sets = [[[0, 1, 2, 6, 7]], [[0, 1, 6, 14, 15]], [[0, 1, 14, 22, 23]]]
     survival = _patterns(sets, config.replace(heavy_budget=2)).heavy_survival()
     assert survival[:, 0].tolist() == pytest.approx([1, 1 / 3, 1 / 2])
     nothing = _patterns([[[-1, -1]]] * 2, config)
-    assert math.isnan(nothing.heavy_overlap()) and nothing.heavy_survival().isnan().all()
+    assert nothing.heavy_survival().isnan().all()
 
 
 def _shown(axes: Any) -> Tensor:
