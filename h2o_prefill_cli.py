@@ -6,14 +6,17 @@ import sys
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; exit with what to install if a package is missing."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)
     try:
-        from h2o_prefill.cli import main as run
+        from h2o_prefill.cli.app import app
+    except ModuleNotFoundError as error:
+        needed = f"error: the command line needs the package {error.name}: "
+        sys.exit(f"{needed}pip install 'h2o_prefill[eval]'")
     except ImportError as error:
         sys.exit(f"error: {error}")
-    run()
+    app(prog_name="h2o-prefill")
 
 
 def _exit_at_once(*_: object) -> None:

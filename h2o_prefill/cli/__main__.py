@@ -1,7 +1,5 @@
 """`python -m h2o_prefill.cli`."""
 
-from __future__ import annotations
-
-from h2o_prefill.cli import main
+from h2o_prefill_cli import main
 
 main()

@@ -12,7 +12,7 @@ from rich.progress import TimeRemainingColumn
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import progress_bar, quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.options import add_field_options, load_texts, parse_variants
+from h2o_prefill.cli.options import add_field_options, load_texts, parse_variant
 from h2o_prefill.cli.outputs import check_output_folder
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import ablation_table
@@ -70,7 +70,7 @@ def ablate(
         from h2o_prefill.eval.ablation.run import run_ablation
         from h2o_prefill.eval.ablation.table import CSV_NAME
 
-        base = list(parse_variants(preset).values())
+        base = [parse_variant(text) for text in preset]
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
         contexts = options.parse_numbers(context, "context")
         csv_file = output.expanduser() / CSV_NAME
@@ -98,8 +98,8 @@ def ablate(
                 on_progress=show,
             )
         title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells"
-        print_result(title, ablation_table(frame))
         say_written(csv_file)
         if plot:
             plot_ablation(frame, figure, title)
             say_written(figure)
+        print_result(title, ablation_table(frame))

@@ -9,7 +9,7 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
-from h2o_prefill.cli.options import load_network, load_texts, parse_variants
+from h2o_prefill.cli.options import load_network, load_texts, parse_variant
 from h2o_prefill.cli.outputs import json_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import answers_table
@@ -41,7 +41,7 @@ def answers(
     from h2o_prefill.eval.answers import answers_report, compare_answers
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        configs = parse_variants(variants)
+        configs = {text: parse_variant(text) for text in variants}
         texts = load_texts(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
         with show_progress("answers") as show:
@@ -56,7 +56,7 @@ def answers(
                 question=question,
                 on_progress=show,
             )
+        save_json(lambda: answers_report(result, model=model, dtype=dtype))
         names = ", ".join(text.name for text in texts)
         title = f"{model} {dtype}\n{prompts} prompts of {prompt_tokens} tokens of {names}"
         print_result(title, answers_table(result))
-        save_json(lambda: answers_report(result, model=model, dtype=dtype))

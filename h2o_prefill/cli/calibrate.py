@@ -65,7 +65,7 @@ def calibrate(
         chosen = getattr(result.config, KEPT[keep])
         variant = f"{preset},{KEPT[keep]}={'+'.join(map(str, chosen))}"
         title = f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {preset}"
-        print_result(title, calibration_table(result, chosen, keep))
-        output_console().print(f"--preset {variant}", markup=False, soft_wrap=True)
         origin = text_origin(model, dtype, corpus, preset=preset, variant=variant)
         save_json(lambda: {"environment": environment(), **origin, **dataclasses.asdict(result)})
+        print_result(title, calibration_table(result, chosen, keep))
+        output_console().print(f"--preset {variant}", markup=False, soft_wrap=True)

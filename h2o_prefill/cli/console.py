@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-
-class ResultConsole(Console):
-    """A console whose reader may go away, as `head` does: the command still writes its files."""
-
-    # An attribute of the class: whether a reader has gone away.
-    closed = False
-
-    def on_broken_pipe(self) -> None:
-        """Print nothing more."""
-        ResultConsole.closed = True
-        discard_output(self.file)
-
-
-def discard_output(file: IO[str]) -> None:
-    """Redirect a standard stream to /dev/null."""
-    # Streams without a file descriptor, as in tests, have no reader that could go away.
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+_interrupted = threading.Event()
+forget_interrupt = _interrupted.clear
 
 
 def output_console() -> Console:
     """Return the console of results."""
-    return ResultConsole(highlight=False)
+    return Console(highlight=False)
 
 
 def error_console() -> Console:
     """Return the console of progress, warnings and errors."""
-    return ResultConsole(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False)
 
 
 def progress_bar() -> Progress:
@@ -74,7 +57,10 @@ def show_progress(what: str, bar: Progress | None = None) -> Iterator[Callable[.
         yield step
 
 
-_ctrl_c = threading.Event()
+def remember_interrupt(*_: object) -> None:
+    """Handle Ctrl-C as Python does, so that `check_interrupt` knows of it."""
+    _interrupted.set()
+    raise KeyboardInterrupt
 
 
 def check_interrupt() -> None:
@@ -82,29 +68,8 @@ def check_interrupt() -> None:
 
     Libraries that call Python from C, such as attribute lookups of PyTorch, may clear any error.
     """
-    if _ctrl_c.is_set():
+    if _interrupted.is_set():
         raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def ctrl_c_remembered() -> Iterator[None]:
-    """Let `check_interrupt` know of Ctrl-C in a block; where it is ignored, it stays so."""
-    _ctrl_c.clear()
-    handler = signal.getsignal(signal.SIGINT)
-    # Only the main thread may set handlers.
-    if handler == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, _remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def _remember(*_: object) -> None:
-    _ctrl_c.set()
-    raise KeyboardInterrupt
 
 
 def say_written(path: Path) -> None:

@@ -10,7 +10,6 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import (
-    ResultConsole,
     check_interrupt,
     error_console,
     output_console,
@@ -89,8 +88,6 @@ def generate(
         def show(piece: str) -> None:
             check_interrupt()
             console.print(piece, end="", markup=False, soft_wrap=True)
-            if ResultConsole.closed:
-                raise BrokenPipeError
 
         with enable(network, config) if package is None else contextlib.nullcontext():
             timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)

@@ -34,5 +34,5 @@ def info(json_file: options.JsonOption = None) -> None:
                 "cache": str(cache_dir()),
             },
         }
-        print_result("", info_table(sections))
         save_json(lambda: sections)
+        print_result("", info_table(sections))

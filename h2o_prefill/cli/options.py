@@ -61,11 +61,6 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def choices(names: Iterable[str]) -> str:
-    """Return names for a help text."""
-    return ", ".join(names)
-
-
 def count(name: str, use: str) -> Any:
     """Return an option that takes an integer of at least 1; `use` is its help text."""
     return typer.Option(name, min=1, help=use)
@@ -101,7 +96,7 @@ def datasets(use: str, panel: str | None = None) -> Any:
     return typer.Option(
         "--dataset",
         metavar="NAME,NAME,...",
-        help=f"{use}, of {choices(DATASETS)}.",
+        help=f"{use}, of {', '.join(DATASETS)}.",
         rich_help_panel=panel,
         show_default="wikitext2, if no --text-file is given",
     )
@@ -144,7 +139,7 @@ VariantsOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", help=f"Data type of the model's weights: {choices(DTYPES)}.")
+    str, typer.Option("--dtype", help=f"Data type of the model's weights: {', '.join(DTYPES)}.")
 ]
 ThreadsOption = Annotated[
     int | None,
@@ -182,7 +177,7 @@ PresetOption = Annotated[
     str,
     typer.Option(
         "--preset",
-        help=f"Settings of sparse prefill: a preset ({choices(PRESETS)}), optionally followed by "
+        help=f"Settings of sparse prefill: a preset ({', '.join(PRESETS)}), optionally followed by "
         "changes of single fields, as in h2o,recall=4,dense_tail=64.",
         rich_help_panel=_SIZES,
     ),
@@ -234,11 +229,6 @@ def load_texts(datasets: str | None, files: Iterable[Path] | None) -> list[Corpu
 
     corpora = [load_text(name.strip()) for name in names]
     return corpora + [load_text(text_file=file) for file in chosen]
-
-
-def parse_variants(texts: Iterable[str]) -> dict[str, PrefillConfig]:
-    """Return the settings of each variant, by the text that names it."""
-    return {text: parse_variant(text) for text in texts}
 
 
 def parse_variant(text: str, **overrides: int | None) -> PrefillConfig:

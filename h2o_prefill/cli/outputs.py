@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.util
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -99,10 +97,8 @@ def _check_matplotlib(what: str) -> None:
 
 def _check_writable(path: Path, option: str) -> None:
     try:
-        if path.is_dir():
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if path.exists() and not os.access(path, os.W_OK):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        if path.is_file() or path.is_dir():
+            path.open("ab").close()
         if path.is_file() or not path.exists():
             # Making a file is the only answer that holds for every user and file system.
             with tempfile.TemporaryFile(dir=path.resolve().parent):

@@ -55,7 +55,7 @@ def ppl(
             f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
             f"{options.describe_sizes(config)}"
         )
-        print_result(title, perplexity_table(result))
         origin = text_origin(model, dtype, corpus, preset=preset)
         save_json(lambda: perplexity_report(result, **origin))
         save_plot(plot_perplexity, result, title)
+        print_result(title, perplexity_table(result))

@@ -9,7 +9,7 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
-from h2o_prefill.cli.options import load_network, parse_variants
+from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import json_output, plot_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
@@ -26,7 +26,7 @@ def retrieve(
         str,
         typer.Option(
             metavar="NAME,NAME,...",
-            help=f"Tasks to run, of {options.choices(TASKS)}.",
+            help=f"Tasks to run, of {', '.join(TASKS)}.",
             show_default="all",
         ),
     ] = ",".join(TASKS),
@@ -59,7 +59,7 @@ def retrieve(
     from h2o_prefill.eval.retrieval.result import plot_retrieval, retrieval_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        configs = parse_variants(variants)
+        configs = {text: parse_variant(text) for text in variants}
         save_plot = plot_output(plot)
         settings: dict[str, Any] = {
             "tasks": tasks.split(","),
@@ -82,6 +82,6 @@ def retrieve(
                 **settings,
             )
         title = f"{model} {dtype}\nneedles in {corpus.name}, question {question}"
-        print_result(title, retrieval_table(result))
         save_json(lambda: retrieval_report(result, model=model, dtype=dtype))
         save_plot(plot_retrieval, result, title)
+        print_result(title, retrieval_table(result))

@@ -67,12 +67,10 @@ def visualize(
             )
         measures = patterns.measures
         if measures is not None:
+            report = measures.to_dict()
+            given = {"window": window, "context": context, "preset": preset}
+            config_part = text_origin(model, dtype, corpus, **given) | report.pop("config")
+            save_json(lambda: build_report(config_part, **report))
             print_result(title, attention_table(measures))
         for path in patterns.paths.values():
             output_console().print(str(path), markup=False, soft_wrap=True)
-        if measures is not None:
-            report = measures.to_dict()
-            origin = text_origin(
-                model, dtype, corpus, window=window, context=context, preset=preset
-            )
-            save_json(lambda: build_report({**origin, **report.pop("config")}, **report))

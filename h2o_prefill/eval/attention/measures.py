@@ -78,8 +78,8 @@ class AttentionMeasures:
         and that of the chunk before; `by_layer` holds every head, and the set after the last chunk.
         """
         stability = self.jaccard
-        names = ("l1_error", "mass_recall", "mass_recall_lowest")
-        names += ("l1_error_by_chunk", "mass_recall_by_chunk")
+        names = ["l1_error", "mass_recall", "mass_recall_lowest"]
+        names += ["l1_error_by_chunk", "mass_recall_by_chunk"]
         chunks = zip(
             self.chunk_ends, self.l1_error_by_chunk, self.mass_recall_by_chunk, strict=True
         )

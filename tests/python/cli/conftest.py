@@ -52,7 +52,7 @@ PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"
 
 @pytest.fixture
 def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path) -> dict[str, Any]:
-    """The arguments of every command that measures, for a run of a moment, by its name."""
+    """The arguments of every command that runs a model, for a run of a moment, by its name."""
     long_text = tmp_path / "long.txt"
     long_text.write_text(tiny.SENTENCE * 60)
     model = ("--model", model_folder, "--threads", "1")
@@ -69,5 +69,6 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
         "retrieve": ("retrieve", *haystack, "--depths", "0,100", *variant),
         "answers": ("answers", *asked, *variant),
         "visualize": ("visualize", *text, "--preset", PRESET),
+        "generate": ("generate", *model, "--max-new-tokens", "5", "--preset", PRESET),
         "info": ("info",),
     }

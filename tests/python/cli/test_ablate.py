@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from h2o_prefill.config import PrefillConfig
-
 pd = pytest.importorskip("pandas")
 
 Run = Callable[..., Any]
-Refused = Callable[[Any, str], None]
 SIZES = ("--context", 64, "--chunk-size", 16, "--local-window", 4, "--heavy-budget", "0,4")
 
 
@@ -99,34 +95,3 @@ def test_a_second_run_computes_nothing(
     assert second.exit_code == 0, second.output
     assert second.stdout == first.stdout
     assert csv.read_bytes() == before
-
-
-def test_every_field_is_an_option(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    shown = run("ablate", "--help").stdout
-    words = " ".join(shown.replace("\u2502", " ").split())
-    for field in dataclasses.fields(PrefillConfig):
-        assert f"--{field.name.replace('_', '-')} " in shown
-        # Up to the first name of another option.
-        assert field.metadata["help"].partition("`")[0].strip() in words
-    assert "Factor by which L and H are multiplied in --wide-layers." in words
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--chunk-size", "16,"), 'chunk_size must be an int, got ""'),
-        (("--sink-tokens", "-1,0"), "sink_tokens must be >= 0, got -1"),
-        (("--dense-layers", "7"), "dense_layers must be < 2"),
-        (("--context", "16,31"), "a combination that can be run: context must be at least two"),
-        (("--windows", "0:99"), "windows must be a slice within 0:"),
-        (("--dataset", "c4,pydoc"), "dataset must be one of .*got 'c4'"),
-        (("--output", __file__), "output must be a folder, got the file"),
-        (("--no-such-field", "1"), "--no-such-field"),
-    ],
-)
-def test_wrong_input_is_one_line_and_exit_code_2(
-    ablate: Run, tmp_path: Path, refused: Refused, arguments: tuple[object, ...], message: str
-) -> None:
-    refused(ablate(*arguments), message)
-    assert not (tmp_path / "out").exists()

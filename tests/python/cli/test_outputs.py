@@ -23,73 +23,41 @@ FOLDER = ("bench", "ablate", "visualize")
 PLOT = ("ppl", "retrieve")
 
 
-@pytest.fixture
-def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail when a command loads a text or a model."""
-
+# The folder of processes takes no files, from nobody.
+@pytest.mark.parametrize(
+    ("command", "option", "path"),
+    [
+        *(("ppl", "--json", path) for path in (".", "/proc/r.json", "text.txt/r.json")),
+        *((command, "--json", "missing/r.json") for command in JSON),
+        *((command, "--plot", "missing/r.png") for command in PLOT),
+        *(("ablate", "--output", path) for path in ("text.txt/folder", "/proc/folder")),
+        *((command, "--output", "text.txt") for command in FOLDER),
+        # A folder in the place of a result.
+        ("bench", "--output", "memory_profile.png/.."),
+        ("ablate", "--output", "perplexity_ablation.csv/.."),
+        ("ablate", "--output", "perplexity_ablation.png/.."),
+        ("visualize", "--output", "memory.png/.."),
+        ("visualize", "--output", "errors.png/.."),
+    ],
+)
+def test_what_cannot_be_written_is_found_before_the_work(
+    run: Run,
+    refused: Refused,
+    small_commands: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    option: str,
+    path: str,
+) -> None:
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
 
     for name in ("load_model", "load_text", "inputs.models.load_model", "ablation.run.load_text"):
         monkeypatch.setattr(f"h2o_prefill.eval.{name}", work)
-
-
-# The folder of processes takes no files, from nobody.
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize("target", ["missing/result", ".", "/proc/result", "text.txt/result"])
-@pytest.mark.parametrize(
-    ("command", "option", "suffix"),
-    [(name, "--json", ".json") for name in JSON] + [(name, "--plot", ".png") for name in PLOT],
-)
-def test_a_file_that_cannot_be_written_is_found_before_the_work(
-    run: Run,
-    refused: Refused,
-    small_commands: dict[str, Any],
-    tmp_path: Path,
-    command: str,
-    option: str,
-    suffix: str,
-    target: str,
-) -> None:
-    path = tmp_path / target if target == "." else tmp_path / f"{target}{suffix}"
-    refused(run(*small_commands[command], option, path), "error: --")
-
-
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize("target", ["text.txt", "text.txt/folder", "/proc/folder"])
-@pytest.mark.parametrize("command", FOLDER)
-def test_a_folder_that_cannot_be_made_is_found_before_the_work(
-    run: Run,
-    refused: Refused,
-    small_commands: dict[str, Any],
-    tmp_path: Path,
-    command: str,
-    target: str,
-) -> None:
-    refused(run(*small_commands[command], "--output", tmp_path / target), "error: --")
-
-
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        ("bench", "memory_profile.png"),
-        ("ablate", "perplexity_ablation.csv"),
-        ("ablate", "perplexity_ablation.png"),
-        ("visualize", "memory.png"),
-        ("visualize", "errors.png"),
-    ],
-)
-def test_a_folder_in_the_place_of_a_result_is_found_before_the_work(
-    run: Run,
-    refused: Refused,
-    small_commands: dict[str, Any],
-    tmp_path: Path,
-    command: str,
-    name: str,
-) -> None:
-    (tmp_path / name).mkdir()
-    refused(run(*small_commands[command], "--output", tmp_path), "error: --")
+    if path.endswith("/.."):
+        (tmp_path / path).parent.mkdir()
+    refused(run(*small_commands[command], option, tmp_path / path), "error: --")
 
 
 # The page of visualize reads the figures, which are not there.
@@ -119,7 +87,7 @@ def test_every_file_replaces_the_old_one_at_once(
 
 @pytest.mark.parametrize("command", JSON)
 def test_json_on_stdout_is_nothing_but_json(
-    run: Run, refused: Refused, small_commands: dict[str, Any], tmp_path: Path, command: str
+    run: Run, small_commands: dict[str, Any], tmp_path: Path, command: str
 ) -> None:
     output = ("--output", tmp_path / "out") if command in FOLDER else ()
     done = run(*small_commands[command], *output, "--json", "-")
@@ -129,39 +97,41 @@ def test_json_on_stdout_is_nothing_but_json(
     assert not Path("-").exists()
 
 
+def test_without_a_file_no_report_is_made() -> None:
+    with json_output(None) as save_json:
+        save_json(lambda: pytest.fail("nobody asked for it"))
+
+
 def test_a_full_disk_is_one_line(run: Run) -> None:
     done = run("info", "--json", "/dev/full")
     assert done.exit_code == 1
     assert done.stderr == "error: cannot write '/dev/full': No space left on device\n"
 
 
-def _run_without_reader(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line whose stdout is a pipe that nobody reads."""
+@pytest.mark.parametrize(
+    ("module", "file"), [("h2o_prefill_cli", "i.json"), ("h2o_prefill.cli", "-")]
+)
+def test_a_reader_that_goes_away_does_not_cost_the_result(
+    tmp_path: Path, module: str, file: str
+) -> None:
+    # The command's stdout is a pipe that nobody reads.
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", module, "info", "--json", file],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )
     os.close(writer)
-    return done
-
-
-def test_a_reader_that_goes_away_does_not_cost_the_result(tmp_path: Path) -> None:
-    done = _run_without_reader("h2o_prefill_cli", "info", "--json", str(tmp_path / "i.json"))
-    assert json.loads((tmp_path / "i.json").read_text())
-    assert done.stderr == f"wrote {tmp_path / 'i.json'}\n"
-    assert done.returncode == 128 + 13
-
-
-def test_a_reader_of_json_that_goes_away() -> None:
-    done = _run_without_reader("h2o_prefill.cli", "info", "--json", "-")
+    assert done.returncode == 1
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
-    assert done.returncode == 128 + 13
+    if file != "-":
+        assert json.loads((tmp_path / file).read_text())
+        assert done.stderr == f"wrote {file}\n"
 
 
 def test_letters_that_the_terminal_lacks_are_replaced(small_commands: dict[str, Any]) -> None:
@@ -171,8 +141,3 @@ def test_letters_that_the_terminal_lacks_are_replaced(small_commands: dict[str, 
     done = testing.CliRunner(charset="ascii").invoke(app, small_commands["ppl"])
     assert done.exit_code == 0, done.output
     assert " % ? " in done.stdout
-
-
-def test_without_a_file_no_report_is_made() -> None:
-    with json_output(None) as save_json:
-        save_json(lambda: pytest.fail("nobody asked for it"))

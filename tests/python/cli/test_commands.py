@@ -1,0 +1,209 @@
+"""Every command from its arguments to its table and files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import h2o_prefill
+from h2o_prefill.presets import PRESETS
+
+Run = Callable[..., Any]
+Commands = dict[str, Any]
+PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"
+SMALL = "h2o,chunk_size=64,local_window=16,heavy_budget=16"
+RECALL = f"{SMALL},recall=2,recall_block=32"
+
+
+@pytest.fixture
+def report(run: Run, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Run a command line that must succeed; return its JSON file and what it printed."""
+
+    def made(*arguments: object) -> tuple[dict[str, Any], str]:
+        done = run(*arguments, "--json", tmp_path / "report.json")
+        assert done.exit_code == 0, done.output
+        assert "warning" not in done.output.lower() and "Loading weights" not in done.output
+        assert "\u2026" not in done.stdout, "rich cut a cell off at 80 columns"
+        return json.loads((tmp_path / "report.json").read_text()), done.stdout
+
+    return made
+
+
+def _row(table: str, name: str) -> list[float]:
+    (line,) = [line for line in table.splitlines() if line.strip().startswith(name)]
+    return [float(number) for number in re.findall(r"[+-]?\d+\.\d+", line.replace(name, "", 1))]
+
+
+def test_ppl(report: Any, small_commands: Commands, tmp_path: Path) -> None:
+    found, table = report(*small_commands["ppl"], "--plot", tmp_path / "p.png")
+    dense, sparse, delta, error = _row(table, "perplexity")
+    assert dense == pytest.approx(found["dense"]["ppl"], abs=5e-4)
+    assert sparse == pytest.approx(found["sparse"]["ppl"], abs=5e-4)
+    assert delta == pytest.approx(found["delta_percent"], abs=5e-3)
+    assert error == pytest.approx(found["stderr_percent"], abs=5e-3)
+    for chunk in range(4):
+        expected = [found[name]["ppl_by_chunk"][chunk] for name in ("dense", "sparse")]
+        assert _row(table, f"chunk {chunk}")[:2] == pytest.approx(expected, abs=5e-4)
+    assert _row(table, "seconds of prefill")
+    ratio = _row(table, "attention flops")[-1]
+    assert ratio == pytest.approx(found["attention_flops_ratio"], abs=5e-3)
+    assert found["config"]["text_source"].startswith("text.txt sha256:")
+    assert found["config"]["preset"] == PRESET and "recalled keys" not in table
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_of_ppl_reach_the_run(report: Any, small_commands: Commands) -> None:
+    found, table = report(
+        *small_commands["ppl"],
+        *("--sink-tokens", 2, "--heavy-budget", 0, "--dtype", "bfloat16", "--protocol", "llamacpp"),
+        *("--windows", "1:", "--preset", f"{PRESET},recall=2,recall_block=8"),
+    )
+    config = found["config"]
+    assert (config["sink_tokens"], config["heavy_budget"]) == (2, 0)
+    assert (config["dtype"], config["protocol"]) == ("bfloat16", "llamacpp")
+    assert config["windows"][0] == 1 and len(config["windows"]) > 1
+    assert "chunk 0" not in table and found["environment"]["threads"] == 1
+    (line,) = (line for line in table.splitlines() if "recalled keys of a row" in line)
+    assert line.split()[-1] == f"{found['recalled_keys']:.0f}" and found["recalled_keys"] > 0
+
+
+def test_a_memory_set_as_large_as_a_chunk_is_a_warning_once(
+    run: Run, small_commands: Commands
+) -> None:
+    done = run(*small_commands["ppl"], "--local-window", 16)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("warning:") == 1
+    assert "is not smaller than chunk_size (16)" in done.stderr
+    assert "perplexity" in done.stdout
+
+
+@pytest.mark.parametrize("keep", ["wide", "dense"])
+def test_calibrate_ends_with_settings_that_other_commands_take(
+    report: Any, small_commands: Commands, keep: str
+) -> None:
+    model = ("--dtype", "float32", "--windows", "0:1")
+    found, table = report(*small_commands["calibrate"], *model, "--keep", keep)
+    kl = {int(layer): value for layer, value in found["kl_by_layer"].items()}
+    (chosen,) = found["config"][f"{keep}_layers"]
+    assert kl[chosen] == min(kl.values()) and set(kl) == {0, 1}
+    layers = re.findall(r"layer (\d) dense\s+(\d\.\d+) nats", table)
+    assert [int(layer) for layer, _ in layers] == sorted(kl, key=lambda layer: kl[layer])
+    assert [float(value) for _, value in layers] == pytest.approx(sorted(kl.values()), abs=5e-5)
+
+    variant = f"{PRESET},{keep}_layers={chosen}"
+    assert table.splitlines()[-1] == f"--preset {variant}"
+    assert found["variant"] == variant
+    assert found["text_source"].startswith("text.txt sha256:")
+    after, _ = report(*small_commands["ppl"], *model, "--preset", variant)
+    assert after["kl_mean"] == pytest.approx(found["kl_after"], rel=1e-4)
+    assert after["attention_flops_ratio"] == pytest.approx(found["flops_after"]["ratio"])
+
+
+def test_retrieve(report: Any, small_commands: Commands, tmp_path: Path) -> None:
+    found, table = report(
+        *(*small_commands["retrieve"], "--variant", RECALL, "--prompts", 2, "--seed", 5),
+        *("--plot", tmp_path / "p.png", "--question", "first"),
+    )
+    rows = [(row["variant"], row["prompts"], row["kept"]) for row in found["summary"]]
+    assert rows == [(name, 4, None) for name in ("dense", SMALL, RECALL)]
+    assert [prompt["depth"] for prompt in found["prompts"]] == [0, 0, 100, 100]
+    expected = {"question": "first", "seed": 5, "dtype": "float32", "prompts_per_cell": 2}
+    assert found["config"].items() >= expected.items()
+    assert found["config"]["variants"][RECALL]["recall"] == 2
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert "needles in long.txt, question first" in table
+    assert len(re.findall(r" 0 \(0-49\)", table)) == 3
+
+
+def test_answers(report: Any, small_commands: Commands) -> None:
+    found, table = report(*small_commands["answers"], "--new-tokens", 4, "--question", "Why?")
+    assert list(found["summary"]) == [SMALL]
+    expected = {"question": "Why?", "new_tokens": 4, "prompt_tokens": 300, "dtype": "float32"}
+    assert found["config"].items() >= expected.items()
+    assert f" {found['summary'][SMALL]['equal']}/2 " in table
+    assert "2 prompts of 300 tokens of long.txt" in table
+
+
+def test_visualize(report: Any, small_commands: Commands, tmp_path: Path) -> None:
+    options = ("--output", tmp_path / "out", "--window", 1, "--sink-tokens", 1)
+    found, printed = report(*small_commands["visualize"], *options)
+    *lines, memory, errors, _ = printed.split("\n")
+    assert [memory, errors] == [str(tmp_path / "out" / f"{n}.png") for n in ("memory", "errors")]
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in (memory, errors))
+    assert "window 1 of 64 tokens, S=16 L=4 H=4 K=1" in " ".join(printed.split())
+
+    assert all(len(line) <= 80 for line in lines[1:])
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert all(str(chunk) in rows for chunk in range(4))  # a row a chunk
+    # Error 0, and all of the mass: the first chunk is exact.
+    assert rows["0"][1:3] == ["0.00", "%"] and rows["0"][6:8] == ["100.00", "%"]
+    assert float(rows["1"][1]) > 0 and rows["1"][-1] == "-" and 0 <= float(rows["2"][-1]) <= 1
+    assert rows["all"][2] == "%"
+
+    config = {"sink_tokens": 1, "window": 1, "context": 64, "dataset": "text.txt"}
+    assert found["config"].items() >= config.items() and "torch" in found["environment"]
+    assert [row["layer"] for row in found["by_layer"]] == [0, 1]
+    assert len(found["by_layer"][0]["l1_error"]) == 4
+    assert 0 < found["summary"]["mass_recall_mean"] < 1
+
+
+def test_visualize_without_errors_has_no_table(
+    run: Run, small_commands: Commands, tmp_path: Path
+) -> None:
+    done = run(*small_commands["visualize"], "--output", tmp_path / "out", "--no-errors")
+    assert done.stdout == f"{tmp_path / 'out' / 'memory.png'}\n"
+
+
+def test_the_window_and_the_dtype_of_visualize_reach_the_run(
+    run: Run, small_commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def record(*arguments: Any, **rest: Any) -> Any:
+        seen.extend(arguments)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("h2o_prefill.eval.visualize_attention_patterns", record)
+    options = ("--window", 2, "--dtype", "bfloat16", "--context", 48)
+    assert "seen" in run(*small_commands["visualize"], *options).stderr
+    model, input_ids, *_ = seen
+    assert str(model.dtype) == "torch.bfloat16"
+    # One token a byte, of a sentence that repeats: token = byte's place, so windows differ.
+    sentence = "Sphinx of black quartz, judge my vow. " * 10
+    (ids,) = input_ids.tolist()
+    spaces = [i for i, token in enumerate(ids) if token == ids[sentence[96:144].index(" ")]]
+    assert spaces == [i for i, letter in enumerate(sentence[96:144]) if letter == " "]
+
+
+def test_generate_prints_what_the_sparse_model_says(
+    run: Run, small_commands: Commands, tiny: Any, model_folder: str, tmp_path: Path
+) -> None:
+    from h2o_prefill.eval import load_model
+
+    model, tokenizer = load_model(model_folder)
+    ways = {tiny.SENTENCE: "sparse", "Sphinx": "dense, since shorter than 16 tokens"}
+    for prompt, way in ways.items():
+        (tmp_path / "prompt.txt").write_text(prompt)
+        done = run(*small_commands["generate"], prompt)
+        read = run(*small_commands["generate"], "--prompt-file", tmp_path / "prompt.txt")
+        assert done.stdout == read.stdout
+        said = done.stderr.replace("\n", " ")
+        assert f"prefill {len(prompt)} tokens in" in said and f"({way}), then 5 tokens" in said
+        ids = tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"]
+        with h2o_prefill.enable(model, PRESET):
+            out = model.generate(ids, max_new_tokens=5, do_sample=False)
+        new = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        assert done.stdout == new + "\n"
+
+
+def test_info_names_the_build(report: Any) -> None:
+    facts, table = report("info")
+    assert facts["environment"]["library"]["version"] in table
+    assert "chunked_sparse_attention" in table
+    assert facts["linear attention"]["CPU"] in " ".join(table.split())
+    assert facts["command line"]["presets"] == list(PRESETS)

@@ -1,0 +1,90 @@
+"""Wrong input of every command: one line that names it, exit code 2, and no file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Options that several commands share are here once, with `ppl`.
+WRONG: dict[str, dict[tuple[object, ...], str]] = {
+    "ppl": {
+        ("--model", "./nowhere"): r"model: no such file or folder: './nowhere'",
+        ("--model", "nobody/no-such-model"): r"model must be .* got 'nobody/no-such-model'",
+        ("--dtype", "int8"): "dtype must be one of",
+        ("--threads", "0"): "--threads",
+        ("--threads", "4294967297"): "Invalid value for '--threads'",
+        ("--preset", "best"): "preset must be one of",
+        ("--text-file", "missing.txt"): "text_file: no such file: 'missing.txt'",
+        ("--dataset", "c4"): "dataset must be one of",
+        ("--context", 31): "context must be at least two chunks of 16 tokens",
+        ("--context", 512): "text must hold at least one window of 512 tokens, got",
+        ("--context", "many"): "--context",
+        ("--chunk-size", -16): "chunk_size must be >= 1, got -16",
+        ("--windows", "six"): "windows must be a slice like 0:6, got 'six'",
+        ("--windows", "0:99"): "windows must be a slice within 0:",
+        ("--protocol", "mine"): "protocol must be one of",
+        ("--plot", "p.gif"): r"--plot must end in one of .*got 'p.gif'",
+        ("--no-such-option",): "--no-such-option",
+    },
+    "ablate": {
+        ("--chunk-size", "16,"): 'chunk_size must be an int, got ""',
+        ("--sink-tokens", "-1,0"): "sink_tokens must be >= 0, got -1",
+        ("--dense-layers", "7"): "dense_layers must be < 2",
+        ("--context", "16,31"): "a combination that can be run: context must be at least two",
+        ("--context", "64,"): "context must be numbers with commas between, got '64,'",
+        ("--dataset", "c4,pydoc"): "dataset must be one of .*got 'c4'",
+        ("--output", __file__): "output must be a folder, got the file",
+    },
+    "calibrate": {
+        ("--layers", 2): "layers must be at least 1 and fewer than the 2",
+        ("--context", 16): "at least two chunks",
+    },
+    "retrieve": {
+        ("--variant", "h2o,recal=4"): 'settings .h2o,recal=4.: "recal" is no setting',
+        ("--variant", "h2o"): "at least two chunks of 1024 tokens for variant 'h2o'",
+        ("--lengths", "480,many"): "lengths must be numbers with commas between",
+        ("--lengths", "600"): "lengths must be <= 512",
+        ("--depths", ""): "depths must be numbers with commas between, got ''",
+        ("--prompts", 0): "--prompts",
+    },
+    "answers": {("--prompts", 9): "the text 'long.txt' must have 9 x 300 tokens"},
+    "visualize": {
+        ("--context", 31): "context must hold at least two chunks of 16 tokens, got 31",
+        ("--context", 49): "context must not end one token after a chunk",
+        ("--window", 99): "windows must be a slice within 0:",
+        ("--preset", "h2o,recall=2,recall_block=12"): "chunk_size must be a multiple of recall_b",
+        ("--json", "x.json", "--no-errors"): "--json holds the errors",
+    },
+    "generate": {
+        (): "give a prompt or --prompt-file, one of the two",
+        ("words", "--prompt-file", "p.txt"): "give a prompt or --prompt-file, one of the two",
+        ("  ",): "prompt must not be empty",
+        ("--prompt-file", "missing.txt"): "--prompt-file: no such file",
+        ("words", "--max-new-tokens", 0): "--max-new-tokens",
+        ("words", "--max-new-tokens", 600): "prompt and new tokens must be <= 512",
+    },
+    "perplexity": {(): "perplexity"},
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [(command, *case) for command, cases in WRONG.items() for case in cases.items()],
+)
+def test_wrong_input_is_one_line(
+    run: Callable[..., Any],
+    refused: Callable[[Any, str], None],
+    small_commands: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    arguments: tuple[object, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    refused(run(*small_commands.get(command, (command,)), *arguments), message)
+    assert set(tmp_path.iterdir()) == before
