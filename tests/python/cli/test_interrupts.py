@@ -113,7 +113,8 @@ def test_at_any_time_there_is_no_traceback(seconds: float) -> None:
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode in (0, 130)
+    # While Python shuts down, it has no handler of its own any more.
+    assert process.returncode in (0, 130, -signal.SIGINT)
     assert "Traceback" not in said and said.count("interrupted: ") == (process.returncode == 130)
 
 
