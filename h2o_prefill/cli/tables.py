@@ -21,37 +21,26 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.perplexity.result import PerplexityResult
     from h2o_prefill.eval.retrieval.result import RetrievalResult
 
-_ABLATION_MEASURES = ("dense", "sparse", "difference", "KL", "same\ntop-1", "flops")
-
 
 def perplexity_table(result: PerplexityResult) -> Table:
     """Return perplexity and other measures, dense and sparse, one a row."""
     dense, sparse = result.dense, result.sparse
     table = new_table("", "dense", "sparse", "difference", folding=("",))
-    difference = _signed(result.delta_percent) + _error(result.stderr_percent)
+    difference = _change(result.delta_percent, result.stderr_percent)
     table.add_row("perplexity", f"{dense.ppl:.3f}", f"{sparse.ppl:.3f}", difference, style="bold")
-    for chunk, (before, after) in enumerate(
-        zip(dense.ppl_by_chunk, sparse.ppl_by_chunk, strict=True)
-    ):
+    pairs = zip(dense.ppl_by_chunk, sparse.ppl_by_chunk, strict=True)
+    for chunk, (before, after) in enumerate(pairs):
         if before is not None and after is not None:
-            change = _signed(100 * (after / before - 1))
+            change = _change(100 * (after / before - 1))
             table.add_row(f"  chunk {chunk}", f"{before:.3f}", f"{after:.3f}", change)
     table.add_row("mean KL(dense || sparse)", "", "", f"{result.kl_mean:.4f} nats")
     table.add_row("same most likely token", "", "", f"{100 * result.top1_agreement:.1f} %")
-    table.add_row(
-        "seconds of prefill",
-        f"{dense.seconds:.1f}",
-        f"{sparse.seconds:.1f}",
-        f"{dense.seconds / sparse.seconds:.2f}x as fast",
-    )
+    faster = f"{dense.seconds / sparse.seconds:.2f}x as fast"
+    table.add_row("seconds of prefill", f"{dense.seconds:.1f}", f"{sparse.seconds:.1f}", faster)
     if result.recalled_keys is not None:
         table.add_row("recalled keys of a row", "", f"{result.recalled_keys:.0f}", "")
-    table.add_row(
-        "attention flops",
-        "1",
-        f"{1 / result.attention_flops_ratio:.2f}",
-        f"{result.attention_flops_ratio:.2f}x fewer",
-    )
+    ratio = result.attention_flops_ratio
+    table.add_row("attention flops", "1", f"{1 / ratio:.2f}", f"{ratio:.2f}x fewer")
     return table
 
 
@@ -62,18 +51,19 @@ def ablation_table(frame: pd.DataFrame) -> Table:
         names[-1:] = varied_settings(frame)
     names = [name for name in names if frame[name].nunique(dropna=False) > 1]
     with_recall = bool(frame["recalled_keys"].notna().any())
-    measures = (*_ABLATION_MEASURES, *(["recalled\nkeys"] if with_recall else []))
+    measures = ["dense", "sparse", "difference", "KL", "same\ntop-1", "flops"]
+    measures += ["recalled\nkeys"] if with_recall else []
     table = new_table(*(name.replace("_", "\n") for name in names), *measures)
     for row in frame.astype(object).where(frame.notna(), None).to_dict(orient="records"):
         table.add_row(
             *(format_value(row[name]) for name in names),
             f"{row['dense_ppl']:.3f}",
             f"{row['sparse_ppl']:.3f}",
-            _signed(row["delta_percent"]) + _error(row["stderr_percent"]),
+            _change(row["delta_percent"], row["stderr_percent"]),
             f"{row['kl_mean']:.4f}",
             f"{100 * row['top1_agreement']:.1f} %",
             f"1/{row['attention_flops_ratio']:.2f}",
-            *([_count(row["recalled_keys"])] if with_recall else []),
+            *([_numbers("{:.0f}", row["recalled_keys"])] if with_recall else []),
         )
     return table
 
@@ -83,7 +73,7 @@ def calibration_table(result: LayerCalibration, chosen: tuple[int, ...], keep: s
     table = new_table("", "mean KL(dense || sparse)", "change", "attention flops", folding=("",))
 
     def add(name: str, kl: float, flops: str = "", style: str | None = None) -> None:
-        change = _signed(100 * (kl / result.kl_before - 1)) if result.kl_before else ""
+        change = _change(100 * (kl / result.kl_before - 1)) if result.kl_before else ""
         table.add_row(name, f"{kl:.4f} nats", change, flops, style=style)
 
     def share(flops: AttentionFlops) -> str:
@@ -142,7 +132,7 @@ def retrieval_table(result: RetrievalResult) -> Table:
             str(row.length) if first else "",
             row.variant,
             _with_interval(row.accuracy, row.accuracy_interval),
-            _of(row.kept, row.dense_solved),
+            _numbers(f"{{:.0f}}/{row.dense_solved}", row.kept * row.dense_solved),
             _with_interval(row.kept, row.kept_interval),
         )
     return table
@@ -150,9 +140,8 @@ def retrieval_table(result: RetrievalResult) -> Table:
 
 def answers_table(result: AnswersResult) -> Table:
     """Return how many answers of each variant equal dense, and where the others differ."""
-    others = "others part\nat token"
-    headings = ("prefill", "equal to\ndense", others, "median\ngap")
-    table = new_table(*headings, folding=("prefill", others))
+    headings = ("prefill", "equal to\ndense", "others part\nat token", "median\ngap")
+    table = new_table(*headings, folding=headings[::2])
     for name in result.variants:
         gaps = result.gaps(name)
         table.add_row(
@@ -195,57 +184,34 @@ def info_table(sections: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _signed(percent: float) -> str:
+def _change(percent: float, error: float | None = None) -> str:
     """Return a signed percentage, without a sign if it rounds to zero from below."""
-    return f"{round(percent, 2) + 0.0:+.2f} %"
+    known = error is not None and not math.isnan(error)
+    return f"{round(percent, 2) + 0.0:+.2f} %" + (f" ± {error:.2f}" if known else "")
 
 
-def _share(share: float) -> str:
-    return f"{100 * share:.2f} %"
-
-
-def _error(percent: float | None) -> str:
-    return "" if _is_missing(percent) else f" ± {percent:.2f}"
-
-
-def _count(keys: float | None) -> str:
-    return "-" if keys is None else f"{keys:.0f}"
-
-
-def _error_cells(row: dict[str, Any]) -> list[str]:
-    return [
-        _share(row["l1_error_mean"]),
-        _worst(row["l1_error_worst"]),
-        _share(row["mass_recall_mean"]),
-        _worst(row["mass_recall_worst"]),
-        "-" if _is_missing(row["jaccard_mean"]) else f"{row['jaccard_mean']:.2f}",
-    ]
-
-
-def _worst(head: dict[str, Any]) -> str:
-    return f"{_share(head['value'])} ({head['layer']}.{head['head']})"
-
-
-def _is_missing(value: float | None) -> bool:
-    return value is None or math.isnan(value)
-
-
-def _of(share: float, count: int) -> str:
-    return f"{share * count:.0f}/{count}" if count else "-"
+def _numbers(form: str, *values: float | None) -> str:
+    """Return numbers as text, "-" if one is missing."""
+    missing = any(value is None or math.isnan(value) for value in values)
+    return "-" if missing else form.format(*values)
 
 
 def _with_interval(share: float, interval: tuple[float, float]) -> str:
-    if math.isnan(share):
-        return "-"
-    low, high = interval
-    return f"{100 * share:.0f} ({100 * low:.0f}-{100 * high:.0f})"
+    return _numbers("{:.0f} ({:.0f}-{:.0f})", *(100 * value for value in (share, *interval)))
+
+
+def _error_cells(row: dict[str, Any]) -> list[str]:
+    cells = []
+    for name in ("l1_error", "mass_recall"):
+        worst = row[f"{name}_worst"]
+        cells.append(f"{100 * row[f'{name}_mean']:.2f} %")
+        cells.append(f"{100 * worst['value']:.2f} % ({worst['layer']}.{worst['head']})")
+    return [*cells, _numbers("{:.2f}", row["jaccard_mean"])]
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return "-"
     if isinstance(value, (list, tuple)):
-        return ", ".join(str(item) for item in value)
+        return ", ".join(map(str, value))
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
-    return str(value)
+    return "-" if value is None else str(value)
