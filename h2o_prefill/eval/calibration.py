@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,17 +35,15 @@ class LayerCalibration:
     kl_after: float
     # The same with one more layer dense; without the layers that were dense, or wide, already.
     kl_by_layer: dict[int, float]
-    # Attention flops of both on the windows measured.
-    flops_before: AttentionFlops
+    flops_before: AttentionFlops  # of both on the windows measured
     flops_after: AttentionFlops
-    # Tokens of a window.
-    context: int
+    context: int  # tokens of a window
     windows: list[int]
 
     @property
     def ranking(self) -> list[int]:
         """Layers by their KL when they are dense, the lowest first."""
-        return rank_layers(self.kl_by_layer)
+        return _rank(self.kl_by_layer)
 
 
 def calibrate_layers(
@@ -114,16 +113,14 @@ def calibrate_layers(
         )
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
     passes = len(batches) * (len(candidates) + 3)
-    done = 0
+    steps = itertools.count()
     with torch.no_grad(), eval_mode(model):
         runs = PairedRuns(model, selected, batches, _PROTOCOL, keep_dense=True)
 
         def measure(tried: PrefillConfig, what: str) -> float:
             def step(index: int, mode: str) -> None:
-                nonlocal done
                 now = mode if mode == "dense" else what
-                report_progress(on_progress, done, passes, f"window {index} {now}")
-                done += 1
+                report_progress(on_progress, next(steps), passes, f"window {index} {now}")
 
             return runs.evaluate(tried, step).kl_mean
 
@@ -132,7 +129,7 @@ def calibrate_layers(
             layer: measure(_with_layers(config, KEPT["dense"], [layer]), f"layer {layer} dense")
             for layer in candidates
         }
-        chosen = _with_layers(config, KEPT[keep], rank_layers(by_layer)[:layers])
+        chosen = _with_layers(config, KEPT[keep], _rank(by_layer)[:layers])
         after = measure(chosen, f"chosen layers {keep}")
     report_progress(on_progress, passes, passes, "done")
     return LayerCalibration(
@@ -151,6 +148,5 @@ def _with_layers(config: PrefillConfig, field: str, layers: list[int]) -> Prefil
     return config.replace(**{field: tuple(sorted({*getattr(config, field), *layers}))})
 
 
-def rank_layers(kl_by_layer: dict[int, float]) -> list[int]:
-    """Return layers by their KL, the lowest first."""
+def _rank(kl_by_layer: dict[int, float]) -> list[int]:
     return sorted(kl_by_layer, key=lambda layer: kl_by_layer[layer])

@@ -42,10 +42,10 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        head = _git(root, "rev-parse", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain") else "")
+        head, changes = (_git(root, what) for what in ("rev-parse HEAD", "status --porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None
+    return head + ("+" if changes else "")
 
 
 def has_cuda() -> bool:
@@ -69,12 +69,9 @@ def cuda_kernels() -> dict[str, str]:
 def linear_attention() -> dict[str, str]:
     """Return what computes `chunkwise_linear_attention` and its backward pass, by device."""
     dtypes = "kernels for float32, bfloat16, float16"
-    on_cuda = f"{dtypes}; head dims up to 128, in float32 192"
     return {
         "CPU": f"{dtypes}; all head dims, one direction and both",
-        "CUDA": f"{dtypes}; head dims up to 128, in float32 192"
-        if on_cuda
-        else "composite version",
+        "CUDA": f"{dtypes}; head dims up to 128, in float32 192",
         "composite version": "float64; larger head dims on CUDA; devices without kernels",
     }
 
@@ -122,8 +119,7 @@ def _package_version(name: str) -> str | None:
         return None
 
 
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
-    )
+def _git(root: Path, command: str) -> str:
+    words = ["git", "-C", str(root), *command.split()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()

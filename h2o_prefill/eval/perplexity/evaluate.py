@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,16 +76,15 @@ def evaluate_perplexity(
     check_settings(config, context, windows, protocol)
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
     selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
-    done = 0
+    passes = 2 * len(batches)
+    steps = itertools.count()
 
     def step(index: int, what: str) -> None:
-        nonlocal done
-        report_progress(on_progress, done, 2 * len(batches), f"window {index} {what}")
-        done += 1
+        report_progress(on_progress, next(steps), passes, f"window {index} {what}")
 
     with torch.no_grad(), eval_mode(network):
         result = PairedRuns(network, selected, batches, protocol).evaluate(config, step)
-    report_progress(on_progress, done, done, "done")
+    report_progress(on_progress, passes, passes, "done")
     return result
 
 
@@ -125,9 +125,10 @@ class PairedRuns:
                     step(index, name)
                     with prefill_mode(self._model, config):
                         runs[name] = self._forward(input_ids.unsqueeze(0))
-            scores.append(score_window(runs["dense"][0], runs["sparse"][0], input_ids, rows))
+            dense, sparse = runs["dense"], runs["sparse"]
+            scores.append(score_window(dense[0], sparse[0], input_ids, rows))
             scores[-1].check_finite(index)
-            seconds.append((runs["dense"][1], runs["sparse"][1]))
+            seconds.append((dense[1], sparse[1]))
         return summarize(
             scores,
             seconds,

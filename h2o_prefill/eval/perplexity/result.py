@@ -22,15 +22,11 @@ _BINS_PER_CHUNK = 16
 class RunResult:
     """Perplexity of the dense or the sparse run."""
 
-    # Perplexity over all scored tokens.
-    ppl: float
-    # Standard error of ppl, with tokens taken as independent.
-    ppl_stderr: float
-    # One number a chunk of a window; None where the protocol scores none.
-    ppl_by_chunk: list[float | None]
+    ppl: float  # over all scored tokens
+    ppl_stderr: float  # with tokens taken as independent
+    ppl_by_chunk: list[float | None]  # a number a chunk of a window; None where none is scored
     ppl_by_window: list[float]
-    # Time of the forward calls of all windows, without the output layer's logits.
-    seconds: float
+    seconds: float  # of the forward calls of all windows, without the output layer's logits
     seconds_by_window: list[float]
 
 
@@ -38,12 +34,9 @@ class RunResult:
 class PositionCurve:
     """Perplexity along an axis of positions."""
 
-    # First row of each bin.
-    begin: list[int]
-    # Rows of a bin.
-    width: int
-    # None where a bin holds no scored row.
-    dense: list[float | None]
+    begin: list[int]  # first row of each bin
+    width: int  # rows of a bin
+    dense: list[float | None]  # None where a bin holds no scored row
     sparse: list[float | None]
 
 
@@ -56,28 +49,21 @@ class PerplexityResult:
 
     dense: RunResult
     sparse: RunResult
-    # Sparse perplexity above dense, in percent.
-    delta_percent: float
+    delta_percent: float  # sparse perplexity above dense, in percent
     # Standard error of delta_percent, from paired differences (`estimates.relative_difference`).
     stderr_percent: float
-    # Mean of KL(dense || sparse) of the next-token distributions, nats.
-    kl_mean: float
-    # Share of rows for which both runs have the same most likely token.
-    top1_agreement: float
+    kl_mean: float  # mean KL(dense || sparse) of the next-token distributions, nats
+    top1_agreement: float  # share of rows for which both runs have the same most likely token
     # Query-key products of dense attention over those of the sparse one, in all windows.
     attention_flops_ratio: float
-    # Recalled keys that a row sees, mean of all rows; None where recall is off.
-    recalled_keys: float | None
-    # Along the window.
-    by_position: PositionCurve
+    recalled_keys: float | None  # that a row sees, mean of all rows; None where recall is off
+    by_position: PositionCurve  # along the window
     # Along a chunk, over all chunks but the first (where both runs are the same).
     by_chunk_position: PositionCurve
     config: PrefillConfig
     protocol: str
-    # Tokens of a window.
-    context: int
-    # The windows' indices in the text.
-    windows: list[int]
+    context: int  # tokens of a window
+    windows: list[int]  # their indices in the text
     scored_tokens: int
 
     def __float__(self) -> float:
@@ -97,67 +83,55 @@ def perplexity_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]
 
 
 def summarize(
-    scores: list[WindowScores],
+    scored: list[WindowScores],
     seconds: list[tuple[float, float]],
     *,
     rows: range,
     config: PrefillConfig,
-    context: int,
     flops: AttentionFlops,
+    context: int,
     **settings: Any,
 ) -> PerplexityResult:
     """Return the result of windows with these scores and (dense, sparse) seconds."""
-    dense = torch.stack([window.dense_nll for window in scores])
-    sparse = torch.stack([window.sparse_nll for window in scores])
-    row = torch.arange(rows.start, rows.stop)
+    scores = WindowScores(*map(torch.stack, zip(*scored, strict=True)))
+    dense, sparse = scores.dense_nll, scores.sparse_nll
+    chunk_size, row = config.chunk_size, torch.arange(rows.start, rows.stop)
+    in_chunk = torch.where(row >= chunk_size, row % chunk_size, -1)
+
+    def run(nll: Tensor, times: tuple[float, ...]) -> RunResult:
+        chunks = -(-context // chunk_size)
+        return RunResult(
+            ppl=estimates.perplexity(nll),
+            ppl_stderr=estimates.perplexity_error(nll),
+            ppl_by_chunk=estimates.binned_perplexity(nll, row // chunk_size, chunks),
+            ppl_by_window=[estimates.perplexity(window) for window in nll],
+            seconds=sum(times),
+            seconds_by_window=list(times),
+        )
+
+    def curve(position: Tensor, length: int) -> PositionCurve:
+        """Bin by `position` [scored tokens] in [0, length); -1 leaves a token out."""
+        width = max(1, chunk_size // _BINS_PER_CHUNK)
+        begin = list(range(0, length, width))
+        bins = torch.div(position, width, rounding_mode="floor")
+        binned = (estimates.binned_perplexity(nll, bins, len(begin)) for nll in (dense, sparse))
+        return PositionCurve(begin, width, *binned)
+
+    dense_seconds, sparse_seconds = zip(*seconds, strict=True)
     delta_percent, stderr_percent = estimates.relative_difference(dense, sparse)
     return PerplexityResult(
-        dense=_run(dense, [pair[0] for pair in seconds], row, config.chunk_size, context),
-        sparse=_run(sparse, [pair[1] for pair in seconds], row, config.chunk_size, context),
+        dense=run(dense, dense_seconds),
+        sparse=run(sparse, sparse_seconds),
         delta_percent=delta_percent,
         stderr_percent=stderr_percent,
-        kl_mean=torch.cat([window.kl for window in scores]).double().mean().item(),
-        top1_agreement=torch.cat([window.same_top1 for window in scores]).double().mean().item(),
-        by_position=_curve(dense, sparse, row, context, config.chunk_size),
-        by_chunk_position=_curve(
-            dense,
-            sparse,
-            torch.where(row >= config.chunk_size, row % config.chunk_size, -1),
-            config.chunk_size,
-            config.chunk_size,
-        ),
-        config=config,
-        context=context,
+        kl_mean=scores.kl.double().mean().item(),
+        top1_agreement=scores.same_top1.double().mean().item(),
         attention_flops_ratio=flops.ratio,
         recalled_keys=flops.recalled_keys,
+        by_position=curve(row, context),
+        by_chunk_position=curve(in_chunk, chunk_size),
+        config=config,
+        context=context,
         scored_tokens=dense.numel(),
         **settings,
-    )
-
-
-def _run(
-    nll: Tensor, seconds: list[float], row: Tensor, chunk_size: int, context: int
-) -> RunResult:
-    return RunResult(
-        ppl=estimates.perplexity(nll),
-        ppl_stderr=estimates.perplexity_error(nll),
-        ppl_by_chunk=estimates.binned_perplexity(nll, row // chunk_size, -(-context // chunk_size)),
-        ppl_by_window=[estimates.perplexity(window) for window in nll],
-        seconds=sum(seconds),
-        seconds_by_window=seconds,
-    )
-
-
-def _curve(
-    dense: Tensor, sparse: Tensor, position: Tensor, length: int, chunk_size: int
-) -> PositionCurve:
-    """Bin by `position` [scored tokens] in [0, length); -1 leaves a token out."""
-    width = max(1, chunk_size // _BINS_PER_CHUNK)
-    count = -(-length // width)
-    bins = torch.div(position, width, rounding_mode="floor")
-    return PositionCurve(
-        begin=[index * width for index in range(count)],
-        width=width,
-        dense=estimates.binned_perplexity(dense, bins, count),
-        sparse=estimates.binned_perplexity(sparse, bins, count),
     )

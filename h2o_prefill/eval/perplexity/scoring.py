@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +14,13 @@ from h2o_prefill.eval.forward import PromptLogits
 _SLICE_NUMBERS = 1 << 23
 
 
-@dataclass(frozen=True)
-class WindowScores:
+class WindowScores(NamedTuple):
     """Scores of the scored rows of a window, fp32 [rows] each, on the CPU."""
 
-    # -log p(next token), nats.
-    dense_nll: Tensor
+    dense_nll: Tensor  # -log p(next token), nats
     sparse_nll: Tensor
-    # KL(dense || sparse) of the next-token distributions, nats.
-    kl: Tensor
-    # bool: whether both runs have the same most likely token.
-    same_top1: Tensor
+    kl: Tensor  # KL(dense || sparse) of the next-token distributions, nats
+    same_top1: Tensor  # bool: whether both runs have the same most likely token
 
     def check_finite(self, window: int) -> None:
         """Raise ArithmeticError if a run's scores are not finite; `window` is the index to name."""

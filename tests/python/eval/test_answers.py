@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import compare_answers, load_text
 from h2o_prefill.eval.answers import answers_report
@@ -87,11 +86,6 @@ def test_an_empty_question_continues_the_text(model: Any, tiny_tokenizer: Any) -
 def test_wrong_arguments(model: Any, tiny_tokenizer: Any, changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _compare(model, **{"tokenizer": tiny_tokenizer, **changes})
-
-
-def test_an_enabled_model_is_refused(model: Any, tiny_tokenizer: Any) -> None:
-    with h2o_prefill.enable(model, SMALL), pytest.raises(ValueError, match="dense attention"):
-        _compare(model, tiny_tokenizer)
 
 
 @pytest.mark.model

@@ -34,16 +34,9 @@ def test_every_layer_is_measured_as_by_perplexity(
     model: Any, tokens: torch.Tensor, small_config: PrefillConfig, keep: str
 ) -> None:
     done: list[tuple[int, int, str]] = []
-    result = calibrate_layers(
-        model,
-        tokens,
-        small_config,
-        layers=2,
-        keep=keep,
-        context=CONTEXT,
-        windows="0:2",
-        on_progress=lambda *report: done.append(report),
-    )
+    options: dict[str, Any] = {"layers": 2, "keep": keep, "context": CONTEXT, "windows": "0:2"}
+    options["on_progress"] = lambda *report: done.append(report)
+    result = calibrate_layers(model, tokens, small_config, **options)
     assert result.kl_before == pytest.approx(_kl(model, tokens, small_config, "0:2"), rel=1e-4)
     assert list(result.kl_by_layer) == list(range(LAYERS))
     for layer, kl in result.kl_by_layer.items():
@@ -113,13 +106,3 @@ def test_wrong_arguments_are_refused(
         calibrate_layers(
             model, tokens, small_config, **{"context": CONTEXT, "layers": 1, **options}
         )
-
-
-def test_a_sparse_model_is_refused(
-    model: Any, tokens: torch.Tensor, small_config: PrefillConfig
-) -> None:
-    with (
-        h2o_prefill.enable(model, small_config),
-        pytest.raises(ValueError, match="model must have dense attention"),
-    ):
-        calibrate_layers(model, tokens, small_config, layers=1, context=CONTEXT)

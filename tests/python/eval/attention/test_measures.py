@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import h2o_prefill
 from h2o_prefill import reference
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import measure_attention
@@ -281,8 +280,3 @@ def test_wrong_arguments(tiny_model: Any, prompt: Tensor, small_config: PrefillC
         measure_attention(tiny_model, prompt, small_config.replace(dense_layers=(7,)))
     with pytest.raises(ValueError, match=r"input_ids must be <= 512, .* got 513"):
         measure_attention(tiny_model, torch.ones(1, 513, dtype=torch.int64), small_config)
-    with (
-        h2o_prefill.enable(tiny_model, small_config),
-        pytest.raises(ValueError, match="model must have dense attention"),
-    ):
-        measure_attention(tiny_model, prompt, small_config)

@@ -206,8 +206,3 @@ def test_wrong_arguments(
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"output_dir must be a folder, got the file '.*file'"):
         visualize_attention_patterns(tiny_model, prompt, small_config, tmp_path / "file")
-    with (
-        h2o_prefill.enable(tiny_model, small_config),
-        pytest.raises(ValueError, match="model must have dense attention"),
-    ):
-        visualize_attention_patterns(tiny_model, prompt, small_config, tmp_path)

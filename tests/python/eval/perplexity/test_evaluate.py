@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch.nn import functional
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops, evaluate_perplexity
+from h2o_prefill.eval.perplexity.result import perplexity_report
+from h2o_prefill.eval.report import format_json
 
 CONTEXT = 64
 
@@ -32,9 +36,23 @@ def _direct_nll(model: Any, window: torch.Tensor) -> torch.Tensor:
 def test_both_runs_equal_the_model_called_directly(
     tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig, protocol: str
 ) -> None:
+    seen: list[tuple[int, int, str]] = []
+    tiny_model.train()
     result = evaluate_perplexity(
-        tiny_model, tokens, small_config, context=CONTEXT, windows="1:3", protocol=protocol
+        tiny_model,
+        tokens,
+        small_config,
+        context=CONTEXT,
+        windows="1:3",
+        protocol=protocol,
+        on_progress=lambda *step: seen.append(step),
     )
+    # The runs take turns in going first.
+    runs = ("1 dense", "1 sparse", "2 sparse", "2 dense")
+    expected = [(i, 4, f"window {run}") for i, run in enumerate(runs)]
+    assert seen == [*expected, (4, 4, "done")]
+    assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
+    tiny_model.eval()
     windows = tokens[CONTEXT : 3 * CONTEXT].view(2, CONTEXT)
     first = CONTEXT // 2 if protocol == "llamacpp" else 0
     dense = torch.stack([_direct_nll(tiny_model, window)[first:] for window in windows])
@@ -48,11 +66,20 @@ def test_both_runs_equal_the_model_called_directly(
     assert result.sparse.ppl == pytest.approx(math.exp(sparse.mean(1).mean()), rel=1e-4)
     assert float(result) == result.sparse.ppl
     assert result.sparse.ppl_by_window == pytest.approx(sparse.mean(1).exp().tolist(), rel=1e-4)
-    assert result.delta_percent == pytest.approx(
-        100 * (result.sparse.ppl / result.dense.ppl - 1), rel=1e-6
-    )
+    ratio = result.sparse.ppl / result.dense.ppl
+    assert result.delta_percent == pytest.approx(100 * (ratio - 1), rel=1e-6)
     assert result.scored_tokens == dense.numel()
-    assert result.windows == [1, 2]
+    assert result.windows == [1, 2] and len(result.dense.seconds_by_window) == 2
+    assert result.dense.seconds == pytest.approx(sum(result.dense.seconds_by_window))
+
+    report = json.loads(format_json(perplexity_report(result, model="tiny", dtype="float32")))
+    expected = {"model": "tiny", "windows": [1, 2], "chunk_size": 16, "protocol": protocol}
+    assert report["config"].items() >= expected.items()
+    for name in ("dense", "sparse"):
+        assert {"ppl", "ppl_by_chunk", "seconds"} <= set(report[name])
+        assert len(report[name]["ppl_by_chunk"]) == 4
+    assert report["dense"]["ppl"] == result.dense.ppl
+    assert report["environment"]["torch"] == torch.__version__
 
 
 def test_perplexity_by_chunk_is_that_of_the_chunks_rows(
@@ -85,48 +112,17 @@ def test_a_memory_set_of_everything_changes_nothing(tiny_model: Any, tokens: tor
     assert result.top1_agreement == 1
 
 
-def test_llamacpp_puts_bos_first(tiny: ModuleType, tiny_model: Any) -> None:
+def test_llamacpp_puts_bos_first(
+    tiny: ModuleType, tiny_model: Any, small_config: PrefillConfig
+) -> None:
     tokenizer = tiny.make_tokenizer(add_bos=True)
     text = tiny.SENTENCE * 6
-    config = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
-    result = evaluate_perplexity(
-        tiny_model,
-        text,
-        config,
-        tokenizer=tokenizer,
-        context=CONTEXT,
-        windows="1:2",
-        protocol="llamacpp",
-    )
+    options: dict[str, Any] = {"context": CONTEXT, "windows": "1:2", "protocol": "llamacpp"}
+    result = evaluate_perplexity(tiny_model, text, small_config, tokenizer=tokenizer, **options)
     window = torch.tensor(tokenizer(text, verbose=False)["input_ids"])[CONTEXT : 2 * CONTEXT]
     window[0] = tokenizer.bos_token_id
     expected = _direct_nll(tiny_model, window)[CONTEXT // 2 :].mean().exp().item()
     assert result.dense.ppl == pytest.approx(expected, rel=1e-4)
-
-
-def test_windows_follow_each_other_and_take_turns(
-    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
-) -> None:
-    seen: list[tuple[int, int, str]] = []
-    tiny_model.train()
-    result = evaluate_perplexity(
-        tiny_model,
-        tokens,
-        small_config,
-        context=CONTEXT,
-        windows="0:2",
-        on_progress=lambda *step: seen.append(step),
-    )
-    assert seen == [
-        (0, 4, "window 0 dense"),
-        (1, 4, "window 0 sparse"),
-        (2, 4, "window 1 sparse"),
-        (3, 4, "window 1 dense"),
-        (4, 4, "done"),
-    ]
-    assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
-    assert len(result.dense.seconds_by_window) == 2
-    assert result.dense.seconds == pytest.approx(sum(result.dense.seconds_by_window))
 
 
 @pytest.mark.parametrize(
@@ -155,14 +151,6 @@ def test_wrong_arguments_are_refused(
         evaluate_perplexity(tiny_model, chunk_config=small_config, **arguments)
 
 
-def test_a_model_that_runs_sparsely_already_is_refused(
-    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
-) -> None:
-    already = pytest.raises(ValueError, match=r"under h2o_prefill.enable\(\) already")
-    with h2o_prefill.enable(tiny_model, small_config), already:
-        evaluate_perplexity(tiny_model, tokens, small_config, context=CONTEXT, windows="0:1")
-
-
 def test_logits_that_are_not_finite_are_no_result(
     tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
 ) -> None:
@@ -179,3 +167,32 @@ def test_attention_is_counted_over_the_windows(
         flops = count_attention_flops(tokens[CONTEXT : 3 * CONTEXT].view(2, CONTEXT), config, 2)
         assert result.attention_flops_ratio == flops.ratio > 1
         assert result.recalled_keys == flops.recalled_keys
+
+
+@pytest.mark.parametrize(
+    "suffix, begin", [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")]
+)
+def test_the_figure_shows_both_runs(
+    tiny_model: Any,
+    tokens: torch.Tensor,
+    small_config: PrefillConfig,
+    tmp_path: Path,
+    suffix: str,
+    begin: bytes,
+) -> None:
+    pytest.importorskip("matplotlib")
+    from h2o_prefill.eval.perplexity.plot import plot_perplexity
+
+    options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1", "protocol": "llamacpp"}
+    result = evaluate_perplexity(tiny_model, tokens, small_config, **options)
+    figure = plot_perplexity(result, tmp_path / f"p.{suffix}", "a title")
+    assert (tmp_path / f"p.{suffix}").read_bytes().startswith(begin)
+    window, chunk, window_change, chunk_change = figure.axes
+    drawn = {patch.get_label(): patch.get_data().values for patch in window.patches}
+    for name in ("dense", "sparse"):
+        curve = getattr(result.by_position, name)
+        expected = [math.nan if value is None else value for value in curve]
+        assert list(drawn[name]) == pytest.approx(expected, nan_ok=True)
+    assert [text.get_text() for text in chunk.get_legend().get_texts()] == ["dense", "sparse"]
+    assert window.get_ylabel() == "perplexity"
+    assert "chunk" in chunk_change.get_xlabel() and "window" in window_change.get_xlabel()

@@ -1,4 +1,4 @@
-"""The real model on the real text: the numbers that an independent implementation measured."""
+"""The real model on real texts: published numbers, and the committed loss of each preset."""
 
 from __future__ import annotations
 
@@ -9,11 +9,25 @@ import pytest
 import torch
 from torch.nn import functional
 
+from h2o_prefill import PRESETS
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_perplexity, load_text
 from h2o_prefill.eval.inputs.text import encode
+from h2o_prefill.eval.perplexity.evaluate import PairedRuns
+from h2o_prefill.eval.perplexity.windows import select_windows
+from h2o_prefill.presets import DEFAULT_PRESET
 
 pytestmark = pytest.mark.model
+
+# Charles Darwin, On the Origin of Species (1859), chapter 3.
+BOOK = Path(__file__).with_name("struggle_for_existence.txt")
+# Context and windows of each text.
+WINDOW = {"book": (3072, "0:1"), "wikitext2": (4096, "2:3")}
+# Mean KL(dense || sparse) of the window, nats a token: SmolLM2-135M-Instruct in float32.
+COMMITTED = {
+    "book": {"h2o": 0.01773, "recommended": 0.00149},
+    "wikitext2": {"h2o": 0.02316, "recommended": 0.00299},
+}
 
 
 def test_the_default_model_is_smollm2(smollm2: Any) -> None:
@@ -77,3 +91,31 @@ def test_sinks_and_heavy_hitters_give_their_published_perplexity(
         model, load_text(text_file=wikitext2_path), config, tokenizer=tokenizer
     )
     assert result.sparse.ppl == pytest.approx(expected, abs=0.02)
+
+
+@pytest.fixture(scope="module", params=["book", pytest.param("wikitext2", marks=pytest.mark.slow)])
+def runs(smollm2: Any, request: pytest.FixtureRequest) -> tuple[str, PairedRuns]:
+    """The name of a text, and the runs over its window, densely once for all presets."""
+    model, tokenizer = smollm2
+    path = BOOK if request.param == "book" else request.getfixturevalue("wikitext2_path")
+    tokens = encode(tokenizer, load_text(text_file=path).text)
+    windows = select_windows(tokens, *WINDOW[request.param])
+    return request.param, PairedRuns(model, *windows, "gptq", keep_dense=True)
+
+
+def test_every_preset_is_held_to_a_value() -> None:
+    assert all(values.keys() == PRESETS.keys() for values in COMMITTED.values())
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(p, marks=() if p == DEFAULT_PRESET else pytest.mark.slow) for p in PRESETS],
+)
+def test_a_preset_loses_no_more_than_it_did(runs: tuple[str, PairedRuns], preset: str) -> None:
+    text, paired = runs
+    with torch.no_grad():
+        kl = paired.evaluate(PRESETS[preset], lambda *_: None).kl_mean
+    committed = COMMITTED[text][preset]
+    assert kl <= 1.1 * committed
+    # Far better than committed: the value is stale and no longer guards what was reached.
+    assert kl >= 0.5 * committed

@@ -1,0 +1,71 @@
+"""What reports and `info` say of versions, machine and build, and how JSON is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from h2o_prefill import ops
+from h2o_prefill.eval import environment
+from h2o_prefill.eval.report import write_json
+from h2o_prefill.testing import Shape, make_qkv
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    values = {"a": float("nan"), "b": [float("inf"), 1.5, None], "c": (1, 2)}
+    write_json(values, tmp_path / "v.json")
+    read = json.loads((tmp_path / "v.json").read_text(), parse_constant=pytest.fail)
+    assert read == {"a": None, "b": [None, 1.5, None], "c": [1, 2]}
+
+
+def test_environment_names_versions_machine_and_build() -> None:
+    facts = environment.environment()
+    assert facts["threads"] == torch.get_num_threads()
+    assert facts["library"]["torch"] in facts["torch"]
+    assert facts["cpu"]
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_operators_have_cpu_kernels() -> None:
+    operators = environment.operators()
+    assert "cpu" in operators["chunked_sparse_attention"]
+    assert all(devices for devices in operators.values())
+    # These are some of PyTorch's own operators on every device but the CPU.
+    composed = {"accumulate_scores_", "advance_position_", "recall_at_position"}
+    with_cuda = {name for name, devices in operators.items() if "cuda" in devices}
+    assert with_cuda == (set(operators) - composed if environment.has_cuda() else set())
+
+
+@pytest.mark.parametrize("head_dim", [1, 64, 700])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
+def test_linear_attention_is_computed_as_said(name: str, causal: bool, head_dim: int) -> None:
+    q, k, v = make_qkv(Shape(1, 2, 1, 20, head_dim, 8), getattr(torch, name))
+    q.requires_grad_()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as run:
+        out, _, _ = ops.chunkwise_linear_attention(q, k, v, causal=causal)
+        out.sum().backward()
+    # Kernels multiply without PyTorch's products.
+    composed = any(event.key == "aten::matmul" for event in run.key_averages())
+    said = environment.linear_attention()
+    assert composed == (name in said["composite version"]) == (name not in said["CPU"])
+
+
+def test_commit_is_only_that_of_the_packages_own_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = tmp_path / "venv"
+    root.mkdir()
+    copy = root / "h2o_prefill" / "eval" / "environment.py"
+    monkeypatch.setattr(environment, "__file__", str(copy))
+    (tmp_path / ".git").mkdir()
+    assert environment.commit() is None
+    (root / ".git").mkdir()
+    for changes, expected in (("", "abc"), (" M file", "abc+")):
+        said = {"rev-parse HEAD": "abc", "status --porcelain": changes}
+        monkeypatch.setattr(environment, "_git", lambda root, what, said=said: said[what])
+        assert environment.commit() == expected
