@@ -13,16 +13,7 @@ from h2o_prefill.eval.retrieval.result import PromptOutcome, RetrievalResult, su
 pytest.importorskip("typer")
 
 Run = Callable[..., Any]
-COMMANDS = (
-    "ppl",
-    "calibrate",
-    "bench",
-    "ablate",
-    "retrieve",
-    "answers",
-    "visualize",
-    "info",
-)
+COMMANDS = ("ppl", "calibrate", "bench", "ablate", "retrieve", "answers", "visualize", "info")
 
 
 def _words(table: Any) -> set[str]:

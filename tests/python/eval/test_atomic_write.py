@@ -33,20 +33,17 @@ def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_new_file_has_the_mode_that_open_gives(tmp_path: Path) -> None:
-    (tmp_path / "opened").touch()
-    with replaced_file(tmp_path / "file") as path:
-        path.write_text("new")
-    assert (tmp_path / "file").stat().st_mode == (tmp_path / "opened").stat().st_mode
-
-
-def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
-    target, link = tmp_path / "folder" / "file", tmp_path / "link"
+def test_a_symbolic_link_stays_one_and_a_new_file_has_the_mode_that_open_gives(
+    tmp_path: Path,
+) -> None:
+    target, link, opened = tmp_path / "folder" / "file", tmp_path / "link", tmp_path / "opened"
     target.parent.mkdir()
     link.symlink_to(target)
+    opened.touch()
     with replaced_file(link) as path:
         path.write_text("new")
     assert link.is_symlink() and target.read_text() == "new"
+    assert target.stat().st_mode == opened.stat().st_mode
 
 
 def test_what_is_no_regular_file_is_written_directly(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The count of query-key products, beside one that goes through every row."""
+"""The count of query-key products, beside one that goes through every row, and recalled keys."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
+from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 
 LENGTH = 76  # four chunks of 16 tokens and one of 12: a block and half of one
 
 
-@pytest.fixture
-def prompts() -> Tensor:
-    # Few words, so that there is something to recall, and more of it in the second prompt.
-    generator = torch.Generator().manual_seed(3)
-    few, fewer = (torch.randint(n, (1, LENGTH), generator=generator) for n in (12, 5))
-    return torch.cat([few, fewer])
+CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
+# Few words, so that there is something to recall, and more of it in the second prompt.
+GENERATOR = torch.Generator().manual_seed(3)
+PROMPTS = torch.cat([torch.randint(n, (1, LENGTH), generator=GENERATOR) for n in (12, 5)])
 
 
 def _keys_of_rows(prompt: Tensor, config: PrefillConfig) -> tuple[list[int], list[int]]:
@@ -56,17 +55,14 @@ def _keys_of_rows(prompt: Tensor, config: PrefillConfig) -> tuple[list[int], lis
 @pytest.mark.filterwarnings("ignore:the memory set")
 @pytest.mark.parametrize("dense_layers", [(), (0, 2), (0, 0, 7)])
 def test_every_key_of_every_row_counts(
-    prompts: Tensor,
-    small_config: PrefillConfig,
-    options: dict[str, Any],
-    dense_layers: tuple[int, ...],
+    options: dict[str, Any], dense_layers: tuple[int, ...]
 ) -> None:
-    config = small_config.replace(**options, dense_layers=dense_layers)
-    rows = [_keys_of_rows(prompt, config) for prompt in prompts]
+    config = CONFIG.replace(**options, dense_layers=dense_layers)
+    rows = [_keys_of_rows(prompt, config) for prompt in PROMPTS]
     sparse = sum(sum(keys) for keys, _ in rows)
-    dense = len(prompts) * sum(range(1, LENGTH + 1))
+    dense = len(PROMPTS) * sum(range(1, LENGTH + 1))
     stay_dense = len({0, 1, 2} & set(dense_layers))
-    found = count_attention_flops(prompts, config, 3)
+    found = count_attention_flops(PROMPTS, config, 3)
     assert found.ratio == pytest.approx(
         3 * dense / (stay_dense * dense + (3 - stay_dense) * sparse)
     )
@@ -77,14 +73,12 @@ def test_every_key_of_every_row_counts(
         assert found.recalled_keys is None
 
 
-def test_a_prompt_too_short_for_a_sparse_call_is_dense(
-    prompts: Tensor, small_config: PrefillConfig
-) -> None:
-    config = small_config.replace(recall=2, recall_block=8, dense_tail=4)
-    short = count_attention_flops(prompts, config.replace(min_prefill=LENGTH + 1))
+def test_a_prompt_too_short_for_a_sparse_call_is_dense() -> None:
+    config = CONFIG.replace(recall=2, recall_block=8, dense_tail=4)
+    short = count_attention_flops(PROMPTS, config.replace(min_prefill=LENGTH + 1))
     assert (short.ratio, short.recalled_keys) == (1, 0)
-    just = count_attention_flops(prompts, config.replace(min_prefill=LENGTH))
-    assert just == count_attention_flops(prompts, config) and just.ratio != 1
+    just = count_attention_flops(PROMPTS, config.replace(min_prefill=LENGTH))
+    assert just == count_attention_flops(PROMPTS, config) and just.ratio != 1
 
 
 @pytest.mark.parametrize(
@@ -97,14 +91,38 @@ def test_dot_products_are_those_of_the_specification(tokens: int, sparse: int, d
 
 @pytest.mark.parametrize("options", [{}, {"recall": 2, "recall_block": 8}, {"dense_tail": 20}])
 @pytest.mark.filterwarnings("ignore:the memory set")
-def test_wide_layers_count_with_their_own_sizes(
-    prompts: Tensor, small_config: PrefillConfig, options: dict[str, Any]
-) -> None:
-    config = small_config.replace(**options)
+def test_wide_layers_count_with_their_own_sizes(options: dict[str, Any]) -> None:
+    config = CONFIG.replace(**options)
     wide = config.replace(
         local_window=3 * config.local_window, heavy_budget=3 * config.heavy_budget
     )
-    ratios = [count_attention_flops(prompts, each).ratio for each in (config, wide)]
-    mixed = count_attention_flops(prompts, config.replace(wide_layers=(1, 9), wide_factor=3), 3)
+    ratios = [count_attention_flops(PROMPTS, each).ratio for each in (config, wide)]
+    mixed = count_attention_flops(PROMPTS, config.replace(wide_layers=(1, 9), wide_factor=3), 3)
     assert ratios[0] > ratios[1]
     assert 1 / mixed.ratio == pytest.approx((2 / ratios[0] + 1 / ratios[1]) / 3)
+
+
+def test_rows_of_the_lists_are_those_of_a_call() -> None:
+    prompt = torch.randint(1, 9, (1, 72), generator=torch.Generator().manual_seed(5))
+    config = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall=2, recall_block=8)
+    recalled = find_recalled(prompt, config)
+    assert recalled is not None
+    for begin, end in ((0, 16), (32, 48), (64, 72)):
+        call = ops.lexical_recall(prompt[:, :end], begin, 16, 8, 2)
+        for ours, theirs in zip(recalled.of_rows(begin, end), call, strict=True):
+            assert torch.equal(ours, theirs)
+    assert find_recalled(prompt, config.replace(recall=0)) is None
+
+
+def test_a_mask_shows_a_row_what_came_before_it() -> None:
+    offsets, positions, visible_from = (
+        torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 2, 3], [1, 0, 2], [2, 3, 4])
+    )
+    recalled = RecalledKeys(offsets, positions, visible_from, block=2)
+    assert recalled.mask(1, 6).int().tolist() == [
+        [0, 0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+    ]

@@ -23,14 +23,11 @@ from h2o_prefill.reference.recall import lexical_recall
 
 LENGTH = 72  # four chunks of 16 tokens and one of 8
 ENDS = (16, 32, 48, 64, 72)
+CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
+# Few words, so that there is something to recall.
+PROMPT = torch.randint(1, 9, (1, LENGTH), generator=torch.Generator().manual_seed(5))
 PLAIN: LogitOptions = (None, None, 0.0)
 SINKS = torch.linspace(-1, 3, 6, dtype=torch.float64)
-
-
-@pytest.fixture
-def prompt() -> Tensor:
-    # Few words, so that there is something to recall.
-    return torch.randint(1, 9, (1, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
 def _layer(query_heads: int = 6, kv_heads: int = 2) -> list[Tensor]:
@@ -42,7 +39,7 @@ def _layer(query_heads: int = 6, kv_heads: int = 2) -> list[Tensor]:
 
 
 def _brute_force(
-    layer: list[Tensor], config: PrefillConfig, prompt: Tensor, options: LogitOptions = PLAIN
+    layer: list[Tensor], config: PrefillConfig, options: LogitOptions = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return |sparse - dense| and |dense| [Hq, T] and the dense mass on visible keys [Hq, T].
 
@@ -52,7 +49,7 @@ def _brute_force(
     scale, sinks, softcap = options
     lists = (None, None, None)
     if config.recall:
-        lists = lexical_recall(prompt, 0, *recall_settings(config))
+        lists = lexical_recall(PROMPT, 0, *recall_settings(config))
     attend = partial(
         reference.ops.chunked_sparse_attention,
         settings=config,
@@ -91,28 +88,26 @@ def _by_chunk(rows: Tensor) -> Tensor:
 )
 @pytest.mark.filterwarnings("ignore:the memory set")
 def test_a_layer_against_softmaxes_over_all_pairs(
-    prompt: Tensor,
-    small_config: PrefillConfig,
     changes: dict[str, Any],
     heads: tuple[int, int],
     options: LogitOptions,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, layer = small_config.replace(**changes), _layer(*heads)
-    difference, size, mass = _brute_force(layer, config, prompt, options)
+    config, layer = CONFIG.replace(**changes), _layer(*heads)
+    difference, size, mass = _brute_force(layer, config, options)
     lowest = [part.amin(-1) for part in mass.tensor_split(ENDS[:-1], dim=-1)]
     expected = (*map(_by_chunk, (difference, size, mass)), torch.stack(lowest))
     for block_numbers in (1 << 22, 1500):
         monkeypatch.setattr(module, "_BLOCK_NUMBERS", block_numbers)
-        found = measure_layer(*layer, config, find_recalled(prompt, config), options)
+        found = measure_layer(*layer, config, find_recalled(PROMPT, config), options)
         for ours, theirs in zip(found, expected, strict=False):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-def test_16_bit_inputs_are_measured_without_their_rounding(small_config: PrefillConfig) -> None:
+def test_16_bit_inputs_are_measured_without_their_rounding() -> None:
     layer = [x.to(torch.bfloat16) for x in _layer()]
-    found = measure_layer(*layer, small_config)
-    exact = measure_layer(*(x.float() for x in layer), small_config)
+    found = measure_layer(*layer, CONFIG)
+    exact = measure_layer(*(x.float() for x in layer), CONFIG)
     assert torch.equal(found.difference, exact.difference)
     assert found.difference[0].amax() < 1e-5 * found.size[0].amin()
 
@@ -140,7 +135,7 @@ def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def layers(tiny_model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
+def layers(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
     """q, k and v of each layer of a dense run, caught in the model's own attention."""
     from transformers.models.llama import modeling_llama
 
@@ -155,22 +150,22 @@ def layers(tiny_model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> 
     model.set_attn_implementation("eager")
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(modeling_llama, "eager_attention_forward", catch)
-        model(prompt)
+        model(PROMPT)
     return caught
 
 
 def test_a_model_against_softmaxes_over_all_pairs(
-    tiny_model: Any, prompt: Tensor, layers: list[list[Tensor]], small_config: PrefillConfig
+    tiny_model: Any, layers: list[list[Tensor]]
 ) -> None:
-    config = small_config.replace(recall=2, recall_block=8, dense_tail=12)
-    measures = measure_attention(tiny_model, prompt, config)
+    config = CONFIG.replace(recall=2, recall_block=8, dense_tail=12)
+    measures = measure_attention(tiny_model, PROMPT, config)
     assert measures.layers == (0, 1) and measures.chunk_ends == ENDS
     assert measures.query_heads == (4, 4) and measures.kv_heads == (2, 2)
     assert measures.l1_error.shape == (2, 4) and measures.memory.shape == (5, 2, 2, 8)
     assert measures.l1_error.amin() > 0.001 and measures.mass_recall.amax() < 0.999
     rows = torch.tensor([16, 16, 16, 16, 8]).unsqueeze(1)
     for row, layer in enumerate(layers):
-        difference, size, mass = _brute_force(layer, config, prompt)
+        difference, size, mass = _brute_force(layer, config)
         for name, value in {
             "l1_error": difference.sum(-1) / size.sum(-1),
             "mass_recall": mass.mean(-1),
@@ -206,10 +201,10 @@ def test_a_model_against_softmaxes_over_all_pairs(
 @pytest.mark.parametrize(("chunk_size", "heavy_budget"), [(LENGTH, 4), (2 * LENGTH, 4), (16, 80)])
 @pytest.mark.filterwarnings("ignore:the memory set")
 def test_one_chunk_and_a_memory_of_everything_are_exact(
-    tiny_model: Any, prompt: Tensor, chunk_size: int, heavy_budget: int
+    tiny_model: Any, chunk_size: int, heavy_budget: int
 ) -> None:
     config = PrefillConfig(chunk_size=chunk_size, local_window=4, heavy_budget=heavy_budget)
-    measures = measure_attention(tiny_model, prompt[0], config)
+    measures = measure_attention(tiny_model, PROMPT[0], config)
     assert measures.l1_error.amax() < 1e-5
     torch.testing.assert_close(measures.mass_recall_lowest, torch.ones(2, 4))
     summary = measures.to_dict()["summary"]
@@ -217,20 +212,16 @@ def test_one_chunk_and_a_memory_of_everything_are_exact(
     assert math.isnan(summary["jaccard_mean"]) == (len(measures.chunk_ends) == 1)
 
 
-def test_wide_dense_and_uneven_layers(
-    tiny: Any, tiny_model: Any, prompt: Tensor, small_config: PrefillConfig
-) -> None:
-    narrow = measure_attention(tiny_model, prompt, small_config)
-    wide = measure_attention(
-        tiny_model, prompt, small_config.replace(wide_layers=(1,), wide_factor=2)
-    )
+def test_wide_dense_and_uneven_layers(tiny: Any, tiny_model: Any) -> None:
+    narrow = measure_attention(tiny_model, PROMPT, CONFIG)
+    wide = measure_attention(tiny_model, PROMPT, CONFIG.replace(wide_layers=(1,), wide_factor=2))
     assert wide.memory.shape[-1] == 2 * narrow.memory.shape[-1]
     assert torch.equal(wide.l1_error[0], narrow.l1_error[0])
     assert (wide.mass_recall[1] > narrow.mass_recall[1]).all()
-    fewer = measure_attention(tiny_model, prompt, small_config.replace(dense_layers=(0,)))
+    fewer = measure_attention(tiny_model, PROMPT, CONFIG.replace(dense_layers=(0,)))
     assert fewer.layers == (1,) and torch.equal(fewer.l1_error, narrow.l1_error[1:])
 
-    uneven = measure_attention(tiny.make_uneven_model(), prompt, small_config)
+    uneven = measure_attention(tiny.make_uneven_model(), PROMPT, CONFIG)
     assert uneven.query_heads == (4, 2) and uneven.kv_heads == (2, 1)
     assert uneven.l1_error[1].isnan().tolist() == [False, False, True, True]
     assert uneven.jaccard[:, 1].isnan().tolist() == [[False, True]] * 4
@@ -243,18 +234,14 @@ def test_wide_dense_and_uneven_layers(
     assert values["summary"]["l1_error_worst"]["value"] == pytest.approx(known.amax().item())
 
 
-def test_progress_and_the_model_is_left_as_it_was(
-    tiny_model: Any, prompt: Tensor, small_config: PrefillConfig
-) -> None:
+def test_progress_and_the_model_is_left_as_it_was(tiny_model: Any) -> None:
     from h2o_prefill.eval.attention import observe
 
     steps: list[tuple[int, int, str]] = []
     with torch.no_grad():
-        before = tiny_model(prompt).logits
+        before = tiny_model(PROMPT).logits
     tiny_model.train()
-    measure_attention(
-        tiny_model, prompt, small_config, on_progress=lambda *step: steps.append(step)
-    )
+    measure_attention(tiny_model, PROMPT, CONFIG, on_progress=lambda *step: steps.append(step))
     names = [f"attention of layer {layer}" for layer in (0, 1)]
     assert steps == [(0, 2, names[0]), (1, 2, names[1]), (2, 2, "done")]
 
@@ -263,20 +250,20 @@ def test_progress_and_the_model_is_left_as_it_was(
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        measure_attention(tiny_model, prompt, small_config, on_progress=fail)
+        measure_attention(tiny_model, PROMPT, CONFIG, on_progress=fail)
     # The layers found so far are not kept alive.
     assert observe._observer.get() is None
     assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
     with torch.no_grad():
-        assert torch.equal(tiny_model.eval()(prompt).logits, before)
+        assert torch.equal(tiny_model.eval()(PROMPT).logits, before)
 
 
-def test_wrong_arguments(tiny_model: Any, prompt: Tensor, small_config: PrefillConfig) -> None:
+def test_wrong_arguments(tiny_model: Any) -> None:
     with pytest.raises(ValueError, match="input_ids must hold at least two tokens, got 1"):
-        measure_attention(tiny_model, prompt[:, :1], small_config)
+        measure_attention(tiny_model, PROMPT[:, :1], CONFIG)
     with pytest.raises(ValueError, match=r"dense_layers must leave a layer sparse, got \(0, 1\)"):
-        measure_attention(tiny_model, prompt, small_config.replace(dense_layers=(0, 1)))
+        measure_attention(tiny_model, PROMPT, CONFIG.replace(dense_layers=(0, 1)))
     with pytest.raises(ValueError, match=r"dense_layers must be < 2, got \(7,\)"):
-        measure_attention(tiny_model, prompt, small_config.replace(dense_layers=(7,)))
+        measure_attention(tiny_model, PROMPT, CONFIG.replace(dense_layers=(7,)))
     with pytest.raises(ValueError, match=r"input_ids must be <= 512, .* got 513"):
-        measure_attention(tiny_model, torch.ones(1, 513, dtype=torch.int64), small_config)
+        measure_attention(tiny_model, torch.ones(1, 513, dtype=torch.int64), CONFIG)

@@ -18,9 +18,8 @@ from h2o_prefill.eval.attention.patterns import collect_patterns
 LENGTH = 72  # four chunks of 16 tokens and one of 8
 
 
-@pytest.fixture(scope="module")
-def prompt() -> Tensor:
-    return torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(5))
+CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
+PROMPT = torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
 @torch.no_grad()
@@ -34,49 +33,45 @@ def _one_call(model: Any, prompt: Tensor, config: PrefillConfig) -> list[Any]:
 @pytest.mark.parametrize(
     "options", [{}, {"sink_tokens": 2, "dense_tail": 12}, {"recall": 1, "recall_block": 8}]
 )
-def test_scores_and_sets_are_those_of_one_call(
-    tiny_model: Any, prompt: Tensor, small_config: PrefillConfig, options: dict[str, int]
-) -> None:
-    config = small_config.replace(**options)
-    patterns = collect_patterns(tiny_model, prompt, config)
+def test_scores_and_sets_are_those_of_one_call(tiny_model: Any, options: dict[str, int]) -> None:
+    config = CONFIG.replace(**options)
+    patterns = collect_patterns(tiny_model, PROMPT, config)
     assert patterns.chunk_ends == (16, 32, 48, 64, 72)
     assert patterns.layers == (0, 1) and patterns.kv_heads == (2, 2)
     assert patterns.memory.shape == (5, 2, 2, config.memory_size)
     assert patterns.scores.shape == (2, 2, LENGTH)
     # The set after a chunk is what the next chunk of one call attends to.
     for chunk, end in enumerate(patterns.chunk_ends[1:]):
-        states = _one_call(tiny_model, prompt[:, :end], config.replace(dense_tail=0))
+        states = _one_call(tiny_model, PROMPT[:, :end], config.replace(dense_tail=0))
         # A dense tail changes what later layers see, and so does where the call ends.
         layers = slice(None) if config.dense_tail == 0 else slice(1)
         expected = torch.stack([state.memory[0] for state in states])
         assert torch.equal(patterns.memory[chunk, layers], expected[layers])
     # The last one is what a next call would attend to.
     assert (patterns.memory[-1, :, :, -4:] == torch.arange(LENGTH - 4, LENGTH)).all()
-    states = _one_call(tiny_model, prompt, config)
+    states = _one_call(tiny_model, PROMPT, config)
     torch.testing.assert_close(
         patterns.scores, torch.stack([state.scores[0] for state in states]), rtol=1e-4, atol=1e-4
     )
 
 
-def test_dense_wide_and_uneven_layers(
-    tiny: Any, tiny_model: Any, prompt: Tensor, small_config: PrefillConfig
-) -> None:
-    patterns = collect_patterns(tiny_model, prompt, small_config.replace(dense_layers=(0,)))
+def test_dense_wide_and_uneven_layers(tiny: Any, tiny_model: Any) -> None:
+    patterns = collect_patterns(tiny_model, PROMPT, CONFIG.replace(dense_layers=(0,)))
     assert patterns.layers == (1,)
     assert patterns.memory.shape[1] == patterns.scores.shape[0] == 1
     with pytest.raises(ValueError, match=r"dense_layers must leave a layer sparse, got \(0, 1\)"):
-        collect_patterns(tiny_model, prompt, small_config.replace(dense_layers=(0, 1)))
+        collect_patterns(tiny_model, PROMPT, CONFIG.replace(dense_layers=(0, 1)))
 
-    config = small_config.replace(wide_layers=(1,), wide_factor=2)
-    wide = collect_patterns(tiny_model, prompt, config).memory
-    narrow = collect_patterns(tiny_model, prompt, small_config).memory
-    size = small_config.memory_size
+    config = CONFIG.replace(wide_layers=(1,), wide_factor=2)
+    wide = collect_patterns(tiny_model, PROMPT, config).memory
+    narrow = collect_patterns(tiny_model, PROMPT, CONFIG).memory
+    size = CONFIG.memory_size
     assert wide.shape[-1] == 2 * size and (wide[:, 0, :, size:] == -1).all()
     assert torch.equal(wide[:, 0, :, :size], narrow[:, 0])
     # The local window is twice as long there too.
     assert (wide[-1, 1, :, -8:] == torch.arange(LENGTH - 8, LENGTH)).all()
 
-    uneven = collect_patterns(tiny.make_uneven_model(), prompt, small_config)
+    uneven = collect_patterns(tiny.make_uneven_model(), PROMPT, CONFIG)
     assert uneven.kv_heads == (2, 1)
     assert (uneven.memory[:, 1, 1] == -1).all() and uneven.scores[1, 1].isnan().all()
     # The local window is held by all the heads of a layer.
@@ -102,6 +97,11 @@ def test_measures_of_memory_sets() -> None:
     sets = [[[0, 1, 2, 6, 7]], [[0, 1, 6, 14, 15]], [[0, 1, 14, 22, 23]]]
     survival = _patterns(sets, config.replace(heavy_budget=2)).heavy_survival()
     assert survival[:, 0].tolist() == pytest.approx([1, 1 / 3, 1 / 2])
+    # Heavy {2, 3, 5}, then {3, 5, 9}; a window of four leaves {2, 3} and {3, 5, 9}.
+    sets = [[[0, 2, 3, 5, 6, 7]], [[0, 3, 5, 9, 14, 15]]]
+    wide = config.replace(wide_layers=(7,), wide_factor=2)
+    for found, share in ((_patterns(sets, config), 2 / 3), (_patterns(sets, wide, layer=7), 1 / 2)):
+        assert found.heavy_survival()[:, 0].tolist() == pytest.approx([1, share])
     nothing = _patterns([[[-1, -1]]] * 2, config)
     assert nothing.heavy_survival().isnan().all()
 
@@ -110,15 +110,13 @@ def _shown(axes: Any) -> Tensor:
     return torch.from_numpy(axes.images[0].get_array().filled(math.nan))
 
 
-def test_the_figures_show_the_arrays(
-    tiny: Any, prompt: Tensor, small_config: PrefillConfig, tmp_path: Path
-) -> None:
+def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from h2o_prefill.eval.attention import plots
 
     folder = tmp_path / "new" / "folder"
-    config = small_config.replace(recall=2, recall_block=8)
-    patterns = visualize_attention_patterns(tiny.make_uneven_model(), prompt[0], config, folder)
+    config = CONFIG.replace(recall=2, recall_block=8)
+    patterns = visualize_attention_patterns(tiny.make_uneven_model(), PROMPT[0], config, folder)
     assert patterns.paths == {"memory": folder / "memory.png", "errors": folder / "errors.png"}
     for path in patterns.paths.values():
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -171,28 +169,20 @@ def test_long_prompts_are_averaged_and_many_chunks_are_sampled(tmp_path: Path) -
 
 
 def test_without_errors_there_is_one_figure_and_no_dense_run(
-    tiny_model: Any, prompt: Tensor, small_config: PrefillConfig, tmp_path: Path
+    tiny_model: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
     steps: list[tuple[int, int, str]] = []
     tiny_model.train()
-    patterns = visualize_attention_patterns(
-        tiny_model,
-        prompt,
-        small_config,
-        tmp_path,
-        errors=False,
-        on_progress=lambda *step: steps.append(step),
-    )
+    options: dict[str, Any] = {"errors": False, "on_progress": lambda *step: steps.append(step)}
+    patterns = visualize_attention_patterns(tiny_model, PROMPT, CONFIG, tmp_path, **options)
     assert steps == [(i, 5, f"chunk {i}") for i in range(5)] + [(5, 5, "done")]
     assert patterns.measures is None and patterns.recalled is None
     assert [path.name for path in tmp_path.iterdir()] == ["memory.png"]
     assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
 
 
-def test_wrong_arguments(
-    tiny_model: Any, prompt: Tensor, small_config: PrefillConfig, tmp_path: Path
-) -> None:
+def test_wrong_arguments(tiny_model: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for input_ids, message in (
         (torch.ones(2, 64, dtype=torch.int64), r"input_ids must be .*got torch.int64 \[2, 64\]"),
@@ -201,8 +191,8 @@ def test_wrong_arguments(
         (torch.ones(528, dtype=torch.int64), "input_ids must be <= 512, .* got 528"),
     ):
         with pytest.raises(ValueError, match=message):
-            visualize_attention_patterns(tiny_model, input_ids, small_config, tmp_path / "out")
+            visualize_attention_patterns(tiny_model, input_ids, CONFIG, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"output_dir must be a folder, got the file '.*file'"):
-        visualize_attention_patterns(tiny_model, prompt, small_config, tmp_path / "file")
+        visualize_attention_patterns(tiny_model, PROMPT, CONFIG, tmp_path / "file")

@@ -23,44 +23,37 @@ def test_pydoc_is_there_and_stable() -> None:
     assert 300_000 < len(corpus.text) < 900_000
 
 
-def test_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "some.txt"
-    path.write_text(" = Title = \n\nwörds\n", encoding="utf-8")
-    corpus = load_text(text_file=path)
-    assert (corpus.name, corpus.text) == ("some.txt", " = Title = \n\nwörds\n")
-    assert corpus.source == f"some.txt sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
-
-
-def test_wikitext2_is_the_file_of_the_variable(
+def test_a_file_is_taken_as_it_is_and_wikitext2_is_that_of_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "wiki.test.raw"
-    path.write_text("text")
+    path = tmp_path / "some.txt"
+    path.write_text(" = Title = \n\nwörds\n", encoding="utf-8")
+    source = f"some.txt sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    given = load_text(text_file=path)
+    assert (given.name, given.text, given.source) == ("some.txt", path.read_text("utf-8"), source)
     monkeypatch.setenv("H2O_PREFILL_WIKITEXT2", str(path))
-    corpus = load_text("wikitext2")
-    assert (corpus.name, corpus.text) == ("wikitext2", "text")
-    other = tmp_path / "other.txt"
-    other.write_text("a file that is given wins")
+    named = load_text("wikitext2")
+    assert (named.name, named.text, named.source) == ("wikitext2", given.text, source)
+    (tmp_path / "other.txt").write_text("a file that is given wins")
     for dataset in ("wikitext2", "pydoc"):
-        assert load_text(dataset, other).text == "a file that is given wins"
+        assert load_text(dataset, tmp_path / "other.txt").text == "a file that is given wins"
 
 
 def test_what_is_not_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"dataset must be one of .*got 'c4'"):
         load_text("c4")
-    with pytest.raises(FileNotFoundError, match="text_file: no such file"):
-        load_text(text_file=tmp_path / "missing")
+    for content, message in (
+        (b" \n\n", "text_file must hold text, got an empty file"),
+        (b"\xff\xfe\x00", "text_file must be UTF-8 text"),
+        (bytes(100), "text_file must be UTF-8 text, got the binary file"),
+    ):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_text(text_file=tmp_path / "file")
     with pytest.raises(ValueError, match="text_file must be a text file, got the folder"):
         load_text(text_file=tmp_path)
-    (tmp_path / "empty").write_text(" \n\n")
-    with pytest.raises(ValueError, match="text_file must hold text, got an empty file"):
-        load_text(text_file=tmp_path / "empty")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="text_file must be UTF-8 text"):
-        load_text(text_file=tmp_path / "binary")
-    (tmp_path / "zeros").write_bytes(bytes(100))
-    with pytest.raises(ValueError, match="text_file must be UTF-8 text, got the binary file"):
-        load_text(text_file=tmp_path / "zeros")
+    with pytest.raises(FileNotFoundError, match="text_file: no such file"):
+        load_text(text_file=tmp_path / "missing")
     monkeypatch.setenv("H2O_PREFILL_WIKITEXT2", str(tmp_path / "missing"))
     with pytest.raises(FileNotFoundError, match="H2O_PREFILL_WIKITEXT2: no such file"):
         load_text("wikitext2")

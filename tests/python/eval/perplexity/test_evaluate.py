@@ -21,9 +21,8 @@ from h2o_prefill.eval.report import format_json
 CONTEXT = 64
 
 
-@pytest.fixture
-def tokens() -> torch.Tensor:
-    return torch.randint(1, 257, (3 * CONTEXT + 5,), generator=torch.Generator().manual_seed(3))
+CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
+TOKENS = torch.randint(1, 257, (3 * CONTEXT + 5,), generator=torch.Generator().manual_seed(3))
 
 
 @torch.no_grad()
@@ -33,15 +32,13 @@ def _direct_nll(model: Any, window: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("protocol", ["gptq", "llamacpp"])
-def test_both_runs_equal_the_model_called_directly(
-    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig, protocol: str
-) -> None:
+def test_both_runs_equal_the_model_called_directly(tiny_model: Any, protocol: str) -> None:
     seen: list[tuple[int, int, str]] = []
     tiny_model.train()
     result = evaluate_perplexity(
         tiny_model,
-        tokens,
-        small_config,
+        TOKENS,
+        CONFIG,
         context=CONTEXT,
         windows="1:3",
         protocol=protocol,
@@ -53,10 +50,10 @@ def test_both_runs_equal_the_model_called_directly(
     assert seen == [*expected, (4, 4, "done")]
     assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
     tiny_model.eval()
-    windows = tokens[CONTEXT : 3 * CONTEXT].view(2, CONTEXT)
+    windows = TOKENS[CONTEXT : 3 * CONTEXT].view(2, CONTEXT)
     first = CONTEXT // 2 if protocol == "llamacpp" else 0
     dense = torch.stack([_direct_nll(tiny_model, window)[first:] for window in windows])
-    with h2o_prefill.enable(tiny_model, small_config):
+    with h2o_prefill.enable(tiny_model, CONFIG):
         sparse = torch.stack([_direct_nll(tiny_model, window)[first:] for window in windows])
 
     assert (sparse - dense).abs().max() > 0.01, (
@@ -82,43 +79,37 @@ def test_both_runs_equal_the_model_called_directly(
     assert report["environment"]["torch"] == torch.__version__
 
 
-def test_perplexity_by_chunk_is_that_of_the_chunks_rows(
-    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
-) -> None:
+def test_perplexity_by_chunk_is_that_of_the_chunks_rows(tiny_model: Any) -> None:
     options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1"}
-    result = evaluate_perplexity(tiny_model, tokens, small_config, **options)
-    nll = _direct_nll(tiny_model, tokens[:CONTEXT])
-    expected = [math.exp(rows.mean()) for rows in nll.split(small_config.chunk_size)]
+    result = evaluate_perplexity(tiny_model, TOKENS, CONFIG, **options)
+    nll = _direct_nll(tiny_model, TOKENS[:CONTEXT])
+    expected = [math.exp(rows.mean()) for rows in nll.split(CONFIG.chunk_size)]
     assert result.dense.ppl_by_chunk == pytest.approx(expected, rel=1e-4)
     assert result.sparse.ppl_by_chunk[0] == pytest.approx(expected[0], rel=1e-4)
     assert result.by_position.begin == list(range(CONTEXT))
     assert result.by_position.dense[5] == pytest.approx(math.exp(nll[5]), rel=1e-4)
-    later = nll[small_config.chunk_size :].split(small_config.chunk_size)
+    later = nll[CONFIG.chunk_size :].split(CONFIG.chunk_size)
     fourth = torch.stack([rows[3] for rows in later]).mean()
     assert result.by_chunk_position.dense[3] == pytest.approx(math.exp(fourth), rel=1e-4)
-    half = evaluate_perplexity(
-        tiny_model, tokens.tolist(), small_config, **options, protocol="llamacpp"
-    )
+    half = evaluate_perplexity(tiny_model, TOKENS.tolist(), CONFIG, **options, protocol="llamacpp")
     assert half.dense.ppl_by_chunk[:2] == [None, None]
     assert half.dense.ppl_by_chunk[2:] == pytest.approx(expected[2:], rel=1e-4)
 
 
-def test_a_memory_set_of_everything_changes_nothing(tiny_model: Any, tokens: torch.Tensor) -> None:
+def test_a_memory_set_of_everything_changes_nothing(tiny_model: Any) -> None:
     with pytest.warns(UserWarning, match="memory set"):
         everything = PrefillConfig(chunk_size=16, local_window=CONTEXT, heavy_budget=0)
-    result = evaluate_perplexity(tiny_model, tokens, everything, context=CONTEXT, windows="0:2")
+    result = evaluate_perplexity(tiny_model, TOKENS, everything, context=CONTEXT, windows="0:2")
     assert result.delta_percent == pytest.approx(0, abs=1e-3)
     assert result.kl_mean == pytest.approx(0, abs=1e-5)
     assert result.top1_agreement == 1
 
 
-def test_llamacpp_puts_bos_first(
-    tiny: ModuleType, tiny_model: Any, small_config: PrefillConfig
-) -> None:
+def test_llamacpp_puts_bos_first(tiny: ModuleType, tiny_model: Any) -> None:
     tokenizer = tiny.make_tokenizer(add_bos=True)
     text = tiny.SENTENCE * 6
     options: dict[str, Any] = {"context": CONTEXT, "windows": "1:2", "protocol": "llamacpp"}
-    result = evaluate_perplexity(tiny_model, text, small_config, tokenizer=tokenizer, **options)
+    result = evaluate_perplexity(tiny_model, text, CONFIG, tokenizer=tokenizer, **options)
     window = torch.tensor(tokenizer(text, verbose=False)["input_ids"])[CONTEXT : 2 * CONTEXT]
     window[0] = tokenizer.bos_token_id
     expected = _direct_nll(tiny_model, window)[CONTEXT // 2 :].mean().exp().item()
@@ -140,31 +131,23 @@ def test_llamacpp_puts_bos_first(
     ],
 )
 def test_wrong_arguments_are_refused(
-    tiny_model: Any,
-    tokens: torch.Tensor,
-    small_config: PrefillConfig,
-    changes: dict[str, Any],
-    message: str,
+    tiny_model: Any, changes: dict[str, Any], message: str
 ) -> None:
-    arguments = {"dataset": tokens, "context": CONTEXT, "windows": "0:1", **changes}
+    arguments = {"dataset": TOKENS, "context": CONTEXT, "windows": "0:1", **changes}
     with pytest.raises(ValueError, match=message):
-        evaluate_perplexity(tiny_model, chunk_config=small_config, **arguments)
+        evaluate_perplexity(tiny_model, chunk_config=CONFIG, **arguments)
 
 
-def test_logits_that_are_not_finite_are_no_result(
-    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
-) -> None:
+def test_logits_that_are_not_finite_are_no_result(tiny_model: Any) -> None:
     tiny_model.model.norm.weight.data[0] = math.nan
     with pytest.raises(ArithmeticError, match="the dense run of window 0"):
-        evaluate_perplexity(tiny_model, tokens, small_config, context=CONTEXT, windows="0:1")
+        evaluate_perplexity(tiny_model, TOKENS, CONFIG, context=CONTEXT, windows="0:1")
 
 
-def test_attention_is_counted_over_the_windows(
-    tiny_model: Any, tokens: torch.Tensor, small_config: PrefillConfig
-) -> None:
-    for config in (small_config, small_config.replace(recall=2, recall_block=8, dense_tail=8)):
-        result = evaluate_perplexity(tiny_model, tokens, config, context=CONTEXT, windows="1:3")
-        flops = count_attention_flops(tokens[CONTEXT : 3 * CONTEXT].view(2, CONTEXT), config, 2)
+def test_attention_is_counted_over_the_windows(tiny_model: Any) -> None:
+    for config in (CONFIG, CONFIG.replace(recall=2, recall_block=8, dense_tail=8)):
+        result = evaluate_perplexity(tiny_model, TOKENS, config, context=CONTEXT, windows="1:3")
+        flops = count_attention_flops(TOKENS[CONTEXT : 3 * CONTEXT].view(2, CONTEXT), config, 2)
         assert result.attention_flops_ratio == flops.ratio > 1
         assert result.recalled_keys == flops.recalled_keys
 
@@ -173,18 +156,13 @@ def test_attention_is_counted_over_the_windows(
     "suffix, begin", [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")]
 )
 def test_the_figure_shows_both_runs(
-    tiny_model: Any,
-    tokens: torch.Tensor,
-    small_config: PrefillConfig,
-    tmp_path: Path,
-    suffix: str,
-    begin: bytes,
+    tiny_model: Any, tmp_path: Path, suffix: str, begin: bytes
 ) -> None:
     pytest.importorskip("matplotlib")
     from h2o_prefill.eval.perplexity.plot import plot_perplexity
 
     options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1", "protocol": "llamacpp"}
-    result = evaluate_perplexity(tiny_model, tokens, small_config, **options)
+    result = evaluate_perplexity(tiny_model, TOKENS, CONFIG, **options)
     figure = plot_perplexity(result, tmp_path / f"p.{suffix}", "a title")
     assert (tmp_path / f"p.{suffix}").read_bytes().startswith(begin)
     window, chunk, window_change, chunk_change = figure.axes
