@@ -153,7 +153,7 @@ def run_ablation(
                     failed[f"{name}: {error}"] = error
                     warn(f"a cell failed, {name}: {error}")
                     continue
-                rows[key] = {"cell": key, **origin, **text.columns, **table.measures(result)}
+                rows[key] = {"cell": key, **table.measures(result), **origin, **text.columns}
                 table.append_row(rows[key], path)
     report_progress(on_progress, total, total, "done")
     if failed:

@@ -1,32 +1,6 @@
-"""The table of an ablation: its columns, and its CSV file.
+"""The table of an ablation, one row a cell: its columns, and its CSV file.
 
-One row a cell, that is one `PrefillConfig` on one text at one context:
-
-===================== ==============================================================================
-cell                  digest of weights, tokens, protocol and settings: the same cell, the same row
-model, dtype          name of the model, and dtype of its weights
-dataset, text_source  name of the text, and where it came from
-context               tokens of a window
-windows               slice "begin:end" of the windows of the text, which do not overlap
-protocol              which tokens of a window are scored, see `windows.scored_rows`
-preset                the preset that has these settings, empty if none has
-chunk_size, ...       every field of `PrefillConfig`; layers joined by "+" or "none"; an empty
-                      min_prefill is one chunk; recall_* are at their defaults if recall is 0, and
-                      wide_factor without wide layers
-scored_tokens         of all windows
-dense_ppl, sparse_ppl perplexity over them
-delta_percent         sparse perplexity above dense, in percent
-stderr_percent        standard error of delta_percent, from paired differences
-kl_mean               mean KL(dense || sparse) of the next-token distributions, nats
-top1_agreement        share of tokens for which both runs have the same most likely token
-attention_flops_ratio attention flops of all windows, dense over sparse (`count_attention_flops`)
-recalled_keys         recalled keys that a row sees, mean of all rows; empty if recall is 0
-dense_seconds         time of the forward calls of all windows
-sparse_seconds        the same; `benchmark_throughput` measures times better
-hardware, threads     what the sparse run used
-torch, version        versions of PyTorch and of this package
-commit                commit of this package, "+" if the checkout had changes
-===================== ==============================================================================
+A cell is one `PrefillConfig` on one text at one context.
 """
 
 from __future__ import annotations
@@ -47,32 +21,42 @@ if TYPE_CHECKING:
 CSV_NAME = "perplexity_ablation.csv"
 
 _TEXT, _WHOLE, _REAL = "string", "Int64", "float64"
-_RUN = ("model", "dtype", "dataset", "text_source")
+
+# Layers are joined by "+" or "none"; an empty min_prefill is one chunk; recall_* are at their
+# defaults if recall is 0, and wide_factor without wide layers.
 _SETTINGS = {
     field.name: _WHOLE if str(field.type).startswith("int") else _TEXT
     for field in dataclasses.fields(PrefillConfig)
 }
-_MEASURES = (
-    "delta_percent",
-    "stderr_percent",
-    "kl_mean",
-    "top1_agreement",
-    "attention_flops_ratio",
-    "recalled_keys",
-)
 
 # The type of each column, as pandas names it.
 COLUMNS: dict[str, str] = {
-    **dict.fromkeys(("cell", *_RUN), _TEXT),
-    "context": _WHOLE,
-    **dict.fromkeys(("windows", "protocol", "preset"), _TEXT),
+    "cell": _TEXT,  # digest of weights, tokens, protocol and settings: the same cell, the same row
+    "model": _TEXT,
+    "dtype": _TEXT,  # of the weights
+    "dataset": _TEXT,
+    "text_source": _TEXT,  # where the text came from
+    "context": _WHOLE,  # tokens of a window
+    "windows": _TEXT,  # slice "begin:end" of the windows of the text, which do not overlap
+    "protocol": _TEXT,  # which tokens of a window are scored, see `windows.scored_rows`
+    "preset": _TEXT,  # the preset that has these settings, empty if none has
     **_SETTINGS,
-    "scored_tokens": _WHOLE,
-    **dict.fromkeys(("dense_ppl", "sparse_ppl", *_MEASURES), _REAL),
-    **dict.fromkeys(("dense_seconds", "sparse_seconds"), _REAL),
-    "hardware": _TEXT,
+    "scored_tokens": _WHOLE,  # of all windows
+    "dense_ppl": _REAL,  # perplexity over them
+    "sparse_ppl": _REAL,
+    "delta_percent": _REAL,  # sparse perplexity above dense
+    "stderr_percent": _REAL,  # standard error of delta_percent, from paired differences
+    "kl_mean": _REAL,  # mean KL(dense || sparse) of the next-token distributions, nats
+    "top1_agreement": _REAL,  # share of tokens whose most likely token is the same in both runs
+    "attention_flops_ratio": _REAL,  # dense over sparse, of all windows (`count_attention_flops`)
+    "recalled_keys": _REAL,  # that a row sees, mean of all rows; empty if recall is 0
+    "dense_seconds": _REAL,  # of the forward calls of all windows
+    "sparse_seconds": _REAL,  # the same; `benchmark_throughput` measures times better
+    "hardware": _TEXT,  # what the sparse run used
     "threads": _WHOLE,
-    **dict.fromkeys(("torch", "version", "commit"), _TEXT),
+    "torch": _TEXT,
+    "version": _TEXT,  # of this package
+    "commit": _TEXT,  # of this package, "+" if the checkout had changes
 }
 
 
@@ -80,16 +64,15 @@ def measures(result: PerplexityResult) -> dict[str, Any]:
     """Return the columns of a row that come from its result."""
     settings = dataclasses.asdict(result.config)
     texts = {name: format_value(settings[name]) for name in settings if _SETTINGS[name] == _TEXT}
+    measured = {name: getattr(result, name) for name in COLUMNS if hasattr(result, name)}
+    runs = {"dense": result.dense, "sparse": result.sparse}
     return {
+        **measured,
         "preset": preset_name(result.config),
         **settings,
         **texts,
-        **{name: getattr(result, name) for name in ("context", "protocol", "scored_tokens")},
-        **{name: getattr(result, name) for name in _MEASURES},
-        "dense_ppl": result.dense.ppl,
-        "sparse_ppl": result.sparse.ppl,
-        "dense_seconds": result.dense.seconds,
-        "sparse_seconds": result.sparse.seconds,
+        **{f"{name}_ppl": run.ppl for name, run in runs.items()},
+        **{f"{name}_seconds": run.seconds for name, run in runs.items()},
     }
 
 
@@ -98,7 +81,8 @@ def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
     frame = pd.DataFrame(list(rows), columns=list(COLUMNS)).astype(COLUMNS)
-    order = [*_RUN, "context", "windows", "protocol", *_SETTINGS]
+    names = list(COLUMNS)
+    order = [*names[names.index("model") : names.index("preset")], *_SETTINGS]
     return frame.sort_values(order, ignore_index=True)
 
 
