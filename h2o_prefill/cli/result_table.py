@@ -39,28 +39,22 @@ def print_result(title: str, table: Table) -> None:
     """
     console = output_console()
     narrowest = _narrowest(table, console)
-    if not _has_own_width(console):
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = max(console.width, narrowest)
     if title:
         console.print(title, markup=False)
     console.print(table if narrowest <= console.width else _stacked(table, console))
 
 
-def _has_own_width(console: Console) -> bool:
-    return console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
-
-
 def _narrowest(table: Table, console: Console) -> int:
     """Return the least width in which no cell of a table is cut off."""
     unlimited = console.options.update(width=_ANY_WIDTH)
     whole = console.measure(table, options=unlimited).maximum
-    folding = (_width(column) for column in table.columns if not column.no_wrap)
-    return whole - sum(max(0, width - _LEAST_FOLDED) for width in folding)
-
-
-def _width(column: Column) -> int:
-    texts = [column.header, *column.cells]
-    return max(cell_len(line) for text in texts for line in str(text).split("\n"))
+    for column in table.columns:
+        if not column.no_wrap:
+            texts = "\n".join(map(str, (column.header, *column.cells)))
+            whole -= max(0, max(map(cell_len, texts.split("\n"))) - _LEAST_FOLDED)
+    return whole
 
 
 def _stacked(table: Table, console: Console) -> RenderableType:

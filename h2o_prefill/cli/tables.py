@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -142,13 +143,12 @@ def answers_table(result: AnswersResult) -> Table:
     """Return how many answers of each variant equal dense, and where the others differ."""
     headings = ("prefill", "equal to\ndense", "others part\nat token", "median\ngap")
     table = new_table(*headings, folding=headings[::2])
-    for name in result.variants:
-        gaps = result.gaps(name)
+    for name, found in result.summary().items():
         table.add_row(
             name,
-            f"{result.equal(name)}/{len(result.prompts)}",
-            " ".join(map(str, result.parting_tokens(name))) or "-",
-            f"{gaps[len(gaps) // 2]:.2f}" if gaps else "-",
+            f"{found['equal']}/{found['prompts']}",
+            " ".join(map(str, found["parting_tokens"])) or "-",
+            f"{statistics.median_high(found['gaps']):.2f}" if found["gaps"] else "-",
         )
     return table
 

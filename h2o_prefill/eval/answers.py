@@ -64,38 +64,33 @@ class AnswersResult:
     new_tokens: int  # of an answer, at most
     text_sources: list[str]
 
-    def equal(self, variant: str) -> int:
-        """Return how many answers of a variant equal those after dense prefill."""
-        return sum(prompt.answers[variant].parts_at is None for prompt in self.prompts)
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Return what the answers of each variant have in common with those after dense prefill.
 
-    def parting_tokens(self, variant: str) -> list[int]:
-        """Return at which token the other answers part from dense, ascending, counted from 0."""
-        tokens = (prompt.answers[variant].parts_at for prompt in self.prompts)
-        return sorted(token for token in tokens if token is not None)
-
-    def gaps(self, variant: str) -> list[float]:
-        """Return `Answer.gap` of those answers, ascending."""
-        gaps = (prompt.answers[variant].gap for prompt in self.prompts)
-        return sorted(gap for gap in gaps if gap is not None)
+        `equal` counts those that are the same, of `prompts`; `parting_tokens` and `gaps` are
+        `Answer.parts_at` and `Answer.gap` of the others, ascending.
+        """
+        found = {}
+        for name in self.variants:
+            answers = [prompt.answers[name] for prompt in self.prompts]
+            parting = sorted(one.parts_at for one in answers if one.parts_at is not None)
+            found[name] = {
+                "equal": len(answers) - len(parting),
+                "prompts": len(answers),
+                "parting_tokens": parting,
+                "gaps": sorted(one.gap for one in answers if one.gap is not None),
+            }
+        return found
 
 
 def answers_report(result: AnswersResult, **origin: Any) -> dict[str, Any]:
     """Return the report of a comparison; `origin` is what else repeats it: model, dtype.
 
-    `{environment, config, summary: {variant: {equal, prompts, parting_tokens, gaps}}, prompts}`
+    `{environment, config, summary, prompts}`
     """
     values = asdict(result)
     prompts = values.pop("prompts")
-    summary = {
-        name: {
-            "equal": result.equal(name),
-            "prompts": len(prompts),
-            "parting_tokens": result.parting_tokens(name),
-            "gaps": result.gaps(name),
-        }
-        for name in result.variants
-    }
-    return build_report({**origin, **values}, summary=summary, prompts=prompts)
+    return build_report({**origin, **values}, summary=result.summary(), prompts=prompts)
 
 
 def compare_answers(

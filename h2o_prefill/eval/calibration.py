@@ -43,7 +43,7 @@ class LayerCalibration:
     @property
     def ranking(self) -> list[int]:
         """Layers by their KL when they are dense, the lowest first."""
-        return _rank(self.kl_by_layer)
+        return sorted(self.kl_by_layer, key=self.kl_by_layer.__getitem__)
 
 
 def calibrate_layers(
@@ -129,7 +129,8 @@ def calibrate_layers(
             layer: measure(_with_layers(config, KEPT["dense"], [layer]), f"layer {layer} dense")
             for layer in candidates
         }
-        chosen = _with_layers(config, KEPT[keep], _rank(by_layer)[:layers])
+        ranking = sorted(by_layer, key=by_layer.__getitem__)
+        chosen = _with_layers(config, KEPT[keep], ranking[:layers])
         after = measure(chosen, f"chosen layers {keep}")
     report_progress(on_progress, passes, passes, "done")
     return LayerCalibration(
@@ -146,7 +147,3 @@ def calibrate_layers(
 
 def _with_layers(config: PrefillConfig, field: str, layers: list[int]) -> PrefillConfig:
     return config.replace(**{field: tuple(sorted({*getattr(config, field), *layers}))})
-
-
-def _rank(kl_by_layer: dict[int, float]) -> list[int]:
-    return sorted(kl_by_layer, key=lambda layer: kl_by_layer[layer])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 OUT_OF_REACH = "the hub cannot be reached and nothing is cached"
 
@@ -36,13 +35,10 @@ def offline_unless_reachable(needed: bool = True) -> Iterator[bool]:
     if not needed or hub_is_reachable():
         yield True
         return
-    # Each client keeps a copy of the switch; `datasets` reads its own.
-    holders: list[Any] = [constants, sys.modules.get("datasets.config")]
-    before = [(holder, holder.HF_HUB_OFFLINE) for holder in holders if holder is not None]
-    for holder, _ in before:
-        holder.HF_HUB_OFFLINE = True
-    try:
+    with contextlib.ExitStack() as restored:
+        # Each client keeps a copy of the switch; `datasets` reads its own.
+        for holder in (constants, sys.modules.get("datasets.config")):
+            if holder is not None:
+                restored.callback(setattr, holder, "HF_HUB_OFFLINE", holder.HF_HUB_OFFLINE)
+                holder.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
         yield False
-    finally:
-        for holder, value in before:
-            holder.HF_HUB_OFFLINE = value

@@ -87,12 +87,11 @@ def model_windows(
 ) -> tuple[range, Tensor]:
     """Return the windows of a dataset; raise if the model takes none of this length."""
     check_model(model, context, "context")
-    tokens = text_tokens(dataset, tokenizer)
+    tokens = _tokens(dataset, tokenizer)
     return select_windows(tokens, context, windows, first_token(tokenizer, protocol))
 
 
-def text_tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
-    """Return the tokens of a dataset as `evaluate_perplexity` takes it, int64 [tokens]."""
+def _tokens(dataset: Tensor | Sequence[int] | Corpus | str, tokenizer: Any) -> Tensor:
     if isinstance(dataset, (str, Corpus)):
         corpus = as_corpus(dataset, "dataset")
         if tokenizer is None:
