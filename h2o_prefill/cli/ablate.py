@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.progress import TimeRemainingColumn
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import progress_bar, quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
 from h2o_prefill.cli.options import add_field_options, load_texts, parse_variant
 from h2o_prefill.cli.outputs import check_output_folder
@@ -77,14 +76,8 @@ def ablate(
         figure = csv_file.with_suffix(".png")
         names = (CSV_NAME, *([figure.name] if plot else []))
         check_output_folder(output, names, figures=plot)
-        if importlib.util.find_spec("pandas") is None:
-            raise ImportError("ablate needs pandas: pip install 'h2o_prefill[eval]'")
         options.use_threads(threads)
-        bar = progress_bar()
-        bar.columns = (*bar.columns, TimeRemainingColumn())
-        # A window may take minutes: the estimate is of the whole run, not of the last 30 seconds.
-        bar.speed_estimate_period = float("inf")
-        with show_progress(f"loading {model}", bar) as show:
+        with show_progress(f"loading {model}", TimeRemainingColumn()) as show:
             frame = run_ablation(
                 model,
                 axes,

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 _interrupted = threading.Event()
 forget_interrupt = _interrupted.clear
@@ -27,27 +34,21 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def progress_bar() -> Progress:
-    """Return a progress bar on stderr that disappears when it is done; none in a log file."""
+@contextlib.contextmanager
+def show_progress(what: str, *more: ProgressColumn) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on stderr for a block; give the function that evaluations report to."""
     console = error_console()
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns,
         TimeElapsedColumn(),
+        *more,
         console=console,
         transient=True,
         disable=not console.is_terminal,
-    )
-
-
-@contextlib.contextmanager
-def show_progress(what: str, bar: Progress | None = None) -> Iterator[Callable[..., None]]:
-    """Show a progress bar for a block.
-
-    Gives the function that evaluations call with (steps done, steps in all, what runs next).
-    """
-    with bar or progress_bar() as shown:
+        # A step may take minutes: estimates are of the whole run, not of the last 30 seconds.
+        speed_estimate_period=float("inf"),
+    ) as shown:
         task = shown.add_task(what, total=None)
 
         def step(done: int, total: int, what: str) -> None:

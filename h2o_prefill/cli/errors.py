@@ -79,6 +79,8 @@ def _explain(error: Any) -> tuple[int | None, str]:
         code = 2
     else:
         code = 1 if isinstance(error, _FAILURES) else None
+    if isinstance(error, ModuleNotFoundError):
+        text += ": pip install 'h2o_prefill[eval]'"
     if isinstance(error, OSError) and error.strerror:
         # Without the number that Python puts in front.
         text = error.strerror + (f": {error.filename!r}" if error.filename else "")

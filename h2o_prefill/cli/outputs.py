@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -40,14 +40,11 @@ def json_output(path: Path | None) -> Iterator[Callable[[Callable[[], dict[str, 
 
 
 def plot_output(path: Path | None) -> Callable[[Callable[..., Any], Any, str], None]:
-    """Return the function that draws the figure of a command; it takes a plotter, data and title.
-
-    It does nothing if --plot names no file.
-    """
+    """Return the function that draws the figure of a command, from a plotter, data and title."""
     if path is None:
         return lambda draw, result, title: None
     check_output_file(path, "--plot", PLOT_SUFFIXES)
-    _check_matplotlib("--plot needs")
+    importlib.import_module("matplotlib")  # a missing package ends the command before the work
 
     def save(draw: Callable[..., Any], result: Any, title: str) -> None:
         draw(result, path, title.replace("\n", ", "))
@@ -73,10 +70,7 @@ def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -
 
 
 def check_output_folder(path: Path | None, names: Iterable[str], figures: bool = True) -> None:
-    """Raise ValueError if files `names` could not be written into a folder, which may be new.
-
-    Raises ImportError for figures without matplotlib.
-    """
+    """Raise ValueError if files could not be written into a folder, which may be new."""
     if path is None:
         return
     folder = path.expanduser()
@@ -87,12 +81,7 @@ def check_output_folder(path: Path | None, names: Iterable[str], figures: bool =
     for name in ("new", *names):
         _check_writable(folder / name, "--output")
     if figures:
-        _check_matplotlib("figures need")
-
-
-def _check_matplotlib(what: str) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"{what} matplotlib: pip install 'h2o_prefill[eval]'")
+        importlib.import_module("matplotlib")
 
 
 def _check_writable(path: Path, option: str) -> None:

@@ -21,10 +21,7 @@ _ANY_WIDTH = 10_000
 
 
 def new_table(*headings: str, folding: Sequence[str] = (), show_header: bool = True) -> Table:
-    """Return an empty table in the style of all results, with the columns of these headings.
-
-    The first column is on the left, the others on the right; those in `folding` may fold.
-    """
+    """Return an empty table with these columns, all on the right but the first and `folding`."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_header=show_header)
     for index, heading in enumerate(headings):
         side: Any = "right" if index and heading not in folding else "left"
@@ -33,10 +30,7 @@ def new_table(*headings: str, folding: Sequence[str] = (), show_header: bool = T
 
 
 def print_result(title: str, table: Table) -> None:
-    """Print a table as a result; no cell is cut off, however narrow the terminal is.
-
-    In a file, lines are as long as the table needs.
-    """
+    """Print a table as a result; no cell is cut off, however narrow the terminal is."""
     console = output_console()
     narrowest = _narrowest(table, console)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():

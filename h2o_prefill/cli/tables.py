@@ -118,10 +118,7 @@ def throughput_table(frame: pd.DataFrame) -> Table:
 
 
 def retrieval_table(result: RetrievalResult) -> Table:
-    """Return the accuracy of each variant by task and length, with 95 % intervals.
-
-    "Kept" counts the prompts that the dense run solves, and the variant too.
-    """
+    """Return the accuracy of each variant by task and length, with 95 % intervals."""
     headings = ("tokens", "prefill", "accuracy %\n(95 %)", "kept of\nsolved", "kept %\n(95 %)")
     table = new_table("task", *headings, folding=("prefill",))
     for row in result.summary:

@@ -65,11 +65,7 @@ class AnswersResult:
     text_sources: list[str]
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return what the answers of each variant have in common with those after dense prefill.
-
-        `equal` counts those that are the same, of `prompts`; `parting_tokens` and `gaps` are
-        `Answer.parts_at` and `Answer.gap` of the others, ascending.
-        """
+        """Return how many answers of each variant equal dense, and where the others part."""
         found = {}
         for name in self.variants:
             answers = [prompt.answers[name] for prompt in self.prompts]
@@ -84,10 +80,7 @@ class AnswersResult:
 
 
 def answers_report(result: AnswersResult, **origin: Any) -> dict[str, Any]:
-    """Return the report of a comparison; `origin` is what else repeats it: model, dtype.
-
-    `{environment, config, summary, prompts}`
-    """
+    """Return the report of a comparison; `origin` is what else repeats it: model, dtype."""
     values = asdict(result)
     prompts = values.pop("prompts")
     return build_report({**origin, **values}, summary=result.summary(), prompts=prompts)

@@ -72,10 +72,7 @@ def sparse_dot_products(
 
 
 def recalled_dot_products(num_tokens: int, recalled: RecalledKeys | None) -> int:
-    """Count the query-key products of recall: every key with the rows of its block that see it.
-
-    This is an upper bound: a head skips recalled keys that its memory set holds.
-    """
+    """Count recalled keys times the rows that see them: an upper bound, as sets may hold some."""
     if recalled is None:
         return 0
     ends = torch.arange(0, num_tokens, recalled.block).add(recalled.block).clamp(max=num_tokens)

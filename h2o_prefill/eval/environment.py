@@ -34,10 +34,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the git commit of the checkout that this runs from, "+" for one with changes.
-
-    None for an installed copy, whose virtual environment may lie in another project's checkout.
-    """
+    """Return the git commit of the checkout that this runs from, "+" for one with changes."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

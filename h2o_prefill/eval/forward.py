@@ -15,10 +15,7 @@ _PROBE_TOKENS = 8
 
 
 class PromptLogits:
-    """Logits of every row of a prompt, made on demand from hidden states [T, C] by an output layer.
-
-    Without an output layer the rows are the logits.
-    """
+    """Logits made on demand from rows [T, C] by an output layer; without one, the rows."""
 
     def __init__(self, rows: Tensor, head: Callable[[Tensor], Tensor] | None) -> None:
         self.rows = rows

@@ -30,10 +30,7 @@ def report_progress(on_progress: Progress | None, done: int, total: int, what: s
 def prefill_mode(
     model: Any, config: PrefillConfig | None, *, strict: bool = False
 ) -> AbstractContextManager[Any]:
-    """Return a context in which a model prefills sparsely, or densely if `config` is None.
-
-    `strict` raises where a call would be dense.
-    """
+    """Return a context of sparse prefill, dense if `config` is None; `strict`: no dense calls."""
     if config is None:
         return contextlib.nullcontext()
     from h2o_prefill.hf import enable
@@ -81,10 +78,7 @@ def check_model(model: nn.Module, length: int, argument: str) -> None:
 
 
 def generate_greedily(model: Any, input_ids: Tensor, new_tokens: int, **options: Any) -> Any:
-    """Return what `generate` returns for a prompt, int64 [1, T], and at most so many new tokens.
-
-    The first call computes the logits of the prompt's last token only; decoding is dense.
-    """
+    """Return what `generate` makes of a prompt, int64 [1, T]; decoding is dense."""
     input_ids = input_ids.to(next(model.parameters()).device)
     return model.generate(
         input_ids,

@@ -27,11 +27,10 @@ def build_grid(
     base: PrefillConfig | str | Sequence[PrefillConfig | str] | None = None,
     protocol: str = "gptq",
 ) -> list[tuple[int, PrefillConfig]]:
-    """Combine values, for arguments as `run_ablation` takes them: tokens of a window, and settings.
+    """Combine values, as `run_ablation` takes them, into tokens of a window and settings.
 
-    Combinations that differ only in fields without effect, since recall is 0 or no layer is wide,
-    count once. Warns of those that cannot be run. Raises ValueError for an unknown field, a value
-    that is out of its range by itself, or if no combination can be run.
+    Warns of combinations that cannot be run. Those that differ only in fields without effect, since
+    recall is 0 or no layer is wide, count once.
     """
     values = {"contexts": _distinct("contexts", contexts)}
     for context in values["contexts"]:

@@ -61,11 +61,7 @@ class AttentionMeasures:
 
     @property
     def jaccard(self) -> Tensor:
-        """Jaccard index of the sets after chunks c and c + 1, fp32 [chunks - 1, layers, Hkv].
-
-        The local window moves on with each chunk, so the index is below 1 even if all heavy
-        positions stay.
-        """
+        """Jaccard index of the sets after chunks c and c + 1, fp32 [chunks - 1, layers, Hkv]."""
         held = held_positions(self.memory, self.chunk_ends[-1])
         first, second = held[:-1], held[1:]
         return (first & second).sum(-1) / (first | second).sum(-1)
@@ -239,10 +235,7 @@ def measure_layer(
     recalled: RecalledKeys | None = None,
     options: LogitOptions = PLAIN_LOGITS,
 ) -> LayerMeasures:
-    """Prefill one layer sparsely, a chunk a call, and compare it with dense attention.
-
-    q, k and v are [1, H, T, D], of the whole prompt. The masses leave out attention sinks.
-    """
+    """Compare sparse with dense attention of one layer, q, k and v [1, H, T, D], chunk by chunk."""
     # In 16 bits the rounding of two outputs would count as the error of one.
     query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     length = query.shape[2]

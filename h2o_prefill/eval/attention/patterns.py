@@ -150,10 +150,7 @@ def collect_patterns(
     *,
     on_progress: Progress | None = None,
 ) -> AttentionPatterns:
-    """Prefill a prompt sparsely, a chunk a call, and keep the memory sets and the scores.
-
-    They equal those of one call over the whole prompt.
-    """
+    """Keep memory sets and scores of a sparse prefill, a chunk a call; one call has the same."""
     config = chosen_config(chunk_config)
     prompt = prompt_ids(input_ids)
     length = prompt.shape[1]

@@ -27,10 +27,7 @@ def cache_dir() -> Path:
 
 
 def convert_gguf(path: Path) -> Path:
-    """Return a folder with the model, in fp32, and the tokenizer of a GGUF file.
-
-    The first call converts the file; of two processes that do so at once, one wins.
-    """
+    """Return a folder with the model, in fp32, and the tokenizer of a GGUF file, made once."""
     folder = cache_dir() / "models" / f"{path.stem}-{_digest(path)}-{FORMAT}"
     if folder.is_dir():
         return folder

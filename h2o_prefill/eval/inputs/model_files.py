@@ -9,10 +9,7 @@ _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*")
 
 
 def explain_failure(folder: Path, error: Exception) -> str:
-    """Return one line on why the model in a folder cannot be loaded.
-
-    Libraries rarely name the broken file: each one is read again by itself.
-    """
+    """Return one line on why the model in a folder cannot be loaded, with the broken file."""
     for path in sorted(folder.iterdir()):
         try:
             _check_file(path)

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 def plot_perplexity(
     result: PerplexityResult, path: str | os.PathLike[str], title: str = ""
 ) -> Figure:
-    """Draw perplexity by position, dense and sparse, above their difference, into a file.
-
-    The left panels show the window, with the chunks' boundaries, the right ones the average chunk,
-    without the first.
-    """
+    """Draw perplexity by position in the window and in the average chunk, above the difference."""
     figure = make_figure(5.6)
     (window, chunk), (window_change, chunk_change) = figure.subplots(
         2, 2, width_ratios=(3, 2), height_ratios=(3, 2), sharex="col", sharey="row"

@@ -42,10 +42,7 @@ class PositionCurve:
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """Perplexity of a model under sparse prefill beside the same model dense, on the same windows.
-
-    `float(result)` is the sparse perplexity.
-    """
+    """Perplexity sparse and dense on the same windows; as a float, the sparse one."""
 
     dense: RunResult
     sparse: RunResult

@@ -30,10 +30,7 @@ def scored_rows(protocol: str, context: int) -> range:
 
 
 def first_token(tokenizer: object, protocol: str) -> int | None:
-    """Return the token that replaces the first one of every window, None for none.
-
-    llama.cpp puts the BOS token there if the model's tokenizer adds one by itself.
-    """
+    """Return BOS where llama.cpp puts it in place of a window's first token, else None."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if protocol != "llamacpp" or bos is None:
         return None
@@ -54,10 +51,7 @@ def parse_windows(windows: str) -> tuple[int, int | None]:
 def select_windows(
     tokens: Tensor, context: int, windows: str, first: int | None = None
 ) -> tuple[range, Tensor]:
-    """Cut tokens [T] into windows that do not overlap; return the indices and tokens of a slice.
-
-    `first` replaces the first token of every window. The rest of the text is dropped.
-    """
+    """Cut tokens [T] into windows, of which `first` replaces the first token; return a slice."""
     available = len(tokens) // context
     if available == 0:
         raise ValueError(

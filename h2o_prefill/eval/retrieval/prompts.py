@@ -43,11 +43,7 @@ class Haystack:
         return self._begins[rng.randrange(max(1, last))]
 
     def piece(self, begin: int, words: int, needles: Iterable[tuple[float, str]]) -> str:
-        """Return `words` words of the text with needles, (depth in percent, sentence), in it.
-
-        A needle goes to the beginning of the sentence that is nearest to its depth; needles of one
-        sentence keep their order.
-        """
+        """Return words and needles, (depth in percent, text), where the nearest sentence begins."""
         first = bisect.bisect_left(self._begins, begin)
         past = bisect.bisect_right(self._begins, begin + words)
         places = self._begins[first:past]

@@ -68,10 +68,7 @@ class RetrievalResult:
 
 
 def retrieval_report(result: RetrievalResult, **origin: Any) -> dict[str, Any]:
-    """Return the report of an evaluation, `{environment, config, summary: [...], prompts: [...]}`.
-
-    `origin` is what else a reader needs to repeat it: model, dtype.
-    """
+    """Return the report of an evaluation; `origin` is what else repeats it: model, dtype."""
     values = result.to_dict()
     summary, prompts = values.pop("summary"), values.pop("outcomes")
     return build_report({**origin, **values}, summary=summary, prompts=prompts)
@@ -105,10 +102,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 def summarize_retrieval(
     outcomes: Sequence[PromptOutcome], variants: Sequence[str]
 ) -> list[RetrievalSummary]:
-    """Return the accuracy of each variant that ran, by task and length.
-
-    Outcomes of one task and length follow each other.
-    """
+    """Return the accuracy of each variant by task and length, whose outcomes follow each other."""
     rows = []
     for (task, length), group in itertools.groupby(outcomes, lambda o: (o.task, o.length)):
         scores = [outcome.scores for outcome in group]

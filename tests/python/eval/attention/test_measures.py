@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_prefill import reference
 from h2o_prefill.config import PrefillConfig
@@ -18,6 +17,7 @@ from h2o_prefill.eval import measure_attention
 from h2o_prefill.eval.attention import measures as module
 from h2o_prefill.eval.attention.measures import measure_layer
 from h2o_prefill.eval.recalled_keys import find_recalled
+from h2o_prefill.eval.speed.peak_memory import peak_bytes
 from h2o_prefill.functional import LogitOptions, recall_settings
 from h2o_prefill.reference.recall import lexical_recall
 
@@ -112,26 +112,12 @@ def test_16_bit_inputs_are_measured_without_their_rounding() -> None:
     assert found.difference[0].amax() < 1e-5 * found.size[0].amin()
 
 
-class _LargestTensor(TorchDispatchMode):
-    numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        result = function(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, Tensor):
-                self.numbers = max(self.numbers, value.numel())
-        return result
-
-
 def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK_NUMBERS", 1 << 14)
-    generator = torch.Generator().manual_seed(0)
-    layer = [torch.randn(1, heads, 512, 8, generator=generator) for heads in (4, 2, 2)]
+    layer = [torch.randn(1, heads, 512, 8) for heads in (4, 2, 2)]
     config = PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
-    with _LargestTensor() as largest:
-        measure_layer(*layer, config)
-    # The layer's queries are the largest: no weights of 512 x 512.
-    assert largest.numbers <= max(1 << 14, layer[0].numel())
+    one_matrix = 4 * 512 * 512
+    assert peak_bytes(lambda: measure_layer(*layer, config)) < one_matrix
 
 
 @pytest.fixture
