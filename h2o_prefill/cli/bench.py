@@ -59,7 +59,6 @@ def bench(
             if output is not None:
                 memory = profile_memory(network, chosen, config, on_progress=show)
         what, described = f"{model} {dtype}, prefill", options.describe_sizes(config)
-        print_result(f"{what}, median of {runs}\n{described}", throughput_table(frame))
         origin = {"model": model, "dtype": dtype, "preset": preset}
         tables = {"results": frame.to_dict(orient="records")}
         if memory is not None:
@@ -71,3 +70,4 @@ def bench(
             for (name, draw), values in zip(figures.items(), (frame, memory), strict=True):
                 draw(values, folder / name, f"{what}, {described}")
                 say_written(folder / name)
+        print_result(f"{what}, median of {runs}\n{described}", throughput_table(frame))
