@@ -8,9 +8,8 @@ from typing import Any
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Column, Table
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from h2o_prefill.cli.console import output_console
@@ -37,7 +36,7 @@ def print_result(title: str, table: Table) -> None:
         console.width = max(console.width, narrowest)
     if title:
         console.print(title, markup=False)
-    console.print(table if narrowest <= console.width else _stacked(table, console))
+    console.print(table if narrowest <= console.width else _stacked(table))
 
 
 def _narrowest(table: Table, console: Console) -> int:
@@ -51,20 +50,12 @@ def _narrowest(table: Table, console: Console) -> int:
     return whole
 
 
-def _stacked(table: Table, console: Console) -> RenderableType:
+def _stacked(table: Table) -> Text:
     """Return one cell a line, after the heading of its column, row after row."""
     headings = [" ".join(str(column.header).split()) for column in table.columns]
-    named = not headings[0]
-    width = min(max(map(cell_len, headings)), console.width // 2)
-    parts: list[RenderableType] = []
-    rows = zip(*(column.cells for column in table.columns), strict=True)
-    for row, cells in zip(table.rows, rows, strict=True):
-        pairs = [(name, str(cell)) for name, cell in zip(headings, cells, strict=True) if cell]
-        if named:
-            parts.append(Text(pairs.pop(0)[1], style="bold", overflow="fold"))
-        columns = [Column(width=width), Column(overflow="fold")]
-        block = Table.grid(*columns[0 if width else 1 :], padding=(0, 2, 0, 0))
-        for name, cell in pairs:
-            block.add_row(*([name] if width else []), cell, style=row.style)
-        parts.append(Padding(block, (0, 0, 0 if named else 1, 2)))
-    return Group(*parts)
+    lines = []
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        named = zip(headings, map(str, cells), strict=True)
+        pairs = [f"{name}  {cell}" if name else cell for name, cell in named if cell]
+        lines += ["\n    ".join(pairs)]
+    return Text("\n".join(lines), overflow="fold")
