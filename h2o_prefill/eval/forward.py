@@ -39,11 +39,11 @@ class PromptForward:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._base: Any = getattr(model, "base_model", None)
-        self.head: Any = None
-        if self._can_keep_hidden_states():
-            self.head = self._output_layer()
-            if not self._head_gives_logits():
-                self.head = None
+        get: Any = getattr(model, "get_output_embeddings", None)
+        layer = get() if callable(get) else None
+        plain = isinstance(layer, nn.Module) and isinstance(self._base, nn.Module)
+        keeps_rows = plain and self._base is not model and last_logits_only(model)
+        self.head: Any = layer if keeps_rows and self._gives_logits(layer) else None
 
     def __call__(self, input_ids: Tensor) -> tuple[PromptLogits, float]:
         """Run a prompt, int64 [1, T]; return its logits and the seconds of the call."""
@@ -72,19 +72,7 @@ class PromptForward:
             handle.remove()
         return kept[-1][0], output, seconds
 
-    def _can_keep_hidden_states(self) -> bool:
-        return (
-            isinstance(self._base, nn.Module)
-            and self._base is not self._model
-            and isinstance(self._output_layer(), nn.Module)
-            and bool(last_logits_only(self._model))
-        )
-
-    def _output_layer(self) -> Any:
-        get: Any = getattr(self._model, "get_output_embeddings", None)
-        return get() if callable(get) else None
-
-    def _head_gives_logits(self) -> bool:
+    def _gives_logits(self, layer: Any) -> bool:
         parameter = next(self._model.parameters())
         ids = torch.arange(_PROBE_TOKENS, device=parameter.device).unsqueeze(0)
         try:
@@ -92,7 +80,7 @@ class PromptForward:
         except (AttributeError, IndexError):  # a base model that returns something else
             return False
         # Same call, same shapes: equal to the bit unless the model does more with its output layer.
-        return torch.equal(self.head(hidden.unsqueeze(0)), _logits(output))
+        return torch.equal(layer(hidden.unsqueeze(0)), _logits(output))
 
 
 def _logits(output: Any) -> Tensor:
