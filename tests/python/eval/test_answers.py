@@ -72,21 +72,6 @@ def test_an_empty_question_continues_the_text(model: Any, tiny_tokenizer: Any) -
     assert prompt.dense == tiny_tokenizer.decode(expected, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompts": 0}, "prompts must be >= 1, got 0"),
-        ({"new_tokens": 0}, "new_tokens must be >= 1, got 0"),
-        ({"prompts": 20}, "the text 'foxes' must have 10 x 300 tokens, got 1800"),
-        ({"prompts": 2, "prompt_tokens": 1100}, "must be <= 1024"),
-        ({"tokenizer": None}, "tokenizer must be given"),
-    ],
-)
-def test_wrong_arguments(model: Any, tiny_tokenizer: Any, changes: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _compare(model, **{"tokenizer": tiny_tokenizer, **changes})
-
-
 @pytest.mark.model
 @pytest.mark.slow
 def test_answers_of_the_real_model(smollm2: Any) -> None:

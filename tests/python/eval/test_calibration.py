@@ -75,19 +75,3 @@ def test_layers_of_the_settings_stay_what_they_are(model: Any) -> None:
     dense = calibrate_layers(model, TOKENS, config, layers=2, keep="dense", context=CONTEXT)
     assert list(dense.kl_by_layer) == [0, 1, 3]
     assert dense.config == config.replace(dense_layers=tuple(sorted((2, *dense.ranking[:2]))))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layers": 0}, "layers must be at least 1"),
-        ({"layers": LAYERS}, "fewer than the 4 that there are to choose from, got 4"),
-        ({"keep": "sparse"}, r"keep must be one of \('wide', 'dense'\), got 'sparse'"),
-        ({"context": 16}, "context must be at least two chunks"),
-        ({"windows": "0:9"}, "windows must be a slice within 0:2"),
-        ({"context": 1024}, "context must be .*512"),
-    ],
-)
-def test_wrong_arguments_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        calibrate_layers(model, TOKENS, CONFIG, **{"context": CONTEXT, "layers": 1, **options})

@@ -61,31 +61,6 @@ def _csv(folder: Path) -> Any:
     return pd.read_csv(folder / "perplexity_ablation.csv", keep_default_na=False, na_values=[""])
 
 
-@pytest.mark.parametrize(
-    ("axes", "changes", "message"),
-    [
-        ({"chunks": [1]}, {}, "axes must be fields of PrefillConfig.*got 'chunks'"),
-        ({"recall": []}, {}, "recall must be a sequence of at least one value"),
-        ({"heavy_budget": [4, -1]}, {}, "heavy_budget must be >= 0, got -1"),
-        ({"chunk_size": [64]}, {}, "a combination that can be run: context must be at least two"),
-        ({"dense_layers": [(5,)]}, {}, "dense_layers must be < 2"),
-        ({}, {"contexts": []}, "contexts must be a sequence of at least one value"),
-        ({}, {"contexts": [0]}, "contexts must be >= 1 and ints, got 0"),
-        ({}, {"windows": "2:1"}, "windows must be a slice like 0:6"),
-        ({}, {"protocol": "mine"}, "protocol must be one of"),
-        ({}, {"datasets": []}, "datasets must be a sequence of at least one text"),
-        ({}, {"output": __file__}, "output must be a folder, got the file"),
-        ({}, {"tokenizer": None}, "tokenizer must be given"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    ablate: Ablate, tmp_path: Path, axes: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        ablate(axes, **changes)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_row_is_what_the_evaluation_finds(
     ablate: Ablate, tiny_model: Any, tiny_tokenizer: Any, corpus: Corpus, tmp_path: Path
 ) -> None:

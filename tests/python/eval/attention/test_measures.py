@@ -242,14 +242,3 @@ def test_progress_and_the_model_is_left_as_it_was(tiny_model: Any) -> None:
     assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
     with torch.no_grad():
         assert torch.equal(tiny_model.eval()(PROMPT).logits, before)
-
-
-def test_wrong_arguments(tiny_model: Any) -> None:
-    with pytest.raises(ValueError, match="input_ids must hold at least two tokens, got 1"):
-        measure_attention(tiny_model, PROMPT[:, :1], CONFIG)
-    with pytest.raises(ValueError, match=r"dense_layers must leave a layer sparse, got \(0, 1\)"):
-        measure_attention(tiny_model, PROMPT, CONFIG.replace(dense_layers=(0, 1)))
-    with pytest.raises(ValueError, match=r"dense_layers must be < 2, got \(7,\)"):
-        measure_attention(tiny_model, PROMPT, CONFIG.replace(dense_layers=(7,)))
-    with pytest.raises(ValueError, match=r"input_ids must be <= 512, .* got 513"):
-        measure_attention(tiny_model, torch.ones(1, 513, dtype=torch.int64), CONFIG)

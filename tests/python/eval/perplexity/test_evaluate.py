@@ -116,28 +116,6 @@ def test_llamacpp_puts_bos_first(tiny: ModuleType, tiny_model: Any) -> None:
     assert result.dense.ppl == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context": 31}, "context must be at least two chunks of 16 tokens.*got 31"),
-        ({"context": 1024}, "context must be <= 512, the longest that the model takes, got 1024"),
-        ({"windows": "0:9"}, "windows must be a slice within 0:3"),
-        ({"protocol": "mine"}, "protocol must be one of"),
-        ({"dataset": torch.ones(300)}, "dataset must be a sequence of token ids"),
-        ({"dataset": torch.ones(2, 300, dtype=torch.int64)}, "dataset must be a sequence of token"),
-        ({"dataset": list(range(40))}, "text must hold at least one window of 64 tokens, got 40"),
-        ({"dataset": " \n"}, "dataset must not be empty text"),
-        ({"dataset": "some text"}, "a tokenizer must be given"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    tiny_model: Any, changes: dict[str, Any], message: str
-) -> None:
-    arguments = {"dataset": TOKENS, "context": CONTEXT, "windows": "0:1", **changes}
-    with pytest.raises(ValueError, match=message):
-        evaluate_perplexity(tiny_model, chunk_config=CONFIG, **arguments)
-
-
 def test_logits_that_are_not_finite_are_no_result(tiny_model: Any) -> None:
     tiny_model.model.norm.weight.data[0] = math.nan
     with pytest.raises(ArithmeticError, match="the dense run of window 0"):

@@ -169,30 +169,3 @@ def test_the_summary_counts_only_what_dense_solves() -> None:
     assert x.kept_interval == wilson_interval(2 / 3, 3)
     assert x.accuracy_interval == wilson_interval(0.7, 5)
     assert (dense.dense_solved, dense.kept) == (3, 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(tasks=["cwe"]), r"tasks must be of \('single', .* got 'cwe'"),
-        (dict(tasks=[]), r"tasks must hold at least one value, each once, got \[\]"),
-        (dict(lengths=[800, 800]), r"lengths must hold .* each once, got \[800, 800\]"),
-        (dict(lengths=[127]), "at least two chunks of 64 tokens for variant 'small', .* got 127"),
-        (dict(lengths=[200]), "lengths must be >= 3.. for task 'single', .* got 200"),
-        (dict(lengths=[800, 2049]), "lengths must be <= 2048, the longest .* got 2049"),
-        (dict(depths=[-1]), "depths must be percentages from 0 to 100, got -1"),
-        (dict(depths=[50, 101]), "depths must be percentages from 0 to 100, got 101"),
-        (dict(prompts_per_cell=0), "prompts_per_cell must be >= 1, got 0"),
-        (dict(question="middle"), r"question must be one of \('last', 'first'\), got 'middle'"),
-        (dict(tokenizer=None), "tokenizer must be given"),
-        (dict(haystack=" \n"), "haystack must not be empty text"),
-        (dict(haystack=TEXT[:300]), "text must be longer for lengths of 800 tokens"),
-        (dict(variants={"dense": SPARSE}), "variants must not be named 'dense'"),
-    ],
-)
-def test_wrong_input(
-    model: Any, tiny_tokenizer: Any, changes: dict[str, Any], message: str
-) -> None:
-    given = {"haystack": CORPUS, "variants": VARIANTS, "tokenizer": tiny_tokenizer, **changes}
-    with pytest.raises(ValueError, match=message):
-        evaluate_retrieval(model, **{"tasks": ["single"], "lengths": [800], **given})

@@ -1,68 +1,14 @@
-"""Runs of a model: the forward pass that keeps hidden states, and models that are refused."""
+"""The forward pass that keeps hidden states instead of logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import h2o_prefill
-from h2o_prefill import eval as evaluation
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward
-from h2o_prefill.eval.inputs.text import Corpus
-
-TEXT = Corpus("foxes", "A quick brown fox did jump over it. " * 50, "foxes.txt")
-WINDOW: dict[str, Any] = {"context": 64, "windows": "0:1"}
-RUNS: dict[str, Callable[[Any, Any, Any, Path], Any]] = {
-    "perplexity": lambda m, t, c, out: evaluation.evaluate_perplexity(
-        m, TEXT, c, tokenizer=t, **WINDOW
-    ),
-    "ablation": lambda m, t, c, out: evaluation.run_ablation(
-        m, {}, out, base=c, datasets=[TEXT], tokenizer=t, contexts=[64], windows="0:1"
-    ),
-    "calibration": lambda m, t, c, out: evaluation.calibrate_layers(
-        m, TEXT, c, layers=1, tokenizer=t, **WINDOW
-    ),
-    "retrieval": lambda m, t, c, out: evaluation.evaluate_retrieval(
-        m, TEXT, {"x": c}, tokenizer=t, tasks=["single"], lengths=[480]
-    ),
-    "answers": lambda m, t, c, out: evaluation.compare_answers(
-        m, [TEXT], {"x": c}, tokenizer=t, prompts=1, prompt_tokens=100
-    ),
-    "attention": lambda m, t, c, out: evaluation.measure_attention(m, torch.arange(1, 65), c),
-    "patterns": lambda m, t, c, out: evaluation.visualize_attention_patterns(
-        m, torch.arange(1, 65), c, out
-    ),
-}
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_models_that_are_sparse_or_cannot_be_are_refused(
-    tiny_model: Any, tiny_tokenizer: Any, small_config: PrefillConfig, tmp_path: Path, run: str
-) -> None:
-    given = tiny_model, tiny_tokenizer, small_config, tmp_path / "out"
-    with (
-        h2o_prefill.enable(tiny_model, small_config),
-        pytest.raises(ValueError, match=r"model must have .*under h2o_prefill.enable\(\) already"),
-    ):
-        RUNS[run](*given)
-    assert not (tmp_path / "out").exists()
-    for layer in tiny_model.model.layers:
-        layer.self_attn.is_causal = False
-    message = "no layer of LlamaForCausalLM can be sparse"
-    warns = run in ("perplexity", "ablation", "calibration")
-    with (
-        pytest.warns(UserWarning, match=message)
-        if warns
-        else pytest.raises(NotImplementedError, match=message)
-    ):
-        RUNS[run](*given)
-    assert tiny_model.config._attn_implementation == "sdpa"
 
 
 class _Softcapped(nn.Module):

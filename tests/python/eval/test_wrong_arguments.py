@@ -1,0 +1,159 @@
+"""Wrong arguments of every evaluation: refused with their names, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import h2o_prefill
+from h2o_prefill import eval as evaluation
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.inputs.text import Corpus
+
+CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
+BOTH_DENSE = CONFIG.replace(dense_layers=(0, 1))
+TEXT = Corpus("foxes", "A quick brown fox did jump over it. " * 50, "foxes.txt")
+WINDOW = {"context": 64, "windows": "0:1"}
+ONE = {"dataset": TEXT, "chunk_config": CONFIG, **WINDOW}
+GRID = {"axes": {}, "base": CONFIG, "datasets": [TEXT], "contexts": [64], "windows": "0:1"}
+NEEDLES = {"haystack": TEXT, "variants": {"small": CONFIG}, "tasks": ["single"], "lengths": [480]}
+ASKED = {"texts": [TEXT], "variants": {"small": CONFIG}, "prompts": 1, "prompt_tokens": 100}
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.int64)
+
+
+PROMPT: dict[str, Any] = {"input_ids": _ids(64), "chunk_config": CONFIG}
+EVALUATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "perplexity": (evaluation.evaluate_perplexity, ONE),
+    "ablation": (evaluation.run_ablation, GRID),
+    "calibration": (evaluation.calibrate_layers, {**ONE, "layers": 1}),
+    "retrieval": (evaluation.evaluate_retrieval, NEEDLES),
+    "answers": (evaluation.compare_answers, ASKED),
+    "attention": (evaluation.measure_attention, PROMPT),
+    "patterns": (evaluation.visualize_attention_patterns, PROMPT),
+}
+
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "perplexity": [
+        ({"context": 31}, "context must be at least two chunks of 16 tokens.*got 31"),
+        ({"context": 1024}, "context must be <= 512, the longest that the model takes, got 1024"),
+        ({"windows": "0:99"}, "windows must be a slice within 0:28"),
+        ({"protocol": "mine"}, "protocol must be one of"),
+        ({"dataset": torch.ones(300)}, "dataset must be a sequence of token ids"),
+        ({"dataset": _ids(2, 300)}, "dataset must be a sequence of token"),
+        ({"dataset": [1] * 40}, "text must hold at least one window of 64 tokens, got 40"),
+        ({"dataset": " \n"}, "dataset must not be empty text"),
+        ({"tokenizer": None}, "a tokenizer must be given"),
+    ],
+    "ablation": [
+        ({"axes": {"chunks": [1]}}, "axes must be fields of PrefillConfig.*got 'chunks'"),
+        ({"axes": {"recall": []}}, "recall must be a sequence of at least one value"),
+        ({"axes": {"heavy_budget": [4, -1]}}, "heavy_budget must be >= 0, got -1"),
+        ({"axes": {"chunk_size": [64]}}, "that can be run: context must be at least two chunks"),
+        ({"axes": {"dense_layers": [(5,)]}}, "dense_layers must be < 2"),
+        ({"base": []}, r"base must be a sequence of at least one value, got \[\]"),
+        ({"contexts": []}, "contexts must be a sequence of at least one value"),
+        ({"contexts": [0]}, "contexts must be >= 1 and ints, got 0"),
+        ({"windows": "2:1"}, "windows must be a slice like 0:6"),
+        ({"protocol": "mine"}, "protocol must be one of"),
+        ({"datasets": []}, "datasets must be a sequence of at least one text"),
+        ({"output": __file__}, "output must be a folder, got the file"),
+        ({"tokenizer": None}, "tokenizer must be given"),
+    ],
+    "calibration": [
+        ({"layers": 0}, "layers must be at least 1"),
+        ({"layers": 2}, "fewer than the 2 that there are to choose from, got 2"),
+        ({"keep": "sparse"}, r"keep must be one of \('wide', 'dense'\), got 'sparse'"),
+        ({"context": 16}, "context must be at least two chunks"),
+        ({"windows": "0:99"}, "windows must be a slice within 0:28"),
+    ],
+    "retrieval": [
+        ({"tasks": ["cwe"]}, r"tasks must be of \('single', .* got 'cwe'"),
+        ({"tasks": []}, r"tasks must hold at least one value, each once, got \[\]"),
+        ({"lengths": [480, 480]}, r"lengths must hold .* each once, got \[480, 480\]"),
+        ({"lengths": [31]}, "at least two chunks of 16 tokens for variant 'small', .* got 31"),
+        ({"lengths": [200]}, "lengths must be >= 3.. for task 'single', .* got 200"),
+        ({"lengths": [480, 513]}, "lengths must be <= 512, the longest .* got 513"),
+        ({"depths": [-1]}, "depths must be percentages from 0 to 100, got -1"),
+        ({"depths": [50, 101]}, "depths must be percentages from 0 to 100, got 101"),
+        ({"prompts_per_cell": 0}, "prompts_per_cell must be >= 1, got 0"),
+        ({"question": "middle"}, r"question must be one of \('last', 'first'\), got 'middle'"),
+        ({"tokenizer": None}, "tokenizer must be given"),
+        ({"haystack": " \n"}, "haystack must not be empty text"),
+        ({"haystack": TEXT.text[:60]}, "text must be longer for lengths of 480 tokens"),
+        ({"variants": {"dense": CONFIG}}, "variants must not be named 'dense'"),
+    ],
+    "answers": [
+        ({"prompts": 0}, "prompts must be >= 1, got 0"),
+        ({"new_tokens": 0}, "new_tokens must be >= 1, got 0"),
+        ({"prompts": 20}, "the text 'foxes' must have 20 x 100 tokens, got 1800"),
+        ({"prompt_tokens": 600}, "must be <= 512"),
+        ({"texts": []}, "texts must hold at least one text, got none"),
+        ({"tokenizer": None}, "tokenizer must be given"),
+    ],
+    "attention": [
+        ({"input_ids": _ids(1)}, "input_ids must hold at least two tokens, got 1"),
+        ({"input_ids": _ids(1, 513)}, "input_ids must be <= 512, .* got 513"),
+        ({"chunk_config": BOTH_DENSE}, r"dense_layers must leave a layer sparse, got \(0, 1\)"),
+        ({"chunk_config": CONFIG.replace(dense_layers=(7,))}, r"dense_layers must be < 2, got \(7"),
+    ],
+    "patterns": [
+        ({"input_ids": _ids(2, 64)}, r"input_ids must be .*got torch.int64 \[2, 64\]"),
+        ({"input_ids": _ids(31)}, "at least two chunks of 16 tokens, got 31 tokens"),
+        ({"input_ids": _ids(33)}, "cut it to 32 tokens, got 33"),
+        ({"input_ids": _ids(528)}, "input_ids must be <= 512, .* got 528"),
+        ({"chunk_config": BOTH_DENSE}, r"dense_layers must leave a layer sparse, got \(0, 1\)"),
+        ({"output_dir": __file__}, r"output_dir must be a folder, got the file '.*py'"),
+    ],
+}
+
+
+@pytest.fixture
+def evaluate(tiny_model: Any, tiny_tokenizer: Any, tmp_path: Path) -> Any:
+    """Run an evaluation by its name, with changed arguments; it may write into `out`."""
+    folders = {"ablation": "output", "patterns": "output_dir"}
+
+    def run(name: str, **changes: Any) -> Any:
+        function, given = EVALUATIONS[name]
+        if "input_ids" not in given:
+            given = {**given, "tokenizer": tiny_tokenizer}
+        if name in folders:
+            given = {**given, folders[name]: tmp_path / "out"}
+        return function(tiny_model, **{**given, **changes})
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), [(name, *case) for name in WRONG for case in WRONG[name]]
+)
+def test_wrong_arguments_are_refused(
+    evaluate: Any, tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(name, **changes)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_models_that_are_sparse_or_cannot_be_are_refused(
+    evaluate: Any, tiny_model: Any, tmp_path: Path, name: str
+) -> None:
+    already = pytest.raises(ValueError, match=r"model must have .*under h2o_prefill.enable\(\)")
+    with h2o_prefill.enable(tiny_model, CONFIG), already:
+        evaluate(name)
+    assert not (tmp_path / "out").exists()
+    for layer in tiny_model.model.layers:
+        layer.self_attn.is_causal = False
+    message = "no layer of LlamaForCausalLM can be sparse"
+    warns = name in ("perplexity", "ablation", "calibration")
+    refused: Any = pytest.raises(NotImplementedError, match=message)
+    with pytest.warns(UserWarning, match=message) if warns else refused:
+        evaluate(name)
+    assert tiny_model.config._attn_implementation == "sdpa"
