@@ -6,6 +6,8 @@ import math
 import os
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from h2o_prefill.eval.perplexity.result import PerplexityResult, PositionCurve
 from h2o_prefill.eval.plotting import DENSE, SPARSE, draw_lines_behind, make_figure, save_figure
 
@@ -27,9 +29,11 @@ def plot_perplexity(
     for axes in (window, window_change):
         for begin in range(result.config.chunk_size, result.context, result.config.chunk_size):
             axes.axvline(begin, color="0.6", linewidth=0.8, linestyle=":", zorder=0)
+    error = result.stderr_percent
+    known = "" if math.isnan(error) else f" ± {error:.2f}"
     window.set_title(
         f"dense {result.dense.ppl:.3f}, sparse {result.sparse.ppl:.3f} "
-        f"({result.delta_percent:+.2f} %{_error(result.stderr_percent)})",
+        f"({result.delta_percent:+.2f} %{known})",
         fontsize=10,
     )
     chunk.set_title("average of all chunks but the first", fontsize=10)
@@ -46,24 +50,17 @@ def _draw(above: Axes, below: Axes, curve: PositionCurve, length: int) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     edges = [*curve.begin, curve.begin[-1] + curve.width]
-    dense, sparse = _numbers(curve.dense), _numbers(curve.sparse)
+    # None becomes NaN.
+    dense, sparse = (np.array(values, dtype=float) for values in (curve.dense, curve.sparse))
     above.stairs(dense, edges, baseline=None, **DENSE)
     above.stairs(sparse, edges, baseline=None, **SPARSE)
     above.set_yscale("log")
     above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     above.yaxis.set_major_formatter(ScalarFormatter())
     above.yaxis.set_minor_formatter(NullFormatter())
-    change = [100 * (after / before - 1) for before, after in zip(dense, sparse, strict=True)]
+    change = 100 * (sparse / dense - 1)
     below.stairs(change, edges, baseline=0, fill=True, color=SPARSE["color"], alpha=0.5)
     below.axhline(0, color="0.3", linewidth=0.8)
     for axes in (above, below):
         axes.set_xlim(0, length)
         draw_lines_behind(axes)
-
-
-def _numbers(values: list[float | None]) -> list[float]:
-    return [math.nan if value is None else value for value in values]
-
-
-def _error(percent: float) -> str:
-    return "" if math.isnan(percent) else f" ± {percent:.2f}"

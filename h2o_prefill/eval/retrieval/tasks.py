@@ -66,31 +66,22 @@ class Task(NamedTuple):
     new_tokens: int
 
 
-def _one_number(rng: random.Random, text: str, keys: int) -> Riddle:
-    names, numbers = _names(rng, text, keys), _numbers(rng, text, 7, keys)
-    needle, *distractors = map(_needle, names, numbers)
-    what = f"special magic number for {names[0]} mentioned in the provided text"
+def _magic_numbers(rng: random.Random, text: str, keys: int = 1, values: int = 1) -> Riddle:
+    """Ask for all the values of the first key, of which one or the other has several."""
+    names, numbers = _names(rng, text, keys), _numbers(rng, text, 7, max(keys, values))
+    hidden, asked, verb = "A special magic number is", "number", "is"
+    if values > 1:
+        hidden, asked, verb = "Some special magic numbers are", "numbers", "are"
+    what = f"special magic {asked} for {names[0]} mentioned in the provided text"
+    form = "One of the special magic numbers for {} is: {}."
     return Riddle(
-        intro="A special magic number is hidden within the following text. Make sure to memorize "
-        "it. I will quiz you about the number afterwards.",
-        question=f"What is the {what}?",
-        lead=f"The {what} is",
-        answers=(numbers[0],),
-        needles=(needle,),
-        distractors=tuple(distractors),
-    )
-
-
-def _multi_value(rng: random.Random, text: str) -> Riddle:
-    (name,), numbers = _names(rng, text, 1), _numbers(rng, text, 7, _VALUES)
-    what = f"special magic numbers for {name} mentioned in the provided text"
-    return Riddle(
-        intro="Some special magic numbers are hidden within the following text. Make sure to "
-        "memorize it. I will quiz you about the numbers afterwards.",
-        question=f"What are all the {what}?",
-        lead=f"The {what} are",
-        answers=tuple(numbers),
-        needles=tuple(_needle(name, number) for number in numbers),
+        intro=f"{hidden} hidden within the following text. Make sure to memorize it. I will quiz "
+        f"you about the {asked} afterwards.",
+        question=f"What {verb}{' all' if values > 1 else ''} the {what}?",
+        lead=f"The {what} {verb}",
+        answers=tuple(numbers[:values]),
+        needles=tuple(form.format(names[0], number) for number in numbers[:values]),
+        distractors=tuple(map(form.format, names[1:], numbers[1:])),
     )
 
 
@@ -129,10 +120,6 @@ def _paraphrased(rng: random.Random, text: str) -> Riddle:
     )
 
 
-def _needle(name: str, number: str) -> str:
-    return f"One of the special magic numbers for {name} is: {number}."
-
-
 def _names(rng: random.Random, text: str, count: int) -> list[str]:
     adjectives, nouns = _ADJECTIVES.split(), _NOUNS.split()
     return _distinct(lambda: f"{rng.choice(adjectives)}-{rng.choice(nouns)}", count, text)
@@ -154,9 +141,9 @@ def _distinct(draw: Callable[[], str], count: int, text: str) -> list[str]:
 
 
 TASKS = {
-    "single": Task(partial(_one_number, keys=1), new_tokens=24),
-    "multi_key": Task(partial(_one_number, keys=_KEYS), new_tokens=24),
-    "multi_value": Task(_multi_value, new_tokens=64),
+    "single": Task(_magic_numbers, new_tokens=24),
+    "multi_key": Task(partial(_magic_numbers, keys=_KEYS), new_tokens=24),
+    "multi_value": Task(partial(_magic_numbers, values=_VALUES), new_tokens=64),
     "variable_tracking": Task(_variable_tracking, new_tokens=48),
     "paraphrased": Task(_paraphrased, new_tokens=24),
 }
