@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,10 +20,10 @@ from h2o_prefill.eval.runs import (
     check_dense,
     check_length,
     chosen_variants,
+    count_steps,
     eval_mode,
     generate_greedily,
     prefill_mode,
-    report_progress,
 )
 
 QUESTION = "Summarize the text above in one sentence."
@@ -121,8 +120,7 @@ def compare_answers(
     check_length(network, longest + new_tokens, "prompt_tokens with question and answer")
 
     runs = {DENSE: None, **chosen}
-    total = len(asked) * len(runs)
-    steps = itertools.count()
+    step = count_steps(on_progress, len(asked) * len(runs))
     found: list[PromptAnswers] = []
     with torch.no_grad(), eval_mode(network):
         for number, (corpus, begin, ids) in enumerate(asked, 1):
@@ -130,7 +128,7 @@ def compare_answers(
             tokens: dict[str, list[int]] = {}
             logits: Sequence[Tensor] = ()
             for name, config in runs.items():
-                report_progress(on_progress, next(steps), total, f"prompt {number} {name}")
+                step(f"prompt {number} {name}")
                 options = {"output_logits": config is None, "return_dict_in_generate": True}
                 with prefill_mode(network, config, strict=True):
                     made = generate_greedily(network, ids, new_tokens, **options)
@@ -141,7 +139,7 @@ def compare_answers(
             answers = {name: _compare(tokenizer, tokens[name], dense, logits) for name in chosen}
             text = str(tokenizer.decode(dense, skip_special_tokens=True))
             found.append(PromptAnswers(corpus.name, begin, length, len(dense), text, answers))
-    report_progress(on_progress, total, total, "done")
+    step("done")
     sources = [corpus.source for corpus in texts]
     return AnswersResult(found, chosen, question, prompt_tokens, new_tokens, sources)
 

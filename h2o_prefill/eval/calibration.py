@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flo
 from h2o_prefill.eval.inputs.text import Corpus
 from h2o_prefill.eval.perplexity.evaluate import PairedRuns, check_settings
 from h2o_prefill.eval.perplexity.windows import model_windows
-from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, report_progress
+from h2o_prefill.eval.runs import Progress, count_layers, count_steps, eval_mode
 from h2o_prefill.presets import chosen_config
 
 # What the chosen layers become, and the field of `PrefillConfig` that names them.
@@ -112,17 +111,15 @@ def calibrate_layers(
             f"choose from, got {layers}"
         )
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
-    passes = len(batches) * (len(candidates) + 3)
-    steps = itertools.count()
+    step = count_steps(on_progress, len(batches) * (len(candidates) + 3))
     with torch.no_grad(), eval_mode(model):
         runs = PairedRuns(model, selected, batches, _PROTOCOL, keep_dense=True)
 
         def measure(tried: PrefillConfig, what: str) -> float:
-            def step(index: int, mode: str) -> None:
-                now = mode if mode == "dense" else what
-                report_progress(on_progress, next(steps), passes, f"window {index} {now}")
+            def tell(index: int, mode: str) -> None:
+                step(f"window {index} {mode if mode == 'dense' else what}")
 
-            return runs.evaluate(tried, step).kl_mean
+            return runs.evaluate(tried, tell).kl_mean
 
         before = measure(config, "sparse")
         by_layer = {
@@ -132,7 +129,7 @@ def calibrate_layers(
         ranking = sorted(by_layer, key=by_layer.__getitem__)
         chosen = _with_layers(config, KEPT[keep], ranking[:layers])
         after = measure(chosen, f"chosen layers {keep}")
-    report_progress(on_progress, passes, passes, "done")
+    step("done")
     return LayerCalibration(
         config=chosen,
         kl_before=before,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +26,12 @@ def report_progress(on_progress: Progress | None, done: int, total: int, what: s
     """Call `on_progress`, if there is one."""
     if on_progress is not None:
         on_progress(done, total, what)
+
+
+def count_steps(on_progress: Progress | None, total: int) -> Callable[[str], None]:
+    """Return a function that reports the next of so many steps, and at last that all are done."""
+    steps = itertools.count()
+    return lambda what: report_progress(on_progress, next(steps), total, what)
 
 
 def prefill_mode(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from h2o_prefill.eval.inputs.text import Corpus
 from h2o_prefill.eval.perplexity.result import PerplexityResult, summarize
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.perplexity.windows import model_windows, parse_windows, scored_rows
-from h2o_prefill.eval.runs import Progress, count_layers, eval_mode, prefill_mode, report_progress
+from h2o_prefill.eval.runs import Progress, count_layers, count_steps, eval_mode, prefill_mode
 from h2o_prefill.presets import chosen_config
 
 
@@ -76,15 +75,11 @@ def evaluate_perplexity(
     check_settings(config, context, windows, protocol)
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
     selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
-    passes = 2 * len(batches)
-    steps = itertools.count()
-
-    def step(index: int, what: str) -> None:
-        report_progress(on_progress, next(steps), passes, f"window {index} {what}")
-
+    step = count_steps(on_progress, 2 * len(batches))
     with torch.no_grad(), eval_mode(network):
-        result = PairedRuns(network, selected, batches, protocol).evaluate(config, step)
-    report_progress(on_progress, passes, passes, "done")
+        runs = PairedRuns(network, selected, batches, protocol)
+        result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"))
+    step("done")
     return result
 
 

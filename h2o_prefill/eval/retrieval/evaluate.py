@@ -31,10 +31,10 @@ from h2o_prefill.eval.runs import (
     Progress,
     check_model,
     chosen_variants,
+    count_steps,
     eval_mode,
     generate_greedily,
     prefill_mode,
-    report_progress,
 )
 
 LENGTHS = (2048, 4096, 8192)
@@ -116,8 +116,7 @@ def evaluate_retrieval(
 
     runs = {DENSE: None, **chosen}
     cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
-    steps = itertools.count()
-    total = len(cells) * len(runs)
+    step = count_steps(on_progress, len(cells) * len(runs))
     outcomes: list[PromptOutcome] = []
     with torch.no_grad(), eval_mode(network):
         for task, length, depth, index in cells:
@@ -125,8 +124,7 @@ def evaluate_retrieval(
             ids, new_tokens, answers = build(task, length, depth, own_seed)
             said: dict[str, str] = {}
             for name, config in runs.items():
-                what = f"{task} {length} {depth:g} % {name}"
-                report_progress(on_progress, next(steps), total, what)
+                step(f"{task} {length} {depth:g} % {name}")
                 with prefill_mode(network, config, strict=True):
                     made = generate_greedily(network, ids, new_tokens)[0, ids.shape[1] :]
                 said[name] = str(tokenizer.decode(made, skip_special_tokens=True))
@@ -134,7 +132,7 @@ def evaluate_retrieval(
             outcomes.append(
                 PromptOutcome(task, length, depth, own_seed, ids.shape[1], answers, said, scores)
             )
-    report_progress(on_progress, total, total, "done")
+    step("done")
     return RetrievalResult(
         outcomes=outcomes,
         summary=summarize_retrieval(outcomes, list(runs)),
