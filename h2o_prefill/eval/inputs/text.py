@@ -45,7 +45,10 @@ def load_text(
     if text_file is not None:
         return _file_corpus(Path(text_file).name, text_file, "text_file")
     if dataset == "pydoc":
-        return _pydoc()
+        from pydoc_data.topics import topics
+
+        text = "\n\n".join(topics[key] for key in sorted(topics))
+        return Corpus("pydoc", text, "pydoc_data.topics")
     named = os.environ.get(WIKITEXT2_VARIABLE)
     if named:
         return _file_corpus("wikitext2", named, WIKITEXT2_VARIABLE)
@@ -91,29 +94,19 @@ def read_text(path: str | os.PathLike[str], argument: str) -> str:
     return text
 
 
-def _pydoc() -> Corpus:
-    from pydoc_data.topics import topics
-
-    return Corpus("pydoc", "\n\n".join(topics[key] for key in sorted(topics)), "pydoc_data.topics")
-
-
 def _wikitext2_from_hub() -> Corpus:
     path, config = _HUB_WIKITEXT2
+    reachable = True
     try:
         import datasets
-    except ImportError as error:
-        raise ValueError(_no_wikitext2("the package datasets is not installed")) from error
-    with offline_unless_reachable() as reachable:
-        try:
+
+        with offline_unless_reachable() as reachable:
             rows = datasets.load_dataset(path, config, split="test")
-        except Exception as error:  # datasets raises its own, the hub's and the connection's
-            why = first_line(error) if reachable else OUT_OF_REACH
-            raise ValueError(_no_wikitext2(why)) from error
+    except Exception as error:  # datasets raises its own, the hub's and the connection's
+        why = first_line(error) if reachable else OUT_OF_REACH
+        raise ValueError(
+            f"dataset 'wikitext2' is not on this machine and could not be downloaded ({why}): give "
+            f"its wiki.test.raw by --text-file or {WIKITEXT2_VARIABLE}, or use the stand-in "
+            "--dataset pydoc"
+        ) from error
     return Corpus("wikitext2", "\n\n".join(rows["text"]), f"{path}/{config}/test")
-
-
-def _no_wikitext2(why: str) -> str:
-    return (
-        f"dataset 'wikitext2' is not on this machine and could not be downloaded ({why}): give its "
-        f"wiki.test.raw by --text-file or {WIKITEXT2_VARIABLE}, or use the stand-in --dataset pydoc"
-    )
