@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import h2o_prefill
+from h2o_prefill.cli.tables import ablation_table
 from h2o_prefill.presets import PRESETS
 
 pd = pytest.importorskip("pandas")
@@ -238,6 +239,9 @@ def test_ablate_writes_a_table_a_csv_file_and_a_figure(ablate: Run, csv: Path) -
         assert float(sparse) == pytest.approx(row["sparse_ppl"], abs=6e-4)
     assert csv.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert done.stderr.split() == ["wrote", str(csv), "wrote", str(csv.with_suffix(".png"))]
+    # A preset stands for the settings, if every row has one.
+    named = ablation_table(frame.assign(preset=["h2o", "recommended"] * 2))
+    assert [column.header for column in named.columns][:2] == ["preset", "dense"]
 
 
 def test_options_of_ablate_reach_the_run(ablate: Run, tiny: Any, csv: Path, tmp_path: Path) -> None:
