@@ -130,7 +130,7 @@ def retrieval_table(result: RetrievalResult) -> Table:
             str(row.length) if first else "",
             row.variant,
             _with_interval(row.accuracy, row.accuracy_interval),
-            _numbers(f"{{:.0f}}/{row.dense_solved}", row.kept * row.dense_solved),
+            _numbers("{:.0f}/{:.0f}", row.kept * row.dense_solved, row.dense_solved),
             _with_interval(row.kept, row.kept_interval),
         )
     return table

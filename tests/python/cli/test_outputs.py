@@ -32,7 +32,7 @@ PLOT = ("ppl", "retrieve")
         *((command, "--plot", "missing/r.png") for command in PLOT),
         *(("ablate", "--output", path) for path in ("text.txt/folder", "/proc/folder")),
         *((command, "--output", "text.txt") for command in FOLDER),
-        # A folder in the place of a result.
+        # A folder in the place of a result: its parent is the output.
         ("bench", "--output", "memory_profile.png/.."),
         ("ablate", "--output", "perplexity_ablation.csv/.."),
         ("ablate", "--output", "perplexity_ablation.png/.."),
