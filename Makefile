@@ -54,9 +54,11 @@ demo: build $(BIN)/.model
 	h2o-prefill ppl --dataset $(DEMO_DATASET) --windows 0:2 --json demo/perplexity.json --plot demo/perplexity.png
 demo-cpp: build $(BIN)/.model
 	examples/demo.sh demo $(DEMO_DATASET) $(H2O_BUILD_DIR)
-BENCHMARKS := cpu_peak intra_chunk memory colsum select scores gather dense linear linear_decode recall prefill model package padded decode allocations peers
+BENCHMARKS := $(foreach command,cpu_peak intra_chunk memory colsum select scores gather dense,"operators.py $(command)") \
+  "linear.py linear" "linear.py linear_decode" $(foreach command,recall prefill allocations,"layer.py $(command)") \
+  $(foreach command,model package padded decode,"models.py $(command)") peers.py
 bench: build $(BIN)/.model
-	for name in $(BENCHMARKS); do python benchmarks/bench_$$name.py || exit 1; done
+	for command in $(BENCHMARKS); do python benchmarks/$$command || exit 1; done
 	python benchmarks/plot.py
 test: test-python test-isas test-cpp
 test-python: build $(BIN)/.dev $(BIN)/.model

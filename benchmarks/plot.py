@@ -2,87 +2,69 @@
 
 from __future__ import annotations
 
-import functools
-import json
+import re
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from common import options
-from common.plan import RESULTS
-from common.plot_linear import plot_linear
-from common.plot_parts import Row, draw_line, make_figure, save_figure, use_length_axis
-from common.plot_peers import plot_peers
+from common.benchmark import RESULTS, new_app
+from common.report import Row, read_report
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from h2o_prefill.eval import plotting
+
+app = new_app()
+Style = dict[str, Any]
 
 # Told apart by people who see colours differently, and by line style and marker in print.
-STYLES: dict[str, dict[str, Any]] = {
-    "dense": {"color": "#0072B2", "marker": "o"},
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+GREY: Style = {"color": "0.45", "marker": "s", "linestyle": ":"}
+STYLES: dict[str, Style] = {
+    "dense": {"color": BLUE, "marker": "o"},
     "dense in chunks": {"color": "#56B4E9", "marker": "s", "linestyle": "--"},
-    "sparse": {"color": "#D55E00", "marker": "D"},
+    "exact": {"color": GREEN, "marker": "^"},
+    "sparse": {"color": ORANGE, "marker": "D"},
     "without attention": {"color": "0.45", "marker": None, "linestyle": ":"},
 }
-_SHORTEST = 512
 VARIANTS = {
     "dense": "dense",
     "dense_chunked": "dense in chunks",
+    "exact": "exact",
     "sparse": "sparse",
     "no_attention": "without attention",
 }
+_SHORTEST = 512
+
+LINEAR: Style = {"color": ORANGE, "marker": "D"}
+BACKWARD: Style = {"linestyle": "--"}
+# Label, fields of the time and of the memory, style.
+FORMS: list[tuple[str, str, str, Style]] = [
+    ("linear attention", "milliseconds", "temporary_megabytes", LINEAR),
+    ("with its backward", "both_milliseconds", "both_megabytes", LINEAR | BACKWARD),
+    ("SDPA", "sdpa_milliseconds", "sdpa_megabytes", STYLES["dense"]),
+    (
+        "SDPA with its backward",
+        "sdpa_both_milliseconds",
+        "sdpa_both_megabytes",
+        STYLES["dense"] | BACKWARD,
+    ),
+    ("masked square", "square_milliseconds", "square_megabytes", {"color": GREEN, "marker": "^"}),
+    ("cumulative sums", "cumsum_milliseconds", "cumsum_megabytes", {"color": PINK, "marker": "v"}),
+    ("flash-linear-attention", "fla_milliseconds", "fla_megabytes", GREY),
+]
+
+# Of a program's modes, and of one mode as a package or with several batches.
+_MARKERS = ["o", "D", "^", "s", "v", "P", "X"]
+_FILLS = ["full", "none", "left", "right"]
+_LOSS_TICKS = [0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+_SECOND_TICKS = [0.1, 0.2, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200]
 
 
-def plot_throughput(prefill: Row | None, model: Row | None, path: Path) -> Path:
-    """Draw tokens a second by prompt length: attention of one layer, and whole models."""
-    layers, models = _groups(prefill, "layer"), _groups(model, "model")
-    figure, grid = make_figure(len(layers) + len(models))
-    for axes, (title, rows) in zip(grid, [*layers.items(), *models.items()], strict=True):
-        if title in layers:
-            for name in ("dense", "sparse"):
-                draw_line(
-                    axes, name, rows, functools.partial(_layer_rate, name=name), **STYLES[name]
-                )
-            _label_speedups(axes, rows)
-        else:
-            for variant, name in VARIANTS.items():
-                chosen = [row for row in rows if row["variant"] == variant]
-                draw_line(axes, name, chosen, itemgetter("tokens_per_second"), **STYLES[name])
-        axes.set_title(title, fontsize=9)
-        use_length_axis(axes, [row["length"] for row in rows])
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(FuncFormatter(_thousands))
-        axes.set_ylabel("tokens / s")
-        axes.legend(frameon=False, fontsize=8)
-    return save_figure(figure, "Prefill throughput (higher is better)", [prefill, model], path)
-
-
-def plot_memory(allocations: Row, path: Path) -> Path:
-    """Draw memory beside the KV cache by prompt length, and memory held over many prompts."""
-    rows = allocations["rows"]
-    sizes = _groups({**allocations, "rows": [r for r in rows if "length" in r]}, "layer")
-    held = [row for row in rows if row.get("allocated_bytes") and row["allocated_bytes"][0]]
-    figure, grid = make_figure(len(sizes) + bool(held))
-    for axes, (title, chosen) in zip(grid, sizes.items(), strict=False):
-        draw_line(axes, "KV cache", chosen, itemgetter("kv_megabytes"), color="0.45")
-        workspaces = (("dense", "dense_workspace_megabytes"), ("sparse", "workspace_megabytes"))
-        for name, field in workspaces:
-            label = f"workspace, {name}"
-            draw_line(axes, label, chosen, itemgetter(field), **STYLES[name])
-        state = {"color": "#009E73", "marker": "^"}
-        draw_line(axes, "scores + memory set", chosen, itemgetter("state_megabytes"), **state)
-        axes.set_title(title + ", one layer", fontsize=9)
-        use_length_axis(axes, [row["length"] for row in chosen])
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        axes.set_ylabel("MB")
-    handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    if held:
-        _draw_growth(grid[-1], held)
-    return save_figure(figure, "Memory of sparse prefill", [allocations], path)
-
-
+@app.command()
 def main(
     results: Annotated[
         Path, typer.Option("--results", metavar="FOLDER", help="Where the JSON files are.")
@@ -94,50 +76,94 @@ def main(
 ) -> None:
     """Draw the figures from prefill, model, allocations, linear and peers.json, as far as there."""
     names = ("prefill", "model", "allocations", "linear", "peers")
-    found = {name: _read(results / f"{name}.json") for name in names}
-    if not any(found.values()):
+    files = {name: results / f"{name}.json" for name in names}
+    found = {name: read_report(file) for name, file in files.items() if file.is_file()}
+    if not found:
         raise typer.BadParameter(
             f"--results must hold prefill, model, allocations, linear or peers.json: {results}"
         )
     folder = output or results
-    if found["prefill"] or found["model"]:
-        typer.echo(
-            plot_throughput(found["prefill"], found["model"], folder / "throughput_comparison.png")
-        )
-    if found["allocations"]:
-        typer.echo(plot_memory(found["allocations"], folder / "memory_profile.png"))
-    if found["linear"]:
-        typer.echo(plot_linear(found["linear"], folder / "linear.png"))
-    if found["peers"] and (figure := plot_peers(found["peers"], folder / "peers.png")):
-        typer.echo(figure)
+    speed = [found.get(name) for name in ("prefill", "model")]
+    drawn = [draw_throughput(*speed, folder / "throughput_comparison.png") if any(speed) else None]
+    for name, draw, file in (
+        ("allocations", draw_memory, "memory_profile.png"),
+        ("linear", draw_linear, "linear.png"),
+        ("peers", draw_peers, "peers.png"),
+    ):
+        drawn.append(draw(found[name], folder / file) if name in found else None)
+    for path in filter(None, drawn):
+        typer.echo(path)
 
 
-def _read(path: Path) -> Row | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def draw_throughput(prefill: Row | None, model: Row | None, path: Path) -> Path:
+    """Draw tokens a second by prompt length: attention of one layer, and whole models."""
+    layers, models = _groups(prefill, "layer"), _groups(model, "model")
+    figure, grid = _make_figure(len(layers) + len(models))
+    for axes, (title, rows) in zip(grid, [*layers.items(), *models.items()], strict=True):
+        if title in layers:
+            for name in ("dense", "sparse"):
+                _draw_line(axes, name, rows, _layer_rate(name), **STYLES[name])
+            _label_speedups(axes, rows)
+        else:
+            for variant, name in VARIANTS.items():
+                chosen = [row for row in rows if row["variant"] == variant]
+                if chosen:
+                    rate = itemgetter("tokens_per_second")
+                    _draw_line(axes, name, chosen, rate, **STYLES[name])
+        axes.set_title(title, fontsize=9)
+        _use_length_axis(axes, rows)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(FuncFormatter(_thousands))
+        axes.set_ylabel("tokens / s")
+        axes.legend(frameon=False, fontsize=8)
+    return _save_figure(figure, "Prefill throughput (higher is better)", prefill or model, path)
 
 
-def _groups(result: Row | None, kind: str) -> dict[str, list[Row]]:
+def draw_memory(allocations: Row, path: Path) -> Path:
+    """Draw memory beside the KV cache by prompt length, and memory held over many prompts."""
+    rows = allocations["results"]
+    sizes = _groups({**allocations, "results": [r for r in rows if "length" in r]}, "layer")
+    held = [row for row in rows if row.get("allocated_bytes") and row["allocated_bytes"][0]]
+    figure, grid = _make_figure(len(sizes) + bool(held))
+    lines = [
+        ("KV cache", "kv_megabytes", {"color": "0.45"}),
+        ("workspace, dense", "dense_workspace_megabytes", STYLES["dense"]),
+        ("workspace, sparse", "workspace_megabytes", STYLES["sparse"]),
+        ("scores + memory set", "state_megabytes", {"color": GREEN, "marker": "^"}),
+    ]
+    for axes, (title, chosen) in zip(grid, sizes.items(), strict=False):
+        for label, field, style in lines:
+            _draw_line(axes, label, chosen, itemgetter(field), **style)
+        axes.set_title(title + ", one layer", fontsize=9)
+        _use_length_axis(axes, chosen)
+        _use_log_axis(axes, "MB")
+    _add_legend(figure, grid[0], 4)
+    if held:
+        _draw_growth(grid[-1], held)
+    return _save_figure(figure, "Memory of sparse prefill", allocations, path)
+
+
+def _groups(report: Row | None, kind: str) -> dict[str, list[Row]]:
     """Return the rows by panel: one for each model and dtype, with the most threads."""
-    if result is None:
-        return {}
-    most = max(row["threads"] for row in result["rows"])
     groups: dict[str, list[Row]] = {}
-    longest = max(row["length"] for row in result["rows"])
-    for row in result["rows"]:
+    if report is None:
+        return groups
+    most = max(row["threads"] for row in report["results"])
+    longest = max(row["length"] for row in report["results"])
+    for row in report["results"]:
         # The shortest prompts are of interest in the table only.
         if row["threads"] == most and row["length"] >= min(_SHORTEST, longest):
             name = (
                 f"attention, {row['model']}"
                 if kind == "layer"
-                else Path(result["options"]["model"]).name
+                else Path(report["config"]["model"]).name
             )
-            title = f"{name}, {row['dtype']}, {most} thread{'s'[: most > 1]}"
-            groups.setdefault(title, []).append(row)
+            groups.setdefault(f"{name}, {row['dtype']}, {_threads(most)}", []).append(row)
     return groups
 
 
-def _layer_rate(row: Row, name: str) -> float:
-    return 1e3 * row["length"] / row[f"{name}_milliseconds"]
+def _layer_rate(name: str) -> Callable[[Row], float]:
+    return lambda row: 1e3 * row["length"] / row[f"{name}_milliseconds"]
 
 
 def _label_speedups(axes: Axes, rows: list[Row]) -> None:
@@ -145,7 +171,7 @@ def _label_speedups(axes: Axes, rows: list[Row]) -> None:
         if row["flop_ratio"] > 1:
             axes.annotate(
                 f"{row['speedup']:.1f}x",
-                (row["length"], _layer_rate(row, "sparse")),
+                (row["length"], _layer_rate("sparse")(row)),
                 textcoords="offset points",
                 xytext=(3, 5),
                 ha="left",
@@ -169,11 +195,194 @@ def _draw_growth(axes: Axes, rows: list[Row]) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
+def draw_linear(report: Row, path: Path) -> Path:
+    """Draw time and temporary memory by length, and both by chunk size, for every shape.
+
+    Of several dtypes the first is drawn, of several numbers of threads the largest.
+    """
+    first = report["results"][0]
+    most = max(row.get("threads", 0) for row in report["results"])
+    case = {"dtype": first["dtype"], "threads": most}
+    rows = [row for row in report["results"] if {"threads": 0, **row}.items() >= case.items()]
+    shapes = list(dict.fromkeys(row["model"] for row in rows))
+    figure, grid = _make_figure(3 * len(shapes))
+    for i, name in enumerate(shapes):
+        chosen = [row for row in rows if row["model"] == name]
+        time, memory, sweep = grid[3 * i : 3 * i + 3]
+        by_length = [row for row in chosen if not row.get("swept")]
+        for field, axes, label in ((1, time, "ms"), (2, memory, "MB beside the results")):
+            for form in FORMS:
+                shown = [row for row in by_length if row.get(form[field], 0) > 0]
+                if shown:
+                    _draw_line(axes, form[0], shown, itemgetter(form[field]), **form[3])
+            _use_length_axis(axes, by_length, "sequence (tokens)")
+            _use_log_axis(axes, label)
+        _draw_sweep(sweep, [row for row in chosen if row.get("swept")], first["chunk_size"])
+        time.set_title(f"{name}, D = {chosen[0]['head_dim']}: time", fontsize=9)
+        memory.set_title(f"{name}: temporary memory", fontsize=9)
+    _add_legend(figure, grid[0], 4)
+    threads = f", {_threads(most)}" if most else ""
+    title = f"Linear attention, {first['dtype']}{threads} (lower is better)"
+    return _save_figure(figure, title, report, path)
+
+
+def _draw_sweep(axes: Axes, rows: list[Row], default: int) -> None:
+    """Draw everything relative to the default chunk size."""
+    if not rows:
+        axes.remove()
+        return
+    rows = sorted(rows, key=itemgetter("chunk_size"))
+    (base,) = (row for row in rows if row["chunk_size"] == default)
+    sizes = [{**row, "length": row["chunk_size"]} for row in rows]
+    for label, field, style in (
+        ("time", "milliseconds", LINEAR),
+        ("with its backward", "both_milliseconds", LINEAR | BACKWARD),
+        ("temporary memory", "temporary_megabytes", GREY),
+    ):
+        _draw_line(axes, label, sizes, lambda row, f=field: row[f] / base[f], **style)
+    _use_length_axis(axes, sizes, "chunk size (tokens)")
+    axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
+    axes.set_ylabel(f"relative to C = {default}")
+    axes.set_title(f"chunk size, at {base['length']} tokens", fontsize=9)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_peers(report: Row, path: Path) -> Path | None:
+    """Draw the loss by the seconds of a prefill, a panel for each length.
+
+    Of several numbers of threads the largest is drawn. Returns None, and draws nothing, where no
+    row has both a loss and a time.
+    """
+    rows = [row for row in report["results"] if {"delta_percent", "seconds"} <= set(row)]
+    if not rows:
+        return None
+    most = max(row["threads"] for row in rows)
+    rows = [row for row in rows if row["threads"] == most]
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    styles = _peer_styles(rows)
+    figure, grid = _make_figure(len(lengths))
+    columns = min(len(lengths), 3)
+    figure.set_size_inches(6.2 * columns, 4.6 * -(-len(lengths) // columns) + 2.2)
+    for axes, length in zip(grid, lengths, strict=True):
+        chosen = [row for row in rows if row["length"] == length]
+        for row in chosen:
+            style = styles[row["variant"]]
+            point = (row["seconds"], row["delta_percent"])
+            # Settings texts are long and have no blanks: they break after a comma.
+            label = re.sub(r"(.{24,44}?,)(?=\S)", r"\1\n", row["variant"])
+            axes.plot(*point, linestyle="none", label=label, **style)
+            if error := row.get("stderr_percent"):
+                axes.errorbar(*point, error, color=style["color"], elinewidth=1, capsize=2)
+        axes.set_title(f"{length:,} tokens, {_threads(most)}", fontsize=9)
+        _use_peer_axes(axes, chosen)
+    _add_legend(figure, grid[0], 3)
+    title = "What prefill loses beside its time: lower left is better"
+    return _save_figure(figure, title, report, path)
+
+
+def _peer_styles(rows: list[Row]) -> dict[str, Style]:
+    """Return a colour for each program, a marker for each mode, a fill for each form of a mode."""
+    programs = dict.fromkeys(row["program"] for row in rows)
+    colours = dict(zip(programs, (BLUE, ORANGE, GREEN, PINK), strict=False))
+    modes: dict[str, dict[str, int]] = {}
+    forms: dict[str, dict[str, int]] = {}
+    styles = {}
+    for row in rows:
+        mode, form, _ = re.split(r"(, package|, batch \d+|)$", row["variant"], maxsplit=1)
+        known, of_mode = modes.setdefault(row["program"], {}), forms.setdefault(mode, {})
+        styles[row["variant"]] = {
+            "color": colours.get(row["program"], "0.45"),
+            "marker": _MARKERS[known.setdefault(mode, len(known)) % len(_MARKERS)],
+            "fillstyle": _FILLS[of_mode.setdefault(form, len(of_mode)) % len(_FILLS)],
+            "markersize": 8,
+        }
+    return styles
+
+
+def _use_peer_axes(axes: Axes, rows: list[Row]) -> None:
+    seconds = [row["seconds"] for row in rows]
+    axes.set_xscale("log")
+    axes.set_xlim(min(seconds) / 1.25, max(seconds) * 1.25)
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in _SECOND_TICKS if low <= tick <= high]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xlabel("seconds of the prefill")
+    # Below 1 % linear: dense modes are at 0, and rounding can be a gain.
+    axes.set_yscale("symlog", linthresh=1)
+    largest = max(row["delta_percent"] + (row.get("stderr_percent") or 0) for row in rows)
+    axes.set_ylim(min(-0.5, *(row["delta_percent"] - 0.5 for row in rows)), 1.6 * max(largest, 2))
+    axes.set_yticks([tick for tick in _LOSS_TICKS if tick <= axes.get_ylim()[1]])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+    axes.set_ylabel("perplexity above the program's dense mode")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+
+
+def _make_figure(panels: int) -> tuple[Figure, list[Axes]]:
+    """Return a figure with so many panels, at most three in a row."""
+    columns = 2 if panels == 4 else min(panels, 3)
+    rows = -(-panels // columns)
+    figure = plotting.make_figure(3.4 * rows + 0.5, 4.4 * columns)
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in grid[panels:]:
+        axes.remove()
+    for axes in grid[:panels]:
+        axes.grid(color="0.92")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, grid[:panels]
+
+
+def _draw_line(
+    axes: Axes, label: str, rows: list[Row], value: Callable[[Row], float], **style: Any
+) -> None:
+    """Draw a value of rows by their length."""
+    lengths, values = [row["length"] for row in rows], [value(row) for row in rows]
+    axes.plot(lengths, values, label=label, **{"linewidth": 1.6, "markersize": 4, **style})
+
+
+def _use_length_axis(axes: Axes, rows: list[Row], label: str = "prompt (tokens)") -> None:
+    """Make the x axis one of the lengths of rows, which double."""
+    ticks = sorted({row["length"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.margins(x=0.1)
+    axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(label)
+
+
+def _use_log_axis(axes: Axes, label: str) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.set_ylabel(label)
+
+
+def _add_legend(figure: Figure, axes: Axes, columns: int) -> None:
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=8,
+    )
+
+
+def _save_figure(figure: Figure, title: str, report: Row, path: Path) -> Path:
+    """Write a figure, with the machine below its title; return the file."""
+    facts = report["environment"]
+    quick = " (quick: the figures mean nothing)" if report["quick"] else ""
+    machine = f"{facts['cpu']}, {facts['library']['cpu_isa_used']}, torch {facts['torch']}"
+    plotting.save_figure(figure, path, f"{title}{quick}\n{machine}", 10)
+    return path
+
+
 def _thousands(number: float, _: object) -> str:
     return f"{number / 1e3:g}k" if number >= 1000 else f"{number:g}"
 
 
-app = options.command(main)
+def _threads(count: int) -> str:
+    return f"{count} thread{'s'[: count > 1]}"
+
 
 if __name__ == "__main__":
     app()

@@ -62,23 +62,23 @@ else
   echo "sanitizer: skipped, compute-sanitizer is not installed"
 fi
 
-# bench RESULT SCRIPT SECONDS ARGUMENTS...
+# bench RESULT SECONDS PROGRAM ARGUMENTS...
 bench() {
-  local name="$1" script="$2" limit="$3"
+  local name="$1" limit="$2" program="$3"
   shift 3
-  part "bench-$name" "$limit" "$PYTHON" "benchmarks/bench_$script.py" --device cuda \
-    --json "$results/$name.json" "$@"
+  part "bench-$name" "$limit" "$PYTHON" "benchmarks/$program.py" "$@" --device cuda \
+    --json "$results/$name.json"
 }
 lengths=1024,4096,8192,16384,32768,65536,131072
-bench prefill prefill 60 --seconds 2 --lengths "$lengths"
-bench intra_chunk intra_chunk 20 --seconds 1
-bench memory memory 20 --seconds 1
-bench colsum colsum 25 --seconds 2
-bench linear linear 40 --seconds 1.5 --lengths "$lengths"
+bench prefill 60 layer prefill --seconds 2 --lengths "$lengths"
+bench intra_chunk 20 operators intra_chunk --seconds 1
+bench memory 20 operators memory --seconds 1
+bench colsum 25 operators colsum --seconds 2
+bench linear 40 linear linear --seconds 1.5 --lengths "$lengths"
 if [ ${#hopper[@]} -gt 0 ]; then
   export H2O_PREFILL_CUDA_SM90=1
-  bench prefill_sm90 prefill 60 --seconds 2 --lengths "$lengths"
-  bench colsum_sm90 colsum 25 --seconds 2
+  bench prefill_sm90 60 layer prefill --seconds 2 --lengths "$lengths"
+  bench colsum_sm90 25 operators colsum --seconds 2
 fi
 
 echo "total: $SECONDS s"

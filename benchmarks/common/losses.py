@@ -1,72 +1,57 @@
-"""Perplexity of ways to run one model, each beside its own dense mode, over the same windows."""
+"""Losses of perplexity, each against its own program's dense mode, over the same windows."""
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from common.report import Row
-from common.ways import Way
+from common.backends import OURS, Backend
+from common.report import Row, read_report
 from h2o_prefill.eval.perplexity.estimates import perplexity, relative_difference
 from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
+from h2o_prefill.eval.timing.compare import Timings
 
 PROTOCOL = "gptq"
 
-# What of a loss a row keeps, and what of an earlier run must be the same to take it over.
-_FIELDS = (
-    "version",
-    "windows",
-    "perplexity",
-    "delta_percent",
-    "stderr_percent",
-    "scored_tokens",
-)
+# What a row keeps of a loss, and what must be the same in an earlier run to take its losses over.
+_FIELDS = ("version", "windows", "perplexity", "delta_percent", "stderr_percent", "scored_tokens")
 _FACTS = ("model", "text", "dtype", "protocol")
 
+# Losses by length and backend.
+Known = dict[tuple[int, str], Row]
 
-class Losses:
-    """Losses over the windows of a text."""
 
-    def __init__(
-        self,
-        tokens: Tensor,
-        windows: Mapping[int, str],
-        known: Mapping[tuple[int, str], Row],
-    ) -> None:
-        self._tokens = tokens
-        self._windows = windows
-        self._known = dict(known)
+def measure_losses(
+    backends: Mapping[str, Backend], tokens: Tensor, length: int, windows: str, known: Known
+) -> Iterator[tuple[str, Row]]:
+    """Go through backends, with the loss of each as fields of a row; those that are not known join.
 
-    def measure(self, ways: Mapping[str, Way], length: int) -> Iterator[tuple[str, Row]]:
-        """Go through ways, with the loss of each as fields of a row.
+    A dense backend that does not tell probabilities has a loss of 0 by definition, and no
+    perplexity.
+    """
+    selected, batches = select_windows(tokens, length, windows)
+    rows = scored_rows(PROTOCOL, length)
 
-        A dense way that does not tell probabilities has a loss of 0 by definition, and no
-        perplexity.
-        """
-        selected, batches = select_windows(self._tokens, length, self._windows[length])
-        rows = scored_rows(PROTOCOL, length)
+    @functools.cache
+    def nll(name: str) -> Tensor | None:
+        score = backends[name].nll
+        if score is None:
+            return None
+        scores = score(batches, rows)
+        if not bool(scores.isfinite().all()):
+            raise ArithmeticError(f"{name} gave probabilities that are not finite")
+        return scores
 
-        @functools.cache
-        def nll(name: str) -> Tensor | None:
-            score = ways[name].nll
-            if score is None:
-                return None
-            scores = score(batches, rows)
-            if not bool(scores.isfinite().all()):
-                raise ArithmeticError(f"{name} gave probabilities that are not finite")
-            return scores
-
-        for name, way in ways.items():
-            where = {"version": way.version, "windows": list(selected)}
-            known = self._known.get((length, name), {})
-            if any(known.get(field) != value for field, value in where.items()):
-                self._known[length, name] = {**where, **_loss(nll(way.dense), nll(name))}
-            yield name, self._known[length, name]
+    for name, backend in backends.items():
+        where = {"version": backend.version, "windows": list(selected)}
+        row = known.get((length, name), {})
+        if any(row.get(field) != value for field, value in where.items()):
+            known[length, name] = {**where, **_loss(nll(backend.dense), nll(name))}
+        yield name, known[length, name]
 
 
 def _loss(dense: Tensor | None, nll: Tensor | None) -> Row:
@@ -81,21 +66,47 @@ def _loss(dense: Tensor | None, nll: Tensor | None) -> Row:
     }
 
 
-def read_losses(files: Sequence[Path], facts: Mapping[str, Any]) -> dict[tuple[int, str], Row]:
-    """Return the losses that earlier runs left, by length and way; those of later files go
-    first.
-    """
-    losses: dict[tuple[int, str], Row] = {}
+def read_losses(files: Sequence[Path], facts: Mapping[str, Any]) -> Known:
+    """Return the losses that earlier runs left; those of later files go first."""
+    losses: Known = {}
     for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        report = read_report(file)
         for name in _FACTS:
-            if (there := found["options"].get(name)) != facts[name]:
+            if (there := report["config"].get(name)) != facts[name]:
                 raise ValueError(
                     f"--losses must be a file of a run like this one, got {name} {there!r} in "
                     f"place of {facts[name]!r}"
                 )
-        for row in found["rows"]:
+        for row in report["results"]:
             if "delta_percent" in row:
                 fields = {name: row[name] for name in _FIELDS if name in row}
                 losses[row["length"], row["variant"]] = fields
     return losses
+
+
+def fastest_baselines(
+    backends: Mapping[str, Backend], rows: Sequence[Row], timings: Timings
+) -> Iterator[Row]:
+    """Go through our backends and other programs, with a row for each pair.
+
+    The baseline is the program's fastest mode whose relative loss of perplexity against its own
+    dense mode is not above ours against transformers on the same windows; dense modes lose nothing.
+    Standard errors are not taken into account.
+    """
+    others = dict.fromkeys(each.program for each in backends.values() if each.program != OURS)
+    for ours in (row for row in rows if backends[row["variant"]].program == OURS):
+        for program in others:
+            candidates = [
+                row
+                for row in rows
+                if backends[row["variant"]].program == program
+                and row["delta_percent"] <= max(0.0, ours["delta_percent"])
+            ]
+            best = min(candidates, key=lambda row: row["seconds"])
+            yield {
+                "ours": ours["variant"],
+                "our_delta_percent": ours["delta_percent"],
+                "baseline": best["variant"],
+                "baseline_delta_percent": best["delta_percent"],
+                **timings.ratio(best["variant"], ours["variant"]).fields("our_speedup"),
+            }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.ways import Way
+from common.backends import Backend
 from h2o_prefill.eval.forward import PromptLogits
 from h2o_prefill.eval.perplexity.scoring import token_nll
 
@@ -30,7 +30,7 @@ class PeerMissing(Exception):
     """A peer's package is not installed; the message says how to get it."""
 
 
-def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str, Way]:
+def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str, Backend]:
     """Return OpenVINO GenAI with dense SDPA, and for each batch paged, dense and its sparse
     modes.
     """
@@ -41,7 +41,7 @@ def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str
         return genai.SparseAttentionConfig(mode=getattr(genai.SparseAttentionMode, mode), **fields)
 
     sdpa = "openvino sdpa"
-    ways = {sdpa: _openvino_sdpa(sdpa, gguf, threads)}
+    backends = {sdpa: _openvino_sdpa(sdpa, gguf, threads)}
     for batch in batches:
         modes = {
             "paged": None,
@@ -54,11 +54,11 @@ def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str
         dense = f"openvino paged, batch {batch}"
         for name, config in modes.items():
             load = functools.partial(_OpenvinoPaged, gguf, threads, batch, config)
-            ways[f"openvino {name}, batch {batch}"] = _openvino_paged(dense, load)
-    return ways
+            backends[f"openvino {name}, batch {batch}"] = _openvino_paged(dense, load)
+    return backends
 
 
-def llama_cpp(gguf: Path, threads: int, longest: int) -> dict[str, Way]:
+def llama_cpp(gguf: Path, threads: int, longest: int) -> dict[str, Backend]:
     """Return llama.cpp, whose prefill is dense."""
     _require("llama_cpp", "llama-cpp-python")
     import llama_cpp as package
@@ -109,7 +109,9 @@ def llama_cpp(gguf: Path, threads: int, longest: int) -> dict[str, Way]:
 
         return decode
 
-    return {"llama.cpp": Way("llama.cpp", package.__version__, "llama.cpp", prefill, nll, decoder)}
+    return {
+        "llama.cpp": Backend("llama.cpp", package.__version__, "llama.cpp", prefill, nll, decoder)
+    }
 
 
 class _OpenvinoPaged:
@@ -165,11 +167,11 @@ class _OpenvinoPaged:
         return self._pipeline.add_request(0, ids, _generation_config(**options))
 
 
-def _openvino_paged(dense: str, load: Callable[[], _OpenvinoPaged]) -> Way:
+def _openvino_paged(dense: str, load: Callable[[], _OpenvinoPaged]) -> Backend:
     import openvino_genai as genai
 
     timed = functools.cache(load)
-    return Way(
+    return Backend(
         "openvino",
         genai.__version__,
         dense,
@@ -187,7 +189,7 @@ def _end(pipeline: Any, handle: Any) -> None:
     pipeline.step()
 
 
-def _openvino_sdpa(name: str, gguf: Path, threads: int) -> Way:
+def _openvino_sdpa(name: str, gguf: Path, threads: int) -> Backend:
     """Its pipeline without paged attention, which tells no probabilities of the prompt."""
     import openvino
     import openvino_genai as genai
@@ -203,7 +205,7 @@ def _openvino_sdpa(name: str, gguf: Path, threads: int) -> Way:
         tensors = (openvino.Tensor(t.numpy()) for t in (ids, torch.ones_like(ids)))
         load().generate(genai.TokenizedInputs(*tensors), _generation_config(max_new_tokens=1))
 
-    return Way("openvino", genai.__version__, name, prefill)
+    return Backend("openvino", genai.__version__, name, prefill)
 
 
 def _generation_config(**fields: Any) -> Any:

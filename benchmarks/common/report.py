@@ -1,25 +1,24 @@
-"""What a benchmark leaves behind: a JSON file that grows row by row, and one table at the end."""
+"""What a benchmark leaves: a JSON file that grows row by row, and one table at the end."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from common.plan import Plan
-from common.timing import Ratio, Timings
-from h2o_prefill.cli.console import error_console
-from h2o_prefill.eval.environment import environment
-from h2o_prefill.eval.report import write_json
+from common.benchmark import Plan, Row
+from h2o_prefill.eval.report import build_report, write_json
+from h2o_prefill.eval.timing.compare import Timings
 
-Row = dict[str, Any]
-
-# What columns begin with: those of a `Case`, and those of a whole model run in several ways. A
+# What columns begin with: those of a `Case`, and those of a whole model run in several variants. A
 # table leaves out what its rows do not have.
 CASE_COLUMNS = {
     "model": "{model}",
@@ -36,23 +35,31 @@ MODEL_COLUMNS = {
 }
 
 
+def ratio_column(name: str, form: str = ".2f", unit: str = "x") -> str:
+    """Return the column of a ratio and its quartiles."""
+    return f"{{{name}:{form}}}{unit} ({{{name}_q1:{form}}} to {{{name}_q3:{form}}})"
+
+
 class Report:
-    """The result of one benchmark. Leaving its `with` prints it as a table."""
+    """The result of one benchmark. Leaving its `with` prints it as a table.
+
+    Its file is that of an evaluation, `build_report`: the options as its config, the rows as its
+    results.
+    """
 
     def __init__(self, plan: Plan, title: str, columns: Mapping[str, str], **options: Any) -> None:
         self.rows: list[Row] = []
         self._plan = plan
-        self._title = title
-        self._columns = dict(columns)
-        self._head: Row = {
-            "benchmark": plan.name,
-            "title": title,
-            "quick": plan.quick,
-            "seconds_per_row": plan.seconds,
-            "options": options,
-            "load_average": os.getloadavg(),
-            "environment": environment(),
-        }
+        self._columns = columns
+        self._values = build_report(
+            options,
+            benchmark=plan.name,
+            title=title,
+            quick=plan.quick,
+            seconds_per_row=plan.seconds,
+            load_average=os.getloadavg(),
+            results=self.rows,
+        )
 
     def add(self, **row: Any) -> Row:
         """Keep a row, and write the file: what is measured so far survives an interrupt."""
@@ -63,15 +70,15 @@ class Report:
         """Give a row that is kept more fields, and write the file."""
         row |= fields
         if self._plan.json is not None:
-            write_json({**self._head, "rows": self.rows}, self._plan.json)
-        self.note(", ".join(f"{header} {text}" for header, text in self.cells(row).items()))
+            write_json(self._values, self._plan.json)
+        self.note(", ".join(f"{header} {text}" for header, text in self._cells(row).items()))
         return row
 
     def note(self, text: str) -> None:
         """Say something about the run, on stderr."""
-        error_console().print(f"{self._plan.name}: {text}", markup=False, soft_wrap=True)
+        typer.echo(f"{self._plan.name}: {text}", err=True)
 
-    def cells(self, row: Row) -> dict[str, str]:
+    def _cells(self, row: Row) -> dict[str, str]:
         """Return the texts of the columns that a row fills."""
         texts = {header: _cell(form, row) for header, form in self._columns.items()}
         return {header: text for header, text in texts.items() if text is not None}
@@ -82,37 +89,31 @@ class Report:
     def __exit__(self, *error: object) -> None:
         if not self.rows:
             return
+        facts = self._values["environment"]
+        machine = f"{facts['cpu']}, kernels {facts['library']['cpu_isa_used']}"
+        quick = ", quick: the figures mean nothing" if self._plan.quick else ""
+        typer.echo(f"{self._values['title']}\n{machine}, torch {facts['torch']}{quick}")
         # A file has room for the whole table.
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-        facts = self._head["environment"]
-        console.print(
-            f"{self._title}\n"
-            f"{facts['cpu']}, kernels {facts['library']['cpu_isa_used']}, torch {facts['torch']}"
-            + (", quick: the figures mean nothing" if self._plan.quick else ""),
-            markup=False,
-        )
-        for table in self._tables():
-            console.print(table)
-        if self._plan.json is not None:
-            self.note(f"wrote {self._plan.json}")
-
-    def _tables(self) -> list[Table]:
-        """Return a table for each set of columns that rows fill."""
+        # A table for each set of columns that rows fill.
         tables: dict[tuple[str, ...], Table] = {}
-        for row in self.rows:
-            cells = self.cells(row)
+        for cells in map(self._cells, self.rows):
             headers = tuple(cells)
             if headers not in tables:
                 tables[headers] = Table(box=box.SIMPLE_HEAD)
                 for header in headers:
                     tables[headers].add_column(header, justify="right", no_wrap=True)
             tables[headers].add_row(*cells.values())
-        return list(tables.values())
+        for table in tables.values():
+            console.print(table)
+        if self._plan.json is not None:
+            self.note(f"wrote {self._plan.json}")
 
 
-def ratio_fields(name: str, ratio: Ratio) -> Row:
-    """Return a ratio as the fields `name`, `name_q1`, `name_q3`."""
-    return {name: ratio.value, f"{name}_q1": ratio.q1, f"{name}_q3": ratio.q3}
+def read_report(path: Path) -> Row:
+    """Return what a report wrote; older files call config and results options and rows."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return {"config": values.get("options"), "results": values.get("rows"), **values}
 
 
 def speedup_fields(timings: Timings, ours: str, baseline: str, unit: str = "milliseconds") -> Row:
@@ -126,7 +127,7 @@ def speedup_fields(timings: Timings, ours: str, baseline: str, unit: str = "mill
         unit: scale * timings.median(ours),
         f"{baseline}_{unit}": scale * timings.median(baseline),
         "rounds": timings.rounds,
-        **ratio_fields("speedup", timings.ratio(baseline, ours)),
+        **timings.ratio(baseline, ours).fields("speedup"),
     }
 
 

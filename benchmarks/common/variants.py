@@ -1,4 +1,4 @@
-"""One model in several ways of prefilling, sharing its weights."""
+"""Variants of one model that share its weights, and how each prefills and decodes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.runs import count_layers
 
 _NO_ATTENTION = "benchmark_no_attention"
 
@@ -20,13 +21,15 @@ _NO_ATTENTION = "benchmark_no_attention"
 def prefill_variants(
     model: Any, input_ids: Tensor, config: PrefillConfig
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return ways of prefilling a prompt, each a callable that gives the last token's logits."""
-    sparse, bare = enabled_twin(model, config, len(input_ids[0])), twin(model)
+    """Return what prefills a prompt, each a callable that gives the last token's logits."""
+    sparse, exact, bare = enabled_twin(model, config, len(input_ids[0])), twin(model), twin(model)
+    h2o_prefill.enable(exact, config.replace(dense_layers=tuple(range(count_layers(model)))))
     _remove_attention(bare)
     pieces = input_ids.split(config.chunk_size, dim=1)
     return {
         "dense": lambda: prefill(model, [input_ids]),
         "dense_chunked": lambda: prefill(model, pieces),
+        "exact": lambda: prefill(exact, [input_ids]),
         "sparse": lambda: prefill(sparse, [input_ids]),
         "no_attention": lambda: prefill(bare, [input_ids]),
     }
@@ -42,7 +45,7 @@ def compiled_prefill(model: Any, input_ids: Tensor, config: PrefillConfig) -> Ca
 def padded_variants(
     model: Any, rows: Sequence[Tensor], config: PrefillConfig
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return ways of prefilling prompts of several lengths, each giving the last tokens' logits."""
+    """Return what prefills prompts of several lengths, each giving the last tokens' logits."""
     sparse = enabled_twin(model, config, max(map(len, rows)))
     return {
         "dense": lambda: _prefill_padded(model, rows),
@@ -55,14 +58,14 @@ def padded_variants(
 def decode_variants(
     model: Any, input_ids: Tensor, config: PrefillConfig, steps: int
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return ways of decoding after one prompt, which each prefills here, once."""
+    """Return what decodes after one prompt, which each prefills here, once."""
     sparse = enabled_twin(model, config, len(input_ids[0]))
     models = {"stock": model, "enabled": sparse}
     return {name: decoder(network, input_ids, steps) for name, network in models.items()}
 
 
 def decoder(network: Any, input_ids: Tensor, steps: int) -> Callable[[], Tensor]:
-    """Prefill a prompt; return what decodes behind it, as `decode_variants` says."""
+    """Prefill a prompt; return what decodes so many tokens after it, greedily."""
     cache = DynamicCache(config=network.config)
     arguments = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     with torch.inference_mode():

@@ -1,5 +1,5 @@
 // What a call costs in C++ beside its attention: PrefillContext and MemorySetTracker, timed by
-// bench_dense.py and bench_scores.py.
+// operators.py.
 #include <ATen/ATen.h>
 #include <h2o_prefill/ops.h>
 #include <h2o_prefill/prefill_context.h>

@@ -123,7 +123,7 @@ volatile double sink;
 
 #define H2O_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The name of a kind of arithmetic, widest first; null behind the last.
+// The name of a kind of arithmetic, widest first; null after the last.
 H2O_EXPORT const char* h2o_peak_name(int kind) {
   return kind < kKindCount ? kKinds[kind].name : nullptr;
 }

@@ -42,7 +42,7 @@ def bench(
     """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
     from h2o_prefill.eval import benchmark_throughput, profile_memory
     from h2o_prefill.eval.report import build_report
-    from h2o_prefill.eval.speed.plots import plot_memory, plot_throughput
+    from h2o_prefill.eval.timing.plots import plot_memory, plot_throughput
 
     with quiet_libraries(), json_output(json_file) as save_json:
         figures = {

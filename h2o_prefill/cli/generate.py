@@ -62,7 +62,7 @@ def generate(
     from h2o_prefill.eval.inputs.packages import load_package
     from h2o_prefill.eval.inputs.prompts import encode_prompt
     from h2o_prefill.eval.inputs.text import read_text
-    from h2o_prefill.eval.speed.generation import generate_timed
+    from h2o_prefill.eval.timing.generation import generate_timed
     from h2o_prefill.hf import enable
 
     with quiet_libraries():

@@ -17,8 +17,8 @@ from h2o_prefill.eval.perplexity.evaluate import (
 )
 from h2o_prefill.eval.perplexity.windows import PROTOCOLS
 from h2o_prefill.eval.retrieval.evaluate import evaluate_retrieval
-from h2o_prefill.eval.speed.memory_profile import profile_memory
-from h2o_prefill.eval.speed.throughput import benchmark_throughput
+from h2o_prefill.eval.timing.memory_profile import profile_memory
+from h2o_prefill.eval.timing.throughput import benchmark_throughput
 
 __all__ = [
     "DATASETS",

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from h2o_prefill.config import PrefillConfig
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
@@ -22,14 +24,15 @@ def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Run a benchmark with --quick; return what it printed and its JSON."""
+    """Run "program command" with --quick; return what it printed and its JSON."""
     from typer.testing import CliRunner
 
     def run_benchmark(name: str, *arguments: object) -> tuple[Any, dict[str, Any]]:
-        file = tmp_path / f"{name}.json"
-        app = importlib.import_module(f"bench_{name}").app
-        words = ["--quick", "--json", str(file), *map(str, arguments)]
-        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        program, *command = name.split()
+        file = tmp_path / f"{[program, *command][-1]}.json"
+        words = [*command, "--quick", "--json", str(file), *map(str, arguments)]
+        app = importlib.import_module(program).app
+        done = CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "200"})
         assert done.exit_code == 0, done.output
         return done, json.loads(file.read_text(encoding="utf-8"))
 
@@ -40,3 +43,16 @@ def run(tmp_path: Path) -> Callable[..., tuple[Any, dict[str, Any]]]:
 def model_folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a random model of two layers."""
     return str(tiny.save_model(tmp_path_factory.mktemp("benchmark_model")))
+
+
+@pytest.fixture
+def model(model_folder: str) -> Any:
+    from h2o_prefill.eval import load_model
+
+    return load_model(model_folder)[0]
+
+
+@pytest.fixture
+def config() -> PrefillConfig:
+    """The settings of quick runs."""
+    return PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)

@@ -5,7 +5,7 @@ import torch
 from export_model import CALLS, CONFIG, NUM_DECODED, VOCABULARY, Decoder, export, new_buffers, run
 
 from h2o_prefill import ops
-from h2o_prefill.eval.speed.peak_memory import peak_bytes
+from h2o_prefill.eval.timing.peak_memory import peak_bytes
 from h2o_prefill.functional import recall_lists
 
 CAPACITY = sum(CALLS) + NUM_DECODED

@@ -17,8 +17,8 @@ from h2o_prefill.eval.runs import (
     prefill_mode,
     report_progress,
 )
-from h2o_prefill.eval.speed.peak_memory import peak_bytes
-from h2o_prefill.eval.speed.throughput import check_runs
+from h2o_prefill.eval.timing.peak_memory import peak_bytes
+from h2o_prefill.eval.timing.throughput import check_runs
 from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:

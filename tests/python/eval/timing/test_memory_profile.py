@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import benchmark_throughput, profile_memory
+from h2o_prefill.eval.timing.peak_memory import peak_bytes
 
 pd = pytest.importorskip("pandas")
 
@@ -31,6 +33,16 @@ def test_what_is_kept_is_counted_to_the_byte(frame: Any, small_config: PrefillCo
             kept = row["kv_cache_bytes"] + (row["state_bytes"] if name == "sparse" else 0)
             assert kept < row[f"{name}_peak_bytes"] < 40 * kept
     assert frame.dense_peak_bytes.is_monotonic_increasing
+
+
+def test_peak_bytes_counts_what_is_held_at_a_time() -> None:
+    def call() -> torch.Tensor:
+        first = torch.empty(1000, dtype=torch.float32)
+        second = torch.empty(500, dtype=torch.float32)
+        del first
+        return second + 1
+
+    assert peak_bytes(call) == pytest.approx(6000, abs=200)
 
 
 def test_short_prompts_have_no_state(tiny_model: Any, small_config: PrefillConfig) -> None:
@@ -69,7 +81,7 @@ def test_a_model_that_is_sparse_already(tiny_model: Any, small_config: PrefillCo
 
 def test_the_figure_of_memory_stacks_its_parts_to_the_peak(frame: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from h2o_prefill.eval.speed.plots import plot_memory
+    from h2o_prefill.eval.timing.plots import plot_memory
 
     figure = plot_memory(frame, tmp_path / "m.png", "a title")
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
@@ -93,7 +105,7 @@ def test_the_figure_of_throughput(
     tiny_model: Any, small_config: PrefillConfig, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    from h2o_prefill.eval.speed.plots import plot_throughput
+    from h2o_prefill.eval.timing.plots import plot_throughput
 
     frame = benchmark_throughput(tiny_model, [32, 48], 2, small_config)
     figure = plot_throughput(frame, tmp_path / "t.png", "a title")

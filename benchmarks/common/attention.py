@@ -1,9 +1,9 @@
-"""PyTorch's attention as a baseline, by the name of what computes it."""
+"""PyTorch's attention as a baseline, by the name of what computes it; memory sets for both."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.timing import Timings
+from h2o_prefill.eval.timing.compare import Timings
 
 Attention = Callable[[], Tensor]
 
@@ -29,12 +29,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attention:
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
-def gpu_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Attention]:
-    """Return attention on a GPU by every backend that can do it, by name.
+def sdpa_calls(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Attention]:
+    """Return SDPA on a CPU, and on a GPU each of its backends that can do it, by name.
 
     A backend that refuses grouped heads gets keys and values repeated beforehand, which is not
     timed, and says so in its name. FlashAttention-3 is there if its package is.
     """
+    if not q.is_cuda:
+        return {"sdpa": sdpa(q, k, v, causal)}
     group = q.shape[1] // k.shape[1]
     found = {}
     for name, backend in _BACKENDS.items():
@@ -54,17 +56,33 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, At
     return found
 
 
-def fastest(timings: Timings, names: list[str]) -> str:
+def fastest(timings: Timings, names: Sequence[str]) -> str:
     """Return the name with the shortest median time."""
     return min(names, key=timings.median)
 
 
-def backend_fields(timings: Timings, names: list[str]) -> dict[str, Any]:
-    """Return which backend was fastest, and the times of all of them, as fields of a row."""
+def backend_fields(timings: Timings, names: Sequence[str], on_gpu: bool) -> dict[str, Any]:
+    """Return which backend was fastest, and the times of all, as fields of a row on a GPU."""
+    if not on_gpu:
+        return {}
     return {
         "sdpa_backend": fastest(timings, names),
         "sdpa_backends_milliseconds": {name: 1e3 * timings.median(name) for name in names},
     }
+
+
+def random_memory(kv_heads: int, size: int, past: int, seed: int = 0) -> Tensor:
+    """Make memory sets as `select_memory` does: int32 [1, Hkv, size], ascending.
+
+    The last half are the last positions before `past`, the others lie anywhere before those.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    local = size // 2
+    rows = []
+    for _ in range(kv_heads):
+        heavy = torch.randperm(past - local, generator=generator)[: size - local].sort().values
+        rows.append(torch.cat([heavy, torch.arange(past - local, past)]))
+    return torch.stack(rows).to(torch.int32).unsqueeze(0)
 
 
 def _with_backend(backend: SDPBackend, attend: Attention) -> Attention:

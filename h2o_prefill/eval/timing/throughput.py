@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
@@ -21,6 +23,7 @@ from h2o_prefill.eval.runs import (
     prefill_mode,
     report_progress,
 )
+from h2o_prefill.eval.timing.compare import Timings, compare, self_timed
 from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:
@@ -78,20 +81,30 @@ def benchmark_throughput(
     import pandas as pd
 
     rows: list[dict[str, float]] = []
+    steps = itertools.count()
     total = len(lengths) * 2 * (num_runs + 1)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad(), eval_mode(model):
         forward = PromptForward(model)
+
+        def seconds(ids: Tensor, mode: PrefillConfig | None) -> float:
+            with prefill_mode(model, mode, strict=True):
+                return forward(ids)[1]
+
+        def show(length: int, name: str) -> None:
+            report_progress(on_progress, next(steps), total, f"{length} tokens {name}")
+
         for length in lengths:
             ids = random_ids(model, length, generator)
-            seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
-            for name in _order(num_runs + 1):
-                done = len(rows) * 2 * (num_runs + 1) + sum(map(len, seconds.values()))
-                report_progress(on_progress, done, total, f"{length} tokens {name}")
-                with prefill_mode(model, config if name == "sparse" else None, strict=True):
-                    seconds[name].append(forward(ids)[1])
+            calls = {
+                "dense": functools.partial(seconds, ids, None),
+                "sparse": functools.partial(seconds, ids, config),
+            }
+            timings = compare(
+                calls, rounds=num_runs, timer=self_timed, on_step=functools.partial(show, length)
+            )
             flops = count_attention_flops(ids, config, count_layers(model))
-            rows.append(_row(length, seconds["dense"][1:], seconds["sparse"][1:], flops))
+            rows.append(_row(length, timings, flops))
     report_progress(on_progress, total, total, "done")
     return pd.DataFrame(rows)
 
@@ -109,27 +122,19 @@ def check_runs(model: Any, seq_lengths: Sequence[int], num_runs: int) -> list[in
     return lengths
 
 
-def _order(rounds: int) -> list[str]:
-    """Return what runs when: A B, B A, A B, ..."""
-    pair = ["dense", "sparse"]
-    return [name for index in range(rounds) for name in (pair if index % 2 == 0 else pair[::-1])]
-
-
-def _row(
-    length: int, dense: list[float], sparse: list[float], flops: AttentionFlops
-) -> dict[str, float]:
-    by_round = [above / below for above, below in zip(dense, sparse, strict=True)]
-    dense_seconds, sparse_seconds = statistics.median(dense), statistics.median(sparse)
+def _row(length: int, timings: Timings, flops: AttentionFlops) -> dict[str, float]:
+    dense_seconds, sparse_seconds = timings.median("dense"), timings.median("sparse")
+    speedup = timings.ratio("dense", "sparse")
     return {
         "seq_length": length,
         "dense_seconds": dense_seconds,
         "sparse_seconds": sparse_seconds,
         "dense_tokens_per_second": length / dense_seconds,
         "sparse_tokens_per_second": length / sparse_seconds,
-        "speedup": dense_seconds / sparse_seconds,
-        "speedup_min": min(by_round),
-        "speedup_max": max(by_round),
+        "speedup": speedup.value,
+        "speedup_min": speedup.by_round.least,
+        "speedup_max": speedup.by_round.most,
         "attention_flops_ratio": flops.ratio,
         "recalled_keys": math.nan if flops.recalled_keys is None else flops.recalled_keys,
-        "num_runs": len(dense),
+        "num_runs": timings.rounds,
     }

@@ -1,10 +1,12 @@
-"""The timing maths of the benchmarks, on a clock that the test moves."""
+"""The maths of the timer, on a clock that the test moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+
+from h2o_prefill.eval.timing.compare import SHORTEST, Timings, compare, self_timed, spread
 
 
 class Clock:
@@ -17,23 +19,27 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def taking(self, name: str, seconds: Callable[[int], float]) -> Callable[[], None]:
-        """Return a callable whose n-th call takes seconds(n)."""
+    def taking(self, name: str, seconds: Callable[[int], float]) -> Callable[[], float]:
+        """Return a callable whose n-th call takes seconds(n), and says so."""
         count = 0
 
-        def call() -> None:
+        def call() -> float:
             nonlocal count
+            taken = seconds(count)
             self.calls.append(name)
-            self.now += seconds(count)
+            self.now += taken
             count += 1
+            return taken
 
         return call
 
 
-def test_rounds_are_interleaved_and_end_with_the_budget() -> None:
-    from common.timing import compare
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
-    clock = Clock()
+
+def test_rounds_are_interleaved_and_end_with_the_budget(clock: Clock) -> None:
     calls = {name: clock.taking(name, lambda n: 1.0) for name in "ab"}
     timings = compare(calls, 11.0, clock=clock)
     # Two seconds of warm-up, then two rounds of four seconds; a third pair would end at 14.
@@ -42,37 +48,31 @@ def test_rounds_are_interleaved_and_end_with_the_budget() -> None:
     assert clock.now == 10.0
 
 
-def test_two_rounds_are_run_whatever_they_take() -> None:
-    from common.timing import compare
-
-    clock = Clock()
+def test_two_rounds_are_run_whatever_they_take(clock: Clock) -> None:
     timings = compare({"a": clock.taking("a", lambda n: 100.0)}, 0.001, clock=clock)
     assert timings.seconds == {"a": [100.0, 100.0]}
 
 
-def test_the_warm_up_does_not_count() -> None:
-    from common.timing import compare
+def test_rounds_can_be_given_and_every_step_is_told(clock: Clock) -> None:
+    calls = {name: clock.taking(name, lambda n: 1.0) for name in "ab"}
+    steps: list[str] = []
+    assert compare(calls, rounds=3, clock=clock, on_step=steps.append).rounds == 3
+    assert "".join(clock.calls) == "ab" + "abbaab"
+    assert steps == clock.calls
 
-    clock = Clock()
+
+def test_the_warm_up_does_not_count(clock: Clock) -> None:
     slow_start = clock.taking("a", lambda n: 50.0 if n == 0 else 1.0)
     assert compare({"a": slow_start}, 1.0, clock=clock).median("a") == 1.0
 
 
-def test_short_calls_are_repeated_within_a_measurement() -> None:
-    from common.timing import SHORTEST, compare
-
-    clock = Clock()
+def test_short_calls_are_repeated_within_a_measurement(clock: Clock) -> None:
     timings = compare({"a": clock.taking("a", lambda n: 1e-5)}, 0.05, clock=clock)
     assert timings.median("a") == pytest.approx(1e-5)
-    measured = len(clock.calls) * 1e-5 / timings.rounds
-    assert measured >= SHORTEST
+    assert len(clock.calls) * 1e-5 / timings.rounds >= SHORTEST
 
 
-def test_a_drift_of_the_machine_cancels_in_the_ratio() -> None:
-    from common.timing import compare
-
-    clock = Clock()
-
+def test_a_drift_of_the_machine_cancels_in_the_ratio(clock: Clock) -> None:
     def drifting(factor: float) -> Callable[[int], float]:
         return lambda n: factor * (1.0 + clock.now / 100)
 
@@ -81,47 +81,32 @@ def test_a_drift_of_the_machine_cancels_in_the_ratio() -> None:
     assert timings.seconds["b"][-1] > 1.5 * timings.seconds["b"][0]
     ratio = timings.ratio("a", "b")
     assert ratio.value == pytest.approx(2.0, rel=0.02)
-    assert 1.9 < ratio.q1 <= ratio.q3 < 2.1
+    assert 1.9 < ratio.by_round.q1 <= ratio.by_round.q3 < 2.1
 
 
 def test_ratio_is_of_medians_and_its_spread_of_pairs() -> None:
-    from common.timing import Timings
-
-    timings = Timings({"a": [2.0, 4.0, 9.0], "b": [1.0, 4.0, 3.0]})
-    ratio = timings.ratio("a", "b")
-    assert ratio.value == pytest.approx(4 / 3)
+    ratio = Timings({"a": [2.0, 4.0, 9.0], "b": [1.0, 4.0, 3.0]}).ratio("a", "b")
     # Pairs: 2, 1, 3.
-    assert (ratio.q1, ratio.q3) == (1.5, 2.5)
+    assert (ratio.by_round.least, ratio.by_round.most) == (1, 3)
+    assert ratio.fields("x") == pytest.approx({"x": 4 / 3, "x_q1": 1.5, "x_q3": 2.5})
+    assert ratio.fields("x", 100)["x_q1"] == 150
 
 
 def test_spread() -> None:
-    from common.timing import spread
-
     found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (found.q1, found.median, found.q3) == (2.0, 3.0, 4.0)
-    assert spread([7.0]).median == spread([7.0]).q1 == 7.0
+    assert (found.least, found.most) == (1.0, 5.0)
+    assert spread([7.0]).median == spread([7.0]).q1 == spread([7.0]).most == 7.0
     with pytest.raises(ValueError, match="values must not be empty"):
         spread([])
 
 
-def test_a_budget_must_hold_warm_up_and_two_rounds() -> None:
-    from common.timing import fits
-
-    assert fits(1.0, 3.0)
-    assert not fits(1.0, 2.9)
-
-
 def test_nothing_to_compare_is_an_error() -> None:
-    from common.timing import compare
-
     with pytest.raises(ValueError, match="candidates must not be empty"):
         compare({}, 1.0)
 
 
-def test_another_timer_takes_the_times() -> None:
-    from common.timing import SHORTEST, compare
-
-    clock = Clock()
+def test_another_timer_takes_the_times(clock: Clock) -> None:
     handed_over: list[int] = []
 
     def timer(call: Callable[[], object], repeats: int) -> float:
@@ -135,3 +120,10 @@ def test_another_timer_takes_the_times() -> None:
     timings = compare({"a": clock.taking("a", lambda n: 1e-3)}, 0.5, clock=clock, timer=timer)
     assert timings.median("a") == pytest.approx(1e-4)
     assert handed_over[-1] * 1e-4 >= SHORTEST
+
+
+def test_calls_may_time_themselves() -> None:
+    found = Clock()
+    # The clock of `compare` stands still.
+    timings = compare({"a": found.taking("a", lambda n: n % 2)}, rounds=2, timer=self_timed)
+    assert timings.seconds["a"] == [0.5, 0.5]

@@ -1,0 +1,124 @@
+"""Memory of this process, and single kernels of a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from h2o_prefill.eval.timing.peak_memory import peak_bytes
+
+# Options of mallopt().
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGEST = 1 << 30
+_MAX_PROFILED = 50
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep freed memory, and return whether its C library can.
+
+    glibc gives large blocks back to the system when they are freed. Whoever gets them next pays for
+    their first touch, some 4 % of a prefill of 8,000 tokens, and who that is changes with the order
+    of the candidates. PyTorch's tuning guide recommends allocators that do not.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if not sys.platform.startswith("linux") or mallopt is None:
+        return False
+    return all(mallopt(option, _LARGEST) for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
+
+
+def first_call_peak_bytes(call: Callable[[], object]) -> int:
+    """Return what a call allocates at most in a thread that has kept no workspace yet."""
+    with ThreadPoolExecutor(max_workers=1) as fresh_thread:
+        return fresh_thread.submit(peak_bytes, call).result()
+
+
+def temporary_megabytes(call: Callable[[], Tensor | tuple[Tensor, ...]], on_gpu: bool) -> float:
+    """Return the most that a call holds at a time beside its results.
+
+    On the CPU in a thread that has kept no workspace yet.
+    """
+    results: list[Tensor | tuple[Tensor, ...]] = []
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results.append(call())
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        peak = first_call_peak_bytes(lambda: results.append(call()))
+    tensors = [results[0]] if isinstance(results[0], Tensor) else results[0]
+    return (peak - sum(x.nbytes for x in tensors)) / 1e6
+
+
+def resident_bytes() -> int | None:
+    """Return the memory of this process, None where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Mallinfo2(ctypes.Structure):
+    # Of malloc.h in the GNU C library.
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes() -> int | None:
+    """Return what malloc has handed out and not got back, None without the GNU C library.
+
+    Unlike resident memory it does not depend on what the system reclaims.
+    """
+    mallinfo2 = _mallinfo2()
+    if mallinfo2 is None:
+        return None
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+@cache  # a second load would itself allocate
+def _mallinfo2() -> Any:
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo2
+    return function
+
+
+def kernel_seconds(
+    call: Callable[[], object], names: Sequence[str], seconds: float
+) -> dict[str, list[float]]:
+    """Return the seconds of the GPU kernels whose names hold each of `names`, one a round."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    end = time.perf_counter() + seconds
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    rounds = 0
+    while rounds < 2 or (rounds < _MAX_PROFILED and time.perf_counter() < end):
+        with profile(activities=[ProfilerActivity.CUDA]) as run:
+            call()
+            torch.cuda.synchronize()
+        for name in names:
+            events = [event for event in run.key_averages() if name in event.key]
+            if not any(event.self_device_time_total for event in events):
+                raise RuntimeError(f"no kernel {name} was launched")
+            taken[name].append(sum(event.self_device_time_total for event in events) / 1e6)
+        rounds += 1
+    return taken

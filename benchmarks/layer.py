@@ -1,0 +1,322 @@
+"""Sparse prefill of one layer: its time, that of lexical recall, and its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from functools import partial
+
+import torch
+from common.attention import backend_fields, fastest, sdpa, sdpa_calls
+from common.benchmark import Case, Plan, benchmark, new_app
+from common.machine import allocated_bytes, first_call_peak_bytes, resident_bytes
+from common.report import CASE_COLUMNS, Report, Row, ratio_column
+from torch import Tensor
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import load_text
+from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
+from h2o_prefill.eval.inputs.gguf import convert_gguf
+from h2o_prefill.eval.inputs.models import packaged_gguf
+from h2o_prefill.eval.inputs.text import encode
+from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
+from h2o_prefill.eval.timing.compare import compare
+from h2o_prefill.eval.timing.peak_memory import peak_bytes
+from h2o_prefill.functional import NO_RECALL, sparse_attention
+from h2o_prefill.presets import preset_config
+
+app = new_app()
+
+PREFILL_LENGTHS = ((1, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), (1, 64, 200))
+RECALL_LENGTHS = ((4096, 8192), (200,))
+MEMORY_LENGTHS = ((1024, 2048, 4096, 8192, 16384), (64, 200))
+
+SEARCHED_TOKENS = 131072
+_NARROW = preset_config("recommended", local_window=256, wide_layers=(0,))
+RECALLS = {
+    "h2o, recall=4": preset_config("h2o", recall=4),
+    "recommended": preset_config("recommended"),
+    # Two layers of the same model.
+    "narrow layer": _NARROW.replace(wide_layers=()),
+    "wide layer": _NARROW.of_layer(0),
+}
+
+
+@benchmark(
+    app, "prefill", "dtype", "shape", "preset", "device", lengths=PREFILL_LENGTHS, seconds=30.0
+)
+def prefill(plan: Plan) -> None:
+    """Time the whole operator against torch SDPA (causal, enable_gqa) over the same tokens.
+
+    On a GPU every backend of SDPA is timed, and the fastest is the baseline. Lengths go up until
+    the next one would take longer than --seconds.
+    """
+    config = plan.config()
+    title = (
+        f"chunked_sparse_attention, S={config.chunk_size}, M={config.memory_size}: "
+        "beside torch SDPA (causal, enable_gqa)"
+    )
+    columns = {
+        **CASE_COLUMNS,
+        "N": "{length}",
+        "SDPA ms": "{dense_milliseconds:.2f}",
+        "SDPA GFLOP/s": "{dense_gflops:.0f}",
+        "SDPA by": "{sdpa_backend}",
+        "sparse ms": "{sparse_milliseconds:.2f}",
+        "sparse GFLOP/s": "{sparse_gflops:.0f}",
+        "speedup": ratio_column("speedup", unit=""),
+        "flop ratio": "{flop_ratio:.2f}",
+        "speedup / flop ratio": "{speedup_by_flops:.2f}",
+    }
+    with Report(plan, title, columns, preset=plan.preset, lengths=plan.lengths) as report:
+        for case in plan.cases():
+            last: tuple[int, float] | None = None
+            for length in plan.lengths:
+                if not plan.affords(length, last):
+                    report.note(f"N >= {length} left out, they need a larger --seconds")
+                    break
+                row, taken = _prefill_row(case, length, config, plan.seconds)
+                report.add(**case.fields, length=length, **row)
+                # Of long prompts alone: a short one is mostly overhead, which does not grow.
+                last = (length, taken) if length >= 512 else last
+
+
+def _prefill_row(
+    case: Case, length: int, config: PrefillConfig, seconds: float
+) -> tuple[Row, float]:
+    """Return a row, and the seconds that one call of every candidate took."""
+    q, k, v = case.qkv(length)
+    baselines = sdpa_calls(q, k, v, causal=True)
+    calls = {**baselines, "sparse": lambda: sparse_attention(q, k, v, None, config)}
+    timings = case.compare(calls, seconds)
+    best = fastest(timings, list(baselines))
+    speedup = timings.ratio(best, "sparse")
+    dense_flops = case.heads.attention_flops(dense_dot_products(length))
+    sparse_flops = case.heads.attention_flops(sparse_dot_products(length, config))
+    flop_ratio = dense_flops / sparse_flops
+    row = {
+        "dense_milliseconds": 1e3 * timings.median(best),
+        "dense_gflops": dense_flops / timings.median(best) / 1e9,
+        "sparse_milliseconds": 1e3 * timings.median("sparse"),
+        "sparse_gflops": sparse_flops / timings.median("sparse") / 1e9,
+        **speedup.fields("speedup"),
+        "flop_ratio": flop_ratio,
+        "speedup_by_flops": speedup.value / flop_ratio,
+        "rounds": timings.rounds,
+        **backend_fields(timings, list(baselines), case.on_gpu),
+    }
+    return row, sum(map(timings.median, calls))
+
+
+@benchmark(app, "recall", "dtype", shape="smollm2", lengths=RECALL_LENGTHS, seconds=20.0)
+def recall(plan: Plan) -> None:
+    """Time lexical recall beside a stable sort of the ids, and the operator with recalled keys.
+
+    The operator is timed beside itself without recall, and beside the preset h2o. The excess is
+    what recall makes it take longer than its flops say. Text: WikiText-2 where
+    H2O_PREFILL_WIKITEXT2 names it, else Python's help topics.
+    """
+    searched = 2000 if plan.quick else SEARCHED_TOKENS
+    h2o = plan.config("h2o")
+    configs = {name: _quick(h2o, each) if plan.quick else each for name, each in RECALLS.items()}
+    text, ids = _read_ids(max(searched, *plan.lengths), plan.quick)
+    title = (
+        f"lexical_recall over {text}: beside a stable sort of the ids; chunked_sparse_attention "
+        "with it: beside the same without, and beside the preset h2o"
+    )
+    columns = {
+        "model": "{model}",
+        "dtype": "{dtype}",
+        "threads": "{threads}",
+        "recall": "{recall}",
+        "tokens": "{length}",
+        "search ms": "{search_milliseconds:.2f}",
+        "sort ms": "{sort_milliseconds:.2f}",
+        "search / sort": ratio_column("search_by_sort", unit=""),
+        "keys a block": "{keys_a_block:.0f}",
+        "ms": "{milliseconds:.2f}",
+        "ms without": "{milliseconds_without:.2f}",
+        "time ratio": ratio_column("time_ratio", ".3f", ""),
+        "flop ratio": "{flop_ratio:.3f}",
+        "excess %": "{excess_percent:.1f}",
+        "time / h2o": ratio_column("time_by_h2o", ".3f", ""),
+        "flops / h2o": "{flops_by_h2o:.3f}",
+    }
+    variants = {name: dataclasses.asdict(config) for name, config in configs.items()}
+    with Report(plan, title, columns, lengths=plan.lengths, variants=variants) as report:
+        for count in plan.each_threads():
+            for name, config in configs.items():
+                row = _search_row(ids[:, :searched], config, plan.seconds)
+                report.add(recall=name, threads=count, length=searched, **row)
+        for case in plan.cases():
+            for name, config in configs.items():
+                for length in plan.lengths:
+                    row = _recall_row(case, ids[:, :length], config, h2o, plan.seconds)
+                    report.add(**case.fields, recall=name, length=length, **row)
+
+
+def _quick(small: PrefillConfig, config: PrefillConfig) -> PrefillConfig:
+    """Return the recall of a config with the small sizes of a quick run."""
+    return config.replace(
+        chunk_size=small.chunk_size,
+        local_window=small.local_window,
+        heavy_budget=small.heavy_budget,
+        recall_block=small.chunk_size // 4,
+    )
+
+
+def _search_row(ids: Tensor, config: PrefillConfig, seconds: float) -> Row:
+    search, sort = partial(find_recalled, ids, config), partial(ids.sort, dim=1, stable=True)
+    timings = compare({"search": search, "sort": sort}, seconds)
+    return {
+        "search_milliseconds": 1e3 * timings.median("search"),
+        "sort_milliseconds": 1e3 * timings.median("sort"),
+        **timings.ratio("search", "sort").fields("search_by_sort"),
+        "keys_a_block": _keys_a_block(search()),
+        "rounds": timings.rounds,
+    }
+
+
+def _recall_row(
+    case: Case, ids: Tensor, config: PrefillConfig, h2o: PrefillConfig, seconds: float
+) -> Row:
+    length = ids.shape[1]
+    qkv = case.qkv(length)
+    lists = find_recalled(ids, config)
+    recalled = NO_RECALL if lists is None else (lists.offsets, lists.positions, lists.visible_from)
+    calls = {
+        "with": partial(sparse_attention, *qkv, None, config, recalled),
+        "without": partial(sparse_attention, *qkv, None, config),
+        "h2o": partial(sparse_attention, *qkv, None, h2o),
+    }
+    timings = compare(calls, seconds)
+    time_ratio = timings.ratio("with", "without")
+    flops = sparse_dot_products(length, config, lists)
+    flop_ratio = flops / sparse_dot_products(length, config)
+    return {
+        "milliseconds": 1e3 * timings.median("with"),
+        "milliseconds_without": 1e3 * timings.median("without"),
+        "keys_a_block": _keys_a_block(lists),
+        **time_ratio.fields("time_ratio"),
+        "flop_ratio": flop_ratio,
+        "excess_percent": 100 * (time_ratio.value / flop_ratio - 1),
+        **timings.ratio("with", "h2o").fields("time_by_h2o"),
+        "flops_by_h2o": flops / sparse_dot_products(length, h2o),
+        "rounds": timings.rounds,
+    }
+
+
+def _keys_a_block(lists: RecalledKeys | None) -> float:
+    return 0.0 if lists is None else lists.offsets.diff().double().mean().item()
+
+
+def _read_ids(length: int, quick: bool) -> tuple[str, Tensor]:
+    """Return the name of a text and its first tokens, int64 [1, length]; a short text repeats.
+
+    Tokens are those of the default model or, without it and in a quick run, words and signs.
+    """
+    try:
+        corpus = load_text("wikitext2")
+    except ValueError:
+        corpus = load_text("pydoc")
+    try:
+        tokens = _words(corpus.text, length) if quick else _model_tokens(corpus.text)
+    except ImportError:
+        tokens = _words(corpus.text, length)
+    repeats = -(-length // len(tokens))
+    return corpus.name, tokens.repeat(repeats)[:length].unsqueeze(0)
+
+
+def _model_tokens(text: str) -> Tensor:
+    from transformers import AutoTokenizer
+
+    return encode(AutoTokenizer.from_pretrained(convert_gguf(packaged_gguf())), text)
+
+
+def _words(text: str, limit: int) -> Tensor:
+    numbers: dict[str, int] = {}
+    words = re.findall(r"\w+|[^\w\s]", text)[:limit]
+    return torch.tensor([numbers.setdefault(word, len(numbers)) for word in words])
+
+
+@benchmark(app, "allocations", "dtype", "shape", "preset", lengths=MEMORY_LENGTHS)
+def allocations(plan: Plan) -> None:
+    """Count the bytes of one layer's prefill beside those of dense SDPA, then run 100 prompts.
+
+    State (scores and memory set) stays with the KV cache of its layer. The workspace lives for one
+    call: layers share it one after another. Growth is from the middle of the run to its end, over
+    prompts of random lengths.
+    """
+    config = plan.config()
+    prompts = 10 if plan.quick else 100
+    title = f"memory of one layer, S={config.chunk_size}, M={config.memory_size}"
+    columns = {
+        **CASE_COLUMNS,
+        "N": "{length}",
+        "KV cache MB": "{kv_megabytes:.2f}",
+        "scores + memory set MB": "{state_megabytes:.3f}",
+        "% of KV cache": "{state_percent:.2f}",
+        "workspace MB": "{workspace_megabytes:.2f}",
+        "% of model's KV cache": "{workspace_percent:.2f}",
+        "SDPA workspace MB": "{dense_workspace_megabytes:.2f}",
+        "prompts": "{prompts}",
+        "growth: allocated kB": "{allocated_growth_kilobytes:+.1f}",
+        "resident kB": "{resident_growth_kilobytes:+.0f}",
+    }
+    with Report(plan, title, columns, preset=plan.preset, lengths=plan.lengths) as report:
+        for case in plan.cases():
+            for length in plan.lengths:
+                report.add(**case.fields, length=length, **_memory_row(case, length, config))
+            report.add(**case.fields, prompts=prompts, **_growth_row(case, config, prompts))
+
+
+def _memory_row(case: Case, length: int, config: PrefillConfig) -> Row:
+    q, k, v = case.qkv(length)
+    kv_bytes = k.nbytes + v.nbytes
+    out, state = sparse_attention(q, k, v, None, config)
+    state_bytes = state.scores.nbytes + state.memory.nbytes
+    # First, since PyTorch's profiler wants to begin in the main thread.
+    dense = peak_bytes(sdpa(q, k, v, causal=True))
+    sparse = first_call_peak_bytes(lambda: sparse_attention(q, k, v, None, config))
+    workspace = sparse - out.nbytes - state_bytes
+    return {
+        "kv_megabytes": kv_bytes / 1e6,
+        "state_megabytes": state_bytes / 1e6,
+        "state_percent": 100 * state_bytes / kv_bytes,
+        "workspace_megabytes": workspace / 1e6,
+        "workspace_percent": 100 * workspace / (case.heads.layers * kv_bytes),
+        "dense_workspace_megabytes": (dense - out.nbytes) / 1e6,
+    }
+
+
+def _growth_row(case: Case, config: PrefillConfig, prompts: int) -> Row:
+    chooser = random.Random(0)
+    longest = 3 * config.chunk_size
+    qkv = case.qkv(longest)
+    # Of their final length from the start: the lists must not grow with the prompts.
+    resident: list[int | None] = [0] * prompts
+    allocated: list[int | None] = [0] * prompts
+    for prompt in range(prompts):
+        # The longest first, so that what comes later needs nothing new.
+        length = chooser.randint(1, longest) if prompt else longest
+        sparse_attention(*(x[:, :, :length] for x in qkv), None, config)
+        resident[prompt] = resident_bytes()
+        allocated[prompt] = allocated_bytes()
+    return {
+        "resident_bytes": resident,
+        "allocated_bytes": allocated,
+        "resident_growth_kilobytes": _growth(resident),
+        "allocated_growth_kilobytes": _growth(allocated),
+    }
+
+
+def _growth(held: list[int | None]) -> float | None:
+    """Return how far the highest of the second half is above that of the first, in kB."""
+    half = len(held) // 2
+    first, second = ([x for x in part if x is not None] for part in (held[:half], held[half:]))
+    return (max(second) - max(first)) / 1e3 if first and second else None
+
+
+if __name__ == "__main__":
+    app()

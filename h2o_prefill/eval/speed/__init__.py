@@ -1,1 +1,0 @@
-"""Time and memory of prefill, sparse against dense."""

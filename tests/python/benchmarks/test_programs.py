@@ -1,0 +1,396 @@
+"""Every benchmark runs in its quick mode, and leaves JSON that says what was run where."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import h2o_prefill
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
+
+Run = Callable[..., tuple[Any, dict[str, Any]]]
+
+KERNEL = ["milliseconds", "gflops", "percent", "speedup"]
+# What every row of a benchmark has, and that is a time, a rate or a size above 0.
+FIELDS = {
+    "operators cpu_peak": ["rate", "best_rate"],
+    "operators intra_chunk": KERNEL,
+    "operators memory": KERNEL,
+    "operators colsum": ["milliseconds", "milliseconds_without"],
+    "operators select": ["milliseconds", "pytorch_milliseconds", "speedup"],
+    "operators gather": ["gigabytes", "copy_gigabytes", "percent"],
+    "operators scores": ["microseconds", "pytorch_microseconds", "speedup"],
+    "operators dense": ["milliseconds", "sdpa_milliseconds", "speedup", "context"],
+    "linear linear_decode": ["microseconds", "pytorch_microseconds", "speedup"],
+    "linear linear": ["milliseconds", "gflops", "percent", "both_milliseconds"],
+    "layer prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
+}
+# These compile the CPU kernels, or programs, again.
+COMPILE = ("operators colsum", "operators dense", "operators scores")
+ON_GPU = ("operators intra_chunk", "operators memory", "operators colsum")
+
+
+def _check_report(report: dict[str, Any], fields: list[str]) -> None:
+    assert report["quick"] is True
+    assert report["environment"]["cpu"] and report["environment"]["torch"]
+    assert report["results"]
+    for row in report["results"]:
+        for field in fields:
+            assert math.isfinite(row[field]) and row[field] > 0, (field, row)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in COMPILE else ()) for name in FIELDS],
+)
+def test_operators(run: Run, name: str) -> None:
+    done, report = run(name)
+    _check_report(report, FIELDS[name])
+    assert report["title"] in done.stdout
+    if "head_dim" in report["results"][0]:
+        assert {(r["head_dim"], r["dtype"]) for r in report["results"]} == {
+            (dim, dtype) for dim in (64, 128) for dtype in ("float32", "bfloat16")
+        }
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", [*ON_GPU, "layer prefill", "linear linear"])
+def test_operators_on_a_gpu(run: Run, name: str) -> None:
+    _, report = run(name, "--device", "cuda")
+    _check_report(report, [field for field in FIELDS[name] if field != "percent"])
+    assert report["environment"]["gpu"]
+    for row in report["results"]:
+        assert row["device"] == "cuda" and row["dtype"] == "bfloat16"
+        backends = row.get("sdpa_backends_milliseconds", {})
+        assert name in ("operators colsum", "linear linear") or row["sdpa_backend"] in backends
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "built", "message"),
+    [
+        ("tpu", True, True, "--device must be of cpu, cuda, got 'tpu'"),
+        ("cuda", False, True, "PyTorch finds no GPU"),
+        ("cuda", True, False, "h2o_prefill was built without CUDA kernels"),
+    ],
+)
+def test_a_device_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, built: bool, message: str
+) -> None:
+    import typer
+    from common import benchmark
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(benchmark, "has_cuda", lambda: built)
+    with pytest.raises(typer.BadParameter, match=message):
+        benchmark.make_plan("prefill", quick=True, device=device)
+
+
+def test_a_plan_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from common import benchmark
+
+    monkeypatch.setattr(benchmark, "_check_device", lambda device: None)
+    plan = benchmark.make_plan("prefill", device="cuda")
+    assert plan.json is not None and plan.json.name == "prefill_cuda.json"
+    assert plan.dtypes == (torch.bfloat16,)
+    fields = [case.fields for case in plan.cases()]
+    assert len(fields) == len(plan.shapes)
+    assert all(row["device"] == "cuda" and "threads" not in row for row in fields)
+
+
+def test_options_choose_rows(run: Run) -> None:
+    options = ("--shape", "smollm2", "--dtype", "float16", "--threads", "1,2", "--lengths", "5,130")
+    _, report = run("layer prefill", *options)
+    rows = report["results"]
+    assert [(r["dtype"], r["threads"], r["length"]) for r in rows] == [
+        ("float16", threads, length) for threads in (1, 2) for length in (5, 130)
+    ]
+    # One chunk is dense attention; 64 + 64 + 2 rows, the latter two beside a memory set of 16.
+    assert rows[0]["flop_ratio"] == 1
+    pairs = 2 * 64 * 65 / 2 + 2 * 3 / 2 + 66 * 16
+    assert rows[1]["flop_ratio"] == pytest.approx(130 * 131 / 2 / pairs)
+
+
+def test_lengths_that_take_too_long_are_left_out() -> None:
+    from common.benchmark import make_plan
+
+    plan = make_plan("prefill", seconds=3.0)
+    assert plan.affords(200, None) and plan.affords(200, (100, 0.25))
+    assert not plan.affords(200, (100, 0.26))
+
+
+def test_wrong_options_and_expected_errors(tmp_path: Path) -> None:
+    import layer
+    import models
+    from typer.testing import CliRunner
+
+    def invoke(app: Any, *words: str) -> Any:
+        return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+    for words, message in (
+        (["--dtype", "int8"], "--dtype must be of"),
+        (["--shape", "gpt"], "--shape must be of"),
+        (["--threads", "0"], "--threads must be numbers"),
+        (["--lengths", "many"], "--lengths must be numbers"),
+        (["--json", str(tmp_path / "no" / "r.json")], "--json must be a .json file in a folder"),
+    ):
+        done = invoke(layer.app, "prefill", "--quick", *words)
+        assert done.exit_code == 2 and message in done.stderr
+    assert invoke(models.app, "model", "--shape", "smollm2").exit_code == 2
+    where = ["--json", str(tmp_path / "r.json")]
+    done = invoke(layer.app, "prefill", *where, "--preset", "other")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "variants"),
+    [
+        (
+            "model",
+            ["seconds", "tokens_per_second", "speedup", "speedup_over_chunked"],
+            ["dense", "dense_chunked", "exact", "sparse", "no_attention"],
+        ),
+        (
+            "padded",
+            ["seconds", "tokens_per_second", "speedup", "rows_speedup"],
+            ["dense", "sparse", "dense_rows", "sparse_rows"],
+        ),
+        ("decode", ["milliseconds", "tokens_per_second", "speedup"], ["stock", "enabled"]),
+        pytest.param(
+            "package",
+            ["seconds", "tokens_per_second", "speedup"],
+            [
+                *("package", "compiled", "eager", "dense"),
+                *("decode_package", "decode_eager", "decode_stock"),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_models(
+    run: Run, model_folder: str, name: str, fields: list[str], variants: list[str]
+) -> None:
+    _, report = run(f"models {name}", "--model", model_folder, "--dtype", "float32")
+    _check_report(report, fields)
+    assert [row["variant"] for row in report["results"]] == variants
+
+
+def test_the_variants_of_a_model_are_what_they_say(model: Any, config: PrefillConfig) -> None:
+    from common.variants import prefill_variants
+
+    ids = torch.randint(257, (1, 150), generator=torch.Generator().manual_seed(0))
+    logits = {name: run() for name, run in prefill_variants(model, ids, config).items()}
+    with torch.no_grad():
+        dense = model(ids).logits[0, -1]
+        with h2o_prefill.enable(model, config):
+            sparse = model(ids).logits[0, -1]
+    for name in ("dense", "dense_chunked", "exact"):
+        torch.testing.assert_close(logits[name], dense, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits["sparse"], sparse, rtol=1e-4, atol=1e-4)
+    for name in ("sparse", "no_attention"):
+        assert (logits[name] - dense).abs().max() > 1e-2
+
+
+def test_a_padded_batch_gives_what_its_rows_give(model: Any, config: PrefillConfig) -> None:
+    from common.variants import padded_variants
+
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(257, (length,), generator=generator) for length in (150, 60, 200)]
+    logits = {name: run() for name, run in padded_variants(model, rows, config).items()}
+    for name in ("dense", "sparse"):
+        torch.testing.assert_close(logits[name], logits[f"{name}_rows"], rtol=1e-4, atol=1e-4)
+    differs = (logits["sparse"] - logits["dense"]).abs().amax(1)
+    assert differs[0] > 1e-2 and differs[1] < 1e-4 and differs[2] > 1e-2
+
+
+def test_decoding_leaves_its_cache_as_it_was(model: Any, config: PrefillConfig) -> None:
+    from common.variants import decode_variants
+
+    ids = torch.randint(257, (1, 150), generator=torch.Generator().manual_seed(0))
+    variants = decode_variants(model, ids, config, steps=6)
+    expected = model.generate(ids, max_new_tokens=7, do_sample=False)[0, 151:]
+    assert torch.equal(variants["stock"](), expected)
+    for decode in variants.values():
+        assert torch.equal(decode(), decode())
+
+
+def test_int8_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    import models
+    from typer.testing import CliRunner
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "torchao" else found(name, *a)
+    )
+    words = ["package", "--quick", "--int8"]
+    done = CliRunner().invoke(models.app, words, env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "--int8 needs torchao: pip install torchao" in done.stderr
+
+
+def test_what_the_rows_of_recall_say(run: Run) -> None:
+    _, report = run("layer recall", "--lengths", "200")
+    searches = [row for row in report["results"] if "search_milliseconds" in row]
+    layers = [row for row in report["results"] if "time_ratio" in row]
+    variants = list(report["config"]["variants"])
+    assert [row["recall"] for row in searches] == variants
+    assert [row["recall"] for row in layers] == 2 * variants
+    assert all(row["keys_a_block"] > 0 for row in report["results"])
+    for row in layers:
+        # Chunks of 64, 64, 64 and 8 rows, all but the first beside a memory set of 16; blocks of
+        # 16 rows, the last one of 8.
+        without = 3 * 64 * 65 / 2 + 8 * 9 / 2 + 136 * 16
+        assert 0 < (row["flop_ratio"] - 1) * without < 16 * 13 * row["keys_a_block"]
+        assert row["flops_by_h2o"] == pytest.approx(row["flop_ratio"])
+        assert row["time_by_h2o"] > 0
+        excess = row["time_ratio"] / row["flop_ratio"] - 1
+        assert row["excess_percent"] == pytest.approx(100 * excess)
+
+
+def test_linear_attention_beside_other_forms(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import linear
+
+    def missing(*qkv: torch.Tensor) -> None:
+        raise linear.PackageMissing("flash-linear-attention is left out")
+
+    monkeypatch.setattr(linear, "flash_linear_attention", missing)
+    done, report = run("linear linear", "--dtype", "float32", "--shape", "smollm2")
+    assert done.stderr.count("flash-linear-attention is left out") == 1
+    sweep = [row for row in report["results"] if "swept" in row]
+    beside = [row for row in report["results"] if "swept" not in row]
+    assert [(row["length"], row["chunk_size"]) for row in beside] == [(1, 64), (192, 64)]
+    assert [(row["length"], row["chunk_size"]) for row in sweep] == [(192, n) for n in (16, 32, 64)]
+    times = [f"{name}_milliseconds" for name in ("sdpa_both", "sdpa", "square", "cumsum")]
+    ratios = ["speedup", "both_speedup", "square_speedup", "cumsum_speedup"]
+    _check_report({**report, "results": beside}, times + ratios)
+    for row in beside:
+        # All outer products and their sums, beside the output.
+        assert row["cumsum_megabytes"] * 1e6 >= 2 * 4 * 3 * row["length"] * row["head_dim"] ** 2
+
+
+def test_allocations(run: Run) -> None:
+    _, report = run("layer allocations", "--shape", "smollm2", "--dtype", "bfloat16")
+    for row in (row for row in report["results"] if "length" in row):
+        # A bf16 key and value a head, beside an fp32 score a position and 16 positions.
+        assert row["kv_megabytes"] * 1e6 == 2 * 3 * row["length"] * 64 * 2
+        assert row["state_megabytes"] * 1e6 == pytest.approx(3 * 4 * (row["length"] + 16))
+        assert row["workspace_megabytes"] > 0
+    (many,) = [row for row in report["results"] if "prompts" in row]
+    assert many["prompts"] == len(many["resident_bytes"]) == 10
+
+
+def test_temporary_memory_is_what_a_call_holds_beside_its_results() -> None:
+    from common.machine import temporary_megabytes
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        held = torch.empty(1000, dtype=torch.float32)
+        return held + 1, held[:10].clone()
+
+    assert temporary_megabytes(call, on_gpu=False) * 1e6 == pytest.approx(4000, abs=200)
+
+
+def test_baselines_give_what_the_operators_give() -> None:
+    import linear
+    from common.attention import random_memory
+    from common.benchmark import SHAPES, Case
+    from operators import select_with_pytorch
+
+    q, k, v = Case(SHAPES["smollm2"], torch.float32).qkv(128)
+    expected, _, _ = ops.chunkwise_linear_attention(q, k, v)
+    found = [linear.masked_square(q, k, v), linear.cumulative_sums(q, k, v)]
+    with contextlib.suppress(linear.PackageMissing):
+        found.append(linear.flash_linear_attention(q, k, v)())
+    for out in found:
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
+    state = torch.randn(1, 3, 64, 64)
+    q, k, v = (x[:, :, :5] for x in (q, k, v))
+    steps = ops.chunkwise_linear_attention(q, k, v, None, state)[:2]
+    torch.testing.assert_close(linear.decode(q, k, v, state), tuple(steps), rtol=1e-4, atol=1e-3)
+    scores = torch.rand(1, 3, 400, generator=torch.Generator().manual_seed(1))
+    where = (scores, random_memory(3, 64, 300), 300, 400, 24, 40)
+    assert torch.equal(select_with_pytorch(*where), ops.select_memory(*where, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype) -> None:
+    from common.attention import random_memory
+    from common.benchmark import SHAPES, Case
+    from common.native import attend_chunk
+
+    # Each library chooses its bfloat16 products by a timing of its own, and they round differently.
+    atol = 4e-3 if dtype == torch.bfloat16 else 1e-3
+    case = Case(SHAPES["smollm2"], dtype)
+    chunk, history = case.qkv(70), case.qkv(70, past=100)
+    indices = random_memory(3, 32, 100)
+    for found, expected in (
+        (attend_chunk(*chunk, colsum=True), ops.intra_chunk_attention(*chunk, 70)),
+        (attend_chunk(*history, True, indices), ops.memory_attention(*history, indices)),
+    ):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=atol)
+    out, lse, sums = attend_chunk(*history, False, indices)
+    assert torch.equal(out, found[0]) and torch.equal(lse, found[1]) and sums is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 40, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_context_and_dense_attention_do_the_same(dtype: torch.dtype, rows: int) -> None:
+    from common.benchmark import SHAPES, Case
+    from common.native import dense_call
+
+    with dense_call(*Case(SHAPES["smollm2"], dtype).qkv(rows, past=70 - rows)) as pair:
+        pair.ours()
+        pair.baseline()
+        assert pair.same()
+
+
+@pytest.mark.slow
+def test_both_score_updates_do_the_same() -> None:
+    from common.native import score_update
+
+    with score_update(3, 100, 40) as pair:
+        for _ in range(3):
+            pair.ours()
+        assert not pair.same()
+        for _ in range(3):
+            pair.baseline()
+        assert pair.same()
+
+
+def test_plots(run: Run, model_folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot
+    from typer.testing import CliRunner
+
+    assert CliRunner().invoke(plot.app, ["--results", str(tmp_path)]).exit_code == 2
+    for name in ("layer prefill", "layer allocations"):
+        run(name, "--shape", "smollm2", "--dtype", "float32")
+    run("models model", "--model", model_folder, "--dtype", "float32")
+    run("linear linear", "--dtype", "float32", "--shape", "smollm2")
+    done = CliRunner().invoke(plot.app, ["--results", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    for name in ("throughput_comparison.png", "memory_profile.png", "linear.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_reports_of_the_repository_can_be_read() -> None:
+    from common.benchmark import RESULTS
+    from common.losses import PROTOCOL, read_losses
+    from common.report import read_report
+
+    for name in ("prefill", "model", "allocations", "linear", "peers", "gather"):
+        report = read_report(RESULTS / f"{name}.json")
+        assert report["results"] and report["environment"] and report["config"] is not None
+    facts = {**read_report(RESULTS / "peers.json")["config"], "protocol": PROTOCOL}
+    assert read_losses([RESULTS / "peers_losses.json"], facts)
