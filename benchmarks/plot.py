@@ -21,41 +21,37 @@ app = new_app()
 Style = dict[str, Any]
 
 # Told apart by people who see colours differently, and by line style and marker in print.
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+BLUE, SKY, ORANGE, GREEN, PINK = "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7"
 GREY: Style = {"color": "0.45", "marker": "s", "linestyle": ":"}
-STYLES: dict[str, Style] = {
-    "dense": {"color": BLUE, "marker": "o"},
-    "dense in chunks": {"color": "#56B4E9", "marker": "s", "linestyle": "--"},
-    "exact": {"color": GREEN, "marker": "^"},
-    "sparse": {"color": ORANGE, "marker": "D"},
-    "without attention": {"color": "0.45", "marker": None, "linestyle": ":"},
+DENSE: Style = {"color": BLUE, "marker": "o"}
+SPARSE: Style = {"color": ORANGE, "marker": "D"}
+BACKWARD: Style = {"linestyle": "--"}
+# Variants of a model: label and style.
+VARIANTS: dict[str, tuple[str, Style]] = {
+    "dense": ("dense", DENSE),
+    "dense_chunked": ("dense in chunks", {"color": SKY, "marker": "s", "linestyle": "--"}),
+    "exact": ("exact, by our kernel", {"color": GREEN, "marker": "^"}),
+    "sparse": ("sparse", SPARSE),
+    "no_attention": ("without attention", {"color": "0.45", "marker": None, "linestyle": ":"}),
 }
-VARIANTS = {
-    "dense": "dense",
-    "dense_chunked": "dense in chunks",
-    "exact": "exact",
-    "sparse": "sparse",
-    "no_attention": "without attention",
+# Lines of memory: field, label and style.
+MEMORY: dict[str, tuple[str, Style]] = {
+    "kv_megabytes": ("KV cache", {"color": "0.45"}),
+    "dense_workspace_megabytes": ("workspace, dense", DENSE),
+    "workspace_megabytes": ("workspace, sparse", SPARSE),
+    "state_megabytes": ("scores + memory set", {"color": GREEN, "marker": "^"}),
+}
+# Forms of linear attention, by what their fields begin with: label and style.
+FORMS: dict[str, tuple[str, Style]] = {
+    "": ("linear attention", SPARSE),
+    "both_": ("with its backward", SPARSE | BACKWARD),
+    "sdpa_": ("SDPA", DENSE),
+    "sdpa_both_": ("SDPA with its backward", DENSE | BACKWARD),
+    "square_": ("masked square", {"color": GREEN, "marker": "^"}),
+    "cumsum_": ("cumulative sums", {"color": PINK, "marker": "v"}),
+    "fla_": ("flash-linear-attention", GREY),
 }
 _SHORTEST = 512
-
-LINEAR: Style = {"color": ORANGE, "marker": "D"}
-BACKWARD: Style = {"linestyle": "--"}
-# Label, fields of the time and of the memory, style.
-FORMS: list[tuple[str, str, str, Style]] = [
-    ("linear attention", "milliseconds", "temporary_megabytes", LINEAR),
-    ("with its backward", "both_milliseconds", "both_megabytes", LINEAR | BACKWARD),
-    ("SDPA", "sdpa_milliseconds", "sdpa_megabytes", STYLES["dense"]),
-    (
-        "SDPA with its backward",
-        "sdpa_both_milliseconds",
-        "sdpa_both_megabytes",
-        STYLES["dense"] | BACKWARD,
-    ),
-    ("masked square", "square_milliseconds", "square_megabytes", {"color": GREEN, "marker": "^"}),
-    ("cumulative sums", "cumsum_milliseconds", "cumsum_megabytes", {"color": PINK, "marker": "v"}),
-    ("flash-linear-attention", "fla_milliseconds", "fla_megabytes", GREY),
-]
 
 # Of a program's modes, and of one mode as a package or with several batches.
 _MARKERS = ["o", "D", "^", "s", "v", "P", "X"]
@@ -101,15 +97,13 @@ def draw_throughput(prefill: Row | None, model: Row | None, path: Path) -> Path:
     figure, grid = _make_figure(len(layers) + len(models))
     for axes, (title, rows) in zip(grid, [*layers.items(), *models.items()], strict=True):
         if title in layers:
-            for name in ("dense", "sparse"):
-                _draw_line(axes, name, rows, _layer_rate(name), **STYLES[name])
+            for name, style in (("dense", DENSE), ("sparse", SPARSE)):
+                _draw_line(axes, name, rows, _layer_rate(name), **style)
             _label_speedups(axes, rows)
         else:
-            for variant, name in VARIANTS.items():
+            for variant, (name, style) in VARIANTS.items():
                 chosen = [row for row in rows if row["variant"] == variant]
-                if chosen:
-                    rate = itemgetter("tokens_per_second")
-                    _draw_line(axes, name, chosen, rate, **STYLES[name])
+                _draw_line(axes, name, chosen, itemgetter("tokens_per_second"), **style)
         axes.set_title(title, fontsize=9)
         _use_length_axis(axes, rows)
         axes.set_ylim(bottom=0)
@@ -125,14 +119,8 @@ def draw_memory(allocations: Row, path: Path) -> Path:
     sizes = _groups({**allocations, "results": [r for r in rows if "length" in r]}, "layer")
     held = [row for row in rows if row.get("allocated_bytes") and row["allocated_bytes"][0]]
     figure, grid = _make_figure(len(sizes) + bool(held))
-    lines = [
-        ("KV cache", "kv_megabytes", {"color": "0.45"}),
-        ("workspace, dense", "dense_workspace_megabytes", STYLES["dense"]),
-        ("workspace, sparse", "workspace_megabytes", STYLES["sparse"]),
-        ("scores + memory set", "state_megabytes", {"color": GREEN, "marker": "^"}),
-    ]
     for axes, (title, chosen) in zip(grid, sizes.items(), strict=False):
-        for label, field, style in lines:
+        for field, (label, style) in MEMORY.items():
             _draw_line(axes, label, chosen, itemgetter(field), **style)
         axes.set_title(title + ", one layer", fontsize=9)
         _use_length_axis(axes, chosen)
@@ -176,7 +164,7 @@ def _label_speedups(axes: Axes, rows: list[Row]) -> None:
                 xytext=(3, 5),
                 ha="left",
                 fontsize=8,
-                color=STYLES["sparse"]["color"],
+                color=ORANGE,
             )
 
 
@@ -210,11 +198,14 @@ def draw_linear(report: Row, path: Path) -> Path:
         chosen = [row for row in rows if row["model"] == name]
         time, memory, sweep = grid[3 * i : 3 * i + 3]
         by_length = [row for row in chosen if not row.get("swept")]
-        for field, axes, label in ((1, time, "ms"), (2, memory, "MB beside the results")):
-            for form in FORMS:
-                shown = [row for row in by_length if row.get(form[field], 0) > 0]
-                if shown:
-                    _draw_line(axes, form[0], shown, itemgetter(form[field]), **form[3])
+        for unit, axes, label in (
+            ("milliseconds", time, "ms"),
+            ("megabytes", memory, "MB beside the results"),
+        ):
+            for form, (name_of_form, style) in FORMS.items():
+                field = "temporary_megabytes" if (form, unit) == ("", "megabytes") else form + unit
+                shown = [row for row in by_length if row.get(field, 0) > 0]
+                _draw_line(axes, name_of_form, shown, itemgetter(field), **style)
             _use_length_axis(axes, by_length, "sequence (tokens)")
             _use_log_axis(axes, label)
         _draw_sweep(sweep, [row for row in chosen if row.get("swept")], first["chunk_size"])
@@ -235,8 +226,8 @@ def _draw_sweep(axes: Axes, rows: list[Row], default: int) -> None:
     (base,) = (row for row in rows if row["chunk_size"] == default)
     sizes = [{**row, "length": row["chunk_size"]} for row in rows]
     for label, field, style in (
-        ("time", "milliseconds", LINEAR),
-        ("with its backward", "both_milliseconds", LINEAR | BACKWARD),
+        ("time", "milliseconds", SPARSE),
+        ("with its backward", "both_milliseconds", SPARSE | BACKWARD),
         ("temporary memory", "temporary_megabytes", GREY),
     ):
         _draw_line(axes, label, sizes, lambda row, f=field: row[f] / base[f], **style)
@@ -336,9 +327,10 @@ def _make_figure(panels: int) -> tuple[Figure, list[Axes]]:
 def _draw_line(
     axes: Axes, label: str, rows: list[Row], value: Callable[[Row], float], **style: Any
 ) -> None:
-    """Draw a value of rows by their length."""
-    lengths, values = [row["length"] for row in rows], [value(row) for row in rows]
-    axes.plot(lengths, values, label=label, **{"linewidth": 1.6, "markersize": 4, **style})
+    """Draw a value of rows, if there are any, by their length."""
+    if rows:
+        lengths, values = [row["length"] for row in rows], [value(row) for row in rows]
+        axes.plot(lengths, values, label=label, **{"linewidth": 1.6, "markersize": 4, **style})
 
 
 def _use_length_axis(axes: Axes, rows: list[Row], label: str = "prompt (tokens)") -> None:

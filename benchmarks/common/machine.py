@@ -71,14 +71,8 @@ def resident_bytes() -> int | None:
 
 
 class _Mallinfo2(ctypes.Structure):
-    # Of malloc.h in the GNU C library.
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    # Of malloc.h in the GNU C library: 10 numbers.
+    _fields_ = [("values", 10 * ctypes.c_size_t)]
 
 
 def allocated_bytes() -> int | None:
@@ -89,8 +83,9 @@ def allocated_bytes() -> int | None:
     mallinfo2 = _mallinfo2()
     if mallinfo2 is None:
         return None
-    info = mallinfo2()
-    return info.uordblks + info.hblkhd
+    values = mallinfo2().values
+    # hblkhd, in mapped blocks, and uordblks, in all others.
+    return values[4] + values[7]
 
 
 @cache  # a second load would itself allocate
