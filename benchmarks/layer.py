@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import re
 from functools import partial
 
 import torch
-from common.attention import backend_fields, fastest, sdpa, sdpa_calls
+from common.attention import beside_sdpa, sdpa, sdpa_calls
 from common.benchmark import Case, Plan, benchmark, new_app
 from common.machine import allocated_bytes, first_call_peak_bytes, resident_bytes
-from common.report import CASE_COLUMNS, Report, Row, ratio_column
+from common.report import Report, Row
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
@@ -53,23 +54,9 @@ def prefill(plan: Plan) -> None:
     the next one would take longer than --seconds.
     """
     config = plan.config()
-    title = (
-        f"chunked_sparse_attention, S={config.chunk_size}, M={config.memory_size}: "
-        "beside torch SDPA (causal, enable_gqa)"
-    )
-    columns = {
-        **CASE_COLUMNS,
-        "N": "{length}",
-        "SDPA ms": "{dense_milliseconds:.2f}",
-        "SDPA GFLOP/s": "{dense_gflops:.0f}",
-        "SDPA by": "{sdpa_backend}",
-        "sparse ms": "{sparse_milliseconds:.2f}",
-        "sparse GFLOP/s": "{sparse_gflops:.0f}",
-        "speedup": ratio_column("speedup", unit=""),
-        "flop ratio": "{flop_ratio:.2f}",
-        "speedup / flop ratio": "{speedup_by_flops:.2f}",
-    }
-    with Report(plan, title, columns, preset=plan.preset, lengths=plan.lengths) as report:
+    sizes = f"S={config.chunk_size}, M={config.memory_size}"
+    title = f"chunked_sparse_attention, {sizes}: beside torch SDPA (causal, enable_gqa)"
+    with Report(plan, title, preset=plan.preset, lengths=plan.lengths) as report:
         for case in plan.cases():
             last: tuple[int, float] | None = None
             for length in plan.lengths:
@@ -90,8 +77,7 @@ def _prefill_row(
     baselines = sdpa_calls(q, k, v, causal=True)
     calls = {**baselines, "sparse": lambda: sparse_attention(q, k, v, None, config)}
     timings = case.compare(calls, seconds)
-    best = fastest(timings, list(baselines))
-    speedup = timings.ratio(best, "sparse")
+    best, speedup = beside_sdpa(timings, "sparse", baselines)
     dense_flops = case.heads.attention_flops(dense_dot_products(length))
     sparse_flops = case.heads.attention_flops(sparse_dot_products(length, config))
     flop_ratio = dense_flops / sparse_flops
@@ -100,11 +86,9 @@ def _prefill_row(
         "dense_gflops": dense_flops / timings.median(best) / 1e9,
         "sparse_milliseconds": 1e3 * timings.median("sparse"),
         "sparse_gflops": sparse_flops / timings.median("sparse") / 1e9,
-        **speedup.fields("speedup"),
+        **speedup,
         "flop_ratio": flop_ratio,
-        "speedup_by_flops": speedup.value / flop_ratio,
-        "rounds": timings.rounds,
-        **backend_fields(timings, list(baselines), case.on_gpu),
+        "speedup_by_flops": speedup["speedup"] / flop_ratio,
     }
     return row, sum(map(timings.median, calls))
 
@@ -121,30 +105,9 @@ def recall(plan: Plan) -> None:
     h2o = plan.config("h2o")
     configs = {name: _quick(h2o, each) if plan.quick else each for name, each in RECALLS.items()}
     text, ids = _read_ids(max(searched, *plan.lengths), plan.quick)
-    title = (
-        f"lexical_recall over {text}: beside a stable sort of the ids; chunked_sparse_attention "
-        "with it: beside the same without, and beside the preset h2o"
-    )
-    columns = {
-        "model": "{model}",
-        "dtype": "{dtype}",
-        "threads": "{threads}",
-        "recall": "{recall}",
-        "tokens": "{length}",
-        "search ms": "{search_milliseconds:.2f}",
-        "sort ms": "{sort_milliseconds:.2f}",
-        "search / sort": ratio_column("search_by_sort", unit=""),
-        "keys a block": "{keys_a_block:.0f}",
-        "ms": "{milliseconds:.2f}",
-        "ms without": "{milliseconds_without:.2f}",
-        "time ratio": ratio_column("time_ratio", ".3f", ""),
-        "flop ratio": "{flop_ratio:.3f}",
-        "excess %": "{excess_percent:.1f}",
-        "time / h2o": ratio_column("time_by_h2o", ".3f", ""),
-        "flops / h2o": "{flops_by_h2o:.3f}",
-    }
+    title = f"lexical_recall over {text} beside a stable sort; chunked_sparse_attention with it"
     variants = {name: dataclasses.asdict(config) for name, config in configs.items()}
-    with Report(plan, title, columns, lengths=plan.lengths, variants=variants) as report:
+    with Report(plan, title, lengths=plan.lengths, variants=variants) as report:
         for count in plan.each_threads():
             for name, config in configs.items():
                 row = _search_row(ids[:, :searched], config, plan.seconds)
@@ -158,12 +121,8 @@ def recall(plan: Plan) -> None:
 
 def _quick(small: PrefillConfig, config: PrefillConfig) -> PrefillConfig:
     """Return the recall of a config with the small sizes of a quick run."""
-    return config.replace(
-        chunk_size=small.chunk_size,
-        local_window=small.local_window,
-        heavy_budget=small.heavy_budget,
-        recall_block=small.chunk_size // 4,
-    )
+    sizes = {name: getattr(small, name) for name in ("chunk_size", "local_window", "heavy_budget")}
+    return config.replace(**sizes, recall_block=small.chunk_size // 4)
 
 
 def _search_row(ids: Tensor, config: PrefillConfig, seconds: float) -> Row:
@@ -220,24 +179,16 @@ def _read_ids(length: int, quick: bool) -> tuple[str, Tensor]:
         corpus = load_text("wikitext2")
     except ValueError:
         corpus = load_text("pydoc")
-    try:
-        tokens = _words(corpus.text, length) if quick else _model_tokens(corpus.text)
-    except ImportError:
-        tokens = _words(corpus.text, length)
-    repeats = -(-length // len(tokens))
-    return corpus.name, tokens.repeat(repeats)[:length].unsqueeze(0)
+    words = re.findall(r"\w+|[^\w\s]", corpus.text)[:length]
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    tokens = torch.tensor([numbers[word] for word in words])
+    if not quick:
+        with contextlib.suppress(ImportError):
+            from transformers import AutoTokenizer
 
-
-def _model_tokens(text: str) -> Tensor:
-    from transformers import AutoTokenizer
-
-    return encode(AutoTokenizer.from_pretrained(convert_gguf(packaged_gguf())), text)
-
-
-def _words(text: str, limit: int) -> Tensor:
-    numbers: dict[str, int] = {}
-    words = re.findall(r"\w+|[^\w\s]", text)[:limit]
-    return torch.tensor([numbers.setdefault(word, len(numbers)) for word in words])
+            tokenizer = AutoTokenizer.from_pretrained(convert_gguf(packaged_gguf()))
+            tokens = encode(tokenizer, corpus.text)
+    return corpus.name, tokens.repeat(-(-length // len(tokens)))[:length].unsqueeze(0)
 
 
 @benchmark(app, "allocations", "dtype", "shape", "preset", lengths=MEMORY_LENGTHS)
@@ -251,20 +202,7 @@ def allocations(plan: Plan) -> None:
     config = plan.config()
     prompts = 10 if plan.quick else 100
     title = f"memory of one layer, S={config.chunk_size}, M={config.memory_size}"
-    columns = {
-        **CASE_COLUMNS,
-        "N": "{length}",
-        "KV cache MB": "{kv_megabytes:.2f}",
-        "scores + memory set MB": "{state_megabytes:.3f}",
-        "% of KV cache": "{state_percent:.2f}",
-        "workspace MB": "{workspace_megabytes:.2f}",
-        "% of model's KV cache": "{workspace_percent:.2f}",
-        "SDPA workspace MB": "{dense_workspace_megabytes:.2f}",
-        "prompts": "{prompts}",
-        "growth: allocated kB": "{allocated_growth_kilobytes:+.1f}",
-        "resident kB": "{resident_growth_kilobytes:+.0f}",
-    }
-    with Report(plan, title, columns, preset=plan.preset, lengths=plan.lengths) as report:
+    with Report(plan, title, preset=plan.preset, lengths=plan.lengths) as report:
         for case in plan.cases():
             for length in plan.lengths:
                 report.add(**case.fields, length=length, **_memory_row(case, length, config))
@@ -294,28 +232,25 @@ def _growth_row(case: Case, config: PrefillConfig, prompts: int) -> Row:
     chooser = random.Random(0)
     longest = 3 * config.chunk_size
     qkv = case.qkv(longest)
+    measures = {"resident": resident_bytes, "allocated": allocated_bytes}
     # Of their final length from the start: the lists must not grow with the prompts.
-    resident: list[int | None] = [0] * prompts
-    allocated: list[int | None] = [0] * prompts
+    held: dict[str, list[int | None]] = {name: [0] * prompts for name in measures}
     for prompt in range(prompts):
         # The longest first, so that what comes later needs nothing new.
         length = chooser.randint(1, longest) if prompt else longest
         sparse_attention(*(x[:, :, :length] for x in qkv), None, config)
-        resident[prompt] = resident_bytes()
-        allocated[prompt] = allocated_bytes()
-    return {
-        "resident_bytes": resident,
-        "allocated_bytes": allocated,
-        "resident_growth_kilobytes": _growth(resident),
-        "allocated_growth_kilobytes": _growth(allocated),
-    }
+        for name, measure in measures.items():
+            held[name][prompt] = measure()
+    growth = {f"{name}_growth_kilobytes": _growth(values) for name, values in held.items()}
+    return {**{f"{name}_bytes": values for name, values in held.items()}, **growth}
 
 
 def _growth(held: list[int | None]) -> float | None:
     """Return how far the highest of the second half is above that of the first, in kB."""
+    if None in held:
+        return None
     half = len(held) // 2
-    first, second = ([x for x in part if x is not None] for part in (held[:half], held[half:]))
-    return (max(second) - max(first)) / 1e3 if first and second else None
+    return (max(held[half:]) - max(held[:half])) / 1e3  # type: ignore[type-var, operator]
 
 
 if __name__ == "__main__":

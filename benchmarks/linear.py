@@ -6,13 +6,14 @@ import importlib
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from common import native
 from common.attention import sdpa
 from common.benchmark import Case, Plan, benchmark, new_app
 from common.machine import keep_freed_memory, temporary_megabytes
-from common.report import CASE_COLUMNS, Report, Row, ratio_column, speedup_fields
+from common.report import Report, Row, speedup_fields
 from torch import Tensor
 
 from h2o_prefill import ops
@@ -34,10 +35,6 @@ MOST_BYTES = 2**31
 MOST_QUERY_BYTES = 2**30
 
 
-class PackageMissing(Exception):
-    """flash-linear-attention is not installed; the message says how to install it."""
-
-
 @benchmark(app, "linear", "dtype", "shape", "device", lengths=LENGTHS, seconds=20.0)
 def linear(plan: Plan) -> None:
     """Time chunkwise_linear_attention (elu+1, causal) and its backward beside other attention.
@@ -46,33 +43,14 @@ def linear(plan: Plan) -> None:
     the cumulative sums of all outer products of keys and values; and flash-linear-attention if it
     is installed, on a GPU by its kernels, elsewhere in its PyTorch form. At 4096 tokens the chunk
     size is swept. Flops are those that count: products of a query with the state and with the keys
-    before it in its chunk, and those of a key and a value. "MB" is what a call holds at most beside
-    its results, "backward" the time of the backward pass by that of the call.
+    before it in its chunk, and those of a key and a value. "temporary MB" is what a call holds at
+    most beside its results, "both" a call and its backward, "backward ratio" that without the call.
     """
     swept = (plan.lengths[-1], CHUNK_SIZES[:3]) if plan.quick else (SWEPT_LENGTH, CHUNK_SIZES)
     title = "chunkwise_linear_attention (elu+1, causal): speedup over SDPA and over other forms"
-    columns = {
-        **CASE_COLUMNS,
-        "N": "{length}",
-        "C": "{chunk_size}",
-        "ms": "{milliseconds:.2f}",
-        "% of peak": ratio_column("percent", ".1f", ""),
-        "MB": "{temporary_megabytes:.1f}",
-        "backward": "{backward_ratio:.2f}x",
-        "SDPA": ratio_column("speedup"),
-        "backward too": "{both_speedup:.2f}x",
-        "square": "{square_speedup:.2f}x",
-        "cumsum": "{cumsum_speedup:.2f}x",
-        "its MB": "{cumsum_megabytes:.0f}",
-        "GB/s": "{gigabytes_per_second:.1f}",
-        "fla": "{fla_speedup:.2f}x",
-    }
-    kept = {"freed_memory_kept": keep_freed_memory()}
-    with Report(plan, title, columns, lengths=plan.lengths, **kept) as report:
-        try:
-            flash_linear_attention(*3 * [torch.zeros(1, 1, 64, 1)])
-        except PackageMissing as missing:
-            report.note(str(missing))
+    with Report(plan, title, lengths=plan.lengths, freed_memory_kept=keep_freed_memory()) as report:
+        if find_fla(plan.on_gpu) is None:
+            report.note("flash-linear-attention is left out: pip install flash-linear-attention")
         for case in plan.cases():
             last: tuple[int, float] | None = None
             for length in plan.lengths:
@@ -134,11 +112,11 @@ def _others(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Attention]
         calls["square"] = partial(masked_square, q, k, v)
     if sums_bytes <= MOST_BYTES:
         calls["cumsum"] = partial(cumulative_sums, q, k, v)
-    try:
-        fla = flash_linear_attention(q, k, v)
-    except PackageMissing:
-        fla = None
-    return calls if fla is None else {**calls, "fla": fla}
+    fla = find_fla(case.on_gpu)
+    # Its PyTorch form takes whole chunks.
+    if fla is not None and (case.on_gpu or length % 64 == 0):
+        calls["fla"] = flash_linear_attention(fla, q, k, v)
+    return calls
 
 
 def _flops(case: Case, length: int) -> int:
@@ -150,12 +128,12 @@ def _flops(case: Case, length: int) -> int:
 
 def _times_and_memory(timings: Timings, calls: dict[str, Attention], on_gpu: bool) -> Row:
     """Return milliseconds and temporary megabytes of every call, and the ratios of their times."""
-    row: Row = {}
+    row: Row = {"temporary_megabytes": temporary_megabytes(calls["linear"], on_gpu)}
     for name, call in calls.items():
-        ours = name == "linear"
-        row["milliseconds" if ours else f"{name}_milliseconds"] = 1e3 * timings.median(name)
-        held = "temporary_megabytes" if ours else f"{name}_megabytes"
-        row[held] = temporary_megabytes(call, on_gpu)
+        prefix = "" if name == "linear" else f"{name}_"
+        row[f"{prefix}milliseconds"] = 1e3 * timings.median(name)
+        if prefix:
+            row[f"{prefix}megabytes"] = temporary_megabytes(call, on_gpu)
     if "both" in calls:
         row["backward_ratio"] = timings.ratio("both", "linear").value - 1
     if "sdpa" in calls:
@@ -193,26 +171,25 @@ def cumulative_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (queries.unsqueeze(-2) @ states).squeeze(-2).flatten(1, 2)
 
 
-def flash_linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor] | None:
-    """Return the same by flash-linear-attention: its kernels on a GPU, its PyTorch form elsewhere.
-
-    Keys and values, which it takes for every query head, are repeated beforehand, which is not
-    timed. None where its PyTorch form does not take the length, which must be of whole chunks.
-    """
-    name, function = "chunk", "chunk_linear_attn"
-    if q.device.type == "cpu":
-        name, function = "naive", "naive_chunk_linear_attn"
+def find_fla(on_gpu: bool) -> Callable[..., Any] | None:
+    """Return the function of flash-linear-attention: its kernels on a GPU, else in PyTorch."""
+    name = "chunk" if on_gpu else "naive"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no GPU
-            attend = getattr(importlib.import_module(f"fla.ops.linear_attn.{name}"), function)
-    except ImportError as error:
-        raise PackageMissing(
-            f"flash-linear-attention cannot be imported ({error}), so it is left out: "
-            "pip install flash-linear-attention"
-        ) from error
-    if q.device.type == "cpu" and q.shape[2] % 64:
+            module = importlib.import_module(f"fla.ops.linear_attn.{name}")
+    except ImportError:
         return None
+    return getattr(module, "chunk_linear_attn" if on_gpu else "naive_chunk_linear_attn")
+
+
+def flash_linear_attention(
+    attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor
+) -> Callable[[], Tensor]:
+    """Return a call of flash-linear-attention.
+
+    Keys and values, which it takes for every query head, are repeated beforehand: not timed.
+    """
     group = q.shape[1] // k.shape[1]
     queries = q.transpose(1, 2)
     keys, values = (x.repeat_interleave(group, 1).transpose(1, 2) for x in (k, v))
@@ -241,14 +218,7 @@ def linear_decode(plan: Plan) -> None:
     PyTorch takes one token at a time: baddbmm for the state, bmm for the queries.
     """
     title = "chunkwise_linear_attention (elu+1) with a state: beside the recurrence in PyTorch"
-    columns = {
-        **CASE_COLUMNS,
-        "tokens": "{length}",
-        "us": "{microseconds:.1f}",
-        "PyTorch us": "{pytorch_microseconds:.1f}",
-        "PyTorch": ratio_column("speedup"),
-    }
-    with Report(plan, title, columns, lengths=plan.lengths) as report, torch.no_grad():
+    with Report(plan, title, lengths=plan.lengths) as report, torch.no_grad():
         for case in plan.cases():
             for length in plan.lengths:
                 q, k, v = case.qkv(length)

@@ -23,7 +23,7 @@ from common.benchmark import (
     read_corpus,
 )
 from common.machine import keep_freed_memory
-from common.report import MODEL_COLUMNS, Report, decoding_fields, rate_fields, ratio_column
+from common.report import Report, decoding_fields, rate_fields
 
 from h2o_prefill.eval import load_model
 from h2o_prefill.eval.inputs.packages import write_package
@@ -33,14 +33,11 @@ from h2o_prefill.package import PrefillPackage
 
 app = new_app()
 
-BOTH = "bfloat16,float32"
 STEPS = 16
-COLUMNS = {
-    **MODEL_COLUMNS,
-    "seconds": "{seconds:.3f}",
-    "tokens/s": "{tokens_per_second:.0f}",
-    "against dense": ratio_column("speedup"),
-}
+ROWS = ((4096, 2500, 1500), (200, 90, 150))
+MODEL = "smollm2-135m"
+BOTH = {"dtype": "bfloat16,float32"}
+RECOMMENDED = {"preset": "recommended"}
 
 
 def _options(plan: Plan, model: str, **more: object) -> Row:
@@ -48,11 +45,15 @@ def _options(plan: Plan, model: str, **more: object) -> Row:
     return {"model": model, "preset": plan.preset, "lengths": plan.lengths, **more, **kept}
 
 
+def _where(length: int, dtype: torch.dtype, threads: int) -> Row:
+    return {"length": length, "dtype": dtype_name(dtype), "threads": threads}
+
+
 # The functions below load transformers themselves, which --help does not need.
 
 
-@benchmark(app, "model", "preset", dtype=BOTH, lengths=((2048, 4096, 8192), (200,)), seconds=240.0)
-def prefill(plan: Plan, model: ModelOption = "smollm2-135m") -> None:
+@benchmark(app, "model", "preset", **BOTH, lengths=((2048, 4096, 8192), (200,)), seconds=240.0)
+def prefill(plan: Plan, model: ModelOption = MODEL) -> None:
     """Time the prefill of a Hugging Face model, logits of the last token only.
 
     "exact" has every layer dense, by our dense kernel alone: how much of the factor is that kernel.
@@ -61,9 +62,8 @@ def prefill(plan: Plan, model: ModelOption = "smollm2-135m") -> None:
     """
     from common.variants import prefill_variants
 
-    columns = {**COLUMNS, "against dense in chunks": "{speedup_over_chunked:.2f}x"}
     title = f"prefill of {model}, preset {plan.preset}; no_attention is the ceiling"
-    with Report(plan, title, columns, **_options(plan, model)) as report:
+    with Report(plan, title, **_options(plan, model)) as report:
         for kind in plan.dtypes:
             network, _ = load_model(model, kind)
             for count in plan.each_threads():
@@ -78,38 +78,26 @@ def prefill(plan: Plan, model: ModelOption = "smollm2-135m") -> None:
                     last = (length, sum(map(timings.median, variants)))
                     for name in variants:
                         report.add(
-                            length=length,
-                            dtype=dtype_name(kind),
-                            threads=count,
-                            speedup_over_chunked=timings.ratio("dense_chunked", name).value,
+                            **_where(length, kind, count),
                             **rate_fields(timings, name, length),
                             **timings.ratio("dense", name).fields("speedup"),
+                            speedup_over_chunked=timings.ratio("dense_chunked", name).value,
                         )
 
 
-@benchmark(
-    app,
-    "padded",
-    dtype=BOTH,
-    preset="recommended",
-    lengths=((4096, 2500, 1500), (200, 90, 150)),
-    seconds=240.0,
-)
-def padded(
-    plan: Plan, model: ModelOption = "smollm2-135m", text_file: TextFileOption = None
-) -> None:
+@benchmark(app, "padded", **BOTH, **RECOMMENDED, lengths=ROWS, seconds=240.0)
+def padded(plan: Plan, model: ModelOption = MODEL, text_file: TextFileOption = None) -> None:
     """Time the prefill of prompts of several lengths, padded on the left, as `generate` does it.
 
     --lengths are the tokens of each row. Logits of the last tokens only. Tokens are consecutive
-    pieces of a text. "against rows" compares a batch with its rows one by one, which need no
-    padding, with the same attention.
+    pieces of a text. "rows speedup" is against the rows one by one, which need no padding, with the
+    same attention.
     """
     from common.variants import padded_variants
 
     corpus, total = read_corpus(text_file), sum(plan.lengths)
-    columns = {"rows": "{row_lengths}", **COLUMNS, "against rows": ratio_column("rows_speedup")}
     title = f"prefill of a padded batch by {model}, preset {plan.preset}, beside its rows"
-    with Report(plan, title, columns, **_options(plan, model, text=corpus.source)) as report:
+    with Report(plan, title, **_options(plan, model, text=corpus.source)) as report:
         for kind, network, _, tokens in load_with_text(plan, model, corpus, total):
             rows = tokens[:total].split(plan.lengths)
             variants = padded_variants(network, rows, plan.config())
@@ -121,17 +109,15 @@ def padded(
                         row_lengths="+".join(map(str, plan.lengths)),
                         dtype=dtype_name(kind),
                         threads=count,
-                        least_seconds=min(timings.seconds[name]),
                         **rate_fields(timings, name, total),
                         **timings.ratio("dense", name).fields("speedup"),
                         **timings.ratio(alone, name).fields("rows_speedup"),
+                        least_seconds=min(timings.seconds[name]),
                     )
 
 
-@benchmark(app, "decode", dtype=BOTH, preset="recommended", lengths=((8000,), (200,)), seconds=30.0)
-def decode(
-    plan: Plan, model: ModelOption = "smollm2-135m", text_file: TextFileOption = None
-) -> None:
+@benchmark(app, "decode", **BOTH, **RECOMMENDED, lengths=((8000,), (200,)), seconds=30.0)
+def decode(plan: Plan, model: ModelOption = MODEL, text_file: TextFileOption = None) -> None:
     """Time greedy decoding after a prompt of real text, one token a call, over the whole history.
 
     "stock" is the model with its DynamicCache, which copies the history for every token; "enabled"
@@ -140,15 +126,9 @@ def decode(
     from common.variants import decode_variants
 
     corpus, longest = read_corpus(text_file), max(plan.lengths)
-    columns = {
-        **MODEL_COLUMNS,
-        "ms/token": "{milliseconds:.2f}",
-        "tokens/s": "{tokens_per_second:.1f}",
-        "against stock": ratio_column("speedup"),
-    }
     title = f"decoding by {model} after a prompt, preset {plan.preset}"
     options = _options(plan, model, text=corpus.source, steps=STEPS)
-    with Report(plan, title, columns, **options) as report:
+    with Report(plan, title, **options) as report:
         for kind, network, _, tokens in load_with_text(plan, model, corpus, longest):
             for length in plan.lengths:
                 variants = decode_variants(network, tokens[None, :length], plan.config(), STEPS)
@@ -156,9 +136,7 @@ def decode(
                     timings = compare(variants, plan.seconds)
                     for name in variants:
                         report.add(
-                            length=length,
-                            dtype=dtype_name(kind),
-                            threads=count,
+                            **_where(length, kind, count),
                             variant=name,
                             **decoding_fields(timings, name, STEPS),
                             **timings.ratio("stock", name).fields("speedup"),
@@ -166,16 +144,11 @@ def decode(
 
 
 @benchmark(
-    app,
-    "package",
-    dtype="bfloat16",
-    preset="recommended",
-    lengths=((4096, 8000), (200,)),
-    seconds=60.0,
+    app, "package", dtype="bfloat16", **RECOMMENDED, lengths=((4096, 8000), (200,)), seconds=60.0
 )
 def package(
     plan: Plan,
-    model: ModelOption = "smollm2-135m",
+    model: ModelOption = MODEL,
     int8: Annotated[
         bool, typer.Option("--int8", help="Add int8 linear layers, compiled: needs torchao.")
     ] = False,
@@ -184,7 +157,7 @@ def package(
 
     "eager" is the enabled model, "compiled" the same by torch.compile, "compiled_int8" that with
     linear layers rounded by torchao, "dense" the model without h2o_prefill, "decode_stock" its
-    decoding with a DynamicCache. "package" says how many times as fast the package is as each of
+    decoding with a DynamicCache. "speedup" says how many times as fast the package is as each of
     them. The package is exported first, and a model compiled for each length, which takes minutes.
     """
     from common.variants import compiled_prefill, decode_variants, int8_twin, prefill_variants
@@ -192,16 +165,10 @@ def package(
     if int8 and importlib.util.find_spec("torchao") is None:
         raise typer.BadParameter("--int8 needs torchao: pip install torchao")
     config, corpus, longest = plan.config(), read_corpus(None), max(plan.lengths)
-    columns = {
-        **MODEL_COLUMNS,
-        "seconds": "{seconds:.4f}",
-        "tokens/s": "{tokens_per_second:.1f}",
-        "package": ratio_column("speedup"),
-    }
     options = _options(plan, model, text=corpus.source, steps=STEPS)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Report(plan, f"{model} as a package", columns, **options) as report,
+        Report(plan, f"{model} as a package", **options) as report,
     ):
         for kind, network, tokenizer, tokens in load_with_text(plan, model, corpus, longest):
             path = Path(folder) / f"{dtype_name(kind)}.pt2"
@@ -230,9 +197,7 @@ def package(
                         timings = compare(calls, plan.seconds)
                         for name in calls:
                             report.add(
-                                length=length,
-                                dtype=dtype_name(kind),
-                                threads=count,
+                                **_where(length, kind, count),
                                 **rate_fields(timings, name, number),
                                 # The package is the first.
                                 **timings.ratio(name, next(iter(calls))).fields("speedup"),

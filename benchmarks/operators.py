@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 from common import native
-from common.attention import backend_fields, fastest, random_memory, sdpa, sdpa_calls
+from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls
 from common.benchmark import Case, Plan, benchmark, new_app
 from common.machine import kernel_seconds
-from common.report import CASE_COLUMNS, Report, Row, ratio_column, speedup_fields
+from common.report import Report, Row, speedup_fields
 from torch import Tensor
 
 from h2o_prefill import ops
@@ -33,33 +33,13 @@ DENSE_SIZES = [
 # what they read in the caches.
 GATHERED_SETS = 16
 
-KERNEL_COLUMNS = {
-    **CASE_COLUMNS,
-    "ms": "{milliseconds:.3f}",
-    "GFLOP/s": "{gflops:.1f}",
-    "FMA peak": "{peak_gflops:.1f}",
-    "% of FMA peak": ratio_column("percent", ".1f", ""),
-    "% of bf16-dot peak": "{percent_bf16_dot:.1f}",
-    "SDPA ms": "{sdpa_milliseconds:.3f}",
-    "SDPA by": "{sdpa_backend}",
-    "against SDPA": ratio_column("speedup"),
-}
-
 
 @benchmark(app, "cpu_peak", seconds=3.0)
 def cpu_peak(plan: Plan) -> None:
     """Measure what this CPU can do at most: flop/s by instruction set, bytes/s of memory."""
     title = "Peaks: flops of multiply-adds and bf16 dot products; bytes read, and read plus written"
-    columns = {
-        "kind": "{kind}",
-        "threads": "{threads}",
-        "G/s": "{rate:.1f}",
-        "unit": "{unit}",
-        "per thread": "{rate_per_thread:.1f}",
-        "best call": "{best_rate:.1f}",
-    }
     size = 1 << 20 if plan.quick else PEAK_BUFFER
-    with Report(plan, title, columns, buffer_bytes=size) as report:
+    with Report(plan, title, buffer_bytes=size) as report:
         for count in plan.each_threads():
             work = {kind: native.peak(kind, count) for kind in native.peak_kinds()}
             work |= native.memory_traffic(count, size)
@@ -82,10 +62,8 @@ def intra_chunk(plan: Plan) -> None:
     """Time phase 1 against causal SDPA: on a CPU one chunk, and the peaks; on a GPU 32 chunks."""
     size, chunks = 64 if plan.quick else 1024, GPU_CHUNKS if plan.on_gpu else 1
     beside = "the chunks as its batch" if plan.on_gpu else "and the peaks"
-    title = (
-        f"intra_chunk_attention, S={size}, {chunks} chunks: beside torch SDPA (causal), {beside}"
-    )
-    with Report(plan, title, KERNEL_COLUMNS, chunk_size=size, chunks=chunks) as report:
+    title = f"intra_chunk_attention, S={size}, {chunks} chunks: beside causal SDPA, {beside}"
+    with Report(plan, title, chunk_size=size, chunks=chunks) as report:
         for case in plan.cases():
             q, k, v = case.qkv(chunks * size)
             # [1, H, chunks * S, D] as [chunks, H, S, D], in place.
@@ -103,14 +81,12 @@ def memory(plan: Plan) -> None:
     SDPA gets its keys and values gathered beforehand; the operator gathers them itself.
     """
     size, width, past = (64, 32, 128) if plan.quick else (1024, 512, 8192)
-    title = (
-        f"memory_attention, S={size}, M={width} of {past} tokens: beside torch SDPA over keys "
-        "that are gathered already" + ("" if plan.on_gpu else ", and the peaks")
-    )
-    with Report(plan, title, KERNEL_COLUMNS, chunk_size=size, memory=width, past=past) as report:
+    beside = "torch SDPA over gathered keys" + ("" if plan.on_gpu else ", and the peaks")
+    title = f"memory_attention, S={size}, M={width} of {past} tokens: beside {beside}"
+    with Report(plan, title, chunk_size=size, memory=width, past=past) as report:
         for case in plan.cases():
             q, k, v = case.qkv(size, past)
-            indices = random_memory(case.heads.kv_heads, width, past).to(case.device)
+            indices = random_memory(case.heads.kv_heads, width, past).to(k.device)
             gathered = [ops.gather_rows(x, indices) for x in (k, v)]
             kernel = partial(ops.memory_attention, q, k, v, indices)
             flops = case.heads.attention_flops(size * width)
@@ -130,14 +106,12 @@ def _kernel_row(
     peaks = {kind: work for kind in kinds if (work := native.peak(kind, case.threads))}
     calls = {"kernel": kernel, **baselines, **{kind: work.run for kind, work in peaks.items()}}
     timings = case.compare(calls, seconds)
-    best = fastest(timings, list(baselines))
+    best, speedup = beside_sdpa(timings, "kernel", baselines)
     row: Row = {
         "milliseconds": 1e3 * timings.median("kernel"),
         "sdpa_milliseconds": 1e3 * timings.median(best),
         "gflops": flops / timings.median("kernel") / 1e9,
-        "rounds": timings.rounds,
-        **backend_fields(timings, list(baselines), case.on_gpu),
-        **timings.ratio(best, "kernel").fields("speedup"),
+        **speedup,
     }
     for kind, work in peaks.items():
         suffix = "" if kind == "fma" else f"_{kind}"
@@ -158,18 +132,11 @@ def colsum(plan: Plan) -> None:
     """
     size, width, past = (64, 32, 128) if plan.quick else (1024, 512, 8192)
     title = f"column sums, S={size}, M={width}: the attention step with them against without"
-    columns = {
-        "phase": "{phase}",
-        **CASE_COLUMNS,
-        "ms with": "{milliseconds:.3f}",
-        "ms without": "{milliseconds_without:.3f}",
-        "cost": ratio_column("cost_percent", "+.2f", " %"),
-    }
-    with Report(plan, title, columns, chunk_size=size, memory=width, past=past) as report:
+    with Report(plan, title, chunk_size=size, memory=width, past=past) as report:
         for case in plan.cases():
             chunk = case.qkv(GPU_CHUNKS * size if plan.on_gpu else size)
             history = case.qkv(size, past)
-            indices = random_memory(case.heads.kv_heads, width, past).to(case.device)
+            indices = random_memory(case.heads.kv_heads, width, past).to(history[0].device)
             row = _gpu_colsum_row if plan.on_gpu else _colsum_row
             phase1 = row(chunk, None, size, plan.seconds)
             report.add(phase="intra_chunk", **case.fields, **phase1)
@@ -219,16 +186,7 @@ def select(plan: Plan) -> None:
     """Time the selection of one layer's memory sets against the same choice in PyTorch."""
     size, budget, past = (64, 16, 256) if plan.quick else (1024, 256, 8192)
     title = f"select_memory, L=H={budget}: beside gather, topk and sort of PyTorch"
-    columns = {
-        "KV heads": "{kv_heads}",
-        "S": "{chunk_size}",
-        "M": "{memory}",
-        "threads": "{threads}",
-        "ms a layer": "{milliseconds:.4f}",
-        "PyTorch ms": "{pytorch_milliseconds:.4f}",
-        "against PyTorch": ratio_column("speedup", ".1f"),
-    }
-    with Report(plan, title, columns, local_window=budget, heavy_budget=budget) as report:
+    with Report(plan, title, local_window=budget, heavy_budget=budget) as report:
         for kv_heads in (3, 8):
             indices = random_memory(kv_heads, 2 * budget, past)
             scores = torch.rand(
@@ -262,16 +220,7 @@ def select_with_pytorch(
 def scores(plan: Plan) -> None:
     """Time MemorySetTracker::accumulate_memory_scores of one layer, and scatter_add_, in C++."""
     positions, sizes = (256, (32,)) if plan.quick else (8192, (512, 768))
-    columns = {
-        "KV heads": "{kv_heads}",
-        "positions": "{positions}",
-        "M": "{memory}",
-        "threads": "{threads}",
-        "us a layer": "{microseconds:.2f}",
-        "scatter_add_ us": "{pytorch_microseconds:.2f}",
-        "against scatter_add_": ratio_column("speedup", ".1f"),
-    }
-    with Report(plan, "score update of one layer: beside scatter_add_", columns) as report:
+    with Report(plan, "score update of one layer: beside scatter_add_") as report:
         for width in sizes:
             for count in plan.each_threads():
                 with native.score_update(8, positions, width) as pair:
@@ -284,17 +233,8 @@ def scores(plan: Plan) -> None:
 def gather(plan: Plan) -> None:
     """Time gather_rows beside clone() of M rows that lie next to each other."""
     width, past = (32, 256) if plan.quick else (512, 8192)
-    title = (
-        f"gather_rows, M={width} sorted rows of {past}: beside a contiguous copy of the same bytes"
-    )
-    columns = {
-        **CASE_COLUMNS,
-        "GB/s": "{gigabytes:.1f}",
-        "copy GB/s": "{copy_gigabytes:.1f}",
-        "% of copy": ratio_column("percent", ".0f", ""),
-        "torch.gather GB/s": "{torch_gigabytes:.1f}",
-    }
-    with Report(plan, title, columns, memory=width, past=past) as report:
+    title = f"gather_rows, M={width} sorted rows of {past}: beside a copy of the same bytes"
+    with Report(plan, title, memory=width, past=past) as report:
         for case in plan.cases():
             keys = case.qkv(past)[1].contiguous()
             timings = compare(_gathers(keys, width), plan.seconds)
@@ -332,21 +272,12 @@ def _gathers(keys: Tensor, width: int) -> dict[str, Callable[[], object]]:
 def dense(plan: Plan) -> None:
     """Time dense_attention against torch SDPA with the fastest arguments for the same result.
 
-    The last column is the time of a dense call through the C++ class PrefillContext, in that of
+    "context" is the time of a dense call through the C++ class PrefillContext, in that of
     dense_attention, called from C++ as well.
     """
     sizes = [(1, 200), (40, 200), (200, 200)] if plan.quick else DENSE_SIZES
     title = "dense_attention: beside torch SDPA (enable_gqa) over the same keys"
-    columns = {
-        **CASE_COLUMNS,
-        "rows": "{rows}",
-        "keys": "{keys}",
-        "ms": "{milliseconds:.3f}",
-        "SDPA ms": "{sdpa_milliseconds:.3f}",
-        "against SDPA": ratio_column("speedup"),
-        "C++ PrefillContext": ratio_column("context"),
-    }
-    with Report(plan, title, columns, sizes=sizes) as report:
+    with Report(plan, title, sizes=sizes) as report:
         for case in plan.cases():
             for rows, keys in sizes:
                 row = _dense_row(*case.qkv(rows, keys - rows), plan.seconds)

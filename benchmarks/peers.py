@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +15,8 @@ from common.backends import OURS, Backend, packaged_backends, transformers_backe
 from common.benchmark import Plan, benchmark, choose, dtype_name, new_app, parse_numbers
 from common.losses import PROTOCOL, fastest_baselines, measure_losses, read_losses
 from common.machine import keep_freed_memory
-from common.peers import OPENVINO_BATCHES, PeerMissing, llama_cpp, openvino_genai
-from common.report import Report, Row, decoding_fields, ratio_column
+from common.peers import OPENVINO_BATCHES, llama_cpp, openvino_genai
+from common.report import Report, Row, decoding_fields
 from torch import Tensor
 
 from h2o_prefill.eval import load_model, load_text
@@ -28,23 +29,10 @@ app = new_app()
 
 LENGTHS = ((4096, 8000), (200,))
 STEPS = 16
-PEERS = ("openvino", "llama.cpp")
-
-COLUMNS = {
-    "N": "{length}",
-    "threads": "{threads}",
-    "backend": "{variant}",
-    "perplexity": "{perplexity:.2f}",
-    "loss": "{delta_percent:+.2f} % ± {stderr_percent:.2f}",
-    "seconds": "{seconds:.3f}",
-    "its dense": ratio_column("dense_speedup"),
-    "decoding": "{decoding}",
-    "ms/token": "{milliseconds:.2f}",
-    "tokens/s": "{tokens_per_second:.1f}",
-    "ours": "{ours}",
-    "our loss": "{our_delta_percent:+.2f} %",
-    "fastest that loses no more": "{baseline} ({baseline_delta_percent:+.2f} %)",
-    "ours is faster": ratio_column("our_speedup"),
+# Modules and packages of the other programs.
+PEERS = {
+    "openvino": ("openvino_genai", "openvino-genai"),
+    "llama.cpp": ("llama_cpp", "llama-cpp-python"),
 }
 
 
@@ -80,9 +68,7 @@ def peers(
         str | None,
         _option("openvino-batch", f"Tokens at a time, with commas. Default: {OPENVINO_BATCHES}."),
     ] = None,
-    others: Annotated[str, _option("peers", f"Comma-separated, of {', '.join(PEERS)}.")] = ",".join(
-        PEERS
-    ),
+    others: Annotated[str, _option("peers", "Comma-separated; none if empty.")] = ",".join(PEERS),
 ) -> None:
     """Show what other programs and this library lose in perplexity beside the time of a prefill.
 
@@ -98,7 +84,7 @@ def peers(
     default_batches = [64] if plan.quick else OPENVINO_BATCHES
     batches = parse_numbers("--openvino-batch", openvino_batch, default_batches)
     slices = windows_by_length(windows, plan.lengths)
-    wanted = choose("--peers", others, PEERS, PEERS)
+    wanted = choose("--peers", others, PEERS, ())
     model = gguf or packaged_gguf()
     has_wikitext2 = text_file is not None or os.environ.get(WIKITEXT2_VARIABLE)
     corpus = load_text("wikitext2" if has_wikitext2 else "pydoc", text_file)
@@ -112,7 +98,7 @@ def peers(
     title = f"prefill of {model.name} by several programs: loss and time"
     with (
         tempfile.TemporaryDirectory() as folder,
-        Report(plan, title, COLUMNS, **facts) as report,
+        Report(plan, title, **facts) as report,
     ):
         own = dict(transformers_backends(network, dtype, configs, min(plan.lengths)))
         if package:
@@ -125,10 +111,11 @@ def peers(
                 "llama.cpp": partial(llama_cpp, model, count, capacity),
             }
             for name in wanted:
-                try:
+                module, package_name = PEERS[name]
+                if importlib.util.find_spec(module):
                     backends |= makers[name]()
-                except PeerMissing as missing:
-                    report.note(str(missing))
+                else:
+                    report.note(f"{name} is left out: pip install {package_name}")
             for length in plan.lengths:
                 where = {"length": length, "threads": count}
                 found = measure_losses(backends, tokens, length, slices[length], known)
@@ -175,13 +162,15 @@ def _time_decoding(
     report: Report, backends: Mapping[str, Backend], prompt: Tensor, seconds: float, threads: int
 ) -> None:
     """Time decoding by one backend of each form: how a prompt was prefilled does not matter."""
-    firsts: dict[tuple[str, str], str] = {}
+    calls: dict[str, Callable[[], object]] = {}
+    forms: dict[tuple[str, str], str] = {}
     for name, backend in backends.items():
-        if backend.decoder:
-            firsts.setdefault((backend.program, backend.form), name)
-    calls = {name: backends[name].decoder(prompt, STEPS) for name in firsts.values()}  # type: ignore[misc]
+        form = (backend.program, backend.form)
+        if backend.decoder and form not in forms:
+            forms[form] = name
+            calls[name] = backend.decoder(prompt, STEPS)
     timings = compare(calls, seconds / 4)
-    ours = next(name for (program, _), name in firsts.items() if program == OURS)
+    ours = forms[OURS, ""]
     for name in calls:
         report.add(
             length=len(prompt),

@@ -51,7 +51,6 @@ FORMS: dict[str, tuple[str, Style]] = {
     "cumsum_": ("cumulative sums", {"color": PINK, "marker": "v"}),
     "fla_": ("flash-linear-attention", GREY),
 }
-_SHORTEST = 512
 
 # Of a program's modes, and of one mode as a package or with several batches.
 _MARKERS = ["o", "D", "^", "s", "v", "P", "X"]
@@ -93,13 +92,22 @@ def main(
 
 def draw_throughput(prefill: Row | None, model: Row | None, path: Path) -> Path:
     """Draw tokens a second by prompt length: attention of one layer, and whole models."""
-    layers, models = _groups(prefill, "layer"), _groups(model, "model")
+    layers, models = _groups(prefill), _groups(model)
     figure, grid = _make_figure(len(layers) + len(models))
     for axes, (title, rows) in zip(grid, [*layers.items(), *models.items()], strict=True):
         if title in layers:
             for name, style in (("dense", DENSE), ("sparse", SPARSE)):
                 _draw_line(axes, name, rows, _layer_rate(name), **style)
-            _label_speedups(axes, rows)
+            for row in (row for row in rows if row["flop_ratio"] > 1):
+                axes.annotate(
+                    f"{row['speedup']:.1f}x",
+                    (row["length"], _layer_rate("sparse")(row)),
+                    textcoords="offset points",
+                    xytext=(3, 5),
+                    ha="left",
+                    fontsize=8,
+                    color=ORANGE,
+                )
         else:
             for variant, (name, style) in VARIANTS.items():
                 chosen = [row for row in rows if row["variant"] == variant]
@@ -116,7 +124,7 @@ def draw_throughput(prefill: Row | None, model: Row | None, path: Path) -> Path:
 def draw_memory(allocations: Row, path: Path) -> Path:
     """Draw memory beside the KV cache by prompt length, and memory held over many prompts."""
     rows = allocations["results"]
-    sizes = _groups({**allocations, "results": [r for r in rows if "length" in r]}, "layer")
+    sizes = _groups({**allocations, "results": [r for r in rows if "length" in r]})
     held = [row for row in rows if row.get("allocated_bytes") and row["allocated_bytes"][0]]
     figure, grid = _make_figure(len(sizes) + bool(held))
     for axes, (title, chosen) in zip(grid, sizes.items(), strict=False):
@@ -131,41 +139,24 @@ def draw_memory(allocations: Row, path: Path) -> Path:
     return _save_figure(figure, "Memory of sparse prefill", allocations, path)
 
 
-def _groups(report: Row | None, kind: str) -> dict[str, list[Row]]:
+def _groups(report: Row | None) -> dict[str, list[Row]]:
     """Return the rows by panel: one for each model and dtype, with the most threads."""
     groups: dict[str, list[Row]] = {}
     if report is None:
         return groups
+    model = Path(report["config"].get("model", "")).name
     most = max(row["threads"] for row in report["results"])
     longest = max(row["length"] for row in report["results"])
     for row in report["results"]:
         # The shortest prompts are of interest in the table only.
-        if row["threads"] == most and row["length"] >= min(_SHORTEST, longest):
-            name = (
-                f"attention, {row['model']}"
-                if kind == "layer"
-                else Path(report["config"]["model"]).name
-            )
+        if row["threads"] == most and row["length"] >= min(512, longest):
+            name = f"attention, {row['model']}" if "model" in row else model
             groups.setdefault(f"{name}, {row['dtype']}, {_threads(most)}", []).append(row)
     return groups
 
 
 def _layer_rate(name: str) -> Callable[[Row], float]:
     return lambda row: 1e3 * row["length"] / row[f"{name}_milliseconds"]
-
-
-def _label_speedups(axes: Axes, rows: list[Row]) -> None:
-    for row in rows:
-        if row["flop_ratio"] > 1:
-            axes.annotate(
-                f"{row['speedup']:.1f}x",
-                (row["length"], _layer_rate("sparse")(row)),
-                textcoords="offset points",
-                xytext=(3, 5),
-                ha="left",
-                fontsize=8,
-                color=ORANGE,
-            )
 
 
 def _draw_growth(axes: Axes, rows: list[Row]) -> None:

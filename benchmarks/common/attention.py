@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.benchmark import Row
 from h2o_prefill.eval.timing.compare import Timings
 
 Attention = Callable[[], Tensor]
@@ -56,19 +56,14 @@ def sdpa_calls(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Atten
     return found
 
 
-def fastest(timings: Timings, names: Sequence[str]) -> str:
-    """Return the name with the shortest median time."""
-    return min(names, key=timings.median)
-
-
-def backend_fields(timings: Timings, names: Sequence[str], on_gpu: bool) -> dict[str, Any]:
-    """Return which backend was fastest, and the times of all, as fields of a row on a GPU."""
-    if not on_gpu:
-        return {}
-    return {
-        "sdpa_backend": fastest(timings, names),
-        "sdpa_backends_milliseconds": {name: 1e3 * timings.median(name) for name in names},
-    }
+def beside_sdpa(timings: Timings, ours: str, baselines: Collection[str]) -> tuple[str, Row]:
+    """Return the fastest baseline and the fields of our speedup, on a GPU of all backends too."""
+    best = min(baselines, key=timings.median)
+    row: Row = {"rounds": timings.rounds, **timings.ratio(best, ours).fields("speedup")}
+    if best != "sdpa":
+        times = {name: 1e3 * timings.median(name) for name in baselines}
+        row |= {"sdpa_backend": best, "sdpa_backends_milliseconds": times}
+    return best, row
 
 
 def random_memory(kv_heads: int, size: int, past: int, seed: int = 0) -> Tensor:

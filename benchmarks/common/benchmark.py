@@ -60,14 +60,9 @@ class Case:
     on_gpu: bool = False
 
     @property
-    def device(self) -> str:
-        """What computes."""
-        return "cuda" if self.on_gpu else "cpu"
-
-    @property
     def fields(self) -> Row:
         """What a row says of its case."""
-        where = {"device": self.device} if self.on_gpu else {"threads": self.threads}
+        where = {"device": "cuda"} if self.on_gpu else {"threads": self.threads}
         heads = {"model": self.heads.name, "head_dim": self.heads.head_dim}
         return {**heads, "dtype": dtype_name(self.dtype), **where}
 
@@ -78,7 +73,7 @@ class Case:
         """
         heads = self.heads
         shape = Shape(1, heads.query_heads, heads.kv_heads, length, heads.head_dim, heads.head_dim)
-        return make_qkv(shape, self.dtype, self.device, past=past)
+        return make_qkv(shape, self.dtype, "cuda" if self.on_gpu else "cpu", past=past)
 
     def compare(self, calls: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
         """Time calls in turns, on a GPU by its events."""
@@ -138,13 +133,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 _SHARED: dict[str, tuple[Any, Any, str]] = {
     "json": (Path | None, None, "The result. Default: in results/ here; none with --quick."),
     "threads": (str | None, None, "CPU threads, as 1,2. Default: 1, 2 and all cores."),
-    "dtype": (
-        str | None,
-        None,
-        f"Comma-separated, of {', '.join(DTYPES)}. If not given, the first 2; on CUDA bfloat16.",
-    ),
-    "shape": (str | None, None, f"Comma-separated, of {', '.join(SHAPES)}. Default: all."),
-    "lengths": (str | None, None, "Tokens, comma-separated, ascending where rows are by length."),
+    "dtype": (str | None, None, f"Of {', '.join(DTYPES)}, with commas; else 2, on CUDA bfloat16."),
+    "shape": (str | None, None, f"Of {', '.join(SHAPES)}, with commas. Default: all."),
+    "lengths": (str | None, None, "Tokens, with commas, ascending where rows are by length."),
     "preset": (str, "h2o", f"Sparse prefill settings, of {', '.join(PRESETS)}."),
     "seconds": (float, 1.0, "Time to spend on a row."),
     "quick": (bool, False, "Tiny sizes: does it run? The figures mean nothing."),
@@ -156,7 +147,6 @@ ModelOption = Annotated[
 TextFileOption = Annotated[
     Path | None, typer.Option("--text-file", help="Text of the prompts. Default: Python's help.")
 ]
-
 
 # What --lengths is by default: in a full run, and in a quick one.
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,10 @@ def fastest_baselines(
     others = dict.fromkeys(each.program for each in backends.values() if each.program != OURS)
     for ours in (row for row in rows if backends[row["variant"]].program == OURS):
         for program in others:
-            candidates = [
-                row
-                for row in rows
-                if backends[row["variant"]].program == program
-                and row["delta_percent"] <= max(0.0, ours["delta_percent"])
-            ]
-            best = min(candidates, key=lambda row: row["seconds"])
+            modes = (row for row in rows if backends[row["variant"]].program == program)
+            allowed = max(0.0, ours["delta_percent"])
+            candidates = (row for row in modes if row["delta_percent"] <= allowed)
+            best = min(candidates, key=itemgetter("seconds"))
             yield {
                 "ours": ours["variant"],
                 "our_delta_percent": ours["delta_percent"],

@@ -8,8 +8,8 @@ import hashlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,15 @@ _PEAK_SECONDS = 0.02
 def load(target: str) -> ctypes.CDLL:
     """Build and load one of the libraries of cpp/CMakeLists.txt."""
     packages = f"{torch.utils.cmake_prefix_path};{Path(h2o_prefill.__file__).parent}"
-    _run("cmake", "-S", SOURCES, "-B", BUILD, f"-DCMAKE_PREFIX_PATH={packages}")
-    _run("cmake", "--build", BUILD, "--target", target, "--parallel")
+    _cmake("-S", SOURCES, "-B", BUILD, f"-DCMAKE_PREFIX_PATH={packages}")
+    _cmake("--build", BUILD, "--target", target, "--parallel")
     return ctypes.CDLL(str(BUILD / f"lib{target}.so"))
 
 
-def _run(tool: str, *arguments: object) -> None:
-    own = Path(sys.executable).parent / tool
-    command = [str(own) if own.exists() else tool, *map(str, arguments)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise RuntimeError(f"{tool} is needed to build {SOURCES}: pip install {tool}") from error
+def _cmake(*arguments: object) -> None:
+    own = Path(sys.executable).parent / "cmake"
+    command = [str(own) if own.exists() else "cmake", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         end = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise RuntimeError(f"cannot build {SOURCES}:\n{end}")
@@ -81,40 +78,32 @@ class Pair:
     same: Callable[[], bool]
 
 
-@contextmanager
-def dense_call(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Pair]:
+def dense_call(q: Tensor, k: Tensor, v: Tensor) -> AbstractContextManager[Pair]:
     """Attend with the last tokens of a history through a PrefillContext, and by dense_attention."""
     _check_layout(q, k, v)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (q, k, v)]
-    sizes = [q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]]
-    arguments = (q.dtype == torch.bfloat16, *pointers, *map(ctypes.c_int64, sizes))
-    with _held("call", *arguments) as call:
-        yield _pair(call, "h2o_attend", "h2o_dense", "h2o_same")
+    sizes = map(ctypes.c_int64, (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]))
+    names = ("h2o_attend", "h2o_dense", "h2o_same")
+    return _pair("call", names, q.dtype == torch.bfloat16, *pointers, *sizes)
 
 
-@contextmanager
-def score_update(kv_heads: int, positions: int, memory: int) -> Iterator[Pair]:
+def score_update(kv_heads: int, positions: int, memory: int) -> AbstractContextManager[Pair]:
     """Add column sums to the scores of a memory set: MemorySetTracker, and scatter_add_."""
-    with _held("scores", *map(ctypes.c_int64, (kv_heads, positions, memory))) as scores:
-        yield _pair(scores, "h2o_accumulate", "h2o_scatter_add", "h2o_same_scores")
+    names = ("h2o_accumulate", "h2o_scatter_add", "h2o_same_scores")
+    return _pair("scores", names, *map(ctypes.c_int64, (kv_heads, positions, memory)))
 
 
 @contextmanager
-def _held(what: str, *arguments: Any) -> Iterator[ctypes.c_void_p]:
+def _pair(what: str, names: Sequence[str], *arguments: Any) -> Iterator[Pair]:
     library = load("h2o_context")
-    new = getattr(library, f"h2o_new_{what}")
-    new.restype = ctypes.c_void_p
+    new, delete = (getattr(library, f"h2o_{verb}_{what}") for verb in ("new", "delete"))
+    ours, baseline, same = (getattr(library, name) for name in names)
+    new.restype, same.restype = ctypes.c_void_p, ctypes.c_bool
     held = ctypes.c_void_p(new(*arguments))
     try:
-        yield held
+        yield Pair(lambda: ours(held), lambda: baseline(held), lambda: same(held))
     finally:
-        getattr(library, f"h2o_delete_{what}")(held)
-
-
-def _pair(held: ctypes.c_void_p, *names: str) -> Pair:
-    ours, baseline, same = (getattr(load("h2o_context"), name) for name in names)
-    same.restype = ctypes.c_bool
-    return Pair(lambda: ours(held), lambda: baseline(held), lambda: same(held))
+        delete(held)
 
 
 def _check_layout(*tensors: Tensor) -> None:

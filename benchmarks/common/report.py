@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +16,27 @@ from common.benchmark import Plan, Row
 from h2o_prefill.eval.report import build_report, write_json
 from h2o_prefill.eval.timing.compare import Timings
 
-# What columns begin with: those of a `Case`, and those of a whole model run in several variants. A
-# table leaves out what its rows do not have.
-CASE_COLUMNS = {
-    "model": "{model}",
-    "D": "{head_dim}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "device": "{device}",
+# How the names of fields are shortened in the heads of columns.
+_SHORT = {
+    "milliseconds": "ms",
+    "microseconds": "us",
+    "kilobytes": "kB",
+    "megabytes": "MB",
+    "gigabytes": "GB",
+    "percent": "%",
 }
-MODEL_COLUMNS = {
-    "N": "{length}",
-    "dtype": "{dtype}",
-    "threads": "{threads}",
-    "variant": "{variant}",
-}
-
-
-def ratio_column(name: str, form: str = ".2f", unit: str = "x") -> str:
-    """Return the column of a ratio and its quartiles."""
-    return f"{{{name}:{form}}}{unit} ({{{name}_q1:{form}}} to {{{name}_q3:{form}}})"
 
 
 class Report:
     """The result of one benchmark. Leaving its `with` prints it as a table.
 
     Its file is that of an evaluation, `build_report`: the options as its config, the rows as its
-    results.
+    results. Columns of the table are the fields of the rows; quartiles follow their ratio.
     """
 
-    def __init__(self, plan: Plan, title: str, columns: Mapping[str, str], **options: Any) -> None:
+    def __init__(self, plan: Plan, title: str, **options: Any) -> None:
         self.rows: list[Row] = []
         self._plan = plan
-        self._columns = columns
         self._values = build_report(
             options,
             benchmark=plan.name,
@@ -71,17 +57,12 @@ class Report:
         row |= fields
         if self._plan.json is not None:
             write_json(self._values, self._plan.json)
-        self.note(", ".join(f"{header} {text}" for header, text in self._cells(row).items()))
+        self.note(", ".join(f"{header} {text}" for header, text in _cells(row).items()))
         return row
 
     def note(self, text: str) -> None:
         """Say something about the run, on stderr."""
         typer.echo(f"{self._plan.name}: {text}", err=True)
-
-    def _cells(self, row: Row) -> dict[str, str]:
-        """Return the texts of the columns that a row fills."""
-        texts = {header: _cell(form, row) for header, form in self._columns.items()}
-        return {header: text for header, text in texts.items() if text is not None}
 
     def __enter__(self) -> Report:
         return self
@@ -93,19 +74,19 @@ class Report:
         machine = f"{facts['cpu']}, kernels {facts['library']['cpu_isa_used']}"
         quick = ", quick: the figures mean nothing" if self._plan.quick else ""
         typer.echo(f"{self._values['title']}\n{machine}, torch {facts['torch']}{quick}")
-        # A file has room for the whole table.
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
         # A table for each set of columns that rows fill.
         tables: dict[tuple[str, ...], Table] = {}
-        for cells in map(self._cells, self.rows):
+        for cells in map(_cells, self.rows):
             headers = tuple(cells)
             if headers not in tables:
-                tables[headers] = Table(box=box.SIMPLE_HEAD)
+                tables[headers] = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
                 for header in headers:
-                    tables[headers].add_column(header, justify="right", no_wrap=True)
+                    column = header.replace(" ", "\n")
+                    tables[headers].add_column(column, justify="right", no_wrap=True)
             tables[headers].add_row(*cells.values())
         for table in tables.values():
-            console.print(table)
+            # Lines are as long as the table needs.
+            Console(highlight=False, width=1000).print(table)
         if self._plan.json is not None:
             self.note(f"wrote {self._plan.json}")
 
@@ -152,8 +133,18 @@ def decoding_fields(timings: Timings, name: str, steps: int) -> Row:
     }
 
 
-def _cell(form: str, row: Row) -> str | None:
-    try:
-        return form.format(**row)
-    except (KeyError, TypeError):  # a field that this row does not have, or None
-        return None
+def _cells(row: Row) -> dict[str, str]:
+    """Return the texts of the columns that a row fills."""
+    cells = {}
+    for name, value in row.items():
+        if value is None or isinstance(value, (list, dict)) or name.endswith(("_q1", "_q3")):
+            continue
+        text = _number(value) if isinstance(value, float) else str(value)
+        if f"{name}_q1" in row:
+            text += " ({} to {})".format(*(_number(row[name + end]) for end in ("_q1", "_q3")))
+        cells[" ".join(_SHORT.get(word, word) for word in name.split("_"))] = text
+    return cells
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -50,8 +50,8 @@ def padded_variants(
     return {
         "dense": lambda: _prefill_padded(model, rows),
         "sparse": lambda: _prefill_padded(sparse, rows),
-        "dense_rows": lambda: _prefill_rows(model, rows),
-        "sparse_rows": lambda: _prefill_rows(sparse, rows),
+        "dense_rows": lambda: torch.stack([prefill(model, [row[None]]) for row in rows]),
+        "sparse_rows": lambda: torch.stack([prefill(sparse, [row[None]]) for row in rows]),
     }
 
 
@@ -59,8 +59,7 @@ def decode_variants(
     model: Any, input_ids: Tensor, config: PrefillConfig, steps: int
 ) -> dict[str, Callable[[], Tensor]]:
     """Return what decodes after one prompt, which each prefills here, once."""
-    sparse = enabled_twin(model, config, len(input_ids[0]))
-    models = {"stock": model, "enabled": sparse}
+    models = {"stock": model, "enabled": enabled_twin(model, config, len(input_ids[0]))}
     return {name: decoder(network, input_ids, steps) for name, network in models.items()}
 
 
@@ -99,10 +98,6 @@ def _prefill_padded(model: Any, rows: Sequence[Tensor]) -> Tensor:
         logits_to_keep=1,
     )
     return output.logits[:, -1]
-
-
-def _prefill_rows(model: Any, rows: Sequence[Tensor]) -> Tensor:
-    return torch.stack([prefill(model, [row.unsqueeze(0)]) for row in rows])
 
 
 @torch.inference_mode()

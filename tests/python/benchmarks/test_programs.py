@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import math
@@ -259,10 +258,7 @@ def test_what_the_rows_of_recall_say(run: Run) -> None:
 def test_linear_attention_beside_other_forms(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import linear
 
-    def missing(*qkv: torch.Tensor) -> None:
-        raise linear.PackageMissing("flash-linear-attention is left out")
-
-    monkeypatch.setattr(linear, "flash_linear_attention", missing)
+    monkeypatch.setattr(linear, "find_fla", lambda on_gpu: None)
     done, report = run("linear linear", "--dtype", "float32", "--shape", "smollm2")
     assert done.stderr.count("flash-linear-attention is left out") == 1
     sweep = [row for row in report["results"] if "swept" in row]
@@ -307,8 +303,8 @@ def test_baselines_give_what_the_operators_give() -> None:
     q, k, v = Case(SHAPES["smollm2"], torch.float32).qkv(128)
     expected, _, _ = ops.chunkwise_linear_attention(q, k, v)
     found = [linear.masked_square(q, k, v), linear.cumulative_sums(q, k, v)]
-    with contextlib.suppress(linear.PackageMissing):
-        found.append(linear.flash_linear_attention(q, k, v)())
+    if fla := linear.find_fla(on_gpu=False):
+        found.append(linear.flash_linear_attention(fla, q, k, v)())
     for out in found:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
     state = torch.randn(1, 3, 64, 64)
