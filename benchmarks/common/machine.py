@@ -28,9 +28,9 @@ _MAX_PROFILED = 50
 def keep_freed_memory() -> bool:
     """Let this process keep freed memory, and return whether its C library can.
 
-    glibc gives large blocks back to the system when they are freed. Whoever gets them next pays for
-    their first touch, some 4 % of a prefill of 8,000 tokens, and who that is changes with the order
-    of the candidates. PyTorch's tuning guide recommends allocators that do not.
+    glibc gives large blocks back to the system when they are freed. The call that gets them next
+    pays for their first touch, some 4 % of a prefill of 8,000 tokens, and which call that is
+    changes with the order of the candidates. PyTorch's tuning guide recommends others.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if not sys.platform.startswith("linux") or mallopt is None:

@@ -52,7 +52,7 @@ def benchmark_throughput(
     seq_lengths : sequence of int
         Prompt lengths, tokens. Up to one chunk sparse attention is dense, and the ratio about 1.
     num_runs : int
-        Timed runs of each way at each length.
+        Timed runs of each mode at each length.
     chunk_config : PrefillConfig or str, optional
         Settings of the sparse runs. Default: that of `enable`.
     seed : int

@@ -127,9 +127,7 @@ def test_lengths_that_take_too_long_are_left_out() -> None:
     ("words", "code", "message"),
     [
         ("layer prefill --dtype int8", 2, "--dtype must be of"),
-        ("layer prefill --shape gpt", 2, "--shape must be of"),
         ("layer prefill --threads 0", 2, "--threads must be numbers"),
-        ("layer prefill --lengths many", 2, "--lengths must be numbers"),
         ("layer prefill --json no/r.json", 2, "--json must be a .json file in a folder"),
         ("models model --shape smollm2", 2, "No such option"),
         ("models package --int8", 2, "--int8 needs torchao: pip install torchao"),
@@ -189,41 +187,34 @@ def test_models(
 
 
 def test_the_variants_of_a_model_are_what_they_say(model: Any, config: PrefillConfig) -> None:
-    from common.variants import prefill_variants
+    from common.variants import decode_variants, padded_variants, prefill_variants
 
-    ids = torch.randint(257, (1, 150), generator=torch.Generator().manual_seed(0))
+    def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    generator = torch.Generator().manual_seed(0)
+    ids, *rows = (torch.randint(257, (n,), generator=generator) for n in (150, 150, 60, 200))
+    ids = ids[None]
     logits = {name: run() for name, run in prefill_variants(model, ids, config).items()}
     with torch.no_grad():
         dense = model(ids).logits[0, -1]
         with h2o_prefill.enable(model, config):
-            sparse = model(ids).logits[0, -1]
+            assert_close(logits["sparse"], model(ids).logits[0, -1])
     for name in ("dense", "dense_chunked", "exact"):
-        torch.testing.assert_close(logits[name], dense, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits["sparse"], sparse, rtol=1e-4, atol=1e-4)
+        assert_close(logits[name], dense)
     for name in ("sparse", "no_attention"):
         assert (logits[name] - dense).abs().max() > 1e-2
-
-
-def test_a_padded_batch_gives_what_its_rows_give(model: Any, config: PrefillConfig) -> None:
-    from common.variants import padded_variants
-
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(257, (length,), generator=generator) for length in (150, 60, 200)]
-    logits = {name: run() for name, run in padded_variants(model, rows, config).items()}
+    # Padded: rows of one chunk are dense.
+    padded = {name: run() for name, run in padded_variants(model, rows, config).items()}
     for name in ("dense", "sparse"):
-        torch.testing.assert_close(logits[name], logits[f"{name}_rows"], rtol=1e-4, atol=1e-4)
-    differs = (logits["sparse"] - logits["dense"]).abs().amax(1)
+        assert_close(padded[name], padded[f"{name}_rows"])
+    differs = (padded["sparse"] - padded["dense"]).abs().amax(1)
     assert differs[0] > 1e-2 and differs[1] < 1e-4 and differs[2] > 1e-2
-
-
-def test_decoding_leaves_its_cache_as_it_was(model: Any, config: PrefillConfig) -> None:
-    from common.variants import decode_variants
-
-    ids = torch.randint(257, (1, 150), generator=torch.Generator().manual_seed(0))
-    variants = decode_variants(model, ids, config, steps=6)
+    # Decoding leaves its cache as it was.
+    decodes = decode_variants(model, ids, config, steps=6)
     expected = model.generate(ids, max_new_tokens=7, do_sample=False)[0, 151:]
-    assert torch.equal(variants["stock"](), expected)
-    for decode in variants.values():
+    assert torch.equal(decodes["stock"](), expected)
+    for decode in decodes.values():
         assert torch.equal(decode(), decode())
 
 
@@ -236,14 +227,10 @@ def test_what_the_rows_of_recall_say(run: Run) -> None:
     assert [row["recall"] for row in layers] == 2 * variants
     assert all(row["keys_a_block"] > 0 for row in report["results"])
     for row in layers:
-        # Chunks of 64, 64, 64 and 8 rows, all but the first beside a memory set of 16; blocks of
-        # 16 rows, the last one of 8.
-        without = 3 * 64 * 65 / 2 + 8 * 9 / 2 + 136 * 16
-        assert 0 < (row["flop_ratio"] - 1) * without < 16 * 13 * row["keys_a_block"]
-        assert row["flops_by_h2o"] == pytest.approx(row["flop_ratio"])
-        assert row["time_by_h2o"] > 0
+        # All have the sizes of h2o, and more keys.
+        assert 1 < row["flop_ratio"] == pytest.approx(row["flops_by_h2o"])
         excess = row["time_ratio"] / row["flop_ratio"] - 1
-        assert row["excess_percent"] == pytest.approx(100 * excess)
+        assert row["excess_percent"] == pytest.approx(100 * excess) and row["time_by_h2o"] > 0
 
 
 def test_linear_attention_beside_other_forms(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
