@@ -12,10 +12,10 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.prompts import random_ids
 from h2o_prefill.eval.runs import (
     Progress,
+    count_steps,
     eval_mode,
     last_logits_only,
     prefill_mode,
-    report_progress,
 )
 from h2o_prefill.eval.timing.peak_memory import peak_bytes
 from h2o_prefill.eval.timing.throughput import check_runs
@@ -45,17 +45,15 @@ def profile_memory(
     from h2o_prefill.hf import ChunkedPrefillCache
 
     rows: list[dict[str, int]] = []
-    total = 2 * len(lengths)
+    step = count_steps(on_progress, 2 * len(lengths))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad(), eval_mode(model):
         for length in lengths:
             ids = random_ids(model, length, generator)
             dense, sparse = (ChunkedPrefillCache(config=model.config) for _ in range(2))
-            report_progress(on_progress, 2 * len(rows), total, f"{length} tokens dense, memory")
+            step(f"{length} tokens dense, memory")
             dense_peak = _peak(model, ids, dense)
-            report_progress(
-                on_progress, 2 * len(rows) + 1, total, f"{length} tokens sparse, memory"
-            )
+            step(f"{length} tokens sparse, memory")
             with prefill_mode(model, config, strict=True):
                 sparse_peak = _peak(model, ids, sparse)
             states = [getattr(layer, "state", None) for layer in sparse.layers]
@@ -68,7 +66,7 @@ def profile_memory(
                     "state_bytes": _bytes(states, "scores", "memory"),
                 }
             )
-    report_progress(on_progress, total, total, "done")
+    step("done")
     return pd.DataFrame(rows)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,9 @@ from h2o_prefill.eval.runs import (
     Progress,
     check_model,
     count_layers,
+    count_steps,
     eval_mode,
     prefill_mode,
-    report_progress,
 )
 from h2o_prefill.eval.timing.compare import Timings, compare, self_timed
 from h2o_prefill.presets import chosen_config
@@ -81,8 +80,7 @@ def benchmark_throughput(
     import pandas as pd
 
     rows: list[dict[str, float]] = []
-    steps = itertools.count()
-    total = len(lengths) * 2 * (num_runs + 1)
+    step = count_steps(on_progress, len(lengths) * 2 * (num_runs + 1))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad(), eval_mode(model):
         forward = PromptForward(model)
@@ -92,7 +90,7 @@ def benchmark_throughput(
                 return forward(ids)[1]
 
         def show(length: int, name: str) -> None:
-            report_progress(on_progress, next(steps), total, f"{length} tokens {name}")
+            step(f"{length} tokens {name}")
 
         for length in lengths:
             ids = random_ids(model, length, generator)
@@ -105,7 +103,7 @@ def benchmark_throughput(
             )
             flops = count_attention_flops(ids, config, count_layers(model))
             rows.append(_row(length, timings, flops))
-    report_progress(on_progress, total, total, "done")
+    step("done")
     return pd.DataFrame(rows)
 
 

@@ -29,6 +29,7 @@ def _ids(*shape: int) -> Tensor:
 
 
 PROMPT: dict[str, Any] = {"input_ids": _ids(64), "chunk_config": CONFIG}
+RUNS: dict[str, Any] = {"seq_lengths": [32], "chunk_config": CONFIG}
 EVALUATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "perplexity": (evaluation.evaluate_perplexity, ONE),
     "ablation": (evaluation.run_ablation, GRID),
@@ -37,7 +38,15 @@ EVALUATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "answers": (evaluation.compare_answers, ASKED),
     "attention": (evaluation.measure_attention, PROMPT),
     "patterns": (evaluation.visualize_attention_patterns, PROMPT),
+    "throughput": (evaluation.benchmark_throughput, {**RUNS, "num_runs": 1}),
+    "memory": (evaluation.profile_memory, RUNS),
 }
+LENGTHS: list[tuple[dict[str, Any], str]] = [
+    ({"seq_lengths": []}, "seq_lengths must hold at least one length, got none"),
+    ({"seq_lengths": [32, 0]}, "seq_lengths must be >= 1 and an int, got 0"),
+    ({"seq_lengths": [32.0]}, "seq_lengths must be >= 1 and an int, got 32.0"),
+    ({"seq_lengths": [32, 513]}, "seq_lengths must be <= 512, the longest .* got 513"),
+]
 
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "perplexity": [
@@ -111,6 +120,12 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"chunk_config": BOTH_DENSE}, r"dense_layers must leave a layer sparse, got \(0, 1\)"),
         ({"output_dir": __file__}, r"output_dir must be a folder, got the file '.*py'"),
     ],
+    "throughput": [
+        *LENGTHS,
+        ({"num_runs": 0}, "num_runs must be >= 1 and an int, got 0"),
+        ({"num_runs": True}, "num_runs must be >= 1 and an int, got True"),
+    ],
+    "memory": LENGTHS,
 }
 
 
@@ -121,7 +136,7 @@ def evaluate(tiny_model: Any, tiny_tokenizer: Any, tmp_path: Path) -> Any:
 
     def run(name: str, **changes: Any) -> Any:
         function, given = EVALUATIONS[name]
-        if "input_ids" not in given:
+        if not {"input_ids", "seq_lengths"} & set(given):
             given = {**given, "tokenizer": tiny_tokenizer}
         if name in folders:
             given = {**given, folders[name]: tmp_path / "out"}

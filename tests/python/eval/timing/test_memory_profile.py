@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import benchmark_throughput, profile_memory
 from h2o_prefill.eval.timing.peak_memory import peak_bytes
@@ -56,27 +55,6 @@ def test_progress_and_the_model_as_it_was(tiny_model: Any, small_config: Prefill
     assert [step[:2] for step in steps] == [(done, 4) for done in range(5)]
     assert steps[1][2] == "16 tokens sparse, memory"
     assert tiny_model.training and tiny_model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([], "seq_lengths must hold at least one length, got none"),
-        ([0], "seq_lengths must be >= 1 and an int, got 0"),
-        ([513], "seq_lengths must be <= 512, the longest that the model takes, got 513"),
-    ],
-)
-def test_wrong_input(tiny_model: Any, lengths: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        profile_memory(tiny_model, lengths)
-
-
-def test_a_model_that_is_sparse_already(tiny_model: Any, small_config: PrefillConfig) -> None:
-    with (
-        h2o_prefill.enable(tiny_model, small_config),
-        pytest.raises(ValueError, match="model must have dense attention"),
-    ):
-        profile_memory(tiny_model, [32], small_config)
 
 
 def test_the_figure_of_memory_stacks_its_parts_to_the_peak(frame: Any, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import benchmark_throughput, count_attention_flops
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
@@ -130,36 +129,3 @@ def test_real_times_and_progress(tiny_model: Any, small_config: PrefillConfig) -
     assert [step[0] for step in steps] == list(range(9))
     assert {step[1] for step in steps} == {8}
     assert steps[0][2] == "32 tokens dense" and steps[4][2] == "48 tokens dense"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "runs", "message"),
-    [
-        ([], 1, "seq_lengths must hold at least one length, got none"),
-        ([32, 0], 1, "seq_lengths must be >= 1 and an int, got 0"),
-        ([32.0], 1, "seq_lengths must be >= 1 and an int, got 32.0"),
-        ([32, 513], 1, "seq_lengths must be <= 512, the longest that the model takes, got 513"),
-        ([32], 0, "num_runs must be >= 1 and an int, got 0"),
-        ([32], True, "num_runs must be >= 1 and an int, got True"),
-    ],
-)
-def test_wrong_input(tiny_model: Any, lengths: Any, runs: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        benchmark_throughput(tiny_model, lengths, runs)
-
-
-def test_a_model_that_is_sparse_already(tiny_model: Any, small_config: PrefillConfig) -> None:
-    with (
-        h2o_prefill.enable(tiny_model, small_config),
-        pytest.raises(ValueError, match="model must have dense attention"),
-    ):
-        benchmark_throughput(tiny_model, [32], 1, small_config)
-
-
-def test_a_model_that_cannot_be_sparse(tiny: Any, small_config: PrefillConfig) -> None:
-    model = tiny.make_model()
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-    with pytest.raises(NotImplementedError, match="no layer of LlamaForCausalLM can be sparse"):
-        benchmark_throughput(model, [32], 1, small_config)
-    assert model.config._attn_implementation == "sdpa"
