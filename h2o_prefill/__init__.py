@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from h2o_prefill.hf.cache import ChunkedPrefillCache as ChunkedPrefillCache
     from h2o_prefill.hf.enable import disable as disable
     from h2o_prefill.hf.enable import enable as enable
-    from h2o_prefill.hf.explain import explain as explain
     from h2o_prefill.hf.prefill import chunked_prefill as chunked_prefill
+    from h2o_prefill.hf.report import explain as explain
     from h2o_prefill.package import PrefillPackage as PrefillPackage
 
 __version__: str = build_info()["version"]

@@ -1,14 +1,91 @@
-"""A Hugging Face cache that lets several calls of one prompt go on sparsely."""
+"""Hugging Face caches that let several calls of one prompt go on sparsely."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+)
 
-from h2o_prefill.hf.hybrid_layer import prefill_layer_for
-from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.token_history import KeepsTokenIds, is_empty
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.functional import LogitOptions
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, prefill_layer_for
+from h2o_prefill.hf.state import GraphCall, graph
+from h2o_prefill.state import PrefillState
+
+
+class KeepsTokenIds(Cache):
+    """What a cache of this library has beside its layers: the ids of the tokens in them.
+
+    Lexical recall searches them. Every operation that changes the tokens of the cache changes the
+    ids too.
+    """
+
+    _token_ids: list[Tensor] | None
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """The ids of the cached tokens, int64 [B, T]; None if there are none, or some unknown."""
+        return self.token_ids_with(None)
+
+    def token_ids_with(self, new: Tensor | None) -> Tensor | None:
+        """Return the ids of the cached tokens and of `new` [B, Tq]; None if some are unknown."""
+        if self._token_ids is None:
+            return None
+        pieces = self._token_ids if new is None else [*self._token_ids, new]
+        return torch.cat(pieces, dim=1) if pieces else None
+
+    def append_token_ids(self, new: Tensor | None) -> None:
+        """Keep the ids of the tokens that a forward has just added."""
+        ids = self.token_ids_with(new)
+        known = new is not None and ids is not None and ids.shape[1] == length_of(self)
+        self._token_ids = [ids] if known and ids is not None else None
+
+    def reset(self) -> None:
+        super().reset()
+        self._token_ids = []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, from keys, values, states and ids."""
+        super().crop(tokens_to_remove)
+        length = self.get_seq_length()
+        if length == 0:
+            self._token_ids = []
+        self._map_ids(lambda ids: ids[:, :length])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._map_ids(lambda ids: ids.index_select(0, beam_idx.to(ids.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._map_ids(lambda ids: ids.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._map_ids(lambda ids: ids[indices.to(ids.device), ...])
+
+    def _map_ids(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self._token_ids is not None:
+            self._token_ids = [change(piece) for piece in self._token_ids]
+
+
+def length_of(cache: Cache) -> int | None:
+    """Return the number of cached tokens, None if no layer counts them: all are recurrent."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return None
 
 
 class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
@@ -34,18 +111,231 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         super().__init__(config=config, **kwargs)
         self._replace_layers()
 
-    @staticmethod
-    def adopt(cache: Cache) -> None:
-        """Make an empty `DynamicCache` one of these, in place; leave every other cache alone.
-
-        Its owner goes on with the same object.
-        """
-        if type(cache) is DynamicCache and is_empty(cache):
-            cache.__class__ = ChunkedPrefillCache
-            cache._replace_layers()  # type: ignore[attr-defined]
-
     def _replace_layers(self) -> None:
         self.layers = [prefill_layer_for(layer) for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = ChunkedPrefillLayer
         self._token_ids = []
+
+
+class StaticPrefillLayer(StaticLayer):
+    """Keys and values of one layer, and beside them the scores and memory set of its prefill."""
+
+    padded = False  # Rows with padding are never prefilled sparsely here.
+    # [B, Hkv, capacity], attention that each position received so far.
+    scores: Tensor | None
+    # int32 [B, Hkv, K + L + H or more], the set of the last sparse chunk, -1 where absent.
+    memory: Tensor | None
+    # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
+    added: tuple[Tensor, Tensor] | None
+    # Whether `attend` was called in the forward that is under way.
+    attended: bool
+
+    def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
+        super().__init__(max_cache_len, **kwargs)
+        self._begin_empty()
+
+    @staticmethod
+    def adopt(layer: StaticLayer) -> None:
+        """Make an empty layer one of these, in place."""
+        layer.__class__ = StaticPrefillLayer
+        layer._begin_empty()  # type: ignore[attr-defined]
+
+    def _begin_empty(self) -> None:
+        self.scores = self.memory = self.added = None
+        self.attended = False
+        self.memory_size = 0
+
+    def prepare(self, memory_size: int) -> None:
+        """Make room for the memory sets of a forward."""
+        self.added = None
+        self.attended = False
+        self.memory_size = max(self.memory_size, memory_size)
+        if self.is_initialized and (self.scores is None or self.scores.device != self.device):
+            self._allocate()
+        elif self.memory is not None and self.memory.shape[2] < self.memory_size:
+            # The settings have changed since: a larger set goes on from the smaller one.
+            grown = self.memory_size - self.memory.shape[2]
+            self.memory = torch.nn.functional.pad(self.memory, (0, grown), value=-1)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._allocate()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values after the existing ones; return the buffers."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self.added = key_states, value_states
+        if torch.compiler.is_dynamo_compiling():
+            graph.layer = self
+        return keys, values
+
+    def attend(self, query: Tensor, call: GraphCall, number: int, options: LogitOptions) -> Tensor:
+        """Attend with the first tokens of those that `update` has just written."""
+        assert call.position is not None and self.scores is not None and self.memory is not None
+        assert self.keys is not None and self.values is not None and self.added is not None
+        rows, kind = query.shape[2], self.keys.dtype
+        (key, value), self.added = self.added, None
+        self.attended = True
+        return ops.prefill_attention_(
+            query.to(kind),
+            key[:, :, :rows].to(kind),
+            value[:, :, :rows].to(kind),
+            self.keys,
+            self.values,
+            self.scores,
+            self.memory,
+            call.position,
+            *call.recall,
+            number,
+            call.settings,
+            *options,
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        self.added = None
+        if self.scores is not None and self.memory is not None:
+            self.scores.zero_()
+            self.memory.fill_(-1)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self.scores is not None and self.memory is not None:
+            rows = beam_idx.to(self.scores.device)
+            self.scores = self.scores.index_select(0, rows)
+            self.memory = self.memory.index_select(0, rows)
+
+    def _allocate(self) -> None:
+        assert self.keys is not None
+        shape = self.keys.shape[:3]
+        kind = torch.float64 if self.keys.dtype == torch.float64 else torch.float32
+        self.scores = self.keys.new_zeros(shape, dtype=kind)
+        self.memory = self.keys.new_full((*shape[:2], self.memory_size), -1, dtype=torch.int32)
+        if not torch.compiler.is_dynamo_compiling():
+            for buffer in (self.scores, self.memory):
+                torch._dynamo.mark_static_address(buffer)
+
+
+class StaticPrefillCache(KeepsTokenIds, StaticCache):
+    """A `StaticCache` whose full-attention layers remember where sparse prefill stands.
+
+    What `StaticCache` is to `DynamicCache`, this is to `ChunkedPrefillCache`: buffers of one size,
+    changed in place, for `torch.compile` and `generate(cache_implementation="static")`. An enabled
+    model makes one of every empty `StaticCache` that it is given.
+    """
+
+    def __init__(self, config: Any, max_cache_len: int, **kwargs: Any) -> None:
+        super().__init__(config, max_cache_len, **kwargs)
+        self._replace_layers()
+
+    def _replace_layers(self) -> None:
+        for layer in self.layers:
+            if type(layer) is StaticLayer:
+                StaticPrefillLayer.adopt(layer)
+        self._token_ids = []
+        self._position = torch.zeros(2, dtype=torch.int64)
+
+    def begin(self, config: PrefillConfig) -> None:
+        """Make room for the memory sets of a forward."""
+        layers = (None, *config.wide_layers)
+        memory_size = max(config.of_layer(layer).memory_size for layer in layers)
+        for layer in self.layers:
+            if isinstance(layer, StaticPrefillLayer):
+                layer.prepare(memory_size)
+
+    def position_for(self, new: int) -> Tensor:
+        """Return the position of a call of so many tokens, int64 [2] on the CPU."""
+        # A decoding call has no use for it, and asking a device for its length would wait for it.
+        if new > 1:
+            self._position[0] = int(self.get_seq_length())
+            if self._position[0] == 0:
+                self._position[1] = 0
+        return self._position
+
+
+def adopt(cache: Any) -> None:
+    """Make an empty cache of transformers one of ours, in place; its owner keeps the object."""
+    kinds: dict[type, type] = {DynamicCache: ChunkedPrefillCache, StaticCache: StaticPrefillCache}
+    kind = kinds.get(type(cache))
+    offloaded = kind is StaticPrefillCache and cache.offloading
+    if kind is not None and not offloaded and length_of(cache) == 0:
+        cache.__class__ = kind
+        cache._replace_layers()
+
+
+class CacheSnapshot:
+    """A cache before a forward, to be put back to if that fails.
+
+    Full layers are known by their length, sliding layers by reference. Layers that change their
+    tensors in place (static caches, linear attention) and layers of unknown classes cannot be put
+    back. If a failed forward has changed one, the cache is marked: using it again would go on from
+    half of a call.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        # The list itself, even if empty: a cache may get its layers only as it grows.
+        self._layers: list[Any] = getattr(cache, "layers", [])
+        self._count = len(self._layers)
+        self._cache = cache
+        self._full, self._sliding, self._others = [], [], []
+        for layer in self._layers:
+            if type(layer) in (DynamicLayer, ChunkedPrefillLayer):
+                self._full.append((layer, layer.get_seq_length()))
+            elif type(layer) is DynamicSlidingWindowLayer:
+                self._sliding.append((layer, vars(layer).copy()))
+            else:
+                self._others.append((layer, _versions(layer)))
+        self._states: list[tuple[ChunkedPrefillLayer, PrefillState | None]] = []
+
+    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
+        """Remember the scores and memory set of a layer, which are about to change in place."""
+        self._states.append((layer, None if layer.state is None else layer.state.clone()))
+
+    def restore(self) -> None:
+        """Put every remembered layer back and drop the layers that came since."""
+        # Lengths, not references: the old keys of all layers would double the memory of the cache.
+        for layer, length in self._full:
+            if length == 0:
+                layer.reset()
+            elif isinstance(layer, ChunkedPrefillLayer):
+                layer.truncate(length)
+            elif layer.keys.shape[-2] > length:
+                layer.keys = layer.keys[..., :length, :]
+                layer.values = layer.values[..., :length, :]
+        for layer, state in reversed(self._states):
+            # A cache that its user has cut since an interrupt stays cut.
+            if state is None or state.length <= layer.get_seq_length():
+                layer.state = state
+        for layer, attributes in self._sliding:
+            if layer.get_seq_length() >= attributes["cumulative_length"]:
+                vars(layer).update(attributes)
+        changed = [layer for layer, versions in self._others if _versions(layer) != versions]
+        if changed:
+            self._cache._h2o_prefill_broken = type(changed[0]).__name__
+        del self._layers[self._count :]
+
+
+def check_usable(cache: Any) -> None:
+    """Refuse a cache that a failed forward has left half updated, until it is reset."""
+    kind = getattr(cache, "_h2o_prefill_broken", None)
+    if kind is None:
+        return
+    if cache.get_seq_length() == 0:
+        del cache._h2o_prefill_broken
+        return
+    raise RuntimeError(
+        f"h2o_prefill: a forward has failed and left layers of past_key_values ({kind}) half "
+        "updated; reset() the cache, or use a new one"
+    )
+
+
+def _versions(layer: Any) -> list[tuple[str, int, int]]:
+    """Return which tensors a cache layer has and how often each was changed in place."""
+    found = []
+    for name, value in vars(layer).items():
+        items = value.values() if isinstance(value, dict) else [value]
+        found += [(name, id(x), x._version) for x in items if isinstance(x, Tensor)]
+    return found

@@ -25,36 +25,33 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
-from h2o_prefill.hf.attention_call import Call
-from h2o_prefill.hf.chosen_keys import hide_other_keys
-from h2o_prefill.hf.eligibility import INDEX_ARGUMENTS, needs_gradients, wants_weights
-from h2o_prefill.hf.enabled_state import switched_from
-from h2o_prefill.hf.forward_context import ForwardContext
+from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.layer_kinds import is_causal
-from h2o_prefill.hf.names import NAME
+from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
+from h2o_prefill.hf.state import NAME, enabled_of
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")
 
 
-def dense_attention(call: Call, scaling: float | None) -> tuple[Tensor, Tensor | None]:
+def dense_attention(call: Call) -> Attended:
     """Attend to every key that the mask shows: what the model would compute without us."""
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     if function is sdpa_attention_forward and _suits_our_operator(call):
-        return ops.dense_attention(call.query, *call.held, scaling).transpose(1, 2), None
+        return ops.dense_attention(call.query, *call.held, call.scaling).transpose(1, 2), None
     mask = _mask(call, name)
     if name in ("eager", "sdpa") and call.given(*INDEX_ARGUMENTS):
-        mask = hide_other_keys(call, mask)
-    out: tuple[Tensor, Tensor | None] = function(
-        call.module,
-        call.query,
-        *call.held,
-        mask,
-        dropout=call.dropout,
-        scaling=scaling,
-        **call.kwargs,
-    )
+        mask = _hide_other_keys(call, mask)
+    return call_function(function, call, *call.held, mask)
+
+
+def call_function(
+    function: Callable[..., Any], call: Call, key: Tensor, value: Tensor, mask: Any
+) -> Attended:
+    """Call an attention function of transformers."""
+    options = {"dropout": call.dropout, "scaling": call.scaling, **call.kwargs}
+    out: Attended = function(call.module, call.query, key, value, mask, **options)
     return out
 
 
@@ -71,11 +68,9 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
 def _implementation(call: Call) -> str:
     """Return the name of the attention implementation to fall back to."""
     hf_config = getattr(call.module, "config", None)
-    # The forward began before the model was enabled, or it is another one's.
-    if call.context is None:
-        name = switched_from(hf_config)
-    else:
-        name = call.context.enabled.previous_of(hf_config)
+    # Without a context the forward began before the model was enabled, or it is another one's.
+    enabled = enabled_of(hf_config) if call.context is None else call.context.enabled
+    name = None if enabled is None else enabled.previous_of(hf_config)
     if name is None or name == NAME:
         name = _default_implementation(call.module)
     if name == "sdpa" and (call.given(*EAGER_ONLY) or _sdpa_drops_position_bias(call)):
@@ -132,18 +127,18 @@ def _mask(call: Call, name: str) -> Any:
     mask, padding = call.mask, call.padding
     if mask is None and padding is not None:
         device = call.query.device
-        mask = _shared(call.context, (padding, device), lambda: padding.mask_on(device))
+        mask = _shared(call, (padding, device), lambda: padding.mask_on(device))
     # One query sees every key without a mask, but some eager functions cannot do without one.
     elif mask is None and (call.new > 1 or name == "eager") and _needs_causal_mask(call):
         make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         if make is None:
             return None
         key = (name, call.query.shape[2], call.total, call.query.device, call.query.dtype)
-        return _shared(call.context, key, lambda: _causal_mask(call, make))
+        return _shared(call, key, lambda: _causal_mask(call, make))
     if name == "eager" and isinstance(mask, Tensor):
         dtype = call.query.dtype
         # The mask itself is in the value, so that its id cannot be taken by another.
-        return _shared(call.context, (id(mask), dtype), lambda: (mask, as_additive(mask, dtype)))[1]
+        return _shared(call, (id(mask), dtype), lambda: (mask, as_additive(mask, dtype)))[1]
     return mask
 
 
@@ -187,5 +182,33 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def _shared(context: ForwardContext | None, key: Any, make: Callable[[], Any]) -> Any:
-    return make() if context is None else context.shared(key, make)
+def _shared(call: Call, key: Any, make: Callable[[], Any]) -> Any:
+    return make() if call.context is None else call.context.shared(key, make)
+
+
+def _hide_other_keys(call: Call, mask: Any) -> Any:
+    """Return a mask of eager or sdpa attention that shows the keys alone that the model chose.
+
+    Models that choose their own keys hide the others themselves, but only for those two names. For
+    every other they pass the choice to the attention function and leave the mask alone.
+    """
+    blocks = call.kwargs.get("block_indices")
+    if blocks is not None:
+        positions = call.kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(call.past, call.key.shape[2], device=call.query.device)
+        positions = (positions if positions.ndim > 1 else positions[None]).expand(
+            call.query.shape[0], -1
+        )
+        indexer: Any = call.module.indexer
+        return indexer.build_block_mask(
+            blocks, mask, call.key.shape[2], call.query.dtype, call.query.device, positions
+        )
+    chosen = call.kwargs["indices"].long()
+    shape = (*chosen.shape[:2], call.key.shape[2])
+    hidden = torch.ones(shape, dtype=torch.bool, device=chosen.device).scatter(-1, chosen, False)
+    if mask is None:
+        mask = torch.ones(shape[1:], dtype=torch.bool, device=chosen.device).tril(call.past)
+    if mask.dtype == torch.bool:
+        return mask & ~hidden[:, None]
+    return mask.masked_fill(hidden[:, None], torch.finfo(call.query.dtype).min)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
-from h2o_prefill.hf.enabled_state import EnabledState, is_switched
-from h2o_prefill.hf.explain import ModelReport, attention_layers, explain
-from h2o_prefill.hf.forward_context import discard_contexts
-from h2o_prefill.hf.forwards import close, switching
+from h2o_prefill.hf.attention import h2o_prefill_attention
+from h2o_prefill.hf.forward import discard_contexts, switch_off_after_forwards, switching
 from h2o_prefill.hf.hooks import ForwardHook, handle_of
 from h2o_prefill.hf.layer_kinds import (
     attends_to_tokens_alone,
@@ -21,8 +19,9 @@ from h2o_prefill.hf.layer_kinds import (
     why_none_sparse,
     window_of,
 )
-from h2o_prefill.hf.names import NAME
-from h2o_prefill.hf.registration import register
+from h2o_prefill.hf.masks import h2o_prefill_mask
+from h2o_prefill.hf.report import ModelReport, attention_layers, explain
+from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
 from h2o_prefill.presets import chosen_config
 
 
@@ -60,7 +59,7 @@ class PrefillHandle:
                 raise RuntimeError(
                     f"{_name(self.model)} is enabled and inside of a forward; enable it again after"
                 )
-        with switching():
+        with switching:
             enabled, self.state = self.state, self._new_enabled_state()
             try:
                 self._switch_on(checked=False)
@@ -73,7 +72,7 @@ class PrefillHandle:
 
     def _new_enabled_state(self) -> EnabledState:
         configs = _configs_of(self.model)
-        if any(is_switched(config) for config in configs):
+        if any(enabled_of(config) for config in configs):
             raise ValueError(
                 f"{_name(self.model)} shares its config object with a model that is enabled; "
                 "give each model its own (copy.deepcopy)"
@@ -110,7 +109,7 @@ class PrefillHandle:
         returns at once, and the model is switched back when that ends.
         """
         discard_contexts(self.state)
-        close(self.state, self._switch_off)
+        switch_off_after_forwards(self.state, self._switch_off)
 
     def report(self) -> ModelReport:
         """Return what each attention layer does, and what its calls were so far (`explain`)."""
@@ -223,6 +222,19 @@ def disable(model: PreTrainedModel) -> None:
     """
     for handle in _handles_of(model):
         handle.disable()
+
+
+def register() -> str:
+    """Register the attention function and the mask function with transformers.
+
+    `enable` does this. Call it yourself to load a model with `attn_implementation="h2o_prefill"`:
+    it is dense until `enable` switches it on.
+    """
+    AttentionInterface.register(NAME, h2o_prefill_attention)
+    # Without a mask function of this name every layer would get no mask at all, padded rows
+    # included.
+    AttentionMaskInterface.register(NAME, h2o_prefill_mask)
+    return NAME
 
 
 def _handles_of(model: PreTrainedModel) -> list[PrefillHandle]:

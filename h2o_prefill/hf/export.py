@@ -14,8 +14,9 @@ from h2o_prefill import ops
 from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
-from h2o_prefill.hf.explain import attention_layers
+from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.layer_kinds import is_causal, window_of
+from h2o_prefill.hf.report import attention_layers
 from h2o_prefill.package import PackageInfo
 
 NAME = "h2o_prefill_package"
@@ -58,35 +59,26 @@ class PackagedModel(nn.Module):
         return logits
 
 
-def attend_in_place(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    package_state: list[Tensor],
-    package_call: tuple[Tensor, RecallLists, str],
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+@as_attention_function
+def attend_in_place(call: Call) -> Attended:
     """Attend as `PackagedModel` says, with the buffers of the layer."""
-    position, recall, settings = package_call
-    layer: Any = module.layer_idx
-    cache_key, cache_value, scores, memory = package_state[4 * layer : 4 * layer + 4]
+    given: tuple[Tensor, RecallLists, str] = call.kwargs["package_call"]
+    position, recall, settings = given
+    number = call.layer or 0
+    key, value, scores, memory = call.kwargs["package_state"][4 * number : 4 * number + 4]
     out = ops.prefill_attention_(
-        query,
+        call.query,
+        call.key,
+        call.value,
         key,
         value,
-        cache_key,
-        cache_value,
         scores,
         memory,
         position,
         *recall,
-        layer,
+        number,
         settings,
-        scaling,
+        call.scaling,
     )
     return out.transpose(1, 2), None
 

@@ -1,91 +1,347 @@
-"""What happens before and after a forward that may be compiled, outside of its graph."""
+"""What one forward of an enabled model knows, carried by a context variable; which of them run."""
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from h2o_prefill import ops
-from h2o_prefill.functional import NO_RECALL, RecallLists
-from h2o_prefill.hf.forward_context import ForwardContext
-from h2o_prefill.hf.graph_call import MASKED, GraphCall, graph
+from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
+from h2o_prefill.hf.cache import CacheSnapshot, KeepsTokenIds, adopt, check_usable, length_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.padding import is_unpadded
-from h2o_prefill.hf.recall import recall_of
-from h2o_prefill.hf.static import StaticPrefillCache
+from h2o_prefill.hf.padding import Padding, Span
+from h2o_prefill.hf.state import EnabledState, GraphCall, graph
+
+CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
+NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
+OWN_PADDING = (
+    "h2o_prefill: in its compiled graph the model masks padding that the attention_mask it was "
+    "called with does not have; pass the mask with this padding as attention_mask"
+)
+
+ALL_ROWS = slice(None)
+
+_current: ContextVar[ForwardContext | None] = ContextVar("h2o_prefill_forward", default=None)
 
 
-def begin_forward(context: ForwardContext, mask: Any, compiled: bool) -> None:
-    """Tell a compiled graph, and the layers of a static cache, what they could not find out."""
-    static = isinstance(context.cache, StaticPrefillCache)
-    graph.call = graph.layer = None
-    if context.tokens is None or not (compiled or static):
+class ForwardContext:
+    """One forward of an enabled model, shared by the models nested in it."""
+
+    def __init__(self, enabled: EnabledState) -> None:
+        self.enabled = enabled
+        self.modules: list[nn.Module] = []
+        self.frame: FrameType | None = None
+        self.outer: ForwardContext | None = None
+        self.thread = threading.get_ident()
+        self.tokens: Tensor | None = None  # input_ids [B, Tq], else inputs_embeds [B, Tq, hidden]
+        self.input_ids: Tensor | None = None
+        self.cache: Any = None
+        self.candidates = 0  # tokens at the end that assisted decoding verifies
+        self.call: GraphCall | None = None
+        # Query and key lengths for which our mask function was asked for a plain causal mask. Some
+        # models have sequences of several lengths in a forward, such as bytes and patches.
+        self.plain: set[tuple[int, int]] = set()
+        # Spans of the rows, by length, where padding alone kept a mask from being plain causal.
+        self.paddings: dict[int, Padding] = {}
+        # The same of windows that hold some rows whole and not all, by the window.
+        self.window_paddings: dict[int, Padding] = {}
+        # Static caches: number of filled slots, by number of slots.
+        self.filled: dict[int, int] = {}
+        self.mask_reason: str | None = None  # why a mask was not plain causal
+        # Whether the windows that masks were asked for hold all keys; None if there were none.
+        self.windows_show_all: bool | None = None
+        self._snapshot: CacheSnapshot | None = None
+        self._shared: dict[Any, Any] = {}
+
+    def add_arguments(self, arguments: dict[str, Any]) -> None:
+        """Take over what a model was called with; the outermost model that names a thing wins."""
+        input_ids, kept = arguments["input_ids"], arguments["logits_to_keep"]
+        cache = arguments["past_key_values"]
+        if cache is None:
+            cache = arguments["past_key_value"]
+        if cache is not None and isinstance(kept, int) and kept > 1:
+            # Assisted decoding asks for the logits of the last token and of every candidate.
+            self.candidates = kept - 1
+        if self.input_ids is None and isinstance(input_ids, Tensor) and input_ids.ndim == 2:
+            self.input_ids = input_ids
+        if self.tokens is None:
+            self.tokens = arguments["inputs_embeds"] if input_ids is None else input_ids
+        if self.cache is None and cache is not None:
+            check_usable(cache)
+            adopt(cache)
+            self.cache = cache
+            for layer in getattr(cache, "layers", ()):
+                if isinstance(layer, ChunkedPrefillLayer):
+                    layer.leave_inference_mode()
+            self._snapshot = CacheSnapshot(cache)
+            self._read_masks(arguments["attention_mask"])
+
+    @property
+    def new(self) -> int:
+        """Tokens of this forward; 0 if they are unknown."""
+        return 0 if self.tokens is None else self.tokens.shape[1]
+
+    @property
+    def past(self) -> int:
+        """Tokens in the cache; 0 if it does not count them."""
+        return 0 if self.cache is None else length_of(self.cache) or 0
+
+    def _read_masks(self, masks: Any) -> None:
+        # Transformers makes the masks of a static cache before the forward. What our mask function
+        # said by None is not asked again if there are masks of several kinds.
+        if isinstance(masks, Mapping) and masks.get("full_attention", masks) is None:
+            layers = getattr(self.cache, "layers", None) or []
+            places = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
+            self.add_plain(self.new, self.past + self.new, places)
+
+    def add_plain(self, queries: int, keys: int, places: int) -> None:
+        """Note that our mask function made no mask, since it would be plain causal."""
+        self.plain.add((queries, keys))
+        if keys < places:
+            self.filled[places] = keys
+
+    def add_window(self, shows_all: bool) -> None:
+        """Note that the mask of a window was asked for, and whether it holds all keys."""
+        self.windows_show_all = shows_all and self.windows_show_all is not False
+
+    def token_ids(self) -> Tensor | None:
+        """Return the ids [B, T_total] of the whole prompt up to this forward, None if unknown."""
+        if isinstance(self.cache, KeepsTokenIds):
+            return self.cache.token_ids_with(self.input_ids)
+        return self.input_ids
+
+    def recall_lists(
+        self,
+        batch: int,
+        past: int,
+        new: int,
+        device: torch.device,
+        span: Span | None = None,
+        rows: slice | list[int] = ALL_ROWS,
+    ) -> RecallLists:
+        """Return what `lexical_recall` finds for a call, made once for all layers of a device.
+
+        In a padded batch, for the rows whose tokens are those of `span`.
+        """
+        if self.enabled.config.recall == 0:
+            return NO_RECALL
+        end = past + new - self.candidates_in(past, new)
+        first, stop = span or (0, past + new)
+
+        def find() -> RecallLists:
+            ids = self.token_ids()
+            if ids is None or ids.shape != (batch, past + new):
+                self.enabled.report(NO_IDS)
+                return NO_RECALL
+            prompt = ids[:, first : min(stop, end)][rows].to("cpu", torch.int64)
+            return recall_lists(prompt, past, self.enabled.config)
+
+        lists: RecallLists = self.shared(("recall", span), find)
+        moved: RecallLists = self.shared(
+            ("recall", span, device),
+            lambda: tuple(None if x is None else x.to(device) for x in lists),
+        )
+        return moved
+
+    def candidates_in(self, past: int, new: int) -> int:
+        """Return how many tokens at the end of a call assisted decoding verifies."""
+        # A first call that asks for all logits verifies no candidates.
+        return self.candidates if self.candidates + 1 < new or past > 0 else 0
+
+    def layer_of(self, module: nn.Module) -> Any:
+        """Return the cache layer of an attention module, None if the caller passed no cache."""
+        layers = getattr(self.cache, "layers", None)
+        index = getattr(module, "layer_idx", None)
+        if layers is None or not isinstance(index, int) or not 0 <= index < len(layers):
+            return None
+        return layers[index]
+
+    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
+        """Remember a layer's state, which is about to change, in case the forward fails."""
+        if self._snapshot is not None:
+            self._snapshot.keep_state(layer)
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for this key, once per forward."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def finish(self, failed: bool) -> None:
+        """Undo what a failed forward did to the cache, or keep the ids of a good one."""
+        hidden = not failed and self.call is not None and any(self.call.hidden)
+        failed = failed or hidden
+        if not failed and not is_traced():
+            self._report_short_calls()
+        if failed and self._snapshot is not None:
+            self._snapshot.restore()
+        elif isinstance(self.cache, KeepsTokenIds):
+            self.cache.append_token_ids(self.input_ids)
+        if hidden:
+            raise RuntimeError(OWN_PADDING)
+
+    def _report_short_calls(self) -> None:
+        """Say it if a prompt came in calls that are all too short to be sparse."""
+        least, ids = self.enabled.config.sparse_from, self.input_ids
+        if self.cache is None or ids is None or ids.shape[1] < 2:
+            return
+        known = getattr(self.cache, "_h2o_prefill_short_tokens", 0)
+        # A call that was long enough ends the count for good.
+        tokens = known + ids.shape[1] if ids.shape[1] < least and known >= 0 else -1
+        self.cache._h2o_prefill_short_tokens = tokens
+        if tokens >= 2 * least:
+            self.enabled.report(
+                f"a prompt came in calls of fewer than {least} tokens, which are dense; make them "
+                "longer (prefill_chunk_size), or min_prefill smaller"
+            )
+
+
+def is_traced() -> bool:
+    """Return whether torch.export or torch.jit.trace runs the model."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def current_context(hf_config: Any) -> ForwardContext | None:
+    """Return the context of the enabled model that owns a Hugging Face config, None if none is."""
+    context = _current.get()
+    return context if context is not None and context.enabled.owns(hf_config) else None
+
+
+def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext | None:
+    """Return the context that a forward of a model belongs to, opened if there is none.
+
+    None if the model is not enabled any more.
+    """
+    context = _current.get()
+    again = context is not None and any(module is model for module in context.modules)
+    # A hook inside of a model may call the model: that is a forward of its own.
+    nested = context is not None and again and _is_executing(context.frame)
+    if context is not None and again and not nested:
+        # Torch skips our closing hook on a KeyboardInterrupt.
+        _close(context, failed=True)
+        context = context.outer
+    if context is None or nested or context.enabled is not enabled:
+        outer, context = context, ForwardContext(enabled)
+        context.outer, context.frame = outer, _frame_of_forward()
+        if not _begin(context):
+            return None
+        _current.set(context)
+        if not enabled.is_switched_on():
+            enabled.report(CHANGED)
+    return context
+
+
+def leave_context(enabled: EnabledState, model: nn.Module, failed: bool) -> ForwardContext | None:
+    """Leave the context that a forward of a model belongs to; return it if that ended it."""
+    context = _current.get()
+    # A pre-hook that raised before ours ran leaves us nothing to close.
+    if context is None or context.enabled is not enabled or context.modules[-1] is not model:
+        return None
+    context.modules.pop()
+    if context.modules:
+        return None
+    _close(context, failed)
+    return context
+
+
+def discard_contexts(enabled: EnabledState) -> None:
+    """End the contexts of a model that an interrupt left open, as failed."""
+    context = _current.get()
+    if context is not None and context.enabled is enabled and not _is_executing(context.frame):
+        _close(context, failed=True)
+
+
+def _close(context: ForwardContext, failed: bool) -> None:
+    _current.set(context.outer)
+    graph.call, graph.layer = None if context.outer is None else context.outer.call, None
+    try:
+        context.finish(failed)
+    finally:
+        with switching:
+            if context in _open:
+                _open.remove(context)
+            _switch_off_idle()
+
+
+# Transformers reads the name of the attention implementation in every layer. So a model is switched
+# back only when no forward of it runs in any thread; until then, no other one begins. A thread that
+# switches a model over holds the lock.
+switching = threading.Condition()
+_open: list[ForwardContext] = []
+_closing: list[tuple[EnabledState, Callable[[], None]]] = []
+
+
+def switch_off_after_forwards(enabled: EnabledState, switch_off: Callable[[], None]) -> None:
+    """Switch a model back once no forward of it runs.
+
+    Waits for those of other threads; but not inside of one, which would wait for itself.
+    """
+    with switching:
+        if enabled.on and not _is_closing(enabled):
+            _closing.append((enabled, switch_off))
+        _switch_off_idle()
+        mine = threading.get_ident()
+        inside = any(x.enabled is enabled and x.thread == mine for x in _open)
+        while not inside and _is_closing(enabled):
+            _wait()
+
+
+def _begin(context: ForwardContext) -> bool:
+    """Note that a forward begins; return whether its model is enabled."""
+    with switching:
+        while context.outer is None and _is_closing(context.enabled):
+            _wait()
+        if context.enabled.on:
+            _open.append(context)
+        return context.enabled.on
+
+
+def _is_closing(enabled: EnabledState) -> bool:
+    return any(closing is enabled for closing, _ in _closing)
+
+
+def _wait() -> None:
+    switching.wait(0.1)  # No hook reports a forward that an interrupt has ended.
+    _switch_off_idle()
+
+
+def _switch_off_idle() -> None:
+    """Switch back what is to be, and has no forward left."""
+    if not _closing:
         return
-    new, config = context.new, context.enabled.config
-    position = context.cache.position_for(new) if static else None
-    past = context.past if position is None else int(position[0]) if new > 1 else 0
-    is_2d = isinstance(mask, Tensor) and mask.ndim == 2
-    unpadded = is_2d and (new > 1 or not static) and is_unpadded(mask, past + new)
-    if is_2d and not unpadded and not static:
-        return  # Rows with padding are attended to one by one, by their lengths.
-    if isinstance(mask, Tensor) and not unpadded:
-        context.mask_reason = MASKED
-    candidates = context.candidates_in(past, new)
-    sparse = new > 1 and config.is_sparse_call(past, new - candidates)
-    recall = NO_RECALL
-    batch, device = context.tokens.shape[0], context.tokens.device
-    if sparse:
-        tokens, end = (batch, past + new), past + new - candidates
-        recall = recall_of(context, tokens, past, (0, past + new), device, end)
-    elif static and new > 1 and config.recall:
-        # One graph for short calls and long ones.
-        recall = _empty_lists(batch, new - candidates, config.recall_block, device)
-    for tensor in recall:
-        if tensor is not None:  # Every prompt has lists of another length, which may be 0.
-            torch._dynamo.decorators.mark_unbacked(tensor, 0)
-    hf_config: Any = context.modules[0].config
-    context.call = graph.call = GraphCall(
-        config=config,
-        settings=config.to_string(),
-        previous=context.enabled.previous_of(hf_config.get_text_config(decoder=True)),
-        sparse=sparse,
-        cached=context.cache is not None,
-        unpadded=unpadded,
-        plain=bool(context.plain),
-        candidates=candidates,
-        recall=recall,
-        position=position,
-    )
-    if static:
-        context.cache.begin(config)
+    _open[:] = [x for x in _open if _is_executing(x.frame)]
+    for closing in list(_closing):
+        enabled, switch_off = closing
+        if not any(x.enabled is enabled for x in _open):
+            _closing.remove(closing)
+            switch_off()
+            switching.notify_all()
 
 
-def end_forward(context: ForwardContext, failed: bool) -> None:
-    """Store the states that a graph computed, and update counts and reports."""
-    call = context.call
-    if call is None or context.tokens is None or failed:
-        return
-    layers = getattr(context.cache, "layers", None) or []
-    rows = context.new - call.candidates
-    if call.position is not None and any(getattr(layer, "attended", False) for layer in layers):
-        ops.advance_position_(call.position, rows, call.settings)
-    for layer in layers:
-        if isinstance(layer, ChunkedPrefillLayer) and layer.traced is not None:
-            layer.take_traced(context.past - call.candidates, rows, call.config)
-    for number, reason in call.outcomes:
-        if reason is None and not call.is_sparse(number):
-            reason = ""
-        context.enabled.count(number, context.tokens.shape[0] * context.new, reason)
-        if reason and call.sparse:
-            context.enabled.report(f"dense attention: {reason}")
+def _frame_of_forward() -> FrameType | None:
+    """Return the frame in which torch runs the hooks and the forward of a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        frame = frame.f_back
+    return frame
 
 
-def _empty_lists(batch: int, rows: int, block: int, device: torch.device) -> RecallLists:
-    """Return the lists of recalled keys, in the form of `ops.lexical_recall`, where none are."""
-    offsets, positions, visible_from = (
-        torch.zeros(size, dtype=torch.int32, device=device)
-        for size in (batch * -(-rows // block) + 1, 0, 0)
-    )
-    return offsets, positions, visible_from
+def _is_executing(frame: FrameType | None) -> bool:
+    """Return whether any thread executes a frame, and clear the local variables of one that ended.
+
+    Walking the stacks of other threads would tell too, but CPython 3.11 crashes now and then where
+    such a thread goes on meanwhile.
+    """
+    if frame is None:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:  # What clear() is documented to raise for a frame that is executing.
+        return True
+    return False

@@ -1,4 +1,4 @@
-"""The hooks that tell a context what a model was called with, and give the model our cache."""
+"""The hooks of an enabled model: what happens before and after a forward, outside of its graph."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from h2o_prefill.hf.cache import ChunkedPrefillCache
-from h2o_prefill.hf.enabled_state import EnabledState
-from h2o_prefill.hf.forward import begin_forward, end_forward
-from h2o_prefill.hf.forward_context import context_of, leave_context
-from h2o_prefill.hf.graph_call import graph
+from h2o_prefill import ops
+from h2o_prefill.functional import NO_RECALL, RecallLists
+from h2o_prefill.hf.cache import ChunkedPrefillCache, StaticPrefillCache
+from h2o_prefill.hf.forward import ForwardContext, context_of, leave_context
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.padding import is_unpadded
+from h2o_prefill.hf.rules import MASKED
+from h2o_prefill.hf.state import EnabledState, GraphCall, graph
 
 # What we look at of a model's arguments. A few models still have the older name of the cache.
 READ_ARGUMENTS = (
@@ -36,10 +39,10 @@ class ForwardHook:
     def __init__(self, model: nn.Module, enabled: EnabledState, handle: Any) -> None:
         self.enabled = enabled
         self.handle = handle
-        self._names = tuple(inspect.signature(model.forward).parameters)
+        self.names = tuple(inspect.signature(model.forward).parameters)
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Register both hooks and return their handles."""
+        """Register the hooks and return their handles."""
         # Not bound methods, which dynamo would look into.
         return [
             model.register_forward_pre_hook(note_compilation),
@@ -51,24 +54,24 @@ class ForwardHook:
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return those of `READ_ARGUMENTS`, None where the caller gave none."""
-        return {name: self._argument(name, args, kwargs) for name in READ_ARGUMENTS}
-
-    def takes(self, name: str) -> bool:
-        """Return whether the forward has an argument of this name."""
-        return name in self._names
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        return {name: given.get(name) for name in READ_ARGUMENTS}
 
     def replace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], changed: dict[str, Any]
     ) -> Arguments:
-        """Return the arguments of a forward with another value for one that it takes."""
-        index = self._names.index(name)
-        if index < len(args):
-            return (*args[:index], value, *args[index + 1 :]), kwargs
-        return args, {**kwargs, name: value}
+        """Return the arguments of a forward with other values for some that it takes."""
+        for name, value in changed.items():
+            index = self.names.index(name)
+            if index < len(args):
+                args = (*args[:index], value, *args[index + 1 :])
+            else:
+                kwargs = {**kwargs, name: value}
+        return args, kwargs
 
     def makes_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """Return whether a model that was given no cache makes a `DynamicCache` of its own."""
-        if arguments["past_key_values"] is not None or not self.takes("past_key_values"):
+        if arguments["past_key_values"] is not None or "past_key_values" not in self.names:
             return False
         # Those that generate a text without one have caches of other classes.
         supports = getattr(model, "_supports_default_dynamic_cache", None)
@@ -79,12 +82,6 @@ class ForwardHook:
         if wanted is None:
             wanted = getattr(config.get_text_config(decoder=True), "use_cache", False)
         return bool(wanted) and not config.is_encoder_decoder and not torch.is_grad_enabled()
-
-    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in kwargs:
-            return kwargs[name]
-        index = self._names.index(name) if name in self._names else len(args)
-        return args[index] if index < len(args) else None
 
 
 def note_compilation(*_: Any) -> None:
@@ -120,14 +117,12 @@ def before_forward(
         arguments.update(changed, logits_to_keep=None)
     context.add_arguments(arguments)
     bare = context.cache is arguments["attention_mask"] is arguments["position_ids"] is None
-    if compiled and bare and context.tokens is not None and hook.takes("attention_mask"):
+    if compiled and bare and context.tokens is not None and "attention_mask" in hook.names:
         # Else transformers looks for packed sequences.
         shape, device = context.tokens.shape[:2], context.tokens.device
         changed["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=device)
-    begin_forward(context, {**arguments, **changed}["attention_mask"], compiled)
-    for name, value in changed.items():
-        args, kwargs = hook.replace(args, kwargs, name, value)
-    return (args, kwargs) if changed else None
+    _tell_graph(context, {**arguments, **changed}["attention_mask"], compiled)
+    return hook.replace(args, kwargs, changed) if changed else None
 
 
 @torch.compiler.disable
@@ -140,14 +135,8 @@ def after_forward(
 ) -> None:
     """Leave the context; `output` is None if the forward raised."""
     context = leave_context(hook.enabled, model, failed=output is None)
-    if context is not None:
-        end_forward(context, failed=output is None)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a model is compiled, or its forward."""
-    noted, graph.compiled = getattr(graph, "compiled", False), False
-    return noted or hasattr(model.forward, "_torchdynamo_orig_callable")
+    if context is not None and context.call is not None and output is not None:
+        _take_from_graph(context, context.call)
 
 
 @torch.compiler.substitute_in_graph(before_forward)
@@ -174,3 +163,80 @@ def handle_of(module: nn.Module) -> Any:
         if isinstance(hook, partial) and hook.func is before_forward:
             return hook.args[0].handle
     return None
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Return whether a model is compiled, or its forward."""
+    noted, graph.compiled = getattr(graph, "compiled", False), False
+    return noted or hasattr(model.forward, "_torchdynamo_orig_callable")
+
+
+def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
+    """Tell a compiled graph, and the layers of a static cache, what they could not find out."""
+    static = isinstance(context.cache, StaticPrefillCache)
+    graph.call = graph.layer = None
+    if context.tokens is None or not (compiled or static):
+        return
+    new, config = context.new, context.enabled.config
+    position = context.cache.position_for(new) if static else None
+    past = context.past if position is None else int(position[0]) if new > 1 else 0
+    is_2d = isinstance(mask, Tensor) and mask.ndim == 2
+    unpadded = is_2d and (new > 1 or not static) and is_unpadded(mask, past + new)
+    if is_2d and not unpadded and not static:
+        return  # Rows with padding are attended to one by one, by their lengths.
+    if isinstance(mask, Tensor) and not unpadded:
+        context.mask_reason = MASKED
+    candidates = context.candidates_in(past, new)
+    sparse = new > 1 and config.is_sparse_call(past, new - candidates)
+    recall = NO_RECALL
+    batch, device = context.tokens.shape[0], context.tokens.device
+    if sparse:
+        recall = context.recall_lists(batch, past, new, device)
+    elif static and new > 1 and config.recall:
+        # One graph for short calls and long ones.
+        recall = _empty_lists(batch, new - candidates, config.recall_block, device)
+    for tensor in recall:
+        if tensor is not None:  # Every prompt has lists of another length, which may be 0.
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    hf_config: Any = context.modules[0].config
+    context.call = graph.call = GraphCall(
+        config=config,
+        settings=config.to_string(),
+        previous=context.enabled.previous_of(hf_config.get_text_config(decoder=True)),
+        sparse=sparse,
+        cached=context.cache is not None,
+        unpadded=unpadded,
+        plain=bool(context.plain),
+        candidates=candidates,
+        recall=recall,
+        position=position,
+    )
+    if static:
+        context.cache.begin(config)
+
+
+def _take_from_graph(context: ForwardContext, call: GraphCall) -> None:
+    """Store the states that a graph computed, and update counts and reports."""
+    assert context.tokens is not None
+    layers = getattr(context.cache, "layers", None) or []
+    rows = context.new - call.candidates
+    if call.position is not None and any(getattr(layer, "attended", False) for layer in layers):
+        ops.advance_position_(call.position, rows, call.settings)
+    for layer in layers:
+        if isinstance(layer, ChunkedPrefillLayer) and layer.traced is not None:
+            layer.take_traced(context.past - call.candidates, rows, call.config)
+    for number, reason in call.outcomes:
+        if reason is None and not call.is_sparse(number):
+            reason = ""
+        context.enabled.count(number, context.tokens.shape[0] * context.new, reason)
+        if reason and call.sparse:
+            context.enabled.report(f"dense attention: {reason}")
+
+
+def _empty_lists(batch: int, rows: int, block: int, device: torch.device) -> RecallLists:
+    """Return the lists of recalled keys, in the form of `ops.lexical_recall`, where none are."""
+    offsets, positions, visible_from = (
+        torch.zeros(size, dtype=torch.int32, device=device)
+        for size in (batch * -(-rows // block) + 1, 0, 0)
+    )
+    return offsets, positions, visible_from

@@ -1,4 +1,4 @@
-"""A cache layer that sparse prefill works on in place."""
+"""Cache layers that sparse prefill works on in place."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions, RecallLists
-from h2o_prefill.hf.graph_call import GraphCall, graph
+from h2o_prefill.hf.state import GraphCall, graph
 from h2o_prefill.state import PrefillState
+
+# Older versions of transformers have other caches for hybrid models: those keep no state.
+HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 
 # Tokens that a new buffer has room for beyond those it is made for.
 _SPARE_TOKENS = 256
@@ -107,11 +112,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         return out
 
     def attend_in_graph(
-        self,
-        query: Tensor,
-        call: GraphCall,
-        layer: int,
-        options: LogitOptions,
+        self, query: Tensor, call: GraphCall, layer: int, options: LogitOptions
     ) -> Tensor:
         """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards."""
         keys, values = self._held()
@@ -174,7 +175,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._truncate_state(length)
 
     def reset(self) -> None:
-        """Forget everything."""
         self.keys = self.values = None
         self.is_initialized = False
         self.padded = False
@@ -183,27 +183,22 @@ class ChunkedPrefillLayer(DynamicLayer):
         super().reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows of the batch."""
         super().reorder_cache(beam_idx)
         self._map_state(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch."""
         super().batch_repeat_interleave(repeats)
         self._map_state(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows of the batch."""
         super().batch_select_indices(indices)
         self._map_state(lambda x: x[indices, ...])
 
     def offload(self) -> None:
-        """Move the layer to the CPU."""
         super().offload()
         self._map_state(lambda x: x.to("cpu"))
 
     def prefetch(self) -> None:
-        """Move an offloaded layer back to its device."""
         super().prefetch()
         if self.is_initialized:
             self._map_state(lambda x: x.to(self.device))
@@ -304,3 +299,36 @@ def _is_writable(tensor: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return True
     return torch.is_inference_mode_enabled() or not tensor.is_inference()
+
+
+def prefill_layer_for(layer: Any) -> Any:
+    """Return a layer that keeps the state of sparse prefill in the place of one that is empty."""
+    if type(layer) is DynamicLayer:
+        return ChunkedPrefillLayer()
+    if type(layer) is HybridLayer:
+        return ChunkedPrefillHybridLayer(layer.number_of_states)
+    return layer
+
+
+if HybridLayer is not None:
+
+    def _of_both(name: str) -> Callable[..., None]:
+        # The base class calls the methods of `DynamicLayer`, past those of `ChunkedPrefillLayer`.
+        def method(self: Any, *args: Any) -> None:
+            getattr(RecurrentLayer, name)(self, *args)
+            getattr(ChunkedPrefillLayer, name)(self, *args)
+
+        return method
+
+    class ChunkedPrefillHybridLayer(HybridLayer, ChunkedPrefillLayer):
+        """A `ChunkedPrefillLayer` with the states of a convolution and a recurrence."""
+
+        def __init__(self, number_of_states: int = 1) -> None:
+            ChunkedPrefillLayer.__init__(self)
+            HybridLayer.__init__(self, number_of_states)
+
+        reset = _of_both("reset")
+        crop = _of_both("crop")
+        reorder_cache = _of_both("reorder_cache")
+        offload = _of_both("offload")
+        prefetch = _of_both("prefetch")

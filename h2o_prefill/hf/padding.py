@@ -13,10 +13,6 @@ from h2o_prefill.config import PrefillConfig
 
 Span = tuple[int, int]
 
-CONTINUES = (
-    "a long call goes on from a padded batch; only the first call of such a batch can be sparse"
-)
-
 
 @dataclass(frozen=True, eq=False)
 class Padding:

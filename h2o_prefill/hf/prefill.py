@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,6 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.enable import enable
 from h2o_prefill.hf.hooks import handle_of
-from h2o_prefill.hf.prompt import read_prompt
 from h2o_prefill.presets import chosen_config
 
 
@@ -81,20 +81,62 @@ def chunked_prefill(
             f"past_key_values must be a ChunkedPrefillCache, got {type(past_key_values).__name__}"
         )
     past = past_key_values.get_seq_length()
-    prompt = read_prompt(input_ids, attention_mask, inputs_embeds, past, model.device)
-    if kind := _rope_by_length(model, past + prompt.length):
+    name, tokens, mask = _read_prompt(input_ids, attention_mask, inputs_embeds, past, model.device)
+    if kind := _rope_by_length(model, past + tokens.shape[1]):
         warn(
             f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
             "calls differ from one, as they do without sparse prefill"
         )
-    sizes = _call_sizes(prompt.length, chunks_per_call, chosen)
+    sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
     parameters = inspect.signature(model.forward).parameters
-    last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    options |= {"past_key_values": past_key_values, "use_cache": True}
     with enable(model, chosen, strict=strict), torch.no_grad():
         for end, size in zip(accumulate(sizes), sizes, strict=True):
-            call = prompt.arguments(end - size, end, past)
-            output = model(**call, past_key_values=past_key_values, use_cache=True, **last)
+            call = {name: tokens[:, end - size : end]}
+            if mask is not None:
+                call["attention_mask"] = mask[:, : past + end]
+            output = model(**call, **options)
     return output
+
+
+def _read_prompt(
+    prompt: Any, attention_mask: Tensor | None, inputs_embeds: Tensor | None, past: int, device: Any
+) -> tuple[str, Tensor, Tensor | None]:
+    """Return the argument's name, the tokens [B, T] or [B, T, hidden], the mask [B, T_total]."""
+    if isinstance(prompt, Mapping) or hasattr(prompt, "input_ids"):
+        prompt, given = prompt["input_ids"], prompt.get("attention_mask")
+        attention_mask = given if attention_mask is None else attention_mask
+    if (prompt is None) == (inputs_embeds is None):
+        raise ValueError("either input_ids or inputs_embeds must be given")
+    name, tokens, what = "input_ids", prompt, "[B, T]"
+    if inputs_embeds is not None:
+        name, tokens, what = "inputs_embeds", inputs_embeds, "[B, T, hidden size]"
+    tokens = _as_rows(tokens, device)
+    if tokens.ndim != what.count(",") + 1 or tokens.shape[1] == 0:
+        raise ValueError(f"{name} must be {what} with T >= 1, got {list(tokens.shape)}")
+    if attention_mask is None:
+        return name, tokens, None
+    mask = _as_rows(attention_mask, tokens.device)
+    if mask.shape == tokens.shape[:2] and past > 0:
+        mask = torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
+    expected = [tokens.shape[0], past + tokens.shape[1]]
+    if list(mask.shape) != expected:
+        raise ValueError(f"attention_mask must be {expected}, got {list(mask.shape)}")
+    return name, tokens, mask
+
+
+def _as_rows(values: Any, device: Any) -> Tensor:
+    """Return a tensor as it is, and lists as int64 rows."""
+    if isinstance(values, Tensor):
+        return values
+    try:
+        rows = torch.tensor(values, dtype=torch.int64, device=device)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"token ids must be a tensor, or lists of ints of equal length ({error})"
+        ) from None
+    return rows.unsqueeze(0) if rows.ndim == 1 else rows
 
 
 def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:

@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.functional import LogitOptions, RecallLists, sparse_attention
-from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.functional import NO_RECALL, LogitOptions, RecallLists, sparse_attention
+from h2o_prefill.hf.cache import StaticPrefillLayer
+from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.dense import dense_attention
+from h2o_prefill.hf.forward import ALL_ROWS
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Span, is_long_row
-from h2o_prefill.hf.recall import ALL_ROWS, recall_of
-from h2o_prefill.hf.static import StaticPrefillLayer
 
 
-def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
+def attend_sparsely(call: Call) -> Tensor:
     """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
-    padding = call.padding
-    options = call.logit_options(scaling)
+    padding, options = call.padding, call.logit_options
     if padding is not None:
-        return _attend_padded(call, padding, scaling)
+        return _attend_padded(call, padding)
     rows, total = call.prompt_rows, call.past + call.prompt_rows
     layer = call.cache_layer
     query, key, value = in_autocast_dtype(call.query, *call.held)
@@ -32,7 +31,7 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
         # Where layers have no number, no setting depends on it.
         out = layer.attend(prompt, call.context.call, call.layer or 0, options)
         return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
-    recall = _recall_lists(call, (0, call.total))
+    recall = _recall_lists(call)
     if layer is not None and call.context is not None:
         call.context.keep_state(layer)
     if layer is not None and layer.holds(key, value):
@@ -48,20 +47,20 @@ def attend_sparsely(call: Call, scaling: float | None) -> Tensor:
     return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
 
 
-def _attend_padded(call: Call, padding: Padding, scaling: float | None) -> Tensor:
+def _attend_padded(call: Call, padding: Padding) -> Tensor:
     """Attend in a padded batch: in every row as if it were alone, so that none sees padding.
 
     The operators take rows of one length, so those that lie in the same place go together. No state
     is kept: its positions would be other tokens in every row.
     """
-    config, options = call.config.of_layer(call.layer), call.logit_options(scaling)
+    config, options = call.config.of_layer(call.layer), call.logit_options
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     for (first, end), rows in padding.groups().items():
         if not padding.fits((first, end)):
             assert padding.mask is not None
             parts = {name: getattr(call, name)[rows] for name in ("query", "key", "value", "mask")}
-            dense = dense_attention(replace(call, **parts), scaling)[0]
+            dense = dense_attention(replace(call, **parts))[0]
             out[rows, first:end] = dense[:, first:end].to(out.dtype)
             continue
         q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
@@ -92,10 +91,13 @@ def with_candidates(
     return torch.cat([out, ops.dense_attention(query[:, :, rows:], key, value, *options)], dim=2)
 
 
-def _recall_lists(call: Call, span: Span, rows: slice | list[int] = ALL_ROWS) -> RecallLists:
-    tokens = (call.query.shape[0], call.total)
-    end = call.past + call.prompt_rows
-    return recall_of(call.context, tokens, call.past, span, call.query.device, end, rows)
+def _recall_lists(
+    call: Call, span: Span | None = None, rows: slice | list[int] = ALL_ROWS
+) -> RecallLists:
+    if call.context is None:
+        return NO_RECALL
+    batch, device = call.query.shape[0], call.query.device
+    return call.context.recall_lists(batch, call.past, call.new, device, span, rows)
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

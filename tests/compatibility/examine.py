@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, StaticCache
 
 from h2o_prefill.hf import NAME, ChunkedPrefillCache, enable, register
-from h2o_prefill.hf.attention_call import Attended, Call, as_attention_function
-from h2o_prefill.hf.attention_function import h2o_prefill_attention
-from h2o_prefill.hf.eligibility import dense_reason
+from h2o_prefill.hf.attention import h2o_prefill_attention
+from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.layer_kinds import layer_type
+from h2o_prefill.hf.rules import dense_reason
 
 TOKENS = 72
 # Logits of float32 may differ by this much of the largest one.
@@ -257,14 +257,13 @@ def _watched() -> Iterator[dict[int, str]]:
     decisions: dict[int, str] = {}
 
     @as_attention_function
-    def attend(call: Call, scaling: float | None) -> Attended:
+    def attend(call: Call) -> Attended:
         if call.context is not None:
             sparse = dense_reason(call) is None
             decisions[id(call.module)] = "sparse" if sparse else layer_type(call.module)
         qkv = call.query, call.key, call.value
-        return h2o_prefill_attention(
-            call.module, *qkv, call.mask, call.dropout, scaling, **call.kwargs
-        )
+        options = {"dropout": call.dropout, "scaling": call.scaling, **call.kwargs}
+        return h2o_prefill_attention(call.module, *qkv, call.mask, **options)
 
     AttentionInterface.register(NAME, attend)
     try:

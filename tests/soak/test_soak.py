@@ -22,7 +22,7 @@ from soak_table import summary_table
 from typer.testing import CliRunner
 
 import h2o_prefill.hf.layer
-from h2o_prefill.hf.rollback import CacheSnapshot
+from h2o_prefill.hf.cache import CacheSnapshot
 
 SEED = 7
 TINY_KINDS = [kind for kind in KINDS if kind != PRETRAINED]

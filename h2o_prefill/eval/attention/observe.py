@@ -11,11 +11,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf import enable
-from h2o_prefill.hf.attention_call import Attended, Call, as_attention_function
+from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.dense import dense_attention
-from h2o_prefill.hf.eligibility import dense_reason
-from h2o_prefill.hf.mask_function import h2o_prefill_mask
-from h2o_prefill.hf.names import NAME as SPARSE_NAME
+from h2o_prefill.hf.masks import h2o_prefill_mask
+from h2o_prefill.hf.rules import dense_reason
+from h2o_prefill.hf.state import NAME as SPARSE_NAME
 
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill_observed"
@@ -58,12 +58,12 @@ def observe_attention(
 
 
 @as_attention_function
-def _observed_attention(call: Call, scaling: float | None) -> Attended:
+def _observed_attention(call: Call) -> Attended:
     observe = _observer.get()
     if call.context is not None and observe is not None:
         reason = dense_reason(call)
         if reason is None:
-            observe(call, scaling)
+            observe(call, call.scaling)
         elif reason:
             call.enabled.report(f"dense attention: {reason}")
-    return dense_attention(call, scaling)
+    return dense_attention(call)

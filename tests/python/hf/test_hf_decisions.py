@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
-from h2o_prefill.hf.attention_call import Call
-from h2o_prefill.hf.eligibility import dense_reason
-from h2o_prefill.hf.enabled_state import EnabledState
-from h2o_prefill.hf.forward_context import ForwardContext
+from h2o_prefill.hf.call import Call
+from h2o_prefill.hf.forward import ForwardContext
+from h2o_prefill.hf.rules import dense_reason
+from h2o_prefill.hf.state import EnabledState
 
 EXACT = {
     "chunk_size": 16,
@@ -292,7 +292,7 @@ def test_arguments_that_make_a_call_dense(llama, arguments, reason):
     layer = llama.model.layers[0].self_attn
     run = ForwardContext(EnabledState(config))
     run.plain.add((72, 72))
-    given = dense_reason(Call(layer, query, key, key, None, dropout, kwargs, config, run))
+    given = dense_reason(Call(layer, query, key, key, None, dropout, None, kwargs, config, run))
     assert given == reason if not reason else reason in given
 
 

@@ -12,10 +12,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import PrefillConfig, enable, ops
-from h2o_prefill.hf.attention_call import Call
+from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.dense import dense_attention
-from h2o_prefill.hf.enabled_state import EnabledState
-from h2o_prefill.hf.forward_context import ForwardContext
+from h2o_prefill.hf.forward import ForwardContext
+from h2o_prefill.hf.state import EnabledState
 
 SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
 
@@ -112,8 +112,8 @@ def test_calls_that_only_pytorch_takes(llama, dense_calls, shapes, arguments, ou
     layer = llama.model.layers[0].self_attn
     layer.num_key_value_groups = 1
     run = ForwardContext(EnabledState(config))
-    call = Call(layer, query, key, key, None, 0.0, arguments, config, run)
-    out, _ = dense_attention(call, query.shape[-1] ** -0.5)
+    scale = query.shape[-1] ** -0.5
+    out, _ = dense_attention(Call(layer, query, key, key, None, 0.0, scale, arguments, config, run))
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
     torch.testing.assert_close(out, expected.transpose(1, 2))
     assert bool(dense_calls) == ours

@@ -13,7 +13,7 @@ import torch
 
 from h2o_prefill import PRESETS, ChunkedPrefillCache, PrefillConfig, disable, enable, preset_config
 from h2o_prefill.hf import NAME, register
-from h2o_prefill.hf.enabled_state import DEFAULT_STATE
+from h2o_prefill.hf.state import DEFAULT_STATE
 
 SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
 OTHER = {"chunk_size": 32, "local_window": 4, "heavy_budget": 4}

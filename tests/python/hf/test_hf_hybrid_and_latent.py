@@ -16,7 +16,7 @@ from compatibility.tiny_model import build_tiny, random_prompt
 
 from h2o_prefill import ChunkedPrefillCache, enable
 from h2o_prefill.hf import ChunkedPrefillLayer
-from h2o_prefill.hf.hybrid_layer import HybridLayer
+from h2o_prefill.hf.layer import HybridLayer
 
 TOKENS = 72
 EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64, "strict": True}

@@ -155,7 +155,7 @@ def test_dense_layers_get_the_mask(build, make_batch, sparse_layers, implementat
 
 
 def test_the_mask_of_dense_layers_is_made_once_and_only_if_needed(build, make_batch, monkeypatch):
-    from h2o_prefill.hf import mask_function
+    from h2o_prefill.hf import masks as mask_function
 
     made, make = [], mask_function.sdpa_mask
 

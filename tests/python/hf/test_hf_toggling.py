@@ -85,7 +85,7 @@ def test_disabled_by_another_thread(build, inputs, spawn, implementation):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_enabled_by_another_thread(build, inputs, spawn, name, implementation, monkeypatch):
-    from h2o_prefill.hf.enabled_state import DEFAULT_STATE
+    from h2o_prefill.hf.state import DEFAULT_STATE
 
     monkeypatch.setattr(DEFAULT_STATE, "reported", set())
     if name == "gpt-oss" and implementation == "sdpa":

@@ -7,27 +7,27 @@ import pytest
 
 import h2o_prefill
 from h2o_prefill import PrefillConfig
-from h2o_prefill.hf import eligibility, forward_context, graph_call, mask_function, padding, recall
+from h2o_prefill.hf import forward, masks, rules
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 # Reasons that are made in functions, and those of other modules than the decision table's.
 OTHERS = {
-    eligibility.OWN_MASKS,
-    eligibility.TRACED,
-    eligibility.NOT_ENABLED,
-    eligibility.STATIC,
-    graph_call.MASKED,
-    mask_function.HOLES,
-    mask_function.NOT_CAUSAL,
-    padding.CONTINUES,
-    recall.NO_IDS,
-    forward_context.CHANGED,
+    rules.OWN_MASKS,
+    rules.TRACED,
+    rules.NOT_ENABLED,
+    rules.STATIC,
+    rules.MASKED,
+    rules.CONTINUES,
+    masks.HOLES,
+    masks.NOT_CAUSAL,
+    forward.NO_IDS,
+    forward.CHANGED,
 }
 
 
 def reasons() -> list[str]:
-    table = {rule.reason for rule in eligibility.RULES if isinstance(rule.reason, str)}
+    table = {rule.reason for rule in rules.RULES if isinstance(rule.reason, str)}
     return sorted((table | OTHERS) - {""})
 
 

@@ -11,18 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
-from h2o_prefill.hf.attention_call import Call
-from h2o_prefill.hf.dense import EAGER_ONLY, as_additive, eager_function
-from h2o_prefill.hf.eligibility import LAYER_RULES, OTHER_VALUES, dense_reason
-from h2o_prefill.hf.graph_call import MASKED, GraphCall, graph
+from h2o_prefill.hf.cache import StaticPrefillLayer
+from h2o_prefill.hf.call import Attended, Call
+from h2o_prefill.hf.dense import EAGER_ONLY, as_additive, call_function, eager_function
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.rules import LAYER_RULES, MASKED, OTHER_VALUES, dense_reason
 from h2o_prefill.hf.sparse import in_autocast_dtype, with_candidates
-from h2o_prefill.hf.static import StaticPrefillLayer
+from h2o_prefill.hf.state import GraphCall, graph
 
 # The attribute of masks that are plain causal. A graph that needs no mask does not compute it.
 _PLAIN = "_h2o_prefill_plain"
@@ -50,42 +50,31 @@ def mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
     return mask
 
 
-def attend_in_graph(
-    forward: GraphCall,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+def attend_in_graph(call: Call, forward: GraphCall) -> Attended:
     """Attend as the attention function does."""
     layer: Layer = graph.layer
     graph.layer = None
-    if layer is not None and layer.keys is not key:
+    if layer is not None and layer.keys is not call.key:
         layer = None
-    call = Call(module, query, key, value, mask, dropout, kwargs, forward.config, None)
     number = call.layer or 0  # Where layers have no number, no setting depends on it.
     reason = _why_dense(call, forward, layer)
     forward.outcomes.append((number, reason))
     if reason is not None:
-        return _attend_densely(call, forward, layer, scaling)
-    rows, options = call.new - forward.candidates, call.logit_options(scaling)
+        return _attend_densely(call, forward, layer)
+    rows, options = call.new - forward.candidates, call.logit_options
     if isinstance(layer, StaticPrefillLayer):
-        out = layer.attend(query[:, :, :rows], forward, number, options).transpose(1, 2)
+        out = layer.attend(call.query[:, :, :rows], forward, number, options).transpose(1, 2)
         if rows < call.new:
-            last = replace(call, query=query[:, :, rows:], mask=_mask_of(call, layer)[:, :, rows:])
-            out = torch.cat([out, _attend_densely(last, forward, layer, scaling)[0]], dim=1)
+            mask = _mask_of(call, layer)[:, :, rows:]
+            last = replace(call, query=call.query[:, :, rows:], mask=mask)
+            out = torch.cat([out, _attend_densely(last, forward, layer)[0]], dim=1)
         return out.contiguous(), None
-    query, key, value = in_autocast_dtype(query, key, value)
+    query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     if not forward.is_sparse(number):
         out = ops.dense_attention(query, key, value, *options)
     elif layer is None:
-        settings, recall = forward.settings, forward.recall
-        state = (None, None, *recall, 0)
-        out, _, _ = ops.prefill_attention(query, key, value, *state, number, settings, *options)
+        state = (None, None, *forward.recall, 0, number, forward.settings)
+        out, _, _ = ops.prefill_attention(query, key, value, *state, *options)
     else:
         out = layer.attend_in_graph(query[:, :, :rows], forward, number, options)
         out = with_candidates(out, query, key, value, options)
@@ -133,23 +122,11 @@ def _mask_of(call: Call, layer: Layer) -> Tensor:
     return mask
 
 
-def _attend_densely(
-    call: Call, forward: GraphCall, layer: Layer, scaling: float | None
-) -> tuple[Tensor, Tensor | None]:
+def _attend_densely(call: Call, forward: GraphCall, layer: Layer) -> Attended:
     """Attend as the model did before; an implementation that has its own masks becomes sdpa."""
     mask = _mask_of(call, layer)
     if forward.previous == "eager" or call.given(*EAGER_ONLY):
         function, mask = eager_function(call.module), as_additive(mask, call.query.dtype)
     else:
         function = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    out: tuple[Tensor, Tensor | None] = function(
-        call.module,
-        call.query,
-        call.key,
-        call.value,
-        mask,
-        dropout=call.dropout,
-        scaling=scaling,
-        **call.kwargs,
-    )
-    return out
+    return call_function(function, call, call.key, call.value, mask)

@@ -1,15 +1,23 @@
-"""What an enabled model runs with: its config, what it had before, what it warned of."""
+"""What an enabled model runs with, and what one forward of it tells its compiled graph."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.hf.names import NAME
+from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.presets import PRESETS
+
+# The name under which transformers finds our attention function and mask function. No "flash",
+# "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
+NAME = "h2o_prefill"
 
 # What Hugging Face configs are switched over by, under the configs' ids: several models may share
 # one config object, and then the switch of one reaches a model that nobody enabled.
@@ -104,21 +112,64 @@ class EnabledState:
             _switched.pop(id(config), None)
 
 
-def is_switched(hf_config: Any) -> bool:
-    """Return whether a handle has switched this Hugging Face config over."""
-    return _enabled_of(hf_config) is not None
-
-
-def switched_from(hf_config: Any) -> str | None:
-    """Return the implementation that a switched config had before, None if there is none."""
-    enabled = _enabled_of(hf_config)
-    return None if enabled is None else enabled.previous_of(hf_config)
-
-
-def _enabled_of(hf_config: Any) -> EnabledState | None:
+def enabled_of(hf_config: Any) -> EnabledState | None:
+    """Return what has switched a Hugging Face config over, None if nothing has."""
     enabled = _switched.get(id(hf_config))
     return enabled if enabled is not None and enabled.owns(hf_config) else None
 
 
 # For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: it is dense.
 DEFAULT_STATE = EnabledState(PRESETS["h2o"])
+
+
+@dataclass
+class GraphCall:
+    """One forward of an enabled model, as its compiled graph and a static cache see it.
+
+    It holds what they cannot find out by themselves.
+    """
+
+    config: PrefillConfig
+    settings: str
+    # The attention implementation that the model had before.
+    previous: str | None
+    # Whether layers that can be sparse are, by the number of tokens.
+    sparse: bool
+    # Whether the model was given a cache.
+    cached: bool
+    # Whether the model was called with a mask of two dimensions that hides nothing, so that
+    # the graph leaves it out.
+    unpadded: bool
+    # Whether no mask means plain causal attention, since our mask function made none before
+    # the forward.
+    plain: bool
+    # Tokens at the end of the call that assisted decoding verifies.
+    candidates: int
+    # What `lexical_recall` found for the call.
+    recall: RecallLists = NO_RECALL
+    # Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
+    position: Tensor | None = None
+    # Layers that the graph attended in, and why they had to be dense: empty if by design,
+    # None if they were as the settings say (`is_sparse`).
+    outcomes: list[tuple[int, str | None]] = field(default_factory=list)
+    # bool: whether the graph left out a mask that hides something after all.
+    hidden: list[Tensor] = field(default_factory=list)
+
+    def is_sparse(self, number: int) -> bool:
+        """Return whether a layer that can be sparse is."""
+        return self.sparse and number not in self.config.dense_layers
+
+
+# `call`: the forward that is under way in this thread, None if it cannot be in a graph. `layer`:
+# the layer of the cache that was updated last; attention that follows belongs to it. `compiled`:
+# whether the hooks of the model that was called run under torch.compile. Dynamo reads attributes of
+# a thread's own alone, so this is no class with defaults.
+graph = threading.local()
+
+
+def call_in_graph() -> GraphCall | None:
+    """Return the forward that torch.compile is tracing, None if attention must break its graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    call: GraphCall | None = getattr(graph, "call", None)
+    return call

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions
-from h2o_prefill.hf.enabled_state import DEFAULT_STATE, EnabledState
-from h2o_prefill.hf.forward_context import ForwardContext, current_context
+from h2o_prefill.hf.cache import StaticPrefillLayer
+from h2o_prefill.hf.forward import ForwardContext, current_context
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.layer_kinds import is_causal, window_of
 from h2o_prefill.hf.padding import Padding
-from h2o_prefill.hf.static import StaticPrefillLayer
+from h2o_prefill.hf.state import DEFAULT_STATE, EnabledState, call_in_graph
 
 # What attention functions return: output [B, Tq, Hq, Dv], and the weights where they are made.
 Attended = tuple[Tensor, Tensor | None]
@@ -32,26 +32,34 @@ class Call:
     value: Tensor
     mask: Any
     dropout: float
+    # The softmax scale; None: D ** -0.5.
+    scaling: float | None
     kwargs: dict[str, Any]
     config: PrefillConfig
-    # The forward that this call belongs to; None if the model was never enabled.
+    # The forward that this call belongs to; None if the model was never enabled, and in a graph.
     context: ForwardContext | None
 
     @classmethod
-    def of_forward(
+    def of(
         cls,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Any,
-        dropout: float,
-        kwargs: dict[str, Any],
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
     ) -> Call:
-        """Return a call of the forward that is under way, with the settings of its model."""
-        context = current_context(getattr(module, "config", None))
-        config = (DEFAULT_STATE if context is None else context.enabled).config
-        return cls(module, query, key, value, mask, dropout, kwargs, config, context)
+        """Return a call by the arguments that transformers calls attention functions with."""
+        graph_call = call_in_graph()
+        if graph_call is not None:  # Dynamo cannot trace context variables.
+            context, config = None, graph_call.config
+        else:
+            context = current_context(getattr(module, "config", None))
+            config = (DEFAULT_STATE if context is None else context.enabled).config
+        given = (module, query, key, value, attention_mask, dropout, scaling, kwargs)
+        return cls(*given, config, context)
 
     @property
     def enabled(self) -> EnabledState:
@@ -143,35 +151,19 @@ class Call:
         return self.kwargs.get("s_aux")
 
     @property
-    def softcap(self) -> float:
-        """The bound of the logits; 0: none."""
-        return self.kwargs.get("softcap") or 0.0
-
-    def logit_options(self, scaling: float | None) -> LogitOptions:
-        """Return how the operators make logits of this call, with a softmax scale."""
-        return scaling, self.sinks, self.softcap
+    def logit_options(self) -> LogitOptions:
+        """How the operators make logits."""
+        return self.scaling, self.sinks, self.kwargs.get("softcap") or 0.0
 
     def given(self, *names: str) -> bool:
         """Return whether the model passed one of these arguments."""
         return any(self.kwargs.get(name) is not None for name in names)
 
 
-def as_attention_function(
-    attend: Callable[[Call, float | None], Attended],
-) -> Callable[..., Attended]:
+def as_attention_function(attend: Callable[[Call], Attended]) -> Callable[..., Attended]:
     """Give a function of a call the form that transformers calls attention functions in."""
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> Attended:
-        call = Call.of_forward(module, query, key, value, attention_mask, dropout, kwargs)
-        return attend(call, scaling)
+    def attention(*args: Any, **kwargs: Any) -> Attended:
+        return attend(Call.of(*args, **kwargs))
 
     return attention

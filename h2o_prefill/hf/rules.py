@@ -9,15 +9,26 @@ from typing import Any
 import torch
 
 from h2o_prefill.config import LAYER_FIELDS
-from h2o_prefill.hf.attention_call import Call
-from h2o_prefill.hf.forward_context import is_traced
+from h2o_prefill.hf.cache import KeepsTokenIds, StaticPrefillLayer
+from h2o_prefill.hf.call import Call
+from h2o_prefill.hf.forward import is_traced
 from h2o_prefill.hf.layer_kinds import WINDOWED, is_causal, layer_type, window_of
-from h2o_prefill.hf.padding import CONTINUES
-from h2o_prefill.hf.static import StaticPrefillLayer
-from h2o_prefill.hf.token_history import KeepsTokenIds
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
+
+STATIC = (
+    "static caches that were filled while the model was not enabled, and those of other classes "
+    "than StaticCache, are not supported"
+)
+OWN_MASKS = "the model makes its own masks, so that attention is not known to be causal"
+NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its prefill sparse"
+OTHER_VALUES = "the model attends to other values than it caches, such as halves of them"
+TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
+MASKED = "a custom attention mask, or padding in a static cache, is not supported"
+CONTINUES = (
+    "a long call goes on from a padded batch; only the first call of such a batch can be sparse"
+)
 
 
 @dataclass(frozen=True)
@@ -144,19 +155,6 @@ def _history_reason(call: Call) -> str:
         return "the cache keeps no state for layers of this kind"
     return "a long call goes on from a cache that was not filled by this model while it was enabled"
 
-
-STATIC = (
-    "static caches that were filled while the model was not enabled, and those of other classes "
-    "than StaticCache, are not supported"
-)
-
-OWN_MASKS = "the model makes its own masks, so that attention is not known to be causal"
-
-NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its prefill sparse"
-
-OTHER_VALUES = "the model attends to other values than it caches, such as halves of them"
-
-TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
 
 # These look only at the layer and at what the model passed: they hold in a compiled graph too.
 LAYER_RULES = (

@@ -22,13 +22,12 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from h2o_prefill.hf.enabled_state import is_switched
-from h2o_prefill.hf.forward_context import ForwardContext, current_context, is_traced
-from h2o_prefill.hf.graph_call import call_in_graph
-from h2o_prefill.hf.in_graph import mask_in_graph, may_be_left_out
-from h2o_prefill.hf.names import NAME
-from h2o_prefill.hf.padding import CONTINUES, Padding, is_unpadded, row_spans
-from h2o_prefill.hf.static import StaticPrefillCache
+from h2o_prefill.hf.cache import StaticPrefillCache
+from h2o_prefill.hf.compiled import mask_in_graph, may_be_left_out
+from h2o_prefill.hf.forward import ForwardContext, current_context, is_traced
+from h2o_prefill.hf.padding import Padding, is_unpadded, row_spans
+from h2o_prefill.hf.rules import CONTINUES
+from h2o_prefill.hf.state import NAME, call_in_graph, enabled_of
 
 HOLES = "attention_mask has holes; padding is supported at the ends of rows only"
 GRADIENTS = (
@@ -119,7 +118,7 @@ def _may_be_static(context: ForwardContext | None, config: Any) -> bool:
     """
     if context is not None:
         return isinstance(context.cache, StaticPrefillCache)
-    return is_switched(config) and not getattr(config, "is_encoder_decoder", False)
+    return enabled_of(config) is not None and not getattr(config, "is_encoder_decoder", False)
 
 
 def _causal_history(arguments: dict[str, Any], may_be_static: bool) -> int | None:

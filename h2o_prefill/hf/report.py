@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from h2o_prefill.hf.eligibility import NOT_ENABLED
 from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.layer_kinds import can_be_sparse, is_attention, layer_type, window_of
-from h2o_prefill.hf.names import NAME
+from h2o_prefill.hf.rules import NOT_ENABLED
+from h2o_prefill.hf.state import NAME, EnabledState, LayerCalls
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ModelReport:
     model: str
     # The text of the settings, empty if the model is not enabled.
     settings: str
-    layers: tuple[LayerReport, ...] = field(default=())
+    layers: tuple[LayerReport, ...]
 
     def __iter__(self) -> Iterator[LayerReport]:
         return iter(self.layers)
@@ -84,18 +84,11 @@ def explain(model: PreTrainedModel) -> ModelReport:
         `print` it for a table.
     """
     handle = next((h for h in map(handle_of, model.modules()) if h is not None), None)
-    name = type(model).__name__
-    if handle is None:
-        layers = [_report(module, NOT_ENABLED, None) for module in attention_layers(model, None)]
-        return ModelReport(name, "", tuple(layers))
-    enabled = handle.state
+    enabled = None if handle is None else handle.state
     return ModelReport(
-        name,
-        enabled.config.to_string(),
-        tuple(
-            _report(module, _why_dense(module, enabled), enabled.calls.get(module.layer_idx))
-            for module in attention_layers(model, NAME)
-        ),
+        type(model).__name__,
+        "" if enabled is None else enabled.config.to_string(),
+        tuple(_report(x, enabled) for x in attention_layers(model, enabled and NAME)),
     )
 
 
@@ -114,22 +107,20 @@ def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
     return sorted(found, key=lambda module: module.layer_idx)
 
 
-def _why_dense(module: Any, enabled: Any) -> str:
+def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
+    calls = LayerCalls() if enabled is None else enabled.calls.get(module.layer_idx, LayerCalls())
+    reason = NOT_ENABLED if enabled is None else _why_dense(module, enabled, calls)
+    mode, counts = "dense" if reason else "sparse", {**asdict(calls), "reason": reason}
+    return LayerReport(layer=module.layer_idx, kind=layer_type(module), mode=mode, **counts)
+
+
+def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
     if module.layer_idx in enabled.config.dense_layers:
         return "one of dense_layers"
     kind = layer_type(module).replace("_", " ")
     if not can_be_sparse(module, enabled.config):
         return "not causal" if kind == "full attention" else kind
-    calls = enabled.calls.get(module.layer_idx)
-    if calls is not None and (calls.sparse_calls or calls.reason):
-        return "" if calls.sparse_calls else str(calls.reason)
+    if calls.sparse_calls or calls.reason:
+        return "" if calls.sparse_calls else calls.reason
     window = window_of(module)
     return "" if window is None else f"{kind}, sparse for prompts of up to {window} tokens"
-
-
-def _report(module: Any, reason: str, calls: Any) -> LayerReport:
-    counts = (0, 0, 0, 0)
-    if calls is not None:
-        counts = (calls.sparse_calls, calls.sparse_rows, calls.dense_calls, calls.dense_rows)
-    mode = "dense" if reason else "sparse"
-    return LayerReport(module.layer_idx, layer_type(module), mode, reason, *counts)
