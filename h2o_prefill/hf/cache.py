@@ -25,10 +25,9 @@ from h2o_prefill.state import PrefillState
 
 
 class KeepsTokenIds(Cache):
-    """What a cache of this library has beside its layers: the ids of the tokens in them.
+    """What caches of this library have beside layers: the token ids, which lexical recall searches.
 
-    Lexical recall searches them. Every operation that changes the tokens of the cache changes the
-    ids too.
+    Every operation that changes the tokens of the cache changes the ids too.
     """
 
     _token_ids: list[Tensor] | None
@@ -131,20 +130,15 @@ class StaticPrefillLayer(StaticLayer):
     # Whether `attend` was called in the forward that is under way.
     attended: bool
 
-    def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
-        super().__init__(max_cache_len, **kwargs)
-        self._begin_empty()
+    # Room for the memory sets of all forwards so far.
+    memory_size: int
 
     @staticmethod
-    def adopt(layer: StaticLayer) -> None:
-        """Make an empty layer one of these, in place."""
+    def adopt(layer: Any) -> None:
+        """Make an empty `StaticLayer` one of these, in place."""
         layer.__class__ = StaticPrefillLayer
-        layer._begin_empty()  # type: ignore[attr-defined]
-
-    def _begin_empty(self) -> None:
-        self.scores = self.memory = self.added = None
-        self.attended = False
-        self.memory_size = 0
+        layer.scores = layer.memory = layer.added = None
+        layer.attended, layer.memory_size = False, 0
 
     def prepare(self, memory_size: int) -> None:
         """Make room for the memory sets of a forward."""
@@ -267,12 +261,11 @@ def adopt(cache: Any) -> None:
 
 
 class CacheSnapshot:
-    """A cache before a forward, to be put back to if that fails.
+    """What a cache was before a forward: full layers by length, sliding layers by reference.
 
-    Full layers are known by their length, sliding layers by reference. Layers that change their
-    tensors in place (static caches, linear attention) and layers of unknown classes cannot be put
-    back. If a failed forward has changed one, the cache is marked: using it again would go on from
-    half of a call.
+    Layers that change their tensors in place (static caches, linear attention) and layers of
+    unknown classes cannot be put back. If a failed forward has changed one, the cache is marked:
+    using it again would go on from half of a call.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -280,7 +273,10 @@ class CacheSnapshot:
         self._layers: list[Any] = getattr(cache, "layers", [])
         self._count = len(self._layers)
         self._cache = cache
-        self._full, self._sliding, self._others = [], [], []
+        self._full: list[tuple[Any, int]] = []
+        self._sliding: list[tuple[Any, dict[str, Any]]] = []
+        self._others: list[tuple[Any, Any]] = []
+        self._states: list[tuple[ChunkedPrefillLayer, PrefillState | None]] = []
         for layer in self._layers:
             if type(layer) in (DynamicLayer, ChunkedPrefillLayer):
                 self._full.append((layer, layer.get_seq_length()))
@@ -288,7 +284,6 @@ class CacheSnapshot:
                 self._sliding.append((layer, vars(layer).copy()))
             else:
                 self._others.append((layer, _versions(layer)))
-        self._states: list[tuple[ChunkedPrefillLayer, PrefillState | None]] = []
 
     def keep_state(self, layer: ChunkedPrefillLayer) -> None:
         """Remember the scores and memory set of a layer, which are about to change in place."""
@@ -300,11 +295,8 @@ class CacheSnapshot:
         for layer, length in self._full:
             if length == 0:
                 layer.reset()
-            elif isinstance(layer, ChunkedPrefillLayer):
-                layer.truncate(length)
-            elif layer.keys.shape[-2] > length:
-                layer.keys = layer.keys[..., :length, :]
-                layer.values = layer.values[..., :length, :]
+            elif layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())
         for layer, state in reversed(self._states):
             # A cache that its user has cut since an interrupt stays cut.
             if state is None or state.length <= layer.get_seq_length():

@@ -62,6 +62,16 @@ class Call:
         return cls(*given, config, context)
 
     @property
+    def hf_config(self) -> Any:
+        """The Hugging Face config of the layer."""
+        return getattr(self.module, "config", None)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the layer is causal in this call."""
+        return is_causal(self.module, self.kwargs)
+
+    @property
     def enabled(self) -> EnabledState:
         """What the model runs with; the defaults if it was never enabled."""
         return DEFAULT_STATE if self.context is None else self.context.enabled
@@ -75,7 +85,7 @@ class Call:
     def total(self) -> int:
         """Tokens up to the last of this call; a static cache has unused slots after them."""
         length = self.key.shape[2]
-        if self.context is None or self.mask is not None or not is_causal(self.module, self.kwargs):
+        if self.context is None or self.mask is not None or not self.is_causal:
             return length
         return self.context.filled.get(length, length)
 
@@ -87,10 +97,9 @@ class Call:
     @property
     def held(self) -> tuple[Tensor, Tensor]:
         """Key and value without unused slots."""
-        total = self.total
-        if total == self.key.shape[2]:
+        if self.total == self.key.shape[2]:
             return self.key, self.value
-        return self.key[:, :, :total], self.value[:, :, :total]
+        return self.key[:, :, : self.total], self.value[:, :, : self.total]
 
     @property
     def candidates(self) -> int:
@@ -154,6 +163,10 @@ class Call:
     def logit_options(self) -> LogitOptions:
         """How the operators make logits."""
         return self.scaling, self.sinks, self.kwargs.get("softcap") or 0.0
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for this key, once per forward."""
+        return make() if self.context is None else self.context.shared(key, make)
 
     def given(self, *names: str) -> bool:
         """Return whether the model passed one of these arguments."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
 from h2o_prefill.hf.call import Attended, Call
-from h2o_prefill.hf.layer_kinds import is_causal
 from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
 from h2o_prefill.hf.state import NAME, enabled_of
 
@@ -67,13 +67,16 @@ def eager_function(module: nn.Module) -> Callable[..., Any]:
 
 def _implementation(call: Call) -> str:
     """Return the name of the attention implementation to fall back to."""
-    hf_config = getattr(call.module, "config", None)
+    hf_config = call.hf_config
     # Without a context the forward began before the model was enabled, or it is another one's.
     enabled = enabled_of(hf_config) if call.context is None else call.context.enabled
     name = None if enabled is None else enabled.previous_of(hf_config)
     if name is None or name == NAME:
         name = _default_implementation(call.module)
-    if name == "sdpa" and (call.given(*EAGER_ONLY) or _sdpa_drops_position_bias(call)):
+    if name == "sdpa" and call.given("position_bias"):
+        parameters = inspect.signature(ALL_ATTENTION_FUNCTIONS[name]).parameters
+        name = name if "position_bias" in parameters else "eager"  # Some versions drop it.
+    if name == "sdpa" and call.given(*EAGER_ONLY):
         return "eager"
     if name not in ("sdpa", "eager") and isinstance(call.mask, Tensor) and call.mask.ndim == 4:
         # A mask made outside of the forward has sdpa's format, and no other implementation takes
@@ -84,19 +87,9 @@ def _implementation(call: Call) -> str:
 
 def _default_implementation(module: nn.Module) -> str:
     """Return sdpa if the models of a layer's file support it, as transformers chooses."""
-    home = sys.modules.get(type(module).__module__)
-    models = [
-        thing
-        for thing in vars(home).values()
-        if isinstance(thing, type) and issubclass(thing, PreTrainedModel)
-    ]
+    things = vars(sys.modules[type(module).__module__]).values()
+    models = (x for x in things if isinstance(x, type) and issubclass(x, PreTrainedModel))
     return "sdpa" if any(model._supports_sdpa for model in models) else "eager"
-
-
-def _sdpa_drops_position_bias(call: Call) -> bool:
-    if not call.given("position_bias"):
-        return False
-    return "position_bias" not in inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters
 
 
 def _suits_our_operator(call: Call) -> bool:
@@ -111,7 +104,7 @@ def _suits_our_operator(call: Call) -> bool:
         and not torch.is_autocast_enabled("cpu")  # which casts for PyTorch's operator
         and call.mask is None
         and call.padding is None
-        and is_causal(call.module, call.kwargs)
+        and call.is_causal
         and reads_as_causal
         and call.dropout == 0
         and not call.given("position_bias", "cache", *INDEX_ARGUMENTS)
@@ -126,19 +119,21 @@ def _mask(call: Call, name: str) -> Any:
     """Return the call's mask in the format of the implementation."""
     mask, padding = call.mask, call.padding
     if mask is None and padding is not None:
-        device = call.query.device
-        mask = _shared(call, (padding, device), lambda: padding.mask_on(device))
+        mask = call.shared(padding, padding.make_mask)
+        if hasattr(mask, "to"):
+            device = call.query.device
+            mask = call.shared((padding, device), partial(mask.to, device))
     # One query sees every key without a mask, but some eager functions cannot do without one.
     elif mask is None and (call.new > 1 or name == "eager") and _needs_causal_mask(call):
         make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         if make is None:
             return None
         key = (name, call.query.shape[2], call.total, call.query.device, call.query.dtype)
-        return _shared(call, key, lambda: _causal_mask(call, make))
+        return call.shared(key, lambda: _causal_mask(call, make))
     if name == "eager" and isinstance(mask, Tensor):
         dtype = call.query.dtype
         # The mask itself is in the value, so that its id cannot be taken by another.
-        return _shared(call, (id(mask), dtype), lambda: (mask, as_additive(mask, dtype)))[1]
+        return call.shared((id(mask), dtype), lambda: (mask, as_additive(mask, dtype)))[1]
     return mask
 
 
@@ -148,7 +143,7 @@ def _needs_causal_mask(call: Call) -> bool:
     Transformers' functions read it otherwise: sdpa as causal from the first key on, as for an empty
     static cache, and eager as no mask at all.
     """
-    if call.past < 0 or not is_causal(call.module, call.kwargs):
+    if call.past < 0 or not call.is_causal:
         return False
     if call.context is None:
         return True
@@ -182,10 +177,6 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def _shared(call: Call, key: Any, make: Callable[[], Any]) -> Any:
-    return make() if call.context is None else call.context.shared(key, make)
-
-
 def _hide_other_keys(call: Call, mask: Any) -> Any:
     """Return a mask of eager or sdpa attention that shows the keys alone that the model chose.
 
@@ -197,13 +188,10 @@ def _hide_other_keys(call: Call, mask: Any) -> Any:
         positions = call.kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(call.past, call.key.shape[2], device=call.query.device)
-        positions = (positions if positions.ndim > 1 else positions[None]).expand(
-            call.query.shape[0], -1
-        )
+        positions = positions.expand(call.query.shape[0], -1)
         indexer: Any = call.module.indexer
-        return indexer.build_block_mask(
-            blocks, mask, call.key.shape[2], call.query.dtype, call.query.device, positions
-        )
+        sizes = (call.key.shape[2], call.query.dtype, call.query.device)
+        return indexer.build_block_mask(blocks, mask, *sizes, positions)
     chosen = call.kwargs["indices"].long()
     shape = (*chosen.shape[:2], call.key.shape[2])
     hidden = torch.ones(shape, dtype=torch.bool, device=chosen.device).scatter(-1, chosen, False)

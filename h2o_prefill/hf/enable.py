@@ -38,19 +38,10 @@ class PrefillHandle:
         self._hooks: list[Any] = []
 
     def enable(self) -> PrefillHandle:
-        """Switch the model over. A handle that was active before is disabled.
+        """Switch the model over, in the place of a handle that was active before.
 
-        A handle that cannot be enabled leaves the one before as it was.
-
-        Raises
-        ------
-        ValueError
-            If the model shares its config object with an enabled model, or does not use
-            transformers' attention interface.
-        NotImplementedError
-            If `strict` and no layer can be sparse.
-        RuntimeError
-            If it is called inside of a forward of the model, which is enabled already.
+        A handle that cannot be enabled leaves the one before as it was. Raises what the function
+        `enable` raises, and ValueError if the model shares its config object with an enabled one.
         """
         earlier = _handles_of(self.model)
         for handle in earlier:
@@ -62,11 +53,11 @@ class PrefillHandle:
         with switching:
             enabled, self.state = self.state, self._new_enabled_state()
             try:
-                self._switch_on(checked=False)
+                self._switch_on()
             except BaseException:
                 self.state = enabled
                 for handle in earlier:
-                    handle._switch_on(checked=True)
+                    handle._switch_on()
                 raise
         return self
 
@@ -78,21 +69,14 @@ class PrefillHandle:
                 "give each model its own (copy.deepcopy)"
             )
         previous = [(c, c._attn_implementation) for c in configs]
-        return EnabledState(
-            self.config,
-            self.strict,
-            previous,
-            reported=self.state.reported,
-            causal_by_mask=_causal_by_mask(self.model, configs, self.config),
-        )
+        by_mask = _causal_by_mask(self.model, configs, self.config)
+        return EnabledState(self.config, self.strict, previous, self.state.reported, by_mask)
 
-    def _switch_on(self, checked: bool) -> None:
+    def _switch_on(self) -> None:
         """Switch the model over with the settings as they are, or leave it as it was."""
         try:
             _switch(self.model)
-            if not checked:
-                _check_switched(self.model)
-                _check_some_layer(self.model, self.state)
+            _look_at_layers(self.model, self.state)
             for module in self.model.modules():
                 if module is self.model or isinstance(module, PreTrainedModel):
                     self._hooks += ForwardHook(module, self.state, self).attach(module)
@@ -246,10 +230,7 @@ def _handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
 def _configs_of(model: PreTrainedModel) -> list[Any]:
     """Return every Hugging Face config inside a model, each once."""
     found: dict[int, Any] = {}
-    waiting: list[Any] = [
-        model.config,
-        *(getattr(module, "config", None) for module in model.modules()),
-    ]
+    waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
         config = waiting.pop(0)
         if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
@@ -267,8 +248,7 @@ def _causal_by_mask(model: PreTrainedModel, configs: list[Any], config: PrefillC
     the config has others which can be sparse. In a model whose layers add the mask to their logits
     themselves, and so have no config that could name our attention function, it is all `configs`.
     """
-    layers = [module for module in model.modules() if is_attention(module)]
-    numbered = [module for module in layers if hasattr(module, "layer_idx")]
+    numbered = [m for m in model.modules() if is_attention(m) and hasattr(m, "layer_idx")]
     switched: list[Any] = [module for module in numbered if hasattr(module, "config")]
     if numbered and not switched:
         return configs
@@ -293,26 +273,20 @@ def _switch(model: PreTrainedModel) -> None:
         keys = [key for key in config.sub_configs if getattr(config, key, None) is text]
         name = {keys[0]: NAME} if keys else NAME
     model.set_attn_implementation(name)
-
-
-def _check_switched(model: PreTrainedModel) -> None:
-    """Transformers only logs a warning when a model cannot be switched over."""
-    text = model.config.get_text_config(decoder=True)
-    if text._attn_implementation != NAME:
+    # Transformers only logs a warning when a model cannot be switched over.
+    if config.get_text_config(decoder=True)._attn_implementation != NAME:
         raise ValueError(
             f"{_name(model)} does not use transformers' attention interface, so its attention "
             "cannot be replaced"
         )
 
 
-def _check_some_layer(model: PreTrainedModel, enabled: EnabledState) -> None:
+def _look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
+    """Note what the layers of a model that is switched over are; say it if none can be sparse."""
     modules = [module for module in model.modules() if is_attention(module)]
     numbered = [module for module in modules if hasattr(module, "layer_idx")]
-    switched = [
-        module
-        for module in numbered
-        if getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
-    ]
+    configs = [getattr(module, "config", None) for module in numbered]
+    switched = any(getattr(one, "_attn_implementation", None) == NAME for one in configs)
     layers = attention_layers(model, NAME)
     candidates = [layer for layer in layers if can_be_sparse(layer, enabled.config)]
     windows = [window_of(layer) for layer in candidates]

@@ -16,7 +16,7 @@ from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
 from h2o_prefill.hf.cache import CacheSnapshot, KeepsTokenIds, adopt, check_usable, length_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Span
-from h2o_prefill.hf.state import EnabledState, GraphCall, graph
+from h2o_prefill.hf.state import NAME, EnabledState, GraphCall, graph
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
@@ -75,12 +75,17 @@ class ForwardContext:
         if self.cache is None and cache is not None:
             check_usable(cache)
             adopt(cache)
-            self.cache = cache
-            for layer in getattr(cache, "layers", ()):
+            self.cache, masks = cache, arguments["attention_mask"]
+            layers = getattr(cache, "layers", None) or ()
+            for layer in layers:
                 if isinstance(layer, ChunkedPrefillLayer):
                     layer.leave_inference_mode()
             self._snapshot = CacheSnapshot(cache)
-            self._read_masks(arguments["attention_mask"])
+            # Transformers makes the masks of a static cache before the forward. What our mask
+            # function said by None is not asked again if there are masks of several kinds.
+            if isinstance(masks, Mapping) and masks.get("full_attention", masks) is None:
+                places = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
+                self.add_plain(self.new, self.past + self.new, places)
 
     @property
     def new(self) -> int:
@@ -91,14 +96,6 @@ class ForwardContext:
     def past(self) -> int:
         """Tokens in the cache; 0 if it does not count them."""
         return 0 if self.cache is None else length_of(self.cache) or 0
-
-    def _read_masks(self, masks: Any) -> None:
-        # Transformers makes the masks of a static cache before the forward. What our mask function
-        # said by None is not asked again if there are masks of several kinds.
-        if isinstance(masks, Mapping) and masks.get("full_attention", masks) is None:
-            layers = getattr(self.cache, "layers", None) or []
-            places = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
-            self.add_plain(self.new, self.past + self.new, places)
 
     def add_plain(self, queries: int, keys: int, places: int) -> None:
         """Note that our mask function made no mask, since it would be plain causal."""
@@ -156,11 +153,9 @@ class ForwardContext:
 
     def layer_of(self, module: nn.Module) -> Any:
         """Return the cache layer of an attention module, None if the caller passed no cache."""
-        layers = getattr(self.cache, "layers", None)
+        layers = getattr(self.cache, "layers", None) or ()
         index = getattr(module, "layer_idx", None)
-        if layers is None or not isinstance(index, int) or not 0 <= index < len(layers):
-            return None
-        return layers[index]
+        return layers[index] if isinstance(index, int) and 0 <= index < len(layers) else None
 
     def keep_state(self, layer: ChunkedPrefillLayer) -> None:
         """Remember a layer's state, which is about to change, in case the forward fails."""
@@ -232,7 +227,8 @@ def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext | None
         if not _begin(context):
             return None
         _current.set(context)
-        if not enabled.is_switched_on():
+        names = (str(config._attn_implementation) for config, _ in enabled.previous)
+        if not any(name.startswith(NAME) for name in names):
             enabled.report(CHANGED)
     return context
 

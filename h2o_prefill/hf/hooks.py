@@ -85,11 +85,9 @@ class ForwardHook:
 
 
 def note_compilation(*_: Any) -> None:
-    """Note whether the hooks of a model run under torch.compile.
-
-    The hooks of the model that is called run outside of its graph, but those that dynamo may trace
-    become graphs of their own.
-    """
+    """Note whether the hooks of a model run under torch.compile."""
+    # The hooks of the model that is called run outside of its graph, but those that dynamo may
+    # trace become graphs of their own.
     graph.compiled = torch.compiler.is_dynamo_compiling()
 
 
@@ -126,35 +124,19 @@ def before_forward(
 
 
 @torch.compiler.disable
-def after_forward(
-    hook: ForwardHook,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> None:
+def after_forward(hook: ForwardHook, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Leave the context; `output` is None if the forward raised."""
     context = leave_context(hook.enabled, model, failed=output is None)
     if context is not None and context.call is not None and output is not None:
         _take_from_graph(context, context.call)
 
 
-@torch.compiler.substitute_in_graph(before_forward)
-def _(
-    hook: ForwardHook, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments | None:
+def _leave_out(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-@torch.compiler.substitute_in_graph(after_forward)
-def _(
-    hook: ForwardHook,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> None:
-    return None
+for _hook in (before_forward, after_forward):
+    torch.compiler.substitute_in_graph(_hook)(_leave_out)
 
 
 def handle_of(module: nn.Module) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,12 +104,8 @@ class ChunkedPrefillLayer(DynamicLayer):
             config.to_string(),
             *options,
         )
-        self._state = PrefillState(
-            scores=scores[..., :total],
-            memory=state.memory,
-            length=total,
-            last_chunk_begin=config.last_chunk_begin(past, new),
-        )
+        begin = config.last_chunk_begin(past, new)
+        self._state = PrefillState(scores[..., :total], state.memory, total, begin)
         return out
 
     def attend_in_graph(
@@ -136,14 +133,8 @@ class ChunkedPrefillLayer(DynamicLayer):
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
         """Make the state that of a forward whose graph has attended to so many tokens."""
         assert self.traced is not None
-        scores, memory = self.traced
-        self.traced = None
-        self.state = PrefillState(
-            scores=scores,
-            memory=memory,
-            length=total,
-            last_chunk_begin=config.last_chunk_begin(total - new, new),
-        )
+        (scores, memory), self.traced = self.traced, None
+        self.state = PrefillState(scores, memory, total, config.last_chunk_begin(total - new, new))
 
     def holds(self, key: Tensor, value: Tensor) -> bool:
         """Return whether keys and values are those that `update` returned."""
@@ -154,16 +145,6 @@ class ChunkedPrefillLayer(DynamicLayer):
         if self._is_backed() and self._buffers is not None and not _is_writable(self._buffers[0]):
             self._room_for(self.get_seq_length(), *self._held())
             self._map_state(torch.clone)
-
-    def truncate(self, length: int) -> None:
-        """Keep the first tokens alone, of the state too (see `PrefillState.truncated`)."""
-        if length >= self.get_seq_length():
-            return
-        if self._is_backed():
-            self._use(length)
-        else:
-            self.keys, self.values = (x[..., :length, :] for x in self._held())
-        self._truncate_state(length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, from the state too."""
@@ -249,12 +230,8 @@ class ChunkedPrefillLayer(DynamicLayer):
         state = self._state
         if state is None:
             dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-            state = PrefillState(
-                scores=query.new_zeros(batch, heads, 0, dtype=dtype),
-                memory=query.new_full((batch, heads, config.memory_size), -1, dtype=torch.int32),
-                length=0,
-                last_chunk_begin=0,
-            )
+            memory = query.new_full((batch, heads, config.memory_size), -1, dtype=torch.int32)
+            state = PrefillState(query.new_zeros(batch, heads, 0, dtype=dtype), memory, 0, 0)
         scores = self._scores
         if scores is None or scores.shape[2] < capacity or not _is_writable(scores):
             scores = state.scores.new_zeros((batch, heads, capacity), device=query.device)
@@ -284,13 +261,10 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._scores = None
 
     def _map_state(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self._state is not None:
-            self.state = PrefillState(
-                scores=change(self._state.scores),
-                memory=change(self._state.memory),
-                length=self._state.length,
-                last_chunk_begin=self._state.last_chunk_begin,
-            )
+        state = self._state
+        if state is not None:
+            scores, memory = change(state.scores), change(state.memory)
+            self.state = replace(state, scores=scores, memory=memory)
 
 
 def _is_writable(tensor: Tensor) -> bool:

@@ -115,11 +115,7 @@ def why_none_sparse(
     """Return why no layer of a model can be sparse; None if one can."""
     if any(can_be_sparse(layer, config) for layer in layers):
         return None
+    not_causal = "that of an encoder-decoder" if encoder_decoder else "not causal"
+    kinds = [layer_type(x) if is_causal(x, {}) else not_causal for x in layers]
     # Each once, in the order of the layers.
-    return " or ".join(dict.fromkeys(_in_words(layer, encoder_decoder) for layer in layers))
-
-
-def _in_words(module: nn.Module, encoder_decoder: bool) -> str:
-    if not is_causal(module, {}):
-        return "that of an encoder-decoder" if encoder_decoder else "not causal"
-    return _IN_WORDS.get(layer_type(module), layer_type(module))
+    return " or ".join(dict.fromkeys(_IN_WORDS.get(kind, kind) for kind in kinds))

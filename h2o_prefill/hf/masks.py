@@ -37,36 +37,25 @@ GRADIENTS = (
 NOT_CAUSAL = "the attention mask is not plain causal (packed sequences, or an overlaid mask)"
 
 
-def h2o_prefill_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
+# Those that transformers leaves out in some version.
+DEFAULTS = {
+    "q_offset": 0,
+    "kv_offset": 0,
+    "mask_function": causal_mask_function,
+    "attention_mask": None,
+}
+
+
+def h2o_prefill_mask(**given: Any) -> Any:
     """Return None for plain causal attention, else the mask that the previous implementation takes.
 
     Padded rows that may be sparse get None too, and their `Padding` is kept in the context.
 
-    Called by transformers once for each mask type of a forward.
+    Called by transformers once for each mask type of a forward, with the arguments of `sdpa_mask`.
     """
-    arguments = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        **kwargs,
-    }
+    arguments = {**DEFAULTS, **given}
     forward = call_in_graph()
-    if forward is not None:
-        return mask_in_graph(arguments, forward)
-    return _mask(arguments)
+    return _mask(arguments) if forward is None else mask_in_graph(arguments, forward)
 
 
 @torch.compiler.disable
@@ -74,9 +63,11 @@ def _mask(arguments: dict[str, Any]) -> Any:
     config, attention_mask = arguments.get("config"), arguments["attention_mask"]
     context = current_context(config)
     make = _previous_mask_function(context, config)
-    if context is not None and (is_traced() or context.enabled.is_causal_by_mask(config)):
+    by_mask = [] if context is None else context.enabled.causal_by_mask
+    if context is not None and (is_traced() or any(config is one for one in by_mask)):
         return make(**arguments)
     ends_differ = _ends_differ(arguments)
+    changed = arguments["mask_function"] is not causal_mask_function
     window = arguments.get("local_size")
     shows_all = window is None
     if context is not None and window is not None and context.enabled.leaves_window_masks:
@@ -84,7 +75,12 @@ def _mask(arguments: dict[str, Any]) -> Any:
             window >= arguments["kv_length"] and arguments["kv_offset"] == 0 and not ends_differ
         )
         context.add_window(shows_all)
-    total = _causal_history(arguments, _may_be_static(context, config)) if shows_all else None
+    # Transformers makes the masks of a static cache before the forward, where there is no context.
+    if context is None:
+        static = enabled_of(config) is not None and not getattr(config, "is_encoder_decoder", False)
+    else:
+        static = isinstance(context.cache, StaticPrefillCache)
+    total = _causal_history(arguments, static) if shows_all else None
     if total is not None:
         size = arguments["q_length"], total
         if context is not None:
@@ -98,9 +94,7 @@ def _mask(arguments: dict[str, Any]) -> Any:
             padding = _padding(context, arguments, make)
             if padding is not None and padding.has_long_row(context.enabled.config):
                 return None
-    elif (
-        context is not None and arguments["mask_function"] is not causal_mask_function and shows_all
-    ):
+    elif context is not None and shows_all and changed:
         context.mask_reason = NOT_CAUSAL
     mask = make(**arguments)
     if context is not None and window is not None and not shows_all and not ends_differ:
@@ -111,20 +105,11 @@ def _mask(arguments: dict[str, Any]) -> Any:
     return mask
 
 
-def _may_be_static(context: ForwardContext | None, config: Any) -> bool:
-    """Return whether keys after the last query may be the unused slots of a static cache.
-
-    Transformers makes the masks of such a cache before the forward, where there is no context.
-    """
-    if context is not None:
-        return isinstance(context.cache, StaticPrefillCache)
-    return enabled_of(config) is not None and not getattr(config, "is_encoder_decoder", False)
-
-
 def _causal_history(arguments: dict[str, Any], may_be_static: bool) -> int | None:
     """Return the number of keys that are the tokens up to the last query, causally masked.
 
-    A window, if there is one, holds them all. None if the mask is another.
+    A window, if there is one, holds them all; keys after the last query may be the unused slots of
+    a static cache. None if the mask is another.
     """
     # A window's mask function is made anew each time. It is the plain one of that window where
     # transformers allows to leave causal masks out.
@@ -143,10 +128,8 @@ def _causal_history(arguments: dict[str, Any], may_be_static: bool) -> int | Non
 def _ends_differ(arguments: dict[str, Any]) -> bool:
     """Return whether the last key is another token than the last query."""
     offset = arguments["q_offset"]
-    return (
-        not isinstance(offset, int)
-        or offset + arguments["q_length"] != arguments["kv_offset"] + arguments["kv_length"]
-    )
+    end = arguments["kv_offset"] + arguments["kv_length"]
+    return not isinstance(offset, int) or offset + arguments["q_length"] != end
 
 
 def _padding(
@@ -178,22 +161,19 @@ def _note_rows_in_window(
     context.window_paddings.pop(window, None)
     attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
     if (
-        not isinstance(mask, Tensor)
-        or mask.ndim != 4
-        or attention_mask is None
-        or len(mask) != len(attention_mask)
-        or arguments["q_offset"] > 0
-        or arguments["q_length"] == 1
-        or torch.is_grad_enabled()
-        or not context.enabled.leaves_window_masks
+        isinstance(mask, Tensor)
+        and mask.ndim == 4
+        and attention_mask is not None
+        and len(mask) == len(attention_mask)
+        and arguments["q_offset"] == 0
+        and arguments["q_length"] > 1
+        and not torch.is_grad_enabled()
+        and context.enabled.leaves_window_masks
     ):
-        return
-    spans = row_spans(attention_mask, length)
-    if spans is None:
-        return
-    padding = Padding(length, spans, lambda: mask, window, mask)
-    if padding.has_long_row(context.enabled.config):
-        context.window_paddings[window] = padding
+        spans = row_spans(attention_mask, length)
+        padding = Padding(length, spans or (), lambda: mask, window, mask)
+        if padding.has_long_row(context.enabled.config):
+            context.window_paddings[window] = padding
 
 
 def _previous_mask_function(context: ForwardContext | None, hf_config: Any) -> Callable[..., Any]:

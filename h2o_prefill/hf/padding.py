@@ -32,11 +32,6 @@ class Padding:
         """Return whether a row attends to all of its tokens: no window cuts it."""
         return self.window is None or span[1] - span[0] <= self.window
 
-    def mask_on(self, device: torch.device) -> Any:
-        """Make the mask, on the device of a layer."""
-        mask = self.make_mask()
-        return mask.to(device) if hasattr(mask, "to") else mask
-
     def groups(self) -> dict[Span, slice | list[int]]:
         """Return the rows that lie in the same place, as an index of the batch; none is empty."""
         rows: dict[Span, list[int]] = {}

@@ -40,7 +40,7 @@ class ModelReport:
     model: str
     # The text of the settings, empty if the model is not enabled.
     settings: str
-    layers: tuple[LayerReport, ...]
+    layers: tuple[LayerReport, ...] = ()
 
     def __iter__(self) -> Iterator[LayerReport]:
         return iter(self.layers)
@@ -50,24 +50,15 @@ class ModelReport:
 
     def __str__(self) -> str:
         heads = ("layer", "kind", "calls", "sparse calls (rows)", "dense calls (rows)", "why dense")
-        rows = [
-            (
-                str(x.layer),
-                x.kind,
-                x.mode,
-                f"{x.sparse_calls} ({x.sparse_rows})",
-                f"{x.dense_calls} ({x.dense_rows})",
-                x.reason,
-            )
-            for x in self.layers
-        ]
-        widths = [max(len(line[i]) for line in [heads, *rows]) for i in range(len(heads))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in [heads, *rows]
-        ]
-        title = f"{self.model}: {self.settings or 'not enabled'}"
-        return "\n".join([title, *lines])
+        rows = [heads]
+        for x in self.layers:
+            counts = f"{x.sparse_calls} ({x.sparse_rows})", f"{x.dense_calls} ({x.dense_rows})"
+            rows.append((str(x.layer), x.kind, x.mode, *counts, x.reason))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"{self.model}: {self.settings or 'not enabled'}"]
+        for row in rows:
+            lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+        return "\n".join(lines)
 
 
 def explain(model: PreTrainedModel) -> ModelReport:

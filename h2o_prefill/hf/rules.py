@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from h2o_prefill.config import LAYER_FIELDS
 from h2o_prefill.hf.cache import KeepsTokenIds, StaticPrefillLayer
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import is_traced
-from h2o_prefill.hf.layer_kinds import WINDOWED, is_causal, layer_type, window_of
+from h2o_prefill.hf.layer_kinds import WINDOWED, layer_type, window_of
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
@@ -79,7 +78,7 @@ def needs_gradients(call: Call) -> bool:
 def wants_weights(call: Call) -> bool:
     """Return whether the user asked for the attention weights, `output_attentions`."""
     wanted = call.kwargs.get("output_attentions")
-    return bool(getattr(_config(call), "output_attentions", False) if wanted is None else wanted)
+    return bool(getattr(call.hf_config, "output_attentions", False) if wanted is None else wanted)
 
 
 def _changes_values(call: Call) -> bool:
@@ -97,13 +96,14 @@ def _is_repeated(call: Call) -> bool:
 def _shares_keys(call: Call) -> bool:
     if getattr(call.module, "is_kv_shared_layer", False):
         return True
-    shared = getattr(_config(call), "num_kv_shared_layers", None) or 0
-    layers = getattr(_config(call), "num_hidden_layers", None) or 0
+    config = call.hf_config
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    layers = getattr(config, "num_hidden_layers", None) or 0
     return shared > 0 and getattr(call.module, "layer_idx", 0) >= layers - shared
 
 
 def _is_encoder_decoder(call: Call) -> bool:
-    config = _config(call)
+    config = call.hf_config
     # A decoder with a config of its own, as that of T5Gemma, names the width of the encoder.
     states = getattr(config, "cross_attention_hidden_size", None)
     return bool(getattr(config, "is_encoder_decoder", False)) or states is not None
@@ -144,10 +144,6 @@ def _window_reason(call: Call) -> str:
     return "every layer has a sliding window, or chunks, that the prompt does not fit into"
 
 
-def _config(call: Call) -> Any:
-    return getattr(call.module, "config", None)
-
-
 def _history_reason(call: Call) -> str:
     if window_of(call.module) is not None:
         return "a long call goes on in sliding or chunked layers, which keep no state between calls"
@@ -158,7 +154,7 @@ def _history_reason(call: Call) -> str:
 
 # These look only at the layer and at what the model passed: they hold in a compiled graph too.
 LAYER_RULES = (
-    Rule(lambda call: not is_causal(call.module, call.kwargs)),
+    Rule(lambda call: not call.is_causal),
     Rule(_is_windowed, _window_reason),
     Rule(
         lambda call: not isinstance(getattr(call.module, "layer_idx", None), int),
@@ -168,10 +164,7 @@ LAYER_RULES = (
         lambda call: call.layer is None and any(getattr(call.config, x) for x in LAYER_FIELDS),
         "layers share a module, and settings by layer cannot tell them apart",
     ),
-    Rule(
-        _is_encoder_decoder,
-        "encoder-decoder models are not supported",
-    ),
+    Rule(_is_encoder_decoder, "encoder-decoder models are not supported"),
     Rule(lambda call: call.module.training, "the model is in training mode; call model.eval()"),
     Rule(needs_gradients, "gradients are on; run under torch.no_grad() or torch.inference_mode()"),
     Rule(lambda call: call.dropout > 0, "attention dropout is not supported"),

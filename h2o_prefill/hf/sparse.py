@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.functional import NO_RECALL, LogitOptions, RecallLists, sparse_attention
+from h2o_prefill.functional import LogitOptions, RecallLists, sparse_attention
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.dense import dense_attention
@@ -19,23 +19,22 @@ from h2o_prefill.hf.padding import Padding, Span, is_long_row
 
 def attend_sparsely(call: Call) -> Tensor:
     """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
-    padding, options = call.padding, call.logit_options
+    padding, layer, options = call.padding, call.cache_layer, call.logit_options
     if padding is not None:
         return _attend_padded(call, padding)
+    assert call.context is not None  # Else it is dense.
     rows, total = call.prompt_rows, call.past + call.prompt_rows
-    layer = call.cache_layer
     query, key, value = in_autocast_dtype(call.query, *call.held)
-    prompt = query[:, :, :rows]
+    prompt, number = query[:, :, :rows], call.layer or 0  # No setting depends on a missing number.
     if isinstance(layer, StaticPrefillLayer):
-        assert call.context is not None and call.context.call is not None
-        # Where layers have no number, no setting depends on it.
-        out = layer.attend(prompt, call.context.call, call.layer or 0, options)
+        assert call.context.call is not None
+        out = layer.attend(prompt, call.context.call, number, options)
         return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
     recall = _recall_lists(call)
-    if layer is not None and call.context is not None:
+    if layer is not None:
         call.context.keep_state(layer)
     if layer is not None and layer.holds(key, value):
-        out = layer.attend(prompt, total, recall, call.layer or 0, call.config, options)
+        out = layer.attend(prompt, total, recall, number, call.config, options)
     else:
         state = None if layer is None else layer.state
         config = call.config.of_layer(call.layer)
@@ -94,8 +93,7 @@ def with_candidates(
 def _recall_lists(
     call: Call, span: Span | None = None, rows: slice | list[int] = ALL_ROWS
 ) -> RecallLists:
-    if call.context is None:
-        return NO_RECALL
+    assert call.context is not None
     batch, device = call.query.shape[0], call.query.device
     return call.context.recall_lists(batch, call.past, call.new, device, span, rows)
 

@@ -70,18 +70,9 @@ class EnabledState:
     # Whether the model is enabled.
     on: bool = False
 
-    def is_switched_on(self) -> bool:
-        """Return whether any config of the model still uses our attention."""
-        names = (str(config._attn_implementation) for config, _ in self.previous)
-        return any(name.startswith(NAME) for name in names)
-
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""
         self.calls.setdefault(layer, LayerCalls()).add(rows, reason)
-
-    def is_causal_by_mask(self, hf_config: Any) -> bool:
-        """Return whether only their masks make the layers of a Hugging Face config causal."""
-        return any(config is hf_config for config in self.causal_by_mask)
 
     def owns(self, hf_config: Any) -> bool:
         """Return whether a Hugging Face config is one of this model's."""
@@ -124,10 +115,7 @@ DEFAULT_STATE = EnabledState(PRESETS["h2o"])
 
 @dataclass
 class GraphCall:
-    """One forward of an enabled model, as its compiled graph and a static cache see it.
-
-    It holds what they cannot find out by themselves.
-    """
+    """What a compiled graph, or a static cache, cannot find out of a forward by itself."""
 
     config: PrefillConfig
     settings: str

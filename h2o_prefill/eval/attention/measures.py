@@ -182,11 +182,11 @@ def measure_attention(
     total = count_layers(model)
     found: dict[int, LayerMeasures] = {}
 
-    def observe(call: Any, scaling: float | None) -> None:
+    def observe(call: Any) -> None:
         index = call.module.layer_idx
         report_progress(on_progress, index, total, f"attention of layer {index}")
         qkv = call.query, call.key, call.value
-        options = call.logit_options(scaling)
+        options = call.logit_options
         found[index] = measure_layer(*qkv, config.of_layer(index), recalled, options)
 
     last = last_logits_only(model)

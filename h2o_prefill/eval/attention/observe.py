@@ -20,7 +20,7 @@ from h2o_prefill.hf.state import NAME as SPARSE_NAME
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill_observed"
 
-Observer = Callable[[Call, "float | None"], None]
+Observer = Callable[[Call], None]
 
 _observer: ContextVar[Observer | None] = ContextVar("h2o_prefill_observer", default=None)
 
@@ -29,7 +29,7 @@ _observer: ContextVar[Observer | None] = ContextVar("h2o_prefill_observer", defa
 def observe_attention(
     model: PreTrainedModel, observe: Observer, dense_layers: tuple[int, ...] = ()
 ) -> Iterator[None]:
-    """Call `observe(call, logit scale)` for every layer that could be prefilled sparsely.
+    """Call `observe(call)` for every layer that could be prefilled sparsely.
 
     The model computes what it computes without this block: attention stays dense. Layers that would
     be dense by design (sliding windows, `dense_layers`) are left out. Raises what `enable` raises.
@@ -63,7 +63,7 @@ def _observed_attention(call: Call) -> Attended:
     if call.context is not None and observe is not None:
         reason = dense_reason(call)
         if reason is None:
-            observe(call, call.scaling)
+            observe(call)
         elif reason:
             call.enabled.report(f"dense attention: {reason}")
     return dense_attention(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,8 +96,11 @@ def static_caches(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
+def inference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run every test without gradients; a warning of ours that no test expects is an error."""
+    from h2o_prefill.hf.state import DEFAULT_STATE
+
+    monkeypatch.setattr(DEFAULT_STATE, "reported", set())
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="h2o_prefill: ")
         warnings.filterwarnings("ignore", message="the memory set .* is not smaller")
@@ -131,6 +135,31 @@ def llama(build: Build) -> Any:
 def ids() -> torch.Tensor:
     """Return one prompt of 72 tokens: four chunks of 16 and a half."""
     return random_ids(1, 72)
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., threading.Thread]]:
+    """Return a function that runs another in a thread; errors come out at the end of the test."""
+    threads: list[threading.Thread] = []
+    errors: list[BaseException] = []
+
+    def start(function: Callable[[], object]) -> threading.Thread:
+        def work() -> None:
+            try:
+                with torch.no_grad():
+                    function()
+            except BaseException as error:
+                errors.append(error)
+
+        threads.append(threading.Thread(target=work, daemon=True))
+        threads[-1].start()
+        return threads[-1]
+
+    yield start
+    for thread in threads:
+        thread.join(20.0)  # seconds, far more than any of these takes
+        assert not thread.is_alive()
+    assert errors == []
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
+from hf_helpers import EXACT, SPARSE, assert_close, in_calls, new_cache
+from transformers import StaticCache
 
-from h2o_prefill import ChunkedPrefillCache, enable, explain
+from h2o_prefill import enable, explain
 
 TOKENS = 40
-EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
-SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 # name, how it gets a window, what it is without one, layers with a window
@@ -63,11 +63,11 @@ def test_a_prompt_that_fits_the_window_is_sparse(
     sparse_layers.clear()
     model = windowed(build, name, window, implementation)
     with enable(model, strict=True, **SPARSE):
-        for cache in (None, ChunkedPrefillCache(config=model.config)):
+        for cache in (None, new_cache(model)):
             ours = model(prompt, past_key_values=cache).logits
-            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+            assert_close(ours, expected)
         ours = model(prompt, use_cache=False).logits
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+        assert_close(ours, expected)
     assert sparse_layers == [TOKENS] * 6
 
 
@@ -80,7 +80,7 @@ def test_a_prompt_one_token_longer_than_the_window_is_as_stock_there(
     stock = model(prompt).logits
     with warnings.catch_warnings(record=True) as caught, enable(model, **EXACT):
         warnings.simplefilter("always")
-        torch.testing.assert_close(model(prompt).logits, stock, atol=1e-5, rtol=1e-5)
+        assert_close(model(prompt).logits, stock)
     assert sparse_layers == [TOKENS] * (2 - sliding)
     assert any("prompt does not fit into" in str(w.message) for w in caught) == (sliding == 2)
 
@@ -99,7 +99,7 @@ def test_padded_rows_are_what_they_are_alone(build, make_ids, sparse_layers, nam
         assert len(sparse_layers) == 4 - (window < TOKENS) * MODELS[name][2]
         for row, places in ((0, slice(None)), (1, tokens)):
             alone = model(batch[row : row + 1, places]).logits[0]
-            torch.testing.assert_close(together[row, places], alone, atol=1e-5, rtol=1e-5)
+            assert_close(together[row, places], alone)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -110,7 +110,7 @@ def test_generating_beyond_the_window(build, prompt, sparse_layers, name, window
     stock = model.generate(prompt, **arguments)
     with enable(model, strict=True, **EXACT):
         assert torch.equal(model.generate(prompt, **arguments), stock)
-        cache = ChunkedPrefillCache(config=model.config)
+        cache = new_cache(model)
         assert torch.equal(model.generate(prompt, past_key_values=cache, **arguments), stock)
     assert sparse_layers == [TOKENS] * 4
 
@@ -123,12 +123,9 @@ def test_a_second_call_is_dense_where_the_cache_keeps_no_state(
 ):
     model = windowed(build, name, window, implementation)
     stock = model(prompt).logits
-    cache, parts = ChunkedPrefillCache(config=model.config), []
     with warnings.catch_warnings(record=True) as caught, enable(model, **EXACT):
         warnings.simplefilter("always")
-        for piece in prompt.split([20, 20], dim=1):
-            parts.append(model(piece, past_key_values=cache).logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), stock, atol=1e-5, rtol=1e-5)
+        assert_close(in_calls(model, new_cache(model), prompt, (20, 20)), stock)
     reasons = [str(w.message) for w in caught if "h2o_prefill" in str(w.message)]
     assert any("sliding or chunked layers" in x for x in reasons) == (window == TOKENS)
     assert sparse_layers == [20, 20] + [20] * (2 - MODELS[name][2])
@@ -159,8 +156,6 @@ def test_a_window_that_no_sparse_call_fits_is_told_of(build, window, least):
 
 def test_other_reasons_of_a_model_with_one_window(build, make_ids):
     """A mask of the user's, or a static cache, is no prompt that is too long."""
-    from transformers import StaticCache
-
     ids, model = make_ids(1, TOKENS), build("mistral", sliding_window=TOKENS)
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
     holes = torch.ones_like(ids)

@@ -6,11 +6,10 @@ import threading
 
 import pytest
 import torch
+from hf_helpers import OTHER, RECALL, SPARSE, assert_close, failing, hooked, is_off, new_cache
 
-from h2o_prefill import ChunkedPrefillCache, disable, enable
+from h2o_prefill import disable, enable
 
-SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
-OTHER = {"chunk_size": 32, "local_window": 4, "heavy_budget": 4}
 PATIENCE = 20.0  # seconds, far more than any of these takes
 MOMENT = 0.2  # seconds in which a thread that need not wait is done
 
@@ -24,30 +23,6 @@ def inputs(make_ids):
     return {"input_ids": batch, "attention_mask": mask}
 
 
-@pytest.fixture
-def spawn():
-    """Return a function that runs another in a thread; errors come out at the end of the test."""
-    threads, errors = [], []
-
-    def start(function):
-        def work():
-            try:
-                with torch.no_grad():
-                    function()
-            except BaseException as error:
-                errors.append(error)
-
-        threads.append(threading.Thread(target=work, daemon=True))
-        threads[-1].start()
-        return threads[-1]
-
-    yield start
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    assert errors == []
-
-
 def between_layers(model, function):
     """Call a function once, when the first layer of a forward is done."""
 
@@ -58,42 +33,38 @@ def between_layers(model, function):
     handle = model.model.layers[0].register_forward_hook(hook)
 
 
-def is_off(model):
-    hooks = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
-    return not hooks and model.config._attn_implementation in ("sdpa", "eager")
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_disabled_by_another_thread(build, inputs, spawn, implementation):
+    """A forward that begins meanwhile waits, and is as stock."""
     model = build("llama", implementation)
-    stock, threads = model(**inputs).logits, []
+    stock, threads, results = model(**inputs).logits, [], []
     enable(model, **SPARSE)
     sparse = model(**inputs).logits
 
     def toggle():
         threads.append(spawn(lambda: disable(model)))
         threads[0].join(MOMENT)
-        assert threads[0].is_alive()
+        threads.append(spawn(lambda: results.append(model(**inputs).logits)))
+        threads[1].join(MOMENT)
+        assert threads[0].is_alive() and results == []
 
     between_layers(model, toggle)
     assert torch.equal(model(**inputs).logits, sparse)
-    threads[0].join(PATIENCE)
+    for thread in threads:
+        thread.join(PATIENCE)
     assert is_off(model)
-    assert torch.equal(model(**inputs).logits, stock)
+    assert torch.equal(results[0], stock) and torch.equal(model(**inputs).logits, stock)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_enabled_by_another_thread(build, inputs, spawn, name, implementation, monkeypatch):
-    from h2o_prefill.hf.state import DEFAULT_STATE
-
-    monkeypatch.setattr(DEFAULT_STATE, "reported", set())
+def test_enabled_by_another_thread(build, inputs, spawn, name, implementation):
     if name == "gpt-oss" and implementation == "sdpa":
         pytest.skip("transformers runs these models eagerly")
     model = build(name, implementation)
     stock = model(**inputs).logits
     between_layers(model, lambda: spawn(lambda: enable(model, **SPARSE)).join(PATIENCE))
-    torch.testing.assert_close(model(**inputs).logits, stock, atol=1e-5, rtol=1e-5)
+    assert_close(model(**inputs).logits, stock)
     assert not is_off(model)
     disable(model)
 
@@ -114,7 +85,7 @@ def test_disabled_inside_of_the_forward(llama, ids):
     stock = llama(ids).logits
     handle = enable(llama, **SPARSE)
     sparse = llama(ids).logits
-    cache = ChunkedPrefillCache(config=llama.config)
+    cache = new_cache(llama)
     between_layers(llama, handle.disable)
     assert torch.equal(llama(ids, past_key_values=cache).logits, sparse)
     assert is_off(llama) and not handle.active and cache.get_seq_length() == 72
@@ -138,49 +109,23 @@ def test_two_forwards_that_disable_do_not_wait_for_each_other(llama, inputs, spa
         handle.disable()
         barrier.wait()
 
-    hook = llama.model.layers[0].register_forward_hook(toggle)
-    threads = [spawn(lambda: results.append(llama(**inputs).logits)) for _ in range(2)]
-    for thread in threads:
-        thread.join(PATIENCE)
-    hook.remove()
+    with hooked(llama.model.layers[0], toggle):
+        for thread in [spawn(lambda: results.append(llama(**inputs).logits)) for _ in range(2)]:
+            thread.join(PATIENCE)
     assert is_off(llama)
     assert [torch.equal(result, sparse) for result in results] == [True, True]
-
-
-def test_a_forward_that_begins_meanwhile_waits_and_is_stock(llama, inputs, spawn):
-    stock = llama(**inputs).logits
-    handle = enable(llama, **SPARSE)
-    sparse, results, threads = llama(**inputs).logits, [], []
-
-    def toggle():
-        threads.append(spawn(handle.disable))
-        threads[0].join(MOMENT)
-        threads.append(spawn(lambda: results.append(llama(**inputs).logits)))
-        threads[1].join(MOMENT)
-        assert results == []
-
-    between_layers(llama, toggle)
-    assert torch.equal(llama(**inputs).logits, sparse)
-    threads[1].join(PATIENCE)
-    assert torch.equal(results[0], stock)
 
 
 def test_a_forward_that_was_interrupted_elsewhere_is_not_waited_for(llama, ids, spawn):
     """Torch does not call closing hooks after a KeyboardInterrupt."""
     handle, done = enable(llama, **SPARSE), threading.Event()
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     def work():
-        with pytest.raises(KeyboardInterrupt):
+        with failing(llama.model.layers[0], KeyboardInterrupt):
             llama(ids)
         done.wait(PATIENCE)
 
-    hook = llama.model.layers[0].register_forward_hook(interrupt)
-    thread = spawn(work)
-    thread.join(MOMENT)
-    hook.remove()
+    spawn(work).join(MOMENT)
     handle.disable()
     assert is_off(llama)
     done.set()
@@ -212,3 +157,24 @@ def test_many_switches(llama, inputs, spawn):
     for result in results:
         distances = [(result - x).abs().amax() for x in (stock, sparse)]
         assert min(distances) < 1e-5
+
+
+@pytest.mark.parametrize("names", [("llama", "qwen3"), ("llama", "llama")])
+def test_two_threads_with_prompts_of_their_own(build, make_ids, spawn, names):
+    """With two models, each with its settings, or with one."""
+    models = [build(names[0])] * 2 if names[0] == names[1] else [build(name) for name in names]
+    prompts = [[make_ids(1, 72 + i, seed=10 * i + j) for j in range(4)] for i in range(2)]
+    start, results = threading.Barrier(2), [[], []]
+    handles = [enable(models[1], **RECALL, sink_tokens=1), enable(models[0], **RECALL)]
+    expected = [[m(p).logits for p in ps] for m, ps in zip(models, prompts, strict=True)]
+
+    def work(index):
+        start.wait()
+        results[index] += [models[index](prompt).logits for prompt in prompts[index]]
+
+    for thread in [spawn(lambda i=i: work(i)) for i in range(2)]:
+        thread.join(PATIENCE)
+    for got, want in zip(results, expected, strict=True):
+        assert len(got) == 4 and all(map(torch.equal, got, want))
+    for handle in handles:
+        handle.disable()

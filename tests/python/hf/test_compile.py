@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
+from hf_helpers import RECALL, SPARSE, assert_close, in_calls, new_cache
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
-from h2o_prefill import ChunkedPrefillCache, enable
+from h2o_prefill import enable
 from h2o_prefill.hf import ChunkedPrefillLayer
 
-SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
-RECALL = {**SPARSE, "recall": 2, "recall_block": 8, "wide_layers": (1,), "wide_factor": 2}
+RECALL = {**RECALL, "wide_layers": (1,), "wide_factor": 2}
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 # Sparse, sparse after a history, decoded, short, and sparse again.
 CALLS = (40, 32, 1, 1, 5, 43)
 
@@ -38,30 +35,25 @@ def compiled(model, backend="eager"):
     return torch.compile(model, fullgraph=True, backend=backend)
 
 
-def in_calls(model, cache, prompt):
-    pieces = prompt.split(CALLS, dim=1)
-    return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
-
-
 def counts(handle):
     return [(x.sparse_calls, x.sparse_rows, x.dense_calls, x.dense_rows) for x in handle.report()]
 
 
 CACHES = {
     "dynamic": lambda model: DynamicCache(config=model.config),
-    "ours": lambda model: ChunkedPrefillCache(config=model.config),
+    "ours": lambda model: new_cache(model),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=150),
 }
 
 
 def assert_same_cache(ours, eager):
     for one, other in zip(ours.layers, eager.layers, strict=True):
-        torch.testing.assert_close(one.keys, other.keys, **CLOSE)
+        assert_close(one.keys, other.keys)
         if isinstance(ours, StaticCache):
-            torch.testing.assert_close(one.scores, other.scores, **CLOSE)
+            assert_close(one.scores, other.scores)
             assert torch.equal(one.memory, other.memory)
         elif isinstance(one, ChunkedPrefillLayer):
-            torch.testing.assert_close(one.state.scores, other.state.scores, **CLOSE)
+            assert_close(one.state.scores, other.state.scores)
             assert torch.equal(one.state.memory, other.state.memory)
             assert one.state.length == other.state.length
             assert one.state.last_chunk_begin == other.state.last_chunk_begin
@@ -84,16 +76,16 @@ def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implem
     model = build(name, implementation)
     caches = [CACHES[cache](model) for _ in range(3)]
     with enable(model, strict=True, **RECALL) as handle:
-        eager = in_calls(model, caches[0], prompt)
+        eager = in_calls(model, caches[0], prompt, CALLS)
         expected = counts(handle)
     graphs = compiled(model)
     with enable(model, strict=True, **RECALL) as handle:
-        ours = in_calls(graphs, caches[1], prompt)
+        ours = in_calls(graphs, caches[1], prompt, CALLS)
         assert counts(handle) == expected and expected[1][0] == 3
         # A second prompt needs no graph more.
         with torch._dynamo.config.patch(error_on_recompile=True):
-            again = in_calls(graphs, caches[2], prompt)
-    torch.testing.assert_close(ours, eager, **CLOSE)
+            again = in_calls(graphs, caches[2], prompt, CALLS)
+    assert_close(ours, eager)
     assert torch.equal(again, ours)
     if name == "llama":
         assert_same_cache(caches[1], caches[0])
@@ -104,10 +96,8 @@ def test_the_code_of_inductor_with_a_static_cache(llama, prompt):
     with enable(llama, strict=True, **RECALL):
         logits = []
         for model in (llama, compiled(llama, "inductor")):
-            cache = StaticCache(config=llama.config, max_cache_len=150)
-            calls = (model(ids, past_key_values=cache) for ids in prompt.split([80, 42], dim=1))
-            logits.append(torch.cat([call.logits for call in calls], dim=1))
-    torch.testing.assert_close(*logits, **CLOSE)
+            logits.append(in_calls(model, CACHES["static"](llama), prompt, (80, 42)))
+    assert_close(*logits)
 
 
 WITHOUT_A_CACHE = {
@@ -144,7 +134,7 @@ def test_calls_without_a_cache(llama, ids, make_ids, call, how):
         ours = [model(x, **WITHOUT_A_CACHE[call](x)).logits for x in (ids, longer)]
         assert counts(handle)[0] == (4, 2 * 72 + 2 * 90, 0, 0)
     for one, expected in zip(ours, eager, strict=True):
-        torch.testing.assert_close(one, expected, **CLOSE)
+        assert_close(one, expected)
 
 
 @pytest.mark.parametrize("cache", ["ours", pytest.param("static", marks=pytest.mark.slow)])
@@ -156,7 +146,7 @@ def test_candidates_are_dense_in_a_graph_too(llama, prompt, cache):
             model(prompt[:, :40], past_key_values=filled)
             more = prompt[:, 40:80]
             logits.append(model(more, past_key_values=filled, logits_to_keep=6).logits)
-    torch.testing.assert_close(*logits, **CLOSE)
+    assert_close(*logits)
 
 
 @pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
@@ -225,12 +215,12 @@ def test_a_mask_of_ones_and_padding_in_a_static_cache(llama, make_ids):
     stock = call(llama, padded)
     with enable(llama, **SPARSE) as handle:
         model = compiled(llama)
-        torch.testing.assert_close(call(model, ones), llama(ids).logits, **CLOSE)
+        assert_close(call(model, ones), llama(ids).logits)
         assert counts(handle)[0] == (2, 288, 0, 0)
         with pytest.warns(UserWarning, match="padding in a static cache"):
             ours = call(model, padded)
-    torch.testing.assert_close(ours[1], stock[1], **CLOSE)
-    torch.testing.assert_close(ours[0, 20:], stock[0, 20:], **CLOSE)
+    assert_close(ours[1], stock[1])
+    assert_close(ours[0, 20:], stock[0, 20:])
 
 
 class MasksItself(LlamaForCausalLM):
@@ -263,8 +253,8 @@ def test_a_mask_that_the_model_makes_in_its_graph_is_kept(masks_itself, padded_i
     stock = call(masks_itself, padded_ids)
     with enable(masks_itself, **SPARSE), pytest.warns(UserWarning, match="custom attention mask"):
         ours = call(compiled(masks_itself), padded_ids)
-    torch.testing.assert_close(ours[1], stock[1], **CLOSE)
-    torch.testing.assert_close(ours[0, 20:], stock[0, 20:], **CLOSE)
+    assert_close(ours[1], stock[1])
+    assert_close(ours[0, 20:], stock[0, 20:])
 
 
 @pytest.mark.parametrize("cache", [None, pytest.param("dynamic", marks=pytest.mark.slow), "static"])
@@ -283,7 +273,7 @@ def test_padding_that_a_left_out_mask_would_hide_is_refused(
             assert past.get_seq_length() == 0
         past, ids = CACHES[cache](masks_itself) if cache else None, make_ids(2, 72)
         ours = model(ids, past_key_values=past, **kwargs).logits
-        torch.testing.assert_close(ours, masks_itself(ids, use_cache=False).logits, **CLOSE)
+        assert_close(ours, masks_itself(ids, use_cache=False).logits)
 
 
 def test_what_a_graph_cannot_do_sparsely_is_dense_and_said(build, ids):
@@ -294,7 +284,7 @@ def test_what_a_graph_cannot_do_sparsely_is_dense_and_said(build, ids):
         model.train()
         ours = compiled(model)(ids).logits
     model.eval()
-    torch.testing.assert_close(ours, stock, **CLOSE)
+    assert_close(ours, stock)
     with enable(model, strict=True, **SPARSE), pytest.raises(NotImplementedError, match="training"):
         model.train()
         compiled(model)(ids)
@@ -307,33 +297,26 @@ def test_where_a_graph_breaks_the_result_is_the_same(llama, ids, make_ids):
     padded[0, :20] = 0
     with enable(llama, strict=True, **RECALL):
         model = torch.compile(llama, backend="eager")
-        torch.testing.assert_close(model(ids).logits, llama(ids).logits, **CLOSE)
+        assert_close(model(ids).logits, llama(ids).logits)
         ours = model(ids, attention_mask=padded).logits[:, 20:]
         eager = llama(ids, attention_mask=padded).logits[:, 20:]
-        torch.testing.assert_close(ours, eager, **CLOSE)
+        assert_close(ours, eager)
 
 
-def test_two_threads_with_prompts_of_their_own(llama, make_ids):
+def test_two_threads_with_prompts_of_their_own(llama, make_ids, spawn):
     """What a graph is told is told to its thread: the lists of recalled keys above all."""
-    prompts = [make_ids(1, 24, seed).repeat(1, 4) for seed in (5, 6)]
+    prompts, found = [make_ids(1, 24, seed).repeat(1, 4) for seed in (5, 6)], [[], []]
     with enable(llama, strict=True, **RECALL):
         eager = [llama(ids, use_cache=False).logits for ids in prompts]
         model = compiled(llama)
         for ids in prompts:
             model(ids, use_cache=False)
-        found = [[], []]
 
         def work(index):
             for _ in range(10):
-                with torch.no_grad():
-                    found[index].append(model(prompts[index], use_cache=False).logits)
+                found[index].append(model(prompts[index], use_cache=False).logits)
 
-        threads = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        for thread in [spawn(lambda i=i: work(i)) for i in range(2)]:
             thread.join()
-    for expected, all_found in zip(eager, found, strict=True):
-        assert len(all_found) == 10
-        for logits in all_found:
-            torch.testing.assert_close(logits, expected, **CLOSE)
+    for expected, logits in zip(eager, found, strict=True):
+        assert_close(logits, [expected] * 10)

@@ -6,13 +6,12 @@ import warnings
 
 import pytest
 import torch
+from hf_helpers import EXACT, GREEDY, RECALL, SPARSE, assert_close, new_cache
 from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
 
-EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
-SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
-GREEDY = {"max_new_tokens": 12, "do_sample": False}
+GREEDY = {**GREEDY, "max_new_tokens": 12}
 
 FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "llama4", "gpt2"]
 
@@ -40,11 +39,9 @@ def test_decoding_after_sparse_prefill_sees_every_key(
         cache = model(ids).past_key_values
         keys = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
         ours = model(token, past_key_values=cache).logits
-    from transformers import DynamicCache
-
     stock_cache = DynamicCache(keys, config=model.config)
     stock = model(token, past_key_values=stock_cache).logits
-    torch.testing.assert_close(ours, stock, atol=tolerance, rtol=tolerance)
+    assert_close(ours, stock, tolerance)
     assert sparse_layers == [72, 72]
 
 
@@ -53,7 +50,7 @@ def test_beam_search(llama, ids, sparse_layers):
     stock = llama.generate(ids, **arguments)
     with enable(llama, **EXACT):
         assert torch.equal(llama.generate(ids, **arguments), stock)
-        cache = ChunkedPrefillCache(config=llama.config)
+        cache = new_cache(llama)
         assert torch.equal(llama.generate(ids, past_key_values=cache, **arguments), stock)
     assert sparse_layers == [72] * 4
 
@@ -63,7 +60,7 @@ def test_assisted_decoding(build, ids, sparse_layers):
     stock = model.generate(ids, **GREEDY)
     with enable(model, **EXACT), enable(assistant, **SPARSE):
         assert torch.equal(model.generate(ids, assistant_model=assistant, **GREEDY), stock)
-        cache = ChunkedPrefillCache(config=model.config)
+        cache = new_cache(model)
         helped = model.generate(ids, assistant_model=assistant, past_key_values=cache, **GREEDY)
         assert torch.equal(helped, stock)
     # The first call of the model verifies candidates along with the prompt.
@@ -81,15 +78,14 @@ def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(
     # With as many layers the assistant is the model itself, and most candidates are accepted.
     model, assistant = build("llama"), build("llama", num_hidden_layers=layers)
     ids, forwards = make_ids(1, length, length), []
-    settings = {**SPARSE, "recall": 2, "recall_block": 8}
 
     def generate(**more):
-        cache = {"past_key_values": ChunkedPrefillCache(config=model.config)} if with_cache else {}
+        cache = {"past_key_values": new_cache(model)} if with_cache else {}
         # An end that never comes: prompt lookup of transformers 5.4 needs one.
         never = {"eos_token_id": model.config.vocab_size}
         return model.generate(ids, do_sample=False, max_new_tokens=24, **never, **cache, **more)
 
-    with enable(model, **settings), enable(assistant, **settings):
+    with enable(model, **RECALL), enable(assistant, **RECALL):
         plain = generate()
         hook = model.register_forward_hook(lambda *_: forwards.append(1))
         assert torch.equal(generate(assistant_model=assistant), plain)
@@ -100,7 +96,7 @@ def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(
 
 def test_verified_candidates_leave_no_trace_in_the_state(llama, ids):
     with enable(llama, **SPARSE):
-        caches = [ChunkedPrefillCache(config=llama.config) for _ in range(2)]
+        caches = [new_cache(llama) for _ in range(2)]
         llama(ids, past_key_values=caches[0])
         candidates = torch.cat([ids, ids[:, :9]], dim=1)
         llama(candidates, past_key_values=caches[1], logits_to_keep=10)
@@ -111,19 +107,11 @@ def test_verified_candidates_leave_no_trace_in_the_state(llama, ids):
             assert one.state.last_chunk_begin == other.state.last_chunk_begin
 
 
-def test_prompt_lookup_decoding(llama, make_ids):
-    ids = make_ids(1, 24).repeat(1, 3)
-    greedy = {**GREEDY, "eos_token_id": 2}
-    with enable(llama, **SPARSE):
-        plain = llama.generate(ids, **greedy)
-        assert torch.equal(llama.generate(ids, prompt_lookup_num_tokens=3, **greedy), plain)
-
-
 CACHES = {
     "none": lambda model: {},
     "empty": lambda model: {"past_key_values": DynamicCache(config=model.config)},
     "empty without config": lambda model: {"past_key_values": DynamicCache()},
-    "ours": lambda model: {"past_key_values": ChunkedPrefillCache(config=model.config)},
+    "ours": lambda model: {"past_key_values": new_cache(model)},
     "static": lambda model: {"cache_implementation": "static"},
     "empty static": lambda model: {
         "past_key_values": StaticCache(config=model.config, max_cache_len=90)
@@ -174,38 +162,26 @@ def test_a_padded_batch_in_a_static_cache_is_dense_and_said(llama, make_ids, spa
 @pytest.mark.parametrize("kind", [DynamicCache, ChunkedPrefillCache])
 def test_chat_turns_stay_sparse(llama, make_ids, sparse_layers, kind):
     """A second long turn goes on from the first and from the tokens decoded between."""
-    first, second = make_ids(1, 40), make_ids(1, 40, seed=4)
     with enable(llama, **EXACT):
         cache = kind(config=llama.config)
-        text = llama.generate(first, past_key_values=cache, **GREEDY)
-        text = torch.cat([text, second], dim=1)
-        ours = llama.generate(text, past_key_values=cache, **GREEDY)
-    assert sparse_layers == [40, 40, 41, 41]
-    assert torch.equal(ours, llama.generate(text, **GREEDY))
+        first = llama.generate(make_ids(1, 72), past_key_values=cache, **GREEDY)
+        # The last generated token is not in the cache: the second turn begins with it.
+        turn = torch.cat([first, make_ids(1, 40, seed=4)], dim=1)
+        second = llama.generate(turn, past_key_values=cache, **GREEDY)
+        assert sparse_layers == [72, 72, 41, 41]
+        assert torch.equal(cache.token_ids, second[:, : cache.get_seq_length()])
+        # A turn that is taken back leaves what was before it.
+        cache.crop(-(cache.get_seq_length() - first.shape[1] + 1))
+        assert torch.equal(cache.token_ids, first[:, :-1])
+        again = llama.generate(turn, past_key_values=cache, **GREEDY)
+    assert torch.equal(second, llama.generate(turn, **GREEDY)) and torch.equal(again, second)
 
 
 @pytest.mark.parametrize("step", [8, 16])
 def test_a_prefill_chunk_size_that_is_too_small_is_said(llama, ids, step):
     with warnings.catch_warnings(record=True) as caught, enable(llama, **SPARSE):
         warnings.simplefilter("always")
-        cache = ChunkedPrefillCache(config=llama.config)
+        cache = new_cache(llama)
         llama.generate(ids, past_key_values=cache, prefill_chunk_size=step, max_new_tokens=2)
     ours = [str(w.message) for w in caught if "calls of fewer than 16 tokens" in str(w.message)]
     assert len(ours) == (1 if step < 16 else 0)
-
-
-def test_a_chat_of_several_turns_shares_a_cache(llama, make_ids, sparse_layers):
-    arguments = {"max_new_tokens": 5, "do_sample": False}
-    with enable(llama, **SPARSE):
-        cache = ChunkedPrefillCache(config=llama.config)
-        first = llama.generate(make_ids(1, 72), past_key_values=cache, **arguments)
-        # The last generated token is not in the cache: the second turn begins with it.
-        turn = torch.cat([first, make_ids(1, 40, 9)], dim=1)
-        second = llama.generate(turn, past_key_values=cache, **arguments)
-        assert sparse_layers == [72, 72, 41, 41]
-        assert torch.equal(cache.token_ids, second[:, : cache.get_seq_length()])
-        # A turn that is taken back leaves what was before it.
-        cache.crop(-(cache.get_seq_length() - first.shape[1] + 1))
-        assert torch.equal(cache.token_ids, first[:, :-1])
-        again = llama.generate(turn, past_key_values=cache, **arguments)
-    assert torch.equal(again[:, : turn.shape[1]], turn) and again.shape == second.shape

@@ -6,8 +6,9 @@ import inspect
 
 import pytest
 import torch
+from hf_helpers import assert_close, new_cache
 
-from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable, ops
+from h2o_prefill import PrefillConfig, enable, ops
 
 SPARSE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, min_prefill=2)
 RECALL = SPARSE.replace(recall=2, recall_block=8)
@@ -68,16 +69,16 @@ def test_what_is_recalled_is_seen(llama, text):
     constant = llama(ids).logits
     everything = SPARSE.replace(recall=72, recall_block=16, recall_suffix=1, recall_max_count=99)
     with enable(llama, everything):
-        torch.testing.assert_close(llama(ids).logits, constant, atol=1e-5, rtol=1e-5)
+        assert_close(llama(ids).logits, constant)
         assert not torch.allclose(llama(text).logits, stock, atol=1e-3)
 
 
 def test_later_calls_search_the_whole_prompt(llama, text, searches):
     with enable(llama, RECALL):
         whole = llama(text).logits
-        cache = ChunkedPrefillCache(config=llama.config)
+        cache = new_cache(llama)
         parts = [llama(p, past_key_values=cache).logits for p in text.split([32, 40], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
+    assert_close(torch.cat(parts, dim=1), whole)
     assert [(tuple(ids.shape), begin) for ids, begin in searches] == [
         ((1, 72), 0),
         ((1, 32), 0),
@@ -91,9 +92,7 @@ def test_rows_of_a_batch_recall_their_own(llama, text, make_ids):
     with enable(llama, RECALL):
         together = llama(rows).logits
         for row, logits in zip(rows, together, strict=True):
-            torch.testing.assert_close(
-                logits, llama(row.unsqueeze(0)).logits[0], atol=1e-5, rtol=1e-5
-            )
+            assert_close(logits, llama(row.unsqueeze(0)).logits[0])
 
 
 def test_embeddings_cannot_be_searched(llama, text, searches):
@@ -109,7 +108,7 @@ def test_embeddings_cannot_be_searched(llama, text, searches):
 
 
 def test_a_cache_that_saw_embeddings_stays_unsearched_until_reset(llama, text, searches):
-    cache = ChunkedPrefillCache(config=llama.config)
+    cache = new_cache(llama)
     with enable(llama, RECALL), pytest.warns(UserWarning, match="recall is off"):
         llama(inputs_embeds=llama.get_input_embeddings()(text[:, :32]), past_key_values=cache)
         llama(text[:, 32:], past_key_values=cache)
@@ -120,7 +119,7 @@ def test_a_cache_that_saw_embeddings_stays_unsearched_until_reset(llama, text, s
 
 
 def test_a_cache_filled_by_someone_else_is_not_searched(llama, text, searches):
-    cache = ChunkedPrefillCache(config=llama.config)
+    cache = new_cache(llama)
     llama(text[:, :8], past_key_values=cache)
     with enable(llama, RECALL), pytest.warns(UserWarning, match="recall is off"):
         llama(text[:, 8:], past_key_values=cache)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_helpers import assert_close, new_cache
 
-from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
+from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.export import NAME, describe_package, export_model
 from h2o_prefill.package import PackageInfo, check_machine
 
@@ -31,13 +32,13 @@ def test_a_graph_prefills_and_decodes_as_the_enabled_model(build, prompt, name):
     graph = export_model(model, info).module()
     assert model.config._attn_implementation == "sdpa"
     for _ in range(2):
-        cache, state = ChunkedPrefillCache(config=model.config), info.new_state()
+        cache, state = new_cache(model), info.new_state()
         for piece in prompt.split(CALLS, dim=1):
             with enable(model, CONFIG):
                 expected = model(piece, past_key_values=cache).logits[0]
             rows = torch.arange(max(0, piece.shape[1] - 3), piece.shape[1])
             ours = graph(piece, rows, *state)
-            torch.testing.assert_close(ours, expected[rows], atol=1e-5, rtol=1e-5)
+            assert_close(ours, expected[rows])
         assert torch.equal(state[0], prompt)
         assert state[1].tolist() == [99, 76]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from hf_helpers import EXACT, RECALL, SPARSE, assert_close, assert_dense, in_calls, new_cache
 
-from h2o_prefill import ChunkedPrefillCache, enable
+from h2o_prefill import enable
 from h2o_prefill.hf import NAME
 
-SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
-EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
 IMAGE, BEGIN, END = 58, 59, 60
 
 
@@ -44,33 +43,23 @@ def implementations(model):
     return [part._attn_implementation for part in parts]
 
 
-def check_is_dense(model, arguments, reason, sparse_layers):
-    """Assert that an enabled model warns of a reason and gives what the stock model gives."""
-    stock = model(**arguments).logits
-    with enable(model, **SPARSE), pytest.warns(UserWarning, match=reason):
-        ours = model(**arguments).logits
-    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
-    assert sparse_layers == []
-
-
 def test_the_vision_tower_is_left_alone(vision_model, make_ids, sparse_layers):
     ids = make_ids(1, 72) % 50 + 3
     vision_model.config.vision_config._attn_implementation = "eager"
     before, stock = implementations(vision_model), vision_model(ids).logits
     with enable(vision_model, **EXACT):
         assert implementations(vision_model) == [before[0], NAME, "eager"]
-        torch.testing.assert_close(vision_model(ids).logits, stock, atol=1e-5, rtol=1e-5)
+        assert_close(vision_model(ids).logits, stock)
         assert sparse_layers == [72]
     assert implementations(vision_model) == before
 
 
 def test_text_through_a_cache_of_a_vision_model(vision_model, make_ids):
     ids = make_ids(1, 72) % 50 + 3
-    with enable(vision_model, recall=2, recall_block=8, **SPARSE):
+    cache = new_cache(vision_model)
+    with enable(vision_model, **RECALL):
         whole = vision_model(ids).logits
-        cache = ChunkedPrefillCache(config=vision_model.config)
-        parts = [vision_model(p, past_key_values=cache).logits for p in ids.split([32, 40], 1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
+        assert_close(in_calls(vision_model, cache, ids, (32, 40)), whole)
     assert torch.equal(cache.token_ids, ids)
 
 
@@ -83,7 +72,7 @@ def test_an_image_is_attended_to_both_ways_and_so_densely(vision_model, make_ids
         "pixel_values": torch.randn(1, 3, 16, 16),
         "token_type_ids": (ids == IMAGE).long(),
     }
-    check_is_dense(vision_model, arguments, "not plain causal", sparse_layers)
+    assert_dense(vision_model, "not plain causal", sparse_layers, **arguments)
 
 
 def test_an_encoder_decoder_is_dense(make_ids, sparse_layers):
@@ -102,7 +91,7 @@ def test_an_encoder_decoder_is_dense(make_ids, sparse_layers):
     torch.manual_seed(7)
     model = transformers.BartForConditionalGeneration(config).eval()
     arguments = {"input_ids": make_ids(1, 50), "decoder_input_ids": make_ids(1, 40, seed=4)}
-    check_is_dense(model, arguments, "encoder-decoder", sparse_layers)
+    assert_dense(model, "encoder-decoder", sparse_layers, **arguments)
 
 
 def test_an_encoder_has_no_layer_for_us(make_ids):

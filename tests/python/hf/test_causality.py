@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from hf_helpers import SPARSE as SIZES
+from hf_helpers import assert_close, in_calls, new_cache
 
-from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable, ops, reference
+from h2o_prefill import PrefillConfig, enable, ops, reference
 from h2o_prefill.presets import preset_config
 
-SIZES = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
 BASE = PrefillConfig(**SIZES)
 RECALL = BASE.replace(recall=2, recall_block=8)
 RECALLING = {
@@ -58,9 +59,7 @@ def logits_of(model, ids, calls):
     """Return [1, T, V] of a prompt that comes in several calls."""
     if len(calls) == 1:
         return model(ids, use_cache=False).logits
-    cache = ChunkedPrefillCache(config=model.config)
-    pieces = [model(piece, past_key_values=cache).logits for piece in ids.split(calls, dim=1)]
-    return torch.cat(pieces, dim=1)
+    return in_calls(model, new_cache(model), ids, calls)
 
 
 def leaking_tokens(model, ids, calls=(72,)):
@@ -152,4 +151,4 @@ def test_every_option_changes_what_it_is_for(llama, prompt, option):
         ours = llama(prompt).logits
     assert ours.isfinite().all() and not torch.allclose(ours[:, 16:], stock[:, 16:], atol=1e-3)
     assert torch.equal(ours, base) == (option == "h2o")
-    torch.testing.assert_close(ours[:, :16], stock[:, :16], atol=1e-5, rtol=1e-5)
+    assert_close(ours[:, :16], stock[:, :16])

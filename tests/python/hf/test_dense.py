@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
+from hf_helpers import SPARSE, assert_close, in_calls, new_cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -16,8 +17,6 @@ from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.dense import dense_attention
 from h2o_prefill.hf.forward import ForwardContext
 from h2o_prefill.hf.state import EnabledState
-
-SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
 
 
 @pytest.fixture
@@ -35,16 +34,13 @@ def dense_calls(monkeypatch):
 
 def test_plain_causal_calls_use_the_operator(llama, make_ids, dense_calls):
     """One chunk, a decoded token, a short call: each after the one before."""
-    ids, cache, logits = make_ids(1, 25), None, []
+    ids = make_ids(1, 25)
     stock = llama(ids).logits
     assert dense_calls == []
     with enable(llama, **SPARSE):
-        for piece in ids.split([14, 1, 10], dim=1):
-            out = llama(piece, past_key_values=cache)
-            cache = out.past_key_values
-            logits.append(out.logits)
+        ours = in_calls(llama, new_cache(llama), ids, (14, 1, 10))
     assert dense_calls == [(14, 14)] * 2 + [(1, 15)] * 2 + [(10, 25)] * 2
-    torch.testing.assert_close(torch.cat(logits, dim=1), stock, atol=1e-5, rtol=1e-5)
+    assert_close(ours, stock)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("float16", 0.01)])
@@ -54,7 +50,7 @@ def test_16_bit_models(build, make_ids, dense_calls, dtype, tolerance):
     with enable(model, **SPARSE):
         ours = model(ids).logits
     assert dense_calls == [(15, 15)] * 2 and ours.dtype == stock.dtype
-    torch.testing.assert_close(ours, stock, atol=tolerance, rtol=tolerance)
+    assert_close(ours, stock, tolerance)
 
 
 def test_dense_layers_use_the_operator(llama, ids, sparse_layers, dense_calls):
@@ -71,7 +67,7 @@ def test_layers_whose_window_hides_nothing_use_the_operator(build, make_ids, den
         assert dense_calls == [(40, 40)]  # the window is 24 tokens
         model(ids[:, :20])
         assert dense_calls[1:] == [(20, 20)] * 2
-    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+    assert_close(ours, stock)
 
 
 def test_a_model_that_makes_its_own_masks(llama, ids, dense_calls, monkeypatch):
@@ -83,7 +79,7 @@ def test_a_model_that_makes_its_own_masks(llama, ids, dense_calls, monkeypatch):
     with enable(llama, **SPARSE):
         cache = llama(ids[:, :9]).past_key_values
         ours = llama(ids[:, 9:14], past_key_values=cache).logits
-    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+    assert_close(ours, stock)
     assert dense_calls == [(9, 9)] * 2
 
 
@@ -172,7 +168,7 @@ def test_other_calls_do_not(llama, make_ids, dense_calls, name):
     stock = llama(ids, **arguments).logits
     with enable(llama, **SPARSE):
         ours = llama(ids, **arguments).logits
-    torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+    assert_close(ours, stock)
     assert dense_calls == [(15, 15)] * layers
 
 

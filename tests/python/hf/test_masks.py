@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 from compatibility.tiny_model import build_tiny, random_prompt
+from hf_helpers import EXACT
 from transformers.masking_utils import create_causal_mask
 
 from h2o_prefill import enable
 
-EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
 ENCODER_DECODER = {
     "vocab_size": 61,
     "d_model": 32,

@@ -13,14 +13,15 @@ import torch
 import transformers
 from compatibility.examine import TOLERANCE
 from compatibility.tiny_model import build_tiny, random_prompt
+from hf_helpers import EXACT, SPARSE, assert_close, failing, in_calls, new_cache
 
-from h2o_prefill import ChunkedPrefillCache, enable
+from h2o_prefill import enable
 from h2o_prefill.hf import ChunkedPrefillLayer
 from h2o_prefill.hf.layer import HybridLayer
 
 TOKENS = 72
-EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64, "strict": True}
-SMALL = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4, "strict": True}
+EXACT = {**EXACT, "strict": True}
+SMALL = {**SPARSE, "strict": True}
 RECURRENT = {"FalconH1ForCausalLM": {}, "ZayaForCausalLM": {}, "Zamba2ForCausalLM": {}}
 # The head dims of DeepSeek V2 and V3: keys of 192, values of 128.
 WIDE = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -79,14 +80,14 @@ def test_a_small_memory_equals_the_reference(model, prompt, reference_attention,
 
 @all_models
 def test_calls_of_one_prompt_equal_one_call(model, prompt, sparse_layers):
-    cache = ChunkedPrefillCache(config=model.config)
+    cache = new_cache(model)
     with enable(model, **SMALL):
         whole = model(prompt, use_cache=False).logits
         for _ in range(2):
-            parts = [model(x, past_key_values=cache).logits for x in prompt.split([32, 40], 1)]
+            parts = in_calls(model, cache, prompt, (32, 40))
             assert {state.length for state in states(cache)} == {TOKENS}
             scale = TOLERANCE * whole.abs().amax().item()
-            torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=scale, rtol=0)
+            torch.testing.assert_close(parts, whole, atol=scale, rtol=0)
             cache.reset()
             assert set(states(cache)) == {None}
     assert sorted(set(sparse_layers)) == [32, 40, TOKENS]
@@ -98,7 +99,7 @@ def test_generating_with_room_for_everything_equals_stock(model, prompt, sparse_
     stock = model.generate(prompt, **arguments)
     with enable(model, **EXACT):
         assert torch.equal(model.generate(prompt, **arguments), stock)
-        cache = ChunkedPrefillCache(config=model.config)
+        cache = new_cache(model)
         calls = model.generate(prompt, past_key_values=cache, prefill_chunk_size=32, **arguments)
     assert torch.equal(calls, stock)
     assert sorted(set(sparse_layers)) == [32, TOKENS]
@@ -107,7 +108,7 @@ def test_generating_with_room_for_everything_equals_stock(model, prompt, sparse_
 @recurrent
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copied_cache_goes_on_alike(model, prompt, how):
-    cache = ChunkedPrefillCache(config=model.config)
+    cache = new_cache(model)
     with enable(model, **SMALL):
         model(prompt[:, :32], past_key_values=cache)
         twin = how(cache)
@@ -118,7 +119,7 @@ def test_a_copied_cache_goes_on_alike(model, prompt, how):
 @recurrent
 def test_reordered_rows_go_on_alike(model):
     batch, order = random_prompt(TOKENS, batch=2), torch.tensor([1, 0])
-    caches = [ChunkedPrefillCache(config=model.config) for _ in range(2)]
+    caches = [new_cache(model) for _ in range(2)]
     with enable(model, **SMALL):
         for cache, rows in zip(caches, (batch, batch[order]), strict=True):
             model(rows[:, :32], past_key_values=cache)
@@ -126,21 +127,19 @@ def test_reordered_rows_go_on_alike(model):
         ours, expected = (
             model(batch[order][:, 32:], past_key_values=cache).logits for cache in caches
         )
-    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    assert_close(ours, expected, 1e-4)
 
 
 @recurrent
 def test_a_failed_forward_marks_the_cache(model, prompt):
     """The recurrence is changed in place and cannot be put back."""
-    cache = ChunkedPrefillCache(config=model.config)
+    cache = new_cache(model)
     with enable(model, **SMALL):
         expected = model(prompt, past_key_values=cache).logits
         cache.reset()
         model(prompt[:, :32], past_key_values=cache)
-        hook = model.lm_head.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with failing(model.lm_head):
             model(prompt[:, 32:], past_key_values=cache)
-        hook.remove()
         with pytest.raises(RuntimeError, match="half updated"):
             model(prompt[:, 32:], past_key_values=cache)
         cache.reset()
@@ -152,7 +151,7 @@ def test_settings_by_layer_need_numbers(prompt):
     stock = model(prompt).logits
     settings = {**SMALL, "strict": False, "wide_layers": (1,)}
     with enable(model, **settings), pytest.warns(match="cannot tell them apart"):
-        torch.testing.assert_close(model(prompt).logits, stock, atol=1e-4, rtol=1e-4)
+        assert_close(model(prompt).logits, stock, 1e-4)
 
 
 @latent
@@ -163,7 +162,7 @@ def test_padded_rows_are_what_they_are_alone(model, sparse_layers):
         together = model(batch, attention_mask=mask).logits
         for row, first in ((0, 0), (1, 9)):
             alone = model(batch[row : row + 1, first:]).logits[0]
-            torch.testing.assert_close(together[row, first:], alone, atol=1e-4, rtol=1e-4)
+            assert_close(together[row, first:], alone, 1e-4)
     assert set(sparse_layers) == {TOKENS, TOKENS - 9}
 
 
@@ -175,17 +174,15 @@ def test_a_plain_cache_is_gone_on_from_densely(model, prompt):
         model(prompt[:, 32:], past_key_values=cache)
     with enable(model, **{**EXACT, "strict": False}), pytest.warns(match="was not filled"):
         rest = model(prompt[:, 32:], past_key_values=cache).logits
-    torch.testing.assert_close(rest, stock[:, 32:], atol=1e-4, rtol=1e-4)
+    assert_close(rest, stock[:, 32:], 1e-4)
 
 
 @latent
 def test_a_failed_forward_leaves_the_state_as_it_was(model, prompt):
-    cache = ChunkedPrefillCache(config=model.config)
+    cache = new_cache(model)
     with enable(model, **SMALL):
         model(prompt[:, :32], past_key_values=cache)
         expected = model(prompt[:, 32:], past_key_values=copy.deepcopy(cache)).logits
-        hook = model.model.norm.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with failing(model.model.norm):
             model(prompt[:, 32:], past_key_values=cache)
-        hook.remove()
         assert torch.equal(model(prompt[:, 32:], past_key_values=cache).logits, expected)

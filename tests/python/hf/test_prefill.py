@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_helpers import RECALL as SPARSE
+from hf_helpers import assert_close, new_cache
 from transformers import BatchEncoding, DynamicCache
 
-from h2o_prefill import ChunkedPrefillCache, chunked_prefill, enable
-
-SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4, "recall": 2, "recall_block": 8}
+from h2o_prefill import chunked_prefill, enable
 
 
 @pytest.mark.parametrize("length", [5, 16, 64, 72, 79, 80])
@@ -16,12 +16,12 @@ SPARSE = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4, "recall": 2, "
 def test_it_equals_one_call(llama, make_ids, length, chunks_per_call):
     ids = make_ids(1, length)
     with enable(llama, **SPARSE):
-        cache = ChunkedPrefillCache(config=llama.config)
+        cache = new_cache(llama)
         whole = llama(ids, past_key_values=cache).logits
     ours = chunked_prefill(llama, ids, chunks_per_call=chunks_per_call, **SPARSE)
-    torch.testing.assert_close(ours.logits, whole[:, -1:], atol=1e-5, rtol=1e-5)
+    assert_close(ours.logits, whole[:, -1:])
     for a, b in zip(ours.past_key_values.layers, cache.layers, strict=True):
-        torch.testing.assert_close(a.keys, b.keys, atol=1e-5, rtol=1e-5)
+        assert_close(a.keys, b.keys)
         assert (a.state is None) == (b.state is None) == (length < 16)
         assert a.state is None or torch.equal(a.state.memory, b.state.memory)
     assert llama.config._attn_implementation == "sdpa"
@@ -31,9 +31,9 @@ def test_it_equals_one_call(llama, make_ids, length, chunks_per_call):
 def test_it_equals_one_call_whatever_is_sparse(llama, make_ids, length, min_prefill):
     ids, settings = make_ids(1, length), {**SPARSE, "min_prefill": min_prefill}
     with enable(llama, **settings):
-        whole = llama(ids, past_key_values=ChunkedPrefillCache(config=llama.config)).logits
+        whole = llama(ids, past_key_values=new_cache(llama)).logits
     ours = chunked_prefill(llama, ids, chunks_per_call=1, **settings)
-    torch.testing.assert_close(ours.logits, whole[:, -1:], atol=1e-5, rtol=1e-5)
+    assert_close(ours.logits, whole[:, -1:])
 
 
 def test_calls_are_as_long_as_asked_for_and_never_too_short_to_be_sparse(
@@ -48,7 +48,7 @@ def test_it_goes_on_from_a_cache(llama, ids):
     ours = chunked_prefill(llama, ids[:, 32:], past_key_values=cache, **SPARSE)
     assert ours.past_key_values is cache
     whole = chunked_prefill(llama, ids, **SPARSE)
-    torch.testing.assert_close(ours.logits, whole.logits, atol=1e-5, rtol=1e-5)
+    assert_close(ours.logits, whole.logits)
 
 
 def test_wrong_arguments(llama, ids):
@@ -94,13 +94,13 @@ def test_embeddings_turn_recall_off_and_say_so(llama, ids):
     with pytest.warns(UserWarning, match="recall is off: the token ids are unknown"):
         ours = chunked_prefill(llama, inputs_embeds=embeddings, **SPARSE).logits
     without = chunked_prefill(llama, ids, **{**SPARSE, "recall": 0}).logits
-    torch.testing.assert_close(ours, without, atol=1e-5, rtol=1e-5)
+    assert_close(ours, without)
 
 
 def test_generate_goes_on_from_a_prefilled_cache(llama, ids):
     arguments = {"max_new_tokens": 6, "do_sample": False}
     with enable(llama, **SPARSE):
-        cache = ChunkedPrefillCache(config=llama.config)
+        cache = new_cache(llama)
         expected = llama.generate(ids, past_key_values=cache, **arguments)
     cache = chunked_prefill(llama, ids[:, :-1], **SPARSE).past_key_values
     assert torch.equal(llama.generate(ids, past_key_values=cache, **arguments), expected)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_helpers import (
+    EVERYTHING,
+    EXACT,
+    GREEDY,
+    H2O,
+    RECOMMENDED,
+    assert_close,
+    in_calls,
+    new_cache,
+)
 
-from h2o_prefill import ChunkedPrefillCache, enable, ops
+from h2o_prefill import enable, ops
 from h2o_prefill.reference import ops as oracle
 from h2o_prefill.testing import widened
 
-EXACT = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
-SIZES = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
-SPARSE = {"config": "h2o", **SIZES}
-RECALL = {"config": "recommended", "recall_block": 8, **SIZES}
-EVERYTHING = {**RECALL, "sink_tokens": 2, "dense_tail": 5, "wide_layers": (1,), "wide_factor": 2}
 MODELS = ["gemma2", "gpt-oss"]
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
 @pytest.fixture
@@ -39,13 +43,13 @@ def ids(make_ids):
 def test_with_room_for_everything_it_equals_stock(model, ids, sparse_layers):
     stock = model(ids).logits
     with enable(model, strict=True, **EXACT):
-        torch.testing.assert_close(model(ids).logits, stock, **CLOSE)
-        out = model(ids, past_key_values=ChunkedPrefillCache(config=model.config))
-        torch.testing.assert_close(out.logits, stock, **CLOSE)
+        assert_close(model(ids).logits, stock)
+        out = model(ids, past_key_values=new_cache(model))
+        assert_close(out.logits, stock)
     assert sparse_layers == [72, 72]
 
 
-@pytest.mark.parametrize("options", [SPARSE, RECALL, EVERYTHING], ids=["h2o", "recall", "all"])
+@pytest.mark.parametrize("options", [H2O, RECOMMENDED, EVERYTHING], ids=["h2o", "recall", "all"])
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_with_a_smaller_memory_it_is_what_the_oracle_gives(model, ids, monkeypatch, options):
     def in_float64(*arguments):
@@ -56,18 +60,16 @@ def test_with_a_smaller_memory_it_is_what_the_oracle_gives(model, ids, monkeypat
     with enable(model, strict=True, **options):
         ours = model(ids).logits
         monkeypatch.setattr(ops, "chunked_sparse_attention", in_float64)
-        torch.testing.assert_close(ours, model(ids).logits, **CLOSE)
+        assert_close(ours, model(ids).logits)
     assert not torch.allclose(ours[:, 16:], stock[:, 16:], atol=1e-3)
 
 
-@pytest.mark.parametrize("options", [SPARSE, RECALL], ids=["h2o", "recall"])
+@pytest.mark.parametrize("options", [H2O, RECOMMENDED], ids=["h2o", "recall"])
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_several_calls_equal_one(model, ids, sparse_layers, options):
     with enable(model, strict=True, **options):
         whole = model(ids).logits
-        cache = ChunkedPrefillCache(config=model.config)
-        parts = [model(x, past_key_values=cache).logits for x in ids.split([32, 16, 24], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), whole, **CLOSE)
+        assert_close(in_calls(model, new_cache(model), ids, (32, 16, 24)), whole)
     assert sparse_layers == [72, 32, 16, 24]
 
 
@@ -81,7 +83,7 @@ def test_what_the_layer_passes_reaches_the_operator(model, ids, monkeypatch, ope
         return attend(*arguments)
 
     monkeypatch.setattr(ops, operator, watched)
-    with enable(model, strict=True, **SPARSE):
+    with enable(model, strict=True, **H2O):
         model(ids, use_cache=operator == "prefill_attention_")
     layer = model.model.layers[1].self_attn
     ((sinks, softcap),) = given
@@ -95,7 +97,7 @@ def test_sinks_in_training_are_dense(model, ids, sparse_layers):
     model.requires_grad_(False)
     model.model.layers[1].self_attn.sinks.requires_grad_(True)
     warned = pytest.warns(UserWarning, match="gradients are on")
-    with enable(model, **SPARSE), torch.enable_grad(), warned:
+    with enable(model, **H2O), torch.enable_grad(), warned:
         model(ids).logits.sum().backward()
     assert model.model.layers[1].self_attn.sinks.grad.any() and sparse_layers == []
 
@@ -103,7 +105,6 @@ def test_sinks_in_training_are_dense(model, ids, sparse_layers):
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_decoding_goes_on_from_the_prompt(model, ids):
     """Densely, by the eager function of the model."""
-    greedy = {"max_new_tokens": 6, "do_sample": False}
-    stock = model.generate(ids, **greedy)
+    stock = model.generate(ids, **GREEDY)
     with enable(model, strict=True, **EXACT):
-        assert torch.equal(model.generate(ids, **greedy), stock)
+        assert torch.equal(model.generate(ids, **GREEDY), stock)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.nn.functional as F
+from hf_helpers import assert_close
 
 from h2o_prefill import ops
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 # Sizes of a Mamba-2 layer: rows, heads, values of a head and of its state's other side.
 BATCH, HEADS, DIM, STATE = 2, 4, 8, 16
 
@@ -18,23 +15,23 @@ BATCH, HEADS, DIM, STATE = 2, 4, 8, 16
 class LinearCache:
     """What lightning attention asks of a cache."""
 
-    state: torch.Tensor | None = None
+    state = None
 
-    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+    def get_linear_cache(self, layer_idx):
         return self.state
 
-    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+    def set_linear_cache(self, layer_idx, state):
         self.state = state
 
 
 @pytest.fixture
-def minimax() -> Any:
+def minimax():
     """The module of MiniMax's model."""
     return pytest.importorskip("transformers.models.minimax.modeling_minimax")
 
 
 @pytest.fixture
-def config(minimax: Any) -> Any:
+def config(minimax):
     """A small MiniMax with blocks of 8 tokens, two of its layers lightning attention."""
     return minimax.MiniMaxConfig(
         vocab_size=61,
@@ -53,18 +50,15 @@ def config(minimax: Any) -> Any:
 
 
 @pytest.fixture
-def lightning(minimax: Any, config: Any) -> Any:
+def lightning(minimax, config):
     """A random layer of lightning attention, and what it gave before its norm and gate."""
     torch.manual_seed(0)
-    layer = minimax.MiniMaxLightningAttention(config, layer_idx=2).eval()
+    layer, seen = minimax.MiniMaxLightningAttention(config, layer_idx=2).eval(), []
     layer.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    seen: list[torch.Tensor] = []
     return layer, seen
 
 
-def attend_like_lightning(
-    layer: Any, hidden: torch.Tensor, state: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_like_lightning(layer, hidden, state):
     """The operator with the queries, keys, values and decays of such a layer."""
     qkv = layer.act_fn(layer.qkv_proj(hidden)).unflatten(2, (layer.num_attention_heads, -1))
     q, k, v = (x.transpose(1, 2) for x in qkv.split(layer.head_dim, 3))
@@ -74,41 +68,36 @@ def attend_like_lightning(
     return out.transpose(1, 2).flatten(2), state
 
 
-def test_lightning_attention_is_the_operator(lightning: Any) -> None:
+def test_lightning_attention_is_the_operator(lightning):
     layer, seen = lightning
-    cache = LinearCache()
-    state = None
+    cache, state = LinearCache(), None
     # Blocks of 8 tokens, the last one shorter; then tokens with a state, one and several.
     for length in (45, 1, 1, 5):
         hidden = torch.randn(2, length, 32)
         layer(hidden, None, None, past_key_values=cache)
         out, state = attend_like_lightning(layer, hidden, state)
-        torch.testing.assert_close(out, seen[-1], **CLOSE)
-        torch.testing.assert_close(state, cache.state, **CLOSE)
+        assert_close(out, seen[-1])
+        assert_close(state, cache.state)
 
 
-def test_lightning_attention_has_the_gradient_of_the_operator(lightning: Any) -> None:
+def test_lightning_attention_has_the_gradient_of_the_operator(lightning):
     layer, seen = lightning
-    hidden = torch.randn(2, 45, 32)
-    weights = torch.randn(2, 45, 64)
+    hidden, weights = torch.randn(2, 45, 32), torch.randn(2, 45, 64)
     with torch.enable_grad():
         layer(hidden, None, None)
         expected, actual = (
             torch.autograd.grad((out * weights).sum(), layer.qkv_proj.weight)[0]
             for out in (seen[-1], attend_like_lightning(layer, hidden, None)[0])
         )
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert_close(actual, expected, 1e-4)
 
 
-def test_a_model_with_the_operator_in_its_layers_generates_the_same(
-    minimax: Any, config: Any
-) -> None:
+def test_a_model_with_the_operator_in_its_layers_generates_the_same(minimax, config):
     class Attention(minimax.MiniMaxLightningAttention):
-        def forward(self, hidden_states: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
+        def forward(self, hidden_states, **given):
             cache = given["past_key_values"]
-            out, state = attend_like_lightning(
-                self, hidden_states, cache.get_linear_cache(self.layer_idx)
-            )
+            state = cache.get_linear_cache(self.layer_idx)
+            out, state = attend_like_lightning(self, hidden_states, state)
             cache.set_linear_cache(self.layer_idx, state)
             gate = torch.sigmoid(self.output_gate(hidden_states))
             return self.out_proj(gate * self.norm(out)), state
@@ -118,24 +107,15 @@ def test_a_model_with_the_operator_in_its_layers_generates_the_same(
     ids = torch.randint(3, 61, (1, 30))
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     expected = model.generate(ids, **options, output_logits=True)
-    for number in (0, 2):
-        theirs = model.model.layers[number].self_attn
-        ours = Attention(config, number)
-        ours.load_state_dict(theirs.state_dict())
-        model.model.layers[number].self_attn = ours
+    for layer in (model.model.layers[number] for number in (0, 2)):
+        theirs, layer.self_attn = layer.self_attn, Attention(config, layer.self_attn.layer_idx)
+        layer.self_attn.load_state_dict(theirs.state_dict())
     actual = model.generate(ids, **options, output_logits=True)
     assert torch.equal(actual.sequences, expected.sequences)
-    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    assert_close(actual.logits, expected.logits, 1e-4)
 
 
-def scan_like_mamba(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    states: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scan_like_mamba(x, dt, a, b, c, states):
     """The operator with what Mamba-2 scans: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N].
 
     The heads of a group share keys and queries, so groups become a part of the batch, and the heads
@@ -143,15 +123,15 @@ def scan_like_mamba(
     """
     batch, groups = b.shape[0], b.shape[2]
 
-    def by_group(t: torch.Tensor) -> torch.Tensor:
+    def by_group(t):
         """[B, T, H, *] as [B * G, H / G, T, *]."""
         return t.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1).transpose(1, 2)
 
     v = by_group(x * dt.unsqueeze(3))
     log_decay = by_group((a * dt).unsqueeze(3)).squeeze(3)
     k, q = (by_group(t).expand(-1, v.shape[1], -1, -1) for t in (b, c))
-    if states is not None:  # [B, H, P, N]
-        states = states.unflatten(1, (groups, -1)).flatten(0, 1).transpose(2, 3).contiguous()
+    # [B, H, P, N]
+    states = states.unflatten(1, (groups, -1)).flatten(0, 1).transpose(2, 3).contiguous()
     out, states, _ = ops.chunkwise_linear_attention(
         q, k, v, log_decay, states, feature_map="identity"
     )
@@ -159,51 +139,28 @@ def scan_like_mamba(
     return out, states.transpose(2, 3).unflatten(0, (batch, groups)).flatten(1, 2)
 
 
-def mamba_2_function(name: str) -> Any:
-    """Return a function of transformers' Mamba-2, or skip the test."""
-    mamba2: Any = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", ["mamba2_chunk_scan", "mamba2_selective_state_update"])
+def test_the_scan_and_the_step_of_mamba_2_are_the_operator(groups, name):
+    mamba2 = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
     if not hasattr(mamba2, name):
         pytest.skip(f"this transformers has no {name}")
-    return getattr(mamba2, name)
-
-
-def random_scan(length: int, groups: int) -> list[torch.Tensor]:
-    """Return x, dt, a, b and c of `scan_like_mamba`."""
-    x = torch.randn(BATCH, length, HEADS, DIM)
-    b, c = torch.randn(2, BATCH, length, groups, STATE)
-    dt = F.softplus(torch.randn(BATCH, length, HEADS))
-    return [x, dt, -torch.rand(HEADS) * 4, b, c]
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_scan_of_mamba_2_is_the_operator(groups: int) -> None:
-    scan = mamba_2_function("mamba2_chunk_scan")
+    function, is_scan = getattr(mamba2, name), name == "mamba2_chunk_scan"
     torch.manual_seed(0)
     states = torch.randn(BATCH, HEADS, DIM, STATE)
-    for length in (37, 1):
-        x, dt, a, b, c = random_scan(length, groups)
-        expected, last = scan(
-            x, dt, a, b, c, chunk_size=16, initial_states=states, return_final_states=True
-        )
-        out, states = scan_like_mamba(x, dt, a, b, c, states)
-        torch.testing.assert_close(out, expected, **CLOSE)
-        torch.testing.assert_close(states, last, **CLOSE)
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_decoding_step_of_mamba_2_is_the_operator(groups: int) -> None:
-    step = mamba_2_function("mamba2_selective_state_update")
-    torch.manual_seed(0)
-    states = torch.randn(BATCH, HEADS, DIM, STATE)
-    x, dt, a, b, c = random_scan(1, groups)
-    out, last = scan_like_mamba(x, dt, a, b, c, states)
-    expected = step(
-        states,  # changed in place
-        x[:, 0],
-        dt[:, 0, :, None].expand(-1, -1, DIM),
-        a[:, None, None].expand(-1, DIM, STATE),
-        b[:, 0],
-        c[:, 0],
-    )
-    torch.testing.assert_close(out[:, 0], expected, **CLOSE)
-    torch.testing.assert_close(last, states, **CLOSE)
+    for length in (37, 1) if is_scan else (1, 1):
+        x = torch.randn(BATCH, length, HEADS, DIM)
+        b, c = torch.randn(2, BATCH, length, groups, STATE)
+        dt = torch.nn.functional.softplus(torch.randn(BATCH, length, HEADS))
+        a = -torch.rand(HEADS) * 4
+        out, after = scan_like_mamba(x, dt, a, b, c, states)
+        if is_scan:
+            expected, states = function(
+                x, dt, a, b, c, chunk_size=16, initial_states=states, return_final_states=True
+            )
+        else:  # Changes the states in place.
+            wide = a[:, None, None].expand(-1, DIM, STATE)
+            step = dt[:, 0, :, None].expand(-1, -1, DIM)
+            expected = function(states, x[:, 0], step, wide, b[:, 0], c[:, 0])[:, None]
+        assert_close(out, expected)
+        assert_close(after, states)

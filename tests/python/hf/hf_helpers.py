@@ -1,0 +1,74 @@
+"""Settings and helpers of the tests of `h2o_prefill.hf`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_prefill import ChunkedPrefillCache, enable
+
+SPARSE: dict[str, Any] = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
+OTHER: dict[str, Any] = {**SPARSE, "chunk_size": 32}
+# Holds every prompt of these tests.
+EXACT: dict[str, Any] = {"chunk_size": 16, "local_window": 64, "heavy_budget": 64}
+RECALL: dict[str, Any] = {**SPARSE, "recall": 2, "recall_block": 8}
+H2O: dict[str, Any] = {"config": "h2o", **SPARSE}
+RECOMMENDED: dict[str, Any] = {"config": "recommended", "recall_block": 8, **SPARSE}
+MANY = {"sink_tokens": 2, "dense_tail": 5, "wide_layers": (1,), "wide_factor": 2}
+EVERYTHING: dict[str, Any] = {**RECOMMENDED, **MANY}
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+
+
+def assert_close(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Compare tensors, or sequences of them."""
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+
+
+def new_cache(model: Any) -> ChunkedPrefillCache:
+    """Return an empty cache of a model."""
+    return ChunkedPrefillCache(config=model.config)
+
+
+def in_calls(model: Any, cache: Any, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return the logits [B, T, V] of a prompt that comes in calls of these lengths."""
+    pieces = ids.split(list(lengths), dim=1)
+    return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+
+
+def assert_dense(model: Any, reason: str, sparse_layers: list[int], **inputs: Any) -> None:
+    """Assert that an enabled model warns of a reason and gives what the stock model gives."""
+    stock = model(**inputs).logits
+    with enable(model, **SPARSE), pytest.warns(UserWarning, match=reason):
+        ours = model(**inputs).logits
+    assert_close(ours, stock)
+    assert sparse_layers == []
+
+
+def is_off(model: Any, implementation: str | None = None) -> bool:
+    """Return whether a model carries none of our hooks and its old attention."""
+    hooks = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
+    names = ("sdpa", "eager") if implementation is None else (implementation,)
+    return not hooks and model.config._attn_implementation in names
+
+
+@contextlib.contextmanager
+def hooked(module: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Call a function after each forward of a module in the block."""
+    hook = module.register_forward_hook(function)
+    yield
+    hook.remove()
+
+
+@contextlib.contextmanager
+def failing(module: Any, error: type[BaseException] = ZeroDivisionError) -> Iterator[None]:
+    """Raise an error after each forward of a module in the block, which it must leave."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with hooked(module, fail), pytest.raises(error):
+        yield

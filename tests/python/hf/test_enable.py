@@ -1,0 +1,283 @@
+"""Switching models over and back: never half, never another model's config."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from hf_helpers import OTHER, RECALL, SPARSE, assert_close, hooked, is_off, new_cache
+
+from h2o_prefill import PRESETS, PrefillConfig, disable, enable, preset_config
+from h2o_prefill.hf import NAME, register
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_with_gives_everything_back(build, ids, implementation):
+    model = build("llama", implementation)
+    stock = model(ids).logits
+    with enable(model, **SPARSE) as handle:
+        assert handle.active and handle.config == preset_config(**SPARSE)
+        assert model.config._attn_implementation == NAME
+        assert not torch.equal(model(ids).logits, stock)
+    assert not handle.active and is_off(model, implementation)
+    assert torch.equal(model(ids).logits, stock)
+    with pytest.raises(KeyError), enable(model, **SPARSE):
+        raise KeyError("user code")
+    assert is_off(model, implementation)
+
+
+def test_it_is_on_without_with_and_can_be_switched(llama, ids):
+    stock = llama(ids).logits
+    handle = enable(llama, **SPARSE)
+    sparse = llama(ids).logits
+    handle.disable()
+    handle.disable()
+    assert torch.equal(llama(ids).logits, stock)
+    handle.enable()
+    assert torch.equal(llama(ids).logits, sparse)
+    with handle:
+        assert torch.equal(llama(ids).logits, sparse)
+        with pytest.raises(ValueError, match="entered already"), handle:
+            pass
+    assert is_off(llama)
+    assert not torch.equal(sparse, stock)
+
+
+def test_enabling_again_replaces_the_settings(llama, ids):
+    with enable(llama, **OTHER):
+        other = llama(ids).logits
+    first = enable(llama, **SPARSE)
+    sparse = llama(ids).logits
+    second = enable(llama, **OTHER)
+    assert not first.active and torch.equal(llama(ids).logits, other)
+    first.enable()
+    assert not second.active and torch.equal(llama(ids).logits, sparse)
+    first.disable()
+    assert is_off(llama)
+
+
+@pytest.mark.parametrize("wrong", [{"strict": True}, {"chunksize": 3}, {"dense_layers": (9,)}])
+def test_settings_that_are_refused_leave_the_earlier_handle_as_it_was(build, ids, wrong):
+    model = build("mistral", sliding_window=72)
+    with enable(model, **SPARSE) as handle:
+        sparse = model(ids).logits
+        # No layer is sparse: the window is one chunk.
+        with pytest.raises((NotImplementedError, ValueError)):
+            enable(model, **{**SPARSE, "chunk_size": 72, **wrong})
+        assert handle.active and handle.state.on
+        assert [layer.sparse_calls for layer in handle.report()] == [1, 1]
+        assert torch.equal(model(ids).logits, sparse)
+    assert is_off(model)
+
+
+def test_disable_needs_no_handle(llama, ids):
+    stock = llama(ids).logits
+    handle = enable(llama, **SPARSE)
+    disable(llama)
+    assert not handle.active and is_off(llama)
+    assert torch.equal(llama(ids).logits, stock)
+    disable(llama)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_an_enabled_model_is_enabled_and_can_be_disabled(llama, ids, how):
+    stock = llama(ids).logits
+    with enable(llama, **SPARSE):
+        sparse = llama(ids).logits
+        twin = how(llama)
+        assert torch.equal(twin(ids).logits, sparse)
+    assert is_off(llama) and torch.equal(llama(ids).logits, stock)
+    assert torch.equal(twin(ids).logits, sparse)
+    disable(twin)
+    assert is_off(twin) and torch.equal(twin(ids).logits, stock)
+
+
+def test_an_enabled_model_is_unpickled_enabled_in_another_process(llama, ids, tmp_path):
+    with enable(llama, **SPARSE):
+        torch.save((llama, ids, llama(ids).logits), tmp_path / "model.pt")
+    program = (
+        "import sys, torch, h2o_prefill\n"
+        "model, ids, sparse = torch.load(sys.argv[1], weights_only=False)\n"
+        "with torch.no_grad(): assert torch.equal(model(ids).logits, sparse)\n"
+        "h2o_prefill.disable(model)\n"
+        "with torch.no_grad(): assert not torch.equal(model(ids).logits, sparse)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "model.pt"], check=True)
+
+
+def test_a_model_that_does_not_use_the_interface_is_named(build, ids):
+    model = build("bloom")
+    before = model(ids).logits
+    with pytest.raises(ValueError, match="BloomForCausalLM"):
+        enable(model, **SPARSE)
+    assert is_off(model, model.config._attn_implementation)
+    assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": {"chunk_size": 16}}, r"config must be .* the name of a preset, got dict"),
+        ({"chunksize": 16}, '"chunksize" is no setting'),
+        ({"local_window": -3}, "local_window must be >= 0, got -3"),
+        ({"dense_layers": (2,)}, r"dense_layers must be < 2, got \(2,\)"),
+        ({"wide_layers": (0, 5)}, r"wide_layers must be < 2, got \(0, 5\)"),
+        ({"config": "sp"}, 'preset must be one of h2o, recommended, got "sp"'),
+    ],
+)
+def test_wrong_arguments(llama, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        enable(llama, **arguments)
+    assert is_off(llama)
+    with pytest.raises(ValueError, match="PreTrainedModel, got Linear"):
+        enable(torch.nn.Linear(2, 2))
+
+
+def test_a_config_a_preset_and_overrides(llama):
+    base = PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
+    with enable(llama, base, heavy_budget=2) as handle:
+        assert handle.config == base.replace(heavy_budget=2)
+    with enable(llama, "h2o", **SPARSE) as handle:
+        assert handle.config == PrefillConfig(**SPARSE)
+    with enable(llama) as handle:
+        assert handle.config == PRESETS["recommended"] != PRESETS["h2o"]
+
+
+def test_set_attn_implementation_back_and_forth(llama, ids):
+    stock = llama(ids).logits
+    with enable(llama, **SPARSE):
+        sparse = llama(ids).logits
+        llama.set_attn_implementation("sdpa")
+        with pytest.warns(UserWarning, match="implementation was changed after enable"):
+            assert torch.equal(llama(ids).logits, stock)
+        llama.set_attn_implementation(NAME)
+        assert torch.equal(llama(ids).logits, sparse)
+    assert is_off(llama) and torch.equal(llama(ids).logits, stock)
+
+
+def test_by_name_alone_a_model_is_dense_until_it_is_enabled(build, make_ids, sparse_layers):
+    ids = make_ids(1, 1100)
+    stock = build("llama", max_position_embeddings=2048)(ids).logits
+    register()
+    named = build("llama", NAME, max_position_embeddings=2048)
+    with pytest.warns(UserWarning, match="the model is not enabled"):
+        assert_close(named(ids).logits, stock, 1e-4)
+    assert sparse_layers == []
+    with enable(named, **SPARSE):
+        named(ids)
+    assert sparse_layers == [1100, 1100]
+    assert is_off(named, NAME)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "gemma2", "gemma3"])
+def test_by_name_alone_short_calls_and_decoding_equal_stock(build, make_ids, name):
+    ids = make_ids(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    stock = build(name)
+    register()
+    named = build(name, NAME)
+    for arguments in ({}, {"attention_mask": mask}):
+        arguments |= {"max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(named.generate(ids, **arguments), stock.generate(ids, **arguments))
+
+
+def test_a_model_built_from_the_config_of_an_enabled_one_is_dense(llama, ids):
+    with enable(llama, **SPARSE):
+        config = copy.deepcopy(llama.config)
+    other = transformers.LlamaForCausalLM(config).eval()
+    other.load_state_dict(llama.state_dict())
+    long = ids.repeat(1, 15)[:, :1100]
+    with pytest.warns(UserWarning, match="the model is not enabled"):
+        ours = other(long).logits
+    assert_close(ours, llama(long).logits, 1e-4)
+
+
+def test_a_model_that_shares_its_config_object_is_not_dragged_along(llama, ids, sparse_layers):
+    other = transformers.LlamaForCausalLM(llama.config).eval()
+    stock = other(ids).logits
+    long = ids.repeat(1, 15)
+    with enable(llama, **SPARSE):
+        assert_close(other(ids).logits, stock)
+        with pytest.warns(UserWarning, match="the model is not enabled"):
+            other(long[:, :1030], use_cache=False)
+        assert sparse_layers == []
+        with pytest.raises(ValueError, match="shares its config object"):
+            enable(other, **SPARSE)
+        llama(ids)
+        assert sparse_layers == [72, 72]
+    assert is_off(llama) and is_off(other)
+
+
+def test_two_models_with_two_configs(build, ids):
+    other = {"chunk_size": 32, "local_window": 2, "heavy_budget": 6}
+    one, two = build("llama"), build("qwen3")
+    with enable(one, **SPARSE):
+        alone = one(ids).logits
+    with enable(two, **other):
+        also_alone = two(ids).logits
+    with enable(one, **SPARSE), enable(two, **other):
+        for _ in range(2):
+            assert torch.equal(one(ids).logits, alone)
+            assert torch.equal(two(ids).logits, also_alone)
+
+
+def test_the_base_model_and_the_head_behave_alike(llama, ids):
+    with enable(llama, **SPARSE):
+        hidden = llama.model(ids).last_hidden_state
+        assert torch.equal(llama.lm_head(hidden), llama(ids).logits)
+
+
+def test_arguments_may_be_positional(llama, ids):
+    with enable(llama, **RECALL):
+        cache, other = new_cache(llama), new_cache(llama)
+        named = llama(input_ids=ids, past_key_values=cache).logits
+        assert torch.equal(llama(ids, None, None, other).logits, named)
+    assert torch.equal(other.token_ids, ids)
+
+
+def test_a_model_may_be_called_inside_of_its_own_hook(llama, ids):
+    nested = []
+
+    def call(*_):
+        if not nested:
+            nested.append(None)
+            nested.append(llama(ids[:, :40]).logits)
+
+    with enable(llama, **SPARSE):
+        expected, short = llama(ids).logits, llama(ids[:, :40]).logits
+        cache = new_cache(llama)
+        with hooked(llama.model.layers[0], call):
+            ours = llama(ids, past_key_values=cache).logits
+    assert torch.equal(ours, expected) and torch.equal(nested[1], short)
+    assert cache.get_seq_length() == 72
+
+
+def test_two_prompts_through_one_handle_equal_two_fresh_ones(llama, make_ids):
+    prompts, fresh = [make_ids(1, 72), make_ids(1, 90, seed=4)], []
+    for prompt in prompts:
+        with enable(llama, **RECALL):
+            fresh.append(llama(prompt).logits)
+    with enable(llama, **RECALL):
+        for _ in range(2):
+            for prompt, expected in zip(prompts, fresh, strict=True):
+                assert torch.equal(llama(prompt).logits, expected)
+
+
+def test_saving_an_enabled_model_saves_no_trace_of_us(llama, ids, tmp_path):
+    stock = llama(ids).logits
+    with enable(llama, **SPARSE):
+        llama.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert_close(again(ids).logits, stock, 1e-6)
+
+
+def test_importing_the_package_does_not_import_transformers():
+    code = "import sys, h2o_prefill; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
