@@ -102,14 +102,10 @@ class Call:
         return self.key[:, :, : self.total], self.value[:, :, : self.total]
 
     @property
-    def candidates(self) -> int:
-        """Tokens at the end of this call that assisted decoding verifies: always densely."""
-        return 0 if self.context is None else self.context.candidates_in(self.past, self.new)
-
-    @property
     def prompt_rows(self) -> int:
-        """Tokens of this call before the candidates."""
-        return self.new - self.candidates
+        """Tokens of this call before those that assisted decoding verifies, always densely."""
+        verified = 0 if self.context is None else self.context.candidates_in(self.past, self.new)
+        return self.new - verified
 
     @property
     def layer(self) -> int | None:

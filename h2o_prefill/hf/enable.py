@@ -80,7 +80,7 @@ class PrefillHandle:
             for module in self.model.modules():
                 if module is self.model or isinstance(module, PreTrainedModel):
                     self._hooks += ForwardHook(module, self.state, self).attach(module)
-            self.state.mark_switched()
+            self.state.mark(on=True)
             self.active = True
         finally:
             if not self.active:
@@ -116,11 +116,11 @@ class PrefillHandle:
         self.__dict__.update(state)
         if self.active:
             register()
-            self.state.mark_switched()
+            self.state.mark(on=True)
 
     def _switch_off(self) -> None:
         self.active = False
-        self.state.unmark_switched()
+        self.state.mark(on=False)
         self._restore()
 
     def _restore(self) -> None:

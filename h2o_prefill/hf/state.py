@@ -36,16 +36,6 @@ class LayerCalls:
     # Why the last long call was dense; empty if none was.
     reason: str = ""
 
-    def add(self, rows: int, reason: str | None) -> None:
-        """Count a call; `reason` is None if it was sparse."""
-        if reason is None:
-            self.sparse_calls += 1
-            self.sparse_rows += rows
-        else:
-            self.dense_calls += 1
-            self.dense_rows += rows
-            self.reason = reason or self.reason
-
 
 @dataclass
 class EnabledState:
@@ -72,7 +62,14 @@ class EnabledState:
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""
-        self.calls.setdefault(layer, LayerCalls()).add(rows, reason)
+        calls = self.calls.setdefault(layer, LayerCalls())
+        if reason is None:
+            calls.sparse_calls += 1
+            calls.sparse_rows += rows
+        else:
+            calls.dense_calls += 1
+            calls.dense_rows += rows
+            calls.reason = reason or calls.reason
 
     def owns(self, hf_config: Any) -> bool:
         """Return whether a Hugging Face config is one of this model's."""
@@ -90,17 +87,14 @@ class EnabledState:
             self.reported.add(reason)
             warn(f"h2o_prefill: {reason}")
 
-    def mark_switched(self) -> None:
-        """Note that the configs of this model are switched over."""
-        self.on = True
+    def mark(self, on: bool) -> None:
+        """Note that the configs of this model are switched over, or as they were."""
+        self.on = on
         for config, _ in self.previous:
-            _switched[id(config)] = self
-
-    def unmark_switched(self) -> None:
-        """Note that the configs of this model are as they were."""
-        self.on = False
-        for config, _ in self.previous:
-            _switched.pop(id(config), None)
+            if on:
+                _switched[id(config)] = self
+            else:
+                _switched.pop(id(config), None)
 
 
 def enabled_of(hf_config: Any) -> EnabledState | None:

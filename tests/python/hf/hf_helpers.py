@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_prefill import ChunkedPrefillCache, enable
+from h2o_prefill import ChunkedPrefillCache, enable, ops
 
 SPARSE: dict[str, Any] = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4}
 OTHER: dict[str, Any] = {**SPARSE, "chunk_size": 32}
@@ -39,6 +39,14 @@ def in_calls(model: Any, cache: Any, ids: torch.Tensor, lengths: Sequence[int]) 
     return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
 
 
+def assert_same_state(one: Any, other: Any, tolerance: float = 1e-5) -> None:
+    """Compare the states of two layers, memory sets exactly."""
+    assert_close(one.scores, other.scores, tolerance)
+    assert torch.equal(one.memory, other.memory)
+    for name in ("length", "last_chunk_begin"):
+        assert getattr(one, name, None) == getattr(other, name, None)
+
+
 def assert_dense(model: Any, reason: str, sparse_layers: list[int], **inputs: Any) -> None:
     """Assert that an enabled model warns of a reason and gives what the stock model gives."""
     stock = model(**inputs).logits
@@ -46,6 +54,19 @@ def assert_dense(model: Any, reason: str, sparse_layers: list[int], **inputs: An
         ours = model(**inputs).logits
     assert_close(ours, stock)
     assert sparse_layers == []
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[..., Any]) -> list[Any]:
+    """Return a list that gets what `note` makes of the arguments of each call of an operator."""
+    seen: list[Any] = []
+    original = getattr(ops, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(note(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(ops, name, watched)
+    return seen
 
 
 def is_off(model: Any, implementation: str | None = None) -> bool:

@@ -9,7 +9,16 @@ import warnings
 
 import pytest
 import torch
-from hf_helpers import EXACT, RECALL, SPARSE, assert_close, failing, in_calls, new_cache
+from hf_helpers import (
+    EXACT,
+    RECALL,
+    SPARSE,
+    assert_close,
+    assert_same_state,
+    failing,
+    in_calls,
+    new_cache,
+)
 from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
@@ -17,13 +26,6 @@ from h2o_prefill.state import PrefillState
 
 SPARSE = {**SPARSE, "min_prefill": 2}
 RECALL = {**RECALL, "min_prefill": 2}
-
-
-def same_state(a, b):
-    """Return whether two states are equal, memory sets exactly."""
-    assert_close(a.scores, b.scores)
-    sizes = [(state.length, state.last_chunk_begin) for state in (a, b)]
-    return sizes[0] == sizes[1] and torch.equal(a.memory, b.memory)
 
 
 @pytest.mark.parametrize("lengths", [(16, 56), (32, 16, 24), (16, 16, 16, 16, 8), (64, 8)])
@@ -36,7 +38,7 @@ def test_calls_in_multiples_of_the_chunk_equal_one_call(llama, ids, lengths, opt
         cache = new_cache(llama)
         assert_close(in_calls(llama, cache, ids, lengths), whole)
     for ours, expected in zip(cache.layers, whole_cache.layers, strict=True):
-        assert same_state(ours.state, expected.state)
+        assert_same_state(ours.state, expected.state)
     assert torch.equal(cache.token_ids, ids)
 
 
@@ -121,7 +123,7 @@ def test_crop_of_decoded_tokens_leaves_no_trace(llama, ids):
         in_calls(llama, cache, ids[:, :38], (32, 1, 1, 1, 1, 1, 1))
         cache.crop(-6)
         llama(ids[:, :32], past_key_values=other)
-        assert same_state(cache.layers[1].state, other.layers[1].state)
+        assert_same_state(cache.layers[1].state, other.layers[1].state)
         ours = llama(ids[:, 32:], past_key_values=cache).logits
         assert torch.equal(ours, llama(ids[:, 32:], past_key_values=other).logits)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from hf_helpers import RECALL, SPARSE, assert_close, in_calls, new_cache
+from hf_helpers import RECALL, SPARSE, assert_close, assert_same_state, in_calls, new_cache
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from h2o_prefill import enable
-from h2o_prefill.hf import ChunkedPrefillLayer
 
 RECALL = {**RECALL, "wide_layers": (1,), "wide_factor": 2}
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 # Sparse, sparse after a history, decoded, short, and sparse again.
 CALLS = (40, 32, 1, 1, 5, 43)
+
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +45,7 @@ def counts(handle):
 
 CACHES = {
     "dynamic": lambda model: DynamicCache(config=model.config),
-    "ours": lambda model: new_cache(model),
+    "ours": new_cache,
     "static": lambda model: StaticCache(config=model.config, max_cache_len=150),
 }
 
@@ -49,14 +53,7 @@ CACHES = {
 def assert_same_cache(ours, eager):
     for one, other in zip(ours.layers, eager.layers, strict=True):
         assert_close(one.keys, other.keys)
-        if isinstance(ours, StaticCache):
-            assert_close(one.scores, other.scores)
-            assert torch.equal(one.memory, other.memory)
-        elif isinstance(one, ChunkedPrefillLayer):
-            assert_close(one.state.scores, other.state.scores)
-            assert torch.equal(one.state.memory, other.state.memory)
-            assert one.state.length == other.state.length
-            assert one.state.last_chunk_begin == other.state.last_chunk_begin
+        assert_same_state(getattr(one, "state", one), getattr(other, "state", other))
     assert torch.equal(ours.token_ids, eager.token_ids)
 
 
@@ -65,11 +62,11 @@ def assert_same_cache(ours, eager):
     [
         ("llama", "sdpa", "dynamic"),
         ("llama", "sdpa", "static"),
-        pytest.param("llama", "eager", "static", marks=pytest.mark.slow),
-        pytest.param("gemma3", "sdpa", "ours", marks=pytest.mark.slow),
-        pytest.param("qwen3", "sdpa", "static", marks=pytest.mark.slow),
-        pytest.param("gemma2", "eager", "static", marks=pytest.mark.slow),
-        pytest.param("gpt-oss", None, "ours", marks=pytest.mark.slow),
+        slow("llama", "eager", "static"),
+        slow("gemma3", "sdpa", "ours"),
+        slow("qwen3", "sdpa", "static"),
+        slow("gemma2", "eager", "static"),
+        slow("gpt-oss", None, "ours"),
     ],
 )
 def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implementation):
@@ -111,12 +108,9 @@ WITHOUT_A_CACHE = {
     ("how", "call"),
     [
         ("torch.compile", "default"),
-        *(
-            pytest.param("torch.compile", call, marks=pytest.mark.slow)
-            for call in WITHOUT_A_CACHE
-            if call != "default"
-        ),
-        pytest.param("model.compile", "default", marks=pytest.mark.slow),
+        slow("torch.compile", "no cache"),
+        slow("torch.compile", "mask"),
+        slow("model.compile", "default"),
         ("model.forward", "no cache"),
     ],
 )
@@ -137,7 +131,7 @@ def test_calls_without_a_cache(llama, ids, make_ids, call, how):
         assert_close(one, expected)
 
 
-@pytest.mark.parametrize("cache", ["ours", pytest.param("static", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cache", ["ours", slow("static")])
 def test_candidates_are_dense_in_a_graph_too(llama, prompt, cache):
     with enable(llama, **SPARSE):
         logits = []
@@ -149,7 +143,7 @@ def test_candidates_are_dense_in_a_graph_too(llama, prompt, cache):
     assert_close(*logits)
 
 
-@pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
+@pytest.mark.parametrize("cache", [slow("dynamic"), "static"])
 def test_generate_with_a_compiled_forward(llama, ids, cache, sparse_layers):
     arguments = {"cache_implementation": "static"} if cache == "static" else {}
     with enable(llama, strict=True, **SPARSE) as handle:
@@ -163,11 +157,11 @@ def test_generate_with_a_compiled_forward(llama, ids, cache, sparse_layers):
     ("name", "cache", "graphs"),
     [
         ("llama", "static", 2),
-        pytest.param("qwen2", "static", 2, marks=pytest.mark.slow),
-        pytest.param("qwen3", "static", 2, marks=pytest.mark.slow),
-        pytest.param("mistral", "static", 2, marks=pytest.mark.slow),
+        slow("qwen2", "static", 2),
+        slow("qwen3", "static", 2),
+        slow("mistral", "static", 2),
         # Short prompts have one of their own.
-        pytest.param("llama", "dynamic", 3, marks=pytest.mark.slow),
+        slow("llama", "dynamic", 3),
     ],
 )
 def test_prompts_of_any_length_share_a_graph(build, make_ids, name, cache, graphs):
@@ -257,7 +251,7 @@ def test_a_mask_that_the_model_makes_in_its_graph_is_kept(masks_itself, padded_i
     assert_close(ours[0, 20:], stock[0, 20:])
 
 
-@pytest.mark.parametrize("cache", [None, pytest.param("dynamic", marks=pytest.mark.slow), "static"])
+@pytest.mark.parametrize("cache", [None, slow("dynamic"), "static"])
 def test_padding_that_a_left_out_mask_would_hide_is_refused(
     masks_itself, padded_ids, make_ids, cache
 ):

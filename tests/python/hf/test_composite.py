@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from hf_helpers import EXACT, RECALL, SPARSE, assert_close, assert_dense, in_calls, new_cache
+from hf_helpers import EXACT, RECALL, assert_close, assert_dense, in_calls, new_cache
 
 from h2o_prefill import enable
 from h2o_prefill.hf import NAME
@@ -73,38 +73,3 @@ def test_an_image_is_attended_to_both_ways_and_so_densely(vision_model, make_ids
         "token_type_ids": (ids == IMAGE).long(),
     }
     assert_dense(vision_model, "not plain causal", sparse_layers, **arguments)
-
-
-def test_an_encoder_decoder_is_dense(make_ids, sparse_layers):
-    config = transformers.BartConfig(
-        vocab_size=61,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        max_position_embeddings=128,
-        init_std=0.2,
-    )
-    torch.manual_seed(7)
-    model = transformers.BartForConditionalGeneration(config).eval()
-    arguments = {"input_ids": make_ids(1, 50), "decoder_input_ids": make_ids(1, 40, seed=4)}
-    assert_dense(model, "encoder-decoder", sparse_layers, **arguments)
-
-
-def test_an_encoder_has_no_layer_for_us(make_ids):
-    config = transformers.BertConfig(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=32,
-    )
-    model, ids = transformers.BertModel(config).eval(), make_ids(1, 50)
-    stock = model(ids).last_hidden_state
-    with pytest.warns(UserWarning, match="no layer of BertModel can be sparse"):
-        handle = enable(model, **SPARSE)
-    with handle:
-        assert torch.equal(model(ids).last_hidden_state, stock)

@@ -145,7 +145,7 @@ def test_wide_layers_have_their_own_sizes(llama, ids):
 
 
 def test_rows_of_equal_length_go_sparse_and_do_not_mix(llama, make_ids, sparse_layers):
-    batch = make_ids(3, 72)
+    batch = torch.cat([make_ids(1, 24).repeat(1, 3), make_ids(2, 72, seed=8)])
     with enable(llama, **SPARSE):
         together = llama(batch, attention_mask=torch.ones_like(batch)).logits
         assert sparse_layers == [72, 72]

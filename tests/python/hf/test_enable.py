@@ -214,19 +214,6 @@ def test_a_model_that_shares_its_config_object_is_not_dragged_along(llama, ids, 
     assert is_off(llama) and is_off(other)
 
 
-def test_two_models_with_two_configs(build, ids):
-    other = {"chunk_size": 32, "local_window": 2, "heavy_budget": 6}
-    one, two = build("llama"), build("qwen3")
-    with enable(one, **SPARSE):
-        alone = one(ids).logits
-    with enable(two, **other):
-        also_alone = two(ids).logits
-    with enable(one, **SPARSE), enable(two, **other):
-        for _ in range(2):
-            assert torch.equal(one(ids).logits, alone)
-            assert torch.equal(two(ids).logits, also_alone)
-
-
 def test_the_base_model_and_the_head_behave_alike(llama, ids):
     with enable(llama, **SPARSE):
         hidden = llama.model(ids).last_hidden_state

@@ -6,7 +6,16 @@ import warnings
 
 import pytest
 import torch
-from hf_helpers import EXACT, GREEDY, RECALL, SPARSE, assert_close, new_cache
+from hf_helpers import (
+    EXACT,
+    GREEDY,
+    RECALL,
+    SPARSE,
+    assert_close,
+    assert_same_state,
+    hooked,
+    new_cache,
+)
 from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
@@ -87,9 +96,8 @@ def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(
 
     with enable(model, **RECALL), enable(assistant, **RECALL):
         plain = generate()
-        hook = model.register_forward_hook(lambda *_: forwards.append(1))
-        assert torch.equal(generate(assistant_model=assistant), plain)
-        hook.remove()
+        with hooked(model, lambda *_: forwards.append(1)):
+            assert torch.equal(generate(assistant_model=assistant), plain)
         assert torch.equal(generate(prompt_lookup_num_tokens=3), plain)
     assert len(forwards) < (16 if layers == 2 else 25)
 
@@ -102,9 +110,7 @@ def test_verified_candidates_leave_no_trace_in_the_state(llama, ids):
         llama(candidates, past_key_values=caches[1], logits_to_keep=10)
         caches[1].crop(-9)
         for one, other in zip(*(cache.layers for cache in caches), strict=True):
-            assert torch.equal(one.state.scores, other.state.scores)
-            assert torch.equal(one.state.memory, other.state.memory)
-            assert one.state.last_chunk_begin == other.state.last_chunk_begin
+            assert_same_state(one.state, other.state, 0)
 
 
 CACHES = {

@@ -15,15 +15,15 @@ from hf_helpers import (
     GREEDY,
     H2O,
     RECOMMENDED,
-    SPARSE,
     assert_close,
     failing,
     in_calls,
     new_cache,
+    watch,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, sdpa_mask
 
-from h2o_prefill import ChunkedPrefillCache, enable, ops
+from h2o_prefill import ChunkedPrefillCache, enable
 from h2o_prefill.hf.padding import row_spans
 
 MODELS = ["llama", "qwen3", "gpt2", "gemma2", "gemma3", "gpt-oss", "mistral"]
@@ -77,6 +77,17 @@ def assert_rows_close(batch, out, expected, tolerance=1e-5):
     assert_close(batch.cut(out), list(expected), tolerance)
 
 
+def check_rows(model, batch, sparse_layers):
+    """Assert that each row is what it is alone; return the layers that were sparse and logits."""
+    expected = [model(row).logits[0] for row in batch.rows]
+    alone = sorted(sparse_layers)
+    sparse_layers.clear()
+    ours = model(**batch.arguments).logits
+    assert_rows_close(batch, ours, expected)
+    assert sorted(sparse_layers) == alone and ours.isfinite().all()
+    return alone, ours
+
+
 @pytest.mark.parametrize("options", [H2O, RECOMMENDED, EVERYTHING], ids=["h2o", "recall", "all"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", MODELS)
@@ -84,15 +95,27 @@ def test_every_row_is_what_it_is_alone(build, make_batch, sparse_layers, name, s
     model, batch = build(name), make_batch(side)
     stock = model(**batch.arguments).logits
     with enable(model, strict=True, **options):
-        expected = [model(row).logits[0] for row in batch.rows]
-        alone = sorted(sparse_layers)
-        sparse_layers.clear()
-        ours = model(**batch.arguments).logits
-    assert_rows_close(batch, ours, expected)
-    assert sorted(sparse_layers) == alone and set(alone) == {72, 40, 55}
-    assert ours.isfinite().all()
+        alone, ours = check_rows(model, batch, sparse_layers)
+    assert set(alone) == {72, 40, 55}
     for index in (0, 1, 3):
         assert (batch.cut(ours)[index] - batch.cut(stock)[index]).abs().amax() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("implementation", "settings", "layers"),
+    [
+        ("sdpa", {"dense_layers": (0,)}, [40, 55, 72]),
+        ("eager", {"dense_layers": (0,)}, [40, 55, 72]),
+        ("sdpa", {"min_prefill": 55}, [55, 55, 72, 72]),
+    ],
+)
+@pytest.mark.parametrize("side", SIDES)
+def test_so_it_is_where_some_layers_or_rows_are_dense(
+    build, make_batch, sparse_layers, side, implementation, settings, layers
+):
+    with enable(model := build("llama", implementation), strict=True, **settings, **H2O):
+        alone, _ = check_rows(model, make_batch(side), sparse_layers)
+    assert alone == layers
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -106,18 +129,6 @@ def test_with_room_for_everything_it_equals_stock(build, make_batch, sparse_laye
         ours = model(**batch.arguments).logits
     assert_rows_close(batch, ours, batch.cut(stock))
     assert set(sparse_layers) == {72, 40, 55}
-
-
-@pytest.mark.parametrize("preset", ["h2o", "recommended"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
-def test_16_bit_models(build, make_batch, sparse_layers, preset, dtype, tolerance):
-    model, batch = build("llama").to(getattr(torch, dtype)), make_batch("left")
-    with enable(model, preset, strict=True, **SPARSE):
-        expected = [model(row).logits[0] for row in batch.rows]
-        sparse_layers.clear()
-        ours = model(**batch.arguments).logits
-    assert ours.dtype == getattr(torch, dtype) and len(sparse_layers) == 6
-    assert_rows_close(batch, ours, expected, tolerance)
 
 
 def test_autocast(llama, make_batch, sparse_layers):
@@ -153,12 +164,6 @@ def test_dense_layers_get_the_mask(build, make_batch, sparse_layers, implementat
     with enable(model, strict=True, dense_layers=(0, 1), **H2O):
         assert_rows_close(batch, model(**batch.arguments).logits, batch.cut(stock), 0)
     assert sparse_layers == []
-    with enable(model, strict=True, dense_layers=(0,), **H2O):
-        expected = [model(row).logits[0] for row in batch.rows]
-        sparse_layers.clear()
-        ours = model(**batch.arguments).logits
-    assert sorted(sparse_layers) == [40, 55, 72]
-    assert_rows_close(batch, ours, expected)
 
 
 def test_the_mask_of_dense_layers_is_made_once_and_only_if_needed(build, make_batch, monkeypatch):
@@ -261,28 +266,12 @@ def test_candidates_do_not_make_a_row_long(llama, make_batch, sparse_layers):
             assert len(sparse_layers) == layers
 
 
-def test_min_prefill_counts_the_tokens_of_a_row(llama, make_batch, sparse_layers):
-    batch = make_batch("left")
-    with enable(llama, strict=True, min_prefill=55, **H2O):
-        expected = [llama(row).logits[0] for row in batch.rows]
-        assert sorted(sparse_layers) == [55, 55, 72, 72]
-        ours = llama(**batch.arguments).logits
-    assert sorted(sparse_layers) == [55] * 4 + [72] * 4
-    assert_rows_close(batch, ours, expected)
-
-
 @pytest.mark.parametrize("order", [(50, 50, 72), (50, 72, 50)], ids=["neighbours", "apart"])
 def test_rows_in_the_same_place_go_together(llama, make_batch, monkeypatch, order):
-    seen, attend = [], ops.chunked_sparse_attention
-
-    def watched(q, *args):
-        seen.append((q.shape[0], q.shape[2]))
-        return attend(q, *args)
-
     batch = make_batch("left", order)
     with enable(llama, strict=True, **RECOMMENDED):
         expected = [llama(row).logits[0] for row in batch.rows]
-        monkeypatch.setattr(ops, "chunked_sparse_attention", watched)
+        seen = watch(monkeypatch, "chunked_sparse_attention", lambda q, *_: q.shape[::2])
         ours = llama(**batch.arguments).logits
     assert sorted(seen) == [(1, 72), (1, 72), (2, 50), (2, 50)]
     assert_rows_close(batch, ours, expected)
@@ -290,13 +279,7 @@ def test_rows_in_the_same_place_go_together(llama, make_batch, monkeypatch, orde
 
 @pytest.mark.parametrize("side", SIDES)
 def test_recall_searches_a_row_without_its_padding(llama, make_batch, monkeypatch, side):
-    searched, search = [], ops.lexical_recall
-
-    def watched(token_ids, begin, *args):
-        searched.append((token_ids.clone(), begin))
-        return search(token_ids, begin, *args)
-
-    monkeypatch.setattr(ops, "lexical_recall", watched)
+    searched = watch(monkeypatch, "lexical_recall", lambda ids, begin, *_: (ids.clone(), begin))
     batch = make_batch(side)
     with enable(llama, strict=True, **RECOMMENDED):
         llama(**batch.arguments)
@@ -304,18 +287,6 @@ def test_recall_searches_a_row_without_its_padding(llama, make_batch, monkeypatc
     assert [begin for _, begin in searched] == [0] * len(long)
     for (ids, _), row in zip(searched, long, strict=True):
         assert torch.equal(ids, row)
-
-
-def test_embeddings_cannot_be_searched(llama, make_batch):
-    batch = make_batch("left")
-    embeddings = llama.get_input_embeddings()(batch.ids)
-    with enable(llama, **{**RECOMMENDED, "recall": 0}):
-        without = llama(**batch.arguments).logits
-    with enable(llama, **RECOMMENDED), pytest.warns(UserWarning, match="recall is off") as caught:
-        arguments = {**batch.arguments, "input_ids": None, "inputs_embeds": embeddings}
-        ours = llama(**arguments).logits
-    assert len(caught) == 1
-    assert_rows_close(batch, ours, batch.cut(without))
 
 
 @pytest.mark.parametrize(
@@ -428,17 +399,6 @@ def test_generate_gives_what_each_row_gives_alone(
     assert set(sparse_layers) == {72, 40, 55}
 
 
-def test_beams_of_a_padded_batch(llama, make_batch, sparse_layers):
-    batch = make_batch("left")
-    arguments = {"attention_mask": batch.mask, "num_beams": 2, **GREEDY}
-    stock = llama.generate(batch.ids, **arguments)
-    with enable(llama, strict=True, **EXACT):
-        assert torch.equal(llama.generate(batch.ids, **arguments), stock)
-        cache = new_cache(llama)
-        assert torch.equal(llama.generate(batch.ids, past_key_values=cache, **arguments), stock)
-    assert len(sparse_layers) == 2 * 2 * 3
-
-
 def test_assisted_decoding_of_one_padded_row(build, make_batch, sparse_layers):
     model, assistant = build("llama"), build("llama", num_hidden_layers=1)
     batch = make_batch("both", (55,))
@@ -471,22 +431,6 @@ def test_the_last_rows_of_a_call_verify_candidates(llama, make_batch, sparse_lay
             assert_close(ours[index, :here], alone)
     assert together == sorted(sparse_layers)
     assert together == sorted([67, 65, 63, 35] * 2 if side == "left" else [67, 67, 67, 40] * 2)
-
-
-def test_a_pipeline_of_batches(tiny):
-    model, tokenizer = tiny.make_model(), tiny.make_tokenizer()
-    tokenizer.pad_token, tokenizer.padding_side = tokenizer.bos_token, "left"
-    tokenizer.model_max_length = 512
-    prompts = [tiny.SENTENCE * times for times in (4, 2, 1, 3)]
-    make = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-    options = {"return_full_text": False, **GREEDY}
-
-    def texts(**arguments):
-        return [found[0]["generated_text"] for found in make(prompts, **options, **arguments)]
-
-    stock = texts(batch_size=4)
-    with enable(model, strict=True, **H2O):
-        assert texts(batch_size=4) == texts(batch_size=1) != stock
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -602,11 +546,3 @@ def test_prefill_chunk_size_goes_on_densely(llama, make_batch, sparse_layers, ow
         )
     assert torch.equal(ours, stock)
     assert sorted(sparse_layers) == [18, 18, 33, 33, 50, 50]
-
-
-def test_compiled_model(llama, make_batch):
-    batch = make_batch("left")
-    with enable(llama, strict=True, **H2O):
-        eager = llama(**batch.arguments).logits
-        compiled = torch.compile(llama, backend="eager")
-        assert_close(compiled(**batch.arguments).logits, eager)

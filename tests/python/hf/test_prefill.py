@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_helpers import GREEDY, assert_close, new_cache
 from hf_helpers import RECALL as SPARSE
-from hf_helpers import assert_close, new_cache
 from transformers import BatchEncoding, DynamicCache
 
 from h2o_prefill import chunked_prefill, enable
 
+LENGTHS = [5, 16, 64, 72, 79, 80]
 
-@pytest.mark.parametrize("length", [5, 16, 64, 72, 79, 80])
-@pytest.mark.parametrize("chunks_per_call", [1, 2, 9])
-def test_it_equals_one_call(llama, make_ids, length, chunks_per_call):
-    ids = make_ids(1, length)
-    with enable(llama, **SPARSE):
+
+@pytest.mark.parametrize(
+    ("length", "chunks_per_call", "min_prefill"),
+    [
+        *((length, chunks, None) for length in LENGTHS for chunks in (1, 2, 9)),
+        *((33, 1, 1), (72, 1, 24), (40, 1, 40)),
+    ],
+)
+def test_it_equals_one_call(llama, make_ids, length, chunks_per_call, min_prefill):
+    ids, settings = make_ids(1, length), {**SPARSE, "min_prefill": min_prefill}
+    with enable(llama, **settings):
         cache = new_cache(llama)
         whole = llama(ids, past_key_values=cache).logits
-    ours = chunked_prefill(llama, ids, chunks_per_call=chunks_per_call, **SPARSE)
+    ours = chunked_prefill(llama, ids, chunks_per_call=chunks_per_call, **settings)
     assert_close(ours.logits, whole[:, -1:])
     for a, b in zip(ours.past_key_values.layers, cache.layers, strict=True):
         assert_close(a.keys, b.keys)
         assert (a.state is None) == (b.state is None) == (length < 16)
         assert a.state is None or torch.equal(a.state.memory, b.state.memory)
     assert llama.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize(("length", "min_prefill"), [(33, 1), (72, 24), (40, 40)])
-def test_it_equals_one_call_whatever_is_sparse(llama, make_ids, length, min_prefill):
-    ids, settings = make_ids(1, length), {**SPARSE, "min_prefill": min_prefill}
-    with enable(llama, **settings):
-        whole = llama(ids, past_key_values=new_cache(llama)).logits
-    ours = chunked_prefill(llama, ids, chunks_per_call=1, **settings)
-    assert_close(ours.logits, whole[:, -1:])
 
 
 def test_calls_are_as_long_as_asked_for_and_never_too_short_to_be_sparse(
@@ -51,15 +49,7 @@ def test_it_goes_on_from_a_cache(llama, ids):
     assert_close(ours.logits, whole.logits)
 
 
-def test_wrong_arguments(llama, ids):
-    with pytest.raises(ValueError, match="chunks_per_call must be >= 1, got 0"):
-        chunked_prefill(llama, ids, chunks_per_call=0)
-    with pytest.raises(ValueError, match=r"input_ids must be \[B, T\] with T >= 1, got \[72\]"):
-        chunked_prefill(llama, ids[0])
-    with pytest.raises(ValueError, match="must be a ChunkedPrefillCache, got DynamicCache"):
-        chunked_prefill(llama, ids, past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match="is no setting"):
-        chunked_prefill(llama, ids, chunk=3)
+def test_an_enabled_model_is_refused(llama, ids):
     with enable(llama, **SPARSE), pytest.raises(ValueError, match="enabled already"):
         chunked_prefill(llama, ids, **SPARSE)
 
@@ -98,12 +88,13 @@ def test_embeddings_turn_recall_off_and_say_so(llama, ids):
 
 
 def test_generate_goes_on_from_a_prefilled_cache(llama, ids):
-    arguments = {"max_new_tokens": 6, "do_sample": False}
     with enable(llama, **SPARSE):
-        cache = new_cache(llama)
-        expected = llama.generate(ids, past_key_values=cache, **arguments)
+        expected = llama.generate(ids, past_key_values=new_cache(llama), **GREEDY)
     cache = chunked_prefill(llama, ids[:, :-1], **SPARSE).past_key_values
-    assert torch.equal(llama.generate(ids, past_key_values=cache, **arguments), expected)
+    assert torch.equal(llama.generate(ids, past_key_values=cache, **GREEDY), expected)
+
+
+TWO = {"input_ids": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -112,10 +103,14 @@ def test_generate_goes_on_from_a_prefilled_cache(llama, ids):
         ({}, "either input_ids or inputs_embeds must be given"),
         ({"input_ids": [[1, 2], [3]]}, "lists of ints of equal length"),
         ({"input_ids": ["a"]}, "lists of ints of equal length"),
+        ({"input_ids": torch.zeros(72)}, r"input_ids must be \[B, T\] with T >= 1, got \[72\]"),
         ({"inputs_embeds": torch.zeros(1, 4)}, r"inputs_embeds must be \[B, T, hidden size\]"),
-        ({"input_ids": [1, 2], "attention_mask": [[1]]}, r"attention_mask must be \[1, 2\]"),
+        ({**TWO, "attention_mask": [[1]]}, r"attention_mask must be \[1, 2\]"),
+        ({**TWO, "chunks_per_call": 0}, "chunks_per_call must be >= 1, got 0"),
+        ({**TWO, "past_key_values": DynamicCache()}, "a ChunkedPrefillCache, got DynamicCache"),
+        ({**TWO, "chunk": 3}, "is no setting"),
     ],
 )
-def test_a_prompt_that_is_none(llama, arguments, message):
+def test_wrong_arguments(llama, arguments, message):
     with pytest.raises(ValueError, match=message):
         chunked_prefill(llama, **arguments, **SPARSE)

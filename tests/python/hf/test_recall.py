@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from hf_helpers import assert_close, new_cache
+from hf_helpers import assert_close, in_calls, new_cache, watch
 
 from h2o_prefill import PrefillConfig, enable, ops
 
@@ -17,14 +17,7 @@ RECALL = SPARSE.replace(recall=2, recall_block=8)
 @pytest.fixture
 def searches(monkeypatch):
     """Return a list that gets (ids, begin) of every search."""
-    seen, original = [], ops.lexical_recall
-
-    def watched(token_ids, begin, *args, **kwargs):
-        seen.append((token_ids.clone(), begin))
-        return original(token_ids, begin, *args, **kwargs)
-
-    monkeypatch.setattr(ops, "lexical_recall", watched)
-    return seen
+    return watch(monkeypatch, "lexical_recall", lambda ids, begin, *_: (ids.clone(), begin))
 
 
 @pytest.fixture
@@ -46,20 +39,15 @@ def test_one_search_for_all_layers(llama, text, searches):
 
 
 def test_the_search_has_the_settings(llama, text, monkeypatch):
-    asked, find = {}, ops.lexical_recall
-
-    def watched(*args, **kwargs):
-        asked.update(inspect.signature(find).bind(*args, **kwargs).arguments)
-        return find(*args, **kwargs)
-
-    monkeypatch.setattr(ops, "lexical_recall", watched)
+    signature = inspect.signature(ops.lexical_recall)
+    asked = watch(monkeypatch, "lexical_recall", lambda *a, **k: signature.bind(*a, **k).arguments)
     settings = {"block": 4, "max_matches": 7, "max_suffix": 5, "span": 3, "max_count": 9}
     names = {"max_matches": "recall", "max_suffix": "recall_suffix"}
     changes = {names.get(name, f"recall_{name}"): value for name, value in settings.items()}
     with enable(llama, SPARSE.replace(**changes)):
         llama(text)
-    assert {name: asked[name] for name in settings} == settings
-    assert asked["chunk_size"] == 16
+    assert {name: asked[0][name] for name in settings} == settings
+    assert asked[0]["chunk_size"] == 16
 
 
 def test_what_is_recalled_is_seen(llama, text):
@@ -76,23 +64,13 @@ def test_what_is_recalled_is_seen(llama, text):
 def test_later_calls_search_the_whole_prompt(llama, text, searches):
     with enable(llama, RECALL):
         whole = llama(text).logits
-        cache = new_cache(llama)
-        parts = [llama(p, past_key_values=cache).logits for p in text.split([32, 40], dim=1)]
-    assert_close(torch.cat(parts, dim=1), whole)
+        assert_close(in_calls(llama, new_cache(llama), text, (32, 40)), whole)
     assert [(tuple(ids.shape), begin) for ids, begin in searches] == [
         ((1, 72), 0),
         ((1, 32), 0),
         ((1, 72), 32),
     ]
     assert torch.equal(searches[-1][0], text)
-
-
-def test_rows_of_a_batch_recall_their_own(llama, text, make_ids):
-    rows = torch.cat([text, make_ids(1, 72, seed=8), text.flip(1)])
-    with enable(llama, RECALL):
-        together = llama(rows).logits
-        for row, logits in zip(rows, together, strict=True):
-            assert_close(logits, llama(row.unsqueeze(0)).logits[0])
 
 
 def test_embeddings_cannot_be_searched(llama, text, searches):

@@ -12,33 +12,18 @@ from transformers import StaticCache
 from h2o_prefill import enable, explain
 
 TOKENS = 40
+HALF = {"layer_types": ["sliding_attention", "full_attention"]}
+FULL = {"layer_types": ["full_attention"] * 2}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+ROPES = {"rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}}
 
-# name, how it gets a window, what it is without one, layers with a window
+# What sets the window, and what else it needs; what it is without one; layers with a window.
 MODELS = {
-    "mistral": (lambda window: {"sliding_window": window}, {"sliding_window": None}, 2),
-    "phi3-window": (lambda window: {"sliding_window": window}, {"sliding_window": None}, 2),
-    "qwen2": (
-        lambda window: {
-            "use_sliding_window": True,
-            "sliding_window": window,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        {},
-        1,
-    ),
-    "gemma3": (
-        lambda window: {
-            "sliding_window": window,
-            "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
-        },
-        {
-            "layer_types": ["full_attention"] * 2,
-            "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
-        },
-        1,
-    ),
-    "llama4": (lambda window: {"attention_chunk_size": window}, {"attention_chunk_size": 512}, 1),
+    "mistral": ("sliding_window", {}, {"sliding_window": None}, 2),
+    "phi3-window": ("sliding_window", {}, {"sliding_window": None}, 2),
+    "qwen2": ("sliding_window", {"use_sliding_window": True, **HALF}, {}, 1),
+    "gemma3": ("sliding_window", ROPES, {**ROPES, **FULL}, 1),
+    "llama4": ("attention_chunk_size", {}, {"attention_chunk_size": 512}, 1),
 }
 
 
@@ -48,7 +33,8 @@ def prompt(make_ids):
 
 
 def windowed(build, name, window, implementation=None):
-    return build(name, implementation, **MODELS[name][0](window))
+    setting, more = MODELS[name][:2]
+    return build(name, implementation, **{setting: window}, **more)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -57,7 +43,7 @@ def windowed(build, name, window, implementation=None):
 def test_a_prompt_that_fits_the_window_is_sparse(
     build, prompt, sparse_layers, name, window, implementation
 ):
-    unlimited = build(name, implementation, **MODELS[name][1])
+    unlimited = build(name, implementation, **MODELS[name][2])
     with enable(unlimited, **SPARSE):
         expected = unlimited(prompt).logits
     sparse_layers.clear()
@@ -76,7 +62,7 @@ def test_a_prompt_that_fits_the_window_is_sparse(
 def test_a_prompt_one_token_longer_than_the_window_is_as_stock_there(
     build, prompt, sparse_layers, name, implementation
 ):
-    model, sliding = windowed(build, name, TOKENS - 1, implementation), MODELS[name][2]
+    model, sliding = windowed(build, name, TOKENS - 1, implementation), MODELS[name][3]
     stock = model(prompt).logits
     with warnings.catch_warnings(record=True) as caught, enable(model, **EXACT):
         warnings.simplefilter("always")
@@ -96,7 +82,7 @@ def test_padded_rows_are_what_they_are_alone(build, make_ids, sparse_layers, nam
     with warnings.catch_warnings(), enable(model, **SPARSE):
         warnings.filterwarnings("ignore", message=r"h2o_prefill: .* does not fit into")
         together = model(batch, attention_mask=mask).logits
-        assert len(sparse_layers) == 4 - (window < TOKENS) * MODELS[name][2]
+        assert len(sparse_layers) == 4 - (window < TOKENS) * MODELS[name][3]
         for row, places in ((0, slice(None)), (1, tokens)):
             alone = model(batch[row : row + 1, places]).logits[0]
             assert_close(together[row, places], alone)
@@ -128,7 +114,7 @@ def test_a_second_call_is_dense_where_the_cache_keeps_no_state(
         assert_close(in_calls(model, new_cache(model), prompt, (20, 20)), stock)
     reasons = [str(w.message) for w in caught if "h2o_prefill" in str(w.message)]
     assert any("sliding or chunked layers" in x for x in reasons) == (window == TOKENS)
-    assert sparse_layers == [20, 20] + [20] * (2 - MODELS[name][2])
+    assert sparse_layers == [20, 20] + [20] * (2 - MODELS[name][3])
 
 
 def test_explain_tells_the_window(build, prompt, make_ids):
