@@ -8,7 +8,7 @@
 | masks.py, attention.py | the two functions that transformers calls |
 | compiled.py | what these two are in a compiled graph |
 | rules.py | when a call is sparse, else why it is not |
-| sparse.py, dense.py | how a call attends |
+| dense.py | the attention that the model had before |
 | call.py, layer_kinds.py | one call to attend, and the kind of its layer |
 | forward.py | what one forward knows, and which of them run |
 | padding.py | where the rows of a padded batch lie |

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from h2o_prefill import ops
+from h2o_prefill.functional import RecallLists, sparse_attention
+from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.compiled import attend_in_graph
-from h2o_prefill.hf.dense import dense_attention
+from h2o_prefill.hf.dense import dense_attention, in_autocast_dtype, with_candidates
+from h2o_prefill.hf.forward import ALL_ROWS
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.padding import Padding, Span, is_long_row
 from h2o_prefill.hf.rules import dense_reason
-from h2o_prefill.hf.sparse import attend_sparsely
 from h2o_prefill.hf.state import call_in_graph
 
 
@@ -35,7 +41,75 @@ def _attend(call: Call) -> Attended:
         rows = call.query.shape[0] * call.new
         call.enabled.count(getattr(call.module, "layer_idx", None), rows, reason)
     if reason is None:
-        return attend_sparsely(call), None
+        return _attend_sparsely(call), None
     if reason:
         call.enabled.report(f"dense attention: {reason}")
     return dense_attention(call)
+
+
+def _attend_sparsely(call: Call) -> Tensor:
+    """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
+    padding, layer, options = call.padding, call.cache_layer, call.logit_options
+    if padding is not None:
+        return _attend_padded(call, padding)
+    assert call.context is not None  # Else it is dense.
+    rows, total = call.prompt_rows, call.past + call.prompt_rows
+    query, key, value = in_autocast_dtype(call.query, *call.held)
+    prompt, number = query[:, :, :rows], call.layer or 0  # No setting depends on a missing number.
+    if isinstance(layer, StaticPrefillLayer):
+        assert call.context.call is not None
+        out = layer.attend(prompt, call.context.call, number, options)
+        return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
+    recall = _recall_lists(call)
+    if layer is not None:
+        call.context.keep_state(layer)
+    if layer is not None and layer.holds(key, value):
+        out = layer.attend(prompt, total, recall, number, call.config, options)
+    else:
+        state = None if layer is None else layer.state
+        config = call.config.of_layer(call.layer)
+        out, state = sparse_attention(
+            prompt, key[:, :, :total], value[:, :, :total], state, config, recall, *options
+        )
+        if layer is not None:
+            layer.state = state
+    return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
+
+
+def _attend_padded(call: Call, padding: Padding) -> Tensor:
+    """Attend in a padded batch: in every row as if it were alone, so that none sees padding.
+
+    The operators take rows of one length, so those that lie in the same place go together. No state
+    is kept: its positions would be other tokens in every row.
+    """
+    config, options = call.config.of_layer(call.layer), call.logit_options
+    query, key, value = in_autocast_dtype(call.query, call.key, call.value)
+    out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    for (first, end), rows in padding.groups().items():
+        if not padding.fits((first, end)):
+            assert padding.mask is not None
+            parts = {name: getattr(call, name)[rows] for name in ("query", "key", "value", "mask")}
+            dense = dense_attention(replace(call, **parts))[0]
+            out[rows, first:end] = dense[:, first:end].to(out.dtype)
+            continue
+        q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
+        length = min(end, call.prompt_rows) - first
+        if is_long_row(length, call.config):
+            recall = _recall_lists(call, (first, end), rows)
+            prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
+            attended, _ = sparse_attention(prompt, keys, values, None, config, recall, *options)
+            attended = with_candidates(attended, q, k, v, options)
+        else:
+            attended = ops.dense_attention(q, k, v, *options)
+        out[rows, first:end] = attended.transpose(1, 2)
+    if isinstance(call.cache_layer, ChunkedPrefillLayer):
+        call.cache_layer.padded = True
+    return out
+
+
+def _recall_lists(
+    call: Call, span: Span | None = None, rows: slice | list[int] = ALL_ROWS
+) -> RecallLists:
+    assert call.context is not None
+    batch, device = call.query.shape[0], call.query.device
+    return call.context.recall_lists(batch, call.past, call.new, device, span, rows)

@@ -18,10 +18,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from h2o_prefill import ops
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
-from h2o_prefill.hf.dense import EAGER_ONLY, as_additive, call_function, eager_function
+from h2o_prefill.hf.dense import (
+    EAGER_ONLY,
+    as_additive,
+    call_function,
+    eager_function,
+    in_autocast_dtype,
+    with_candidates,
+)
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.rules import LAYER_RULES, MASKED, OTHER_VALUES, dense_reason
-from h2o_prefill.hf.sparse import in_autocast_dtype, with_candidates
 from h2o_prefill.hf.state import GraphCall, graph
 
 # The attribute of masks that are plain causal. A graph that needs no mask does not compute it.

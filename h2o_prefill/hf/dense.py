@@ -26,6 +26,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
+from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
 from h2o_prefill.hf.state import NAME, enabled_of
@@ -200,3 +201,24 @@ def _hide_other_keys(call: Call, mask: Any) -> Any:
     if mask.dtype == torch.bool:
         return mask & ~hidden[:, None]
     return mask.masked_fill(hidden[:, None], torch.finfo(call.query.dtype).min)
+
+
+def with_candidates(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
+) -> Tensor:
+    """Append the rows of `query`, which verify candidates, to those of `out`.
+
+    They attend as decoded tokens do, and leave no trace in the state.
+    """
+    rows = out.shape[2]
+    if rows == query.shape[2]:
+        return out
+    return torch.cat([out, ops.dense_attention(query[:, :, rows:], key, value, *options)], dim=2)
+
+
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does for attention: RoPE leaves fp32 queries beside 16-bit values."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)

@@ -38,12 +38,7 @@ NOT_CAUSAL = "the attention mask is not plain causal (packed sequences, or an ov
 
 
 # Those that transformers leaves out in some version.
-DEFAULTS = {
-    "q_offset": 0,
-    "kv_offset": 0,
-    "mask_function": causal_mask_function,
-    "attention_mask": None,
-}
+DEFAULTS = {"q_offset": 0, "kv_offset": 0, "attention_mask": None}
 
 
 def h2o_prefill_mask(**given: Any) -> Any:
@@ -53,7 +48,7 @@ def h2o_prefill_mask(**given: Any) -> Any:
 
     Called by transformers once for each mask type of a forward, with the arguments of `sdpa_mask`.
     """
-    arguments = {**DEFAULTS, **given}
+    arguments = {"mask_function": causal_mask_function, **DEFAULTS, **given}
     forward = call_in_graph()
     return _mask(arguments) if forward is None else mask_in_graph(arguments, forward)
 

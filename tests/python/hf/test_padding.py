@@ -368,9 +368,6 @@ def test_a_frozen_model_outside_of_no_grad_is_dense(llama, make_batch, sparse_la
     assert_rows_close(batch, ours, batch.cut(stock))
 
 
-# ----------------------------------------------------------------------- generate and its like
-
-
 @pytest.mark.parametrize("options", [H2O, RECOMMENDED], ids=["h2o", "recall"])
 @pytest.mark.parametrize("own_cache", [False, True])
 @pytest.mark.parametrize("name", MODELS)
@@ -434,24 +431,15 @@ def test_the_last_rows_of_a_call_verify_candidates(llama, make_batch, sparse_lay
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_scores_of_a_right_padded_batch(llama, make_batch, sparse_layers, masked):
-    """The loop of lm-eval, which passes no mask: pads on the right are seen by nobody."""
-    batch, last = make_batch("right", (72, 40, 55)), 7
-
-    def score(logits, row):
-        log_probs = logits[: row.shape[1] - 1].log_softmax(-1)
-        return log_probs.gather(1, row[0, 1:, None])[-last:].sum()
-
+def test_a_right_padded_batch_with_and_without_its_mask(llama, make_batch, sparse_layers, masked):
+    """The loop of lm-eval passes no mask: pads on the right are seen by nobody."""
+    batch = make_batch("right", (72, 40, 55))
     arguments = {"attention_mask": batch.mask} if masked else {}
     with enable(llama, strict=True, **RECOMMENDED):
-        expected = [score(llama(row).logits[0], row) for row in batch.rows]
-        logits = llama(batch.ids, **arguments).logits
-    ours = [score(*pair) for pair in zip(logits, batch.rows, strict=True)]
-    torch.testing.assert_close(torch.stack(ours), torch.stack(expected), atol=1e-4, rtol=1e-5)
+        expected = [llama(row).logits[0] for row in batch.rows]
+        ours = llama(batch.ids, **arguments).logits
+    assert_rows_close(batch, ours, expected, 1e-4)
     assert sparse_layers
-
-
-# ------------------------------------------------------------------- calls after a padded batch
 
 
 def stock_copy(cache, config):
@@ -475,10 +463,7 @@ def test_later_calls_are_dense_over_the_cache(
         kind = ChunkedPrefillCache if own_cache else transformers.DynamicCache
         cache = model(**batch.arguments, past_key_values=kind(config=model.config)).past_key_values
         plain, sparse = stock_copy(cache, model.config), len(sparse_layers)
-        if new == 40:
-            with pytest.warns(UserWarning, match=CONTINUES):
-                ours = model(more, past_key_values=cache, **arguments).logits
-        else:
+        with pytest.warns(UserWarning, match=CONTINUES) if new == 40 else nullcontext():
             ours = model(more, past_key_values=cache, **arguments).logits
     stock = model(more, past_key_values=plain, **arguments).logits
     assert_close(ours, stock)
@@ -497,14 +482,11 @@ def test_a_later_long_call_without_a_mask_is_dense_too(llama, make_batch, make_i
     assert len(sparse_layers) == 6
     stock = llama(more, past_key_values=plain).logits
     assert_close(ours, stock)
-    with (
-        enable(llama, strict=True, **H2O),
-        pytest.raises(NotImplementedError, match=CONTINUES),
-    ):
+    with enable(llama, strict=True, **H2O), pytest.raises(NotImplementedError, match=CONTINUES):
         llama(more, past_key_values=later)
 
 
-def test_padding_behind_an_unpadded_prefix_is_dense(llama, make_batch, make_ids, sparse_layers):
+def test_padding_after_an_unpadded_prefix_is_dense(llama, make_batch, make_ids, sparse_layers):
     prefix, batch = make_ids(4, 32, seed=9), make_batch("right")
     mask = torch.cat([torch.ones_like(prefix), batch.mask], dim=1)
     stock = llama(torch.cat([prefix, batch.ids], dim=1), attention_mask=mask).logits[:, 32:]
