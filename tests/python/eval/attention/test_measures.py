@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from h2o_prefill.eval.speed.peak_memory import peak_bytes
+from h2o_prefill.eval.timing.peak_memory import peak_bytes
 from torch import Tensor
 
 from h2o_prefill import reference
