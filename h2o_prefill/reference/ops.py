@@ -263,10 +263,14 @@ def chunkwise_linear_attention_backward(
         for result, gradient in zip(results, (grad_out, grad_state, grad_normalizer), strict=True)
         if gradient is not None and result.requires_grad
     ]
-    outputs, gradients = zip(*pairs, strict=True)
-    found = iter(
-        torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, materialize_grads=True)
-    )
+    found = iter([torch.zeros_like(x) for x in inputs])
+    if pairs:  # without tokens nothing may depend on the inputs
+        outputs, gradients = zip(*pairs, strict=True)
+        found = iter(
+            torch.autograd.grad(
+                outputs, inputs, gradients, allow_unused=True, materialize_grads=True
+            )
+        )
     return tuple(
         q.new_empty(0, dtype=_compute_dtype(q)) if x is None else next(found) for x in given
     )

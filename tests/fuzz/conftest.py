@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from fuzz.sandbox import Sandbox
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from random_calls.draw import Draw
 
 CASES = int(os.environ.get("H2O_FUZZ_CASES", "200"))
 
@@ -26,6 +28,8 @@ settings.register_profile(
 )
 settings.load_profile("fuzz")
 torch.set_num_threads(1)
+# Memory that nothing wrote holds NaN.
+torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @pytest.fixture
@@ -41,3 +45,17 @@ def sandbox() -> Iterator[Callable[[Callable[[Any], None]], Sandbox]]:
     yield make
     for box in made:
         box.close()
+
+
+@pytest.fixture
+def fuzz(sandbox: Any) -> Callable[..., None]:
+    """Check what a function draws, in a sandbox, as often as `CASES` says."""
+
+    @st.composite
+    def drawn(draw: Any, make: Callable[..., Any], *args: Any) -> Any:
+        return make(Draw(draw(st.randoms(use_true_random=False))), *args)
+
+    def run(check: Callable[[Any], None], make: Callable[..., Any], *args: Any) -> None:
+        given(drawn(make, *args))(sandbox(check).run)()
+
+    return run

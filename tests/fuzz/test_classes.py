@@ -1,20 +1,14 @@
-"""Every C++ class under programs of its methods."""
+"""Every C++ class under programs of its methods, and prompts in a context."""
 
 import pytest
-import torch
-from fuzz.check_program import check_program
-from fuzz.object_programs import PROGRAMS
-from hypothesis import given
+from random_calls.check_program import check_program
+from random_calls.programs import METHODS, draw_context, draw_program
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_class(name, sandbox):
-    box = sandbox(check_program)
-    given(PROGRAMS[name])(box.run)()
+@pytest.mark.parametrize("name", METHODS)
+def test_class(name, fuzz):
+    fuzz(check_program, draw_program, name)
 
 
-def test_every_class_is_fuzzed():
-    methods = torch._C._jit_get_custom_class_schemas()
-    owners = [str(method.arguments[0].type) for method in methods if method.arguments]
-    registered = {name.split(".")[-1] for name in owners if ".h2o_prefill." in name}
-    assert set(PROGRAMS) == registered
+def test_prompts(fuzz):
+    fuzz(check_program, draw_context)

@@ -1,45 +1,63 @@
 """Cases that were found by fuzzing, as it printed them."""
 
 import pytest
-from fuzz.arguments import Filled, Floats, Ints, Scores, SparseMatrix
-from fuzz.check_call import check_call
-from fuzz.check_program import check_program
-from fuzz.object_programs import Program, Step
-from fuzz.operator_calls import Call
+from random_calls.calls import Call, check_call
+from random_calls.check_program import check_program
+from random_calls.descriptions import Filled, Floats, Ints
+from random_calls.programs import Program, Step
 
-ROWS = Floats((1, 2, 8, 1))
-KEYS = Floats((1, 1, 8, 1), seed=100)
-VALUES = Floats((1, 1, 8, 1), seed=200)
+PLAIN = {"scale": None, "sinks": None, "softcap": 0.0}
+DENSE = {
+    **{"q": Floats((1, 2, 8, 1)), "k": Floats((1, 1, 8, 1), seed=100)},
+    **{"v": Floats((1, 1, 8, 1), seed=200), **PLAIN},
+}
 NO_QUERIES = Floats((1, 1, 0, 1))
 ONE_KEY = Floats((1, 1, 1, 1))
+NOTHING = Filled((1, 1, 0, 1), 1, "float32", "sparse")
 
 CALLS = {
     "a position beyond every prompt": Call(
         "advance_position_",
-        (Ints((0, 0), (2,), "int64"), 2**63 - 1, "h2o"),
+        {"position": Ints((0, 0), (2,), "int64"), "num_tokens": 2**63 - 1, "settings": "h2o"},
         "broken",
         "num_tokens is 9223372036854775807",
     ),
     "the strides of a memory that a call without tokens narrows": Call(
         "chunked_sparse_attention",
-        (NO_QUERIES, ONE_KEY, ONE_KEY, Scores((1, 1, 1)), Ints((-1, -1), (1, 1, 2)), None, None,
-         None, 0, "h2o,chunk_size=1,local_window=0,heavy_budget=0,sink_tokens=1", None),
+        {
+            **{"q": NO_QUERIES, "k": ONE_KEY, "v": ONE_KEY, "scores": Floats((1, 1, 1))},
+            **{"memory": Ints((-1, -1), (1, 1, 2)), "recall_offsets": None},
+            **{"recall_positions": None, "recall_visible_from": None, "last_chunk_begin": 0},
+            "settings": "h2o,chunk_size=1,local_window=0,heavy_budget=0,sink_tokens=1",
+            **PLAIN,
+        },
         "valid",
     ),
-    "logits beyond 2^31": Call("dense_attention", (ROWS, KEYS, VALUES, 2147483647), "valid"),
+    "logits beyond 2^31": Call("dense_attention", {**DENSE, "scale": 2147483647}, "valid"),
     "a scale that is infinite in float32": Call(
-        "dense_attention", (ROWS, KEYS, VALUES, 1e308), "broken", "scale is 1e308"
+        "dense_attention", {**DENSE, "scale": 1e308}, "broken", "scale is 1e308"
     ),
     "no tensor beside one without memory": Call(
-        "gather_rows", (None, Filled((), -1, "int32", "meta")), "wild"
+        "gather_rows", {"x": None, "indices": Filled((), -1, "int32", "meta")}, "wild"
     ),
-}  # fmt: skip
+    "gradients of a state without tokens": Call(
+        "chunkwise_linear_attention_backward",
+        {
+            **{"q": NO_QUERIES, "k": NO_QUERIES, "v": NO_QUERIES, "grad_out": NO_QUERIES},
+            **{"log_decay": None, "initial_state": None, "initial_normalizer": None},
+            **{"grad_state": ONE_KEY, "grad_normalizer": Floats((1, 1, 0))},
+            **{"feature_map": "elu+1", "chunk_size": 64, "causal": True, "diagonal_once": False},
+            **{"normalize": False, "scale": None},
+        },
+        "valid",
+    ),
+}
 
 PROGRAMS = {
     "a cache of sparse tensors": Program(
         (
             Step("ChunkedKVCache", "new", (1, 1, 1)),
-            Step("ChunkedKVCache", "append", (0, *[SparseMatrix((1, 1, 0, 1))] * 2)),
+            Step("ChunkedKVCache", "append", (0, NOTHING, NOTHING)),
         )
     ),
     "two billion layers": Program((Step("MemorySetTracker", "new", (2**31 - 1, 0, 0, 0)),)),

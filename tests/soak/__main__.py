@@ -8,17 +8,20 @@ The exit code is 0 if all is well. `--item` repeats one item that went wrong.
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 # Threads that wait sleep: others may use the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import typer
-from memory_watch import MIB, Reading
 from rich.console import Console
-from soak_run import Item, SoakRun
-from soak_table import summary_table
+from rich.table import Table
+from soak.memory_watch import MIB, Reading
+from soak.soak_run import Item, SoakRun
 
 console = Console()
 
@@ -41,6 +44,37 @@ def main(
         console.print(problem, markup=False, highlight=False)
     console.print(summary_table(run))
     raise typer.Exit(int(not well))
+
+
+def summary_table(run: SoakRun) -> Table:
+    """Return items, exceptions, errors and memory of a run."""
+    table = Table("", "", "", title=f"soak, seed {run.seed}")
+    for kind, count in sorted(run.counts.items()):
+        table.add_row(f"items: {kind}", f"{count.items:,}", f"{count.seconds:,.0f} s")
+    table.add_section()
+    for kind, number in sorted(run.judge.exceptions.items()):
+        table.add_row(f"injected: {kind}", f"{number:,}", "")
+    table.add_section()
+    for dtype, worst in sorted(run.judge.worst.items()):
+        table.add_row(
+            f"largest error: {dtype}",
+            f"{worst.error:.2g} of {worst.limit:.2g} allowed",
+            f"{worst.compared:,} comparisons",
+        )
+    table.add_section()
+    if run.memory.readings:
+        first, last = run.memory.readings[0], run.memory.readings[-1]
+        most = max(reading.resident for reading in run.memory.readings)
+        table.add_row(
+            "resident, MiB",
+            f"{first.resident / MIB:,.1f} to {last.resident / MIB:,.1f}",
+            f"at most {most / MIB:,.1f}",
+        )
+        table.add_row("live tensors", f"{first.tensors:,} to {last.tensors:,}", "")
+        table.add_row("live objects of ours", f"{first.objects:,} to {last.objects:,}", "")
+    table.add_section()
+    table.add_row("problems", str(len(run.problems())), "")
+    return table
 
 
 class _Progress:

@@ -1,16 +1,18 @@
-"""`enable` on Hugging Face models: dense if the memory holds all, in calls, cropped, generating."""
+"""`enable` on Hugging Face models: dense if the memory holds all, in calls, failing, generating."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import tiny_zoo
 import torch
-from draws import DTYPES, Draw, draw_calls, draw_settings
-from judge import FLOAT64_TOLERANCE, MIXED_TOLERANCE, Judge
+from compatibility.tiny_config import ORDINARY_IDS
+from random_calls.draw import Draw, draw_calls, draw_settings
+from random_calls.judge import FLOAT64_TOLERANCE, Judge
+from soak import models
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -21,6 +23,15 @@ LONGEST = 512
 LONGEST_FLOAT64 = 192
 # Prompts that presets prefill sparsely.
 LONG_CHANCE = 0.04
+LONGEST_PRETRAINED = 384
+# Results of a model that computes a part of it in float32.
+MIXED_TOLERANCE = 1e-5
+# float32 logits of 30 layers, relative to the largest.
+PRETRAINED_TOLERANCE = 1e-4
+
+
+class Injected(RuntimeError):
+    """An exception that no library raises by itself."""
 
 
 @dataclass(frozen=True)
@@ -41,56 +52,69 @@ class Case:
         """Return an empty cache."""
         return ChunkedPrefillCache(config=self.model.config)
 
+    def calls(self, ends: list[int], cache: Any) -> Iterator[Tensor]:
+        """Return the logits of calls that end there."""
+        for begin, end in zip([0, *ends], ends, strict=False):
+            yield self.model(self.ids[:, begin:end], past_key_values=cache).logits
+
+    def can_crop(self) -> bool:
+        """Return whether a cache can lose tokens: sliding layers have dropped old keys."""
+        layers = DynamicCache(config=self.model.config).layers
+        return not any(getattr(layer, "is_sliding", False) for layer in layers)
+
+    def check_untouched(self, judge: Judge) -> None:
+        """Check that the model has no hook and the attention that it came with."""
+        hooked = any(x._forward_pre_hooks or x._forward_hooks for x in self.model.modules())
+        judge.true("a hook is left on the model", not hooked)
+        implementation = self.model.config._attn_implementation
+        expected = models.implementation(self.name)
+        judge.true(f"{implementation} instead of {expected}", implementation == expected)
+
 
 def draw_case(draw: Draw, whole: bool, dtype: torch.dtype | None = None) -> Case:
     """Draw a model, a prompt and settings."""
-    name = draw.choice(tiny_zoo.NAMES)
-    dtype = draw.choice(DTYPES) if dtype is None else dtype
+    name, dtype = draw.choice(models.NAMES), dtype or draw.choice(models.DTYPES)
     # Models come and go in a process too.
-    model = (tiny_zoo.build if draw.chance(0.1) else tiny_zoo.shared)(name, dtype)
-    longest = tiny_zoo.LONGEST if draw.chance(LONG_CHANCE) else LONGEST
+    model = (models.build if draw.chance(0.1) else models.shared)(name, dtype)
+    longest = models.LONGEST if draw.chance(LONG_CHANCE) else LONGEST
     length = draw.size(2, LONGEST_FLOAT64 if dtype == torch.float64 else longest)
-    batch = 3 if draw.largest else draw.choice([1, 1, 1, 2, 3])
-    ids = torch.randint(
-        3, tiny_zoo.VOCABULARY, (batch, length), generator=draw.generator(), dtype=torch.int64
-    )
-    return Case(name, model, ids, draw_settings(draw, length, tiny_zoo.LAYERS, whole))
+    ids = draw.ids(3 if draw.largest else draw.choice([1, 1, 1, 2, 3]), length, ORDINARY_IDS)
+    return Case(name, model, ids, draw_settings(draw, length, 2, whole))
 
 
 def run_whole_memory(draw: Draw, judge: Judge) -> None:
     """With memory sets that hold everything a model gives what it gives without us."""
     case = draw_case(draw, whole=True)
-    stock = stock_logits(case)
+    stock = case.model(case.ids).logits
     truth = stock
     if case.model.dtype != torch.float64:
-        truth = tiny_zoo.shared(case.name, torch.float64)(case.ids).logits
-    cache = case.cache()
-    ids_known = True
+        truth = models.shared(case.name, torch.float64)(case.ids).logits
+    cache, ids_known, logits, begin = case.cache(), True, [], 0
     handle = enable(case.model, case.config)
     try:
-        logits, begin = [], 0
-        for end in draw_calls(draw, 0, case.length):
+        for end in [*draw_calls(draw, 0, case.length), case.length]:
+            if begin == end:
+                continue
             if draw.chance(0.2):
                 ids_known &= _toggle(draw, judge, case, handle)
-            piece = case.ids[:, begin:end]
-            logits.append(case.model(piece, past_key_values=cache).logits)
+            logits.append(case.model(case.ids[:, begin:end], past_key_values=cache).logits)
             begin = end
             if draw.chance(0.2):
-                cache = _copy(draw, cache)
-            if not handle.active:
-                handle.enable()
-            if draw.chance(0.2):
-                begin -= _crop(draw, cache, logits)
-        if begin < case.length:
-            logits.append(case.model(case.ids[:, begin:], past_key_values=cache).logits)
+                cache = draw.choice([copy.deepcopy, _pickled])(cache)
+            handle.enable()
+            if end < case.length and case.can_crop() and draw.chance(0.3):
+                removed = draw.integer(0, logits[-1].shape[1])
+                cache.crop(-removed)
+                logits[-1] = logits[-1][:, : logits[-1].shape[1] - removed]
+                begin -= removed
     finally:
         handle.disable()
     what = f"{case.name}, whole memory"
     judge.close(what, torch.cat(logits, 1), truth.double(), stock, of_model=True)
     if ids_known:
         judge.same(f"{what}: ids of the cache", cache.token_ids, case.ids)
-    judge.same(f"{what}: without us again", stock_logits(case), stock)
-    check_untouched(judge, case.name, case.model)
+    judge.same(f"{what}: without us again", case.model(case.ids).logits, stock)
+    case.check_untouched(judge)
 
 
 def run_calls(draw: Draw, judge: Judge) -> None:
@@ -102,48 +126,44 @@ def run_calls(draw: Draw, judge: Judge) -> None:
     ends = draw_calls(draw, 0, case.length, -(-least // config.chunk_size) * config.chunk_size)
     if len(ends) > 1 and ends[-1] - ends[-2] < least:
         del ends[-2]
+    row = draw.integer(0, case.ids.shape[0] - 1)
     with enable(case.model, config):
-        expected = case.cache()
+        expected, cache = case.cache(), case.cache()
         whole = case.model(case.ids, past_key_values=expected).logits
-        cache, begin, logits = case.cache(), 0, []
-        for end in ends:
-            logits.append(case.model(case.ids[:, begin:end], past_key_values=cache).logits)
-            begin = end
-        row = draw.integer(0, case.ids.shape[0] - 1)
+        logits = torch.cat(list(case.calls(ends, cache)), 1)
         alone = case.model(case.ids[row : row + 1], past_key_values=case.cache()).logits
     # Eager attention takes its softmax in float32.
-    eager = tiny_zoo.implementation(case.name) == "eager"
+    eager = models.implementation(case.name) == "eager"
     tolerance = MIXED_TOLERANCE if eager else FLOAT64_TOLERANCE
-    judge.nearly(f"{case.name}, calls to {ends}", torch.cat(logits, 1), whole, tolerance)
-    judge.nearly(f"{case.name}, row {row} alone", alone, whole[row : row + 1], tolerance)
-    same_memory(judge, f"{case.name}, calls", cache, expected)
+    judge.near(f"{case.name}, calls to {ends}", logits, whole, tolerance)
+    judge.near(f"{case.name}, row {row} alone", alone, whole[row : row + 1], tolerance)
+    _check_cache(judge, f"{case.name}, calls", cache, expected, exact=False)
     prefilled = chunked_prefill(case.model, case.ids, config, chunks_per_call=draw.integer(1, 5))
     last = prefilled.logits[:, -1:]
-    judge.nearly(f"{case.name}, chunked_prefill", last, whole[:, -1:], tolerance)
-    check_untouched(judge, case.name, case.model)
+    judge.near(f"{case.name}, chunked_prefill", last, whole[:, -1:], tolerance)
+    case.check_untouched(judge)
 
 
 def run_again(draw: Draw, judge: Judge) -> None:
     """The same calls give the same, bit for bit; tokens decoded and cropped leave no trace."""
     case = draw_case(draw, whole=False)
-    ends = draw_calls(draw, 0, case.length)
-    results = []
-    for decoded in (draw.integer(0, 3) if can_crop(case.model) else 0, 0):
-        cache, begin, logits = case.cache(), 0, []
+    ends, results = draw_calls(draw, 0, case.length), []
+    for decoded in (draw.integer(0, 3) if case.can_crop() else 0, 0):
+        cache, logits = case.cache(), []
         with enable(case.model, case.config):
-            for end in ends:
-                logits.append(case.model(case.ids[:, begin:end], past_key_values=cache).logits)
+            for piece in case.calls(ends, cache):
+                logits.append(piece)
                 for _ in range(decoded):
                     case.model(case.ids[:, :1], past_key_values=cache)
                 if decoded:
                     cache.crop(-decoded)
-                begin = end
         results.append((torch.cat(logits, 1), cache))
     (first, cache), (second, expected) = results
-    judge.finite(f"{case.name}, {len(ends)} calls", first)
-    judge.same(f"{case.name}, {len(ends)} calls again", first, second)
-    same_cache(judge, f"{case.name}, {len(ends)} calls again", cache, expected)
-    check_untouched(judge, case.name, case.model)
+    what = f"{case.name}, {len(ends)} calls"
+    judge.finite(what, first)
+    judge.same(f"{what} again", first, second)
+    _check_cache(judge, f"{what} again", cache, expected)
+    case.check_untouched(judge)
 
 
 def run_generate(draw: Draw, judge: Judge) -> None:
@@ -172,57 +192,73 @@ def run_generate(draw: Draw, judge: Judge) -> None:
     judge.same(f"{case.name}, tokens of generate again", results[1], results[0])
     length = results[0].shape[1]
     judge.true(f"{case.name}, {length} tokens", length == case.length + new_tokens)
-    check_untouched(judge, case.name, case.model)
+    case.check_untouched(judge)
 
 
-def stock_logits(case: Case) -> Tensor:
-    """Return the logits of the model as it is without us."""
-    return case.model(case.ids).logits
+def run_failure(draw: Draw, judge: Judge) -> None:
+    """Fail inside a second call, compare the cache, and make the call again."""
+    case = draw_case(draw, whole=False)
+    begin = draw.integer(0, case.length - 1)
+    rest = case.ids[:, begin:]
+    cache = DynamicCache(config=case.model.config) if draw.chance(0.2) else case.cache()
+    kind = draw.choice([Injected, ValueError, KeyboardInterrupt])
+    handle = enable(case.model, case.config)
+    try:
+        if begin:
+            case.model(case.ids[:, :begin], past_key_values=cache)
+        before = copy.deepcopy(cache)
+        expected, called = _forward(case, rest, copy.deepcopy(cache))
+        where, after = draw.choice(called), draw.chance(0.5)
+        what = f"{case.name}, {kind.__name__} {'after' if after else 'before'} {where}"
+        with _raising(case.model.get_submodule(where), kind, after):
+            judge.raises(kind, what, lambda: case.model(rest, past_key_values=cache))
+        judge.count(f"{kind.__name__} in a forward")
+        disabled = draw.chance(0.3)
+        if disabled:
+            handle.disable()
+            judge.finite(f"{what}: without us", case.model(case.ids).logits)
+        # torch calls no hook on an interrupt: what it left open ends with `disable` or the next
+        # forward.
+        if disabled or kind is not KeyboardInterrupt:
+            _check_cache(judge, f"{what}: the cache", cache, before)
+        handle.enable()
+        logits = case.model(rest, past_key_values=cache).logits
+        judge.same(f"{what}: the call again", logits, expected)
+    finally:
+        handle.disable()
+    case.check_untouched(judge)
 
 
-def can_crop(model: Any) -> bool:
-    """Return whether caches of a model can lose tokens: sliding layers have dropped old keys."""
-    cache = DynamicCache(config=model.config)
-    return not any(getattr(layer, "is_sliding", False) for layer in cache.layers)
+def run_pretrained(draw: Draw, judge: Judge) -> None:
+    """With memory sets that hold everything the logits of SmolLM2 are those of the stock model."""
+    model = models.pretrained()
+    ids = draw.ids(1, draw.size(2, LONGEST_PRETRAINED), (3, 49152))
+    arguments = {"use_cache": True, "logits_to_keep": 16}
+    stock = model(ids, **arguments).logits
+    chunk_size = draw.integer(16, 256)
+    with enable(model, "recommended", chunk_size=chunk_size, heavy_budget=LONGEST_PRETRAINED):
+        prompt_cache = ChunkedPrefillCache(config=model.config)
+        ours = model(ids, past_key_values=prompt_cache, **arguments).logits
+    judge.near(f"SmolLM2, {ids.shape[1]} tokens", ours, stock, PRETRAINED_TOLERANCE)
 
 
-def check_untouched(judge: Judge, name: str, model: Any) -> None:
-    """Check that a model has no hook and the attention that it came with."""
-    hooked = any(x._forward_pre_hooks or x._forward_hooks for x in model.modules())
-    judge.true("a hook is left on the model", not hooked)
-    implementation = model.config._attn_implementation
-    expected = tiny_zoo.implementation(name)
-    judge.true(f"{implementation} instead of {expected}", implementation == expected)
-
-
-def same_memory(
-    judge: Judge, what: str, cache: ChunkedPrefillCache, expected: ChunkedPrefillCache
-) -> None:
-    """Check that two caches selected the same."""
-    for index, (ours, theirs) in enumerate(zip(cache.layers, expected.layers, strict=True)):
-        state, other = (getattr(x, "state", None) for x in (ours, theirs))
-        judge.true(f"{what}: layer {index} has a state", (state is None) == (other is None))
-        if state is not None and other is not None:
-            judge.same(f"{what}: memory set of layer {index}", state.memory, other.memory)
-
-
-def same_cache(judge: Judge, what: str, cache: Any, expected: Any) -> None:
-    """Check that two caches hold the same, bit for bit."""
+def _check_cache(judge: Judge, what: str, cache: Any, expected: Any, exact: bool = True) -> None:
+    """Check that two caches hold the same, bit for bit, or only selected the same."""
     judge.true(f"{what}: number of layers", len(cache.layers) == len(expected.layers))
     for index, (ours, theirs) in enumerate(zip(cache.layers, expected.layers, strict=True)):
-        where = f"{what}: layer {index}"
-        length = theirs.get_seq_length()
+        where, length = f"{what}: layer {index}", theirs.get_seq_length()
         judge.true(f"{where}: length", ours.get_seq_length() == length)
         if length == 0:
             continue
-        judge.same(f"{where}: keys", ours.keys, theirs.keys)
-        judge.same(f"{where}: values", ours.values, theirs.values)
         state, other = (getattr(x, "state", None) for x in (ours, theirs))
         judge.true(f"{where}: has a state", (state is None) == (other is None))
         if state is not None and other is not None:
-            judge.same(f"{where}: scores", state.scores, other.scores)
             judge.same(f"{where}: memory set", state.memory, other.memory)
             judge.true(f"{where}: last chunk", state.last_chunk_begin == other.last_chunk_begin)
+        if exact:
+            judge.same(f"{where}: scores", state and state.scores, other and other.scores)
+            judge.same(f"{where}: keys", ours.keys, theirs.keys)
+            judge.same(f"{where}: values", ours.values, theirs.values)
     if isinstance(expected, ChunkedPrefillCache):
         judge.same(f"{what}: token ids", cache.token_ids, expected.token_ids)
 
@@ -242,18 +278,30 @@ def _toggle(draw: Draw, judge: Judge, case: Case, handle: Any) -> bool:
     return handle.active
 
 
-def _copy(draw: Draw, cache: ChunkedPrefillCache) -> ChunkedPrefillCache:
-    if draw.chance(0.5):
-        return copy.deepcopy(cache)
+def _pickled(cache: ChunkedPrefillCache) -> ChunkedPrefillCache:
     return pickle.loads(pickle.dumps(cache))
 
 
-def _crop(draw: Draw, cache: ChunkedPrefillCache, logits: list[Tensor]) -> int:
-    """Remove some of the last call's tokens from cache and logits; return how many."""
-    if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
-        return 0
-    removed = draw.integer(0, logits[-1].shape[1])
-    if removed:
-        cache.crop(-removed)
-        logits[-1] = logits[-1][:, : logits[-1].shape[1] - removed]
-    return removed
+def _forward(case: Case, ids: Tensor, cache: Any) -> tuple[Tensor, list[str]]:
+    """Return the logits of a call, and the parts of the model that it calls."""
+    called: list[str] = []
+    hooks = [
+        part.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        for name, part in case.model.named_modules()
+        # The hooks of the model itself end the forward that may be undone.
+        if name
+    ]
+    try:
+        return case.model(ids, past_key_values=cache).logits, called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _raising(part: Any, kind: type[BaseException], after: bool) -> Any:
+    """Return a handle that removes the hook when its `with` ends."""
+
+    def fail(*_: Any) -> None:
+        raise kind("injected")
+
+    return part.register_forward_hook(fail) if after else part.register_forward_pre_hook(fail)

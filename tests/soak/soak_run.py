@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
+import random
 import time
 import traceback
 import warnings
@@ -12,34 +12,45 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import tiny_zoo
 import torch
-from context_items import run_context
-from draws import Draw, draw_settings
-from failure_items import run_failure
-from in_place_items import run_in_place
-from judge import Judge
-from memory_watch import MemoryWatch, Reading, without_old_objects
-from model_items import run_again, run_calls, run_generate, run_whole_memory
-from op_items import run_operator
-from real_model_items import is_installed, run_real_model
+from random_calls.calls import check_call, draw_call
+from random_calls.check_program import check_program
+from random_calls.draw import Draw, draw_settings
+from random_calls.judge import Judge
+from random_calls.operators import VALID
+from random_calls.programs import draw_context
+from soak import model_items, models
+from soak.memory_watch import MemoryWatch, Reading, without_old_objects
 
 from h2o_prefill import ops
 
 Work = Callable[[Draw, Judge], None]
 
+LONGEST = 4096
 PRETRAINED = "pretrained model"
+
+
+def run_call(draw: Draw, judge: Judge) -> None:
+    """Make a valid or a broken call of an operator."""
+    call = draw_call(draw, draw.choice(list(VALID)), ("valid", "broken"))
+    check_call(call, judge, traces=False)
+
+
+def run_prompts(draw: Draw, judge: Judge) -> None:
+    """Run prompts through a context and the operators, in random steps."""
+    check_program(draw_context(draw, LONGEST), judge)
+
+
 # Name: (how often, what).
 KINDS: dict[str, tuple[float, Work]] = {
-    "operator": (6, run_operator),
-    "operator in place": (6, run_in_place),
-    "context": (6, run_context),
-    "model, whole memory": (3, run_whole_memory),
-    "model, calls": (3, run_calls),
-    "model, again": (3, run_again),
-    "model, generate": (2, run_generate),
-    "model, failing": (4, run_failure),
-    PRETRAINED: (0.02, run_real_model),
+    "call": (6, run_call),
+    "prompts": (12, run_prompts),
+    "model, whole memory": (3, model_items.run_whole_memory),
+    "model, calls": (3, model_items.run_calls),
+    "model, again": (3, model_items.run_again),
+    "model, generate": (2, model_items.run_generate),
+    "model, failing": (4, model_items.run_failure),
+    PRETRAINED: (0.02, model_items.run_pretrained),
 }
 # The first items have the largest sizes, this many of each kind of tiny things.
 LARGEST_ITEMS = 4
@@ -66,14 +77,13 @@ class Item:
     def from_seed(cls, seed: int) -> Item:
         """Return the item of a seed."""
         tiny = [kind for kind in KINDS if kind != PRETRAINED]
-        kinds = [*tiny, PRETRAINED] if is_installed() else tiny
+        kinds = [*tiny, PRETRAINED] if models.is_installed() else tiny
         largest = kinds + (LARGEST_ITEMS - 1) * tiny
         place = seed % MOST_ITEMS
         if place < len(largest):
             return cls(seed, largest[place], largest=True)
-        point = Draw(seed, "kind").uniform(0, sum(KINDS[kind][0] for kind in kinds))
-        ends = itertools.accumulate(KINDS[kind][0] for kind in kinds)
-        kind = next(kind for kind, end in zip(kinds, ends, strict=True) if point <= end)
+        weights = [KINDS[kind][0] for kind in kinds]
+        (kind,) = random.Random(f"{seed} kind").choices(kinds, weights)
         return cls(seed, kind, largest=False)
 
 
@@ -101,7 +111,7 @@ class SoakRun:
 
     def run(self, on_reading: Callable[[Reading], None] = lambda _: None) -> bool:
         """Run until the time is over; return whether all is well."""
-        _fill_caches()
+        fill_caches()
         with without_old_objects():
             self._run_items(on_reading)
         return not self.problems()
@@ -111,7 +121,7 @@ class SoakRun:
         # Every third has some readings however short the run is.
         interval = min(10.0, self.seconds / 40)
         next_reading = WARM_UP * self.seconds
-        for seed in self._seeds():
+        for seed in range(self.seed * MOST_ITEMS, (self.seed + 1) * MOST_ITEMS):
             item = Item.from_seed(seed)
             self.run_item(item)
             elapsed = self.clock() - begin
@@ -126,7 +136,8 @@ class SoakRun:
         begin = self.clock()
         try:
             with _surroundings(item.seed):
-                KINDS[item.kind][1](Draw(item.seed, "work", item.largest), self.judge)
+                source = random.Random(f"{item.seed} work")
+                KINDS[item.kind][1](Draw(source, item.largest), self.judge)
         except Exception:
             # As text: a traceback would keep the tensors of its frames.
             self.failures.append(f"item {item.seed} ({item.kind}):\n{traceback.format_exc()}")
@@ -139,9 +150,6 @@ class SoakRun:
         """Return what is wrong: items that failed, and memory that is not flat."""
         return self.failures + self.memory.complaints()
 
-    def _seeds(self) -> Iterator[int]:
-        return iter(range(self.seed * MOST_ITEMS, (self.seed + 1) * MOST_ITEMS))
-
     def _plant_leak(self) -> None:
         if self.leak == "tensors":
             self._kept.append(torch.zeros(1))
@@ -151,14 +159,16 @@ class SoakRun:
             self._kept.append(block)
 
 
-def _fill_caches() -> None:
+def fill_caches() -> None:
     """Build the models, and read more settings than any cache of settings keeps."""
-    tiny_zoo.build_all()
-    draw = Draw(0, "settings")
+    for name in models.NAMES:
+        for dtype in models.DTYPES:
+            models.shared(name, dtype)
+    draw = Draw(random.Random("settings"))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for length in range(1, CACHED_SETTINGS):
-            config = draw_settings(draw, length, layers=2, whole=False)
+            config = draw_settings(draw, length, layers=2)
             config = config.replace(wide_layers=(0,), wide_factor=2)
             text = config.of_layer(0).to_string()
             ops.prefill_attention(*[_TOKEN] * 3, *[None] * 5, 0, 0, text)
@@ -167,7 +177,7 @@ def _fill_caches() -> None:
 @contextmanager
 def _surroundings(seed: int) -> Iterator[None]:
     """No gradients and no warnings; a number of threads; sometimes memory poisoned with NaN."""
-    draw = Draw(seed, "surroundings")
+    draw = Draw(random.Random(f"{seed} surroundings"))
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if draw.chance(0.2) else 1)
     # oneDNN keeps a compiled product for every new shape of 16-bit tensors: hundreds of MB.

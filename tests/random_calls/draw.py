@@ -1,9 +1,9 @@
-"""Random choices of one item of work, all from its seed."""
+"""Where the choices of a random call come from, and settings drawn from it."""
 
 from __future__ import annotations
 
-import math
 import random
+import warnings
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -13,26 +13,26 @@ from h2o_prefill import PRESETS, PrefillConfig
 
 T = TypeVar("T")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_CHUNK = 1024
 # More chunks than that cost time and test nothing new.
 MOST_CHUNKS = 128
 
 
 class Draw:
-    """The source of every choice of an item."""
+    """Choices of a `random.Random`: a seeded one, or hypothesis's, which shrinks what it chose."""
 
-    def __init__(self, seed: int, purpose: str, largest: bool = False) -> None:
+    def __init__(self, source: random.Random, largest: bool = False) -> None:
+        # Whether sizes are as large as they can be.
         self.largest = largest
-        self._random = random.Random(f"{seed} {purpose}")
+        self._random = source
 
     def chance(self, probability: float) -> bool:
         """Return True with a probability."""
-        return self._random.random() < probability
+        return self.integer(0, 99) >= 100 * (1 - probability)
 
     def choice(self, options: Sequence[T]) -> T:
-        """Return one of the options."""
-        return self._random.choice(options)
+        """Return one of the options; the first is the simplest."""
+        return options[self.integer(0, len(options) - 1)]
 
     def integer(self, least: int, most: int) -> int:
         """Return an integer in [least, most]."""
@@ -42,43 +42,59 @@ class Draw:
         """Return an integer in [least, most], small ones as often as large ones."""
         if self.largest:
             return most
-        return min(most, int(math.exp(self._random.uniform(math.log(least), math.log(most + 1)))))
+        least <<= self.integer(0, (most // least).bit_length() - 1)
+        return self.integer(least, min(most, 2 * least - 1))
 
     def uniform(self, least: float, most: float) -> float:
-        """Return a float in [least, most]."""
-        return self._random.uniform(least, most)
+        """Return one of 101 floats in [least, most]."""
+        return least + (most - least) * self.integer(0, 100) / 100
+
+    def sample(self, count: int, most: int) -> list[int]:
+        """Return different integers in [0, most)."""
+        return self._random.sample(range(most), min(count, most))
 
     def seed(self) -> int:
         """Return a seed for another generator."""
-        return self._random.randrange(2**31)
+        return self.integer(0, 9999)
 
-    def generator(self) -> torch.Generator:
-        """Return a generator of tensors."""
-        return torch.Generator().manual_seed(self.seed())
+    def ids(self, batch: int, length: int, ordinary: tuple[int, int] = (0, 3)) -> torch.Tensor:
+        """Return random token ids, int64 [batch, length]."""
+        generator = torch.Generator().manual_seed(self.seed())
+        return torch.randint(*ordinary, (batch, length), generator=generator)
 
 
-def draw_settings(draw: Draw, length: int, layers: int, whole: bool) -> PrefillConfig:
-    """Draw settings from everything that they can be."""
-    if draw.chance(0.15):
+def draw_settings(draw: Draw, length: int, layers: int = 1, whole: bool = False) -> PrefillConfig:
+    """Draw settings from everything that they can be; `whole` memory sets hold `length` tokens."""
+    with warnings.catch_warnings():
+        # Some are drawn that the library advises against.
+        warnings.simplefilter("ignore")
+        return _draw_settings(draw, length, layers, whole)
+
+
+def _draw_settings(draw: Draw, length: int, layers: int, whole: bool) -> PrefillConfig:
+    length = max(1, length)
+    if draw.chance(0.1):
         preset = PRESETS[draw.choice(sorted(PRESETS))]
         return preset.with_fields(heavy_budget=length) if whole else preset
     # A rounded up quotient, so that there are never more chunks than MOST_CHUNKS.
     least = -(-length // MOST_CHUNKS)
     chunk_size = draw.size(least, max(least, min(LARGEST_CHUNK, length + 1)))
     sinks, local, heavy = _draw_budgets(draw, length, whole)
+    # Blocks of a few rows make as many lists; the largest item needs no more than the others.
+    blocks = [x for x in range(1, min(chunk_size, 64) + 1) if chunk_size % x == 0]
     return PrefillConfig(
         chunk_size=chunk_size,
         sink_tokens=sinks,
         local_window=local,
         heavy_budget=heavy,
-        dense_tail=draw.size(1, length) if draw.chance(0.25) else 0,
+        dense_tail=draw.choice([draw.size(1, length), 2**31 - 1]) if draw.chance(0.25) else 0,
         dense_layers=_draw_layers(draw, layers),
         wide_layers=_draw_layers(draw, layers),
         wide_factor=draw.integer(1, 4),
         gqa_reduce=draw.choice(["sum", "max"]),
         min_prefill=draw.size(1, 2 * chunk_size) if draw.chance(0.5) else None,
         recall=draw.integer(1, 8) if draw.chance(0.4) else 0,
-        recall_block=_draw_divisor(draw, chunk_size),
+        recall_block=chunk_size // draw.choice(blocks),
         recall_suffix=draw.integer(1, 4),
         recall_span=draw.integer(1, 5),
         recall_max_count=draw.integer(1, 64),
@@ -94,23 +110,16 @@ def draw_calls(draw: Draw, begin: int, end: int, multiple: int = 1) -> list[int]
 
 
 def _draw_budgets(draw: Draw, length: int, whole: bool) -> tuple[int, int, int]:
+    """Draw sinks, local window and heavy hitters."""
+    sinks = draw.integer(0, 8) if draw.chance(0.4) else 0
     if whole:
-        sinks = draw.integer(0, 8) if draw.chance(0.5) else 0
         local = draw.integer(0, length)
         return sinks, local, max(0, length - sinks - local) + draw.integer(0, 8)
     if draw.chance(0.03):
         return 0, 0, 0
-    most = max(1, length // 3)
-    sinks = draw.integer(0, 8) if draw.chance(0.4) else 0
-    local = 0 if draw.chance(0.1) else draw.size(1, most)
-    heavy = 0 if draw.chance(0.1) else draw.size(1, most)
+    local, heavy = (draw.size(1, max(1, length // 3)) if draw.chance(0.9) else 0 for _ in range(2))
     return sinks, local, heavy
 
 
 def _draw_layers(draw: Draw, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if draw.chance(0.15))
-
-
-def _draw_divisor(draw: Draw, number: int) -> int:
-    # Blocks of a few rows make as many lists; the largest item needs no more than the others.
-    return draw.choice([x for x in range(1, number + 1) if number % x == 0 and number // x <= 64])

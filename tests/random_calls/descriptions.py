@@ -1,7 +1,7 @@
 """Arguments as descriptions: small, printable, comparable, and built where they are used.
 
 The representation of a description is Python that makes it again, so that a failing call can be
-copied from a report into `regressions.py`.
+copied from a report into `tests/fuzz/test_regressions.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Floats:
     seed: int = 0
 
     def build(self) -> Tensor:
-        """Return the tensor."""
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(self.seed))
         if self.fill == "zeros":
             x = x * 0
@@ -44,65 +43,40 @@ class Floats:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Scores or column sums: not negative."""
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    layout: str = "contiguous"
-    seed: int = 0
-
-    def build(self) -> Tensor:
-        """Return the tensor."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return _lay_out(
-            torch.rand(self.shape, generator=generator).to(getattr(torch, self.dtype)), self.layout
-        )
-
-
-@dataclass(frozen=True)
 class Ints:
     """A tensor of the listed integers."""
 
-    values: tuple[int, ...]
+    # One after the other, or rows that -1 fills up.
+    values: tuple[Any, ...]
     shape: tuple[int, ...]
     dtype: str = "int32"
     layout: str = "contiguous"
 
     def build(self) -> Tensor:
-        """Return the tensor."""
-        x = torch.tensor(self.values, dtype=torch.int64).to(getattr(torch, self.dtype))
+        rows = [x if isinstance(x, tuple) else (x,) for x in self.values]
+        width = self.shape[-1] if any(isinstance(x, tuple) for x in self.values) else 1
+        flat = [value for row in rows for value in row + (-1,) * (width - len(row))]
+        x = torch.tensor(flat, dtype=torch.int64).to(getattr(torch, self.dtype))
         return _lay_out(x.view(self.shape), self.layout)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A tensor with one value throughout; with "meta" as its device it has no memory."""
+    """A tensor with one value throughout."""
 
     shape: tuple[int, ...]
     value: float
     dtype: str = "int32"
-    device: str = "cpu"
+    # "cpu", "meta" without memory, or "sparse": stored as a list of its entries.
+    where: str = "cpu"
 
     def build(self) -> Tensor:
-        """Return the tensor."""
-        return torch.full(
-            self.shape, self.value, dtype=getattr(torch, self.dtype), device=self.device
-        )
+        device = "meta" if self.where == "meta" else "cpu"
+        x = torch.full(self.shape, self.value, dtype=getattr(torch, self.dtype), device=device)
+        return x.to_sparse() if self.where == "sparse" else x
 
 
-@dataclass(frozen=True)
-class SparseMatrix:
-    """A tensor that is stored as a list of its entries."""
-
-    shape: tuple[int, ...]
-
-    def build(self) -> Tensor:
-        """Return the tensor."""
-        return torch.ones(self.shape).to_sparse()
-
-
-Description = Floats | Scores | Ints | Filled | SparseMatrix
+Description = Floats | Ints | Filled
 
 
 def build(argument: Any) -> Any:

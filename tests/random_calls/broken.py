@@ -1,0 +1,255 @@
+"""What an operator must refuse with a ValueError, whichever valid call it breaks.
+
+Each function takes the arguments of a valid call by name and returns what to change: the change of
+the arguments by what it breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from random_calls.descriptions import Filled, Floats, Ints
+from random_calls.operators import INT32_MAX, TENSORS, Arguments
+
+Changes = dict[str, Arguments]
+
+INT64_MAX = 2**63 - 1
+
+# Values that an argument of this name never has.
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    "begin": (-1, INT64_MAX),
+    "block": (0, -1, INT64_MAX),
+    "chunk_begin": (-1, INT64_MAX),
+    "chunk_end": (-1, 2**31, INT64_MAX),
+    "chunk_size": (0, -1, -INT64_MAX - 1),
+    "feature_map": ("", "elu", "softmax"),
+    "heavy_budget": (-1, INT32_MAX, INT64_MAX),
+    "last_chunk_begin": (-1, INT64_MAX),
+    "layer": (-1, -INT64_MAX - 1),
+    "local_window": (-1, 2**22 + 1, INT64_MAX),
+    "max_count": (0, -1),
+    "max_matches": (0, 1025, INT64_MAX),
+    "max_suffix": (0, 65, INT64_MAX),
+    "num_tokens": (-1, INT64_MAX, -INT64_MAX - 1),
+    "position": (Ints((-1, 0), (2,), "int64"),),
+    "scale": (float("nan"), float("-inf")),
+    "settings": (
+        "",
+        "unknown",
+        "h2o,chunk_size=0",
+        "h2o,chunk_size",
+        "h2o,local_window=-1",
+        "h2o,dense_tail=-1",
+        "h2o,recall_block=0",
+        "h2o,heavy_budget=99999999999999999999",
+        "h2o,gqa_reduce=mean",
+        "recommended,recall=2,recall_block=7",
+        "h2o,wide_layers=1,wide_factor=2147483647,local_window=4194304",
+    ),
+    "sink_tokens": (-1, -INT64_MAX - 1, INT64_MAX),
+    "softcap": (-1.0, float("inf"), float("nan")),
+    "span": (0, 1025, INT64_MAX),
+}
+
+
+def breakages(operator: str, a: Arguments) -> Changes:
+    """Return everything that breaks a valid call."""
+    changes: Changes = {}
+    for name in a.keys() & NUMBERS.keys():
+        changes |= {f"{name} is {value}": {name: value} for value in NUMBERS[name]}
+    changes |= _tensors(TENSORS[operator], a)
+    changes |= OTHERS.get(operator, lambda a: {})(a)
+    return dict(sorted(changes.items()))
+
+
+def resized(x: Any, dim: int, size: int) -> Any:
+    """Change a size of a description; lists of integers become -1 throughout."""
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    return replace(x, shape=shape) if isinstance(x, Floats) else Filled(shape, -1, x.dtype)
+
+
+def _tensors(specs: dict[str, str], a: Arguments) -> Changes:
+    """Break dtypes and sizes, which `TENSORS` tells."""
+    given = {name: (a[name], spec) for name, spec in specs.items() if a.get(name) is not None}
+    letters = [letter for x, spec in given.values() for letter in spec[1 : len(x.shape) + 1]]
+    dtypes = [spec[0] for _, spec in given.values()]
+    changes: Changes = {}
+    for name, (x, spec) in given.items():
+        # A decay may have one dimension.
+        sizes = "G" if len(x.shape) == 1 and len(spec) == 4 else spec[1:]
+        for dtype in _other_dtypes(x, spec[0], sum(x in "xa" for x in dtypes) > 1):
+            changes[f"{name} is {dtype}"] = {name: _with_dtype(x, dtype)}
+        for dim, letter in enumerate(sizes):
+            if letter == "_" or (letters.count(letter) == 1 and not letter.isdigit()):
+                continue
+            for size in {x.shape[dim] + 1, 0} - {x.shape[dim]}:
+                changes[f"{name} has size {size} in {dim}"] = {name: resized(x, dim, size)}
+        changes[f"{name} has a dimension more"] = {name: _with_shape(x, (1, *x.shape))}
+        changes[f"{name} has a dimension less"] = {name: _with_shape(x, x.shape[1:])}
+    return changes
+
+
+def _other_dtypes(x: Any, kind: str, has_others: bool) -> list[str]:
+    """Return dtypes that a tensor of a kind must not have beside others."""
+    if kind == "i":
+        return ["int64", "float32"]
+    if kind == "l":
+        return ["int32"]
+    if kind == "x" and has_others:
+        return ["int64", "float32" if x.dtype == "float16" else "float16"]
+    if kind == "a":
+        other = ["float32" if x.dtype == "float64" else "float64"] if has_others else []
+        return ["float16", "bfloat16", *other]
+    return ["int64"]
+
+
+def _with_dtype(x: Any, dtype: str) -> Any:
+    return Filled(x.shape, 1, dtype) if dtype == "int64" else replace(x, dtype=dtype)
+
+
+def _with_shape(x: Any, shape: tuple[int, ...]) -> Any:
+    return replace(x, shape=shape) if isinstance(x, Floats) else Filled(shape, 0, x.dtype)
+
+
+def _attention(a: Arguments) -> Changes:
+    """Break what query, key and value have together."""
+
+    def emptied(dim: int, *names: str) -> Arguments:
+        return {name: resized(a[name], dim, 0) for name in names}
+
+    heads = a["q"].shape[1]
+    return {
+        "no query heads": emptied(1, "q"),
+        "no KV heads": emptied(1, "k", "v"),
+        "no heads": emptied(1, "q", "k", "v"),
+        "no head dim": emptied(3, "q", "k"),
+        "no value dim": emptied(3, "v"),
+        "all are integers": {x: Filled(a[x].shape, 1, "int64") for x in "qkv"},
+        **(
+            {"query heads are no multiple": {"q": resized(a["q"], 1, heads + 1)}}
+            if a["k"].shape[1] > 1
+            else {}
+        ),
+    }
+
+
+def _longer_query(a: Arguments) -> Changes:
+    return {"q is longer than k": {"q": resized(a["q"], 2, a["k"].shape[2] + 1)}}
+
+
+def _history(a: Arguments) -> Changes:
+    """Break the state of earlier calls and the recalled keys of `prefill_attention`."""
+    total, past = a["k"].shape[2], a["k"].shape[2] - a["q"].shape[2]
+    changes = _attention(a) | _longer_query(a) | _positions(a, "memory", past) | _recall(a, total)
+    changes["last_chunk_begin is after the earlier tokens"] = {"last_chunk_begin": past + 1}
+    if a["scores"]:
+        longer = resized(a["scores"], 2, total + 1)
+        changes["scores is longer than the history"] = {"scores": longer}
+    return changes
+
+
+def _buffers(a: Arguments) -> Changes:
+    """Break the buffers of `prefill_attention_`."""
+    caches, room = ("cache_key", "cache_value"), a["position"].values[0] + a["q"].shape[2]
+    changes = _attention(a) | _longer_query(a)
+    changes["no position so large"] = {"position": Ints((INT64_MAX, 0), (2,), "int64")}
+    if room:
+        changes["there is no room"] = {x: resized(a[x], 2, room - 1) for x in caches}
+    return changes
+
+
+def _linear(a: Arguments) -> Changes:
+    decay, state = a["log_decay"], a["initial_state"]
+    longer = {x: resized(a[x], 2, a[x].shape[2] + 1) for x in ("k", "v")}
+    changes = {
+        "k and v are longer": longer,
+        "one direction with a diagonal": {"causal": True, "diagonal_once": True},
+        "the decay has two dimensions": {
+            "log_decay": Floats(a["k"].shape[:2], "float32", fill="negative")
+        },
+    }
+    if decay and 0 not in decay.shape:
+        changes["the decay grows"] = {"log_decay": replace(decay, fill="positive")}
+    if state:
+        changes["both directions of a state"] = {"causal": False}
+    if a["initial_normalizer"]:
+        changes["the state is missing"] = {"initial_state": None}
+    return _attention(a) | changes
+
+
+def _positions(a: Arguments, name: str, length: int, ascending: bool = True) -> Changes:
+    """Break lists of positions below `length`."""
+    x = a[name]
+    if not isinstance(x, Ints) or 0 in x.shape or not x.values:
+        return {}
+    rows = x.values
+
+    def changed(index: int, *begin: int) -> Arguments:
+        """Replace the first positions of a row."""
+        row = (*begin, *rows[index][len(begin) :])
+        return {name: replace(x, values=(*rows[:index], row, *rows[index + 1 :]))}
+
+    values = {"-5": -5, "the length": length, "2^31 - 1": INT32_MAX, "-2^31": -INT32_MAX - 1}
+    changes = {f"{name} holds {what}": changed(0, value) for what, value in values.items()}
+    long = next((i for i, row in enumerate(rows) if len(row) > 1 and min(row[:2]) >= 0), None)
+    if ascending and long is not None:
+        first, second = rows[long][:2]
+        changes[f"{name} holds a position after -1"] = changed(long, -1, first)
+        changes[f"{name} holds a position twice"] = changed(long, first, first)
+        changes[f"{name} falls"] = changed(long, second, first)
+    return changes
+
+
+def _recall(a: Arguments, length: int) -> Changes:
+    """Break the lists of recalled keys."""
+    names = ("recall_offsets", "recall_positions", "recall_visible_from")
+    offsets, positions, visible = names
+    if a[offsets] is None:
+        return {}
+    bounds, entries, rows = (a[name].values for name in names)
+
+    def put(name: str, index: int, value: int) -> Arguments:
+        values = list(a[name].values)
+        values[index] = value
+        return {name: replace(a[name], values=tuple(values))}
+
+    changes = {
+        "one recall list is missing": {visible: None},
+        "two recall lists are missing": {offsets: None, positions: None},
+        "recall_offsets is too long": {offsets: Ints((*bounds, bounds[-1]), (len(bounds) + 1,))},
+        "recall_offsets does not begin with 0": put(offsets, 0, -1),
+        "recall_offsets ends after the lists": put(offsets, -1, INT32_MAX),
+    }
+    if entries:
+        changes["recall_offsets falls"] = put(offsets, 0, len(entries))
+        changes["recall_positions holds -1"] = put(positions, 0, -1)
+        changes["recall_positions holds the length"] = put(positions, -1, length)
+    first = next((begin for begin, end in pairwise(bounds) if end - begin >= 2), None)
+    if first is not None:
+        twice = put(positions, first + 1, entries[first])
+        changes["recall_positions holds a position twice"] = twice
+        changes["recall_visible_from falls"] = put(visible, first, rows[first + 1] + 1)
+    return changes
+
+
+OTHERS: dict[str, Callable[[Arguments], Changes]] = {
+    "accumulate_scores_": lambda a: _positions(a, "memory", a["scores"].shape[2]),
+    "chunked_sparse_attention": _history,
+    "chunkwise_linear_attention": _linear,
+    "chunkwise_linear_attention_backward": _linear,
+    "dense_attention": lambda a: _attention(a) | _longer_query(a),
+    "gather_rows": lambda a: _positions(a, "indices", a["x"].shape[2], ascending=False),
+    "intra_chunk_attention": _attention,
+    "memory_attention": lambda a: (
+        _attention(a) | _positions(a, "indices", a["k"].shape[2], ascending=False)
+    ),
+    "prefill_attention": _history,
+    "prefill_attention_": _buffers,
+    "recall_at_position": lambda a: {
+        "token_ids has no room": {"num_tokens": a["token_ids"].shape[1] + 1}
+    },
+    "select_memory": lambda a: _positions(a, "memory", a["chunk_end"]),
+}

@@ -1,0 +1,106 @@
+"""Calls of an operator, valid, broken or wild, and what must hold of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from random_calls import wild
+from random_calls.broken import breakages
+from random_calls.descriptions import build
+from random_calls.draw import Draw
+from random_calls.judge import Judge
+from random_calls.operators import VALID, Arguments
+from random_calls.oracles import check_result
+from torch import Tensor
+
+REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, OverflowError)
+# A valid call gives what the oracle gives, a broken one is refused with a ValueError, and a wild
+# one does either.
+KINDS = ("valid", "valid", "broken", "broken", "wild")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator."""
+
+    operator: str
+    # By name: numbers, texts, None, and descriptions of tensors.
+    arguments: Arguments
+    kind: str
+    # What a broken call was broken by.
+    breakage: str = ""
+
+
+def draw_call(draw: Draw, operator: str, kinds: tuple[str, ...] = KINDS) -> Call:
+    """Draw a call of an operator."""
+    # First, because hypothesis varies later choices less.
+    kind, place = draw.choice(kinds), draw.integer(0, 9999)
+    arguments, what = VALID[operator](draw), ""
+    if kind == "broken":
+        changes = breakages(operator, arguments)
+        what = list(changes)[place % len(changes)]
+        arguments |= changes[what]
+    if kind == "wild":
+        names = list(arguments)
+        for index in draw.sample(draw.integer(1, 3), len(names)):
+            arguments[names[index]] = wild.anything(draw)
+    return Call(operator, arguments, kind, what)
+
+
+def check_call(call: Call, judge: Judge | None = None, traces: bool = True) -> None:
+    """Make a call. It must be refused or give the right result, and change nothing else.
+
+    With `traces`, compare its result with what tracing says of it.
+    """
+    judge = judge or Judge()
+    operator = getattr(torch.ops.h2o_prefill, call.operator)
+    schema = operator.default._schema.arguments
+    arguments = [build(call.arguments[x.name]) for x in schema]
+    before = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+    try:
+        result = operator(*arguments)
+    except REFUSALS as error:
+        check_refusal(judge, call.kind, error)
+        _check_same(judge, arguments, before)
+        return
+    judge.true(f"accepted although {call.breakage}", call.kind != "broken")
+    kept = [i for i, x in enumerate(schema) if not x.is_write]
+    _check_same(judge, [arguments[i] for i in kept], [before[i] for i in kept])
+    if call.kind == "valid":
+        check_result(judge, call.operator, arguments, before, result)
+        if traces:
+            _check_fake(operator, before, result)
+
+
+def check_refusal(judge: Judge, kind: str, error: Exception) -> None:
+    """Check that a refusal is of the kind that callers expect."""
+    message = f"{type(error).__name__}: {error}"
+    judge.true(f"refused although valid: {message}", kind != "valid")
+    judge.true(message, "INTERNAL ASSERT" not in message)
+    judge.true(message, kind != "broken" or type(error) is ValueError)
+    judge.count(f"{type(error).__name__} of a {kind} call")
+
+
+def _check_same(judge: Judge, arguments: list[Any], before: list[Any]) -> None:
+    for index, (now, then) in enumerate(zip(arguments, before, strict=True)):
+        if isinstance(now, Tensor):
+            judge.same(f"argument {index}", now, then)
+
+
+def _check_fake(operator: Any, arguments: list[Any], result: Any) -> None:
+    """Compare shapes, dtypes and strides with what tracing says."""
+    ops = torch.ops.h2o_prefill
+    if operator in (ops.lexical_recall, ops.recall_at_position):
+        return  # the number of recalled keys is data
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = operator(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
+    results, fakes = (x if isinstance(x, tuple) else (x,) for x in (result, fake))
+    for x, y in zip(results, fakes, strict=True):
+        if isinstance(x, Tensor):
+            assert x.shape == y.shape and x.dtype == y.dtype, (x.shape, x.dtype, y)
+            strides = [
+                (a, b) for n, a, b in zip(x.shape, x.stride(), y.stride(), strict=True) if n > 1
+            ]
+            assert not x.numel() or all(a == b for a, b in strides), strides

@@ -1,0 +1,264 @@
+"""Programs: a constructor and a few methods of a class, with arguments that are mostly right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from random_calls import wild
+from random_calls.descriptions import Filled, Floats, Ints
+from random_calls.draw import Draw, draw_settings
+from random_calls.operators import Problem, settings_text
+
+
+@dataclass(frozen=True)
+class Object:
+    """What stands for an object of the program among the arguments of a step."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ChangedState:
+    """The state tensors of an object, one of them changed or left out."""
+
+    name: str
+    # The tensor that changes, counted round.
+    index: int
+    # Another tensor in its place, (place, value) to write into it, or None to leave it out.
+    change: Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of a method, or of a class's constructor or static method."""
+
+    # The object, or the class; what a class returns is the object of that name from then on.
+    target: str
+    # "new" is the constructor; `COPIES` of `check_program` replace the object by a copy.
+    method: str
+    arguments: tuple[Any, ...] = ()
+    # Whether it must be refused with a ValueError.
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps, of which a valid program's all work but those that are broken."""
+
+    steps: tuple[Step, ...]
+    valid: bool = False
+
+
+# Name and type of each argument of a method.
+Method = list[tuple[str, str]]
+
+
+def _methods() -> dict[str, dict[str, Method]]:
+    """Return the methods of each class."""
+    classes: dict[str, dict[str, Method]] = {}
+    for schema in torch._C._jit_get_custom_class_schemas():
+        owner, *arguments = schema.arguments or [None]
+        if owner is None or ".h2o_prefill." not in str(owner.type):
+            continue
+        name = schema.name.replace("__init__", "new")
+        if not name.startswith("__") and not name.endswith("_getter"):
+            methods = classes.setdefault(str(owner.type).split(".")[-1], {})
+            methods[name] = [(x.name, str(x.type)) for x in arguments]
+    for owner, methods in classes.items():
+        if hasattr(getattr(torch.classes.h2o_prefill, owner), "from_tensors"):
+            methods["from_tensors"] = [("tensors", "List[Tensor]")]
+    # Static methods, whose schemas PyTorch does not list.
+    classes["PrefillConfig"] |= {"parse": [("fields", "str")], "preset": [("name", "str")]}
+    classes["MemorySetTracker"]["for_config"] = [("num_layers", "int"), ("config", "config")]
+    return classes
+
+
+METHODS = _methods()
+CONSTRUCTORS = ("new", "from_tensors", "for_config", "parse", "preset")
+TEXTS = {"feature_map": ["elu+1", "relu", "identity"], "gqa_reduce": ["sum", "max"]}
+# The steps that make what a class needs, and its object.
+BEGIN = {
+    "ChunkedSparseAttention": (
+        ("PrefillConfig", "parse"),
+        ("ChunkedKVCache", "new"),
+        ("MemorySetTracker", "for_config"),
+        ("ChunkedSparseAttention", "new"),
+    ),
+    "PrefillContext": (("PrefillConfig", "parse"), ("PrefillContext", "new")),
+}
+# Methods that are worth more than others.
+OFTEN = ("append", "forward", "update", "init_chunk_scores", "build_memory_set", "with_fields")
+
+
+class _Steps:
+    """Draws steps of one program, whose tensors fit together."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.problem = Problem.drawn(draw, longest=40, past=False)
+        budgets = ("sink_tokens", "local_window", "heavy_budget")
+        self.budgets = {name: draw.integer(0, 6) for name in budgets}
+
+    def step(self, target: str, method: str) -> Step:
+        """Draw a step; in one of six an argument is anything."""
+        tokens = self.problem.resized(T=self.draw.integer(0, 40))
+        types = METHODS[target][method]
+        arguments = [self._argument(target, tokens, *x) for x in types]
+        # Those that have a default come last.
+        arguments = arguments[: self.draw.integer(min(4, len(types)), len(types))]
+        if arguments and self.draw.chance(1 / 6):
+            arguments[self.draw.integer(0, len(arguments) - 1)] = wild.anything(self.draw)
+        return Step(target, method, tuple(arguments))
+
+    def call(self) -> list[Step]:
+        """Draw a call of a context of two layers."""
+        tokens = self.problem.resized(T=self.draw.integer(0, 60))
+        begin = Step("PrefillContext", "begin", (self._argument("", tokens, "token_ids", ""),))
+        inputs = [tuple(tokens.tensor(x) for x in ("xBHTD", "xBGTD", "xBGTE")) for _ in range(2)]
+        attend = [Step("PrefillContext", "attend", (i, *x)) for i, x in enumerate(inputs)]
+        return [begin, *attend]
+
+    def _argument(self, target: str, tokens: Problem, name: str, kind: str) -> Any:
+        draw, width = self.draw, sum(self.budgets.values())
+        specs = {"query": "xBHTD", "key": "xBGTD", "value": "xBGTE"}
+        specs |= {"q": "xBHTD", "k": "xBGTD", "v": "xBGTE"}
+        if name in specs and kind == "Tensor" and draw.chance(0.9):
+            return tokens.tensor(specs[name])
+        if name == "memory":
+            return tokens.positions(30, width)
+        if name in ("scores", "colsum"):
+            columns = [30] if name == "scores" else [width, draw.integer(0, 30)]
+            return tokens.resized(M=draw.choice(columns)).tensor("aBGM", "positive")
+        if name == "token_ids":
+            shape = (tokens["B"], tokens["T"])
+            return Ints(tuple(i % 5 for i in range(shape[0] * shape[1])), shape, "int64")
+        if name == "tensors":
+            place = (draw.integer(0, 40), wild.integer(draw))
+            change = draw.choice([None, wild.tensor(draw), place])
+            return ChangedState(target, draw.integer(0, 9), change)
+        if name in ("config", "cache", "tracker"):
+            kinds = {"cache": "ChunkedKVCache", "tracker": "MemorySetTracker"}
+            return Object(kinds.get(name, "PrefillConfig"))
+        if kind == "Tensor":
+            return wild.tensor(draw)
+        if kind.startswith("Optional"):
+            return None
+        return self._value(name, kind)
+
+    def _value(self, name: str, kind: str) -> Any:
+        draw = self.draw
+        if kind == "bool":
+            return draw.chance(0.5)
+        if name in TEXTS and draw.chance(0.8):
+            return draw.choice(TEXTS[name])
+        if kind == "str":
+            text = settings_text(draw, draw_settings(draw, 60, layers=6))
+            return text if draw.chance(0.8) else wild.text(draw)
+        if kind == "List[int]":
+            return [draw.integer(0, 3) for _ in range(draw.integer(0, 2))]
+        if draw.chance(0.1):
+            return wild.integer(draw)
+        if name in self.budgets:
+            return self.budgets[name]
+        least = int(name in ("num_layers", "initial_capacity", "max_capacity", "chunk_size"))
+        most = {"layer": 1, "num_layers": 2, "max_tokens": 5000}
+        return draw.integer(least, most.get(name, draw.choice([20, 60, 400])))
+
+
+def draw_program(draw: Draw, name: str) -> Program:
+    """Draw a program of a class. Its steps may be refused."""
+    steps = _Steps(draw)
+    alone = ("parse", "new") if name == "PrefillConfig" else ("new",)
+    begin = BEGIN.get(name, ((name, draw.choice(alone)),))
+    program = [steps.step(*x) for x in begin]
+    targets = [x for x, _ in begin if x != "PrefillConfig" or x == name]
+    methods = [(x, method) for x in targets for method in METHODS[x]]
+    methods += 3 * [x for x in methods if x[1] in OFTEN]
+    for _ in range(draw.integer(0, 9)):
+        if name == "PrefillContext" and draw.chance(0.4):
+            program += steps.call()
+        else:
+            program.append(steps.step(*draw.choice(methods)))
+    return Program(tuple(program))
+
+
+def draw_context(draw: Draw, longest: int = 200) -> Program:
+    """Draw a valid program of `PrefillContext`: calls, decoding, truncation, copies and errors."""
+    p = Problem.drawn(draw, longest, least=1, past=False)
+    p = replace(p, dtype=draw.choice(["float32", "bfloat16", "float16"]))
+    layers, capacity, length = draw.integer(1, 3), p["T"] + draw.integer(0, 9), 0
+    config = draw_settings(draw, p["T"], layers, whole=draw.chance(0.4))
+    context, scale = "PrefillContext", p.scale()
+    steps = [
+        Step("PrefillConfig", "parse", (config.to_string(),)),
+        Step(context, "new", (layers, capacity, Object("PrefillConfig"))),
+    ]
+    kinds = ["call", "decode", "truncate", "reset", "copy", "broken"]
+    for number in range(draw.integer(1, 9)):
+        kind = draw.choice(kinds) if number else "call"
+        if kind in ("call", "decode"):
+            for _ in range(draw.integer(1, 4) if kind == "decode" else 1):
+                if length < capacity:
+                    new = draw.size(1, capacity - length) if kind == "call" else 1
+                    steps += _call(draw, p.resized(T=new), layers, scale)
+                    length += new
+        elif kind == "truncate":
+            # Decoded tokens are often dropped again.
+            least = max(0, length - 4) if draw.chance(0.5) else 0
+            length = draw.integer(least, length)
+            steps.append(Step(context, "truncate", (length,)))
+        elif kind == "reset":
+            length = 0
+            steps.append(Step(context, "reset"))
+        elif kind == "copy":
+            steps.append(Step(context, draw.choice(["pickle", "deepcopy", "state"])))
+        else:
+            steps.append(_broken_step(draw, p, layers, capacity - length, length > 0))
+    return Program(tuple(steps), valid=True)
+
+
+def _call(draw: Draw, p: Problem, layers: int, scale: float | None) -> list[Step]:
+    """Draw a call of all layers, sometimes with a broken one before one of them."""
+    words = draw.choice([3, 20, 200])
+    ids = tuple(draw.ids(p["B"], p["T"], (0, words)).view(-1).tolist())
+    steps = [Step("PrefillContext", "begin", (Ints(ids, (p["B"], p["T"]), "int64"),))]
+    wrong_at = draw.integer(0, layers - 1) if draw.chance(0.2) else None
+    for layer in range(layers):
+        query, key, value = (p.tensor(x) for x in ("xBHTD", "xBGTD", "xBGTE"))
+        if layer == wrong_at:
+            other, one = Floats(key.shape, "float64"), p.resized(T=p["T"] + 1)
+            wrong: list[tuple[Any, ...]] = [
+                (layer, one.tensor("xBHTD"), key, value),
+                (layer, query, other, value),
+                (layer, query, one.tensor("xBGTD"), value),
+                (layer, query, key, p.resized(G=0).tensor("xBGTE")),
+                (layers, query, key, value),
+            ]
+            wrong += [(layer - 1, query, key, value)] if layer else []
+            steps.append(Step("PrefillContext", "attend", draw.choice(wrong), broken=True))
+        steps.append(Step("PrefillContext", "attend", (layer, query, key, value, scale)))
+    return steps
+
+
+def _broken_step(draw: Draw, p: Problem, layers: int, room: int, begun: bool) -> Step:
+    """Draw what is wrong between two calls."""
+    new = p.resized(T=1)
+    call = tuple(new.tensor(x) for x in ("xBHTD", "xBGTD", "xBGTE"))
+    wrong: list[tuple[str, Any]] = [
+        ("begin", Filled((3,), 0, "int64")),
+        ("begin", Floats((p["B"], 1))),
+        ("begin", Filled((p["B"], room + 1), 0, "int64")),
+        ("begin_without_ids", room + 1),
+        ("begin_without_ids", -1),
+        ("truncate", -1),
+        ("attend", (layers, *call)),
+        ("from_tensors", ChangedState("PrefillContext", -1, None)),
+        ("from_tensors", []),
+    ]
+    if begun:
+        wrong.append(("begin", Filled((p["B"] + 1, 1), 0, "int64")))
+    method, arguments = draw.choice(wrong)
+    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
+    return Step("PrefillContext", method, arguments, broken=True)

