@@ -11,6 +11,7 @@ import resource
 import signal
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 SECONDS = 60
@@ -21,49 +22,44 @@ class Sandbox:
     """A child process that calls a function for each item it is sent."""
 
     def __init__(self, function: Callable[[Any], None], limit_memory: bool) -> None:
-        self.function = function
-        self.limit_memory = limit_memory
+        self.function, self.limit_memory = function, limit_memory
         self.child: Any = None
 
     def run(self, item: Any) -> None:
         """Call the function with an item."""
         if self.child is None:
-            self._start()
+            context = multiprocessing.get_context("fork")
+            self.connection, theirs = context.Pipe()
+            self.child = context.Process(target=self._serve, args=(theirs,), daemon=True)
+            self.child.start()
+            theirs.close()
         self.connection.send(item)
-        if not self.connection.poll(SECONDS):
-            self.close()
-            raise AssertionError(f"no answer in {SECONDS} s")
         try:
-            failure = self.connection.recv()
+            alive = self.connection.poll(SECONDS)
+            failure = self.connection.recv() if alive else f"no answer in {SECONDS} s"
         except EOFError:
             self.child.join()
-            code = self.child.exitcode
-            self.close()
+            alive, code = False, self.child.exitcode
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise AssertionError(f"the process died: {how}") from None
+            failure = f"the process died: {how}"
+        if not alive:
+            self.close()
         if failure is not None:
             raise AssertionError(failure)
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self.connection, theirs = context.Pipe()
-        self.child = context.Process(target=self._serve, args=(theirs,), daemon=True)
-        self.child.start()
-        theirs.close()
-
     def close(self) -> None:
         """End the child."""
-        if self.child is None:
-            return
-        self.child.kill()
-        self.child.join()
-        self.connection.close()
-        self.child = None
+        if self.child is not None:
+            self.child.kill()
+            self.child.join()
+            self.connection.close()
+            self.child = None
 
     def _serve(self, connection: Any) -> None:
         if self.limit_memory:
-            used = _address_space()
-            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            limit = pages * resource.getpagesize() + MEMORY_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         while True:
             item = connection.recv()
@@ -73,8 +69,3 @@ class Sandbox:
                 connection.send(traceback.format_exc())
             else:
                 connection.send(None)
-
-
-def _address_space() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()

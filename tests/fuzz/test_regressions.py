@@ -6,14 +6,14 @@ from random_calls.check_program import check_program
 from random_calls.descriptions import Filled, Floats, Ints
 from random_calls.programs import Program, Step
 
-PLAIN = {"scale": None, "sinks": None, "softcap": 0.0}
-DENSE = {
-    **{"q": Floats((1, 2, 8, 1)), "k": Floats((1, 1, 8, 1), seed=100)},
-    **{"v": Floats((1, 1, 8, 1), seed=200), **PLAIN},
-}
 NO_QUERIES = Floats((1, 1, 0, 1))
 ONE_KEY = Floats((1, 1, 1, 1))
 NOTHING = Filled((1, 1, 0, 1), 1, "float32", "sparse")
+DENSE = {
+    "q": Floats((1, 2, 8, 1)),
+    "k": Floats((1, 1, 8, 1), seed=100),
+    "v": Floats((1, 1, 8, 1), seed=200),
+}
 
 CALLS = {
     "a position beyond every prompt": Call(
@@ -26,10 +26,8 @@ CALLS = {
         "chunked_sparse_attention",
         {
             **{"q": NO_QUERIES, "k": ONE_KEY, "v": ONE_KEY, "scores": Floats((1, 1, 1))},
-            **{"memory": Ints((-1, -1), (1, 1, 2)), "recall_offsets": None},
-            **{"recall_positions": None, "recall_visible_from": None, "last_chunk_begin": 0},
+            **{"memory": Ints((-1, -1), (1, 1, 2)), "last_chunk_begin": 0},
             "settings": "h2o,chunk_size=1,local_window=0,heavy_budget=0,sink_tokens=1",
-            **PLAIN,
         },
         "valid",
     ),
@@ -44,10 +42,8 @@ CALLS = {
         "chunkwise_linear_attention_backward",
         {
             **{"q": NO_QUERIES, "k": NO_QUERIES, "v": NO_QUERIES, "grad_out": NO_QUERIES},
-            **{"log_decay": None, "initial_state": None, "initial_normalizer": None},
-            **{"grad_state": ONE_KEY, "grad_normalizer": Floats((1, 1, 0))},
-            **{"feature_map": "elu+1", "chunk_size": 64, "causal": True, "diagonal_once": False},
-            **{"normalize": False, "scale": None},
+            **{"grad_state": ONE_KEY, "feature_map": "elu+1", "chunk_size": 64, "causal": True},
+            **{"diagonal_once": False, "normalize": False},
         },
         "valid",
     ),

@@ -57,7 +57,8 @@ def check_call(call: Call, judge: Judge | None = None, traces: bool = True) -> N
     judge = judge or Judge()
     operator = getattr(torch.ops.h2o_prefill, call.operator)
     schema = operator.default._schema.arguments
-    arguments = [build(call.arguments[x.name]) for x in schema]
+    # Those that are not given have their default, or are None.
+    arguments = [build(call.arguments.get(x.name, x.default_value)) for x in schema]
     before = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
     try:
         result = operator(*arguments)
@@ -80,7 +81,7 @@ def check_refusal(judge: Judge, kind: str, error: Exception) -> None:
     judge.true(f"refused although valid: {message}", kind != "valid")
     judge.true(message, "INTERNAL ASSERT" not in message)
     judge.true(message, kind != "broken" or type(error) is ValueError)
-    judge.count(f"{type(error).__name__} of a {kind} call")
+    judge.exceptions[type(error).__name__] += 1
 
 
 def _check_same(judge: Judge, arguments: list[Any], before: list[Any]) -> None:

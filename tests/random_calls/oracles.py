@@ -14,18 +14,17 @@ from h2o_prefill.reference import ops as reference
 from h2o_prefill.testing import widened
 
 Config = torch.classes.h2o_prefill.PrefillConfig
+Arguments = list[Any]
 
 
-def check_result(
-    judge: Judge, name: str, arguments: list[Any], before: list[Any], result: Any
-) -> None:
+def check_result(judge: Judge, name: str, after: Arguments, before: Arguments, result: Any) -> None:
     """Compare the result of a valid call, and what it changed in place, with the oracle.
 
-    `before` is a copy of the arguments, from before the call.
+    `before` is a copy of the arguments from before the call.
     """
     check = CHECKS.get(name)
     if check is not None:
-        check(judge, arguments, before, result)
+        check(judge, after, before, result)
         return
     _near(judge, result, getattr(reference, name)(*widened(before)))
 
@@ -36,30 +35,24 @@ def _near(judge: Judge, result: Any, expected: Any) -> None:
         judge.near(f"result {index}", actual, wanted)
 
 
-def _check_accumulate_scores(
-    judge: Judge, arguments: list[Any], before: list[Any], result: Any
-) -> None:
+def _accumulate_scores(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     scores, memory, colsum = before
     rows = torch.zeros(*scores.shape[:2], scores.shape[2] + 1, dtype=torch.float64)
     index = torch.where(memory >= 0, memory, scores.shape[2]).long()
     expected = rows.scatter_add_(2, index, colsum.double())[..., :-1] + scores
-    judge.near("scores", arguments[0], expected)
+    judge.near("scores", after[0], expected)
 
 
-def _check_advance_position(
-    judge: Judge, arguments: list[Any], before: list[Any], result: Any
-) -> None:
+def _advance_position(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     position, tokens, settings = before
     past, begin = position.tolist()
     config = Config.parse(settings)
     if config.is_sparse_call(past, tokens):
         begin = config.last_chunk_begin(past, tokens)
-    judge.true("position", arguments[0].tolist() == [past + tokens, begin])
+    judge.true("position", after[0].tolist() == [past + tokens, begin])
 
 
-def _check_recall_at_position(
-    judge: Judge, arguments: list[Any], before: list[Any], result: Any
-) -> None:
+def _recall_at_position(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     ids, position, tokens, settings = before
     past, config = int(position[0]), Config.parse(settings)
     if config.recall and config.is_sparse_call(past, tokens):
@@ -72,9 +65,7 @@ def _check_recall_at_position(
     judge.true("no entries", all(x.numel() == 0 for x in entries))
 
 
-def _check_linear_backward(
-    judge: Judge, arguments: list[Any], before: list[Any], result: Any
-) -> None:
+def _linear_backward(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     wide = widened(before)
     results, expected = list(result), list(reference.chunkwise_linear_attention_backward(*wide))
     # That of the decay is a sum of differences, as exact as what it is made of.
@@ -84,7 +75,7 @@ def _check_linear_backward(
     _near(judge, tuple(results), tuple(expected))
 
 
-def _check_sparse(judge: Judge, arguments: list[Any], before: list[Any], result: Any) -> None:
+def _sparse(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     if before[-3] == 0:  # the scale
         return  # every key has the same score, up to rounding
     wide = widened(before)
@@ -98,7 +89,7 @@ def _check_sparse(judge: Judge, arguments: list[Any], before: list[Any], result:
         _near(judge, result, expected)
 
 
-def _is_stable(wide: list[Any], expected: tuple[Tensor, ...]) -> bool:
+def _is_stable(wide: Arguments, expected: tuple[Tensor, ...]) -> bool:
     """Return whether all memory sets stay the same with a rounding error in the queries.
 
     Where two scores are nearly the same, float32 may choose another position than the oracle.
@@ -112,13 +103,13 @@ def _is_stable(wide: list[Any], expected: tuple[Tensor, ...]) -> bool:
     return True
 
 
-def _check_prefill(judge: Judge, arguments: list[Any], before: list[Any], result: Any) -> None:
+def _prefill(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     q, k, v, scores, memory, *recall, last_chunk_begin, layer, settings = before[:-3]
     options = before[-3:]
     past, config = k.shape[2] - q.shape[2], Config.parse(settings)
     if q.shape[2] and config.is_sparse(layer, past, q.shape[2]):
         state = (scores, memory, *recall, last_chunk_begin, config.of_layer(layer))
-        _check_sparse(judge, arguments, [q, k, v, *state, *options], result)
+        _sparse(judge, after, [q, k, v, *state, *options], result)
         return
     judge.near("output", result[0], reference.dense_attention(*widened([q, k, v, *options])))
     known = min(scores.shape[2], past) if scores is not None else 0
@@ -127,24 +118,22 @@ def _check_prefill(judge: Judge, arguments: list[Any], before: list[Any], result
         judge.same("scores", result[1][..., :known], scores[..., :known])
 
 
-def _check_prefill_in_place(
-    judge: Judge, arguments: list[Any], before: list[Any], result: Any
-) -> None:
+def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     q, k, v, cache_key, cache_value, scores, memory, position, *recall, layer, text = before[:-3]
     options = before[-3:]
     past, last_chunk_begin = position.tolist()
     end, config = past + q.shape[2], Config.parse(text)
     keys = torch.cat([cache_key[:, :, :past], k], 2)
     values = torch.cat([cache_value[:, :, :past], v], 2)
-    judge.same("cached keys", arguments[3][:, :, :end], keys)
-    judge.same("cached values", arguments[4][:, :, :end], values)
+    judge.same("cached keys", after[3][:, :, :end], keys)
+    judge.same("cached values", after[4][:, :, :end], values)
     for index in (3, 4, 5):
-        judge.same("what follows", arguments[index][:, :, end:], before[index][:, :, end:])
+        judge.same("what follows", after[index][:, :, end:], before[index][:, :, end:])
     if not q.shape[2] or not config.is_sparse(layer, past, q.shape[2]):
         expected = reference.dense_attention(*widened([q, keys, values, *options]))
         judge.near("output", result, expected)
-        judge.same("memory set", arguments[6], memory)
-        judge.same("scores", arguments[5][..., :past], scores[..., :past])
+        judge.same("memory set", after[6], memory)
+        judge.same("scores", after[5][..., :past], scores[..., :past])
         return
     state = (scores[..., :past], memory) if past else (None, None)
     last_chunk_begin = last_chunk_begin if past else 0
@@ -152,18 +141,18 @@ def _check_prefill_in_place(
         q, keys, values, *state, *recall, last_chunk_begin, layer, text, *options
     )
     judge.near("output", result, expected[0])
-    judge.near("scores", arguments[5][..., :end], expected[1])
+    judge.near("scores", after[5][..., :end], expected[1])
     width = expected[2].shape[2]
-    judge.same("memory set", arguments[6][..., :width], expected[2])
-    judge.true("-1 after the memory set", bool((arguments[6][..., width:] == -1).all()))
+    judge.same("memory set", after[6][..., :width], expected[2])
+    judge.true("-1 after the memory set", bool((after[6][..., width:] == -1).all()))
 
 
 CHECKS = {
-    "accumulate_scores_": _check_accumulate_scores,
-    "advance_position_": _check_advance_position,
-    "chunkwise_linear_attention_backward": _check_linear_backward,
-    "chunked_sparse_attention": _check_sparse,
-    "prefill_attention": _check_prefill,
-    "prefill_attention_": _check_prefill_in_place,
-    "recall_at_position": _check_recall_at_position,
+    "accumulate_scores_": _accumulate_scores,
+    "advance_position_": _advance_position,
+    "chunkwise_linear_attention_backward": _linear_backward,
+    "chunked_sparse_attention": _sparse,
+    "prefill_attention": _prefill,
+    "prefill_attention_": _prefill_in_place,
+    "recall_at_position": _recall_at_position,
 }

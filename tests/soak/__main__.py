@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,71 +31,51 @@ def main(
     minutes: Annotated[float, typer.Option(min=0.05, help="How long to run.")] = 30,
     seed: Annotated[int, typer.Option(min=0, help="Another seed draws other items.")] = 0,
     item: Annotated[int | None, typer.Option(help="Run just the item of this seed.")] = None,
-    leak: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run random prompts through the operators, contexts and models, and watch memory."""
-    run = SoakRun(seed, 60 * minutes, leak)
+    run = SoakRun(seed, 60 * minutes)
     if item is not None:
         found = Item.from_seed(item)
         run.run_item(found)
         console.print("".join(run.failures) or f"item {item} ({found.kind}): right", markup=False)
         raise typer.Exit(int(bool(run.failures)))
-    well = run.run(_Progress(run))
+    well = run.run(partial(print_progress, run))
     for problem in run.problems():
         console.print(problem, markup=False, highlight=False)
     console.print(summary_table(run))
     raise typer.Exit(int(not well))
 
 
+def print_progress(run: SoakRun, reading: Reading) -> None:
+    """Print a line for every sixth reading, which is a minute."""
+    if len(run.memory.readings) % 6 == 1:
+        console.print(
+            f"{time.strftime('%H:%M:%S')}  {reading.seconds:6.0f} s  {run.items.total():7,} items  "
+            f"{reading.resident / MIB:8.1f} MiB  {reading.tensors:,} tensors  "
+            f"{len(run.failures)} wrong",
+            highlight=False,
+        )
+
+
 def summary_table(run: SoakRun) -> Table:
     """Return items, exceptions, errors and memory of a run."""
     table = Table("", "", "", title=f"soak, seed {run.seed}")
-    for kind, count in sorted(run.counts.items()):
-        table.add_row(f"items: {kind}", f"{count.items:,}", f"{count.seconds:,.0f} s")
-    table.add_section()
+    for kind, number in sorted(run.items.items()):
+        table.add_row(f"items: {kind}", f"{number:,}", f"{run.spent[kind]:,.0f} s")
     for kind, number in sorted(run.judge.exceptions.items()):
         table.add_row(f"injected: {kind}", f"{number:,}", "")
-    table.add_section()
     for dtype, worst in sorted(run.judge.worst.items()):
-        table.add_row(
-            f"largest error: {dtype}",
-            f"{worst.error:.2g} of {worst.limit:.2g} allowed",
-            f"{worst.compared:,} comparisons",
-        )
-    table.add_section()
+        error = f"{worst.error:.2g} of {worst.limit:.2g} allowed"
+        table.add_row(f"largest error: {dtype}", error, f"{worst.compared:,} comparisons")
     if run.memory.readings:
         first, last = run.memory.readings[0], run.memory.readings[-1]
-        most = max(reading.resident for reading in run.memory.readings)
-        table.add_row(
-            "resident, MiB",
-            f"{first.resident / MIB:,.1f} to {last.resident / MIB:,.1f}",
-            f"at most {most / MIB:,.1f}",
-        )
+        resident = f"{first.resident / MIB:,.1f} to {last.resident / MIB:,.1f}"
+        most = max(reading.resident for reading in run.memory.readings) / MIB
+        table.add_row("resident, MiB", resident, f"at most {most:,.1f}")
         table.add_row("live tensors", f"{first.tensors:,} to {last.tensors:,}", "")
         table.add_row("live objects of ours", f"{first.objects:,} to {last.objects:,}", "")
-    table.add_section()
     table.add_row("problems", str(len(run.problems())), "")
     return table
-
-
-class _Progress:
-    """Prints a line a minute."""
-
-    def __init__(self, run: SoakRun) -> None:
-        self._run = run
-        self._next = 0.0
-
-    def __call__(self, reading: Reading) -> None:
-        if reading.seconds < self._next:
-            return
-        self._next = reading.seconds + 60
-        items = sum(count.items for count in self._run.counts.values())
-        console.print(
-            f"{time.strftime('%H:%M:%S')}  {reading.seconds:6.0f} s  {items:7,} items  "
-            f"{reading.resident / MIB:8.1f} MiB  {reading.tensors:,} tensors  "
-            f"{len(self._run.failures)} wrong",
-            highlight=False,
-        )
 
 
 if __name__ == "__main__":

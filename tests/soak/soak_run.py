@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from random_calls.calls import check_call, draw_call
@@ -58,7 +57,6 @@ LARGEST_ITEMS = 4
 MOST_ITEMS = 10_000_000
 WARM_UP = 0.2
 MOST_FAILURES = 20
-LEAKED_BYTES = 256 << 10
 # More than any cache of settings keeps.
 CACHED_SETTINGS = 400
 
@@ -88,26 +86,18 @@ class Item:
 
 
 @dataclass
-class Count:
-    """Items of one kind, and the time that they took."""
-
-    items: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
 class SoakRun:
     """Runs items for some time."""
 
     seed: int
     seconds: float
-    leak: str | None = None
     clock: Callable[[], float] = time.monotonic
     judge: Judge = field(default_factory=Judge)
     memory: MemoryWatch = field(default_factory=MemoryWatch)
-    counts: dict[str, Count] = field(default_factory=dict)
+    # By kind of item.
+    items: Counter[str] = field(default_factory=Counter)
+    spent: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    _kept: list[Any] = field(default_factory=list)
 
     def run(self, on_reading: Callable[[Reading], None] = lambda _: None) -> bool:
         """Run until the time is over; return whether all is well."""
@@ -141,22 +131,12 @@ class SoakRun:
         except Exception:
             # As text: a traceback would keep the tensors of its frames.
             self.failures.append(f"item {item.seed} ({item.kind}):\n{traceback.format_exc()}")
-        count = self.counts.setdefault(item.kind, Count())
-        count.items += 1
-        count.seconds += self.clock() - begin
-        self._plant_leak()
+        self.items[item.kind] += 1
+        self.spent[item.kind] += self.clock() - begin
 
     def problems(self) -> list[str]:
         """Return what is wrong: items that failed, and memory that is not flat."""
         return self.failures + self.memory.complaints()
-
-    def _plant_leak(self) -> None:
-        if self.leak == "tensors":
-            self._kept.append(torch.zeros(1))
-        elif self.leak == "bytes":
-            block = ctypes.create_string_buffer(LEAKED_BYTES)
-            ctypes.memset(block, 1, LEAKED_BYTES)
-            self._kept.append(block)
 
 
 def fill_caches() -> None:
