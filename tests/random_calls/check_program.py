@@ -39,15 +39,16 @@ def check_program(program: Program, judge: Judge | None = None) -> None:
             arguments = [_argument(x, objects) for x in step.arguments]
         except KeyError:
             return  # it needs an object whose constructor was refused
-        before = _states(objects) if step.broken or not program.valid else []
+        broken = step.broken and program.valid
+        before = _states(objects) if broken or not program.valid else []
         try:
             result = _call(objects, step.target, step.method, arguments)
         except REFUSALS as error:
-            kind = "broken" if step.broken else "valid" if program.valid else "wild"
+            kind = "broken" if broken else "valid" if program.valid else "wild"
             check_refusal(judge, kind, error)
             _check_same(judge, f"after a refused {step.method}", objects, before)
             continue
-        judge.true(f"{step.method} accepted although broken", not step.broken)
+        judge.true(f"{step.method} accepted although broken", not broken)
         if constructs or step.method in COPIES:
             objects[step.target] = result
         if program.valid and twin is None and step.target == "PrefillContext":
@@ -57,8 +58,8 @@ def check_program(program: Program, judge: Judge | None = None) -> None:
     if twin is not None:
         twin.check("the last step", objects["PrefillContext"])
     for name, thing in objects.items():
-        thing_copy = COPIES["pickle"](thing)
-        _check_same(judge, f"a copy of {name}", {"": thing_copy}, _states({"": thing}))
+        copied = {name: COPIES["pickle"](thing)}
+        _check_same(judge, f"of a copy of {name}", copied, _states({name: thing}))
 
 
 def _call(objects: dict[str, Any], target: str, method: str, arguments: list[Any]) -> Any:
@@ -80,18 +81,11 @@ def _argument(argument: Any, objects: dict[str, Any]) -> Any:
             place, value = argument.change
             flat = tensors[index].view(-1)
             if flat.numel():
-                flat[place % flat.numel()] = _in_range(value, flat.dtype)
+                flat[place % flat.numel()] = torch.tensor(value).to(flat.dtype)
         else:
             tensors[index] = build(argument.change)
         return tensors
     return build(argument)
-
-
-def _in_range(value: int, dtype: torch.dtype) -> int:
-    if dtype.is_floating_point:
-        return value
-    limits = torch.iinfo(dtype)
-    return max(limits.min, min(value, limits.max))
 
 
 def _check_same(judge: Judge, what: str, objects: dict[str, Any], before: list[Tensor]) -> None:
@@ -103,20 +97,18 @@ def _check_same(judge: Judge, what: str, objects: dict[str, Any], before: list[T
 
 def _states(objects: dict[str, Any]) -> list[Tensor]:
     """Return what the objects hold. Buffers may have grown; lengths and contents may not."""
-    held: list[Tensor] = []
+    held: list[Any] = []
     for thing in objects.values():
         kind = thing._type().name()
         if kind == "PrefillContext":
-            held += _states({"": thing.cache(), " ": thing.tracker()})
-            ids = thing.token_ids()
-            held += [] if ids is None else [ids]
+            held += [*_states({"": thing.cache(), " ": thing.tracker()}), thing.token_ids()]
         elif kind == "ChunkedKVCache":
             for layer in range(thing.num_layers()):
                 held.append(torch.tensor(thing.length(layer)))
                 if thing.length(layer):
-                    held += [thing.key(layer).clone(), thing.value(layer).clone()]
+                    held += [thing.key(layer), thing.value(layer)]
         elif kind == "PrefillConfig":
             held.append(torch.tensor(list(thing.to_fields().encode())))
         elif kind not in ("ChunkManager", "ChunkedSparseAttention"):
-            held += [x.clone() for x in thing.state_tensors()]
-    return held
+            held += thing.state_tensors()
+    return [x.clone() for x in held if x is not None]

@@ -53,10 +53,10 @@ class Ints:
     layout: str = "contiguous"
 
     def build(self) -> Tensor:
-        rows = [x if isinstance(x, tuple) else (x,) for x in self.values]
-        width = self.shape[-1] if any(isinstance(x, tuple) for x in self.values) else 1
-        flat = [value for row in rows for value in row + (-1,) * (width - len(row))]
-        x = torch.tensor(flat, dtype=torch.int64).to(getattr(torch, self.dtype))
+        values = self.values
+        if values and isinstance(values[0], tuple):
+            values = [x for row in values for x in row + (-1,) * (self.shape[-1] - len(row))]
+        x = torch.tensor(values, dtype=torch.int64).to(getattr(torch, self.dtype))
         return _lay_out(x.view(self.shape), self.layout)
 
 

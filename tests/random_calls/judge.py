@@ -23,19 +23,11 @@ class WrongResult(AssertionError):
 
 
 @dataclass
-class Worst:
-    """The comparison of a dtype that came nearest to its limit."""
-
-    error: float = 0.0
-    limit: float = 1.0
-    compared: int = 0
-
-
-@dataclass
 class Judge:
     """Compares results, and counts."""
 
-    worst: dict[str, Worst] = field(default_factory=dict)
+    # By dtype, the largest error as a part of its limit.
+    worst: dict[str, float] = field(default_factory=dict)
     # By kind, how many exceptions were injected and arrived.
     exceptions: Counter[str] = field(default_factory=Counter)
 
@@ -108,10 +100,8 @@ class Judge:
         finite = torch.isfinite(actual) == torch.isfinite(truth)
         self.true(f"{what}: infinities or NaNs", bool(finite.all()))
         error = _largest(actual.double() - truth)
-        worst = self.worst.setdefault(str(actual.dtype).removeprefix("torch."), Worst())
-        worst.compared += 1
-        if error / limit > worst.error / worst.limit:
-            worst.error, worst.limit = error, limit
+        dtype = str(actual.dtype).removeprefix("torch.")
+        self.worst[dtype] = max(self.worst.get(dtype, 0.0), error / limit)
         self.true(f"{what}: error {error:.3g} > {limit:.3g}", error <= limit)
 
 

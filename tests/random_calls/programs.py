@@ -78,18 +78,19 @@ def _methods() -> dict[str, dict[str, Method]]:
 METHODS = _methods()
 CONSTRUCTORS = ("new", "from_tensors", "for_config", "parse", "preset")
 TEXTS = {"feature_map": ["elu+1", "relu", "identity"], "gqa_reduce": ["sum", "max"]}
-# The steps that make what a class needs, and its object.
-BEGIN = {
+# The objects that the steps of a program need before their own.
+NEEDS = {
     "ChunkedSparseAttention": (
         ("PrefillConfig", "parse"),
         ("ChunkedKVCache", "new"),
         ("MemorySetTracker", "for_config"),
-        ("ChunkedSparseAttention", "new"),
-    ),
-    "PrefillContext": (("PrefillConfig", "parse"), ("PrefillContext", "new")),
+    )
 }
+OBJECTS = {"config": "PrefillConfig", "cache": "ChunkedKVCache", "tracker": "MemorySetTracker"}
 # Methods that are worth more than others.
 OFTEN = ("append", "forward", "update", "init_chunk_scores", "build_memory_set", "with_fields")
+QKV = ("xBHTD", "xBGTD", "xBGTE")
+TENSORS = dict(zip(("query", "key", "value", "q", "k", "v"), 2 * QKV, strict=True))
 
 
 class _Steps:
@@ -112,52 +113,36 @@ class _Steps:
             arguments[self.draw.integer(0, len(arguments) - 1)] = wild.anything(self.draw)
         return Step(target, method, tuple(arguments))
 
-    def call(self) -> list[Step]:
-        """Draw a call of a context of two layers."""
-        tokens = self.problem.resized(T=self.draw.integer(0, 60))
-        begin = Step("PrefillContext", "begin", (self._argument("", tokens, "token_ids", ""),))
-        inputs = [tuple(tokens.tensor(x) for x in ("xBHTD", "xBGTD", "xBGTE")) for _ in range(2)]
-        attend = [Step("PrefillContext", "attend", (i, *x)) for i, x in enumerate(inputs)]
-        return [begin, *attend]
-
     def _argument(self, target: str, tokens: Problem, name: str, kind: str) -> Any:
         draw, width = self.draw, sum(self.budgets.values())
-        specs = {"query": "xBHTD", "key": "xBGTD", "value": "xBGTE"}
-        specs |= {"q": "xBHTD", "k": "xBGTD", "v": "xBGTE"}
-        if name in specs and kind == "Tensor" and draw.chance(0.9):
-            return tokens.tensor(specs[name])
+        if name in OBJECTS:
+            return Object(OBJECTS[name])
+        if name == "tensors":
+            place = (draw.integer(0, 40), wild.integer(draw))
+            change = draw.choice([None, wild.tensor(draw), place])
+            return ChangedState(target, draw.integer(0, 9), change)
+        if kind.startswith("Optional"):
+            return None
+        if kind != "Tensor":
+            return self._value(name, kind)
         if name == "memory":
             return tokens.positions(30, width)
         if name in ("scores", "colsum"):
             columns = [30] if name == "scores" else [width, draw.integer(0, 30)]
             return tokens.resized(M=draw.choice(columns)).tensor("aBGM", "positive")
-        if name == "token_ids":
-            shape = (tokens["B"], tokens["T"])
-            return Ints(tuple(i % 5 for i in range(shape[0] * shape[1])), shape, "int64")
-        if name == "tensors":
-            place = (draw.integer(0, 40), wild.integer(draw))
-            change = draw.choice([None, wild.tensor(draw), place])
-            return ChangedState(target, draw.integer(0, 9), change)
-        if name in ("config", "cache", "tracker"):
-            kinds = {"cache": "ChunkedKVCache", "tracker": "MemorySetTracker"}
-            return Object(kinds.get(name, "PrefillConfig"))
-        if kind == "Tensor":
-            return wild.tensor(draw)
-        if kind.startswith("Optional"):
-            return None
-        return self._value(name, kind)
+        if name in TENSORS and draw.chance(0.9):
+            return tokens.tensor(TENSORS[name])
+        return wild.tensor(draw)
 
     def _value(self, name: str, kind: str) -> Any:
         draw = self.draw
         if kind == "bool":
             return draw.chance(0.5)
-        if name in TEXTS and draw.chance(0.8):
-            return draw.choice(TEXTS[name])
-        if kind == "str":
-            text = settings_text(draw, draw_settings(draw, 60, layers=6))
-            return text if draw.chance(0.8) else wild.text(draw)
         if kind == "List[int]":
             return [draw.integer(0, 3) for _ in range(draw.integer(0, 2))]
+        if kind == "str":
+            text = draw.choice(TEXTS.get(name) or [settings_text(draw, draw_settings(draw, 60, 6))])
+            return text if draw.chance(0.8) else wild.text(draw)
         if draw.chance(0.1):
             return wild.integer(draw)
         if name in self.budgets:
@@ -170,17 +155,16 @@ class _Steps:
 def draw_program(draw: Draw, name: str) -> Program:
     """Draw a program of a class. Its steps may be refused."""
     steps = _Steps(draw)
-    alone = ("parse", "new") if name == "PrefillConfig" else ("new",)
-    begin = BEGIN.get(name, ((name, draw.choice(alone)),))
-    program = [steps.step(*x) for x in begin]
-    targets = [x for x, _ in begin if x != "PrefillConfig" or x == name]
-    methods = [(x, method) for x in targets for method in METHODS[x]]
+    constructor = draw.choice(["parse", "new"]) if name == "PrefillConfig" else "new"
+    begin = (*NEEDS.get(name, ()), (name, constructor))
+    methods = [(x, method) for x, _ in begin for method in METHODS[x]]
     methods += 3 * [x for x in methods if x[1] in OFTEN]
+    program = [steps.step(*x) for x in begin]
+    if name == "PrefillContext":
+        program = list(draw_context(draw, 60).steps)
     for _ in range(draw.integer(0, 9)):
-        if name == "PrefillContext" and draw.chance(0.4):
-            program += steps.call()
-        else:
-            program.append(steps.step(*draw.choice(methods)))
+        place = draw.integer(len(begin), len(program))
+        program.insert(place, steps.step(*draw.choice(methods)))
     return Program(tuple(program))
 
 
@@ -221,22 +205,21 @@ def draw_context(draw: Draw, longest: int = 200) -> Program:
 
 def _call(draw: Draw, p: Problem, layers: int, scale: float | None) -> list[Step]:
     """Draw a call of all layers, sometimes with a broken one before one of them."""
-    words = draw.choice([3, 20, 200])
-    ids = tuple(draw.ids(p["B"], p["T"], (0, words)).view(-1).tolist())
-    steps = [Step("PrefillContext", "begin", (Ints(ids, (p["B"], p["T"]), "int64"),))]
+    ids = draw.ids(p["B"], p["T"], (0, draw.choice([3, 20, 200]))).view(-1).tolist()
+    steps = [Step("PrefillContext", "begin", (Ints(tuple(ids), (p["B"], p["T"]), "int64"),))]
     wrong_at = draw.integer(0, layers - 1) if draw.chance(0.2) else None
     for layer in range(layers):
-        query, key, value = (p.tensor(x) for x in ("xBHTD", "xBGTD", "xBGTE"))
+        query, key, value = (p.tensor(spec) for spec in QKV)
         if layer == wrong_at:
-            other, one = Floats(key.shape, "float64"), p.resized(T=p["T"] + 1)
+            longer = p.resized(T=p["T"] + 1)
             wrong: list[tuple[Any, ...]] = [
-                (layer, one.tensor("xBHTD"), key, value),
-                (layer, query, other, value),
-                (layer, query, one.tensor("xBGTD"), value),
+                (layer, longer.tensor("xBHTD"), key, value),
+                (layer, query, replace(key, dtype="float64"), value),
+                (layer, query, longer.tensor("xBGTD"), value),
                 (layer, query, key, p.resized(G=0).tensor("xBGTE")),
                 (layers, query, key, value),
+                *([(layer - 1, query, key, value)] if layer else []),
             ]
-            wrong += [(layer - 1, query, key, value)] if layer else []
             steps.append(Step("PrefillContext", "attend", draw.choice(wrong), broken=True))
         steps.append(Step("PrefillContext", "attend", (layer, query, key, value, scale)))
     return steps
@@ -244,21 +227,18 @@ def _call(draw: Draw, p: Problem, layers: int, scale: float | None) -> list[Step
 
 def _broken_step(draw: Draw, p: Problem, layers: int, room: int, begun: bool) -> Step:
     """Draw what is wrong between two calls."""
-    new = p.resized(T=1)
-    call = tuple(new.tensor(x) for x in ("xBHTD", "xBGTD", "xBGTE"))
-    wrong: list[tuple[str, Any]] = [
+    call = (p.resized(T=1).tensor(spec) for spec in QKV)
+    wrong: list[tuple[Any, ...]] = [
         ("begin", Filled((3,), 0, "int64")),
         ("begin", Floats((p["B"], 1))),
         ("begin", Filled((p["B"], room + 1), 0, "int64")),
         ("begin_without_ids", room + 1),
         ("begin_without_ids", -1),
         ("truncate", -1),
-        ("attend", (layers, *call)),
+        ("attend", layers, *call),
         ("from_tensors", ChangedState("PrefillContext", -1, None)),
         ("from_tensors", []),
+        *([("begin", Filled((p["B"] + 1, 1), 0, "int64"))] if begun else []),
     ]
-    if begun:
-        wrong.append(("begin", Filled((p["B"] + 1, 1), 0, "int64")))
-    method, arguments = draw.choice(wrong)
-    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
-    return Step("PrefillContext", method, arguments, broken=True)
+    method, *arguments = draw.choice(wrong)
+    return Step("PrefillContext", method, tuple(arguments), broken=True)

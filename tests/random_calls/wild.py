@@ -9,17 +9,11 @@ from random_calls.draw import Draw
 
 INTEGERS = (0, 1, -1, 2, 7, 64, 2**22, 2**31 - 1, 2**31, -(2**31), 2**32 + 1, 2**63 - 1, -(2**63))
 TEXTS = (
-    "h2o",
-    "spec",
-    "recommended",
-    "h2o,",
-    "h2o,,",
-    "=",
+    *("h2o", "spec", "recommended", "h2o,", "h2o,,", "=", "h2o,chunk_size=\x00"),
     "h2o,chunk_size=1,min_prefill=1",
     "h2o,chunk_size=2147483647",
     "h2o,dense_layers=" + "+".join("9" * 400),
     "h2o,local_window=4194304,heavy_budget=4194304,sink_tokens=4194304",
-    "h2o,chunk_size=\x00",
 )
 FLOATS = (0.0, -1.0, 1e308, -1e-308, float("nan"), float("inf"))
 

@@ -64,9 +64,8 @@ def summary_table(run: SoakRun) -> Table:
         table.add_row(f"items: {kind}", f"{number:,}", f"{run.spent[kind]:,.0f} s")
     for kind, number in sorted(run.judge.exceptions.items()):
         table.add_row(f"injected: {kind}", f"{number:,}", "")
-    for dtype, worst in sorted(run.judge.worst.items()):
-        error = f"{worst.error:.2g} of {worst.limit:.2g} allowed"
-        table.add_row(f"largest error: {dtype}", error, f"{worst.compared:,} comparisons")
+    for dtype, part in sorted(run.judge.worst.items()):
+        table.add_row(f"largest error: {dtype}", f"{part:.0%} of its limit", "")
     if run.memory.readings:
         first, last = run.memory.readings[0], run.memory.readings[-1]
         resident = f"{first.resident / MIB:,.1f} to {last.resident / MIB:,.1f}"

@@ -20,11 +20,8 @@ from h2o_prefill import PrefillConfig
 MIB = 1 << 20
 # The most that medians of the first and the last third of the readings may differ. The library
 # keeps the temporaries of the largest call so far, and the heap what is less than a page. A page
-# lost with every item takes far more in half an hour.
-RESIDENT_TOLERANCE = 16 * MIB
-# Constants that are made once.
-TENSOR_TOLERANCE = 16
-OBJECT_TOLERANCE = 16
+# lost with every item takes far more in half an hour. Some constants are made once.
+TOLERANCES = {"resident": 16 * MIB, "tensors": 16, "objects": 16}
 FEWEST_READINGS = 6
 
 _STATM = Path("/proc/self/statm")
@@ -73,14 +70,9 @@ class MemoryWatch:
         """Return what is not flat, a sentence each."""
         if len(self.readings) < FEWEST_READINGS:
             return [f"{len(self.readings)} readings of memory, too few to judge"]
-        limits = {
-            "resident": RESIDENT_TOLERANCE,
-            "tensors": TENSOR_TOLERANCE,
-            "objects": OBJECT_TOLERANCE,
-        }
         return [
             f"{name} grew by {self.growth(name):,.0f}, more than {limit:,}"
-            for name, limit in limits.items()
+            for name, limit in TOLERANCES.items()
             if self.growth(name) > limit
         ]
 
@@ -108,7 +100,6 @@ def _resident() -> int:
 
 
 def _trim_heap() -> None:
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

@@ -72,7 +72,7 @@ class Case:
 
 def draw_case(draw: Draw, whole: bool, dtype: torch.dtype | None = None) -> Case:
     """Draw a model, a prompt and settings."""
-    name, dtype = draw.choice(models.NAMES), dtype or draw.choice(models.DTYPES)
+    name, dtype = draw.choice(models.FAMILIES), dtype or draw.choice(models.DTYPES)
     # Models come and go in a process too.
     model = (models.build if draw.chance(0.1) else models.shared)(name, dtype)
     longest = models.LONGEST if draw.chance(LONG_CHANCE) else LONGEST

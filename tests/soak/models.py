@@ -7,37 +7,28 @@ from functools import cache
 from typing import Any
 
 import torch
-import transformers
 from compatibility.tiny_model import build_tiny
 
 LONGEST = 2304
 COMMON = {"max_position_embeddings": 2 * LONGEST, "eos_token_id": None}
-# Model classes of transformers, and what differs from `tiny_config`.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "Qwen2ForCausalLM": {},
-    "Qwen3ForCausalLM": {},
-    "MistralForCausalLM": {"sliding_window": None},
-    "MistralForCausalLM, sliding": {},
-    "Gemma2ForCausalLM": {"attn_logit_softcapping": None},
-    "Gemma3ForCausalLM": {},
-    "GPTNeoXForCausalLM": {},
-    "GPT2LMHeadModel": {},
-    "PhiForCausalLM": {},
-    "Phi3ForCausalLM": {},
-    "Olmo2ForCausalLM": {},
-    "StableLmForCausalLM": {},
-    "Starcoder2ForCausalLM": {"sliding_window": None},
-    "GraniteForCausalLM": {},
-    "CohereForCausalLM": {},
+FAMILIES = (
+    *("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPTNeoX", "GPT2LMHeadModel"),
+    *("Phi", "Phi3", "Olmo2", "StableLm", "Starcoder2", "Granite", "Cohere", "Mistral, sliding"),
+)
+# What differs from `tiny_config`.
+CHANGES: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": None},
+    "Starcoder2": {"sliding_window": None},
+    "Gemma2": {"attn_logit_softcapping": None},
 }
-NAMES = [name for name in FAMILIES if hasattr(transformers, name.partition(",")[0])]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def build(name: str, dtype: torch.dtype) -> Any:
     """Return a new model, the same weights for the same name."""
-    return build_tiny(name.partition(",")[0], **COMMON, **FAMILIES[name]).model.to(dtype)
+    kind = name.partition(",")[0]
+    kind = kind if kind.endswith("Model") else f"{kind}ForCausalLM"
+    return build_tiny(kind, **COMMON, **CHANGES.get(name, {})).model.to(dtype)
 
 
 @cache

@@ -141,7 +141,7 @@ class SoakRun:
 
 def fill_caches() -> None:
     """Build the models, and read more settings than any cache of settings keeps."""
-    for name in models.NAMES:
+    for name in models.FAMILIES:
         for dtype in models.DTYPES:
             models.shared(name, dtype)
     draw = Draw(random.Random("settings"))

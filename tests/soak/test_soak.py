@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from random_calls import check_program, twin
 from soak import soak_run
-from soak.memory_watch import MIB, RESIDENT_TOLERANCE, MemoryWatch, Reading
+from soak.memory_watch import MIB, TOLERANCES, MemoryWatch, Reading
 from soak.soak_run import KINDS, PRETRAINED, Item, SoakRun
 from typer.testing import CliRunner
 
@@ -143,13 +143,14 @@ def watch(resident: list[int]) -> MemoryWatch:
 
 def test_memory_that_goes_up_and_down_is_flat() -> None:
     assert watch([100 * MIB, 130 * MIB, 101 * MIB] * 5).complaints() == []
-    assert watch([RESIDENT_TOLERANCE * (i > 5) for i in range(9)]).complaints() == []
+    assert watch([TOLERANCES["resident"] * (i > 5) for i in range(9)]).complaints() == []
 
 
 def test_memory_that_grows_is_not_flat() -> None:
-    step = RESIDENT_TOLERANCE // 5
+    limit = TOLERANCES["resident"]
+    step = limit // 5
     assert watch([i * step for i in range(9)]).complaints() == [
-        f"resident grew by {6 * step:,}, more than {RESIDENT_TOLERANCE:,}"
+        f"resident grew by {6 * step:,}, more than {TOLERANCES['resident']:,}"
     ]
     assert watch([9, 9, 9]).complaints() == ["3 readings of memory, too few to judge"]
 
