@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ def run_whole_memory(draw: Draw, judge: Judge) -> None:
             logits.append(case.model(case.ids[:, begin:end], past_key_values=cache).logits)
             begin = end
             if draw.chance(0.2):
-                cache = draw.choice([copy.deepcopy, _pickled])(cache)
+                copies = [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+                cache = draw.choice(copies)(cache)
             handle.enable()
             if end < case.length and not case.slides() and draw.chance(0.3):
                 removed = draw.integer(0, logits[-1].shape[1])
@@ -129,9 +131,8 @@ def run_calls(draw: Draw, judge: Judge) -> None:
     with enable(case.model, config):
         expected, cache = case.cache(), case.cache()
         whole = case.model(case.ids, past_key_values=expected).logits
-        results = {
-            f"row {row} alone": (case.model(case.ids[row : row + 1]).logits, whole[row : row + 1])
-        }
+        alone = case.model(case.ids[row : row + 1], past_key_values=case.cache()).logits
+        results = {f"row {row} alone": (alone, whole[row : row + 1])}
         if not case.slides():
             results[f"calls to {ends}"] = torch.cat(list(case.calls(ends, cache)), 1), whole
             _check_cache(judge, f"{case.name}, calls", cache, expected, exact=False)
@@ -147,25 +148,30 @@ def run_calls(draw: Draw, judge: Judge) -> None:
     case.check_untouched(judge)
 
 
-def run_again(draw: Draw, judge: Judge) -> None:
-    """The same calls give the same, bit for bit; tokens decoded and cropped leave no trace."""
+def run_disturbed(draw: Draw, judge: Judge) -> None:
+    """The same calls give the same, bit for bit, whatever happens in and between them."""
     case = draw_case(draw, whole=False)
-    ends, results = draw_calls(draw, 0, case.length), []
-    for decoded in (0 if case.slides() else draw.integer(0, 3), 0):
-        cache, logits = case.cache(), []
-        with enable(case.model, case.config):
-            for piece in case.calls(ends, cache):
-                logits.append(piece)
-                for _ in range(decoded):
-                    case.model(case.ids[:, :1], past_key_values=cache)
-                if decoded:
-                    cache.crop(-decoded)
-        results.append((torch.cat(logits, 1), cache))
-    (first, cache), (second, expected) = results
-    what = f"{case.name}, {len(ends)} calls"
-    judge.finite(what, first)
-    judge.same(f"{what} again", first, second)
-    _check_cache(judge, f"{what} again", cache, expected)
+    ends = draw_calls(draw, 0, case.length)
+    new_cache = case.cache if draw.chance(0.8) else partial(DynamicCache, config=case.model.config)
+    cache, expected = new_cache(), new_cache()
+    handle = enable(case.model, case.config)
+    try:
+        wanted = list(case.calls(ends, expected))
+        for begin, end, logits in zip([0, *ends], ends, wanted, strict=False):
+            piece = case.ids[:, begin:end]
+            if draw.chance(0.5):
+                _fail(draw, judge, case, handle, piece, cache)
+            again = case.model(piece, past_key_values=cache).logits
+            judge.finite(f"{case.name}, [{begin}, {end})", again)
+            judge.same(f"{case.name}, [{begin}, {end}) again", again, logits)
+            decoded = 0 if case.slides() else draw.integer(0, 2)
+            for _ in range(decoded):
+                case.model(case.ids[:, :1], past_key_values=cache)
+            if decoded:
+                cache.crop(-decoded)
+    finally:
+        handle.disable()
+    _check_cache(judge, f"{case.name}, {len(ends)} calls again", cache, expected)
     case.check_untouched(judge)
 
 
@@ -195,39 +201,6 @@ def run_generate(draw: Draw, judge: Judge) -> None:
     judge.same(f"{case.name}, tokens of generate again", results[1], results[0])
     length = results[0].shape[1]
     judge.true(f"{case.name}, {length} tokens", length == case.length + new_tokens)
-    case.check_untouched(judge)
-
-
-def run_failure(draw: Draw, judge: Judge) -> None:
-    """Fail inside a second call, compare the cache, and make the call again."""
-    case = draw_case(draw, whole=False)
-    begin = draw.integer(0, case.length - 1)
-    rest = case.ids[:, begin:]
-    cache = DynamicCache(config=case.model.config) if draw.chance(0.2) else case.cache()
-    kind = draw.choice([Injected, ValueError, KeyboardInterrupt])
-    handle = enable(case.model, case.config)
-    try:
-        if begin:
-            case.model(case.ids[:, :begin], past_key_values=cache)
-        before = copy.deepcopy(cache)
-        expected, called = _forward(case, rest, copy.deepcopy(cache))
-        where, after = draw.choice(called), draw.chance(0.5)
-        what = f"{case.name}, {kind.__name__} {'after' if after else 'before'} {where}"
-        with _raising(case.model.get_submodule(where), kind, after):
-            judge.raises(kind, what, lambda: case.model(rest, past_key_values=cache))
-        disabled = draw.chance(0.3)
-        if disabled:
-            handle.disable()
-            judge.finite(f"{what}: without us", case.model(case.ids).logits)
-        # torch calls no hook on an interrupt: what it left open ends with `disable` or the next
-        # forward.
-        if disabled or kind is not KeyboardInterrupt:
-            _check_cache(judge, f"{what}: the cache", cache, before)
-        handle.enable()
-        logits = case.model(rest, past_key_values=cache).logits
-        judge.same(f"{what}: the call again", logits, expected)
-    finally:
-        handle.disable()
     case.check_untouched(judge)
 
 
@@ -265,6 +238,35 @@ def _check_cache(judge: Judge, what: str, cache: Any, expected: Any, exact: bool
         judge.same(f"{what}: token ids", cache.token_ids, expected.token_ids)
 
 
+def _fail(draw: Draw, judge: Judge, case: Case, handle: Any, ids: Tensor, cache: Any) -> None:
+    """Raise in the middle of a call: the cache is as it was."""
+    before, called = copy.deepcopy(cache), []
+    # The hooks of the model itself end the forward that may be undone.
+    parts = [part for name, part in case.model.named_modules() if name]
+    hooks = [part.register_forward_pre_hook(lambda x, _: called.append(x)) for part in parts]
+    case.model(ids, past_key_values=copy.deepcopy(cache))
+    for hook in hooks:
+        hook.remove()
+    kind = draw.choice([Injected, ValueError, KeyboardInterrupt])
+    part, after = draw.choice(called), draw.chance(0.5)
+
+    def fail(*_: Any) -> None:
+        raise kind("injected")
+
+    what = f"{case.name}, {kind.__name__} {'after' if after else 'before'} {type(part).__name__}"
+    with part.register_forward_hook(fail) if after else part.register_forward_pre_hook(fail):
+        judge.raises(kind, what, lambda: case.model(ids, past_key_values=cache))
+    disabled = draw.chance(0.3)
+    if disabled:
+        handle.disable()
+        judge.finite(f"{what}: without us", case.model(case.ids).logits)
+    # torch calls no hook on an interrupt: what it left open ends with `disable` or the next
+    # forward.
+    if disabled or kind is not KeyboardInterrupt:
+        _check_cache(judge, f"{what}: the cache", cache, before)
+    handle.enable()
+
+
 def _toggle(draw: Draw, judge: Judge, case: Case, handle: Any) -> bool:
     """Another handle takes over and gives back; a model may be switched back for one call.
 
@@ -278,32 +280,3 @@ def _toggle(draw: Draw, judge: Judge, case: Case, handle: Any) -> bool:
     if draw.chance(0.5):
         handle.disable()
     return handle.active
-
-
-def _pickled(cache: ChunkedPrefillCache) -> ChunkedPrefillCache:
-    return pickle.loads(pickle.dumps(cache))
-
-
-def _forward(case: Case, ids: Tensor, cache: Any) -> tuple[Tensor, list[str]]:
-    """Return the logits of a call, and the parts of the model that it calls."""
-    called: list[str] = []
-    hooks = [
-        part.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-        for name, part in case.model.named_modules()
-        # The hooks of the model itself end the forward that may be undone.
-        if name
-    ]
-    try:
-        return case.model(ids, past_key_values=cache).logits, called
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _raising(part: Any, kind: type[BaseException], after: bool) -> Any:
-    """Return a handle that removes the hook when its `with` ends."""
-
-    def fail(*_: Any) -> None:
-        raise kind("injected")
-
-    return part.register_forward_hook(fail) if after else part.register_forward_pre_hook(fail)

@@ -46,9 +46,8 @@ KINDS: dict[str, tuple[float, Work]] = {
     "prompts": (12, run_prompts),
     "model, whole memory": (3, model_items.run_whole_memory),
     "model, calls": (3, model_items.run_calls),
-    "model, again": (3, model_items.run_again),
     "model, generate": (2, model_items.run_generate),
-    "model, failing": (4, model_items.run_failure),
+    "model, disturbed": (6, model_items.run_disturbed),
     PRETRAINED: (0.02, model_items.run_pretrained),
 }
 # The first items have the largest sizes, this many of each kind of tiny things.
