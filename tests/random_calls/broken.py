@@ -55,6 +55,14 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 }
 
 
+# What a tensor of each kind of `TENSORS` must not be; in capitals, where it is the only one.
+OTHER_DTYPES = {
+    **{"i": ("int64", "float32"), "l": ("int32",), "f": ("int64",)},
+    **{"x": ("int64", "float32", "float16"), "a": ("float16", "bfloat16", "float32", "float64")},
+    **{"I": ("int64", "float32"), "X": ("int64",), "A": ("float16", "bfloat16")},
+}
+
+
 def breakages(operator: str, a: Arguments) -> Changes:
     """Return everything that breaks a valid call."""
     changes: Changes = {}
@@ -75,35 +83,21 @@ def _tensors(specs: dict[str, str], a: Arguments) -> Changes:
     """Break dtypes and sizes, which `TENSORS` tells."""
     given = {name: (a[name], spec) for name, spec in specs.items() if a.get(name) is not None}
     letters = [letter for x, spec in given.values() for letter in spec[1 : len(x.shape) + 1]]
-    dtypes = [spec[0] for _, spec in given.values()]
+    alone = sum(spec[0] in "xa" for _, spec in given.values()) == 1
     changes: Changes = {}
     for name, (x, spec) in given.items():
         # A decay may have one dimension.
         sizes = "G" if len(x.shape) == 1 and len(spec) == 4 else spec[1:]
-        for dtype in _other_dtypes(x, spec[0], sum(x in "xa" for x in dtypes) > 1):
-            changes[f"{name} is {dtype}"] = {name: _with_dtype(x, dtype)}
+        for dtype in OTHER_DTYPES[spec[0].upper() if alone else spec[0]]:
+            if dtype != x.dtype:
+                changes[f"{name} is {dtype}"] = {name: _with_dtype(x, dtype)}
         for dim, letter in enumerate(sizes):
-            if letter == "_" or (letters.count(letter) == 1 and not letter.isdigit()):
-                continue
-            for size in {x.shape[dim] + 1, 0} - {x.shape[dim]}:
-                changes[f"{name} has size {size} in {dim}"] = {name: resized(x, dim, size)}
+            if letter.isdigit() or (letter != "_" and letters.count(letter) > 1):
+                for size in {x.shape[dim] + 1, 0} - {x.shape[dim]}:
+                    changes[f"{name} has size {size} in {dim}"] = {name: resized(x, dim, size)}
         changes[f"{name} has a dimension more"] = {name: _with_shape(x, (1, *x.shape))}
         changes[f"{name} has a dimension less"] = {name: _with_shape(x, x.shape[1:])}
     return changes
-
-
-def _other_dtypes(x: Any, kind: str, has_others: bool) -> list[str]:
-    """Return dtypes that a tensor of a kind must not have beside others."""
-    if kind == "i":
-        return ["int64", "float32"]
-    if kind == "l":
-        return ["int32"]
-    if kind == "x" and has_others:
-        return ["int64", "float32" if x.dtype == "float16" else "float16"]
-    if kind == "a":
-        other = ["float32" if x.dtype == "float64" else "float64"] if has_others else []
-        return ["float16", "bfloat16", *other]
-    return ["int64"]
 
 
 def _with_dtype(x: Any, dtype: str) -> Any:

@@ -11,7 +11,7 @@ from random_calls.broken import breakages
 from random_calls.descriptions import build
 from random_calls.draw import Draw
 from random_calls.judge import Judge
-from random_calls.operators import VALID, Arguments
+from random_calls.operators import Arguments, draw_arguments
 from random_calls.oracles import check_result
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def draw_call(draw: Draw, operator: str, kinds: tuple[str, ...] = KINDS) -> Call
     """Draw a call of an operator."""
     # First, because hypothesis varies later choices less.
     kind, place = draw.choice(kinds), draw.integer(0, 9999)
-    arguments, what = VALID[operator](draw), ""
+    arguments, what = draw_arguments(draw, operator), ""
     if kind == "broken":
         changes = breakages(operator, arguments)
         what = list(changes)[place % len(changes)]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "column", "offset")
-FILLS = ("normal", "zeros", "positive", "negative", "huge", "inf", "nan")
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Floats:
     # One of `LAYOUTS`: how it lies in memory. "sliced" is a window of a larger buffer that is
     # NaN around it.
     layout: str = "contiguous"
-    # One of `FILLS`; "inf" and "nan" are a few among normal numbers.
+    # "normal", "zeros", "positive", "negative", "huge", or a few "inf" or "nan" among normal numbers.
     fill: str = "normal"
     seed: int = 0
 

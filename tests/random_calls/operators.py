@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import torch
 from random_calls.descriptions import LAYOUTS, Floats, Ints
 from random_calls.draw import Draw, draw_settings
 
@@ -64,13 +66,11 @@ class Problem:
     dtype: str
 
     @classmethod
-    def drawn(cls, draw: Draw, longest: int = 200, least: int = 0, past: bool = True) -> Problem:
+    def drawn(cls, draw: Draw, longest: int = 200, least: int = 0) -> Problem:
         """Draw new tokens T after some earlier ones P, which are S together."""
         tokens, earlier = (
-            0 if least == 0 and draw.chance(0.1) else draw.size(max(1, least), longest)
-            for least in (least, 0)
+            0 if least == 0 and draw.chance(0.1) else draw.size(1, longest) for least in (least, 0)
         )
-        earlier = earlier if past else 0
         heads, kv_heads = draw.choice(HEADS)
         dim = draw.choice(HEAD_DIMS)
         value_dim = draw.choice(HEAD_DIMS) if draw.chance(0.3) else dim
@@ -79,12 +79,14 @@ class Problem:
             batch -= 1
         if heads * tokens * dim > MOST_ELEMENTS:
             heads, kv_heads = 2, 1
-        return cls(
-            draw,
-            {"B": batch, "H": heads, "G": kv_heads, "D": dim, "E": value_dim}
-            | {"T": tokens, "P": earlier, "S": earlier + tokens},
-            draw.choice(DTYPES),
-        )
+        sizes = {"B": batch, "H": heads, "G": kv_heads, "D": dim, "E": value_dim}
+        sizes |= {"T": tokens, "P": earlier, "S": earlier + tokens}
+        return cls(draw, sizes, draw.choice(DTYPES))
+
+    @cached_property
+    def config(self) -> PrefillConfig:
+        """Settings of the call."""
+        return draw_settings(self.draw, self["S"], layers=4)
 
     def __getitem__(self, letter: str) -> int:
         return self.sizes[letter]
@@ -103,15 +105,7 @@ class Problem:
         wide = "float64" if self.dtype == "float64" else "float32"
         dtype = {"x": self.dtype, "a": wide, "f": self.draw.choice(DTYPES)}[spec[0]]
         shape = tuple(self.sizes[letter] for letter in spec[1:])
-        return Floats(shape, dtype, self.layout(), fill, self.draw.seed())
-
-    def tensors(self, operator: str, names: str) -> Arguments:
-        """Return the named tensors of an operator."""
-        return {name: self.tensor(TENSORS[operator][name]) for name in names.split()}
-
-    def layout(self) -> str:
-        """Return how a tensor lies in memory."""
-        return self.draw.choice(LAYOUTS)
+        return Floats(shape, dtype, self.draw.choice(LAYOUTS), fill, self.draw.seed())
 
     def scale(self) -> float | None:
         """Return a softmax scale."""
@@ -119,22 +113,13 @@ class Problem:
             return None
         return self.draw.choice([1, -1]) * self.draw.uniform(0.5, 1.5) * self["D"] ** -0.5
 
-    def logits(self) -> Arguments:
-        """Return scale, sinks and soft cap."""
-        draw = self.draw
-        return {
-            "scale": 0.0 if draw.chance(0.1) else self.scale(),
-            "sinks": self.tensor("fH") if draw.chance(0.5) else None,
-            "softcap": draw.choice([0.0, 0.0, 0.0, 3.0, 50.0, 1e300]),
-        }
-
     def positions(self, most: int, width: int, ascending: bool = True) -> Ints:
         """Return for each KV head different positions below `most`, then -1: int32 [B, Hkv, M]."""
         rows = []
         for _ in range(self["B"] * self["G"]):
             chosen = self.draw.sample(self.draw.integer(0, width), most)
             rows.append(tuple(sorted(chosen) if ascending else chosen))
-        return Ints(tuple(rows), (*self.per_head, width), "int32", self.layout())
+        return Ints(tuple(rows), (*self.per_head, width), "int32", self.draw.choice(LAYOUTS))
 
     def recall(self, block: int) -> Arguments:
         """Return the lists of recalled keys of each block of rows, or None of them."""
@@ -168,7 +153,7 @@ class Problem:
     def position(self) -> Ints:
         """Return the tokens so far and where the last chunk began, int64 [2]."""
         begin = self.draw.integer(0, self["P"])
-        return Ints((self["P"], begin), (2,), "int64", self.layout())
+        return Ints((self["P"], begin), (2,), "int64", self.draw.choice(LAYOUTS))
 
 
 def settings_text(draw: Draw, config: PrefillConfig) -> str:
@@ -176,173 +161,142 @@ def settings_text(draw: Draw, config: PrefillConfig) -> str:
     return f"{draw.choice(['h2o', 'recommended'])},{config.native.to_fields()}"
 
 
-def _chunk_size(draw: Draw) -> int:
-    return INT32_MAX if draw.chance(0.2) else draw.integer(1, 70)
+def draw_arguments(draw: Draw, operator: str) -> Arguments:
+    """Draw the arguments of a valid call."""
+    p = Problem.drawn(draw, 100 if "token_ids" in TENSORS[operator] else 200)
+    given = GROUPS[operator](p) if operator in GROUPS else {}
+    arguments: Arguments = {}
+    for argument in getattr(torch.ops.h2o_prefill, operator).default._schema.arguments:
+        name = argument.name
+        if name in given:
+            arguments[name] = given[name]
+        elif name in VALUES:
+            arguments[name] = VALUES[name](p)
+        else:
+            arguments[name] = p.tensor(TENSORS[operator][name])
+    return arguments
 
 
-def intra_chunk_attention(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw, past=False)
-    tensors = p.tensors("intra_chunk_attention", "q k v")
-    return {**tensors, "chunk_size": _chunk_size(draw), "scale": p.scale()}
+def _prefill(p: Problem) -> Arguments:
+    return {**p.state(), **p.recall(p.config.recall_block)}
 
 
-def memory_attention(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw)
-    indices = p.positions(p["S"], draw.integer(0, 80), ascending=False)
-    return {**p.tensors("memory_attention", "q k v"), "indices": indices, "scale": p.scale()}
+def _prefill_of_layer(p: Problem) -> Arguments:
+    given = _prefill(p)
+    if given["memory"]:  # a dense call hands it on, in the width of the settings
+        given["memory"] = Ints((), (*p.per_head, 0))
+    return given
 
 
-def dense_attention(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw)
-    return {**p.tensors("dense_attention", "q k v"), **p.logits()}
-
-
-def merge_states(draw: Draw) -> Arguments:
-    return Problem.drawn(draw).tensors("merge_states", "out_a lse_a out_b lse_b")
-
-
-def select_memory(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw)
-    scored = p["S"] if draw.chance(0.5) else draw.integer(0, p["S"] + 5)
-    budgets = ("local_window", "heavy_budget", "sink_tokens")
+def _prefill_in_place(p: Problem) -> Arguments:
+    position, layer = p.position(), p.draw.integer(0, 3)
+    width = p.config.of_layer(layer).memory_size
+    memory = p.positions(position.values[1], min(width, 150))
+    buffers = p.resized(C=p["S"] + p.draw.integer(0, 9))
     return {
-        "scores": p.resized(M=scored).tensor("aBGM", "positive"),
-        "memory": p.positions(p["P"], draw.integer(0, 40)),
-        "chunk_begin": p["P"],
-        "chunk_end": p["S"],
-        **{name: draw.integer(0, draw.choice([5, 60, 400])) for name in budgets},
+        "cache_key": buffers.tensor("xBGCD"),
+        "cache_value": buffers.tensor("xBGCE"),
+        "scores": replace(buffers.tensor("aBGC", "positive"), layout="contiguous"),
+        "memory": Ints(memory.values, (*p.per_head, width + p.draw.integer(0, 9))),
+        "position": position,
+        "layer": layer,
+        **p.recall(p.config.recall_block),
     }
 
 
-def accumulate_scores_(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw)
-    memory = p.positions(p["S"], draw.integer(0, 40))
+def _select_memory(p: Problem) -> Arguments:
+    scored = p["S"] if p.draw.chance(0.5) else p.draw.integer(0, p["S"] + 5)
+    scores = p.resized(M=scored).tensor("aBGM", "positive")
+    return {"scores": scores, "memory": p.positions(p["P"], p.draw.integer(0, 40))}
+
+
+def _accumulate_scores(p: Problem) -> Arguments:
+    memory = p.positions(p["S"], p.draw.integer(0, 40))
     colsum = p.resized(M=memory.shape[2]).tensor("aBGM", "positive")
     return {"scores": p.tensor("aBGS", "positive"), "memory": memory, "colsum": colsum}
 
 
-def gather_rows(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw)
-    width = draw.integer(0, 20)
-    rows = [
-        tuple(draw.integer(-1, p["S"] - 1) for _ in range(width)) for _ in range(p["B"] * p["G"])
-    ]
-    return {"x": p.tensor("xBGSD"), "indices": Ints(tuple(rows), (*p.per_head, width))}
+def _memory_attention(p: Problem) -> Arguments:
+    return {"indices": p.positions(p["S"], p.draw.integer(0, 80), ascending=False)}
 
 
-def chunked_sparse_attention(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw)
-    config = draw_settings(draw, p["S"], layers=6)
-    return {
-        **p.tensors("chunked_sparse_attention", "q k v"),
-        **p.state(),
-        **p.recall(config.recall_block),
-        "settings": settings_text(draw, config),
-        **p.logits(),
-    }
+def _gather_rows(p: Problem) -> Arguments:
+    width, rows = p.draw.integer(0, 20), range(p["B"] * p["G"])
+    values = [tuple(p.draw.integer(-1, p["S"] - 1) for _ in range(width)) for _ in rows]
+    return {"x": p.tensor("xBGSD"), "indices": Ints(tuple(values), (*p.per_head, width))}
 
 
-def prefill_attention(draw: Draw) -> Arguments:
-    arguments = {**chunked_sparse_attention(draw), "layer": draw.integer(0, 3)}
-    memory = arguments["memory"]
-    if memory is not None:  # a dense call hands it on, in the width of the settings
-        arguments["memory"] = Ints((), (*memory.shape[:2], 0))
-    return arguments
+def _lexical_recall(p: Problem) -> Arguments:
+    block = p.draw.integer(1, 24)
+    return {"block": block, "chunk_size": block * p.draw.integer(1, 4)}
 
 
-def prefill_attention_(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw)
-    p = p.resized(C=p["S"] + draw.integer(0, 9))
-    config, layer = draw_settings(draw, p["S"], layers=4), draw.integer(0, 3)
-    position = p.position()
-    width = config.of_layer(layer).memory_size
-    memory = p.positions(position.values[1], min(width, 150))
-    return {
-        **p.tensors("prefill_attention_", "q k v cache_key cache_value"),
-        "scores": replace(p.tensor("aBGC", "positive"), layout="contiguous"),
-        "memory": Ints(memory.values, (*p.per_head, width + draw.integer(0, 9))),
-        "position": position,
-        **p.recall(config.recall_block),
-        "layer": layer,
-        "settings": settings_text(draw, config),
-        **p.logits(),
-    }
+def _recall_at_position(p: Problem) -> Arguments:
+    return {"num_tokens": p.draw.integer(0, p["T"])}
 
 
-def advance_position_(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw)
-    settings = settings_text(draw, draw_settings(draw, p["S"]))
-    return {"position": p.position(), "num_tokens": p["T"], "settings": settings}
-
-
-def _token_ids(draw: Draw, p: Problem) -> Ints:
-    words = draw.choice([1, 3, 20])
-    shape = (draw.choice([1, 2, 0]), p["S"])
-    values = tuple(draw.integer(0, words - 1) for _ in range(shape[0] * shape[1]))
-    return Ints(values, shape, "int64", p.layout())
-
-
-def lexical_recall(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw, longest=100)
-    block = draw.integer(1, 24)
-    return {
-        "token_ids": _token_ids(draw, p),
-        "begin": p["P"],
-        "chunk_size": block * draw.integer(1, 4),
-        "block": block,
-        "max_matches": draw.choice([1, 2, 5, 1024]),
-        "max_suffix": draw.choice([1, 2, 3, 64]),
-        "span": draw.choice([1, 2, 7, 1024]),
-        "max_count": draw.choice([1, 2, 16, INT32_MAX]),
-    }
-
-
-def recall_at_position(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw, longest=100)
-    settings = settings_text(draw, draw_settings(draw, p["S"]))
-    return {
-        "token_ids": _token_ids(draw, p),
-        "position": p.position(),
-        "num_tokens": draw.integer(0, p["T"]),
-        "settings": settings,
-    }
-
-
-def chunkwise_linear_attention(draw: Draw) -> Arguments:
-    p = Problem.drawn(draw, past=False)
+def _linear(p: Problem) -> Arguments:
+    draw = p.draw
     causal, normalize, given = (draw.chance(0.5) for _ in range(3))
-    decay = draw.choice([None, "aG", "aBGT"])
-    # Products of both signs would let a divisor come near 0.
-    maps = ["elu+1", "relu", "identity"][: 1 if normalize else 3]
+    decay, state = draw.choice([None, "aG", "aBGT"]), given and causal
+    normalizer = p if normalize else p.resized(D=0)
     return {
-        **p.tensors("chunkwise_linear_attention", "q k v"),
         "log_decay": p.tensor(decay, "negative") if decay else None,
-        "initial_state": p.tensor("aBGDE") if given and causal else None,
-        "initial_normalizer": (
-            p.tensor("aBGD", "positive") if given and causal and normalize else None
-        ),
-        "feature_map": draw.choice(maps),
-        "chunk_size": _chunk_size(draw),
+        "initial_state": p.tensor("aBGDE") if state else None,
+        "initial_normalizer": p.tensor("aBGD", "positive") if state and normalize else None,
+        "grad_state": p.tensor("aBGDE") if draw.chance(0.7) else None,
+        "grad_normalizer": normalizer.tensor("aBGD") if draw.chance(0.7) else None,
+        # Products of both signs would let a divisor come near 0.
+        "feature_map": draw.choice(["elu+1", "relu", "identity"][: 1 if normalize else 3]),
         "causal": causal,
         "diagonal_once": not causal and draw.chance(0.5),
         "normalize": normalize,
-        "scale": p.scale(),
     }
 
 
-def chunkwise_linear_attention_backward(draw: Draw) -> Arguments:
-    arguments = chunkwise_linear_attention(draw)
-    q, k, v = (arguments[name].shape for name in "qkv")
-    letters = {"B": q[0], "H": q[1], "T": q[2], "D": q[3], "G": k[1], "E": v[3]}
-    p = Problem(draw, letters, arguments["q"].dtype)
-    state, normalizer = (draw.chance(0.7) for _ in range(2))
-    width = p if arguments["normalize"] else p.resized(D=0)
-    return {
-        **arguments,
-        "grad_out": p.tensor("xBHTE"),
-        "grad_state": p.tensor("aBGDE") if state else None,
-        "grad_normalizer": width.tensor("aBGD") if normalizer else None,
-    }
+def _token_ids(p: Problem) -> Ints:
+    words, batch = p.draw.choice([1, 3, 20]), p.draw.choice([1, 2, 0])
+    values = tuple(p.draw.integer(0, words - 1) for _ in range(batch * p["S"]))
+    return Ints(values, (batch, p["S"]), "int64", p.draw.choice(LAYOUTS))
 
 
-VALID: dict[str, Callable[[Draw], Arguments]] = {name: globals()[name] for name in TENSORS}
+def _budget(p: Problem) -> int:
+    return p.draw.integer(0, p.draw.choice([5, 60, 400]))
+
+
+# Arguments by name, where an operator says nothing else.
+VALUES: dict[str, Callable[[Problem], Any]] = {
+    "begin": lambda p: p["P"],
+    "chunk_begin": lambda p: p["P"],
+    "chunk_end": lambda p: p["S"],
+    "chunk_size": lambda p: INT32_MAX if p.draw.chance(0.2) else p.draw.integer(1, 70),
+    "heavy_budget": _budget,
+    "layer": lambda p: p.draw.integer(0, 3),
+    "local_window": _budget,
+    "max_count": lambda p: p.draw.choice([1, 2, 16, INT32_MAX]),
+    "max_matches": lambda p: p.draw.choice([1, 2, 5, 1024]),
+    "max_suffix": lambda p: p.draw.choice([1, 2, 3, 64]),
+    "num_tokens": lambda p: p["T"],
+    "position": Problem.position,
+    "scale": lambda p: 0.0 if p.draw.chance(0.1) else p.scale(),
+    "settings": lambda p: settings_text(p.draw, p.config),
+    "sink_tokens": _budget,
+    "sinks": lambda p: p.tensor("fH") if p.draw.chance(0.5) else None,
+    "softcap": lambda p: p.draw.choice([0.0, 0.0, 0.0, 3.0, 50.0, 1e300]),
+    "span": lambda p: p.draw.choice([1, 2, 7, 1024]),
+    "token_ids": _token_ids,
+}
+# Arguments that depend on each other.
+GROUPS: dict[str, Callable[[Problem], Arguments]] = {
+    "accumulate_scores_": _accumulate_scores,
+    "chunked_sparse_attention": _prefill,
+    "chunkwise_linear_attention": _linear,
+    "chunkwise_linear_attention_backward": _linear,
+    "gather_rows": _gather_rows,
+    "lexical_recall": _lexical_recall,
+    "memory_attention": _memory_attention,
+    "prefill_attention": _prefill_of_layer,
+    "prefill_attention_": _prefill_in_place,
+    "recall_at_position": _recall_at_position,
+    "select_memory": _select_memory,
+}

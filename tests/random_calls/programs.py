@@ -98,7 +98,7 @@ class _Steps:
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw
-        self.problem = Problem.drawn(draw, longest=40, past=False)
+        self.problem = Problem.drawn(draw, longest=40)
         budgets = ("sink_tokens", "local_window", "heavy_budget")
         self.budgets = {name: draw.integer(0, 6) for name in budgets}
 
@@ -170,7 +170,7 @@ def draw_program(draw: Draw, name: str) -> Program:
 
 def draw_context(draw: Draw, longest: int = 200) -> Program:
     """Draw a valid program of `PrefillContext`: calls, decoding, truncation, copies and errors."""
-    p = Problem.drawn(draw, longest, least=1, past=False)
+    p = Problem.drawn(draw, longest, least=1)
     p = replace(p, dtype=draw.choice(["float32", "bfloat16", "float16"]))
     layers, capacity, length = draw.integer(1, 3), p["T"] + draw.integer(0, 9), 0
     config = draw_settings(draw, p["T"], layers, whole=draw.chance(0.4))

@@ -110,48 +110,41 @@ class Twin:
             # The rows that must have attended to every key.
             rows = new if config.memory_size >= self.end else tail
             check_dense(self.judge, f"{what} {name}", other, history, scale, rows)
-        if sparse:
-            self._check_sparse(what, history, scale, config, state, expected, self.states[layer])
-            if self.end <= ORACLE_LENGTH and new <= ORACLE_CHUNKS * config.chunk_size:
-                call = [*history, *held[:2], *lists, held[2], config, scale, None, 0.0]
-                result = (out, scores, memory)
-                check_result(self.judge, "chunked_sparse_attention", call, call, result)
-
-    def _check_sparse(
-        self,
-        what: str,
-        history: History,
-        scale: float | None,
-        config: PrefillConfig,
-        state: PrefillState | None,
-        expected: Tensor,
-        expected_state: PrefillState,
-    ) -> None:
-        """Make the call again on other threads, and as two calls of whole chunks."""
-        query, key, value = history
+        if not sparse:
+            return
 
         def attend(state: PrefillState | None, begin: int, end: int) -> PrefillState:
             rows = slice(begin - self.past, end - self.past)
-            call = (query[:, :, rows], key[:, :, :end], value[:, :, :end])
+            call = (q[:, :, rows], *(x[:, :, :end] for x in history[1:]))
             lists = self._recall(begin, end)
-            out, state = sparse_attention(*call, state, config, lists, scale)
+            part, state = sparse_attention(*call, state, config, lists, scale)
             # A tail ends each call.
-            self._same_rows(f"{what} again", out, expected[:, :, rows], config.dense_tail)
+            self._same_rows(f"{what} again", part, expected[:, :, rows], config.dense_tail)
             return state
 
+        self._check_again(what, attend, state, config.chunk_size, self.states[layer])
+        if self.end <= ORACLE_LENGTH and new <= ORACLE_CHUNKS * config.chunk_size:
+            call = [*history, *held[:2], *lists, held[2], config, scale, None, 0.0]
+            result = (out, scores, memory)
+            check_result(self.judge, "chunked_sparse_attention", call, call, result)
+
+    def _check_again(
+        self, what: str, attend: Any, state: Any, chunk_size: int, expected: PrefillState
+    ) -> None:
+        """Make a sparse call again on other threads, and as two calls of whole chunks."""
         threads = torch.get_num_threads()
         torch.set_num_threads(3 - threads if threads < 3 else 1)
         try:
             states = [attend(state, self.past, self.end)]
         finally:
             torch.set_num_threads(threads)
-        chunks = -(-query.shape[2] // config.chunk_size)
+        chunks = -(-(self.end - self.past) // chunk_size)
         if chunks > 1:
-            middle = self.past + chunks // 2 * config.chunk_size
+            middle = self.past + chunks // 2 * chunk_size
             states.append(attend(attend(state, self.past, middle), middle, self.end))
         for x in states:
             held = x.scores, x.memory, x.last_chunk_begin
-            _same_state(self.judge, f"{what} again", held, expected_state)
+            _same_state(self.judge, f"{what} again", held, expected)
 
     def _recall(self, begin: int, end: int) -> RecallLists:
         """Return the keys that a call recalls."""

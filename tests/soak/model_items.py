@@ -82,39 +82,58 @@ def draw_case(draw: Draw, whole: bool, dtype: torch.dtype | None = None) -> Case
     return Case(name, model, ids, draw_settings(draw, length, 2, whole))
 
 
-def run_whole_memory(draw: Draw, judge: Judge) -> None:
-    """With memory sets that hold everything a model gives what it gives without us."""
-    case = draw_case(draw, whole=True)
-    stock = case.model(case.ids).logits
-    truth = stock
-    if case.model.dtype != torch.float64:
-        truth = models.shared(case.name, torch.float64)(case.ids).logits
-    cache, ids_known, logits, begin = case.cache(), True, [], 0
+def run_disturbed(draw: Draw, judge: Judge) -> None:
+    """The same calls give the same, bit for bit, whatever happens in and between them.
+
+    With memory sets that hold everything a model gives what it gives without us.
+    """
+    whole = draw.chance(0.4)
+    case = draw_case(draw, whole)
+    stock, ends = case.model(case.ids).logits, draw_calls(draw, 0, case.length)
+    new_cache = case.cache if draw.chance(0.8) else partial(DynamicCache, config=case.model.config)
+    cache, expected, ids_known, logits = new_cache(), new_cache(), whole, []
     handle = enable(case.model, case.config)
     try:
-        for end in [*draw_calls(draw, 0, case.length), case.length]:
-            if begin == end:
-                continue
+        wanted = list(case.calls(ends, expected))
+        for begin, end, same in zip([0, *ends], ends, wanted, strict=False):
+            piece, what = case.ids[:, begin:end], f"{case.name}, [{begin}, {end}) again"
+            if draw.chance(0.4):
+                _fail(draw, judge, case, handle, piece, cache)
             if draw.chance(0.2):
-                ids_known &= _toggle(draw, judge, case, handle)
-            logits.append(case.model(case.ids[:, begin:end], past_key_values=cache).logits)
-            begin = end
+                _switch(judge, case, handle)
             if draw.chance(0.2):
                 copies = [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
                 cache = draw.choice(copies)(cache)
+            if whole and draw.chance(0.2):
+                handle.disable()
+                ids_known = False
+            logits.append(case.model(piece, past_key_values=cache).logits)
+            judge.finite(what, logits[-1])
+            if not whole:
+                judge.same(what, logits[-1], same)
             handle.enable()
-            if end < case.length and not case.slides() and draw.chance(0.3):
-                removed = draw.integer(0, logits[-1].shape[1])
+            removed = 0 if case.slides() else draw.integer(0, 2)
+            for _ in range(removed):
+                case.model(case.ids[:, :1], past_key_values=cache)
+            if whole and removed and end - begin > 1:
+                # Some of the call too, which is made again.
+                again = draw.integer(1, end - begin - 1)
+                cache.crop(-removed - again)
+                logits.append(case.model(piece[:, -again:], past_key_values=cache).logits)
+                logits[-2] = logits[-2][:, :-again]
+            elif removed:
                 cache.crop(-removed)
-                logits[-1] = logits[-1][:, : logits[-1].shape[1] - removed]
-                begin -= removed
     finally:
         handle.disable()
-    what = f"{case.name}, whole memory"
-    judge.close(what, torch.cat(logits, 1), truth.double(), stock, of_model=True)
-    if ids_known:
-        judge.same(f"{what}: ids of the cache", cache.token_ids, case.ids)
-    judge.same(f"{what}: without us again", case.model(case.ids).logits, stock)
+    if not whole:
+        _check_cache(judge, f"{case.name}, {len(ends)} calls again", cache, expected)
+    else:
+        truth = models.shared(case.name, torch.float64)(case.ids).logits
+        what = f"{case.name}, whole memory"
+        judge.close(what, torch.cat(logits, 1), truth, stock, of_model=True)
+        if ids_known and isinstance(cache, ChunkedPrefillCache):
+            judge.same(f"{what}: ids of the cache", cache.token_ids, case.ids)
+    judge.same(f"{case.name}: without us again", case.model(case.ids).logits, stock)
     case.check_untouched(judge)
 
 
@@ -145,33 +164,6 @@ def run_calls(draw: Draw, judge: Judge) -> None:
     for what, (actual, wanted) in results.items():
         tolerance = MIXED_TOLERANCE if eager else FLOAT64_TOLERANCE
         judge.near(f"{case.name}, {what}", actual, wanted, tolerance)
-    case.check_untouched(judge)
-
-
-def run_disturbed(draw: Draw, judge: Judge) -> None:
-    """The same calls give the same, bit for bit, whatever happens in and between them."""
-    case = draw_case(draw, whole=False)
-    ends = draw_calls(draw, 0, case.length)
-    new_cache = case.cache if draw.chance(0.8) else partial(DynamicCache, config=case.model.config)
-    cache, expected = new_cache(), new_cache()
-    handle = enable(case.model, case.config)
-    try:
-        wanted = list(case.calls(ends, expected))
-        for begin, end, logits in zip([0, *ends], ends, wanted, strict=False):
-            piece = case.ids[:, begin:end]
-            if draw.chance(0.5):
-                _fail(draw, judge, case, handle, piece, cache)
-            again = case.model(piece, past_key_values=cache).logits
-            judge.finite(f"{case.name}, [{begin}, {end})", again)
-            judge.same(f"{case.name}, [{begin}, {end}) again", again, logits)
-            decoded = 0 if case.slides() else draw.integer(0, 2)
-            for _ in range(decoded):
-                case.model(case.ids[:, :1], past_key_values=cache)
-            if decoded:
-                cache.crop(-decoded)
-    finally:
-        handle.disable()
-    _check_cache(judge, f"{case.name}, {len(ends)} calls again", cache, expected)
     case.check_untouched(judge)
 
 
@@ -267,16 +259,10 @@ def _fail(draw: Draw, judge: Judge, case: Case, handle: Any, ids: Tensor, cache:
     handle.enable()
 
 
-def _toggle(draw: Draw, judge: Judge, case: Case, handle: Any) -> bool:
-    """Another handle takes over and gives back; a model may be switched back for one call.
-
-    Returns whether it still is enabled, so that the cache gets the ids of the call.
-    """
+def _switch(judge: Judge, case: Case, handle: Any) -> None:
+    """Another handle takes over, and gives back."""
     other = enable(case.model, "h2o")
     judge.true("the earlier handle is inactive", other.active and not handle.active)
     handle.enable()
     judge.true("the later handle is inactive", handle.active and not other.active)
     judge.raises(ValueError, "an unknown preset", lambda: enable(case.model, "no-such-preset"))
-    if draw.chance(0.5):
-        handle.disable()
-    return handle.active

@@ -16,7 +16,7 @@ from random_calls.calls import check_call, draw_call
 from random_calls.check_program import check_program
 from random_calls.draw import Draw, draw_settings
 from random_calls.judge import Judge
-from random_calls.operators import VALID
+from random_calls.operators import TENSORS
 from random_calls.programs import draw_context
 from soak import model_items, models
 from soak.memory_watch import MemoryWatch, Reading, without_old_objects
@@ -31,7 +31,7 @@ PRETRAINED = "pretrained model"
 
 def run_call(draw: Draw, judge: Judge) -> None:
     """Make a valid or a broken call of an operator."""
-    call = draw_call(draw, draw.choice(list(VALID)), ("valid", "broken"))
+    call = draw_call(draw, draw.choice(list(TENSORS)), ("valid", "broken"))
     check_call(call, judge, traces=False)
 
 
@@ -44,10 +44,9 @@ def run_prompts(draw: Draw, judge: Judge) -> None:
 KINDS: dict[str, tuple[float, Work]] = {
     "call": (6, run_call),
     "prompts": (12, run_prompts),
-    "model, whole memory": (3, model_items.run_whole_memory),
     "model, calls": (3, model_items.run_calls),
     "model, generate": (2, model_items.run_generate),
-    "model, disturbed": (6, model_items.run_disturbed),
+    "model, disturbed": (9, model_items.run_disturbed),
     PRETRAINED: (0.02, model_items.run_pretrained),
 }
 # The first items have the largest sizes, this many of each kind of tiny things.
@@ -144,8 +143,7 @@ def fill_caches() -> None:
         for dtype in models.DTYPES:
             models.shared(name, dtype)
     draw = Draw(random.Random("settings"))
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _surroundings(0):
         for length in range(1, CACHED_SETTINGS):
             config = draw_settings(draw, length, layers=2)
             config = config.replace(wide_layers=(0,), wide_factor=2)

@@ -76,7 +76,7 @@ def test_items_are_right(kind: str) -> None:
         ("prompts", check_program, "_call"),
         ("prompts", twin, "sparse_attention"),
         ("prompts", ChunkedSparseAttention, "attend_"),
-        ("model, whole memory", h2o_prefill.hf.layer.ops, "prefill_attention_"),
+        ("model, disturbed", h2o_prefill.hf.layer.ops, "prefill_attention_"),
         ("model, calls", h2o_prefill.hf.layer.ops, "prefill_attention_"),
     ],
 )
