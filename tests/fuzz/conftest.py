@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,18 +33,16 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @pytest.fixture
-def sandbox() -> Iterator[Callable[[Callable[[Any], None]], Sandbox]]:
+def sandbox(request: pytest.FixtureRequest) -> Callable[[Callable[[Any], None]], Sandbox]:
     """Make sandboxes that end with the test."""
-    made: list[Sandbox] = []
-    sanitized = "asan" in os.environ.get("LD_PRELOAD", "")
 
     def make(function: Callable[[Any], None]) -> Sandbox:
-        made.append(Sandbox(function, limit_memory=not sanitized))
-        return made[-1]
+        sanitized = "asan" in os.environ.get("LD_PRELOAD", "")
+        box = Sandbox(function, limit_memory=not sanitized)
+        request.addfinalizer(box.close)
+        return box
 
-    yield make
-    for box in made:
-        box.close()
+    return make
 
 
 @pytest.fixture

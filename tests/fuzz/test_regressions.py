@@ -36,7 +36,7 @@ CALLS = {
         "dense_attention", {**DENSE, "scale": 1e308}, "broken", "scale is 1e308"
     ),
     "no tensor beside one without memory": Call(
-        "gather_rows", {"x": None, "indices": Filled((), -1, "int32", "meta")}, "wild"
+        "gather_rows", {"indices": Filled((), -1, "int32", "meta")}, "wild"
     ),
     "gradients of a state without tokens": Call(
         "chunkwise_linear_attention_backward",

@@ -24,7 +24,8 @@ class Floats:
     # One of `LAYOUTS`: how it lies in memory. "sliced" is a window of a larger buffer that is
     # NaN around it.
     layout: str = "contiguous"
-    # "normal", "zeros", "positive", "negative", "huge", or a few "inf" or "nan" among normal numbers.
+    # "normal", "zeros", "positive", "negative", "huge"; "inf" and "nan" are a few among normal
+    # numbers.
     fill: str = "normal"
     seed: int = 0
 

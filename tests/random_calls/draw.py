@@ -80,6 +80,7 @@ def _draw_settings(draw: Draw, length: int, layers: int, whole: bool) -> Prefill
     least = -(-length // MOST_CHUNKS)
     chunk_size = draw.size(least, max(least, min(LARGEST_CHUNK, length + 1)))
     sinks, local, heavy = _draw_budgets(draw, length, whole)
+    dense, wide = ([x for x in range(layers) if draw.chance(0.15)] for _ in range(2))
     # Blocks of a few rows make as many lists; the largest item needs no more than the others.
     blocks = [x for x in range(1, min(chunk_size, 64) + 1) if chunk_size % x == 0]
     return PrefillConfig(
@@ -88,8 +89,8 @@ def _draw_settings(draw: Draw, length: int, layers: int, whole: bool) -> Prefill
         local_window=local,
         heavy_budget=heavy,
         dense_tail=draw.choice([draw.size(1, length), 2**31 - 1]) if draw.chance(0.25) else 0,
-        dense_layers=_draw_layers(draw, layers),
-        wide_layers=_draw_layers(draw, layers),
+        dense_layers=tuple(dense),
+        wide_layers=tuple(wide),
         wide_factor=draw.integer(1, 4),
         gqa_reduce=draw.choice(["sum", "max"]),
         min_prefill=draw.size(1, 2 * chunk_size) if draw.chance(0.5) else None,
@@ -119,7 +120,3 @@ def _draw_budgets(draw: Draw, length: int, whole: bool) -> tuple[int, int, int]:
         return 0, 0, 0
     local, heavy = (draw.size(1, max(1, length // 3)) if draw.chance(0.9) else 0 for _ in range(2))
     return sinks, local, heavy
-
-
-def _draw_layers(draw: Draw, layers: int) -> tuple[int, ...]:
-    return tuple(layer for layer in range(layers) if draw.chance(0.15))

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from soak.memory_watch import MIB, Reading
-from soak.soak_run import Item, SoakRun
+from soak.soak_run import SoakRun
 
 console = Console()
 
@@ -35,9 +35,8 @@ def main(
     """Run random prompts through the operators, contexts and models, and watch memory."""
     run = SoakRun(seed, 60 * minutes)
     if item is not None:
-        found = Item.from_seed(item)
-        run.run_item(found)
-        console.print("".join(run.failures) or f"item {item} ({found.kind}): right", markup=False)
+        run.run_item(item)
+        console.print("".join(run.failures) or f"item {item} {[*run.items]}: right", markup=False)
         raise typer.Exit(int(bool(run.failures)))
     well = run.run(partial(print_progress, run))
     for problem in run.problems():

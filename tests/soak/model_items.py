@@ -172,11 +172,8 @@ def run_generate(draw: Draw, judge: Judge) -> None:
     whole = draw.chance(0.5)
     case = draw_case(draw, whole, torch.float64 if whole else None)
     new_tokens = draw.integer(1, 4)
-    arguments: dict[str, Any] = {
-        "max_new_tokens": new_tokens,
-        "do_sample": False,
-        "attention_mask": torch.ones_like(case.ids),
-    }
+    arguments: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+    arguments["attention_mask"] = torch.ones_like(case.ids)
     if whole:
         expected = case.model.generate(case.ids, **arguments)
     cached = draw.chance(0.7)

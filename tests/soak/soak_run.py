@@ -61,26 +61,16 @@ CACHED_SETTINGS = 400
 _TOKEN = torch.zeros(1, 1, 1, 8)
 
 
-@dataclass(frozen=True)
-class Item:
-    """One item of work, which its seed determines."""
-
-    seed: int
-    kind: str
-    largest: bool
-
-    @classmethod
-    def from_seed(cls, seed: int) -> Item:
-        """Return the item of a seed."""
-        tiny = [kind for kind in KINDS if kind != PRETRAINED]
-        kinds = [*tiny, PRETRAINED] if models.is_installed() else tiny
-        largest = kinds + (LARGEST_ITEMS - 1) * tiny
-        place = seed % MOST_ITEMS
-        if place < len(largest):
-            return cls(seed, largest[place], largest=True)
-        weights = [KINDS[kind][0] for kind in kinds]
-        (kind,) = random.Random(f"{seed} kind").choices(kinds, weights)
-        return cls(seed, kind, largest=False)
+def kind_of(seed: int) -> tuple[str, bool]:
+    """Return the kind of an item, and whether it is of the largest size."""
+    tiny = [kind for kind in KINDS if kind != PRETRAINED]
+    kinds = [*tiny, PRETRAINED] if models.is_installed() else tiny
+    largest = kinds + (LARGEST_ITEMS - 1) * tiny
+    place = seed % MOST_ITEMS
+    if place < len(largest):
+        return largest[place], True
+    weights = [KINDS[kind][0] for kind in kinds]
+    return random.Random(f"{seed} kind").choices(kinds, weights)[0], False
 
 
 @dataclass
@@ -110,27 +100,26 @@ class SoakRun:
         interval = min(10.0, self.seconds / 40)
         next_reading = WARM_UP * self.seconds
         for seed in range(self.seed * MOST_ITEMS, (self.seed + 1) * MOST_ITEMS):
-            item = Item.from_seed(seed)
-            self.run_item(item)
+            largest = self.run_item(seed)
             elapsed = self.clock() - begin
-            if elapsed >= next_reading and not item.largest:
+            if elapsed >= next_reading and not largest:
                 on_reading(self.memory.read(elapsed))
                 next_reading = self.clock() - begin + interval
             if elapsed >= self.seconds or len(self.failures) >= MOST_FAILURES:
                 break
 
-    def run_item(self, item: Item) -> None:
-        """Run one item and keep what went wrong with it."""
-        begin = self.clock()
+    def run_item(self, seed: int) -> bool:
+        """Run one item and keep what went wrong with it; return whether it is of the largest."""
+        begin, (kind, largest) = self.clock(), kind_of(seed)
         try:
-            with _surroundings(item.seed):
-                source = random.Random(f"{item.seed} work")
-                KINDS[item.kind][1](Draw(source, item.largest), self.judge)
+            with _surroundings(seed):
+                KINDS[kind][1](Draw(random.Random(f"{seed} work"), largest), self.judge)
         except Exception:
             # As text: a traceback would keep the tensors of its frames.
-            self.failures.append(f"item {item.seed} ({item.kind}):\n{traceback.format_exc()}")
-        self.items[item.kind] += 1
-        self.spent[item.kind] += self.clock() - begin
+            self.failures.append(f"item {seed} ({kind}):\n{traceback.format_exc()}")
+        self.items[kind] += 1
+        self.spent[kind] += self.clock() - begin
+        return largest
 
     def problems(self) -> list[str]:
         """Return what is wrong: items that failed, and memory that is not flat."""

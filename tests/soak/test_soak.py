@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from random_calls import check_program, twin
 from soak import soak_run
 from soak.memory_watch import MIB, TOLERANCES, MemoryWatch, Reading
-from soak.soak_run import KINDS, PRETRAINED, Item, SoakRun
+from soak.soak_run import KINDS, PRETRAINED, SoakRun
 from typer.testing import CliRunner
 
 import h2o_prefill.hf.layer
@@ -34,11 +34,10 @@ SEARCHED_ITEMS = 60
 SHIFT = 0.01
 
 
-def items_of(kind: str, count: int) -> list[Item]:
-    """Return the first items of a kind that are not of the largest size."""
-    first = SEED * soak_run.MOST_ITEMS + 1000
-    items = (Item.from_seed(seed) for seed in itertools.count(first))
-    return list(itertools.islice((item for item in items if item.kind == kind), count))
+def items_of(kind: str, count: int) -> list[int]:
+    """Return the seeds of the first items of a kind that are not of the largest size."""
+    seeds = itertools.count(SEED * soak_run.MOST_ITEMS + 1000)
+    return list(itertools.islice((x for x in seeds if soak_run.kind_of(x)[0] == kind), count))
 
 
 def failures_of(kind: str, count: int) -> list[str]:
@@ -99,7 +98,7 @@ def test_an_item_is_the_same_again() -> None:
     item = items_of("prompts", 1)[0]
     runs = [SoakRun(SEED, seconds=0) for _ in range(2)]
     for run in runs:
-        run.run_item(Item.from_seed(item.seed))
+        run.run_item(item)
     assert runs[0].judge == runs[1].judge and runs[0].judge.worst
 
 
@@ -159,7 +158,7 @@ def test_growing_memory_is_not_flat(resident: list[int], complaints: list[str]) 
 def test_the_exit_code_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     app = typer.Typer()
     app.command()(PROGRAM["main"])
-    seed = str(items_of("prompts", 1)[0].seed)
+    seed = str(items_of("prompts", 1)[0])
     right = CliRunner().invoke(app, ["--item", seed])
     assert right.exit_code == 0, right.output
     wrong_work = (KINDS["prompts"][0], lambda draw, judge: judge.true("planted", False))
