@@ -3,12 +3,12 @@
 import pytest
 from random_calls.calls import Call, check_call
 from random_calls.check_program import check_program
-from random_calls.descriptions import Filled, Floats, Ints
+from random_calls.descriptions import Floats, Ints
 from random_calls.programs import Program, Step
 
 NO_QUERIES = Floats((1, 1, 0, 1))
 ONE_KEY = Floats((1, 1, 1, 1))
-NOTHING = Filled((1, 1, 0, 1), 1, "float32", "sparse")
+NOTHING = Ints(1, (1, 1, 0, 1), "float32", "sparse")
 DENSE = {
     "q": Floats((1, 2, 8, 1)),
     "k": Floats((1, 1, 8, 1), seed=100),
@@ -36,7 +36,7 @@ CALLS = {
         "dense_attention", {**DENSE, "scale": 1e308}, "broken", "scale is 1e308"
     ),
     "no tensor beside one without memory": Call(
-        "gather_rows", {"indices": Filled((), -1, "int32", "meta")}, "wild"
+        "gather_rows", {"indices": Ints(-1, (), "int32", "meta")}, "wild"
     ),
     "gradients of a state without tokens": Call(
         "chunkwise_linear_attention_backward",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from random_calls.descriptions import Filled, Floats, Ints
+from random_calls.descriptions import Floats, Ints
 from random_calls.operators import INT32_MAX, TENSORS, Arguments
 
 Changes = dict[str, Arguments]
@@ -76,7 +76,7 @@ def breakages(operator: str, a: Arguments) -> Changes:
 def resized(x: Any, dim: int, size: int) -> Any:
     """Change a size of a description; lists of integers become -1 throughout."""
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
-    return replace(x, shape=shape) if isinstance(x, Floats) else Filled(shape, -1, x.dtype)
+    return replace(x, shape=shape) if isinstance(x, Floats) else Ints(-1, shape, x.dtype)
 
 
 def _tensors(specs: dict[str, str], a: Arguments) -> Changes:
@@ -101,11 +101,11 @@ def _tensors(specs: dict[str, str], a: Arguments) -> Changes:
 
 
 def _with_dtype(x: Any, dtype: str) -> Any:
-    return Filled(x.shape, 1, dtype) if dtype == "int64" else replace(x, dtype=dtype)
+    return Ints(1, x.shape, dtype) if dtype == "int64" else replace(x, dtype=dtype)
 
 
 def _with_shape(x: Any, shape: tuple[int, ...]) -> Any:
-    return replace(x, shape=shape) if isinstance(x, Floats) else Filled(shape, 0, x.dtype)
+    return replace(x, shape=shape) if isinstance(x, Floats) else Ints(0, shape, x.dtype)
 
 
 def _attention(a: Arguments) -> Changes:
@@ -121,7 +121,7 @@ def _attention(a: Arguments) -> Changes:
         "no heads": emptied(1, "q", "k", "v"),
         "no head dim": emptied(3, "q", "k"),
         "no value dim": emptied(3, "v"),
-        "all are integers": {x: Filled(a[x].shape, 1, "int64") for x in "qkv"},
+        "all are integers": {x: Ints(1, a[x].shape, "int64") for x in "qkv"},
         **(
             {"query heads are no multiple": {"q": resized(a["q"], 1, heads + 1)}}
             if a["k"].shape[1] > 1
@@ -177,7 +177,7 @@ def _linear(a: Arguments) -> Changes:
 def _positions(a: Arguments, name: str, length: int, ascending: bool = True) -> Changes:
     """Break lists of positions below `length`."""
     x = a[name]
-    if not isinstance(x, Ints) or 0 in x.shape or not x.values:
+    if x is None or 0 in x.shape or not x.values:
         return {}
     rows = x.values
 

@@ -44,44 +44,29 @@ class Floats:
 
 @dataclass(frozen=True)
 class Ints:
-    """A tensor of the listed integers."""
+    """A tensor of the listed numbers, or of one throughout."""
 
-    # One after the other, or rows that -1 fills up.
-    values: tuple[Any, ...]
+    # A number; or numbers one after the other; or rows, which -1 fills up.
+    values: Any
     shape: tuple[int, ...]
     dtype: str = "int32"
+    # One of `LAYOUTS`; "meta", without memory; or "sparse", a list of its entries.
     layout: str = "contiguous"
 
     def build(self) -> Tensor:
-        values = self.values
+        dtype, values = getattr(torch, self.dtype), self.values
+        if isinstance(values, int):
+            x = torch.full(self.shape, values, dtype=dtype)
+            return x.to_sparse() if self.layout == "sparse" else _lay_out(x, self.layout)
         if values and isinstance(values[0], tuple):
             values = [x for row in values for x in row + (-1,) * (self.shape[-1] - len(row))]
-        x = torch.tensor(values, dtype=torch.int64).to(getattr(torch, self.dtype))
+        x = torch.tensor(values, dtype=torch.int64).to(dtype)
         return _lay_out(x.view(self.shape), self.layout)
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A tensor with one value throughout."""
-
-    shape: tuple[int, ...]
-    value: float
-    dtype: str = "int32"
-    # "cpu", "meta" without memory, or "sparse": stored as a list of its entries.
-    where: str = "cpu"
-
-    def build(self) -> Tensor:
-        device = "meta" if self.where == "meta" else "cpu"
-        x = torch.full(self.shape, self.value, dtype=getattr(torch, self.dtype), device=device)
-        return x.to_sparse() if self.where == "sparse" else x
-
-
-Description = Floats | Ints | Filled
 
 
 def build(argument: Any) -> Any:
     """Return what a description stands for; anything else is returned as it is."""
-    if isinstance(argument, Description):
+    if isinstance(argument, (Floats, Ints)):
         return argument.build()
     if isinstance(argument, (list, tuple)):
         return type(argument)(build(item) for item in argument)
@@ -89,6 +74,8 @@ def build(argument: Any) -> Any:
 
 
 def _lay_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "meta":
+        return x.to("meta")
     if layout == "transposed" and x.dim() >= 3:
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "column" and x.dim() >= 2:

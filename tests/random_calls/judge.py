@@ -18,10 +18,6 @@ FLOAT64_TOLERANCE = 1e-9
 MODEL_PEER_FACTOR = 6.0
 
 
-class WrongResult(AssertionError):
-    """A result that is not what it must be."""
-
-
 @dataclass
 class Judge:
     """Compares results, and counts."""
@@ -66,15 +62,9 @@ class Judge:
         """Check that two tensors are equal, bit for bit, or both missing."""
         if actual is None or expected is None:
             self.true(f"{what}: one is there and the other is not", actual is expected)
-            return
-        kinds = [f"{x.dtype} {list(x.shape)}" for x in (actual, expected)]
-        self.true(f"{what}: {kinds[0]}, expected {kinds[1]}", kinds[0] == kinds[1])
-        if actual.is_sparse or actual.is_meta or torch.equal(actual, expected):
-            return
-        differ = (actual != expected) & ((actual == actual) | (expected == expected))
-        error = _largest(actual.double() - expected.double())
-        message = f"{int(differ.sum())} of {actual.numel()} elements differ, by {error:.3g} at most"
-        self.true(f"{what}: {message}", not differ.any())
+        elif not actual.is_sparse and not actual.is_meta:
+            exactly = {"rtol": 0, "atol": 0, "equal_nan": True, "msg": lambda m: f"{what}: {m}"}
+            torch.testing.assert_close(actual, expected, **exactly)
 
     def finite(self, what: str, actual: Tensor) -> None:
         """Check that there is neither an infinity nor a NaN."""
@@ -83,7 +73,7 @@ class Judge:
     def true(self, what: str, holds: bool) -> None:
         """Check anything else."""
         if not holds:
-            raise WrongResult(what)
+            raise AssertionError(what)
 
     def raises(self, kind: type[BaseException], what: str, call: Callable[[], object]) -> None:
         """Check that a call raises what was injected."""
@@ -92,7 +82,7 @@ class Judge:
         except kind:
             self.exceptions[kind.__name__] += 1
             return
-        raise WrongResult(f"{what}: no {kind.__name__}")
+        raise AssertionError(f"{what}: no {kind.__name__}")
 
     def _within(self, what: str, actual: Tensor, truth: Tensor, limit: float) -> None:
         shapes = f"{list(actual.shape)}, expected {list(truth.shape)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from random_calls import wild
-from random_calls.descriptions import Filled, Floats, Ints
+from random_calls.descriptions import Floats, Ints
 from random_calls.draw import Draw, draw_settings
 from random_calls.operators import Problem, settings_text
 
@@ -229,16 +229,16 @@ def _broken_step(draw: Draw, p: Problem, layers: int, room: int, begun: bool) ->
     """Draw what is wrong between two calls."""
     call = (p.resized(T=1).tensor(spec) for spec in QKV)
     wrong: list[tuple[Any, ...]] = [
-        ("begin", Filled((3,), 0, "int64")),
+        ("begin", Ints(0, (3,), "int64")),
         ("begin", Floats((p["B"], 1))),
-        ("begin", Filled((p["B"], room + 1), 0, "int64")),
+        ("begin", Ints(0, (p["B"], room + 1), "int64")),
         ("begin_without_ids", room + 1),
         ("begin_without_ids", -1),
         ("truncate", -1),
         ("attend", layers, *call),
         ("from_tensors", ChangedState("PrefillContext", -1, None)),
         ("from_tensors", []),
-        *([("begin", Filled((p["B"] + 1, 1), 0, "int64"))] if begun else []),
+        *([("begin", Ints(0, (p["B"] + 1, 1), "int64"))] if begun else []),
     ]
     method, *arguments = draw.choice(wrong)
     return Step("PrefillContext", method, tuple(arguments), broken=True)

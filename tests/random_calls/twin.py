@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from h2o_prefill import ChunkedSparseAttention, PrefillConfig, PrefillState
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
+from h2o_prefill.reference.ops import dense_attention
+from h2o_prefill.testing import widened
 
 # Rows of a long call that are compared with dense attention.
 CHECKED_ROWS = 96
@@ -109,7 +112,7 @@ class Twin:
             self._same_rows(f"{what} {name}", other, expected, tail)
             # The rows that must have attended to every key.
             rows = new if config.memory_size >= self.end else tail
-            check_dense(self.judge, f"{what} {name}", other, history, scale, rows)
+            _check_dense(self.judge, f"{what} {name}", other, history, scale, rows)
         if not sparse:
             return
 
@@ -162,27 +165,18 @@ class Twin:
         self.judge.same(f"output of {what}", out[:, :, :rows], expected[:, :, :rows])
 
 
-def check_dense(
+def _check_dense(
     judge: Judge, what: str, out: Tensor, history: History, scale: float | None, last: int
 ) -> None:
     """Check that the last rows of a call attended to every key, some of them if they are many."""
     query, key, value = history
-    new, total = query.shape[2], key.shape[2]
-    rows = torch.arange(new - last, new)
-    if last > CHECKED_ROWS:
-        chosen = torch.randperm(last, generator=torch.Generator().manual_seed(last))
-        chosen[:2] = torch.tensor([0, last - 1])
-        rows = rows[chosen[:CHECKED_ROWS]]
-    visible = torch.arange(total) <= (total - new + rows).unsqueeze(1)
-    query = query[:, :, rows]
-    truth = _attend(query.double(), key.double(), value.double(), visible, scale)
-    peer = _attend(query, key, value, visible, scale)
+    new, past = query.shape[2], key.shape[2] - query.shape[2]
+    checked = min(last, CHECKED_ROWS)
+    end = new - random.Random(new).randint(0, last - checked)
+    rows, keys = slice(end - checked, end), slice(past + end)
+    call = [query[:, :, rows], key[:, :, keys], value[:, :, keys], scale]
+    truth, peer = dense_attention(*widened(call)), dense_attention(*call)
     judge.close(f"{what}, every key", out[:, :, rows], truth, peer)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Tensor:
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
 
 
 def _same_state(judge: Judge, what: str, held: tuple[Any, ...], expected: PrefillState) -> None:

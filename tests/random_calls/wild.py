@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from random_calls.descriptions import Filled, Floats, Ints
+from random_calls.descriptions import Floats, Ints
 from random_calls.draw import Draw
 
 INTEGERS = (0, 1, -1, 2, 7, 64, 2**22, 2**31 - 1, 2**31, -(2**31), 2**32 + 1, 2**63 - 1, -(2**63))
@@ -23,7 +23,7 @@ def integer(draw: Draw) -> int:
     return draw.choice(INTEGERS) if draw.chance(0.5) else draw.integer(-3, 300)
 
 
-def tensor(draw: Draw) -> Floats | Filled | Ints:
+def tensor(draw: Draw) -> Floats | Ints:
     """Draw a tensor of any shape and kind."""
     shape = tuple(draw.choice([0, 1, 2, 3, 8, 17]) for _ in range(draw.integer(0, 5)))
     kind = draw.choice(["floats", "filled", "ints", "sparse"])
@@ -35,9 +35,9 @@ def tensor(draw: Draw) -> Floats | Filled | Ints:
         values = tuple(max(-(2**31), min(integer(draw), 2**31 - 1)) for _ in shape)
         return Ints(values, (1, 1, len(values)))
     if kind == "sparse":
-        return Filled(shape, 1, "float32", "sparse")
+        return Ints(1, shape, "float32", "sparse")
     dtype = draw.choice(["int32", "int64", "uint8", "bool", "float32"])
-    return Filled(shape, draw.choice([-1, 0, 1, 5]), dtype, draw.choice(["cpu", "cpu", "meta"]))
+    return Ints(draw.choice([-1, 0, 1, 5]), shape, dtype, draw.choice(["contiguous", "meta"]))
 
 
 def text(draw: Draw) -> str:

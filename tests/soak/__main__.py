@@ -19,12 +19,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from soak.memory_watch import MIB, Reading
 from soak.soak_run import SoakRun
-
-console = Console()
 
 
 def main(
@@ -36,44 +32,36 @@ def main(
     run = SoakRun(seed, 60 * minutes)
     if item is not None:
         run.run_item(item)
-        console.print("".join(run.failures) or f"item {item} {[*run.items]}: right", markup=False)
+        typer.echo("".join(run.failures) or f"item {item} {[*run.items]}: right")
         raise typer.Exit(int(bool(run.failures)))
     well = run.run(partial(print_progress, run))
-    for problem in run.problems():
-        console.print(problem, markup=False, highlight=False)
-    console.print(summary_table(run))
+    typer.echo("\n".join([*run.problems(), summary(run)]))
     raise typer.Exit(int(not well))
 
 
 def print_progress(run: SoakRun, reading: Reading) -> None:
     """Print a line for every sixth reading, which is a minute."""
     if len(run.memory.readings) % 6 == 1:
-        console.print(
+        typer.echo(
             f"{time.strftime('%H:%M:%S')}  {reading.seconds:6.0f} s  {run.items.total():7,} items  "
             f"{reading.resident / MIB:8.1f} MiB  {reading.tensors:,} tensors  "
-            f"{len(run.failures)} wrong",
-            highlight=False,
+            f"{len(run.failures)} wrong"
         )
 
 
-def summary_table(run: SoakRun) -> Table:
+def summary(run: SoakRun) -> str:
     """Return items, exceptions, errors and memory of a run."""
-    table = Table("", "", "", title=f"soak, seed {run.seed}")
+    lines = [f"soak, seed {run.seed}: {len(run.problems())} problems"]
     for kind, number in sorted(run.items.items()):
-        table.add_row(f"items: {kind}", f"{number:,}", f"{run.spent[kind]:,.0f} s")
+        lines.append(f"{number:9,} items: {kind}, {run.spent[kind]:,.0f} s")
     for kind, number in sorted(run.judge.exceptions.items()):
-        table.add_row(f"injected: {kind}", f"{number:,}", "")
+        lines.append(f"{number:9,} injected: {kind}")
     for dtype, part in sorted(run.judge.worst.items()):
-        table.add_row(f"largest error: {dtype}", f"{part:.0%} of its limit", "")
-    if run.memory.readings:
-        first, last = run.memory.readings[0], run.memory.readings[-1]
-        resident = f"{first.resident / MIB:,.1f} to {last.resident / MIB:,.1f}"
-        most = max(reading.resident for reading in run.memory.readings) / MIB
-        table.add_row("resident, MiB", resident, f"at most {most:,.1f}")
-        table.add_row("live tensors", f"{first.tensors:,} to {last.tensors:,}", "")
-        table.add_row("live objects of ours", f"{first.objects:,} to {last.objects:,}", "")
-    table.add_row("problems", str(len(run.problems())), "")
-    return table
+        lines.append(f"{part:9.0%} of its limit: largest error of {dtype}")
+    for reading in run.memory.readings[:1] + run.memory.readings[-1:]:
+        memory = f"{reading.tensors:,} tensors, {reading.objects:,} objects of ours"
+        lines.append(f"{reading.resident / MIB:9,.1f} MiB, {memory} at {reading.seconds:,.0f} s")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
