@@ -3,9 +3,8 @@
 import pytest
 import torch
 from random_calls.calls import check_call, draw_call
-from random_calls.check_program import check_program
 from random_calls.operators import TENSORS
-from random_calls.programs import METHODS, draw_context, draw_program
+from random_calls.programs import METHODS, check_program, draw_context, draw_program
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -2,9 +2,8 @@
 
 import pytest
 from random_calls.calls import Call, check_call
-from random_calls.check_program import check_program
 from random_calls.descriptions import Floats, Ints
-from random_calls.programs import Program, Step
+from random_calls.programs import Program, Step, check_program
 
 NO_QUERIES = Floats((1, 1, 0, 1))
 ONE_KEY = Floats((1, 1, 1, 1))

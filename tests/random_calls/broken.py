@@ -73,10 +73,16 @@ def breakages(operator: str, a: Arguments) -> Changes:
     return dict(sorted(changes.items()))
 
 
+def changed(x: Any, **fields: Any) -> Any:
+    """Change shape or dtype of a description; integers of another shape are -1 throughout."""
+    if isinstance(x, Ints) and "shape" in fields:
+        return Ints(-1, fields["shape"], x.dtype)
+    return Ints(1, x.shape, "int64") if fields.get("dtype") == "int64" else replace(x, **fields)
+
+
 def resized(x: Any, dim: int, size: int) -> Any:
-    """Change a size of a description; lists of integers become -1 throughout."""
-    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
-    return replace(x, shape=shape) if isinstance(x, Floats) else Ints(-1, shape, x.dtype)
+    """Change a size of a description."""
+    return changed(x, shape=(*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
 
 def _tensors(specs: dict[str, str], a: Arguments) -> Changes:
@@ -90,22 +96,14 @@ def _tensors(specs: dict[str, str], a: Arguments) -> Changes:
         sizes = "G" if len(x.shape) == 1 and len(spec) == 4 else spec[1:]
         for dtype in OTHER_DTYPES[spec[0].upper() if alone else spec[0]]:
             if dtype != x.dtype:
-                changes[f"{name} is {dtype}"] = {name: _with_dtype(x, dtype)}
+                changes[f"{name} is {dtype}"] = {name: changed(x, dtype=dtype)}
         for dim, letter in enumerate(sizes):
             if letter.isdigit() or (letter != "_" and letters.count(letter) > 1):
                 for size in {x.shape[dim] + 1, 0} - {x.shape[dim]}:
                     changes[f"{name} has size {size} in {dim}"] = {name: resized(x, dim, size)}
-        changes[f"{name} has a dimension more"] = {name: _with_shape(x, (1, *x.shape))}
-        changes[f"{name} has a dimension less"] = {name: _with_shape(x, x.shape[1:])}
+        changes[f"{name} has a dimension more"] = {name: changed(x, shape=(1, *x.shape))}
+        changes[f"{name} has a dimension less"] = {name: changed(x, shape=x.shape[1:])}
     return changes
-
-
-def _with_dtype(x: Any, dtype: str) -> Any:
-    return Ints(1, x.shape, dtype) if dtype == "int64" else replace(x, dtype=dtype)
-
-
-def _with_shape(x: Any, shape: tuple[int, ...]) -> Any:
-    return replace(x, shape=shape) if isinstance(x, Floats) else Ints(0, shape, x.dtype)
 
 
 def _attention(a: Arguments) -> Changes:
@@ -114,20 +112,18 @@ def _attention(a: Arguments) -> Changes:
     def emptied(dim: int, *names: str) -> Arguments:
         return {name: resized(a[name], dim, 0) for name in names}
 
-    heads = a["q"].shape[1]
-    return {
+    changes = {
         "no query heads": emptied(1, "q"),
         "no KV heads": emptied(1, "k", "v"),
         "no heads": emptied(1, "q", "k", "v"),
         "no head dim": emptied(3, "q", "k"),
         "no value dim": emptied(3, "v"),
-        "all are integers": {x: Ints(1, a[x].shape, "int64") for x in "qkv"},
-        **(
-            {"query heads are no multiple": {"q": resized(a["q"], 1, heads + 1)}}
-            if a["k"].shape[1] > 1
-            else {}
-        ),
+        "all are integers": {x: changed(a[x], dtype="int64") for x in "qkv"},
     }
+    if a["k"].shape[1] > 1:
+        heads = a["q"].shape[1] + 1
+        changes["query heads are no multiple"] = {"q": resized(a["q"], 1, heads)}
+    return changes
 
 
 def _longer_query(a: Arguments) -> Changes:

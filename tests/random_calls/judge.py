@@ -90,9 +90,9 @@ class Judge:
         finite = torch.isfinite(actual) == torch.isfinite(truth)
         self.true(f"{what}: infinities or NaNs", bool(finite.all()))
         error = _largest(actual.double() - truth)
+        self.true(f"{what}: error {error:.3g} > {limit:.3g}", error <= limit)
         dtype = str(actual.dtype).removeprefix("torch.")
         self.worst[dtype] = max(self.worst.get(dtype, 0.0), error / limit)
-        self.true(f"{what}: error {error:.3g} > {limit:.3g}", error <= limit)
 
 
 def _largest(x: Tensor) -> float:

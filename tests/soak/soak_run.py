@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 from random_calls.calls import check_call, draw_call
-from random_calls.check_program import check_program
 from random_calls.draw import Draw, draw_settings
 from random_calls.judge import Judge
 from random_calls.operators import TENSORS
-from random_calls.programs import draw_context
+from random_calls.programs import check_program, draw_context
 from soak import model_items, models
 from soak.memory_watch import MemoryWatch, Reading, without_old_objects
 

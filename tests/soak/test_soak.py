@@ -15,7 +15,7 @@ import typer
 
 pytest.importorskip("transformers")
 
-from random_calls import check_program, twin
+from random_calls import programs, twin
 from soak import soak_run
 from soak.memory_watch import MIB, TOLERANCES, MemoryWatch, Reading
 from soak.soak_run import KINDS, PRETRAINED, SoakRun
@@ -72,7 +72,7 @@ def test_items_are_right(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "place", "name"),
     [
-        ("prompts", check_program, "_call"),
+        ("prompts", programs, "_call"),
         ("prompts", twin, "sparse_attention"),
         ("prompts", ChunkedSparseAttention, "attend_"),
         ("model, disturbed", h2o_prefill.hf.layer.ops, "prefill_attention_"),
