@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from random_calls.descriptions import Floats, Ints
-from random_calls.operators import INT32_MAX, TENSORS, Arguments
+from random_calls.operators import INT32_MAX, RECALL, TENSORS, Arguments
 
 Changes = dict[str, Arguments]
 
@@ -195,11 +195,10 @@ def _positions(a: Arguments, name: str, length: int, ascending: bool = True) -> 
 
 def _recall(a: Arguments, length: int) -> Changes:
     """Break the lists of recalled keys."""
-    names = ("recall_offsets", "recall_positions", "recall_visible_from")
-    offsets, positions, visible = names
+    offsets, positions, visible = RECALL
     if a[offsets] is None:
         return {}
-    bounds, entries, rows = (a[name].values for name in names)
+    bounds, entries, rows = (a[name].values for name in RECALL)
 
     def put(name: str, index: int, value: int) -> Arguments:
         values = list(a[name].values)

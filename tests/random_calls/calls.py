@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from random_calls import wild
 from random_calls.broken import breakages
-from random_calls.descriptions import build
+from random_calls.descriptions import anything, build
 from random_calls.draw import Draw
 from random_calls.judge import Judge
 from random_calls.operators import Arguments, draw_arguments
@@ -45,7 +44,7 @@ def draw_call(draw: Draw, operator: str, kinds: tuple[str, ...] = KINDS) -> Call
     if kind == "wild":
         names = list(arguments)
         for index in draw.sample(draw.integer(1, 3), len(names)):
-            arguments[names[index]] = wild.anything(draw)
+            arguments[names[index]] = anything(draw)
     return Call(operator, arguments, kind, what)
 
 

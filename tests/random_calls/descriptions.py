@@ -10,9 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from random_calls.draw import Draw
 from torch import Tensor
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "column", "offset")
+# Values at the edges, for any argument.
+INTEGERS = (0, 1, -1, 2, 7, 64, 2**22, 2**31 - 1, 2**31, -(2**31), 2**32 + 1, 2**63 - 1, -(2**63))
+TEXTS = (
+    *("h2o", "spec", "recommended", "h2o,", "h2o,,", "=", "h2o,chunk_size=\x00"),
+    "h2o,chunk_size=1,min_prefill=1",
+    "h2o,chunk_size=2147483647",
+    "h2o,dense_layers=" + "+".join("9" * 400),
+    "h2o,local_window=4194304,heavy_budget=4194304,sink_tokens=4194304",
+)
+FLOATS = (0.0, -1.0, 1e308, -1e-308, float("nan"), float("inf"))
 
 
 @dataclass(frozen=True)
@@ -88,3 +99,39 @@ def _lay_out(x: Tensor, layout: str) -> Tensor:
         room = x.new_full([n + 3 for n in x.shape], outside)
         return room[tuple(slice(1, n + 1) for n in x.shape)].copy_(x)
     return x
+
+
+def wild_integer(draw: Draw) -> int:
+    """Draw a bound of an integer type, or a small one."""
+    return draw.choice(INTEGERS) if draw.chance(0.5) else draw.integer(-3, 300)
+
+
+def wild_tensor(draw: Draw) -> Floats | Ints:
+    """Draw a tensor of any shape and kind."""
+    shape = tuple(draw.choice([0, 1, 2, 3, 8, 17]) for _ in range(draw.integer(0, 5)))
+    kind = draw.choice(["floats", "filled", "ints", "sparse"])
+    if kind == "floats":
+        dtype = draw.choice(["float32", "bfloat16", "float16", "float64", "complex64"])
+        layout = draw.choice(["contiguous", "transposed", "sliced", "offset"])
+        return Floats(shape, dtype, layout, draw.choice(["normal", "zeros", "huge", "inf", "nan"]))
+    if kind == "ints":
+        values = tuple(max(-(2**31), min(wild_integer(draw), 2**31 - 1)) for _ in shape)
+        return Ints(values, (1, 1, len(values)))
+    if kind == "sparse":
+        return Ints(1, shape, "float32", "sparse")
+    dtype = draw.choice(["int32", "int64", "uint8", "bool", "float32"])
+    return Ints(draw.choice([-1, 0, 1, 5]), shape, dtype, draw.choice(["contiguous", "meta"]))
+
+
+def wild_text(draw: Draw) -> str:
+    """Draw a text: settings at the edge of the grammar, or letters of any alphabet."""
+    if draw.chance(0.6):
+        return draw.choice(TEXTS)
+    letters = [chr(draw.integer(0, draw.choice([127, 0x2FFF]))) for _ in range(draw.integer(0, 8))]
+    return "".join(letters)
+
+
+def anything(draw: Draw) -> Any:
+    """Draw any of these."""
+    kind = draw.choice([None, wild_integer, wild_tensor, wild_text, FLOATS])
+    return draw.choice(kind) if kind is FLOATS else kind and kind(draw)

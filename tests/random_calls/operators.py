@@ -21,6 +21,7 @@ HEAD_DIMS = (1, 2, 8, 16, 20, 24, 32, 33, 40, 64, 65, 80, 96, 128)
 # Elements of the queries of a layer; long prompts have few heads.
 MOST_ELEMENTS = 1 << 20
 INT32_MAX = 2**31 - 1
+RECALL = ("recall_offsets", "recall_positions", "recall_visible_from")
 
 _PREFILL = (
     "q:xBHTD k:xBGSD v:xBGSE scores:aBG_ memory:iBG_ recall_offsets:i_ recall_positions:iR "
@@ -121,8 +122,9 @@ class Problem:
             rows.append(tuple(sorted(chosen) if ascending else chosen))
         return Ints(tuple(rows), (*self.per_head, width), "int32", self.draw.choice(LAYOUTS))
 
-    def recall(self, block: int) -> Arguments:
+    def recall(self) -> Arguments:
         """Return the lists of recalled keys of each block of rows, or None of them."""
+        block = self.config.recall_block
         offsets, positions, visible_from = [0], [], []
         for begin in list(range(0, self["T"], block)) * self["B"]:
             last = min(begin + block, self["T"]) - 1
@@ -131,11 +133,10 @@ class Problem:
             positions += chosen
             visible_from += rows
             offsets.append(len(positions))
-        names = ("recall_offsets", "recall_positions", "recall_visible_from")
         if self.draw.chance(0.5):
-            return dict.fromkeys(names)
+            return dict.fromkeys(RECALL)
         lists = (offsets, positions, visible_from)
-        return {x: Ints(tuple(y), (len(y),)) for x, y in zip(names, lists, strict=True)}
+        return {x: Ints(tuple(y), (len(y),)) for x, y in zip(RECALL, lists, strict=True)}
 
     def state(self) -> Arguments:
         """Return scores, memory and the last chunk's begin, as an earlier call left them."""
@@ -177,12 +178,8 @@ def draw_arguments(draw: Draw, operator: str) -> Arguments:
     return arguments
 
 
-def _prefill(p: Problem) -> Arguments:
-    return {**p.state(), **p.recall(p.config.recall_block)}
-
-
 def _prefill_of_layer(p: Problem) -> Arguments:
-    given = _prefill(p)
+    given = {**p.state(), **p.recall()}
     if given["memory"]:  # a dense call hands it on, in the width of the settings
         given["memory"] = Ints((), (*p.per_head, 0))
     return given
@@ -200,7 +197,7 @@ def _prefill_in_place(p: Problem) -> Arguments:
         "memory": Ints(memory.values, (*p.per_head, width + p.draw.integer(0, 9))),
         "position": position,
         "layer": layer,
-        **p.recall(p.config.recall_block),
+        **p.recall(),
     }
 
 
@@ -216,10 +213,6 @@ def _accumulate_scores(p: Problem) -> Arguments:
     return {"scores": p.tensor("aBGS", "positive"), "memory": memory, "colsum": colsum}
 
 
-def _memory_attention(p: Problem) -> Arguments:
-    return {"indices": p.positions(p["S"], p.draw.integer(0, 80), ascending=False)}
-
-
 def _gather_rows(p: Problem) -> Arguments:
     width, rows = p.draw.integer(0, 20), range(p["B"] * p["G"])
     values = [tuple(p.draw.integer(-1, p["S"] - 1) for _ in range(width)) for _ in rows]
@@ -229,10 +222,6 @@ def _gather_rows(p: Problem) -> Arguments:
 def _lexical_recall(p: Problem) -> Arguments:
     block = p.draw.integer(1, 24)
     return {"block": block, "chunk_size": block * p.draw.integer(1, 4)}
-
-
-def _recall_at_position(p: Problem) -> Arguments:
-    return {"num_tokens": p.draw.integer(0, p["T"])}
 
 
 def _linear(p: Problem) -> Arguments:
@@ -289,14 +278,14 @@ VALUES: dict[str, Callable[[Problem], Any]] = {
 # Arguments that depend on each other.
 GROUPS: dict[str, Callable[[Problem], Arguments]] = {
     "accumulate_scores_": _accumulate_scores,
-    "chunked_sparse_attention": _prefill,
+    "chunked_sparse_attention": lambda p: {**p.state(), **p.recall()},
     "chunkwise_linear_attention": _linear,
     "chunkwise_linear_attention_backward": _linear,
     "gather_rows": _gather_rows,
     "lexical_recall": _lexical_recall,
-    "memory_attention": _memory_attention,
+    "memory_attention": lambda p: {"indices": p.positions(p["S"], p.draw.integer(0, 80), False)},
     "prefill_attention": _prefill_of_layer,
     "prefill_attention_": _prefill_in_place,
-    "recall_at_position": _recall_at_position,
+    "recall_at_position": lambda p: {"num_tokens": p.draw.integer(0, p["T"])},
     "select_memory": _select_memory,
 }

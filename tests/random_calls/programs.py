@@ -8,9 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from random_calls import wild
 from random_calls.calls import REFUSALS, check_refusal
-from random_calls.descriptions import Floats, Ints, build
+from random_calls.descriptions import (
+    Floats,
+    Ints,
+    anything,
+    build,
+    wild_integer,
+    wild_tensor,
+    wild_text,
+)
 from random_calls.draw import Draw, draw_settings
 from random_calls.judge import Judge
 from random_calls.operators import Problem, settings_text
@@ -124,7 +131,7 @@ class _Steps:
         # Those that have a default come last.
         arguments = arguments[: self.draw.integer(min(4, len(types)), len(types))]
         if arguments and self.draw.chance(1 / 6):
-            arguments[self.draw.integer(0, len(arguments) - 1)] = wild.anything(self.draw)
+            arguments[self.draw.integer(0, len(arguments) - 1)] = anything(self.draw)
         return Step(target, method, tuple(arguments))
 
     def _argument(self, target: str, tokens: Problem, name: str, kind: str) -> Any:
@@ -132,8 +139,8 @@ class _Steps:
         if name in OBJECTS:
             return Object(OBJECTS[name])
         if name == "tensors":
-            place = (draw.integer(0, 40), wild.integer(draw))
-            change = draw.choice([None, wild.tensor(draw), place])
+            place = (draw.integer(0, 40), wild_integer(draw))
+            change = draw.choice([None, wild_tensor(draw), place])
             return ChangedState(target, draw.integer(0, 9), change)
         if kind.startswith("Optional"):
             return None
@@ -146,7 +153,7 @@ class _Steps:
             return tokens.resized(M=draw.choice(columns)).tensor("aBGM", "positive")
         if name in TENSORS and draw.chance(0.9):
             return tokens.tensor(TENSORS[name])
-        return wild.tensor(draw)
+        return wild_tensor(draw)
 
     def _value(self, name: str, kind: str) -> Any:
         draw = self.draw
@@ -156,9 +163,9 @@ class _Steps:
             return [draw.integer(0, 3) for _ in range(draw.integer(0, 2))]
         if kind == "str":
             text = draw.choice(TEXTS.get(name) or [settings_text(draw, draw_settings(draw, 60, 6))])
-            return text if draw.chance(0.8) else wild.text(draw)
+            return text if draw.chance(0.8) else wild_text(draw)
         if draw.chance(0.1):
-            return wild.integer(draw)
+            return wild_integer(draw)
         if name in self.budgets:
             return self.budgets[name]
         least = int(name in ("num_layers", "initial_capacity", "max_capacity", "chunk_size"))

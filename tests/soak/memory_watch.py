@@ -60,21 +60,17 @@ class MemoryWatch:
         self.readings.append(reading)
         return reading
 
-    def growth(self, quantity: str) -> float:
-        """Return the median of the last third less that of the first."""
-        values = [getattr(reading, quantity) for reading in self.readings]
-        third = len(values) // 3
-        return statistics.median(values[-third:]) - statistics.median(values[:third])
-
     def complaints(self) -> list[str]:
         """Return what is not flat, a sentence each."""
         if len(self.readings) < FEWEST_READINGS:
             return [f"{len(self.readings)} readings of memory, too few to judge"]
-        return [
-            f"{name} grew by {self.growth(name):,.0f}, more than {limit:,}"
-            for name, limit in TOLERANCES.items()
-            if self.growth(name) > limit
-        ]
+        third, complaints = len(self.readings) // 3, []
+        for quantity, limit in TOLERANCES.items():
+            values = [getattr(reading, quantity) for reading in self.readings]
+            growth = statistics.median(values[-third:]) - statistics.median(values[:third])
+            if growth > limit:
+                complaints.append(f"{quantity} grew by {growth:,.0f}, more than {limit:,}")
+        return complaints
 
 
 @contextmanager

@@ -102,25 +102,20 @@ def test_an_item_is_the_same_again() -> None:
     assert runs[0].judge == runs[1].judge and runs[0].judge.worst
 
 
-@pytest.fixture
-def short_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SoakRun]:
-    """Return a function that runs some kinds of items, timed by a clock of its own."""
+def short_run(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Any], seconds: int) -> SoakRun:
+    """Run some kinds of items, timed by a clock of its own."""
     monkeypatch.setattr(soak_run.models, "is_installed", lambda: False)
     monkeypatch.setattr(soak_run, "fill_caches", lambda: None)
     monkeypatch.setattr(soak_run, "LARGEST_ITEMS", 1)
-
-    def make(kinds: dict[str, Any], seconds: int) -> SoakRun:
-        monkeypatch.setattr(soak_run, "KINDS", kinds)
-        # Each look at the clock is a second, and an item takes three of them.
-        run = SoakRun(SEED, seconds, clock=itertools.count().__next__)
-        run.run()
-        return run
-
-    return make
+    monkeypatch.setattr(soak_run, "KINDS", kinds)
+    # Each look at the clock is a second, and an item takes three of them.
+    run = SoakRun(SEED, seconds, clock=itertools.count().__next__)
+    run.run()
+    return run
 
 
-def test_memory_is_flat(short_run: Callable[..., SoakRun]) -> None:
-    run = short_run({kind: KINDS[kind] for kind in ("call", "prompts")}, 90)
+def test_memory_is_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = short_run(monkeypatch, {kind: KINDS[kind] for kind in ("call", "prompts")}, 90)
     assert run.problems() == []
     assert len(run.items) == 2 and run.judge.exceptions
     assert len(PROGRAM["summary"](run).splitlines()) > 5
@@ -131,10 +126,11 @@ def test_memory_is_flat(short_run: Callable[..., SoakRun]) -> None:
     [("tensors", torch.empty(0).clone), ("resident", partial(torch.ones, MIB // 4))],
 )
 def test_a_leak_is_found(
-    short_run: Callable[..., SoakRun], quantity: str, leaked: Callable[[], Any]
+    monkeypatch: pytest.MonkeyPatch, quantity: str, leaked: Callable[[], Any]
 ) -> None:
     kept: list[Any] = []
-    run = short_run({"leaking": (1, lambda draw, judge: kept.append(leaked()))}, 240)
+    leaking = {"leaking": (1, lambda draw, judge: kept.append(leaked()))}
+    run = short_run(monkeypatch, leaking, 240)
     assert any(problem.startswith(f"{quantity} grew by") for problem in run.problems())
 
 
