@@ -96,8 +96,8 @@ LinearAttentionResult chunkwise_linear_attention_entry(
                                          scale));
 }
 
-template <LinearAttentionInputGradients (*differentiate)(const LinearAttentionRequest& request,
-                                                         const LinearAttentionGradients& gradients)>
+template <LinearAttentionInputGradients (*attend_backward)(
+    const LinearAttentionRequest& request, const LinearAttentionGradients& gradients)>
 LinearAttentionInputGradients chunkwise_linear_attention_backward_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
@@ -111,7 +111,7 @@ LinearAttentionInputGradients chunkwise_linear_attention_backward_entry(
   const LinearAttentionGradients gradients{grad_out, grad_state.value_or(at::Tensor()),
                                            grad_normalizer.value_or(at::Tensor())};
   check_linear_attention_gradients(request, gradients);
-  return differentiate(request, gradients);
+  return attend_backward(request, gradients);
 }
 
 }  // namespace h2o_prefill

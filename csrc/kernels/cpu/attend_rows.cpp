@@ -277,7 +277,7 @@ void attend_rows(const AttendRowsArgs& args) {
 #define H2O_STRING(x) H2O_STRING_OF(x)
 
 extern const LinearKernels kLinearKernels;                  // linear_chunk.cpp
-extern const LinearGradientKernels kLinearGradientKernels;  // linear_chunk_backward.cpp
+extern const LinearBackwardKernels kLinearBackwardKernels;  // linear_chunk_backward.cpp
 extern const CpuKernels kCpuKernels;
 const CpuKernels kCpuKernels = {H2O_STRING(H2O_ISA),
                                 kPanel,
@@ -289,6 +289,6 @@ const CpuKernels kCpuKernels = {H2O_STRING(H2O_ISA),
                                 attend_rows,
                                 scratch_floats,
                                 &kLinearKernels,
-                                &kLinearGradientKernels};
+                                &kLinearBackwardKernels};
 
 }  // namespace h2o_prefill::H2O_ISA

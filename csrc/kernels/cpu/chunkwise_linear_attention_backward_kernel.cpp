@@ -4,8 +4,8 @@
 
 #include "common/tensors.h"
 #include "kernels/cpu/attend_rows.h"
+#include "kernels/cpu/linear_backward.h"
 #include "kernels/cpu/linear_chunk_backward.h"
-#include "kernels/cpu/linear_gradient.h"
 #include "kernels/cpu/linear_pieces.h"
 #include "kernels/cpu/tasks.h"
 #include "kernels/cpu/workspace.h"
@@ -14,7 +14,7 @@ namespace h2o_prefill {
 namespace {
 
 // States are float32 and contiguous; null: 0, or not wanted.
-struct LinearGradientCall {
+struct LinearBackwardCall {
   HeadsView query;
   HeadsView key;
   HeadsView value;
@@ -36,9 +36,9 @@ struct LinearGradientCall {
   float scale;
 };
 
-class LinearGradient {
+class LinearBackward {
  public:
-  explicit LinearGradient(const LinearGradientCall& call)
+  explicit LinearBackward(const LinearBackwardCall& call)
       : call_(call),
         units_(call.key.batch * call.key.heads),
         group_(call.query.heads / call.key.heads),
@@ -73,7 +73,7 @@ class LinearGradient {
   }
 
  private:
-  using Walk = float (*)(const LinearGradientArgs&);
+  using Walk = float (*)(const LinearBackwardArgs&);
 
   // One chunk of a walk through a piece.
   struct Step {
@@ -258,7 +258,7 @@ class LinearGradient {
     return step.log_decay;
   }
 
-  LinearGradientArgs arguments(int64_t unit, const Step& step, int64_t thread) const {
+  LinearBackwardArgs arguments(int64_t unit, const Step& step, int64_t thread) const {
     const int64_t b = unit / call_.key.heads, h = unit % call_.key.heads;
     const auto rows_of = [&](const HeadsView& view, int64_t head) {
       return LinearRows{view.row(b, head, step.row), view.stride_row, view.stride_head};
@@ -311,8 +311,8 @@ class LinearGradient {
     }
   }
 
-  const LinearGradientKernels& kernels_ = *cpu_kernels().linear_gradient;
-  const LinearGradientCall& call_;
+  const LinearBackwardKernels& kernels_ = *cpu_kernels().linear_backward;
+  const LinearBackwardCall& call_;
   int64_t units_;
   int64_t group_;  // query heads of a KV head
   int64_t state_floats_;
@@ -332,7 +332,7 @@ class LinearGradient {
 
 }  // namespace
 
-LinearAttentionInputGradients linear_attention_gradient(const LinearAttentionRequest& r,
+LinearAttentionInputGradients linear_attention_backward(const LinearAttentionRequest& r,
                                                         const LinearAttentionGradients& gradients) {
   const auto q = with_contiguous_rows(r.query), k = with_contiguous_rows(r.key);
   const auto v = with_contiguous_rows(r.value), grad_out = with_contiguous_rows(gradients.out);
@@ -358,7 +358,7 @@ LinearAttentionInputGradients linear_attention_gradient(const LinearAttentionReq
   const auto result = [](const at::Tensor& t) {
     return t.numel() > 0 ? t.mutable_data_ptr<float>() : nullptr;
   };
-  LinearGradientCall call{.query = heads_view(q),
+  LinearBackwardCall call{.query = heads_view(q),
                           .key = heads_view(k),
                           .value = heads_view(v),
                           .grad_out = heads_view(grad_out),
@@ -378,7 +378,7 @@ LinearAttentionInputGradients linear_attention_gradient(const LinearAttentionReq
                           .normalize = r.normalize,
                           .scale = static_cast<float>(r.scale)};
   for (int i = 0; decay.defined() && i < 3; ++i) call.decay_strides[i] = decay.stride(i);
-  LinearGradient(call).run();
+  LinearBackward(call).run();
   const bool by_head = r.log_decay.defined() && r.log_decay.dim() == 1;
   return {grad_q,     grad_k,
           grad_v,     by_head ? grad_decay.sum(at::IntArrayRef{0, 2}) : grad_decay,

@@ -8,8 +8,8 @@
 #include "common/tensors.h"
 #include "kernels/composite/linear_attention.h"
 #include "kernels/cpu/attend_rows.h"
+#include "kernels/cpu/linear_backward.h"
 #include "kernels/cpu/linear_chunk.h"
-#include "kernels/cpu/linear_gradient.h"
 #include "kernels/cpu/linear_pieces.h"
 #include "kernels/cpu/tasks.h"
 #include "kernels/cpu/workspace.h"
@@ -397,17 +397,17 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
   return {out, state, normalizer};
 }
 
-LinearAttentionInputGradients differentiate(const LinearAttentionRequest& r,
-                                            const LinearAttentionGradients& gradients) {
+LinearAttentionInputGradients attend_backward(const LinearAttentionRequest& r,
+                                              const LinearAttentionGradients& gradients) {
   const bool fused = r.causal && r.query.scalar_type() != at::kDouble && r.query.numel() > 0;
-  return fused ? linear_attention_gradient(r, gradients)
+  return fused ? linear_attention_backward(r, gradients)
                : composite::linear_attention_backward(r, gradients, scan_of(r.query));
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
   m.impl("chunkwise_linear_attention", &chunkwise_linear_attention_entry<&attend>);
   m.impl("chunkwise_linear_attention_backward",
-         &chunkwise_linear_attention_backward_entry<&differentiate>);
+         &chunkwise_linear_attention_backward_entry<&attend_backward>);
 }
 
 }  // namespace

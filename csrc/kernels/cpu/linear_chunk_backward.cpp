@@ -1,5 +1,5 @@
-// The gradient of linear attention of one chunk. With features q and k, the gradient o of a row of
-// the output, the state S before the chunk, its adjoint R after it, and decays D below the
+// The backward pass of linear attention over one chunk. With features q and k, the gradient o of a
+// row of the output, the state S before the chunk, its adjoint R after it, and decays D below the
 // diagonal:
 //   dq = o S^T + (o v^T . D) k        dk = v R^T + (o v^T . D)^T q
 //                                     dv = k R   + (q k^T . D)^T o
@@ -9,16 +9,16 @@
 // gradient, -(o . out) / w, is added to each product o v^T.
 #include "kernels/cpu/linear_chunk_backward.h"
 
-#include "kernels/cpu/linear_gradient_rows.h"
-#include "kernels/cpu/linear_gradient_scratch.h"
-#include "kernels/cpu/linear_gradient_streams.h"
-#include "kernels/cpu/linear_gradient_tiles.h"
+#include "kernels/cpu/linear_backward_rows.h"
+#include "kernels/cpu/linear_backward_scratch.h"
+#include "kernels/cpu/linear_backward_streams.h"
+#include "kernels/cpu/linear_backward_tiles.h"
 
 namespace h2o_prefill::H2O_ISA {
 namespace {
 
 // Adds values^T keys of so many rows to a state, of which `kept` is left.
-void add_to_state(const LinearGradientArgs& args, const Matrix& values, const Matrix& keys,
+void add_to_state(const LinearBackwardArgs& args, const Matrix& values, const Matrix& keys,
                   int64_t rows, float kept, Streams& streams) {
   for (int64_t d = 0; d < args.key_dim; d += kPanel) {
     for_each_tile(args.value_dim, [&]<int kRows>(Rows<kRows>, int64_t row) {
@@ -30,13 +30,13 @@ void add_to_state(const LinearGradientArgs& args, const Matrix& values, const Ma
 }
 
 // Of what is in `sum`; 0: nothing is.
-float kept_of_sum(const LinearGradientArgs& args, float log_decay) {
+float kept_of_sum(const LinearBackwardArgs& args, float log_decay) {
   if (args.sum_is_zero) return 0.0F;
   return args.log_decay ? exp_nonpositive(log_decay) : 1.0F;
 }
 
 // What is after the matrix of `sum`.
-void decay_normalizer(const LinearGradientArgs& args, float kept) {
+void decay_normalizer(const LinearBackwardArgs& args, float kept) {
   float* const sums = normalizer_of(args.sum, args);
   const int64_t floats =
       state_floats(args.key_dim, args.value_dim) - matrix_floats(args.key_dim, args.value_dim);
@@ -48,7 +48,7 @@ void decay_normalizer(const LinearGradientArgs& args, float kept) {
 }
 
 // Adds values^T keys, and the sum of the keys; decays the keys.
-void add_keys(const LinearGradientArgs& args, const Scratch& scratch, float log_decay,
+void add_keys(const LinearBackwardArgs& args, const Scratch& scratch, float log_decay,
               Streams& streams) {
   const int64_t width = pad_to(args.key_dim, kPanel);
   const float kept = kept_of_sum(args, log_decay);
@@ -70,7 +70,7 @@ struct Block {
 
 // Adds grad_out^T query of a block, and the sum of its queries times the gradients of their
 // weights; decays grad_out.
-void add_queries(const LinearGradientArgs& args, const Scratch& scratch, const Block& block,
+void add_queries(const LinearBackwardArgs& args, const Scratch& scratch, const Block& block,
                  float log_decay, Streams& streams) {
   const int64_t rows = block.count * args.rows;
   const float kept = block.first == 0 ? kept_of_sum(args, log_decay) : 1.0F;
@@ -90,7 +90,7 @@ void add_queries(const LinearGradientArgs& args, const Scratch& scratch, const B
 }
 
 // Features of queries, and output gradients divided by their weights.
-void load_block(const LinearGradientArgs& args, const Scratch& scratch, const Block& block) {
+void load_block(const LinearBackwardArgs& args, const Scratch& scratch, const Block& block) {
   for (int64_t i = 0; i < block.count; ++i) {
     const int64_t head = block.first + i;
     load_features(args, args.query, head, of_head(args, scratch.query, i));
@@ -101,7 +101,7 @@ void load_block(const LinearGradientArgs& args, const Scratch& scratch, const Bl
 }
 
 template <typename Function>
-void for_each_block(const LinearGradientArgs& args, const Function& f) {
+void for_each_block(const LinearBackwardArgs& args, const Function& f) {
   const int64_t most = heads_of_block(args.rows);
   for (int64_t first = 0; first < args.heads; first += most) {
     f(Block{first, args.heads - first < most ? args.heads - first : most});
@@ -109,7 +109,7 @@ void for_each_block(const LinearGradientArgs& args, const Function& f) {
 }
 
 // c = a b of one head, 0 above the diagonal. added: to the products of each row; null: nothing.
-void multiply_below(const LinearGradientArgs& args, const Scratch& scratch, const Matrix& a,
+void multiply_below(const LinearBackwardArgs& args, const Scratch& scratch, const Matrix& a,
                     int64_t dim, const float* packed_columns, const float* added, bool decayed,
                     const Matrix& c, Streams& streams) {
   score_rows({.query = a.data,
@@ -123,14 +123,14 @@ void multiply_below(const LinearGradientArgs& args, const Scratch& scratch, cons
              0, args.rows, c.data, [&] { streams.advance(); });
 }
 
-void load_keys(const LinearGradientArgs& args, const Scratch& scratch) {
+void load_keys(const LinearBackwardArgs& args, const Scratch& scratch) {
   load_features(args, args.key, 0, scratch.keys);
   load_rows(args, args.value, 0, args.value_dim, nullptr, 1.0F, scratch.values);
 }
 
 // The weights of the rows and their gradients; divides by the weights what grad_out has been
 // multiplied with, and adds to it what the weights give. grad_query holds grad_out S^T.
-void normalize_rows(const LinearGradientArgs& args, const Scratch& scratch, const float* state,
+void normalize_rows(const LinearBackwardArgs& args, const Scratch& scratch, const float* state,
                     int64_t head) {
   const int64_t dim = args.key_dim, width = pad_to(dim, kPanel);
   const float* const sums = state ? normalizer_of(state, args) : nullptr;
@@ -163,7 +163,7 @@ void normalize_rows(const LinearGradientArgs& args, const Scratch& scratch, cons
 
 // gradient = grad_out S^T, decayed, plus products of the first num_keys(row) keys from each row on.
 template <typename NumKeys>
-void multiply_queries(const LinearGradientArgs& args, const Scratch& scratch, const float* state,
+void multiply_queries(const LinearBackwardArgs& args, const Scratch& scratch, const float* state,
                       const NumKeys& num_keys, Streams& streams) {
   for (int64_t d = 0; d < args.key_dim; d += kPanel) {
     for_each_tile(args.rows, [&]<int kRows>(Rows<kRows>, int64_t row) {
@@ -183,7 +183,7 @@ void multiply_queries(const LinearGradientArgs& args, const Scratch& scratch, co
   }
 }
 
-void differentiate_queries(const LinearGradientArgs& args, const Scratch& scratch,
+void differentiate_queries(const LinearBackwardArgs& args, const Scratch& scratch,
                            const float* state, int64_t head, Streams& streams) {
   const int64_t rows = args.rows, dim = args.key_dim;
   const Matrix& gradient = scratch.grad_query;
@@ -216,7 +216,7 @@ void differentiate_queries(const LinearGradientArgs& args, const Scratch& scratc
 
 // Adds to the gradient of keys or values what a block of heads gives, and with the first one what
 // the adjoint after the chunk gives: `with` times it. factors: of the rows of the block.
-void add_gradient(const LinearGradientArgs& args, const Scratch& scratch, const Block& block,
+void add_gradient(const LinearBackwardArgs& args, const Scratch& scratch, const Block& block,
                   const Matrix& with, int64_t with_dim, const float* adjoint,
                   const float* normalizer, const Matrix& factors, const Matrix& queries,
                   int64_t dim, const Matrix& gradient, Streams& streams) {
@@ -244,7 +244,7 @@ void add_gradient(const LinearGradientArgs& args, const Scratch& scratch, const 
   }
 }
 
-void differentiate_keys(const LinearGradientArgs& args, const Scratch& scratch, const Block& block,
+void differentiate_keys(const LinearBackwardArgs& args, const Scratch& scratch, const Block& block,
                         const float* adjoint, Streams& streams) {
   const int64_t rows = args.rows, dim = args.key_dim, value_dim = args.value_dim;
   for (int64_t i = 0; i < block.count; ++i) {
@@ -265,7 +265,7 @@ void differentiate_keys(const LinearGradientArgs& args, const Scratch& scratch, 
                nullptr, scratch.scores, scratch.grad_out, value_dim, scratch.grad_value, streams);
 }
 
-float add_state(const LinearGradientArgs& args) {
+float add_state(const LinearBackwardArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
   Streams streams = next_chunk(args);
   load_keys(args, scratch);
@@ -274,7 +274,7 @@ float add_state(const LinearGradientArgs& args) {
   return total;
 }
 
-float add_adjoint(const LinearGradientArgs& args) {
+float add_adjoint(const LinearBackwardArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
   Streams streams;
   const float total = fill_ends(args, scratch);
@@ -287,7 +287,7 @@ float add_adjoint(const LinearGradientArgs& args) {
 }
 
 // Loads keys, values and decays of the chunk; returns the log decay over all of it.
-float load_chunk(const LinearGradientArgs& args, const Scratch& scratch, bool packs_keys) {
+float load_chunk(const LinearBackwardArgs& args, const Scratch& scratch, bool packs_keys) {
   load_keys(args, scratch);
   pack_columns(scratch.values, args.rows, args.value_dim, scratch.values_packed);
   if (packs_keys) pack_columns(scratch.keys, args.rows, args.key_dim, scratch.keys_packed);
@@ -296,7 +296,7 @@ float load_chunk(const LinearGradientArgs& args, const Scratch& scratch, bool pa
   return total;
 }
 
-float walk_forward(const LinearGradientArgs& args) {
+float walk_forward(const LinearBackwardArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
   Streams streams = next_chunk(args);
   const float total = load_chunk(args, scratch, /*packs_keys=*/args.normalize);
@@ -310,7 +310,7 @@ float walk_forward(const LinearGradientArgs& args) {
   return total;
 }
 
-float walk_backward(const LinearGradientArgs& args) {
+float walk_backward(const LinearBackwardArgs& args) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows);
   Streams streams = next_chunk(args);
   const float total = load_chunk(args, scratch, /*packs_keys=*/true);
@@ -356,8 +356,8 @@ float dot_states(const float* a, const float* b, int64_t floats) { return dot(a,
 
 }  // namespace
 
-extern const LinearGradientKernels kLinearGradientKernels;
-const LinearGradientKernels kLinearGradientKernels = {add_state,     add_adjoint,  walk_forward,
+extern const LinearBackwardKernels kLinearBackwardKernels;
+const LinearBackwardKernels kLinearBackwardKernels = {add_state,     add_adjoint,  walk_forward,
                                                       walk_backward, pack_state,   unpack_state,
                                                       dot_states,    state_floats, scratch_floats};
 

@@ -1,5 +1,5 @@
-// The inner part of the gradient of linear attention on CPUs: one chunk of one KV head and of the
-// query heads that share it.
+// The inner part of the backward pass of linear attention on CPUs: one chunk of one KV head and of
+// the query heads that share it.
 //
 // It is compiled once per instruction set (linear_chunk_backward.cpp), like attend_rows.h.
 #pragma once
@@ -20,7 +20,7 @@ struct LinearRows {
 
 // A state S and its adjoint, the sum of what the results give for it, are packed alike: transposed,
 // Dv x D as tiles read it, then D values for the normaliser.
-struct LinearGradientArgs {
+struct LinearBackwardArgs {
   DType dtype;  // of all rows
   FeatureMap feature_map;
   bool normalize;
@@ -61,16 +61,16 @@ struct LinearGradientArgs {
   float* scratch;    // scratch_floats(...) floats, of one thread
 };
 
-struct LinearGradientKernels {
+struct LinearBackwardKernels {
   // Each returns the sum of the chunk's log decays.
   // The state alone, after the chunk.
-  float (*add_state)(const LinearGradientArgs&);
+  float (*add_state)(const LinearBackwardArgs&);
   // The adjoint alone, before the chunk.
-  float (*add_adjoint)(const LinearGradientArgs&);
+  float (*add_adjoint)(const LinearBackwardArgs&);
   // From the first token to the last: gradients of queries; and the state.
-  float (*walk_forward)(const LinearGradientArgs&);
+  float (*walk_forward)(const LinearBackwardArgs&);
   // From the last token to the first: gradients of keys and values; and the adjoint.
-  float (*walk_backward)(const LinearGradientArgs&);
+  float (*walk_backward)(const LinearBackwardArgs&);
   // state [D, Dv], normalizer [D]; null: 0, or not wanted.
   void (*pack_state)(const float* state, const float* normalizer, int64_t key_dim,
                      int64_t value_dim, float* packed);

@@ -1,5 +1,5 @@
-// What the chunks of linear attention and of its gradient share: feature maps, decays, and sums
-// over rows.
+// What the chunks of linear attention and of its backward pass share: feature maps, decays, and
+// sums over rows.
 #pragma once
 
 #include "kernels/cpu/attend_rows.h"
@@ -88,7 +88,7 @@ H2O_INLINE void add_decayed(const float* start, float log_decay, int64_t floats,
 }
 
 // In the direction of the walk, the state before the chunk of LinearChunkArgs or
-// LinearGradientArgs, a packed one of so many floats; null: 0. scratch: [floats].
+// LinearBackwardArgs, a packed one of so many floats; null: 0. scratch: [floats].
 template <typename Args>
 H2O_INLINE const float* state_before(const Args& args, int64_t floats, float* scratch) {
   if (args.sum_is_zero) return args.start;

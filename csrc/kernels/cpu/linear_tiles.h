@@ -1,4 +1,4 @@
-// Products that linear attention and its gradient are made of, a tile of rows at a time.
+// Products that linear attention and its backward pass are made of, a tile of rows at a time.
 #pragma once
 
 #include "kernels/cpu/linear_rows.h"

@@ -112,8 +112,8 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
   return {out, state, normalizer};
 }
 
-LinearAttentionInputGradients differentiate(const LinearAttentionRequest& r,
-                                            const LinearAttentionGradients& gradients) {
+LinearAttentionInputGradients attend_backward(const LinearAttentionRequest& r,
+                                              const LinearAttentionGradients& gradients) {
   const c10::cuda::CUDAGuard guard(r.query.device());
   return composite::linear_attention_backward(r, gradients, &scan);
 }
@@ -121,7 +121,7 @@ LinearAttentionInputGradients differentiate(const LinearAttentionRequest& r,
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {
   m.impl("chunkwise_linear_attention", &chunkwise_linear_attention_entry<&attend>);
   m.impl("chunkwise_linear_attention_backward",
-         &chunkwise_linear_attention_backward_entry<&differentiate>);
+         &chunkwise_linear_attention_backward_entry<&attend_backward>);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What a chunk of the gradient of linear attention keeps in memory, and how a state is packed.
+// What a chunk of the backward pass of linear attention keeps in memory, and how a state is packed.
 #pragma once
 
 #include "kernels/cpu/linear_chunk_backward.h"
@@ -26,10 +26,10 @@ H2O_INLINE int64_t state_floats(int64_t key_dim, int64_t value_dim) {
 }
 
 // What is after the matrix of a state.
-H2O_INLINE float* normalizer_of(float* state, const LinearGradientArgs& args) {
+H2O_INLINE float* normalizer_of(float* state, const LinearBackwardArgs& args) {
   return state + matrix_floats(args.key_dim, args.value_dim);
 }
-H2O_INLINE const float* normalizer_of(const float* state, const LinearGradientArgs& args) {
+H2O_INLINE const float* normalizer_of(const float* state, const LinearBackwardArgs& args) {
   return state + matrix_floats(args.key_dim, args.value_dim);
 }
 
@@ -100,7 +100,7 @@ H2O_INLINE int64_t scratch_floats(int64_t key_dim, int64_t value_dim, int64_t ro
 }
 
 // Part of scratch of a head of a block.
-H2O_INLINE Matrix of_head(const LinearGradientArgs& args, const Matrix& block, int64_t i) {
+H2O_INLINE Matrix of_head(const LinearBackwardArgs& args, const Matrix& block, int64_t i) {
   return {block.row(i * args.rows), block.stride};
 }
 

@@ -1,4 +1,4 @@
-// Rows that a chunk of the gradient of linear attention asks for before they are needed.
+// Rows that a chunk of the backward pass of linear attention asks for before they are needed.
 #pragma once
 
 #include "kernels/cpu/linear_chunk_backward.h"
@@ -25,11 +25,11 @@ struct Streams {
 };
 
 // Panels that are multiplied for one head, at least.
-H2O_INLINE int64_t head_steps(const LinearGradientArgs& args) {
+H2O_INLINE int64_t head_steps(const LinearBackwardArgs& args) {
   return panels(args.rows) + panels(args.key_dim);
 }
 
-H2O_INLINE RowStream stream_of(const LinearGradientArgs& args, const LinearRows& of, int64_t head,
+H2O_INLINE RowStream stream_of(const LinearBackwardArgs& args, const LinearRows& of, int64_t head,
                                int64_t row, int64_t rows, int64_t dim, int64_t steps) {
   const int64_t offset = head * of.head_stride + row * of.stride;
   return {static_cast<const char*>(of.data) + offset * size_of(args.dtype),
@@ -40,7 +40,7 @@ H2O_INLINE RowStream stream_of(const LinearGradientArgs& args, const LinearRows&
           steps};
 }
 
-H2O_INLINE Streams next_chunk(const LinearGradientArgs& args) {
+H2O_INLINE Streams next_chunk(const LinearBackwardArgs& args) {
   const int64_t steps = args.heads * head_steps(args);
   Streams streams;
   streams.keys = stream_of(args, args.key, 0, args.next, args.next_rows, args.key_dim, steps);
@@ -50,7 +50,7 @@ H2O_INLINE Streams next_chunk(const LinearGradientArgs& args) {
 
 // Asks for the rows of the head that comes when `count` heads have been multiplied from `head` on,
 // the next chunk's from its first head on, within so many panels.
-H2O_INLINE void ask_for_head(const LinearGradientArgs& args, int64_t head, int64_t count,
+H2O_INLINE void ask_for_head(const LinearBackwardArgs& args, int64_t head, int64_t count,
                              int64_t steps, Streams& streams) {
   const bool in_chunk = head + count < args.heads;
   const int64_t row = in_chunk ? 0 : args.next, rows = in_chunk ? args.rows : args.next_rows;

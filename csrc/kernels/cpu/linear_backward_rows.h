@@ -1,7 +1,7 @@
-// Rows of a chunk of the gradient of linear attention: loaded as features, decayed, stored.
+// Rows of a chunk of the backward pass of linear attention: loaded as features, decayed, stored.
 #pragma once
 
-#include "kernels/cpu/linear_gradient_scratch.h"
+#include "kernels/cpu/linear_backward_scratch.h"
 #include "kernels/cpu/pack_rows.h"
 #include "kernels/cpu/row_io.h"
 
@@ -25,7 +25,7 @@ H2O_INLINE void add_row(const float* x, int64_t n, float factor, float* row) {
 
 // The rows of a head in float32, columns after the last one 0. factors: one a row; null: `factor`
 // for all.
-H2O_INLINE void load_rows(const LinearGradientArgs& args, const LinearRows& from, int64_t head,
+H2O_INLINE void load_rows(const LinearBackwardArgs& args, const LinearRows& from, int64_t head,
                           int64_t dim, const float* factors, float factor, const Matrix& to) {
   for (int64_t i = 0; i < args.rows; ++i) {
     load_floats(from.data, args.dtype, head * from.head_stride + i * from.stride, dim,
@@ -34,7 +34,7 @@ H2O_INLINE void load_rows(const LinearGradientArgs& args, const LinearRows& from
   }
 }
 
-H2O_INLINE void load_features(const LinearGradientArgs& args, const LinearRows& from, int64_t head,
+H2O_INLINE void load_features(const LinearBackwardArgs& args, const LinearRows& from, int64_t head,
                               const Matrix& to) {
   const int64_t dim = args.key_dim;
   const bool mapped_as_loaded = args.dtype == DType::kFloat32 && dim % kLanes == 0;
@@ -56,7 +56,7 @@ H2O_INLINE void pack_columns(const Matrix& from, int64_t rows, int64_t dim, floa
 }
 
 // Stores a gradient of features as that of what they were made of.
-H2O_INLINE void store_gradients(const LinearGradientArgs& args, const Scratch& scratch,
+H2O_INLINE void store_gradients(const LinearBackwardArgs& args, const Scratch& scratch,
                                 const Matrix& features, const Matrix& gradient,
                                 const LinearRows& to, int64_t head) {
   const Vec zero = Vec{}, one = broadcast(1.0F);
@@ -80,7 +80,7 @@ H2O_INLINE void store_gradients(const LinearGradientArgs& args, const Scratch& s
 }
 
 // Fills from_start and to_end, and returns the log decay of the whole chunk.
-H2O_INLINE float fill_ends(const LinearGradientArgs& args, const Scratch& scratch) {
+H2O_INLINE float fill_ends(const LinearBackwardArgs& args, const Scratch& scratch) {
   if (!args.log_decay) return 0.0F;
   const int64_t padded = pad_to(args.rows, kPanel);
   fill_to_end(args.log_decay, args.decay_stride, args.rows, scratch.to_end);
@@ -94,7 +94,7 @@ H2O_INLINE float fill_ends(const LinearGradientArgs& args, const Scratch& scratc
 }
 
 // Each row's decays are the last one's and its own step.
-H2O_INLINE void fill_decays(const LinearGradientArgs& args, const Scratch& scratch) {
+H2O_INLINE void fill_decays(const LinearBackwardArgs& args, const Scratch& scratch) {
   if (!args.log_decay) return;
   fill(scratch.steps, 0, pad_to(args.rows, kPanel));
   for (int64_t i = 0; i < args.rows; ++i) {
@@ -108,7 +108,7 @@ H2O_INLINE void fill_decays(const LinearGradientArgs& args, const Scratch& scrat
 }
 
 // Leaves row i of products of rows what is left of them at the row.
-H2O_INLINE void decay_row(const LinearGradientArgs& args, const Scratch& scratch,
+H2O_INLINE void decay_row(const LinearBackwardArgs& args, const Scratch& scratch,
                           const Matrix& products, int64_t i) {
   float* const row = products.row(i);
   if (args.log_decay) {

@@ -1,4 +1,4 @@
-// Products that the gradient of linear attention is made of, a tile of rows at a time.
+// Products that the backward pass of linear attention is made of, a tile of rows at a time.
 #pragma once
 
 #include "kernels/cpu/linear_tiles.h"
