@@ -26,12 +26,6 @@ std::string difference(int64_t n, const Got& got, const Expected& expected,
   return "";
 }
 
-// Half a unit in the last place, relative. That of float32 is in kTolerance.
-inline double rounding(DType dtype) {
-  if (dtype == DType::kFloat32) return 0.0;
-  return dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
-}
-
 // Relative tolerance of logarithms and of sums of probabilities.
 inline double relative(double expected) { return kTolerance * std::max(1.0, std::fabs(expected)); }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -19,6 +20,12 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 inline std::string name_of(DType dtype) {
   if (dtype == DType::kFloat32) return "float32";
   return dtype == DType::kBFloat16 ? "bfloat16" : "float16";
+}
+
+// Half a unit in the last place, relative; 0 for float32, whose rounding is in every tolerance.
+inline double rounding(DType dtype) {
+  if (dtype == DType::kFloat32) return 0.0;
+  return dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
 }
 
 // Bits of sign, exponent and mantissa to a number: the definition, for any IEEE-like format.
@@ -115,6 +122,14 @@ class Random {
     return low + (high - low) * engine_() / std::mt19937::max();
   }
   int64_t below(int64_t n) { return engine_() % n; }
+
+  // 0 to n - 1 in some order.
+  std::vector<int32_t> permutation(int64_t n) {
+    std::vector<int32_t> all(n);
+    std::iota(all.begin(), all.end(), 0);
+    for (int64_t i = n - 1; i > 0; --i) std::swap(all[i], all[below(i + 1)]);
+    return all;
+  }
 
   // Multiples of `step`, or any number where it is 0.
   void fill(Rows& rows, double magnitude, double step = 0.0) {

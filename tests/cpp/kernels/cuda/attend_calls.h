@@ -55,20 +55,6 @@ struct Call {
     if (params.gathered) params.memory_lse = memory_lse.data();
     ASSERT_EQ(launch_tested(params), cudaSuccess);
   }
-
-  std::vector<double> out_numbers() const {
-    std::vector<double> all;
-    for (int64_t b = 0; b < out.batch; ++b) {
-      for (int64_t h = 0; h < out.heads; ++h) {
-        for (int64_t t = 0; t < out.length; ++t) {
-          for (int64_t d = 0; d < out.rows.dim(); ++d) {
-            all.push_back(out.rows.get(out.row(b, h, t), d));
-          }
-        }
-      }
-    }
-    return all;
-  }
 };
 
 // 16-bit outputs are within twice the error of the plain computation in the dtype.
@@ -77,14 +63,12 @@ inline double out_tolerance(DType dtype, const Expected& expected) {
   return 2 * largest_difference(expected.same_type, expected.out);
 }
 
-inline std::vector<double> doubles(const std::vector<float>& x) { return {x.begin(), x.end()}; }
-
 inline void expect_close(const Call& call, const VisibleKeys& visible, const char* what) {
   const Expected expected = attend(call.in, visible);
-  EXPECT_LE(largest_difference(call.out_numbers(), expected.out),
+  EXPECT_LE(largest_difference(call.out.numbers(), expected.out),
             out_tolerance(call.in.query.rows.dtype(), expected))
       << what;
-  EXPECT_LE(largest_difference(doubles(call.lse), expected.lse), 2e-5) << what;
+  EXPECT_LE(largest_difference(call.lse, expected.lse), 2e-5) << what;
   EXPECT_TRUE(call.out.rows.gaps_untouched()) << what;
 }
 
@@ -94,12 +78,6 @@ inline VisibleKeys causal_keys(int64_t past, int64_t chunk_size) {
   };
 }
 
-inline std::string describe(const AttentionShape& x) {
-  return name_of(x.dtype) + ", rows " + std::to_string(x.rows) + ", keys " +
-         std::to_string(x.keys) + ", dims " + std::to_string(x.dim) + " and " +
-         std::to_string(x.value_dim) + ", heads " + std::to_string(x.heads);
-}
-
 // Runs a call again in other orders of threads: results are equal to the bit.
 inline void expect_reproducible(const std::function<Call()>& run) {
   cuda_emulation::set_seed(0);
@@ -107,7 +85,7 @@ inline void expect_reproducible(const std::function<Call()>& run) {
   for (const uint64_t seed : {1, 2}) {
     cuda_emulation::set_seed(seed);
     const Call again = run();
-    EXPECT_EQ(first.out_numbers(), again.out_numbers());
+    EXPECT_EQ(first.out.numbers(), again.out.numbers());
     EXPECT_EQ(first.lse, again.lse);
     EXPECT_EQ(first.memory_lse, again.memory_lse);
   }
@@ -121,30 +99,19 @@ inline void check_causal(const AttentionShape& shape, int64_t chunk_size) {
   expect_close(call, causal_keys(past, chunk_size), describe(shape).c_str());
 }
 
-// A memory set of each head, and the rest of the history out of sight.
-struct GatheredCase {
-  AttentionShape shape;
-  int64_t width;
-  int64_t count;  // present in the first set
-};
-
-inline Call run_gathered(const GatheredCase& x, const std::vector<int32_t>& sets) {
-  Call call(x.shape, x.shape.keys - x.shape.rows);
-  call.attend_to(sets, x.width);
-  call.run();
-  return call;
-}
-
-inline void check_gathered(const GatheredCase& x) {
-  const AttentionShape& shape = x.shape;
+// A memory set of each head, of `count` positions in the first one, and the rest of the history out
+// of sight.
+inline void check_gathered(const AttentionShape& shape, int64_t width, int64_t count) {
   const std::vector<int32_t> sets =
-      memory_sets(shape.batch * shape.kv_heads, x.width, x.count, shape.keys);
-  const Call call = run_gathered(x, sets);
+      memory_sets(shape.batch * shape.kv_heads, width, count, shape.keys);
+  Call call(shape, shape.keys - shape.rows);
+  call.attend_to(sets, width);
+  call.run();
   const std::string what =
-      describe(shape) + ", width " + std::to_string(x.width) + ", count " + std::to_string(x.count);
+      describe(shape) + ", width " + std::to_string(width) + ", count " + std::to_string(count);
   expect_close(
       call,
-      [&](int64_t b, int64_t h, int64_t) { return members(sets, b * shape.kv_heads + h, x.width); },
+      [&](int64_t b, int64_t h, int64_t) { return members(sets, b * shape.kv_heads + h, width); },
       what.c_str());
   EXPECT_EQ(call.lse, call.memory_lse) << what;
 }
@@ -176,10 +143,10 @@ inline void check_positions_outside(DType dtype) {
   };
   const Call expected = run({3, 40, -1, -1}, {0, 1}, {7});
   for (const int32_t far : {90, 5000, -5, -2000000000, 2147483647}) {
-    EXPECT_EQ(run({3, 40, far, far}, {0, 2}, {7, far}).out_numbers(), expected.out_numbers())
+    EXPECT_EQ(run({3, 40, far, far}, {0, 2}, {7, far}).out.numbers(), expected.out.numbers())
         << far;
   }
-  EXPECT_EQ(run({3, 40, -1, -1}, {-3, 1000000}, {7}).out_numbers(), expected.out_numbers());
+  EXPECT_EQ(run({3, 40, -1, -1}, {-3, 1000000}, {7}).out.numbers(), expected.out.numbers());
 }
 
 // Lists of recalled keys of all blocks of two batch rows, as lexical_recall writes them: positions
@@ -196,9 +163,7 @@ struct Recall {
     Random random(static_cast<uint32_t>(block));
     for (int64_t i = 0; i < batch * blocks; ++i) {
       const int64_t begin = past + i % blocks * block;
-      std::vector<int32_t> all(past + rows);
-      for (size_t j = 0; j < all.size(); ++j) all[j] = static_cast<int32_t>(j);
-      for (size_t j = all.size() - 1; j > 0; --j) std::swap(all[j], all[random.below(j + 1)]);
+      const std::vector<int32_t> all = random.permutation(past + rows);
       std::vector<int32_t> from;
       for (int64_t n = random.below(most + 1); n > 0; --n) {
         from.push_back(static_cast<int32_t>(begin + random.below(block)));
@@ -282,8 +247,7 @@ inline void check_recall(const RecallCase& x) {
   };
   const std::string what = describe(x.shape) + ", block " + std::to_string(x.block);
   expect_close(call, all, what.c_str());
-  EXPECT_LE(largest_difference(doubles(call.memory_lse), attend(call.in, memory).lse), 2e-5)
-      << what;
+  EXPECT_LE(largest_difference(call.memory_lse, attend(call.in, memory).lse), 2e-5) << what;
 }
 
 }  // namespace h2o_prefill::testing

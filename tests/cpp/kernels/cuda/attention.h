@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <vector>
 
 #include "kernels/rows.h"
@@ -46,6 +47,16 @@ class Heads {
     view.stride_row = rows.stride() * (transposed ? heads : 1);
     return view;
   }
+
+  // [B, H, T, D], whatever the layout.
+  std::vector<double> numbers() const {
+    std::vector<double> all;
+    for (int64_t i = 0; i < batch * heads * length; ++i) {
+      const int64_t at = row(i / length / heads, i / length % heads, i % length);
+      for (int64_t d = 0; d < rows.dim(); ++d) all.push_back(rows.get(at, d));
+    }
+    return all;
+  }
 };
 
 struct AttentionInputs {
@@ -53,12 +64,17 @@ struct AttentionInputs {
   Heads key;
   Heads value;
   float scale;
-  // The rows of each as doubles.
-  std::vector<double> query_numbers = query.rows.numbers();
-  std::vector<double> key_numbers = key.rows.numbers();
-  std::vector<double> value_numbers = value.rows.numbers();
+  std::vector<double> queries = query.numbers();
+  std::vector<double> keys = key.numbers();
+  std::vector<double> values = value.numbers();
 
   int64_t group() const { return query.heads / key.heads; }
+  const double* key_at(int64_t b, int64_t h, int64_t t) const {
+    return &keys[((b * key.heads + h) * key.length + t) * key.rows.dim()];
+  }
+  const double* value_at(int64_t b, int64_t h, int64_t t) const {
+    return &values[((b * value.heads + h) * value.length + t) * value.rows.dim()];
+  }
 };
 
 struct AttentionShape {
@@ -72,6 +88,12 @@ struct AttentionShape {
   int64_t batch = 1;
   bool transposed = false;
 };
+
+inline std::string describe(const AttentionShape& x) {
+  return name_of(x.dtype) + ", rows " + std::to_string(x.rows) + ", keys " +
+         std::to_string(x.keys) + ", dims " + std::to_string(x.dim) + " and " +
+         std::to_string(x.value_dim) + ", heads " + std::to_string(x.heads);
+}
 
 // Logits are far from uniform; values are in [-1, 1].
 inline AttentionInputs make_inputs(const AttentionShape& x) {
@@ -94,14 +116,12 @@ inline float scale_log2(const AttentionInputs& in) { return in.scale * 1.4426950
 inline std::vector<double> logits(const AttentionInputs& in, int64_t b, int64_t head, int64_t t,
                                   const std::vector<int64_t>& keys) {
   const int64_t dim = in.query.rows.dim();
-  const double* const query = in.query_numbers.data() + in.query.row(b, head, t) * dim;
+  const double* const query =
+      &in.queries[((b * in.query.heads + head) * in.query.length + t) * dim];
   std::vector<double> z;
   for (const int64_t position : keys) {
-    const double* const key =
-        in.key_numbers.data() + in.key.row(b, head / in.group(), position) * dim;
-    double sum = 0.0;
-    for (int64_t d = 0; d < dim; ++d) sum += query[d] * key[d];
-    z.push_back(sum * in.scale);
+    const double* const key = in.key_at(b, head / in.group(), position);
+    z.push_back(in.scale * std::inner_product(query, query + dim, key, 0.0));
   }
   return z;
 }
@@ -110,7 +130,7 @@ inline double log_sum_exp(const std::vector<double>& z) {
   double largest = -HUGE_VAL, sum = 0.0;
   for (const double x : z) largest = std::max(largest, x);
   for (const double x : z) sum += std::exp(x - largest);
-  return z.empty() ? -HUGE_VAL : largest + std::log(sum);
+  return largest == -HUGE_VAL ? largest : largest + std::log(sum);
 }
 
 struct Expected {
@@ -147,7 +167,7 @@ inline Expected attend(const AttentionInputs& in, const VisibleKeys& visible) {
         expected.lse.push_back(lse);
         std::vector<double> sum(value_dim), narrow_sum(value_dim);
         for (size_t j = 0; j < keys.size(); ++j) {
-          const double* const v = in.value_numbers.data() + in.value.row(b, h, keys[j]) * value_dim;
+          const double* const v = in.value_at(b, h, keys[j]);
           for (int64_t d = 0; d < value_dim; ++d) {
             sum[d] += probabilities[j] * v[d];
             narrow_sum[d] += narrow[j] * v[d];
@@ -164,11 +184,14 @@ inline Expected attend(const AttentionInputs& in, const VisibleKeys& visible) {
   return expected;
 }
 
-inline double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
+// Infinite if one is NaN.
+template <typename A, typename B>
+double largest_difference(const std::vector<A>& a, const std::vector<B>& b) {
   double largest = 0.0;
   for (size_t i = 0; i < a.size(); ++i) {
-    const bool same = a[i] == b[i];  // infinities too
-    if (!same && !(std::fabs(a[i] - b[i]) <= largest)) largest = std::fabs(a[i] - b[i]);
+    const double difference = a[i] == b[i] ? 0.0 : std::fabs(a[i] - b[i]);  // infinities too
+    if (std::isnan(difference)) return HUGE_VAL;
+    largest = std::max(largest, difference);
   }
   return largest;
 }
@@ -179,9 +202,7 @@ inline std::vector<int32_t> memory_sets(int64_t sets, int64_t width, int64_t cou
   Random random(static_cast<uint32_t>(width * 100 + count));
   std::vector<int32_t> all;
   for (int64_t set = 0; set < sets; ++set) {
-    std::vector<int32_t> positions(limit);
-    for (int64_t i = 0; i < limit; ++i) positions[i] = static_cast<int32_t>(i);
-    for (int64_t i = limit - 1; i > 0; --i) std::swap(positions[i], positions[random.below(i + 1)]);
+    std::vector<int32_t> positions = random.permutation(limit);
     positions.resize(std::max<int64_t>(0, std::min(count - set, limit)));
     std::sort(positions.begin(), positions.end());
     positions.resize(width, -1);
@@ -200,8 +221,8 @@ inline std::vector<int64_t> members(const std::vector<int32_t>& sets, int64_t se
 }
 
 inline std::vector<int64_t> range(int64_t begin, int64_t end) {
-  std::vector<int64_t> positions;
-  for (int64_t i = begin; i < end; ++i) positions.push_back(i);
+  std::vector<int64_t> positions(end - begin);
+  std::iota(positions.begin(), positions.end(), begin);
   return positions;
 }
 

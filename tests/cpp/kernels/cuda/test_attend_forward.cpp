@@ -68,7 +68,7 @@ TEST(AttendForward, RowRange) {
     call.params.rows = {.begin = 60, .count = 30, .past = 20};
     call.run();
     const Expected expected = attend(call.in, causal_keys(20, 0));
-    const std::vector<double> out = call.out_numbers();
+    const std::vector<double> out = call.out.numbers();
     for (int64_t t = 0; t < 100; ++t) {
       const bool inside = t >= 60 && t < 90;
       EXPECT_EQ(std::isnan(out[t * 64 + 63]), !inside) << t;
@@ -86,23 +86,23 @@ TEST(AttendForward, LseIsNotWanted) {
     call.params.out = call.out.view();
     ASSERT_EQ(launch_tested(call.params), cudaSuccess);
     const Expected expected = attend(call.in, causal_keys(0, 0));
-    EXPECT_LE(largest_difference(call.out_numbers(), expected.out), out_tolerance(dtype, expected));
+    EXPECT_LE(largest_difference(call.out.numbers(), expected.out), out_tolerance(dtype, expected));
   }
 }
 
 TEST(AttendForward, MemorySets) {
   for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t width : {1, 63, 64, 65, 130, 200}) {
-      check_gathered({{dtype, 40, 220}, width, width});
-      check_gathered({{dtype, 40, 220}, width, width / 2});
+      check_gathered({dtype, 40, 220}, width, width);
+      check_gathered({dtype, 40, 220}, width, width / 2);
     }
-    check_gathered({{dtype, 20, 50}, 0, 0});
-    check_gathered({{dtype, 20, 50}, 70, 0});
-    check_gathered({{dtype, 130, 300, 128, 128}, 150, 131});
-    check_gathered({{dtype, 70, 300, 256, 200}, 150, 131});
-    check_gathered({{dtype, 50, 100, 80, 96}, 50, 41});
+    check_gathered({dtype, 20, 50}, 0, 0);
+    check_gathered({dtype, 20, 50}, 70, 0);
+    check_gathered({dtype, 130, 300, 128, 128}, 150, 131);
+    check_gathered({dtype, 70, 300, 256, 200}, 150, 131);
+    check_gathered({dtype, 50, 100, 80, 96}, 50, 41);
     for (const int64_t group : {1, 3, 4}) {
-      check_gathered({{dtype, 33, 90, 64, 64, 2 * group, 2, 2, group != 3}, 80, 67});
+      check_gathered({dtype, 33, 90, 64, 64, 2 * group, 2, 2, group != 3}, 80, 67);
     }
   }
 }

@@ -62,7 +62,7 @@ TEST(AttendForwardSm90, RowRangeWithoutLse) {
   ASSERT_EQ(launch_tested(call.params), cudaSuccess);
   const Expected expected = attend(call.in, causal_keys(20, 0));
   const double tolerance = out_tolerance(DType::kBFloat16, expected);
-  const std::vector<double> out = call.out_numbers();
+  const std::vector<double> out = call.out.numbers();
   for (size_t i = 0; i < out.size(); ++i) {
     if (i / 64 < 60 || i / 64 >= 90) {
       EXPECT_TRUE(std::isnan(out[i])) << i;
@@ -75,14 +75,14 @@ TEST(AttendForwardSm90, RowRangeWithoutLse) {
 TEST(AttendForwardSm90, MemorySets) {
   for (const DType dtype : kNarrowDTypes) {
     for (const int64_t width : {1, 128, 129, 300}) {
-      check_gathered({{dtype, 40, 420}, width, width});
-      check_gathered({{dtype, 40, 420}, width, width / 2});
+      check_gathered({dtype, 40, 420}, width, width);
+      check_gathered({dtype, 40, 420}, width, width / 2);
     }
-    check_gathered({{dtype, 20, 50}, 0, 0});
-    check_gathered({{dtype, 20, 50}, 70, 0});
-    check_gathered({{dtype, 130, 300, 128, 128}, 150, 131});
+    check_gathered({dtype, 20, 50}, 0, 0);
+    check_gathered({dtype, 20, 50}, 70, 0);
+    check_gathered({dtype, 130, 300, 128, 128}, 150, 131);
   }
-  check_gathered({{DType::kBFloat16, 33, 90, 64, 64, 6, 2, 2, true}, 80, 67});
+  check_gathered({DType::kBFloat16, 33, 90, 64, 64, 6, 2, 2, true}, 80, 67);
 }
 
 TEST(AttendForwardSm90, RecalledKeys) {

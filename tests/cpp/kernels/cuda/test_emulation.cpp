@@ -1,4 +1,4 @@
-// The emulation of CUDA: what correct kernels may rely on.
+// The emulation of CUDA: what correct kernels may rely on, and that mistakes in kernels show.
 #include "cuda_emulation/cuda.h"
 
 #include <gtest/gtest.h>
@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
+#include <ostream>
 #include <vector>
 
 #include "kernels/cuda/launch.cuh"
@@ -14,7 +16,8 @@
 namespace h2o_prefill {
 namespace {
 
-constexpr int kSeeds = 6;
+constexpr int kSeeds = 8;
+constexpr unsigned int kAll = 0xFFFFFFFFU;
 constexpr DType kBFloat16 = DType::kBFloat16;
 constexpr DType kFloat16 = DType::kFloat16;
 
@@ -39,53 +42,51 @@ std::vector<int> trace(uint64_t seed) {
   return order;
 }
 
-TEST(Emulation, EveryThreadOfEveryBlockRunsOnce) {
-  std::vector<int> all = trace(0);
-  std::sort(all.begin(), all.end());
-  ASSERT_EQ(all.size(), 3 * 2 * 2 * 2 * 128);
-  for (size_t i = 0; i < all.size(); ++i) EXPECT_EQ(all[i], i);
-}
-
-TEST(Emulation, TheSeedChoosesTheOrder) {
+TEST(Emulation, EveryThreadRunsOnceInAnOrderThatTheSeedChooses) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    EXPECT_EQ(trace(seed), trace(seed));
-    EXPECT_NE(trace(seed), trace(seed + 1));
-  }
-}
-
-// In blocks of 128 entries, one step of a block each, nobody is in the next step.
-TEST(Emulation, NobodyPassesABarrierBeforeAllHaveCome) {
-  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    const std::vector<int> order = trace(seed);
+    std::vector<int> order = trace(seed);
+    EXPECT_EQ(order, trace(seed));
+    EXPECT_NE(order, trace(seed + 1));
+    // In blocks of 128 entries, one step of a block each, nobody is in the next step.
     for (size_t i = 0; i < order.size(); ++i) EXPECT_EQ(order[i] / 128, order[i / 128 * 128] / 128);
+    std::sort(order.begin(), order.end());
+    ASSERT_EQ(order.size(), 3 * 2 * 2 * 2 * 128);
+    for (size_t i = 0; i < order.size(); ++i) EXPECT_EQ(order[i], i);
   }
 }
 
-struct OutParams {
+struct Params {
+  const uint32_t* in;
   uint32_t* out;
+  bool right = true;  // without the mistake of the kernel
 };
 
-__global__ void untouched_kernel(const OutParams params) {
+using Kernel = void (*)(Params);
+
+// Runs one warp, each lane of which writes to `width` numbers of the result.
+std::vector<uint32_t> run_warp(Kernel kernel, int width) {
+  const std::vector<uint32_t> in(32 * 8, 7);
+  std::vector<uint32_t> out(32 * width);
+  EXPECT_EQ(launch(kernel, 1, 32, 1024, nullptr, Params{in.data(), out.data()}), cudaSuccess);
+  return out;
+}
+
+__global__ void untouched_kernel(const Params params) {
   params.out[threadIdx.x] = ptx::dynamic_shared<uint32_t>()[threadIdx.x];
   ptx::dynamic_shared<uint32_t>()[threadIdx.x] = 0;
 }
 
-TEST(Emulation, SharedMemoryBeginsAsNaN) {
-  std::vector<uint32_t> out(32);
-  ASSERT_EQ(launch(untouched_kernel, 2, 32, 128, nullptr, OutParams{out.data()}), cudaSuccess);
-  for (const uint32_t bits : out) {
-    EXPECT_TRUE(std::isnan(__uint_as_float(bits)));
-    EXPECT_TRUE(std::isnan(ptx::to_float<kBFloat16>(static_cast<uint16_t>(bits))));
-    EXPECT_TRUE(std::isnan(ptx::to_float<kFloat16>(static_cast<uint16_t>(bits))));
+TEST(Emulation, SharedMemoryOfEveryBlockBeginsAsNaN) {
+  for (int block = 0; block < 2; ++block) {
+    for (const uint32_t bits : run_warp(untouched_kernel, 1)) {
+      EXPECT_TRUE(std::isnan(__uint_as_float(bits)));
+      EXPECT_TRUE(std::isnan(ptx::to_float<kBFloat16>(static_cast<uint16_t>(bits))));
+      EXPECT_TRUE(std::isnan(ptx::to_float<kFloat16>(static_cast<uint16_t>(bits))));
+    }
   }
 }
 
-struct CopyParams {
-  const uint32_t* in;
-  uint32_t* out;  // [32, 8]
-};
-
-__global__ void copy_kernel(const CopyParams params) {
+__global__ void copy_kernel(const Params params) {
   auto* shared = ptx::dynamic_shared<uint32_t>() + threadIdx.x * 8;
   const uint32_t* in = params.in + threadIdx.x * 8;
   uint32_t* out = params.out + threadIdx.x * 8;
@@ -100,30 +101,23 @@ __global__ void copy_kernel(const CopyParams params) {
   out[1] = shared[1];
   out[2] = shared[4];
   ptx::cp_async_wait<0>();
-  out[3] = shared[3];
-  out[4] = shared[4];
-  out[5] = shared[5];
-  out[6] = shared[6];
+  std::copy_n(shared + 3, 4, out + 3);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   out[7] = shared[6];
 }
 
 TEST(Emulation, AsynchronousCopiesAreThereAfterTheWaitForTheirGroup) {
-  std::vector<uint32_t> in(32 * 8, 7);
-  std::vector<uint32_t> out(32 * 8);
-  ASSERT_EQ(launch(copy_kernel, 1, 32, 1024, nullptr, CopyParams{in.data(), out.data()}),
-            cudaSuccess);
   constexpr uint32_t kNotThere = 0xFFFFFFFFU;
   constexpr uint32_t kExpected[8] = {kNotThere, 7, kNotThere, 7, 7, 0, kNotThere, 7};
+  const std::vector<uint32_t> out = run_warp(copy_kernel, 8);
   for (size_t i = 0; i < out.size(); ++i) EXPECT_EQ(out[i], kExpected[i % 8]) << i;
 }
 
-__global__ void shuffle_kernel(const OutParams params) {
+__global__ void shuffle_kernel(const Params params) {
   const int lane = static_cast<int>(threadIdx.x);
   const uint32_t mine = 100 + threadIdx.x;
   uint32_t* out = params.out + lane * 10;
-  constexpr unsigned int kAll = 0xFFFFFFFFU;
   out[0] = __shfl_sync(kAll, mine, lane + 3);
   out[1] = __shfl_sync(kAll, mine, 1, 8);
   out[2] = __shfl_xor_sync(kAll, mine, 5);
@@ -139,22 +133,23 @@ __global__ void shuffle_kernel(const OutParams params) {
 }
 
 TEST(Emulation, ShufflesAndVotes) {
-  std::vector<uint32_t> out(32 * 10);
-  ASSERT_EQ(launch(shuffle_kernel, 1, 32, 0, nullptr, OutParams{out.data()}), cudaSuccess);
+  const std::vector<uint32_t> out = run_warp(shuffle_kernel, 10);
   for (uint32_t lane = 0; lane < 32; ++lane) {
     const uint32_t segment = lane / 8 * 8;
-    const uint32_t* mine = &out[lane * 10];
-    EXPECT_EQ(mine[0], 100 + (lane + 3) % 32);
-    EXPECT_EQ(mine[1], 100 + segment + 1);
-    EXPECT_EQ(mine[2], 100 + (lane ^ 5));
-    // Later segments are out of reach, earlier ones are not.
-    EXPECT_EQ(mine[3], 100 + ((lane ^ 12) < segment + 8 ? lane ^ 12 : lane));
-    EXPECT_EQ(mine[4], 100 + (lane < 2 ? lane : lane - 2));
-    EXPECT_EQ(mine[5], 100 + (lane < segment + 2 ? lane : lane - 2));
-    EXPECT_EQ(mine[6], 100 + (lane > 29 ? lane : lane + 2));
-    EXPECT_EQ(mine[7], 100 + (lane > segment + 5 ? lane : lane + 2));
-    EXPECT_EQ(mine[8], 0x49249249U);
-    EXPECT_EQ(mine[9], 8 + 2);
+    const std::vector<uint32_t> expected{
+        100 + (lane + 3) % 32,
+        100 + segment + 1,
+        100 + (lane ^ 5),
+        // Later segments are out of reach, earlier ones are not.
+        100 + ((lane ^ 12) < segment + 8 ? lane ^ 12 : lane),
+        100 + (lane < 2 ? lane : lane - 2),
+        100 + (lane < segment + 2 ? lane : lane - 2),
+        100 + (lane > 29 ? lane : lane + 2),
+        100 + (lane > segment + 5 ? lane : lane + 2),
+        0x49249249U,
+        8 + 2,
+    };
+    EXPECT_EQ(std::vector<uint32_t>(&out[lane * 10], &out[lane * 10] + 10), expected);
   }
 }
 
@@ -178,20 +173,228 @@ TEST(Emulation, ExponentialsAndLogarithmsAtTheirEnds) {
   EXPECT_TRUE(std::isnan(ptx::log2(-1.0F)));
 }
 
-__global__ void nothing_kernel(const OutParams params) { params.out[0] += 1; }
+__global__ void count_kernel(const Params params) { params.out[0] += 1; }
 
 TEST(Emulation, LaunchesObeyTheLimitsOfTheHardware) {
   uint32_t runs = 0;
-  const OutParams params{&runs};
-  EXPECT_EQ(launch(nothing_kernel, dim3(1, 0), 32, 0, nullptr, params), cudaSuccess);
-  EXPECT_EQ(launch(nothing_kernel, dim3(1, 65536), 32, 0, nullptr, params),
-            cudaErrorInvalidConfiguration);
-  EXPECT_EQ(launch(nothing_kernel, 1, 1056, 0, nullptr, params), cudaErrorInvalidConfiguration);
-  EXPECT_EQ(launch(nothing_kernel, 1, 32, kMaxSharedBytes + 1, nullptr, params),
-            cudaErrorInvalidValue);
+  const auto run = [&](dim3 grid, int threads, size_t bytes) {
+    return launch(count_kernel, grid, threads, bytes, nullptr, Params{nullptr, &runs});
+  };
+  EXPECT_EQ(run(dim3(1, 0), 32, 0), cudaSuccess);
+  EXPECT_EQ(run(dim3(1, 65536), 32, 0), cudaErrorInvalidConfiguration);
+  EXPECT_EQ(run(1, 1056, 0), cudaErrorInvalidConfiguration);
+  EXPECT_EQ(run(1, 32, kMaxSharedBytes + 1), cudaErrorInvalidValue);
   EXPECT_EQ(runs, 0U);
-  EXPECT_EQ(launch(nothing_kernel, 2, 1024, kMaxSharedBytes, nullptr, params), cudaSuccess);
+  EXPECT_EQ(run(2, 1024, kMaxSharedBytes), cudaSuccess);
   EXPECT_EQ(runs, 2048U);
+}
+
+// Mistakes that give wrong results. Thread i of 64 finds what thread i + shift was given.
+
+constexpr unsigned int kThreads = 64;
+
+uint32_t* shared() { return ptx::dynamic_shared<uint32_t>(); }
+unsigned int opposite() { return (threadIdx.x + 32) % kThreads; }
+
+void copy_mine(const Params& params) {
+  ptx::cp_async_4(shared() + threadIdx.x, params.in + threadIdx.x, true);
+  ptx::cp_async_commit();
+}
+
+struct Race {
+  const char* name;
+  int shift;
+  Kernel kernel;
+  bool in_one_order_only = false;
+};
+
+void PrintTo(const Race& race, std::ostream* out) { *out << race.name; }
+
+const Race kRaces[] = {
+    {"MissingBarrierBeforeReading", 32,
+     [](Params params) {
+       shared()[threadIdx.x] = params.in[threadIdx.x];
+       if (params.right) __syncthreads();
+       params.out[threadIdx.x] = shared()[opposite()];
+     }},
+    {"MissingBarrierBeforeWritingAgain", 32,
+     [](Params params) {
+       shared()[threadIdx.x] = params.in[threadIdx.x];
+       __syncthreads();
+       params.out[threadIdx.x] = shared()[opposite()];
+       if (params.right) __syncthreads();
+       shared()[threadIdx.x] = 0;
+     }},
+    {"MissingBarrierThatMattersInOneOrderOfWarps", 0,
+     [](Params params) {
+       const unsigned int lane = threadIdx.x % 32;
+       if (threadIdx.x < 32) {
+         for (const unsigned int i : {lane, lane + 32}) shared()[i] = params.in[i];
+       }
+       if (params.right) __syncthreads();
+       if (threadIdx.x >= 32) {
+         for (const unsigned int i : {lane, lane + 32}) params.out[i] = shared()[i];
+       }
+     },
+     /*in_one_order_only=*/true},
+    {"MissingSyncwarp", 1,
+     [](Params params) {
+       const unsigned int next = threadIdx.x / 32 * 32 + (threadIdx.x + 1) % 32;
+       shared()[threadIdx.x] = params.in[(threadIdx.x + 1) % kThreads];
+       if (params.right) __syncwarp();
+       params.out[next] = shared()[next];
+     }},
+    {"CopyThatIsNotWaitedFor", 0,
+     [](Params params) {
+       copy_mine(params);
+       params.right ? ptx::cp_async_wait<0>() : ptx::cp_async_wait<1>();
+       __syncthreads();
+       params.out[threadIdx.x] = shared()[threadIdx.x];
+     }},
+    {"CopyOfAnotherThreadWaitedForAfterTheBarrier", 32,
+     [](Params params) {
+       copy_mine(params);
+       if (!params.right) __syncthreads();
+       ptx::cp_async_wait<0>();
+       if (params.right) __syncthreads();
+       params.out[threadIdx.x] = shared()[opposite()];
+     }},
+    {"CopyIntoWhatIsStillRead", 0,
+     [](Params params) {
+       shared()[threadIdx.x] = params.in[threadIdx.x];
+       __syncthreads();
+       if (params.right) params.out[threadIdx.x] = shared()[threadIdx.x];
+       copy_mine(params);  // the same numbers
+       if (!params.right) params.out[threadIdx.x] = shared()[threadIdx.x];
+       ptx::cp_async_wait<0>();
+     }},
+};
+
+class Races : public ::testing::TestWithParam<Race> {
+ protected:
+  int wrong_seeds(bool right) const {
+    std::vector<uint32_t> in(kThreads), expected(kThreads);
+    for (unsigned int i = 0; i < kThreads; ++i) {
+      in[i] = 1000 + i;
+      expected[i] = 1000 + (i + GetParam().shift) % kThreads;
+    }
+    int wrong = 0;
+    for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+      std::vector<uint32_t> out(kThreads);
+      cuda_emulation::set_seed(seed);
+      EXPECT_EQ(launch(GetParam().kernel, 1, kThreads, 4096, nullptr,
+                       Params{in.data(), out.data(), right}),
+                cudaSuccess);
+      wrong += out != expected;
+    }
+    return wrong;
+  }
+};
+
+TEST_P(Races, GiveWrongResults) {
+  EXPECT_EQ(wrong_seeds(/*right=*/true), 0);
+  const int wrong = wrong_seeds(/*right=*/false);
+  EXPECT_GT(wrong, 0);
+  EXPECT_EQ(wrong < kSeeds, GetParam().in_one_order_only) << "so more than one seed is needed";
+}
+
+INSTANTIATE_TEST_SUITE_P(Emulation, Races, ::testing::ValuesIn(kRaces));
+
+// Mistakes that are undefined on the hardware stop the program, and the message says who made them.
+// Blocks have 64 threads and 1024 bytes of shared memory; `in` and `out` are 64 numbers.
+
+char* shared_bytes() { return ptx::dynamic_shared<char>(); }
+
+void load_matrix(const void* row) {
+  uint32_t r[4];
+  ptx::ldmatrix_x4(r, row);
+}
+
+struct Misuse {
+  const char* name;
+  Kernel kernel;
+  const char* message;
+};
+
+void PrintTo(const Misuse& misuse, std::ostream* out) { *out << misuse.name; }
+
+const Misuse kMisuses[] = {
+    {"BarrierWithoutAThreadThatHasEnded",
+     [](Params) {
+       if (threadIdx.x != 5) __syncthreads();
+     },
+     "nobody can go on:\n.*0 to 4 wait at __syncthreads, .*test_emulation.cpp:[0-9]+\n"
+     ".*5 to 5 have ended\n.*6 to 63 wait"},
+    {"TwoBarriers",
+     [](Params) {
+       if (threadIdx.x < 32) {
+         __syncthreads();
+       } else {
+         __syncthreads();
+       }
+     },
+     "while thread [0-9]+ is at that of .*test_emulation.cpp"},
+    {"ShuffleWithoutALaneThatIsAtABarrier",
+     [](Params) { threadIdx.x == 40 ? __syncthreads() : (void)__shfl_xor_sync(kAll, 0, 1); },
+     "32 to 39 wait at __shfl_xor_sync.*\n.*40 to 40 wait at __syncthreads"},
+    {"LanesAtDifferentCollectives",
+     [](Params) { threadIdx.x % 2 ? __syncwarp() : load_matrix(shared_bytes()); },
+     "lanes of a warp are apart: at (__syncwarp|ldmatrix_x4) "},
+    {"LanesAtTheSameCollectiveOfDifferentLines",
+     [](Params) {
+       if (threadIdx.x % 2) {
+         __syncwarp();
+       } else {
+         __syncwarp();
+       }
+     },
+     "lanes of a warp are apart: at __syncwarp"},
+    {"CollectiveOfSomeLanes",
+     [](Params) {
+       if (threadIdx.x % 32 < 16) __ballot_sync(0xFFFFU, 1);
+     },
+     "a collective of some lanes only, mask 0000ffff"},
+    {"MisalignedCopyToSharedMemory",
+     [](Params params) { ptx::cp_async_16(shared_bytes() + 8, params.in, true); },
+     "cp_async_16 at an address that is not a multiple of 16"},
+    {"MisalignedCopyFromGlobalMemory",
+     [](Params params) { ptx::cp_async_16(shared_bytes(), params.in + 2, true); },
+     "cp_async_16 at an address that is not a multiple of 16"},
+    {"MisalignedRow", [](Params) { load_matrix(shared_bytes() + threadIdx.x * 24); },
+     "ldmatrix_x4 at an address that is not a multiple of 16"},
+    {"MisalignedVector", [](Params params) { reinterpret_cast<uint4*>(params.out + 1)->x = 1; },
+     "misaligned address"},
+    {"StoreAfterSharedMemory", [](Params) { shared()[193 + threadIdx.x] = 0; },
+     "heap-buffer-overflow"},
+    {"CopyAfterSharedMemory",
+     [](Params params) { ptx::cp_async_16(shared_bytes() + 1024, params.in, true); },
+     "cp_async_16 at offset 1024 of 1024 bytes"},
+    {"RowsAfterSharedMemory",
+     [](Params) { load_matrix(shared_bytes() + 1024 - 16 * 16 + threadIdx.x % 32 * 16); },
+     "ldmatrix_x4 at offset 1[0-9]+ of 1024 bytes"},
+    {"RowInGlobalMemory", [](Params params) { load_matrix(params.in); },
+     "ldmatrix_x4 at offset -?[0-9]+ of 1024 bytes"},
+    {"CopyFromAfterATensor",
+     [](Params params) { ptx::cp_async_16(shared_bytes(), params.in + 64, true); },
+     "heap-buffer-overflow"},
+};
+
+void run_block(Kernel kernel) {
+  const auto in = std::make_unique<uint32_t[]>(64), out = std::make_unique<uint32_t[]>(64);
+  cuda_emulation::set_seed(3);
+  static_cast<void>(launch(kernel, 1, 64, 1024, nullptr, Params{in.get(), out.get()}));
+}
+
+class MisuseDeathTest : public ::testing::TestWithParam<Misuse> {};
+
+TEST_P(MisuseDeathTest, StopsTheProgram) {
+  EXPECT_DEATH(run_block(GetParam().kernel), GetParam().message);
+}
+
+INSTANTIATE_TEST_SUITE_P(Emulation, MisuseDeathTest, ::testing::ValuesIn(kMisuses));
+
+TEST(Emulation, ACopyThatIsNotValidReadsNothing) {
+  run_block([](Params params) { ptx::cp_async_16(shared_bytes(), params.in + 64, false); });
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The emulation of what sm_90a adds: correct kernels get their results, and mistakes show.
+// The emulation of what sm_90a adds: correct kernels get their results, and mistakes stop the
+// program or give wrong results.
 #include "cuda_emulation/cuda.h"
 
 #include <gtest/gtest.h>
@@ -6,7 +7,8 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <string>
+#include <ostream>
+#include <string_view>
 #include <vector>
 
 #include "kernels/cuda/launch.cuh"
@@ -16,292 +18,274 @@
 namespace h2o_prefill {
 namespace {
 
-using layout_sm90::Swizzle;
-
 constexpr int kSeeds = 8;
-constexpr int kRowsA = 64;
-constexpr int kRowsB = 128;
-constexpr int kDim = 64;
 constexpr int kRounds = 3;
+constexpr int kRows = 64;
+constexpr int kDim = 128;  // columns of a, and rows and columns of b
+constexpr int kSteps = kDim / 16;
 
-enum class Mistake {
-  kNone,
-  kDoesNotWaitForData,
-  kWaitsForOtherPhase,
-  kSwizzle64,
-  kSwizzle32,
-  kNoSwizzle,
-  kNotAligned,
-  kReadsBeforeWait,
-  kReadsGroupUnderWay,
-  kTouchesAccumulator,
-  kNoProxyFence,
-  kNoFence,
-  kReleasesBeforeWait,
-  kOneWarpReleases,
-  kDoesNotWaitForSpace,
-  kEndsUnderWay,
-  kBarrierNotInitialised,
-  kThreeWarps,
-};
+// c += a b^T over the rounds, or a b with a in registers.
+enum class Operands { kShared, kRegisters };
 
 struct Params {
-  const uint16_t* a;  // [rounds, 64, 64] float16
-  const uint16_t* b;  // [rounds, 128, 64]
-  float* c;           // [64, 128], the sum over the rounds of a b^T
+  const uint16_t* a;  // [rounds, 64, 128] float16
+  const uint16_t* b;  // [rounds, 128, 128]
+  float* c;           // [64, 128]
+  Operands operands;
+  std::string_view mistake;
 };
 
 struct Shared {
-  uint16_t a[kRowsA * kDim];
-  uint16_t b[kRowsB * kDim];
+  uint16_t a[kRows * kDim];
+  uint16_t b[kDim * kDim];
   ptx::Mbarrier full;
   ptx::Mbarrier empty;
 };
 constexpr size_t kSharedBytes = sizeof(Shared) + layout_sm90::kSlabGroupBytes;
 
-template <Mistake kMistake>
 __device__ void produce(Shared& shared, const Params& params, int thread) {
   constexpr int kUnits = kDim / layout::kUnitElements;
   for (int round = 0; round < kRounds; ++round) {
-    if (kMistake != Mistake::kDoesNotWaitForSpace) {
-      ptx::mbarrier_wait(&shared.empty, round % 2 ^ 1);
-    }
-    const auto copy = [&](uint16_t* slab, const uint16_t* from, int rows) {
+    if (params.mistake != "no wait for space") ptx::mbarrier_wait(&shared.empty, round % 2 ^ 1);
+    const auto copy = [&](uint16_t* slabs, const uint16_t* from, int rows) {
       for (int i = thread; i < rows * kUnits; i += layout_sm90::kWarpgroupThreads) {
         const int to = layout_sm90::slab_unit(i / kUnits, i % kUnits, rows);
-        ptx::cp_async_16(slab + to * layout::kUnitElements,
+        ptx::cp_async_16(slabs + to * layout::kUnitElements,
                          from + (round * rows * kUnits + i) * layout::kUnitElements, true);
       }
     };
-    copy(shared.a, params.a, kRowsA);
-    copy(shared.b, params.b, kRowsB);
+    copy(shared.a, params.a, kRows);
+    copy(shared.b, params.b, kDim);
     ptx::cp_async_mbarrier_arrive(&shared.full);
   }
 }
 
-template <Mistake kMistake>
 __device__ void consume(Shared& shared, const Params& params, int thread) {
-  const auto descriptor = [](const void* slab) {
-    const uint32_t address = ptx::shared_address(slab);
-    switch (kMistake) {
-      case Mistake::kSwizzle64:
-        return layout_sm90::make_descriptor(address, 16, 1024, Swizzle::k64Bytes);
-      case Mistake::kSwizzle32:
-        return layout_sm90::make_descriptor(address, 16, 1024, Swizzle::k32Bytes);
-      case Mistake::kNoSwizzle:
-        return layout_sm90::make_descriptor(address, 16, 1024, Swizzle::kNone);
-      default:
-        return layout_sm90::slab_descriptor(address);
-    }
-  };
-  if (kMistake == Mistake::kThreeWarps && thread < 32) return;
-  const bool one_warp = kMistake == Mistake::kOneWarpReleases;
+  const auto has = [&](std::string_view mistake) { return params.mistake == mistake; };
+  if (has("three warps") && thread < 32) return;
   const auto release = [&] {
     __syncwarp();
-    if (thread % 32 == 0 && (!one_warp || thread == 0)) ptx::mbarrier_arrive(&shared.empty);
+    if (thread == 0 || (thread % 32 == 0 && !has("one warp releases"))) {
+      ptx::mbarrier_arrive(&shared.empty);
+    }
   };
-  float c[64];
+  const bool in_registers = params.operands == Operands::kRegisters;
+  uint32_t a[kSteps][4];
+  const auto fence_operands = [&] {
+    for (int k = 0; in_registers && k < kSteps; ++k) ptx::fence_operand(a[k]);
+  };
+  float c[64] = {};
   float seen = 0.0F;
   for (int round = 0; round < kRounds; ++round) {
-    if (kMistake != Mistake::kDoesNotWaitForData) {
-      const bool other = kMistake == Mistake::kWaitsForOtherPhase;
-      ptx::mbarrier_wait(&shared.full, round % 2 ^ static_cast<int>(other));
+    if (!has("no wait for data")) {
+      ptx::mbarrier_wait(&shared.full, round % 2 ^ static_cast<int>(has("wait for other phase")));
     }
-    if (kMistake != Mistake::kNoProxyFence) ptx::fence_async_proxy();
-    if (kMistake != Mistake::kNoFence) ptx::wgmma_fence();
-    for (int k = 0; k < kDim / 16; ++k) {
-      ptx::wgmma_m64n128k16<DType::kFloat16>(
-          c, descriptor(shared.a) + layout_sm90::descriptor_step(k, kRowsA),
-          descriptor(shared.b) + layout_sm90::descriptor_step(k, kRowsB), round + k > 0);
+    if (!has("no proxy fence")) ptx::fence_async_proxy();
+    for (int i = 0; in_registers && i < kSteps * 4; ++i) {
+      const int block = has("columns swapped") ? 1 - i % 4 / 2 : i % 4 / 2;
+      const int row = round * kRows + layout_sm90::accumulator_row(thread, 2 * (i % 2));
+      const int column = i / 4 * 16 + 8 * block + layout_sm90::accumulator_column(thread, 0);
+      const uint16_t* const pair = params.a + row * kDim + column;
+      a[i / 4][i % 4] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+    }
+    if (!has("no operand fence")) fence_operands();
+    if (has("fenced operand changes")) a[3][2] ^= 1;
+    if (!has("no fence")) ptx::wgmma_fence();
+    const uint32_t at_a = ptx::shared_address(shared.a), at_b = ptx::shared_address(shared.b);
+    for (int k = 0; k < kSteps; ++k) {
+      const uint64_t by_column = layout_sm90::descriptor_step(k, kDim);
+      if (in_registers) {
+        const int rows = has("leading offset") ? kDim / 2 : kDim;
+        ptx::wgmma_rows_of_b<DType::kFloat16>(
+            c, a[k],
+            layout_sm90::slab_rows_descriptor(at_b, rows) +
+                (has("by columns") ? by_column : layout_sm90::descriptor_row_step(k)));
+      } else {
+        ptx::wgmma_m64n128k16<DType::kFloat16>(
+            c, layout_sm90::slab_descriptor(at_a) + layout_sm90::descriptor_step(k, kRows),
+            layout_sm90::slab_descriptor(at_b) + by_column,
+            round + k > 0 || (has("other operands") && thread == 3));
+      }
     }
     ptx::wgmma_commit();
-    if (kMistake == Mistake::kReleasesBeforeWait) release();
-    if (kMistake == Mistake::kReadsBeforeWait) seen += c[5];
-    if (kMistake == Mistake::kTouchesAccumulator) c[5] += 1.0F;
-    if (kMistake == Mistake::kEndsUnderWay) return;
-    if (kMistake == Mistake::kReadsGroupUnderWay) {
+    if (has("release before wait")) release();
+    if (has("read before wait")) seen += c[5];
+    if (has("accumulator changes")) c[5] += 1.0F;
+    if (has("operand changes")) a[3][2] ^= 1;
+    if (has("no wait")) return;
+    if (has("read of group under way")) {
       ptx::wgmma_wait<1>();
       seen += c[5];
     }
     ptx::wgmma_wait<0>();
-    if (kMistake != Mistake::kReleasesBeforeWait) release();
+    if (has("operand changes before fence")) a[3][2] ^= 1;
+    fence_operands();
+    if (!has("release before wait")) release();
   }
   c[5] += seen;
   for (int i = 0; i < 64; ++i) {
-    params.c[layout_sm90::accumulator_row(thread, i) * kRowsB +
+    params.c[layout_sm90::accumulator_row(thread, i) * kDim +
              layout_sm90::accumulator_column(thread, i)] = c[i];
   }
 }
 
 // The first warpgroup copies, the second one multiplies.
-template <Mistake kMistake>
 __global__ void product_kernel(const Params params) {
   auto* const memory = ptx::dynamic_shared<unsigned char>();
-  const uint32_t gap = kMistake == Mistake::kNotAligned
+  const uint32_t gap = params.mistake == "not aligned"
                            ? 0
                            : -ptx::shared_address(memory) % layout_sm90::kSlabGroupBytes;
   auto& shared = *reinterpret_cast<Shared*>(memory + gap);
   if (threadIdx.x == 0) {
-    if (kMistake != Mistake::kBarrierNotInitialised) ptx::mbarrier_init(&shared.full, 128);
-    ptx::mbarrier_init(&shared.empty, kMistake == Mistake::kOneWarpReleases ? 1 : 4);
+    if (params.mistake != "no initialisation") ptx::mbarrier_init(&shared.full, 128);
+    ptx::mbarrier_init(&shared.empty, params.mistake == "one warp releases" ? 1 : 4);
   }
   __syncthreads();
   const int thread = static_cast<int>(threadIdx.x) % layout_sm90::kWarpgroupThreads;
-  if (threadIdx.x < layout_sm90::kWarpgroupThreads) {
-    produce<kMistake>(shared, params, thread);
-  } else {
-    consume<kMistake>(shared, params, thread);
-  }
+  threadIdx.x < 128 ? produce(shared, params, thread) : consume(shared, params, thread);
 }
 
 int element_of_a(int i) { return i * 37 % 23 - 11; }
 int element_of_b(int i) { return i * 29 % 19 - 9; }
 
-struct Wrong {
-  int elements = 0;  // of all seeds
-  int nans = 0;
-};
+std::vector<uint16_t> encode(int count, int (*element)(int)) {
+  std::vector<uint16_t> elements;
+  for (int i = 0; i < count; ++i) {
+    elements.push_back(ptx::from_float<DType::kFloat16>(static_cast<float>(element(i))));
+  }
+  return elements;
+}
 
-template <Mistake kMistake>
-Wrong multiply() {
-  std::vector<uint16_t> a(kRounds * kRowsA * kDim);
-  std::vector<uint16_t> b(kRounds * kRowsB * kDim);
-  const auto encode = [](int x) { return ptx::from_float<DType::kFloat16>(static_cast<float>(x)); };
-  for (size_t i = 0; i < a.size(); ++i) a[i] = encode(element_of_a(static_cast<int>(i)));
-  for (size_t i = 0; i < b.size(); ++i) b[i] = encode(element_of_b(static_cast<int>(i)));
-  std::vector<float> expected(kRowsA * kRowsB);
-  for (int i = 0; i < kRowsA * kRowsB; ++i) {
-    for (int d = 0; d < kRounds * kDim; ++d) {
-      const int round = d / kDim;
-      const int of_a = (round * kRowsA + i / kRowsB) * kDim + d % kDim;
-      const int of_b = (round * kRowsB + i % kRowsB) * kDim + d % kDim;
+// Ends the program if a product is wrong, as the emulation does where it notices the mistake
+// itself.
+void multiply_or_die(Operands operands, std::string_view mistake) {
+  const auto a = encode(kRounds * kRows * kDim, element_of_a);
+  const auto b = encode(kRounds * kDim * kDim, element_of_b);
+  std::vector<float> expected(kRows * kDim);
+  for (int i = 0; i < kRows * kDim; ++i) {
+    for (int k = 0; k < kRounds * kDim; ++k) {
+      const int of_a = (k / kDim * kRows + i / kDim) * kDim + k % kDim;
+      const int column = i % kDim, of_b = operands == Operands::kShared
+                                              ? (k / kDim * kDim + column) * kDim + k % kDim
+                                              : k * kDim + column;
       expected[i] += static_cast<float>(element_of_a(of_a) * element_of_b(of_b));
     }
   }
-  Wrong wrong;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     std::vector<float> c(expected.size());
     cuda_emulation::set_seed(seed);
-    EXPECT_EQ(launch(product_kernel<kMistake>, 1, 256, kSharedBytes, nullptr,
-                     Params{a.data(), b.data(), c.data()}),
+    EXPECT_EQ(launch(product_kernel, 1, 256, kSharedBytes, nullptr,
+                     Params{a.data(), b.data(), c.data(), operands, mistake}),
               cudaSuccess);
+    int wrong = 0, nans = 0;
     for (size_t i = 0; i < c.size(); ++i) {
-      wrong.elements += c[i] != expected[i];
-      wrong.nans += std::isnan(c[i]);
+      wrong += c[i] != expected[i];
+      nans += std::isnan(c[i]);
     }
+    if (wrong == 0) continue;
+    std::fprintf(stderr, "wrong product: %d %%, %d NaN\n", wrong * 100 / (kRows * kDim), nans);
+    std::abort();
   }
-  return wrong;
 }
 
-// Ends the program if the product is wrong, as the emulation does where it notices the mistake
-// itself.
-template <Mistake kMistake>
-void multiply_or_die() {
-  if (multiply<kMistake>().elements == 0) return;
-  std::fputs("wrong product\n", stderr);
-  std::abort();
+TEST(EmulationSm90, Products) {
+  multiply_or_die(Operands::kShared, "");
+  multiply_or_die(Operands::kRegisters, "");
 }
 
-TEST(EmulationSm90, ProductsOfCopiedOperands) { EXPECT_EQ(multiply<Mistake::kNone>().elements, 0); }
-
-TEST(EmulationSm90, WrongSwizzle) {
-  constexpr int kMost = kSeeds * kRowsA * kRowsB * 9 / 10;
-  EXPECT_GT(multiply<Mistake::kSwizzle64>().elements, kMost);
-  EXPECT_GT(multiply<Mistake::kSwizzle32>().elements, kMost);
-  EXPECT_GT(multiply<Mistake::kNoSwizzle>().elements, kMost);
-  // Units of the same rows of a and b may have changed places alike.
-  EXPECT_GT(multiply<Mistake::kNotAligned>().elements, kMost / 2);
-}
-
-TEST(EmulationSm90, AccumulatorsReadBeforeTheWaitAreNaN) {
-  EXPECT_EQ(multiply<Mistake::kReadsBeforeWait>().nans, kSeeds * 128);
-  EXPECT_EQ(multiply<Mistake::kReadsGroupUnderWay>().nans, kSeeds * 128);
-}
-
-TEST(EmulationSm90DeathTest, DataThatIsNotWaitedFor) {
-  EXPECT_DEATH(multiply_or_die<Mistake::kDoesNotWaitForData>(), "wrong product|has changed");
-  EXPECT_DEATH(multiply_or_die<Mistake::kWaitsForOtherPhase>(),
-               "wrong product|has changed|nobody can go on");
-}
-
-TEST(EmulationSm90DeathTest, OperandsThatChangeUnderWay) {
-  EXPECT_DEATH(multiply_or_die<Mistake::kReleasesBeforeWait>(),
-               "shared memory has changed between a wgmma .*sm90.cpp:[0-9]+. and the wait for it");
-  EXPECT_DEATH(multiply_or_die<Mistake::kOneWarpReleases>(), "shared memory has changed");
-  EXPECT_DEATH(multiply_or_die<Mistake::kDoesNotWaitForSpace>(),
-               "wrong product|has changed|nobody can go on");
-}
-
-TEST(EmulationSm90DeathTest, AccumulatorsThatChangeUnderWay) {
-  EXPECT_DEATH(multiply_or_die<Mistake::kTouchesAccumulator>(), "an accumulator has changed");
-}
-
-TEST(EmulationSm90DeathTest, MissingFences) {
-  EXPECT_DEATH(multiply_or_die<Mistake::kNoProxyFence>(), "copied without fence_async_proxy");
-  EXPECT_DEATH(multiply_or_die<Mistake::kNoFence>(), "without wgmma_fence since the last wait");
-}
-
-TEST(EmulationSm90DeathTest, WarpgroupsThatAreNotWhole) {
-  EXPECT_DEATH(multiply_or_die<Mistake::kThreeWarps>(),
-               "128 to 159 have ended\n.*160 to 255 wait at wgmma_m64n128k16");
-}
-
-TEST(EmulationSm90DeathTest, EndWithProductsUnderWay) {
-  EXPECT_DEATH(multiply_or_die<Mistake::kEndsUnderWay>(), "a thread ends before it has waited");
-}
-
-TEST(EmulationSm90DeathTest, BarrierThatWasNotInitialised) {
-  EXPECT_DEATH(multiply_or_die<Mistake::kBarrierNotInitialised>(), "mbarrier that was not init");
-}
-
-struct Exchange {
-  const uint32_t* in;
-  uint32_t* out;  // in, by the other warps of each pair
+struct Mistake {
+  Operands operands;
+  const char* name;
+  const char* message;
 };
 
-enum class Pairing { kRight, kNoSync, kWrongBarrier, kLeftBehind };
+void PrintTo(const Mistake& mistake, std::ostream* out) { *out << mistake.name; }
+
+const Mistake kMistakes[] = {
+    {Operands::kShared, "no wait for data", "wrong product|has changed"},
+    {Operands::kShared, "wait for other phase", "wrong product|has changed|nobody can go on"},
+    {Operands::kShared, "release before wait",
+     "shared memory has changed between a wgmma .*sm90.cpp:[0-9]+. and the wait for it"},
+    {Operands::kShared, "one warp releases", "shared memory has changed"},
+    {Operands::kShared, "no wait for space", "wrong product|has changed|nobody can go on"},
+    {Operands::kShared, "not aligned", "wrong product: [4-9]. %"},
+    {Operands::kShared, "read before wait", "wrong product: . %, 128 NaN"},
+    {Operands::kShared, "read of group under way", "wrong product: . %, 128 NaN"},
+    {Operands::kShared, "accumulator changes", "an accumulator has changed"},
+    {Operands::kShared, "no proxy fence", "copied without fence_async_proxy"},
+    {Operands::kShared, "no fence", "without wgmma_fence since the last wait"},
+    {Operands::kShared, "other operands", "give wgmma_m64n128k16 different operands"},
+    {Operands::kShared, "three warps",
+     "128 to 159 have ended\n.*160 to 255 wait at wgmma_m64n128k16"},
+    {Operands::kShared, "no wait", "a thread ends before it has waited"},
+    {Operands::kShared, "no initialisation", "mbarrier that was not init"},
+    // The offset matters from the second 64 columns on.
+    {Operands::kRegisters, "leading offset", "wrong product: (4.|50) %"},
+    {Operands::kRegisters, "by columns",
+     "wgmma_rows_of_b at offset [0-9]+ of [0-9]+ bytes of shared memory"},
+    {Operands::kRegisters, "columns swapped", "wrong product: (9.|100) %"},
+    {Operands::kRegisters, "no operand fence",
+     "wgmma_rows_of_b of registers without fence_operand since they"},
+    {Operands::kRegisters, "fenced operand changes",
+     "wgmma_rows_of_b of registers without fence_operand since they"},
+    {Operands::kRegisters, "operand changes before fence",
+     "changed between the wait for its wgmma and fence_operand .*sm90.cpp"},
+    {Operands::kRegisters, "operand changes",
+     "an operand in registers has changed between a wgmma .*sm90.cpp"},
+};
+
+class MistakeDeathTest : public ::testing::TestWithParam<Mistake> {};
+
+TEST_P(MistakeDeathTest, IsFound) {
+  EXPECT_DEATH(multiply_or_die(GetParam().operands, GetParam().name), GetParam().message);
+}
+
+INSTANTIATE_TEST_SUITE_P(EmulationSm90, MistakeDeathTest, ::testing::ValuesIn(kMistakes));
+
+struct Exchange {
+  uint32_t* out;  // the number of the other thread of each pair of warps
+  std::string_view mistake;
+};
 
 // Warps 0, 1 exchange through barrier 1; warps 2, 3 through barrier 2, of which only warp 3 reads.
-template <Pairing kPairing>
 __global__ void exchange_kernel(const Exchange params) {
   auto* const shared = ptx::dynamic_shared<uint32_t>();
-  const int thread = static_cast<int>(threadIdx.x);
-  const int warp = thread / 32;
-  shared[thread] = params.in[thread];
+  const uint32_t thread = threadIdx.x, warp = thread / 32;
+  shared[thread] = thread;
   if (warp == 2) {
     ptx::named_barrier_arrive(2, 64);
     return;
   }
-  const int barrier = kPairing == Pairing::kWrongBarrier && warp == 1 ? 3 : 1 + warp / 2;
-  if (kPairing != Pairing::kNoSync) ptx::named_barrier_sync(barrier, 64);
-  if (kPairing == Pairing::kLeftBehind && warp == 0) ptx::named_barrier_arrive(1, 64);
+  const bool other = warp == 1;
+  const int barrier =
+      params.mistake == "wrong barrier" && other ? 3 : static_cast<int>(1 + warp / 2);
+  if (params.mistake != "no sync") {
+    ptx::named_barrier_sync(barrier, params.mistake == "wrong count" && other ? 96 : 64);
+  }
+  if (params.mistake == "left behind" && warp == 0) ptx::named_barrier_arrive(1, 64);
   params.out[thread] = shared[thread ^ 32];
 }
 
-template <Pairing kPairing>
-void exchange_or_die() {
-  std::vector<uint32_t> in(128);
-  for (int i = 0; i < 128; ++i) in[i] = 1000 + i;
+void exchange_or_die(std::string_view mistake) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     std::vector<uint32_t> out(128);
     cuda_emulation::set_seed(seed);
-    EXPECT_EQ(
-        launch(exchange_kernel<kPairing>, 1, 128, 512, nullptr, Exchange{in.data(), out.data()}),
-        cudaSuccess);
-    for (int i = 0; i < 128; ++i) {
-      if (i / 32 == 2 || out[i] == in[i ^ 32]) continue;
+    EXPECT_EQ(launch(exchange_kernel, 1, 128, 512, nullptr, Exchange{out.data(), mistake}),
+              cudaSuccess);
+    for (uint32_t i = 0; i < 128; ++i) {
+      if (i / 32 == 2 || out[i] == (i ^ 32)) continue;
       std::fputs("wrong exchange\n", stderr);
       std::abort();
     }
   }
 }
 
-TEST(EmulationSm90, NamedBarriers) { exchange_or_die<Pairing::kRight>(); }
-
-TEST(EmulationSm90DeathTest, NamedBarriersThatDoNotMatch) {
-  EXPECT_DEATH(exchange_or_die<Pairing::kNoSync>(), "wrong exchange|left with 32 threads");
-  EXPECT_DEATH(exchange_or_die<Pairing::kWrongBarrier>(), "wait at named_barrier_sync");
-  EXPECT_DEATH(exchange_or_die<Pairing::kLeftBehind>(), "named barrier 1 is left with 32 threads");
+TEST(EmulationSm90DeathTest, NamedBarriers) {
+  exchange_or_die("");
+  EXPECT_DEATH(exchange_or_die("no sync"), "wrong exchange|left with 32 threads");
+  EXPECT_DEATH(exchange_or_die("wrong barrier"), "wait at named_barrier_sync");
+  EXPECT_DEATH(exchange_or_die("wrong count"), "named_barrier_sync of .* threads while others");
+  EXPECT_DEATH(exchange_or_die("left behind"), "named barrier 1 is left with 32 threads");
 }
 
 }  // namespace

@@ -3,10 +3,10 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <set>
 #include <vector>
 
+#include "cuda_emulation/counters.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/layout.h"
 #include "kernels/cuda/ptx.cuh"
@@ -51,25 +51,21 @@ __global__ void load_kernel(const LoadParams params) {
   }
 }
 
-// What ldmatrix puts into the registers, [32, 8], where lanes name these rows and units.
-std::vector<uint16_t> load(int (*row)(int), int (*unit)(int), bool transposed) {
+// What ldmatrix puts into register i of a lane, where lanes name these rows and units, is the
+// element (element_row, element_column).
+void expect_loads(bool transposed, int (*row)(int lane), int (*unit)(int lane),
+                  int (*element_row)(int lane, int i), int (*element_column)(int lane, int i)) {
   std::vector<uint16_t> tile(kTile * kTile);
   for (int r = 0; r < kTile; ++r) {
     for (int c = 0; c < kTile; ++c) tile[r * kTile + c] = element(r, c);
   }
   std::vector<uint16_t> registers(kWarp * 8);
   const LoadParams params{tile.data(), registers.data(), row, unit, transposed};
-  EXPECT_EQ(launch(load_kernel, 1, kWarp, tile.size() * sizeof(uint16_t), nullptr, params),
+  ASSERT_EQ(launch(load_kernel, 1, kWarp, tile.size() * sizeof(uint16_t), nullptr, params),
             cudaSuccess);
-  return registers;
-}
-
-// Checks the registers of all lanes: register i of a lane holds the element (row, column).
-void expect_elements(const std::vector<uint16_t>& registers, int (*row)(int, int),
-                     int (*column)(int, int)) {
   for (int lane = 0; lane < kWarp; ++lane) {
     for (int i = 0; i < 8; ++i) {
-      EXPECT_EQ(registers[lane * 8 + i], element(row(lane, i), column(lane, i)));
+      EXPECT_EQ(registers[lane * 8 + i], element(element_row(lane, i), element_column(lane, i)));
     }
   }
 }
@@ -78,79 +74,14 @@ void expect_elements(const std::vector<uint16_t>& registers, int (*row)(int, int
 int two_b_row(int lane, int i) { return layout::b_row(lane, i % 4); }
 int two_b_column(int lane, int i) { return layout::b_column(lane, i % 4) + 8 * (i / 4); }
 
-TEST(Layout, LdmatrixLoadsTheAFragment) {
-  expect_elements(load(layout::load_a_row, layout::load_a_unit, false), layout::a_row,
-                  layout::a_column);
-}
-
-TEST(Layout, LdmatrixLoadsTheAFragmentStoredByColumns) {
-  expect_elements(load(layout::load_a_transposed_row, layout::load_a_transposed_unit, true),
-                  layout::a_column, layout::a_row);
-}
-
-TEST(Layout, LdmatrixLoadsTwoBFragmentsStoredByColumns) {
-  expect_elements(load(layout::load_b_row, layout::load_b_unit, false), two_b_column, two_b_row);
-}
-
-TEST(Layout, LdmatrixLoadsTwoBFragmentsStoredByRows) {
-  expect_elements(load(layout::load_b_transposed_row, layout::load_b_transposed_unit, true),
-                  two_b_row, two_b_column);
-}
-
-struct MultiplyParams {
-  const float* a;  // [16, 16]
-  const float* b;  // [16, 8]
-  float* c;        // [16, 8]
-};
-
-// One mma whose registers are filled by the maps.
-template <DType dtype>
-__global__ void multiply_kernel(const MultiplyParams params) {
-  const int lane = static_cast<int>(threadIdx.x);
-  uint32_t a[4];
-  uint32_t b[2];
-  float c[4];
-  for (int i = 0; i < 8; i += 2) {
-    const float* pair = params.a + layout::a_row(lane, i) * 16 + layout::a_column(lane, i);
-    a[i / 2] = ptx::pack_pair<dtype>(pair[0], pair[1]);
-  }
-  for (int i = 0; i < 4; i += 2) {
-    const float* first = params.b + layout::b_row(lane, i) * 8 + layout::b_column(lane, i);
-    b[i / 2] = ptx::pack_pair<dtype>(first[0], first[8]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    c[i] = params.c[layout::accumulator_row(lane, i) * 8 + layout::accumulator_column(lane, i)];
-  }
-  ptx::mma_m16n8k16<dtype>(c, a, b[0], b[1]);
-  for (int i = 0; i < 4; ++i) {
-    params.c[layout::accumulator_row(lane, i) * 8 + layout::accumulator_column(lane, i)] = c[i];
-  }
-}
-
-template <DType dtype>
-void expect_product() {
-  std::vector<float> a(16 * 16);
-  std::vector<float> b(16 * 8);
-  std::vector<float> c(16 * 8);
-  for (size_t i = 0; i < a.size(); ++i) a[i] = static_cast<float>(i * 37 % 23) - 11.0F;
-  for (size_t i = 0; i < b.size(); ++i) b[i] = static_cast<float>(i * 29 % 19) - 9.0F;
-  for (size_t i = 0; i < c.size(); ++i) c[i] = static_cast<float>(i) / 4.0F;
-  std::vector<float> expected = c;
-  for (int row = 0; row < 16; ++row) {
-    for (int column = 0; column < 8; ++column) {
-      for (int k = 0; k < 16; ++k) {
-        expected[row * 8 + column] += a[row * 16 + k] * b[k * 8 + column];
-      }
-    }
-  }
-  const MultiplyParams params{a.data(), b.data(), c.data()};
-  ASSERT_EQ(launch(multiply_kernel<dtype>, 1, kWarp, 0, nullptr, params), cudaSuccess);
-  EXPECT_EQ(c, expected);
-}
-
-TEST(Layout, MmaMultipliesWhatTheMapsSay) {
-  expect_product<DType::kBFloat16>();
-  expect_product<DType::kFloat16>();
+TEST(Layout, LdmatrixLoadsTheFragments) {
+  expect_loads(false, layout::load_a_row, layout::load_a_unit, layout::a_row, layout::a_column);
+  expect_loads(true, layout::load_a_transposed_row, layout::load_a_transposed_unit,
+               layout::a_column, layout::a_row);
+  // Stored by columns, and by rows.
+  expect_loads(false, layout::load_b_row, layout::load_b_unit, two_b_column, two_b_row);
+  expect_loads(true, layout::load_b_transposed_row, layout::load_b_transposed_unit, two_b_row,
+               two_b_column);
 }
 
 // Literals from the figures of the PTX ISA for lane 13, whose group is 3 and whose place in it 1.
@@ -179,25 +110,85 @@ TEST(Layout, TwoAccumulatorsAreAnAFragment) {
   }
 }
 
-// Ways that 8 units lie in the same group of 4 banks, at worst: 1 without conflict.
-template <typename Index>
-int conflict_of_8_rows(int first_row, Index index) {
-  int uses[8] = {};
-  int worst = 0;
-  for (int row = first_row; row < first_row + 8; ++row) {
-    worst = std::max(worst, ++uses[index(row) % 8]);
+// A unit of 8 elements in a tile with rows of `units` units.
+using Place = int (*)(int row, int unit, int units);
+
+int in_order(int row, int unit, int units) { return row * units + unit; }
+
+struct ProductParams {
+  const uint16_t* a;  // [16, dim]
+  const uint16_t* b;  // [16, dim]
+  float* c;           // [16, 16] = a b^T
+  int dim;
+  Place stored_at;
+  Place looked_for_at;
+};
+
+template <DType dtype>
+__global__ void product_kernel(const ProductParams params) {
+  const int units = params.dim / layout::kUnitElements;
+  auto* a_tile = ptx::dynamic_shared<uint16_t>();
+  uint16_t* b_tile = a_tile + kTile * params.dim;
+  const int lane = static_cast<int>(threadIdx.x);
+  for (int i = lane; i < kTile * units; i += kWarp) {
+    const int to = params.stored_at(i / units, i % units, units) * layout::kUnitElements;
+    ptx::cp_async_16(a_tile + to, params.a + i * layout::kUnitElements, true);
+    ptx::cp_async_16(b_tile + to, params.b + i * layout::kUnitElements, true);
   }
-  return worst;
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  __syncwarp();
+  const auto at = [&](const uint16_t* tile, int row, int unit) {
+    return tile + params.looked_for_at(row, unit, units) * layout::kUnitElements;
+  };
+  float c[2][4] = {};
+  for (int unit = 0; unit < units; unit += 2) {
+    uint32_t a[4];
+    uint32_t b[4];
+    ptx::ldmatrix_x4(a, at(a_tile, layout::load_a_row(lane), unit + layout::load_a_unit(lane)));
+    ptx::ldmatrix_x4(b, at(b_tile, layout::load_b_row(lane), unit + layout::load_b_unit(lane)));
+    ptx::mma_m16n8k16<dtype>(c[0], a, b[0], b[1]);
+    ptx::mma_m16n8k16<dtype>(c[1], a, b[2], b[3]);
+  }
+  for (int i = 0; i < 8; ++i) {
+    const int column = layout::accumulator_column(lane, i % 4) + 8 * (i / 4);
+    params.c[layout::accumulator_row(lane, i % 4) * kTile + column] = c[i / 4][i % 4];
+  }
 }
 
 class Swizzle : public ::testing::TestWithParam<int> {  // head_dim
  protected:
-  static constexpr int kRows = 64;
   int units() const { return GetParam() / layout::kUnitElements; }
+
+  // Elements that differ from the product.
+  template <DType dtype>
+  int wrong_products(Place stored_at, Place looked_for_at) const {
+    const int dim = GetParam();
+    const auto number = [](int i, int factor, int n) { return i * factor % n - n / 2; };
+    std::vector<uint16_t> a, b;
+    for (int i = 0; i < kTile * dim; ++i) {
+      a.push_back(ptx::from_float<dtype>(static_cast<float>(number(i, 37, 23))));
+      b.push_back(ptx::from_float<dtype>(static_cast<float>(number(i, 29, 19))));
+    }
+    std::vector<float> c(kTile * kTile);
+    const ProductParams params{a.data(), b.data(), c.data(), dim, stored_at, looked_for_at};
+    EXPECT_EQ(
+        launch(product_kernel<dtype>, 1, kWarp, 2 * a.size() * sizeof(uint16_t), nullptr, params),
+        cudaSuccess);
+    int wrong = 0;
+    for (int i = 0; i < kTile * kTile; ++i) {
+      int sum = 0;
+      for (int d = 0; d < dim; ++d) {
+        sum += number(i / kTile * dim + d, 37, 23) * number(i % kTile * dim + d, 29, 19);
+      }
+      wrong += c[i] != static_cast<float>(sum);
+    }
+    return wrong;
+  }
 };
 
 TEST_P(Swizzle, GivesEveryUnitItsPlaceInItsRow) {
-  for (int row = 0; row < kRows; ++row) {
+  for (int row = 0; row < 64; ++row) {
     std::set<int> places;
     for (int unit = 0; unit < units(); ++unit) places.insert(swizzle(row, unit, units()));
     EXPECT_EQ(places.size(), units());
@@ -206,16 +197,20 @@ TEST_P(Swizzle, GivesEveryUnitItsPlaceInItsRow) {
   }
 }
 
-TEST_P(Swizzle, LdmatrixReads8RowsWithoutBankConflict) {
-  for (int unit = 0; unit < units(); ++unit) {
-    for (int first = 0; first + 8 <= kRows; ++first) {
-      EXPECT_EQ(conflict_of_8_rows(first, [&](int row) { return swizzle(row, unit, units()); }), 1);
-    }
-  }
+TEST_P(Swizzle, ProductsAreRightWithoutBankConflict) {
+  cuda_emulation::ldmatrix_conflicts = 0;
+  EXPECT_EQ(wrong_products<DType::kFloat16>(swizzle, swizzle), 0);
+  EXPECT_EQ(wrong_products<DType::kBFloat16>(swizzle, swizzle), 0);
+  EXPECT_EQ(cuda_emulation::ldmatrix_conflicts, 0);
 }
 
 TEST_P(Swizzle, IsNeeded) {
-  EXPECT_GE(conflict_of_8_rows(0, [&](int row) { return row * units(); }), 4);
+  cuda_emulation::ldmatrix_conflicts = 0;
+  EXPECT_EQ(wrong_products<DType::kFloat16>(in_order, in_order), 0);
+  // All matrices: 4 of a and 4 of b in every 16 columns.
+  EXPECT_EQ(cuda_emulation::ldmatrix_conflicts, GetParam() / 16 * 8);
+  EXPECT_GT(wrong_products<DType::kFloat16>(swizzle, in_order), 100);
+  EXPECT_GT(wrong_products<DType::kFloat16>(in_order, swizzle), 100);
 }
 
 INSTANTIATE_TEST_SUITE_P(HeadDims, Swizzle, ::testing::Values(64, 96, 128, 256));

@@ -62,9 +62,9 @@ struct Problem {
     }
   }
 
-  float decay(int64_t b, int64_t h, int64_t t) const {
-    if (x.decay == Decay::kNone) return 0.0F;
-    return x.decay == Decay::kByHead ? decays[h] : decays[(b * x.kv_heads + h) * x.length + t];
+  double decay(int64_t unit, int64_t t) const {
+    if (x.decay == Decay::kNone) return 0.0;
+    return decays[x.decay == Decay::kByHead ? unit % x.kv_heads : unit * x.length + t];
   }
 
   LinearAttentionParams params() const {
@@ -121,22 +121,18 @@ Result run(const Problem& problem) {
   p.workspace = reinterpret_cast<float*>((address + 15) / 16 * 16);
   EXPECT_EQ(launch_linear_attention(p, nullptr), cudaSuccess);
   EXPECT_TRUE(out.rows.gaps_untouched());
-  for (int64_t b = 0; b < x.batch; ++b) {
-    for (int64_t h = 0; h < x.heads; ++h) {
-      for (int64_t t = 0; t < x.length; ++t) {
-        for (int64_t d = 0; d < x.value_dim; ++d) {
-          result.out.push_back(out.rows.get(out.row(b, h, t), d));
-        }
-      }
-    }
-  }
+  result.out = out.numbers();
   return result;
 }
 
-double feature(FeatureMap feature_map, double x) {
-  if (feature_map == FeatureMap::kIdentity) return x;
-  if (feature_map == FeatureMap::kRelu) return std::max(x, 0.0);
-  return x > 0 ? x + 1 : std::exp(x);
+// The features of all rows.
+std::vector<double> features(const Heads& heads, FeatureMap feature_map) {
+  std::vector<double> all = heads.numbers();
+  for (double& x : all) {
+    if (feature_map == FeatureMap::kRelu) x = std::max(x, 0.0);
+    if (feature_map == FeatureMap::kEluPlusOne) x = x > 0 ? x + 1 : std::exp(x);
+  }
+  return all;
 }
 
 struct Sum {
@@ -151,22 +147,13 @@ struct Sum {
     sum *= by;
     squares *= by * by;
   }
+  // A term has up to three rounded operands, with room.
+  double tolerance(DType dtype, double of_sum) const {
+    return std::max(3 * rounding(dtype), 1e-6) * std::sqrt(squares) + of_sum * std::fabs(sum);
+  }
 };
 
-// The relative rounding of an operand, and how many of them a term has, with room.
-double term_rounding(DType dtype) {
-  if (dtype == DType::kFloat32) return 1e-6;
-  return 3 * (dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11);
-}
-double result_rounding(DType dtype) {
-  if (dtype == DType::kFloat32) return 1e-6;
-  return dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
-}
-
-void expect_near(double got, double expected, double tolerance, const char* what) {
-  ASSERT_LE(std::fabs(got - expected), tolerance + 1e-6)
-      << what << ": " << got << ", expected " << expected;
-}
+double of_result(DType dtype) { return std::max(rounding(dtype), 1e-6); }
 
 void check(const Case& x) {
   SCOPED_TRACE(::testing::Message()
@@ -176,75 +163,54 @@ void check(const Case& x) {
                << (x.normalize ? ", normalised" : "") << (x.has_state ? ", a state" : ""));
   const Problem problem(x);
   const Result got = run(problem);
-  const double of_term = term_rounding(x.dtype), of_result = result_rounding(x.dtype);
-  const int64_t group = x.heads / x.kv_heads;
-  const auto numbers = [](const Heads& heads) { return heads.rows.numbers(); };
-  const auto queries = numbers(problem.query), keys = numbers(problem.key),
-             values = numbers(problem.value);
-  for (int64_t b = 0; b < x.batch; ++b) {
-    for (int64_t h = 0; h < x.kv_heads; ++h) {
-      const int64_t unit = b * x.kv_heads + h;
-      std::vector<Sum> state(x.dim * x.value_dim), normalizer(x.dim);
-      for (int64_t d = 0; x.has_state && d < x.dim; ++d) {
-        if (x.normalize) normalizer[d].add(problem.normalizer[unit * x.dim + d]);
-        for (int64_t v = 0; v < x.value_dim; ++v) {
-          state[d * x.value_dim + v].add(problem.state[(unit * x.dim + d) * x.value_dim + v]);
+  const int64_t dim = x.dim, value_dim = x.value_dim, group = x.heads / x.kv_heads;
+  const auto queries = features(problem.query, x.feature_map);
+  const auto keys = features(problem.key, x.feature_map), values = problem.value.numbers();
+  // Token by token. A normaliser is one more column of values, all 1.
+  const int64_t columns = value_dim + 1;
+  for (int64_t unit = 0; unit < x.batch * x.kv_heads; ++unit) {
+    std::vector<Sum> state(dim * columns);
+    for (int64_t i = 0; x.has_state && i < dim * columns; ++i) {
+      const int64_t d = unit * dim + i / columns, v = i % columns;
+      if (v < value_dim) state[i].add(problem.state[d * value_dim + v]);
+      if (v == value_dim && x.normalize) state[i].add(problem.normalizer[d]);
+    }
+    for (int64_t step = 0; step < x.length; ++step) {
+      const int64_t t = x.reversed ? x.length - 1 - step : step, row = unit * x.length + t;
+      const double kept = std::exp(problem.decay(unit, t));
+      for (int64_t i = 0; i < dim * columns; ++i) {
+        const int64_t v = i % columns;
+        state[i].decay(kept);
+        state[i].add(keys[row * dim + i / columns] *
+                     (v < value_dim ? values[row * value_dim + v] : 1.0));
+      }
+      // A few rows of every tile, and the first and last ones.
+      if (step % 16 != 3 && step > 0 && step + 1 < x.length) continue;
+      for (int64_t head = unit * group; head < (unit + 1) * group; ++head) {
+        const int64_t query_row = head * x.length + t;
+        std::vector<Sum> out(columns);
+        for (int64_t i = 0; i < dim * columns; ++i) {
+          const double q = queries[query_row * dim + i / columns];
+          Sum& sum = out[i % columns];
+          sum.sum += q * state[i].sum;
+          // Products within a chunk are rounded after their sum over d.
+          sum.squares += q * q * (state[i].sum * state[i].sum + state[i].squares * dim);
+        }
+        const double weight = out.back().sum;
+        const double factor = x.normalize ? (weight == 0 ? 0 : 1 / weight) : 0.25;
+        for (int64_t v = 0; v < value_dim; ++v) {
+          ASSERT_NEAR(got.out[query_row * value_dim + v], out[v].sum * factor,
+                      out[v].tolerance(x.dtype, of_result(x.dtype)) * std::fabs(factor) + 1e-6)
+              << "row " << query_row << ", column " << v;
         }
       }
-      for (int64_t step = 0; step < x.length; ++step) {
-        const int64_t t = x.reversed ? x.length - 1 - step : step;
-        const double kept = std::exp(static_cast<double>(problem.decay(b, h, t)));
-        const int64_t key_row = problem.key.row(b, h, t) * x.dim;
-        const int64_t value_row = problem.value.row(b, h, t) * x.value_dim;
-        for (int64_t d = 0; d < x.dim; ++d) {
-          const double k = feature(x.feature_map, keys[key_row + d]);
-          normalizer[d].decay(kept);
-          normalizer[d].add(k);
-          for (int64_t v = 0; v < x.value_dim; ++v) {
-            state[d * x.value_dim + v].decay(kept);
-            state[d * x.value_dim + v].add(k * values[value_row + v]);
-          }
-        }
-        // A few rows of every tile, and the first and last ones.
-        if (step % 16 != 3 && step > 0 && step + 1 < x.length) continue;
-        for (int64_t head = h * group; head < (h + 1) * group; ++head) {
-          const int64_t query_row = problem.query.row(b, head, t) * x.dim;
-          double weight = 0.0;
-          std::vector<Sum> out(x.value_dim);
-          for (int64_t d = 0; d < x.dim; ++d) {
-            const double q = feature(x.feature_map, queries[query_row + d]);
-            weight += q * normalizer[d].sum;
-            for (int64_t v = 0; v < x.value_dim; ++v) {
-              const Sum& s = state[d * x.value_dim + v];
-              out[v].sum += q * s.sum;
-              // Products within a chunk are rounded after their sum over d.
-              out[v].squares += q * q * (s.sum * s.sum + s.squares * x.dim);
-            }
-          }
-          const double factor = x.normalize ? (weight == 0 ? 0 : 1 / weight) : 0.25;
-          for (int64_t v = 0; v < x.value_dim; ++v) {
-            const double expected = out[v].sum * factor;
-            const double spread = std::sqrt(out[v].squares) * std::fabs(factor);
-            expect_near(got.out[((b * x.heads + head) * x.length + t) * x.value_dim + v], expected,
-                        of_term * spread + of_result * std::fabs(expected), "output");
-            if (::testing::Test::HasFatalFailure()) {
-              ADD_FAILURE() << "row " << t << ", head " << head << ", column " << v;
-              return;
-            }
-          }
-        }
-      }
-      for (size_t i = 0; i < state.size(); ++i) {
-        expect_near(got.state[unit * state.size() + i], state[i].sum,
-                    of_term * std::sqrt(state[i].squares) + 1e-6 * std::fabs(state[i].sum),
-                    "state");
-      }
-      for (int64_t d = 0; x.normalize && d < x.dim; ++d) {
-        expect_near(got.normalizer[unit * x.dim + d], normalizer[d].sum,
-                    of_term * std::sqrt(normalizer[d].squares) + 1e-6 * normalizer[d].sum,
-                    "normaliser");
-      }
-      if (::testing::Test::HasFatalFailure()) return;
+    }
+    for (int64_t i = 0; i < dim * columns; ++i) {
+      const int64_t d = unit * dim + i / columns, v = i % columns;
+      if (v == value_dim && !x.normalize) continue;
+      ASSERT_NEAR(v < value_dim ? got.state[d * value_dim + v] : got.normalizer[d], state[i].sum,
+                  state[i].tolerance(x.dtype, 1e-6) + 1e-6)
+          << "state " << d << ", column " << v;
     }
   }
 }
@@ -268,12 +234,7 @@ TEST(LinearAttention, Dims) {
     }
   }
   for (const auto& [dim, value_dim] : {std::pair<int64_t, int64_t>{1, 5}, {33, 1}, {192, 200}}) {
-    check({.dtype = DType::kFloat32,
-           .length = 70,
-           .dim = dim,
-           .value_dim = value_dim,
-           .normalize = true,
-           .decay = Decay::kByToken});
+    check(full_case(DType::kFloat32, 70, dim, value_dim));
   }
 }
 
@@ -282,21 +243,15 @@ TEST(LinearAttention, FeaturesNormaliserAndDecays) {
     for (const FeatureMap feature_map :
          {FeatureMap::kIdentity, FeatureMap::kRelu, FeatureMap::kEluPlusOne}) {
       for (const Decay decay : {Decay::kNone, Decay::kByHead, Decay::kByToken}) {
+        Case x{.dtype = dtype, .length = 100, .dim = 24, .feature_map = feature_map};
+        x.decay = decay;
         // A divisor near 0 has no right digits.
-        const bool normalize = feature_map != FeatureMap::kIdentity;
-        check({.dtype = dtype,
-               .length = 100,
-               .dim = 24,
-               .feature_map = feature_map,
-               .normalize = normalize,
-               .decay = decay});
-        check({.dtype = dtype,
-               .length = 100,
-               .dim = 64,
-               .value_dim = 16,
-               .feature_map = feature_map,
-               .decay = decay,
-               .has_state = true});
+        x.normalize = feature_map != FeatureMap::kIdentity;
+        check(x);
+        x.normalize = false;
+        x.value_dim = 16;
+        x.has_state = true;
+        check(x);
       }
     }
   }
@@ -305,56 +260,38 @@ TEST(LinearAttention, FeaturesNormaliserAndDecays) {
 TEST(LinearAttention, GroupsBatchesAndTransposedViews) {
   for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t group : {1, 3, 4}) {
-      check({.dtype = dtype,
-             .length = 130,
-             .dim = 16,
-             .value_dim = 32,
-             .heads = 2 * group,
-             .kv_heads = 2,
-             .batch = 2,
-             .normalize = true,
-             .decay = group == 1 ? Decay::kByHead : Decay::kByToken,
-             .has_state = true,
-             .transposed = group != 3});
+      Case x = full_case(dtype, 130, 16, 32);
+      x.heads = 2 * group;
+      x.kv_heads = x.batch = 2;
+      x.decay = group == 1 ? Decay::kByHead : Decay::kByToken;
+      x.transposed = group != 3;
+      check(x);
     }
   }
 }
 
 // Units for all blocks that are wanted: a block has more than one query head.
 TEST(LinearAttention, ManyHeads) {
-  check({.dtype = DType::kBFloat16,
-         .length = 70,
-         .dim = 8,
-         .value_dim = 8,
-         .heads = 17 * 8,
-         .kv_heads = 8,
-         .batch = 2,
-         .normalize = true,
-         .decay = Decay::kByToken});
-  check({.dtype = DType::kFloat32,
-         .length = 70,
-         .dim = 8,
-         .value_dim = 200,
-         .heads = 3 * 19,
-         .kv_heads = 19,
-         .normalize = true,
-         .decay = Decay::kByToken});
+  Case x = full_case(DType::kBFloat16, 70, 8, 8);
+  x.heads = 17 * 8;
+  x.kv_heads = 8;
+  x.batch = 2;
+  check(x);
+  x = full_case(DType::kFloat32, 70, 8, 200);
+  x.heads = 3 * 19;
+  x.kv_heads = 19;
+  check(x);
 }
 
 // Around the shortest piece, and several of them.
 TEST(LinearAttention, Pieces) {
   for (const DType dtype : kLongCaseDTypes) {
     for (const int64_t length : {511, 512, 513, 1600}) {
-      check({.dtype = dtype,
-             .length = length,
-             .dim = 16,
-             .value_dim = 16,
-             .heads = 2,
-             .kv_heads = 1,
-             .normalize = true,
-             .decay = Decay::kByToken,
-             .has_state = length != 513,
-             .least_decay = -0.2F});
+      Case x = full_case(dtype, length, 16, 16);
+      x.heads = 2;
+      x.has_state = length != 513;
+      x.least_decay = -0.2F;
+      check(x);
     }
     check({.dtype = dtype, .length = 1100, .dim = 128, .value_dim = 72});
   }
@@ -384,24 +321,19 @@ TEST(LinearAttention, StrongDecays) {
 // Products and states of float16 go beyond its range where the results do not.
 TEST(LinearAttention, LargeProducts) {
   for (const DType dtype : kDTypes) {
-    check({.dtype = dtype,
-           .length = 200,
-           .dim = 64,
-           .value_dim = 64,
-           .normalize = true,
-           .decay = Decay::kByToken,
-           .magnitude = 300});
+    Case x = full_case(dtype, 200, 64, 64);
+    x.has_state = false;
+    x.magnitude = 300;
+    check(x);
   }
 }
 
 TEST(LinearAttention, AWeightOfZeroGivesZero) {
   for (const DType dtype : kDTypes) {
-    Problem problem({.dtype = dtype,
-                     .length = 70,
-                     .dim = 16,
-                     .value_dim = 16,
-                     .feature_map = FeatureMap::kRelu,
-                     .normalize = true});
+    Case x{.dtype = dtype, .length = 70, .dim = 16, .value_dim = 16};
+    x.feature_map = FeatureMap::kRelu;
+    x.normalize = true;
+    Problem problem(x);
     for (int64_t t = 0; t < 70; ++t) {
       for (int64_t d = 0; d < 16; ++d) problem.key.rows.set(t, d, t < 66 ? -1 : 1);
     }

@@ -104,7 +104,7 @@ void check(const Problem& p) {
   }
 }
 
-TEST(SelectMemoryCuda, RandomProblemsWithManyTies) {
+TEST(SelectMemory, RandomProblemsWithManyTies) {
   std::mt19937 random(1);
   const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % limit); };
   for (unsigned seed = 0; seed < 60; ++seed) {
@@ -122,7 +122,7 @@ TEST(SelectMemoryCuda, RandomProblemsWithManyTies) {
   }
 }
 
-TEST(SelectMemoryCuda, NumbersOfCandidatesAroundThoseOfACtaAndOfItsRegisters) {
+TEST(SelectMemory, NumbersOfCandidatesAroundThoseOfACtaAndOfItsRegisters) {
   for (const int64_t candidates : {0, 1, 255, 256, 257, 511, 1280, 4095, 4096, 4097, 5000}) {
     for (const int distinct : {2, 100000}) {
       cuda_emulation::set_seed(static_cast<unsigned>(candidates));
@@ -139,7 +139,7 @@ TEST(SelectMemoryCuda, NumbersOfCandidatesAroundThoseOfACtaAndOfItsRegisters) {
   }
 }
 
-TEST(SelectMemoryCuda, BudgetsAroundTheNumberOfCandidates) {
+TEST(SelectMemory, BudgetsAroundTheNumberOfCandidates) {
   for (const int64_t heavy : {0, 1, 99, 100, 101, 400}) {
     for (const int64_t local : {0, 1, 60, 61, 200}) {
       Problem p{2, 40, 100, 100, 160, local, heavy, 2, {}, {}};
@@ -149,7 +149,7 @@ TEST(SelectMemoryCuda, BudgetsAroundTheNumberOfCandidates) {
   }
 }
 
-TEST(SelectMemoryCuda, SinksAndLocalWindowMayOverlap) {
+TEST(SelectMemory, SinksAndLocalWindowMayOverlap) {
   for (const int64_t end : {0, 1, 5, 9, 10, 11, 30}) {
     Problem p{1, 0, end, 0, end, 6, 4, 5, {}, {}};
     check(random_problem(p, 3, 2));
@@ -157,7 +157,7 @@ TEST(SelectMemoryCuda, SinksAndLocalWindowMayOverlap) {
 }
 
 // Scores that the operator may be given by hand: any order of floats that a sort would find.
-TEST(SelectMemoryCuda, AnyFloatRanksAsInASort) {
+TEST(SelectMemory, AnyFloatRanksAsInASort) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   constexpr float kMax = std::numeric_limits<float>::max();
@@ -174,13 +174,13 @@ TEST(SelectMemoryCuda, AnyFloatRanksAsInASort) {
   }
 }
 
-TEST(SelectMemoryCuda, EntriesOfTheChunkItselfAreCountedOnce) {
+TEST(SelectMemory, EntriesOfTheChunkItselfAreCountedOnce) {
   Problem p{1, 4, 8, 4, 8, 1, 5, 0, {}, {1, 3, 5, 6}};
   p.scores.assign(p.stride(), 1.0F);
   check(p);
 }
 
-TEST(SelectMemoryCuda, NothingToDo) {
+TEST(SelectMemory, NothingToDo) {
   check(random_problem({0, 3, 10, 5, 10, 2, 2, 1, {}, {}}, 3, 1));
   check(random_problem({3, 3, 10, 5, 10, 0, 0, 0, {}, {}}, 3, 1));
 }

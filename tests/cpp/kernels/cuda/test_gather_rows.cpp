@@ -46,17 +46,17 @@ void check(int64_t row_bytes, int64_t unit, int64_t count) {
   }
 }
 
-TEST(GatherRowsCuda, RowsOfEverySize) {
+TEST(GatherRows, RowsOfEverySize) {
   for (const int64_t elements : {1, 3, 8, 12, 64, 80, 256, 300}) {
     for (const int64_t element_bytes : {2, 4, 8}) check(elements * element_bytes, element_bytes, 9);
   }
 }
 
-TEST(GatherRowsCuda, AlignedRows) {
+TEST(GatherRows, AlignedRows) {
   for (const int64_t row_bytes : {16, 128, 160, 512, 1040}) check(row_bytes, 16, 9);
 }
 
-TEST(GatherRowsCuda, NumbersOfRowsAroundThoseOfACta) {
+TEST(GatherRows, NumbersOfRowsAroundThoseOfACta) {
   for (const int64_t count : {0, 1, 7, 8, 9, 65}) check(512, 16, count);
 }
 
