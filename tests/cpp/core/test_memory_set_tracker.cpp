@@ -66,7 +66,9 @@ TEST(MemorySetTracker, WorkedExample) {
   MemorySetTracker tracker(1, /*local_window=*/1, /*heavy_budget=*/2, /*sink_tokens=*/0);
   tracker.init_chunk_scores(0, 0, row({5, 1, 3, 2}));
   EXPECT_TRUE(same(tracker.indices(0), positions({-1, -1, -1})));
-  EXPECT_TRUE(same(tracker.build_memory_set(0, 4), positions({0, 2, 3})));
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_TRUE(same(tracker.build_memory_set(0, 4), positions({0, 2, 3})));
+  }
   tracker.init_chunk_scores(0, 4, row({4, 1, 1, 6}));
   tracker.accumulate_memory_scores(0, row({1, 2, 3}));
   EXPECT_TRUE(same(tracker.scores(0), row({6, 1, 5, 5, 4, 1, 1, 6})));
@@ -85,14 +87,6 @@ TEST(MemorySetTracker, TokensFromElsewhereHaveScoreZero) {
   EXPECT_TRUE(same(tracker.scores(0), row({1, 2, 0, 0, 9, 3})));
   tracker.init_chunk_scores(0, 8, row({4}));
   EXPECT_TRUE(same(tracker.scores(0), row({1, 2, 0, 0, 9, 3, 0, 0, 4})));
-}
-
-TEST(MemorySetTracker, BuildingTwiceChangesNothing) {
-  const auto x = random_qkv(2 * kChunk);
-  auto tracker = make_tracker();
-  prefill_by_chunks(tracker, 0, x, 0, 2 * kChunk);
-  const auto once = tracker.build_memory_set(0, 2 * kChunk);
-  EXPECT_TRUE(same(tracker.build_memory_set(0, 2 * kChunk), once));
 }
 
 TEST(MemorySetTracker, NeverWritesToTensorsItWasGiven) {
@@ -179,19 +173,6 @@ TEST(MemorySetTracker, WideLayersHaveLargerSets) {
   const auto restored = MemorySetTracker::from_tensors(tracker.state_tensors());
   EXPECT_EQ(restored->local_window(1), 3 * kLocal);
   EXPECT_TRUE(same(restored->indices(1), tracker.indices(1)));
-}
-
-TEST(MemorySetTracker, UpdateTakesWhatTheOpReturned) {
-  const auto x = random_qkv(40);
-  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, tracker_config());
-  const auto& [scores, memory, last_chunk_begin] = state;
-  auto tracker = make_tracker();
-  tracker.update(1, state);
-  EXPECT_TRUE(same(tracker.scores(1), scores));
-  EXPECT_TRUE(same(tracker.indices(1), memory));
-  EXPECT_EQ(tracker.last_chunk_begin(1), 32);
-  EXPECT_TRUE(same(tracker.build_memory_set(1, 40),
-                   select_memory(scores, memory, 32, 40, kLocal, kHeavy, kSinks)));
 }
 
 TEST(MemorySetTracker, TwoPromptsEqualTwoFreshTrackers) {

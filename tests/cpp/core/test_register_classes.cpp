@@ -119,29 +119,5 @@ TEST(RegisteredClasses, ScriptCallsTheOps) {
   EXPECT_TRUE(same(results->elements()[2].toTensor(), state.memory));
 }
 
-TEST(RegisteredClasses, ScriptUsesTheClasses) {
-  torch::jit::Module module("Script");
-  module.register_attribute("attention",
-                            c10::getCustomClassType<c10::intrusive_ptr<ChunkedSparseAttention>>(),
-                            c10::make_intrusive<ChunkedSparseAttention>(saved_config()));
-  module.define(R"(
-    def forward(self, q, k, v, cache: ChunkedKVCache, tracker: MemorySetTracker):
-        out = self.attention.forward(0, q, k, v, cache, tracker)
-        return out, tracker.scores(0), cache.length(0)
-  )",
-                std::make_shared<Names>());
-  const auto x = random_qkv(50);
-  const auto cache = c10::make_intrusive<ChunkedKVCache>(1, 8, 64);
-  const auto tracker = c10::make_intrusive<MemorySetTracker>(1, 3, 4, 0);
-  auto loaded = save_and_load(module);
-  const auto results = loaded.forward({x.q, x.k, x.v, cache, tracker}).toTuple();
-  const auto [out, state] = chunked_sparse_attention(
-      x.q, x.k, x.v, {}, {.chunk_size = 16, .local_window = 3, .heavy_budget = 4});
-  EXPECT_TRUE(same(results->elements()[0].toTensor(), out));
-  EXPECT_TRUE(same(results->elements()[1].toTensor(), state.scores));
-  EXPECT_EQ(results->elements()[2].toInt(), 50);
-  EXPECT_EQ(cache->length(0), 50) << "the caller's cache, not a copy";
-}
-
 }  // namespace
 }  // namespace h2o_prefill

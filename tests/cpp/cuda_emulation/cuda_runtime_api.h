@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstring>
 
 #include "cuda_emulation/scheduler.h"
 
@@ -53,10 +52,5 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* /*kernel*/) {
   attributes->numRegs = 168;
-  return cudaSuccess;
-}
-
-inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
-  if (bytes) std::memset(memory, value, bytes);
   return cudaSuccess;
 }

@@ -51,6 +51,26 @@ void store(uint64_t* address, const Mbarrier& barrier) {
   std::memcpy(address, &barrier, sizeof(barrier));
 }
 
+void named_barrier(const char* name, int number, int threads, bool wait, Site site) {
+  if (number < 1 || number >= kNamedBarriers || threads % kWarpSize != 0) {
+    fail("%s with barrier %d, %d threads (%s:%d)", name, number, threads, site.file, site.line);
+  }
+  NamedBarrier& barrier = named[number];
+  if (barrier.arrived == 0) barrier.threads = threads;
+  if (barrier.threads != threads) {
+    fail("%s of %d threads while others make it %d (%s:%d)", name, threads, barrier.threads,
+         site.file, site.line);
+  }
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.times;
+    wake(&barrier);
+  } else if (wait) {
+    const int times = barrier.times;
+    while (barrier.times == times) wait_for(name, &barrier, site);
+  }
+}
+
 }  // namespace
 
 void begin_block(int threads) {
@@ -75,12 +95,14 @@ void mbarrier_init(uint64_t* barrier, uint32_t count, Site site) {
   store(barrier, {kMagic, 0, arrivals, arrivals});
 }
 
-void mbarrier_arrive(uint64_t* address, bool with_copies, Site site) {
+void cp_async_mbarrier_arrive(uint64_t* address, Site site) {
+  for (const Copies::Copy& copy : copies().take()) cargos[address].copies.push_back(copy);
+  mbarrier_arrive(address, site);
+}
+
+void mbarrier_arrive(uint64_t* address, Site site) {
   Mbarrier barrier = load(address, site);
   Cargo& cargo = cargos[address];
-  if (with_copies) {
-    for (const Copies::Copy& copy : take_copies()) cargo.copies.push_back(copy);
-  }
   if (--barrier.missing > 0) {
     store(address, barrier);
     return;
@@ -92,34 +114,22 @@ void mbarrier_arrive(uint64_t* address, bool with_copies, Site site) {
   wake(address);
 }
 
-bool mbarrier_has_ended(uint64_t* address, uint32_t parity, Site site) {
+bool mbarrier_try_wait(uint64_t* address, uint32_t parity, Site site) {
   if (load(address, site).phase % 2 == parity) return false;
   if (cargos[address].landed) state().needs_proxy_fence = true;
   return true;
 }
 
 void mbarrier_wait(uint64_t* address, uint32_t parity, Site site) {
-  while (!mbarrier_has_ended(address, parity, site)) wait_for("mbarrier_wait", address, site);
+  while (!mbarrier_try_wait(address, parity, site)) wait_for("mbarrier_wait", address, site);
 }
 
-void named_barrier(const char* name, int number, int threads, bool wait, Site site) {
-  if (number < 1 || number >= kNamedBarriers || threads % kWarpSize != 0) {
-    fail("%s with barrier %d, %d threads (%s:%d)", name, number, threads, site.file, site.line);
-  }
-  NamedBarrier& barrier = named[number];
-  if (barrier.arrived == 0) barrier.threads = threads;
-  if (barrier.threads != threads) {
-    fail("%s of %d threads while others make it %d (%s:%d)", name, threads, barrier.threads,
-         site.file, site.line);
-  }
-  if (++barrier.arrived == threads) {
-    barrier.arrived = 0;
-    ++barrier.times;
-    wake(&barrier);
-  } else if (wait) {
-    const int times = barrier.times;
-    while (barrier.times == times) wait_for(name, &barrier, site);
-  }
+void named_barrier_sync(int number, int threads, Site site) {
+  named_barrier("named_barrier_sync", number, threads, /*wait=*/true, site);
+}
+
+void named_barrier_arrive(int number, int threads, Site site) {
+  named_barrier("named_barrier_arrive", number, threads, /*wait=*/false, site);
 }
 
 void fence_async_proxy() { state().needs_proxy_fence = false; }

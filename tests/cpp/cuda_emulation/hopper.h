@@ -20,14 +20,16 @@ void begin_block(int threads);
 void end_thread();
 void end_block();
 
-// Barriers are their 8 bytes. With copies, an arrival brings the copies that this thread has begun:
-// the data is there when the phase ends.
-void mbarrier_init(uint64_t* barrier, uint32_t count, Site site);
-void mbarrier_arrive(uint64_t* barrier, bool with_copies, Site site);
-bool mbarrier_has_ended(uint64_t* barrier, uint32_t parity, Site site);
-void mbarrier_wait(uint64_t* barrier, uint32_t parity, Site site);
+// Barriers are their 8 bytes. cp_async_mbarrier_arrive() brings the copies that this thread has
+// begun: the data is there when the phase ends.
+void mbarrier_init(uint64_t* barrier, uint32_t count, Site site = Site::here());
+void mbarrier_arrive(uint64_t* barrier, Site site = Site::here());
+void cp_async_mbarrier_arrive(uint64_t* barrier, Site site = Site::here());
+bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity, Site site = Site::here());
+void mbarrier_wait(uint64_t* barrier, uint32_t parity, Site site = Site::here());
 
-void named_barrier(const char* name, int barrier, int threads, bool wait, Site site);
+void named_barrier_sync(int barrier, int threads, Site site = Site::here());
+void named_barrier_arrive(int barrier, int threads, Site site = Site::here());
 
 void fence_async_proxy();
 void wgmma_fence();
@@ -47,7 +49,7 @@ struct Operands {
 
 // c[64, columns] = a[64, 16] b[16, columns], plus c if add. Register i of c of this thread.
 void wgmma(const char* name, const Operands& operands, float* c, bool add, Site site);
-void fence_operand(const uint32_t (&a)[4], Site site);
+void fence_operand(const uint32_t (&a)[4], Site site = Site::here());
 void wgmma_commit();
 void wgmma_wait(int pending, Site site);
 

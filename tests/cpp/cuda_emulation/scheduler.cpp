@@ -130,11 +130,15 @@ void yield() {
   resume(self, choose());
 }
 
+void wait_at(const char* name, Site site) {
+  running->waits_at = name;
+  running->site = site;
+}
+
 // The running thread meets `size` threads, thread 0 of which is `first`.
 void meet(const char* kind, Meeting& meeting, int first, int size, const char* name, void* argument,
           void (*execute)(void* const*), Site site) {
-  running->waits_at = name;
-  running->site = site;
+  wait_at(name, site);
   meeting.arguments[running->index - first] = argument;
   if (++meeting.arrived == size) {
     for (int i = first; i < first + size; ++i) {
@@ -227,8 +231,7 @@ void* shared_memory() { return shared.get(); }
 int thread_index() { return running->index; }
 
 void block_barrier(Site site) {
-  running->waits_at = "__syncthreads";
-  running->site = site;
+  wait_at("__syncthreads", site);
   if (++at_barrier == block_size) {
     for (int i = 0; i < block_size; ++i) {
       const Site& other = threads[i]->site;
@@ -261,8 +264,7 @@ void warpgroup_collective(const char* name, void* argument, void (*execute)(void
 }
 
 void wait_for(const char* name, const void* what, Site site) {
-  running->waits_at = name;
-  running->site = site;
+  wait_at(name, site);
   running->waits_for = what;
   yield();
 }
@@ -273,20 +275,7 @@ void wake(const void* what) {
   }
 }
 
-void begin_copy(void* destination, const void* source, size_t bytes) {
-  if (source) {
-    // Read now too, so that a report of the sanitizer names the line of the kernel.
-    const auto* now = static_cast<const volatile unsigned char*>(source);
-    for (size_t i = 0; i < bytes; ++i) static_cast<void>(now[i]);
-  }
-  running->copies.begin(destination, source, bytes);
-}
-
-void commit_copies() { running->copies.commit(); }
-
-void wait_for_copies(int pending) { running->copies.wait(pending); }
-
-std::vector<Copies::Copy> take_copies() { return running->copies.take(); }
+Copies& copies() { return running->copies; }
 
 void check_alignment(const char* name, const void* address, size_t bytes, Site site) {
   if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;

@@ -68,12 +68,8 @@ void wake(const void* what);
 // Number of this thread in its block.
 int thread_index();
 
-// Asynchronous copies of this thread into shared memory. The destination is 0xFF until a wait has
-// finished the group, and the source is read then; without a source zeros are written.
-void begin_copy(void* shared, const void* source, size_t bytes);
-void commit_copies();
-void wait_for_copies(int pending);
-std::vector<Copies::Copy> take_copies();
+// The asynchronous copies of this thread into shared memory.
+Copies& copies();
 
 // Stop the program unless `address` is a multiple of `bytes`, and for the second one unless as many
 // bytes of shared memory are there.

@@ -49,9 +49,6 @@ inline int lane_of_xor(int lane, int operand, int width) {
 inline int lane_above(int lane, int operand, int width) {
   return lane % width >= operand ? lane - operand : lane;
 }
-inline int lane_below(int lane, int operand, int width) {
-  return lane % width + operand < width ? lane + operand : lane;
-}
 
 struct Vote {
   bool predicate;
@@ -106,13 +103,6 @@ T __shfl_up_sync(unsigned int mask, T value, unsigned int delta, int width = 32,
                                                              static_cast<int>(delta), width, site);
 }
 
-template <typename T>
-T __shfl_down_sync(unsigned int mask, T value, unsigned int delta, int width = 32,
-                   cuda_emulation::Site site = cuda_emulation::Site::here()) {
-  return cuda_emulation::shuffle<cuda_emulation::lane_below>("__shfl_down_sync", mask, value,
-                                                             static_cast<int>(delta), width, site);
-}
-
 inline unsigned int __ballot_sync(unsigned int mask, int predicate,
                                   cuda_emulation::Site site = cuda_emulation::Site::here()) {
   return cuda_emulation::vote("__ballot_sync", mask, predicate != 0, site);
@@ -121,10 +111,4 @@ inline unsigned int __ballot_sync(unsigned int mask, int predicate,
 inline int __any_sync(unsigned int mask, int predicate,
                       cuda_emulation::Site site = cuda_emulation::Site::here()) {
   return cuda_emulation::vote("__any_sync", mask, predicate != 0, site) != 0;
-}
-
-inline int __all_sync(unsigned int mask, int predicate,
-                      cuda_emulation::Site site = cuda_emulation::Site::here()) {
-  return cuda_emulation::vote("__all_sync", mask, predicate != 0, site) ==
-         cuda_emulation::kFullMask;
 }

@@ -14,30 +14,35 @@ using h2o_prefill::DType;
 // A signalling NaN: what is computed from it is another NaN.
 constexpr uint32_t kUnderWay = 0x7FA0DEADU;
 constexpr uint32_t kUnitBytes = 16;
+constexpr uint32_t kRowBytes = 128;
 constexpr int kUnitElements = 8;
 
-// The fields of a descriptor, as the PTX ISA defines them. 8 rows of 16, 32, 64 or 128 bytes are
-// one after the other, and each address is XORed with itself.
+// The fields of a descriptor, as the PTX ISA defines them, with the swizzle of 128 bytes: 8 rows of
+// 128 bytes are one after the other, and bits 4 to 6 of an address are XORed with its bits 7 to 9.
 struct Descriptor {
+  const char* name;
+  Site site;
   uint32_t address;
   uint32_t leading;
   uint32_t stride;
-  uint32_t swizzled_bits;
-  uint32_t pitch;
 
-  Descriptor(const char* name, uint64_t bits, Site site) {
+  Descriptor(const char* name, uint64_t bits, Site site) : name(name), site(site) {
     const auto field = [&](int from) { return static_cast<uint32_t>(bits >> from & 0x3FFF) << 4; };
     address = field(0);
     leading = field(16);
     stride = field(32);
-    if (bits >> 49 & 7) fail("%s with a base offset (%s:%d)", name, site.file, site.line);
-    constexpr uint32_t kSwizzledBits[] = {0, 3, 2, 1};
-    swizzled_bits = kSwizzledBits[bits >> 62];
-    pitch = 16U << swizzled_bits;
+    if ((bits >> 49 & 7) || bits >> 62 != 1) {
+      fail("%s with a base offset or another swizzle than 128 bytes is not emulated (%s:%d)", name,
+           site.file, site.line);
+    }
   }
 
-  uint32_t row(int i) const { return address + i / 8 * stride + i % 8 * pitch; }
-  uint32_t swizzle(uint32_t x) const { return x ^ (x >> 7 & ((1U << swizzled_bits) - 1)) << 4; }
+  // Reads the unit of 16 bytes that begins `bytes` bytes after the beginning of a row.
+  void read_unit(int row, uint32_t bytes, uint16_t* unit) const {
+    const uint32_t from = address + row / 8 * stride + row % 8 * kRowBytes + bytes;
+    std::memcpy(unit, at_shared_address(name, from ^ (from >> 7 & 7) << 4, kUnitBytes, site),
+                kUnitBytes);
+  }
 };
 
 // Reads the matrix [rows, 16] that a descriptor of a K-major operand names.
@@ -45,33 +50,24 @@ std::vector<uint16_t> read_columns(const char* name, uint64_t bits, int rows, Si
   const Descriptor descriptor(name, bits, site);
   std::vector<uint16_t> elements(rows * kProductDepth);
   for (int row = 0; row < rows; ++row) {
-    for (uint32_t unit = 0; unit < 2; ++unit) {
-      const uint32_t between = descriptor.swizzled_bits ? kUnitBytes : descriptor.leading;
-      std::memcpy(&elements[row * kProductDepth + unit * kUnitElements],
-                  at_shared_address(name, descriptor.swizzle(descriptor.row(row) + unit * between),
-                                    kUnitBytes, site),
-                  kUnitBytes);
+    for (int unit = 0; unit < 2; ++unit) {
+      descriptor.read_unit(row, unit * kUnitBytes,
+                           &elements[row * kProductDepth + unit * kUnitElements]);
     }
   }
   return elements;
 }
 
-// The same of an operand that lies the other way: its 16 rows, of which `pitch` bytes are together,
-// and the next ones a leading offset away.
+// The same of an operand that lies the other way: its 16 rows, of which 128 bytes are together, and
+// the next ones a leading offset away.
 std::vector<uint16_t> read_rows(const char* name, uint64_t bits, int columns, Site site) {
   const Descriptor descriptor(name, bits, site);
-  if (descriptor.swizzled_bits == 0) {
-    fail("%s by rows without a swizzle is not emulated (%s:%d)", name, site.file, site.line);
-  }
   std::vector<uint16_t> elements(columns * kProductDepth);
   for (int k = 0; k < kProductDepth; ++k) {
     for (int column = 0; column < columns; column += kUnitElements) {
       const uint32_t byte = column * sizeof(uint16_t);
-      const uint32_t from = descriptor.row(k) + byte / descriptor.pitch * descriptor.leading +
-                            byte % descriptor.pitch;
       uint16_t unit[kUnitElements];
-      std::memcpy(unit, at_shared_address(name, descriptor.swizzle(from), kUnitBytes, site),
-                  kUnitBytes);
+      descriptor.read_unit(k, byte / kRowBytes * descriptor.leading + byte % kRowBytes, unit);
       for (int i = 0; i < kUnitElements; ++i) {
         elements[(column + i) * kProductDepth + k] = unit[i];
       }

@@ -15,7 +15,6 @@ namespace cuda_emulation::hopper {
 
 constexpr int kProductRows = 64;
 constexpr int kProductDepth = 16;
-using OperandRow = uint16_t[kProductDepth];
 
 // A product that a warpgroup has issued: operands as they were then.
 struct Product {

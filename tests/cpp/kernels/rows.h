@@ -17,6 +17,8 @@ namespace h2o_prefill::testing {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
 inline std::string name_of(DType dtype) {
   if (dtype == DType::kFloat32) return "float32";
   return dtype == DType::kBFloat16 ? "bfloat16" : "float16";

@@ -4,7 +4,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "kernels/attend_compare.h"
+#include "kernels/attend_run.h"
 #include "kernels/cpu/amx_gemm.h"
 #include "kernels/cpu/cpu_features.h"
 

@@ -8,7 +8,6 @@ using testing::attend_causally;
 using testing::close;
 using testing::kValueDim;
 using testing::random_qkv;
-using testing::same;
 
 // More than two steps of the CPU kernel, 1024 keys each.
 constexpr int64_t kHistory = 2500;
@@ -18,7 +17,7 @@ TEST(DenseAttention, LongHistoryEqualsMaskedSoftmax) {
        {std::pair{at::kFloat, 1e-5}, std::pair{at::kDouble, 1e-5}, std::pair{at::kHalf, 3e-3},
         std::pair{at::kBFloat16, 2e-2}}) {
     const auto x = random_qkv(kHistory, 3, 1, type, 1);
-    for (const int64_t rows : {1, 13, 70, 1100, int{kHistory}}) {
+    for (const int64_t rows : {1, 13, 1100}) {
       const auto call = x.call(kHistory - rows, kHistory);
       const auto out = dense_attention(call.q, call.k, call.v);
       EXPECT_TRUE(close(out, attend_causally(call).out, tolerance)) << rows << " rows of " << type;
@@ -27,32 +26,14 @@ TEST(DenseAttention, LongHistoryEqualsMaskedSoftmax) {
   }
 }
 
-TEST(DenseAttention, FirstRowsOfALongHistorySeeNoLaterKeys) {
-  const auto x = random_qkv(kHistory, 2, 1, at::kFloat, 1);
-  const auto before = dense_attention(x.q, x.k, x.v);
-  auto k = x.k.clone(), v = x.v.clone();
-  k.slice(2, 2000).fill_(std::nan(""));
-  v.slice(2, 2000).fill_(1e30);
-  const auto after = dense_attention(x.q, k, v);
-  EXPECT_TRUE(same(after.slice(2, 0, 2000), before.slice(2, 0, 2000)));
-  EXPECT_TRUE(after.slice(2, 2000).isnan().all().item<bool>());
-}
-
-TEST(DenseAttention, ScaleIsTheSoftmaxScale) {
+TEST(DenseAttention, CallsEqualMaskedSoftmax) {
   const auto x = random_qkv(100);
-  const auto doubled = dense_attention(x.q * 2, x.k, x.v, 0.25);
-  EXPECT_TRUE(close(dense_attention(x.q, x.k, x.v, 0.5), doubled));
-  // With factor 0 every visible value counts the same.
-  const auto counts = at::arange(1, 101).view({100, 1});
-  const auto means = (x.v.cumsum(2) / counts).repeat_interleave(2, 1);
-  EXPECT_TRUE(close(dense_attention(x.q, x.k, x.v, 0.0), means));
-}
-
-TEST(DenseAttention, TheResultIsOneBlockForEachToken) {
-  const auto x = random_qkv(100);
-  for (const int64_t rows : {1, 100}) {
-    const auto call = x.call(100 - rows, 100);
-    EXPECT_TRUE(dense_attention(call.q, call.k, call.v).transpose(1, 2).is_contiguous());
+  for (const int64_t rows : {1, 70, 100}) {
+    auto call = x.call(100 - rows, 100);
+    const auto out = dense_attention(call.q, call.k, call.v, 0.5);
+    EXPECT_TRUE(out.transpose(1, 2).is_contiguous());
+    call.q = call.q * (0.5 * std::sqrt(8.0));
+    EXPECT_TRUE(close(out, attend_causally(call).out)) << rows << " rows";
   }
 }
 

@@ -40,11 +40,6 @@ TEST(GatherRows, NothingToGather) {
       same(gather_rows(at::randn({1, 2, 0, 4}), positions({-1}, 1, 2)), at::zeros({1, 2, 1, 4})));
 }
 
-TEST(GatherRows, AbsentRowsAreZeroBesideNan) {
-  const auto x = at::full({1, 1, 3, 2}, std::nan(""), at::kFloat);
-  EXPECT_TRUE(same(gather_rows(x, positions({-1, -1})), at::zeros({1, 1, 2, 2})));
-}
-
 TEST(GatherRows, WrongArguments) {
   const auto x = at::randn({1, 2, 6, 4});
   EXPECT_VALUE_ERROR_WITH(gather_rows(x[0], positions({1}, 1, 2)), "x must have 4 dimensions");

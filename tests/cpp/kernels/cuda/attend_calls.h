@@ -1,5 +1,4 @@
-// Calls of a forward kernel on the emulation, compared with attention in float64. A test program
-// says which kernel that is.
+// Calls of a forward kernel on the emulation, compared with attention in float64.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,7 +9,7 @@
 
 namespace h2o_prefill::testing {
 
-cudaError_t launch_tested(const AttendForwardParams& params);
+inline cudaError_t (*launch_tested)(const AttendForwardParams& params, cudaStream_t stream);
 
 inline constexpr float kUntouched = 4321.0F;
 
@@ -49,11 +48,11 @@ struct Call {
     params.memory = {.positions = sets.data(), .width = width};
   }
 
-  void run() {
+  void run(bool wants_lse = true) {
     params.out = out.view();
-    params.lse = lse.data();
-    if (params.gathered) params.memory_lse = memory_lse.data();
-    ASSERT_EQ(launch_tested(params), cudaSuccess);
+    if (wants_lse) params.lse = lse.data();
+    if (wants_lse && params.gathered) params.memory_lse = memory_lse.data();
+    ASSERT_EQ(launch_tested(params, nullptr), cudaSuccess);
   }
 };
 
@@ -76,19 +75,6 @@ inline VisibleKeys causal_keys(int64_t past, int64_t chunk_size) {
   return [=](int64_t, int64_t, int64_t t) {
     return range(chunk_size ? past + t / chunk_size * chunk_size : 0, past + t + 1);
   };
-}
-
-// Runs a call again in other orders of threads: results are equal to the bit.
-inline void expect_reproducible(const std::function<Call()>& run) {
-  cuda_emulation::set_seed(0);
-  const Call first = run();
-  for (const uint64_t seed : {1, 2}) {
-    cuda_emulation::set_seed(seed);
-    const Call again = run();
-    EXPECT_EQ(first.out.numbers(), again.out.numbers());
-    EXPECT_EQ(first.lse, again.lse);
-    EXPECT_EQ(first.memory_lse, again.memory_lse);
-  }
 }
 
 inline void check_causal(const AttentionShape& shape, int64_t chunk_size) {
@@ -114,14 +100,6 @@ inline void check_gathered(const AttentionShape& shape, int64_t width, int64_t c
       [&](int64_t b, int64_t h, int64_t) { return members(sets, b * shape.kv_heads + h, width); },
       what.c_str());
   EXPECT_EQ(call.lse, call.memory_lse) << what;
-}
-
-// Without rows nothing is written.
-inline void check_no_rows() {
-  Call call({DType::kBFloat16, 5, 5});
-  call.params.rows.count = 0;
-  call.run();
-  EXPECT_EQ(call.lse, std::vector<float>(5, kUntouched));
 }
 
 // Positions that a caller should not have listed are absent, and nothing is read there.
@@ -207,47 +185,71 @@ struct RecallCase {
   int64_t count;
 };
 
-// All of a call as the whole-prefill op runs it: causal chunks, then each chunk over its memory set
-// and what it recalls, merged.
-inline Call run_chunks(const RecallCase& x, const std::vector<int32_t>& sets,
-                       const Recall& recall) {
-  const int64_t past = x.shape.keys - x.shape.rows;
-  Call call(x.shape, past);
-  call.attend_causally(x.chunk_size);
-  call.run();
-  call.attend_to(sets, x.width);
-  call.params.merge_with_out = true;
-  call.params.recall = recall.view();
-  for (int64_t row = 0; row < x.shape.rows; row += x.chunk_size) {
-    call.params.rows = {
-        .begin = row, .count = std::min(x.chunk_size, x.shape.rows - row), .past = past};
-    call.run();
-  }
-  return call;
-}
+// Calls as the whole-prefill op runs them: causal chunks, then each chunk over its memory set and
+// what it recalls, merged.
+class RecallCalls {
+ public:
+  explicit RecallCalls(const RecallCase& x)
+      : x_(x),
+        past_(x.shape.keys - x.shape.rows),
+        recall_(x.shape.batch, x.shape.rows, past_, x.block, x.most),
+        // Before the call, so that no chunk holds one of them.
+        sets_(memory_sets(x.shape.batch * x.shape.kv_heads, x.width, x.count, past_)) {}
 
-inline void check_recall(const RecallCase& x) {
-  const int64_t past = x.shape.keys - x.shape.rows;
-  const Recall recall(x.shape.batch, x.shape.rows, past, x.block, x.most);
-  // Before the call, so that no chunk holds one of them.
-  const std::vector<int32_t> sets =
-      memory_sets(x.shape.batch * x.shape.kv_heads, x.width, x.count, past);
-  const Call call = run_chunks(x, sets, recall);
-  const auto memory = [&](int64_t b, int64_t h, int64_t) {
-    return members(sets, b * x.shape.kv_heads + h, x.width);
-  };
-  const auto all = [&](int64_t b, int64_t h, int64_t t) {
-    std::vector<int64_t> keys = causal_keys(past, x.chunk_size)(b, h, t);
-    const int64_t chunk_begin = keys.front();
-    const std::vector<int64_t> kept = memory(b, h, t);
-    const std::vector<int64_t> recalled = recall.visible(b, t, past, chunk_begin, kept);
-    keys.insert(keys.end(), kept.begin(), kept.end());
-    keys.insert(keys.end(), recalled.begin(), recalled.end());
-    return keys;
-  };
-  const std::string what = describe(x.shape) + ", block " + std::to_string(x.block);
-  expect_close(call, all, what.c_str());
-  EXPECT_LE(largest_difference(call.memory_lse, attend(call.in, memory).lse), 2e-5) << what;
+  Call run() const {
+    Call call(x_.shape, past_);
+    call.attend_causally(x_.chunk_size);
+    call.run();
+    call.attend_to(sets_, x_.width);
+    call.params.merge_with_out = true;
+    call.params.recall = recall_.view();
+    for (int64_t row = 0; row < x_.shape.rows; row += x_.chunk_size) {
+      call.params.rows = {
+          .begin = row, .count = std::min(x_.chunk_size, x_.shape.rows - row), .past = past_};
+      call.run();
+    }
+    return call;
+  }
+
+  void check() const {
+    const Call call = run();
+    const auto memory = [&](int64_t b, int64_t h, int64_t) {
+      return members(sets_, b * x_.shape.kv_heads + h, x_.width);
+    };
+    const auto all = [&](int64_t b, int64_t h, int64_t t) {
+      std::vector<int64_t> keys = causal_keys(past_, x_.chunk_size)(b, h, t);
+      const std::vector<int64_t> kept = memory(b, h, t);
+      const std::vector<int64_t> recalled = recall_.visible(b, t, past_, keys.front(), kept);
+      keys.insert(keys.end(), kept.begin(), kept.end());
+      keys.insert(keys.end(), recalled.begin(), recalled.end());
+      return keys;
+    };
+    const std::string what = describe(x_.shape) + ", block " + std::to_string(x_.block);
+    expect_close(call, all, what.c_str());
+    EXPECT_LE(largest_difference(call.memory_lse, attend(call.in, memory).lse), 2e-5) << what;
+  }
+
+ private:
+  RecallCase x_;
+  int64_t past_;
+  Recall recall_;
+  std::vector<int32_t> sets_;
+};
+
+inline void check_recall(const RecallCase& x) { RecallCalls(x).check(); }
+
+// In other orders of threads results are equal to the bit.
+inline void expect_reproducible(const RecallCase& x) {
+  const RecallCalls calls(x);
+  cuda_emulation::set_seed(0);
+  const Call first = calls.run();
+  for (const uint64_t seed : {1, 2}) {
+    cuda_emulation::set_seed(seed);
+    const Call again = calls.run();
+    EXPECT_EQ(first.out.numbers(), again.out.numbers());
+    EXPECT_EQ(first.lse, again.lse);
+    EXPECT_EQ(first.memory_lse, again.memory_lse);
+  }
 }
 
 }  // namespace h2o_prefill::testing

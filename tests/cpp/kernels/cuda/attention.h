@@ -226,7 +226,6 @@ inline std::vector<int64_t> range(int64_t begin, int64_t end) {
   return positions;
 }
 
-constexpr DType kDTypes[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
 // For long cases. The code of float16 is that of bfloat16 but for the instructions that multiply
 // and round.
 constexpr DType kLongCaseDTypes[] = {DType::kBFloat16, DType::kFloat32};

@@ -1,5 +1,4 @@
-// Launches of a column-sum kernel on the emulation, compared with softmax weights in float64. A
-// test program says which kernel that is.
+// Launches of a column-sum kernel on the emulation, compared with softmax weights in float64.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,8 +9,8 @@
 
 namespace h2o_prefill::testing {
 
-cudaError_t launch_tested(const ColumnSumsParams& params);
-int64_t partial_floats_tested(const ColumnSumsParams& params);
+inline cudaError_t (*launch_tested)(const ColumnSumsParams& params, cudaStream_t stream);
+inline int64_t (*partial_floats_tested)(const ColumnSumsParams& params);
 
 inline constexpr float kBefore = 0.5F;  // what sums hold before a launch
 
@@ -51,7 +50,7 @@ class SumsLaunch {
     std::vector<float> workspace(partial ? partial_floats_tested(params_) : 0, std::nanf(""));
     params_.sums = sums.data();
     params_.partial = workspace.empty() ? nullptr : workspace.data();
-    EXPECT_EQ(launch_tested(params_), cudaSuccess);
+    EXPECT_EQ(launch_tested(params_, nullptr), cudaSuccess);
     for (int64_t set = 0; set < sets(); ++set) {
       for (int64_t j = 0; j < params_.sums_stride; ++j) {
         const double expected = expected_entry(set, j);
@@ -62,6 +61,16 @@ class SumsLaunch {
       }
     }
     return sums;
+  }
+
+  // In other orders of threads sums are equal to the bit.
+  void expect_reproducible(bool partial) {
+    cuda_emulation::set_seed(0);
+    const std::vector<float> first = check(partial);
+    for (const uint64_t seed : {1, 2, 3}) {
+      cuda_emulation::set_seed(seed);
+      EXPECT_EQ(first, check(partial));
+    }
   }
 
   const ColumnSumsParams& params() const { return params_; }
@@ -120,17 +129,6 @@ inline void check_sums(const SumsCase& x) {
   SumsLaunch launch(x);
   launch.check(false);
   if (partial_floats_tested(launch.params()) > 0) launch.check(true);
-}
-
-// In other orders of threads sums are equal to the bit.
-inline void expect_reproducible(const SumsCase& x, bool partial) {
-  SumsLaunch launch(x);
-  cuda_emulation::set_seed(0);
-  const std::vector<float> first = launch.check(partial);
-  for (const uint64_t seed : {1, 2, 3}) {
-    cuda_emulation::set_seed(seed);
-    EXPECT_EQ(first, launch.check(partial));
-  }
 }
 
 }  // namespace h2o_prefill::testing

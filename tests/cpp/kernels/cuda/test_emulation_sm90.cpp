@@ -99,6 +99,7 @@ __device__ void consume(Shared& shared, const Params& params, int thread) {
         ptx::wgmma_rows_of_b<DType::kFloat16>(
             c, a[k],
             layout_sm90::slab_rows_descriptor(at_b, rows) +
+                (has("other swizzle") ? 1ULL << 62 : 0) +
                 (has("by columns") ? by_column : layout_sm90::descriptor_row_step(k)));
       } else {
         ptx::wgmma_m64n128k16<DType::kFloat16>(
@@ -221,6 +222,7 @@ const Mistake kMistakes[] = {
     {Operands::kShared, "no initialisation", "mbarrier that was not init"},
     // The offset matters from the second 64 columns on.
     {Operands::kRegisters, "leading offset", "wrong product: (4.|50) %"},
+    {Operands::kRegisters, "other swizzle", "another swizzle than 128 bytes is not emulated"},
     {Operands::kRegisters, "by columns",
      "wgmma_rows_of_b at offset [0-9]+ of [0-9]+ bytes of shared memory"},
     {Operands::kRegisters, "columns swapped", "wrong product: (9.|100) %"},

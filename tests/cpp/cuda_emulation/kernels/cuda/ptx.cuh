@@ -29,7 +29,7 @@ inline void cp_async(const char* name, void* shared, const void* global, int byt
                      Site site) {
   cuda_emulation::check_shared(name, shared, bytes, site);
   cuda_emulation::check_alignment(name, global, bytes, site);
-  cuda_emulation::begin_copy(shared, valid ? global : nullptr, bytes);
+  cuda_emulation::copies().begin(shared, valid ? global : nullptr, bytes);
 }
 
 inline void cp_async_16(void* shared, const void* global, bool valid, Site site = Site::here()) {
@@ -40,12 +40,12 @@ inline void cp_async_4(void* shared, const void* global, bool valid, Site site =
   cp_async("cp_async_4", shared, global, 4, valid, site);
 }
 
-inline void cp_async_commit() { cuda_emulation::commit_copies(); }
+inline void cp_async_commit() { cuda_emulation::copies().commit(); }
 
 template <int pending>
 void cp_async_wait() {
   static_assert(pending >= 0);
-  cuda_emulation::wait_for_copies(pending);
+  cuda_emulation::copies().wait(pending);
 }
 
 template <DType dtype>

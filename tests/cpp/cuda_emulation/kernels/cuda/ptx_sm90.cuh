@@ -9,33 +9,17 @@ namespace h2o_prefill::ptx {
 
 using Mbarrier = uint64_t;
 
-inline void mbarrier_init(Mbarrier* barrier, uint32_t count, Site site = Site::here()) {
-  cuda_emulation::hopper::mbarrier_init(barrier, count, site);
-}
-
-inline void mbarrier_arrive(Mbarrier* barrier, Site site = Site::here()) {
-  cuda_emulation::hopper::mbarrier_arrive(barrier, false, site);
-}
-
-inline void cp_async_mbarrier_arrive(Mbarrier* barrier, Site site = Site::here()) {
-  cuda_emulation::hopper::mbarrier_arrive(barrier, true, site);
-}
-
-inline bool mbarrier_try_wait(Mbarrier* barrier, uint32_t parity, Site site = Site::here()) {
-  return cuda_emulation::hopper::mbarrier_has_ended(barrier, parity, site);
-}
-
-inline void mbarrier_wait(Mbarrier* barrier, uint32_t parity, Site site = Site::here()) {
-  cuda_emulation::hopper::mbarrier_wait(barrier, parity, site);
-}
-
-inline void named_barrier_sync(int barrier, int threads, Site site = Site::here()) {
-  cuda_emulation::hopper::named_barrier("named_barrier_sync", barrier, threads, true, site);
-}
-
-inline void named_barrier_arrive(int barrier, int threads, Site site = Site::here()) {
-  cuda_emulation::hopper::named_barrier("named_barrier_arrive", barrier, threads, false, site);
-}
+using cuda_emulation::hopper::cp_async_mbarrier_arrive;
+using cuda_emulation::hopper::fence_async_proxy;
+using cuda_emulation::hopper::fence_operand;
+using cuda_emulation::hopper::mbarrier_arrive;
+using cuda_emulation::hopper::mbarrier_init;
+using cuda_emulation::hopper::mbarrier_try_wait;
+using cuda_emulation::hopper::mbarrier_wait;
+using cuda_emulation::hopper::named_barrier_arrive;
+using cuda_emulation::hopper::named_barrier_sync;
+using cuda_emulation::hopper::wgmma_commit;
+using cuda_emulation::hopper::wgmma_fence;
 
 template <int registers>
 void decrease_registers() {
@@ -46,12 +30,6 @@ void increase_registers() {
   static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256);
 }
 
-inline void fence_async_proxy() { cuda_emulation::hopper::fence_async_proxy(); }
-
-inline void wgmma_fence() { cuda_emulation::hopper::wgmma_fence(); }
-
-inline void wgmma_commit() { cuda_emulation::hopper::wgmma_commit(); }
-
 template <int pending>
 void wgmma_wait(Site site = Site::here()) {
   static_assert(pending >= 0);
@@ -60,10 +38,6 @@ void wgmma_wait(Site site = Site::here()) {
 
 template <int n>
 void fence_accumulators(float (&)[n]) {}
-
-inline void fence_operand(uint32_t (&a)[4], Site site = Site::here()) {
-  cuda_emulation::hopper::fence_operand(a, site);
-}
 
 template <DType dtype>
 void wgmma_m64n128k16(float (&c)[64], uint64_t a, uint64_t b, bool add, Site site = Site::here()) {
