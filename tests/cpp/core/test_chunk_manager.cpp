@@ -4,7 +4,7 @@
 
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
 
 TEST(ChunkManager, ChunksTileTheCall) {
@@ -22,24 +22,11 @@ TEST(ChunkManager, ChunksTileTheCall) {
           expected_begin = chunks.end(c);
         }
         EXPECT_EQ(expected_begin, past + tokens);
+        const int64_t last = chunks.num_chunks() - 1;
+        EXPECT_EQ(chunks.last_chunk_begin(), last < 0 ? past : chunks.begin(last));
       }
     }
   }
-}
-
-TEST(ChunkManager, LastChunkBegin) {
-  EXPECT_EQ(ChunkManager(0, 8, 8).last_chunk_begin(), 0);
-  EXPECT_EQ(ChunkManager(0, 9, 8).last_chunk_begin(), 8);
-  EXPECT_EQ(ChunkManager(5, 16, 8).last_chunk_begin(), 13);
-  EXPECT_EQ(ChunkManager(5, 17, 8).last_chunk_begin(), 21);
-  EXPECT_EQ(ChunkManager(5, 3, 1).last_chunk_begin(), 7);
-}
-
-TEST(ChunkManager, CallWithoutTokensHasNoChunk) {
-  const ChunkManager chunks(12, 0, 1);
-  EXPECT_EQ(chunks.num_chunks(), 0);
-  EXPECT_EQ(chunks.last_chunk_begin(), 12);
-  EXPECT_VALUE_ERROR(chunks.begin(0), "chunk must be in [0, 0), got 0");
 }
 
 TEST(ChunkManager, LargestChunkSizeDoesNotOverflow) {
@@ -55,7 +42,8 @@ TEST(ChunkManager, ErrorsNameArgumentRuleAndValue) {
   const ChunkManager chunks(4, 17, 8);
   EXPECT_VALUE_ERROR(chunks.begin(3), "chunk must be in [0, 3), got 3");
   EXPECT_VALUE_ERROR(chunks.end(-1), "chunk must be in [0, 3), got -1");
+  EXPECT_VALUE_ERROR(ChunkManager(12, 0, 1).begin(0), "chunk must be in [0, 0), got 0");
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -4,13 +4,8 @@
 
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::close;
-using testing::Qkv;
-using testing::random_qkv;
-using testing::same;
 
 // Sums over the tokens of a sequence, rounded in another order.
 constexpr double kTolerance = 1e-4;
@@ -98,4 +93,4 @@ TEST(LinearSequence, RefusesWrongOptionsAndTensors) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

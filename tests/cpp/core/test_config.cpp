@@ -2,7 +2,7 @@
 
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
 
 TEST(PrefillConfig, DefaultsAreTheAlgorithmWithoutOptions) {
@@ -102,4 +102,4 @@ TEST(PrefillConfig, DecodingAndEmptyMemorySetsAreDense) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

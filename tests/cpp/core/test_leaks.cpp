@@ -17,11 +17,8 @@
 
 #if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::Qkv;
-using testing::random_qkv;
 
 constexpr int kPrompts = 500;
 constexpr int kFirstReading = 50;
@@ -131,7 +128,7 @@ TEST(Leaks, AStateThatStaysIsFound) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing
 
 #else
 

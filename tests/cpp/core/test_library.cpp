@@ -5,7 +5,7 @@
 #include "kernels/cpu/cpu_features.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
 
 TEST(Library, InitMayBeCalledTwice) {
@@ -29,4 +29,4 @@ static_assert(!has_fast_bfloat16_products({"AuthenticAMD", 0x17}));  // Zen 2
 static_assert(!has_fast_bfloat16_products({"GenuineIntel", 0x06}));
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -4,14 +4,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::close;
-using testing::positions;
-using testing::Qkv;
-using testing::random_qkv;
-using testing::same;
 
 constexpr int64_t kChunk = 16;
 constexpr int64_t kLocal = 3;
@@ -175,18 +169,16 @@ TEST(MemorySetTracker, WideLayersHaveLargerSets) {
   EXPECT_TRUE(same(restored->indices(1), tracker.indices(1)));
 }
 
-TEST(MemorySetTracker, TwoPromptsEqualTwoFreshTrackers) {
-  auto tracker = make_tracker();
-  for (const int64_t length : {70, 40}) {
-    const auto x = random_qkv(length, 4, length == 70 ? 2 : 1);
-    tracker.reset();
-    EXPECT_FALSE(tracker.has_scores(0));
-    auto fresh = make_tracker();
-    for (auto* each : {&tracker, &fresh}) prefill_by_chunks(*each, 0, x, 0, length);
-    EXPECT_TRUE(same(tracker.scores(0), fresh.scores(0)));
-    EXPECT_TRUE(same(tracker.indices(0), fresh.indices(0)));
-    EXPECT_EQ(tracker.last_chunk_begin(0), fresh.last_chunk_begin(0));
-  }
+TEST(MemorySetTracker, ASecondPromptMayHaveAnotherShape) {
+  auto tracker = make_tracker(), fresh = make_tracker();
+  prefill_by_chunks(tracker, 0, random_qkv(70), 0, 70);
+  tracker.reset();
+  EXPECT_FALSE(tracker.has_scores(0));
+  const auto x = random_qkv(40, 4, 1);
+  for (auto* each : {&tracker, &fresh}) prefill_by_chunks(*each, 0, x, 0, 40);
+  EXPECT_TRUE(same(tracker.scores(0), fresh.scores(0)));
+  EXPECT_TRUE(same(tracker.indices(0), fresh.indices(0)));
+  EXPECT_EQ(tracker.last_chunk_begin(0), fresh.last_chunk_begin(0));
 }
 
 TEST(MemorySetTracker, StateRoundTrips) {
@@ -266,4 +258,4 @@ TEST(MemorySetTracker, ErrorsNameArgumentRuleAndValueAndChangeNothing) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

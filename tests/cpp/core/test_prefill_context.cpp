@@ -7,14 +7,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::attend_causally;
-using testing::close;
-using testing::Qkv;
-using testing::random_qkv;
-using testing::same;
 
 constexpr int64_t kContextLayers = 2;
 
@@ -22,6 +16,10 @@ PrefillConfig recalling_config() {
   return PrefillConfig::parse(
       "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,recall_block=8,"
       "wide_layers=1,wide_factor=2");
+}
+
+PrefillContext new_context(const PrefillConfig& config = recalling_config()) {
+  return {kContextLayers, /*max_tokens=*/90, config};
 }
 
 // A prompt's tokens and what each layer makes of them.
@@ -75,7 +73,7 @@ void expect_same_state(const PrefillContext& context, const PrefillContext& expe
 TEST(PrefillContext, IsTheOperatorWithRecallOnEveryLayer) {
   const LayeredPrompt prompt(90);
   const auto config = recalling_config();
-  PrefillContext context(kContextLayers, 200, config);
+  auto context = new_context();
   const auto out = prompt.run(context, 0, 90);
   const auto lists = lexical_recall(prompt.ids, 0, config);
   ASSERT_GT(lists.positions.numel(), 0);
@@ -97,13 +95,12 @@ TEST(PrefillContext, RecommendedIsTheDefault) {
 
 TEST(PrefillContext, GoesOnAndDecodes) {
   const LayeredPrompt prompt(90);
-  PrefillContext whole(kContextLayers, 90, recalling_config()),
-      parts(kContextLayers, 90, recalling_config());
+  auto whole = new_context(), parts = new_context();
   const auto expected = prompt.run(whole, 0, 90);
   const auto got = at::cat({prompt.run(parts, 0, 32), prompt.run(parts, 32, 90)}, 3);
   EXPECT_TRUE(close(got, expected));
 
-  PrefillContext decoding(kContextLayers, 90, recalling_config());
+  auto decoding = new_context();
   prompt.run(decoding, 0, 80);
   for (int64_t token = 80; token < 84; ++token) {
     const auto out = prompt.run(decoding, token, token + 1);
@@ -118,8 +115,7 @@ TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
   const LayeredPrompt prompt(60);
   auto without = recalling_config();
   without.recall = 0;
-  PrefillContext expected(kContextLayers, 60, without),
-      context(kContextLayers, 60, recalling_config());
+  auto expected = new_context(without), context = new_context();
   EXPECT_TRUE(same(prompt.run(context, 0, 20, /*with_ids=*/false), prompt.run(expected, 0, 20)));
   EXPECT_FALSE(context.token_ids().defined());
   EXPECT_TRUE(same(prompt.run(context, 20, 60), prompt.run(expected, 20, 60)))
@@ -132,8 +128,7 @@ TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
 
 TEST(PrefillContext, TruncateAndReset) {
   const LayeredPrompt prompt(90);
-  PrefillContext context(kContextLayers, 90, recalling_config()),
-      straight(kContextLayers, 90, recalling_config());
+  auto context = new_context(), straight = new_context();
   prompt.run(context, 0, 70);
   prompt.run(straight, 0, 70);
   prompt.run(context, 80, 85);  // dense: leaves no trace in what stays
@@ -143,7 +138,7 @@ TEST(PrefillContext, TruncateAndReset) {
   EXPECT_TRUE(same(prompt.run(context, 70, 90), prompt.run(straight, 70, 90)));
   context.reset();
   EXPECT_EQ(context.length(), 0);
-  PrefillContext fresh(kContextLayers, 90, recalling_config());
+  auto fresh = new_context();
   EXPECT_TRUE(same(prompt.run(context, 0, 90), prompt.run(fresh, 0, 90)));
 }
 
@@ -153,8 +148,7 @@ TEST(PrefillContext, ACallThatFailsHalfwayIsUndoneToTheBit) {
   for (const int64_t past : {0, 32}) {
     for (const int64_t end : {past + 8, past + 40}) {
       for (const bool with_ids : {true, false}) {
-        PrefillContext context(kContextLayers, 90, recalling_config()),
-            straight(kContextLayers, 90, recalling_config());
+        auto context = new_context(), straight = new_context();
         if (past > 0) {
           prompt.run(context, 0, past);
           prompt.run(straight, 0, past);
@@ -187,7 +181,7 @@ TEST(PrefillContext, ACallThatFailsHalfwayIsUndoneToTheBit) {
 
 TEST(PrefillContext, ACallThatNoLayerAttendedInIsReplaced) {
   const LayeredPrompt prompt(60);
-  PrefillContext context(kContextLayers, 90, recalling_config());
+  auto context = new_context();
   prompt.run(context, 0, 60);
   context.begin(prompt.ids.slice(1, 0, 5));
   context.begin(3);
@@ -201,7 +195,7 @@ TEST(PrefillContext, ACallThatNoLayerAttendedInIsReplaced) {
 
 TEST(PrefillContext, StateRoundTrips) {
   const LayeredPrompt prompt(90);
-  PrefillContext context(kContextLayers, 90, recalling_config());
+  auto context = new_context();
   EXPECT_EQ(PrefillContext::from_tensors(context.state_tensors())->length(), 0);
   prompt.run(context, 0, 40);
   const auto restored = PrefillContext::from_tensors(context.state_tensors());
@@ -228,8 +222,7 @@ TEST(PrefillContext, StateRoundTrips) {
 
 TEST(PrefillContext, WorksInInferenceModeAndOutsideOfIt) {
   const LayeredPrompt prompt(70);
-  PrefillContext context(kContextLayers, 90, recalling_config()),
-      straight(kContextLayers, 90, recalling_config());
+  auto context = new_context(), straight = new_context();
   {
     const c10::InferenceMode inference;
     prompt.run(context, 0, 40);
@@ -240,7 +233,7 @@ TEST(PrefillContext, WorksInInferenceModeAndOutsideOfIt) {
 
 TEST(PrefillContext, ContextsOnThreadsAreIndependent) {
   const LayeredPrompt prompt(90);
-  PrefillContext alone(kContextLayers, 90, recalling_config());
+  auto alone = new_context();
   const auto expected = prompt.run(alone, 0, 90);
   std::vector<at::Tensor> outs(4);
   std::vector<std::thread> threads;
@@ -249,7 +242,7 @@ TEST(PrefillContext, ContextsOnThreadsAreIndependent) {
       // Settings that no thread has read before.
       auto config = recalling_config();
       config.min_prefill = 10 + static_cast<int64_t>(i);
-      PrefillContext context(kContextLayers, 90, config);
+      auto context = new_context(config);
       for (int round = 0; round < 5; ++round) {
         context.reset();
         outs[i] = prompt.run(context, 0, 90);
@@ -293,4 +286,4 @@ TEST(PrefillContext, WrongArguments) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -9,15 +9,11 @@
 
 #include "h2o_prefill/chunk_manager.h"
 #include "h2o_prefill/chunked_sparse_attention.h"
-#include "h2o_prefill/ops.h"
 #include "h2o_prefill/prefill_context.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::random_qkv;
-using testing::same;
 
 PrefillConfig saved_config() {
   return {.chunk_size = 16,
@@ -27,32 +23,21 @@ PrefillConfig saved_config() {
           .min_prefill = 20};
 }
 
-// Lets scripts name the ops and the classes.
+// Lets scripts name the classes.
 struct Names : torch::jit::Resolver {
-  std::shared_ptr<torch::jit::SugaredValue> resolveValue(
-      const std::string& name, torch::jit::GraphFunction& function,
-      const torch::jit::SourceRange& at) override {
-    if (name == "h2o_prefill") return std::make_shared<torch::jit::BuiltinModule>("h2o_prefill");
-    return torch::jit::nativeResolver()->resolveValue(name, function, at);
-  }
-
   c10::TypePtr resolveType(const std::string& name, const torch::jit::SourceRange&) override {
     return torch::getCustomClass("__torch__.torch.classes.h2o_prefill." + name);
   }
 };
 
-// Through an archive in memory, with whatever attributes and code the module has.
-torch::jit::Module save_and_load(const torch::jit::Module& module) {
-  std::stringstream archive;
-  module.save(archive);
-  return torch::jit::load(archive);
-}
-
+// Through an archive in memory.
 template <typename Class>
 c10::intrusive_ptr<Class> round_trip(const c10::intrusive_ptr<Class>& object) {
   torch::jit::Module holder("Holder");
   holder.register_attribute("held", c10::getCustomClassType<c10::intrusive_ptr<Class>>(), object);
-  return save_and_load(holder).attr("held").toCustomClass<Class>();
+  std::stringstream archive;
+  holder.save(archive);
+  return torch::jit::load(archive).attr("held").toCustomClass<Class>();
 }
 
 TEST(RegisteredClasses, ChunkManagerIsSavedWhole) {
@@ -100,24 +85,5 @@ TEST(RegisteredClasses, ScriptUndoesACall) {
   EXPECT_EQ(context->cache()->length(0), 0);
 }
 
-TEST(RegisteredClasses, ScriptCallsTheOps) {
-  torch::jit::Module module("Script");
-  module.define(R"(
-    def forward(self, q, k, v):
-        return h2o_prefill.chunked_sparse_attention(
-            q, k, v, None, None, None, None, None, 0,
-            "h2o,chunk_size=16,local_window=3,heavy_budget=4")
-  )",
-                std::make_shared<Names>());
-  const auto x = random_qkv(50);
-  auto loaded = save_and_load(module);
-  const auto results = loaded.forward({x.q, x.k, x.v}).toTuple();
-  const auto [out, state] = chunked_sparse_attention(
-      x.q, x.k, x.v, {}, {.chunk_size = 16, .local_window = 3, .heavy_budget = 4});
-  EXPECT_TRUE(same(results->elements()[0].toTensor(), out));
-  EXPECT_TRUE(same(results->elements()[1].toTensor(), state.scores));
-  EXPECT_TRUE(same(results->elements()[2].toTensor(), state.memory));
-}
-
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

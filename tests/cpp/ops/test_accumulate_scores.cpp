@@ -1,12 +1,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::close;
-using testing::positions;
-using testing::same;
 
 TEST(AccumulateScores, AddsWhereTheSetsAre) {
   const auto memory = at::tensor({0, 3, 4, 1, 2, -1}, at::kInt).view({1, 2, 3});
@@ -78,4 +74,4 @@ TEST(AccumulateScores, PositionOutOfRange) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -1,15 +1,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::attend_causally;
-using testing::Budgets;
-using testing::close;
-using testing::Qkv;
-using testing::random_qkv;
-using testing::same;
 
 constexpr int64_t kChunk = 16;
 
@@ -68,6 +61,13 @@ TEST(ChunkedSparseAttentionOp, EqualsTheMethodInFloat64) {
       expect_close(run(x), expected(x));
     }
   }
+  const auto x = random_qkv(70);
+  for (const Budgets& budgets : {Budgets{0, 0, 0}, Budgets{0, 5, 0}, Budgets{20, 0, 5}}) {
+    for (const int64_t tail : {0, 30}) {
+      const Options o{.budgets = budgets, .dense_tail = tail};
+      expect_close(run(x, {}, o), expected(x, {}, o));
+    }
+  }
 }
 
 TEST(ChunkedSparseAttentionOp, SixteenBitWithEveryOption) {
@@ -86,16 +86,6 @@ TEST(ChunkedSparseAttentionOp, SixteenBitWithEveryOption) {
     EXPECT_TRUE(close(got.scores, wanted.scores, 4e-3));
     EXPECT_TRUE(same(got.memory, wanted.memory));
     EXPECT_EQ(got.out.scalar_type(), at::kHalf);
-  }
-}
-
-TEST(ChunkedSparseAttentionOp, EveryBudget) {
-  const auto x = random_qkv(70);
-  for (const Budgets& budgets : {Budgets{0, 0, 0}, Budgets{5, 0, 0}, Budgets{0, 5, 0},
-                                 Budgets{0, 0, 5}, Budgets{20, 20, 20}}) {
-    Options o;
-    o.budgets = budgets;
-    expect_close(run(x, {}, o), expected(x, {}, o));
   }
 }
 
@@ -129,28 +119,6 @@ TEST(ChunkedSparseAttentionOp, BudgetsBeyondTheHistoryTakeNoTime) {
   EXPECT_EQ(got.memory.size(2), 3 << 22);
   EXPECT_TRUE(same(got.memory.narrow(2, 0, 32).flatten(), at::arange(32, at::kInt)));
   EXPECT_EQ(got.memory.narrow(2, 32, (3 << 22) - 32).max().item<int>(), -1);
-}
-
-TEST(ChunkedSparseAttentionOp, OneChunkIsPhaseOneAndBuildsNoMemory) {
-  const auto x = random_qkv(kChunk);
-  const auto got = run(x);
-  const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, kChunk);
-  EXPECT_TRUE(same(got.out, out));
-  EXPECT_TRUE(same(got.scores, colsum));
-  EXPECT_TRUE(same(got.memory, at::full({2, 2, 8}, -1, at::kInt)));
-}
-
-TEST(ChunkedSparseAttentionOp, DenseTailIsExactAndOffTheChain) {
-  const auto x = random_qkv(90);
-  const auto plain = run(x);
-  for (const int64_t tail : {1, 30, 200}) {
-    Options o;
-    o.dense_tail = tail;
-    const auto got = run(x, {}, o);
-    expect_close(got, expected(x, {}, o));
-    EXPECT_TRUE(same(got.scores, plain.scores));
-    EXPECT_TRUE(same(got.memory, plain.memory));
-  }
 }
 
 TEST(ChunkedSparseAttentionOp, RecalledKeysAreSeenOnceAndOffTheChain) {
@@ -208,4 +176,4 @@ TEST(ChunkedSparseAttentionOp, WrongArguments) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -1,13 +1,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::attend_causally;
-using testing::close;
-using testing::kValueDim;
-using testing::random_qkv;
 
 // More than two steps of the CPU kernel, 1024 keys each.
 constexpr int64_t kHistory = 2500;
@@ -54,4 +49,4 @@ TEST(DenseAttention, WrongArguments) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -1,11 +1,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::positions;
-using testing::same;
 
 TEST(GatherRows, CopiesRowsOfEveryHead) {
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
@@ -29,8 +26,8 @@ TEST(GatherRows, ReadsAnyStrides) {
   const auto x = at::randn({1, 2, 6, 4});
   const auto indices = positions({5, 0, 3}, 1, 2);
   const auto expected = gather_rows(x, indices);
-  EXPECT_TRUE(same(gather_rows(testing::by_token(x), indices), expected));
-  EXPECT_TRUE(same(gather_rows(testing::by_dim(x), indices), expected));
+  EXPECT_TRUE(same(gather_rows(by_token(x), indices), expected));
+  EXPECT_TRUE(same(gather_rows(by_dim(x), indices), expected));
 }
 
 TEST(GatherRows, NothingToGather) {
@@ -54,4 +51,4 @@ TEST(GatherRows, PositionOutOfRange) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -1,18 +1,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::attend;
-using testing::by_dim;
-using testing::by_token;
-using testing::chunk_mask;
-using testing::close;
-using testing::kValueDim;
-using testing::random_qkv;
-using testing::rounding_error;
-using testing::same;
 
 constexpr int64_t kChunkSize = 16;
 
@@ -86,4 +76,4 @@ TEST(IntraChunkAttention, RefusesGradientsOnlyWhileTheyAreOn) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -3,10 +3,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::same;
 
 struct Settings {
   int64_t begin = 0;
@@ -69,4 +67,4 @@ TEST(LexicalRecall, WrongArguments) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

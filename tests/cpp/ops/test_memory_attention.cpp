@@ -1,18 +1,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::attend;
-using testing::close;
-using testing::kInfinity;
-using testing::kValueDim;
-using testing::membership;
-using testing::positions;
-using testing::random_qkv;
-using testing::rounding_error;
-using testing::same;
 
 constexpr int64_t kLength = 40;
 
@@ -82,4 +72,4 @@ TEST(MemoryAttention, PositionOutOfRange) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -1,15 +1,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::attend;
-using testing::close;
-using testing::kInfinity;
-using testing::random_qkv;
-using testing::rounding_error;
-using testing::same;
 
 TEST(MergeStates, EqualsOneSoftmaxOverBothKeySets) {
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
@@ -54,4 +47,4 @@ TEST(MergeStates, WrongArguments) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing

@@ -4,16 +4,8 @@
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
-namespace h2o_prefill {
+namespace h2o_prefill::testing {
 namespace {
-
-using testing::attend_causally;
-using testing::close;
-using testing::kValueDim;
-using testing::positions;
-using testing::Qkv;
-using testing::random_qkv;
-using testing::same;
 
 const char* const kSettings = "h2o,chunk_size=16,local_window=3,heavy_budget=4,sink_tokens=1";
 constexpr int64_t kMemory = 8;
@@ -189,7 +181,7 @@ void expect_buffers_of_any_strides(int64_t length) {
   auto& [key, value, scores, memory] = strided.buffers;
   key = at::full({2, 1300, 2, 10}, std::nan("")).transpose(1, 2).narrow(3, 1, 8);
   value = at::full({2, 2, kValueDim, 1300}, std::nan("")).transpose(2, 3);
-  strided.attend({x.q, testing::by_token(x.k), testing::by_dim(x.v)});
+  strided.attend({x.q, by_token(x.k), by_dim(x.v)});
   EXPECT_TRUE(same(key.narrow(2, 0, length), x.k));
   EXPECT_TRUE(same(value.narrow(2, 0, length), x.v));
   EXPECT_TRUE(key.narrow(2, length, 1300 - length).isnan().all().item<bool>());
@@ -348,9 +340,9 @@ TEST(PrefillAttentionInPlace, BuffersMayBePartsOfOneTensor) {
   for (const int64_t dim : {0, 1, 2, 3}) {
     std::vector<int64_t> sizes{2, 2, 100, 8};
     sizes[dim] *= 2;
-    for (const bool by_token : {false, true}) {
+    for (const bool tokens_outermost : {false, true}) {
       auto whole = at::zeros(sizes);
-      if (by_token) whole = testing::by_token(whole);
+      if (tokens_outermost) whole = by_token(whole);
       Shared shared{expected.q, expected.k, expected.v};
       shared.buffers.key = part(whole, dim, 0);
       shared.buffers.value = part(whole, dim, 1);
@@ -390,4 +382,4 @@ TEST(PrefillAttention, HandsTheStateOnWhereItIsDense) {
 }
 
 }  // namespace
-}  // namespace h2o_prefill
+}  // namespace h2o_prefill::testing
