@@ -11,8 +11,8 @@ at::Tensor random_decay(const Qkv& x) { return -at::rand(x.k.sizes().slice(0, 3)
 TEST(ChunkwiseLinearAttention, EqualsFloat64) {
   for (const auto& [type, rounding] : {std::pair{at::kFloat, 3e-5}, std::pair{at::kHalf, 0x1p-10},
                                        std::pair{at::kBFloat16, 0x1p-7}}) {
-    for (const int64_t kv_heads : {4, 2, 1}) {
-      for (const int64_t length : {1, 15, 16, 17, 70}) {
+    for (const int64_t kv_heads : {4, 1}) {
+      for (const int64_t length : {1, 16, 70}) {
         const LinearAttentionOptions options{.chunk_size = 16, .normalize = kv_heads != 1};
         const auto x = random_qkv(length, 4, kv_heads, type);
         const auto decay = random_decay(x);

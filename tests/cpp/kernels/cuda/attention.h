@@ -69,6 +69,7 @@ struct AttentionInputs {
   std::vector<double> values = value.numbers();
 
   int64_t group() const { return query.heads / key.heads; }
+  float scale_log2() const { return scale * 1.44269504F; }
   const double* key_at(int64_t b, int64_t h, int64_t t) const {
     return &keys[((b * key.heads + h) * key.length + t) * key.rows.dim()];
   }
@@ -87,6 +88,8 @@ struct AttentionShape {
   int64_t kv_heads = 1;
   int64_t batch = 1;
   bool transposed = false;
+
+  int64_t past() const { return keys - rows; }
 };
 
 inline std::string describe(const AttentionShape& x) {
@@ -110,8 +113,6 @@ inline AttentionInputs make_inputs(const AttentionShape& x) {
 
 // Positions that row t of the call sees, of KV head h of batch row b.
 using VisibleKeys = std::function<std::vector<int64_t>(int64_t b, int64_t h, int64_t t)>;
-
-inline float scale_log2(const AttentionInputs& in) { return in.scale * 1.44269504F; }
 
 inline std::vector<double> logits(const AttentionInputs& in, int64_t b, int64_t head, int64_t t,
                                   const std::vector<int64_t>& keys) {
@@ -182,6 +183,30 @@ inline Expected attend(const AttentionInputs& in, const VisibleKeys& visible) {
     }
   }
   return expected;
+}
+
+// The sums of exp(z - lse) of every position, over the rows of each query head, then over the query
+// heads of a KV head, or their maximum: [B, Hkv, keys]. A row whose lse is -inf counts nothing.
+inline std::vector<double> expected_sums(const AttentionInputs& in, const VisibleKeys& visible,
+                                         bool reduce_max, const std::vector<float>& lse) {
+  const int64_t keys = in.key.length;
+  std::vector<double> sums(in.key.batch * in.key.heads * keys);
+  for (int64_t i = 0; i < in.query.batch * in.query.heads; ++i) {
+    const int64_t b = i / in.query.heads, head = i % in.query.heads, h = head / in.group();
+    std::vector<double> of_head(keys);
+    for (int64_t t = 0; t < in.query.length; ++t) {
+      const float offset = lse[i * in.query.length + t];
+      if (offset == -HUGE_VALF) continue;
+      const std::vector<int64_t> positions = visible(b, h, t);
+      const std::vector<double> z = logits(in, b, head, t, positions);
+      for (size_t j = 0; j < z.size(); ++j) of_head[positions[j]] += std::exp(z[j] - offset);
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      double& sum = sums[(b * in.key.heads + h) * keys + j];
+      sum = reduce_max ? std::max(sum, of_head[j]) : sum + of_head[j];
+    }
+  }
+  return sums;
 }
 
 // Infinite if one is NaN.

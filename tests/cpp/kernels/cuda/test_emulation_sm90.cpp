@@ -1,5 +1,5 @@
-// The emulation of what sm_90a adds: correct kernels get their results, and mistakes stop the
-// program or give wrong results.
+// The emulation of what sm_90a adds, and layout_sm90.h: correct kernels get their results, and
+// mistakes stop the program or give wrong results.
 #include "cuda_emulation/cuda.h"
 
 #include <gtest/gtest.h>
@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda_emulation/counters.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/layout_sm90.h"
 #include "kernels/cuda/ptx_sm90.cuh"
@@ -243,6 +244,17 @@ TEST_P(MistakeDeathTest, IsFound) {
 }
 
 INSTANTIATE_TEST_SUITE_P(EmulationSm90, MistakeDeathTest, ::testing::ValuesIn(kMistakes));
+
+TEST(LayoutSm90, Descriptors) {
+  using layout_sm90::make_descriptor;
+  using layout_sm90::Swizzle;
+  EXPECT_EQ(make_descriptor(0x12340, 0x160, 0x400, Swizzle::k64Bytes), 0x8000'0040'0016'1234U);
+  // Only 18 bits of an address are meant.
+  EXPECT_EQ(make_descriptor(0x40010, 0, 0, Swizzle::kNone), 1U);
+  EXPECT_EQ(layout_sm90::slab_descriptor(0x8400), 0x4000'0040'0001'0840U);
+  // To the largest address of a block's shared memory nothing is carried out of the field.
+  EXPECT_LT(cuda_emulation::kMaxSharedBytesOfHopper >> 4, 1U << 14);
+}
 
 struct Exchange {
   uint32_t* out;  // the number of the other thread of each pair of warps

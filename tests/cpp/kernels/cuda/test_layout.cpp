@@ -84,32 +84,6 @@ TEST(Layout, LdmatrixLoadsTheFragments) {
                two_b_column);
 }
 
-// Literals from the figures of the PTX ISA for lane 13, whose group is 3 and whose place in it 1.
-TEST(Layout, FragmentsAreThoseOfTheIsa) {
-  constexpr int kRows[8] = {3, 3, 11, 11, 3, 3, 11, 11};
-  constexpr int kColumns[8] = {2, 3, 2, 3, 10, 11, 10, 11};
-  for (int i = 0; i < 8; ++i) {
-    EXPECT_EQ(layout::a_row(13, i), kRows[i]);
-    EXPECT_EQ(layout::a_column(13, i), kColumns[i]);
-  }
-  constexpr int kRowsOfB[4] = {2, 3, 10, 11};
-  for (int i = 0; i < 4; ++i) {
-    EXPECT_EQ(layout::b_row(13, i), kRowsOfB[i]);
-    EXPECT_EQ(layout::b_column(13, i), 3);
-    EXPECT_EQ(layout::accumulator_row(13, i), kRows[i]);
-    EXPECT_EQ(layout::accumulator_column(13, i), kColumns[i]);
-  }
-}
-
-TEST(Layout, TwoAccumulatorsAreAnAFragment) {
-  for (int lane = 0; lane < kWarp; ++lane) {
-    for (int i = 0; i < 8; ++i) {
-      EXPECT_EQ(layout::a_row(lane, i), layout::accumulator_row(lane, i % 4));
-      EXPECT_EQ(layout::a_column(lane, i), layout::accumulator_column(lane, i % 4) + i / 4 * 8);
-    }
-  }
-}
-
 // A unit of 8 elements in a tile with rows of `units` units.
 using Place = int (*)(int row, int unit, int units);
 

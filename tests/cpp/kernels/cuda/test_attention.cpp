@@ -1,0 +1,302 @@
+// The forward and column-sum kernels on the emulation against attention in float64: those for every
+// GPU, and those of sm_90a. The emulation has so few multiprocessors that a block of the latter
+// takes several tiles of rows.
+#include <gtest/gtest.h>
+
+#include <ostream>
+
+#include "cuda_emulation/counters.h"
+#include "kernels/cuda/attend_forward_sm90.h"
+#include "kernels/cuda/attention_calls.h"
+#include "kernels/cuda/column_sums_sm90.h"
+
+namespace h2o_prefill::testing {
+
+void PrintTo(const Kernels& kernels, std::ostream* out) { *out << kernels.name; }
+
+namespace {
+
+const Kernels kSm80{"sm80",
+                    launch_attend_forward,
+                    launch_column_sums,
+                    column_sums_partial_floats,
+                    cuda_emulation::kMaxSharedBytes,
+                    {DType::kBFloat16, DType::kFloat16, DType::kFloat32},
+                    {DType::kBFloat16, DType::kFloat32},
+                    {8, 64, 80, 96, 128, 256},
+                    {1, 63, 64, 65, 130, 200},
+                    {-0.3F, 0.0F, 1.0F}};
+const Kernels kSm90{"sm90a",
+                    launch_attend_forward_sm90,
+                    launch_column_sums_sm90,
+                    column_sums_sm90_partial_floats,
+                    cuda_emulation::kMaxSharedBytesOfHopper,
+                    {DType::kBFloat16, DType::kFloat16},
+                    {DType::kBFloat16},
+                    {8, 56, 104, 128},
+                    {1, 64, 128, 129, 300},
+                    {1.0F}};
+
+void use(const Kernels& kernels) {
+  tested = &kernels;
+  cuda_emulation::max_shared_bytes = kernels.shared_bytes;
+}
+
+class Attention : public ::testing::TestWithParam<Kernels> {
+ protected:
+  void SetUp() override { use(kernels); }
+
+  const Kernels& kernels = GetParam();
+};
+
+INSTANTIATE_TEST_SUITE_P(Kernels, Attention, ::testing::Values(kSm80, kSm90));
+
+TEST_P(Attention, RowsAroundTheTile) {
+  for (const DType dtype : kernels.dtypes) {
+    for (const int64_t rows : {1, 63, 64, 65, 127, 128, 129, 260}) {
+      check_causal({dtype, rows, rows}, rows);
+      check_causal({dtype, rows, rows + 37}, 0);
+    }
+  }
+}
+
+TEST_P(Attention, Dims) {
+  for (const DType dtype : kernels.dtypes) {
+    for (size_t i = 0; i < kernels.dims.size(); ++i) {
+      const int64_t dim = kernels.dims[i], next = kernels.dims[(i + 1) % kernels.dims.size()];
+      check_causal({dtype, 70, 70, dim, dim}, 70);
+      check_causal({dtype, 150, 170, dim, next}, 150);
+    }
+  }
+}
+
+TEST_P(Attention, Chunks) {
+  for (const DType dtype : kernels.few_dtypes) {
+    for (const int64_t chunk_size : {1, 30}) check_causal({dtype, 150, 195}, chunk_size);
+    check_causal({dtype, 290, 335}, 130);
+  }
+}
+
+TEST_P(Attention, GroupsBatchesAndTransposedViews) {
+  for (const DType dtype : kernels.few_dtypes) {
+    for (const int64_t group : {1, 3, 4}) {
+      check_causal({dtype, 66, 66, 64, 64, 2 * group, 2, 2}, 40, {.reduce_max = true});
+      check_causal({dtype, 66, 80, 64, 56, 2 * group, 2, 2, /*transposed=*/true}, 40);
+      check_causal({dtype, 66, 80, 64, 56, 2 * group, 2, 2, /*transposed=*/true}, 0);
+    }
+  }
+}
+
+TEST_P(Attention, Scales) {
+  for (const DType dtype : kernels.dtypes) {
+    for (const float scale : kernels.scales) {
+      Call call({dtype, 140, 140});
+      call.in.scale = scale;
+      call.params.scale_log2 = call.in.scale_log2();
+      call.attend_causally(100);
+      call.run();
+      call.expect_close(attend(call.in, causal_keys(0, 100)));
+    }
+  }
+}
+
+// Rows before and after the range keep what they had, and all where no lse is wanted.
+TEST_P(Attention, RowRangeWithLseAndWithout) {
+  for (const DType dtype : kernels.dtypes) {
+    for (const bool wants_lse : {true, false}) {
+      Call call({dtype, 100, 120});
+      call.params.rows = {.begin = 60, .count = 30, .past = 20};
+      call.run(wants_lse);
+      const Expected expected = attend(call.in, causal_keys(20, 0));
+      const double tolerance = call.tolerance(expected);
+      const std::vector<double> out = call.out.numbers();
+      for (int64_t t = 0; t < 100; ++t) {
+        const bool inside = t >= 60 && t < 90;
+        for (int64_t i = t * 64; i < (t + 1) * 64; ++i) {
+          EXPECT_TRUE(inside ? std::fabs(out[i] - expected.out[i]) <= tolerance
+                             : std::isnan(out[i]))
+              << t;
+        }
+        EXPECT_NEAR(call.lse[t], inside && wants_lse ? expected.lse[t] : kUntouched, 2e-5) << t;
+      }
+    }
+  }
+}
+
+TEST_P(Attention, RowsThatCountNothingInColumnSums) {
+  for (const DType dtype : kernels.dtypes) {
+    for (const int64_t every : {1, 3}) {
+      check_causal({dtype, 140, 140, 64, 64, 2}, 140, {.skip_every = every});
+    }
+  }
+}
+
+TEST_P(Attention, MemorySets) {
+  const SumsOptions scattered{.scatter_add = true};
+  for (const DType dtype : kernels.few_dtypes) {
+    for (const int64_t width : kernels.widths) {
+      check_gathered({dtype, 40, 320}, width, width);
+      check_gathered({dtype, 40, 320}, width, width / 2, scattered);
+    }
+    check_gathered({dtype, 20, 50}, 0, 0);
+    check_gathered({dtype, 20, 50}, 70, 0);
+    check_gathered({dtype, 20, 50}, 70, 0, scattered);
+    check_gathered({dtype, 130, 300, 128, 128}, 150, 131, scattered);
+    check_gathered({dtype, 70, 100, kernels.dims.back(), 56}, 50, 41);
+    for (const int64_t group : {1, 3, 4}) {
+      check_gathered({dtype, 70, 90, 64, 64, 2 * group, 2, 2, group != 3}, 80, 67,
+                     {.scatter_add = group == 3, .reduce_max = group != 1});
+    }
+    check_gathered({dtype, 130, 90, 64, 64, 4}, 80, 80, {.scatter_add = true, .reduce_max = true});
+  }
+}
+
+TEST_P(Attention, RecalledKeys) {
+  const int64_t widest = kernels.dims.back();
+  for (const DType dtype : kernels.few_dtypes) {
+    for (const RecallCase& x :
+         {RecallCase{{dtype, 200, 300}, 64, 64, 100, 70, 50},
+          RecallCase{{dtype, 150, 250, 64, 56, 4, 2, 2, true}, 60, 20, 30, 40, 40},
+          RecallCase{{dtype, 150, 250, 128, 128, 3, 1}, 150, 1, 3, 140, 133},
+          RecallCase{{dtype, 150, 220, widest, 64}, 150, 150, 200, 70, 0},
+          RecallCase{{dtype, 70, 170}, 70, 35, 150, 0, 0}}) {
+      RecallCalls(x).check();
+    }
+  }
+}
+
+// Results are equal to the bit.
+TEST_P(Attention, OrderOfThreadsDoesNotMatter) {
+  for (const DType dtype : kernels.few_dtypes) {
+    const RecallCalls calls({{dtype, 150, 300, 128, 104, 2, 1}, 50, 50, 80, 140, 133});
+    const std::vector<int32_t> sets = memory_sets(1, 140, 133, 250);
+    Call causal({dtype, 300, 300}), gathered({dtype, 150, 250, 128, 64, 3});
+    causal.attend_causally(300);
+    gathered.attend_to(sets, 140);
+    for (Call* call : {&causal, &gathered}) call->run();
+    const auto run = [&](uint64_t seed) {
+      cuda_emulation::set_seed(seed);
+      const Call call = calls.run();
+      std::vector<std::vector<float>> results{call.lse, call.memory_lse};
+      for (const Call* each : {&causal, &gathered}) {
+        for (const bool partial : {false, true}) {
+          results.push_back(sum_columns(sums_params(*each, {}), each->lse, partial));
+        }
+      }
+      return std::pair(call.out.numbers(), results);
+    };
+    const auto first = run(0);
+    for (const uint64_t seed : {1, 2}) EXPECT_EQ(run(seed), first);
+  }
+}
+
+// Positions that a caller should not have listed are absent, and nothing is read there.
+TEST_P(Attention, PositionsOutsideOfTheHistoryAreAbsent) {
+  for (const DType dtype : kernels.dtypes) {
+    const auto run = [&](const std::vector<int32_t>& set, const std::vector<int32_t>& offsets,
+                         const std::vector<int32_t>& recalled) {
+      Call call({dtype, 40, 90});
+      call.attend_to(set, static_cast<int64_t>(set.size()));
+      const std::vector<int32_t> visible_from(recalled.size(), 0);
+      call.params.recall = {.offsets = offsets.data(),
+                            .positions = recalled.data(),
+                            .visible_from = visible_from.data(),
+                            .entries = static_cast<int64_t>(recalled.size()),
+                            .block = 40,
+                            .blocks = 1};
+      call.run();
+      std::vector<std::vector<float>> sums;
+      for (const bool scatter_add : {false, true}) {
+        sums.push_back(sum_columns(sums_params(call, {.scatter_add = scatter_add}),
+                                   std::vector<float>(40, 1.0F), /*partial=*/false));
+      }
+      return std::pair(call.out.numbers(), sums);
+    };
+    const auto expected = run({3, 40, -1, -1}, {0, 1}, {7});
+    for (const int32_t far : {90, 5000, -5, -2000000000, 2147483647}) {
+      EXPECT_EQ(run({3, 40, far, far}, {0, 2}, {7, far}), expected) << far;
+    }
+    EXPECT_EQ(run({3, 40, -1, -1}, {-3, 1000000}, {7}), expected);
+  }
+}
+
+TEST_P(Attention, NothingToDo) {
+  Call call({DType::kBFloat16, 5, 5});
+  call.params.rows.count = 0;
+  call.run();
+  EXPECT_EQ(call.lse, std::vector<float>(5, kUntouched));
+  call.params.rows.count = 5;
+  call.attend_to({}, 0);
+  const auto sums = sum_columns(sums_params(call, {.scatter_add = true}), call.lse, true);
+  EXPECT_EQ(sums, std::vector<float>(5, kBefore));
+}
+
+TEST_P(Attention, DimsThatHaveNoKernel) {
+  for (const auto& [dim, value_dim] : {std::pair{264, 64}, std::pair{64, 264}}) {
+    Call call({DType::kFloat16, 5, 5, dim, value_dim});
+    call.params.out = call.out.view();
+    EXPECT_EQ(tested->attend(call.params, nullptr), cudaErrorInvalidValue);
+  }
+}
+
+// More tiles of keys, and of queries, than twice the rings have buffers: an odd number
+// and an even one.
+TEST(AttentionSm90, RingsGoRound) {
+  use(kSm90);
+  check_causal({DType::kBFloat16, 130, 620, 128, 128, 3}, 0);
+  check_causal({DType::kFloat16, 10, 700, 64, 64, 5}, 0);
+  for (const int64_t heads : {3, 4}) {
+    check_causal({DType::kFloat16, 300, 300, 128, 64, heads}, 300);
+    check_gathered({DType::kBFloat16, 300, 140, 64, 64, heads}, 130, 129);
+  }
+}
+
+TEST(AttentionSm90, OtherInputsAreForTheOtherKernels) {
+  const auto refused = [](const AttentionShape& shape, float scale, bool in_sums) {
+    Call call(shape);
+    call.params.scale_log2 = scale;
+    EXPECT_FALSE(has_attend_forward_sm90(call.params));
+    EXPECT_EQ(launch_attend_forward_sm90(call.params, nullptr), cudaErrorInvalidValue);
+    if (!in_sums) return;
+    const ColumnSumsParams sums = sums_params(call, {});
+    EXPECT_FALSE(has_column_sums_sm90(sums));
+    EXPECT_EQ(launch_column_sums_sm90(sums, nullptr), cudaErrorInvalidValue);
+  };
+  for (const int64_t dim : {72, 96, 136, 256}) {
+    refused({DType::kBFloat16, 2, 2, dim, 64}, 1.0F, true);
+    refused({DType::kBFloat16, 2, 2, 64, dim}, 1.0F, false);
+  }
+  refused({DType::kFloat32, 2, 2}, 1.0F, true);
+  refused({DType::kFloat16, 2, 2}, 0.0F, false);
+  refused({DType::kFloat16, 2, 2}, -1.0F, false);
+}
+
+TEST(ColumnSums, PartialSumsAreForFewKeysAndNeverMoreForSm90) {
+  ColumnSumsParams params = sums_params(Call({DType::kBFloat16, 1, 1}), {});
+  int64_t with_workspace = 0;
+  for (const bool gathered : {false, true}) {
+    params.gathered = gathered;
+    for (const int64_t kv_heads : {1, 2, 8, 32}) {
+      params.key.heads = kv_heads;
+      params.query.heads = kv_heads * 4;
+      for (const int64_t rows : {1, 64, 130, 320, 1000, 1024, 5000, 32768}) {
+        params.rows.count = rows;
+        params.memory.width = rows / 2;
+        params.causal = {.begin = 0, .count = rows, .chunk_size = 1024};
+        const int64_t floats = column_sums_partial_floats(params);
+        EXPECT_LE(column_sums_sm90_partial_floats(params), floats) << rows << " rows";
+        with_workspace += column_sums_sm90_partial_floats(params) > 0;
+        if (kv_heads == 8 && gathered && rows == 1024) {
+          // 8 KV heads and 4 key tiles, by 4 heads and 2 parts of the rows: 256 blocks.
+          EXPECT_EQ(floats, 32 * 2 * 512);
+        } else if (kv_heads == 8 && !gathered && rows == 32768) {
+          EXPECT_EQ(floats, 0);
+        }
+      }
+    }
+  }
+  EXPECT_GT(with_workspace, 20);
+}
+
+}  // namespace
+}  // namespace h2o_prefill::testing
