@@ -89,10 +89,6 @@ TEST(PrefillContext, IsTheOperatorWithRecallOnEveryLayer) {
   EXPECT_TRUE(same(context.token_ids(), prompt.ids));
 }
 
-TEST(PrefillContext, RecommendedIsTheDefault) {
-  EXPECT_EQ(PrefillContext(1, 8).config(), PrefillConfig::preset("recommended"));
-}
-
 TEST(PrefillContext, GoesOnAndDecodes) {
   const LayeredPrompt prompt(90);
   auto whole = new_context(), parts = new_context();
@@ -253,8 +249,9 @@ TEST(PrefillContext, ContextsOnThreadsAreIndependent) {
   for (const auto& out : outs) EXPECT_TRUE(same(out, expected));
 }
 
-TEST(PrefillContext, WrongArguments) {
+TEST(PrefillContext, DefaultsAndWrongArguments) {
   const LayeredPrompt prompt(40);
+  EXPECT_EQ(PrefillContext(1, 8).config(), PrefillConfig::preset("recommended"));
   EXPECT_VALUE_ERROR(PrefillContext(0, 8), "num_layers must be >= 1, got 0");
   EXPECT_VALUE_ERROR(PrefillContext(2, 0), "max_tokens must be >= 1, got 0");
   EXPECT_VALUE_ERROR(PrefillContext(1, 8, recalling_config()),

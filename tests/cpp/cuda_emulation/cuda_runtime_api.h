@@ -13,11 +13,6 @@ enum cudaError_t {
 
 using cudaStream_t = struct CUstream_st*;
 
-inline const char* cudaGetErrorString(cudaError_t error) {
-  if (error == cudaSuccess) return "no error";
-  return error == cudaErrorInvalidValue ? "invalid argument" : "invalid configuration argument";
-}
-
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
@@ -36,17 +31,9 @@ inline cudaError_t cudaGetDevice(int* device) {
 
 // Few multiprocessors, so that blocks which take one tile after another have several.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
-  switch (attribute) {
-    case cudaDevAttrMultiProcessorCount:
-      *value = 3;
-      break;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
-      break;
-  }
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? 3
+           : attribute == cudaDevAttrComputeCapabilityMajor ? 9
+                                                            : 0;
   return cudaSuccess;
 }
 

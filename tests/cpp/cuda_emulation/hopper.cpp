@@ -44,7 +44,7 @@ Mbarrier load(const uint64_t* address, Site site) {
   Mbarrier barrier;
   std::memcpy(&barrier, address, sizeof(barrier));
   if (barrier.magic == kMagic) return barrier;
-  fail("an mbarrier that was not initialised, or overwritten (%s:%d)", site.file, site.line);
+  fail_at(site, "an mbarrier that was not initialised, or overwritten");
 }
 
 void store(uint64_t* address, const Mbarrier& barrier) {
@@ -53,13 +53,12 @@ void store(uint64_t* address, const Mbarrier& barrier) {
 
 void named_barrier(const char* name, int number, int threads, bool wait, Site site) {
   if (number < 1 || number >= kNamedBarriers || threads % kWarpSize != 0) {
-    fail("%s with barrier %d, %d threads (%s:%d)", name, number, threads, site.file, site.line);
+    fail_at(site, "%s with barrier %d, %d threads", name, number, threads);
   }
   NamedBarrier& barrier = named[number];
   if (barrier.arrived == 0) barrier.threads = threads;
   if (barrier.threads != threads) {
-    fail("%s of %d threads while others make it %d (%s:%d)", name, threads, barrier.threads,
-         site.file, site.line);
+    fail_at(site, "%s of %d threads while others make it %d", name, threads, barrier.threads);
   }
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;

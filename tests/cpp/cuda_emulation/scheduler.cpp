@@ -75,6 +75,13 @@ Thread* running = nullptr;
 
 size_t below(size_t n) { return engine() % n; }
 
+void report(const char* format, va_list arguments) {
+  std::fprintf(stderr, "cuda emulation: block (%u, %u, %u), thread %d, seed %llu: ", blockIdx.x,
+               blockIdx.y, blockIdx.z, running ? running->index : -1,
+               static_cast<unsigned long long>(seed));
+  std::vfprintf(stderr, format, arguments);
+}
+
 void make_ready(Thread& thread) {
   thread.waits_at = nullptr;
   thread.waits_for = nullptr;
@@ -257,7 +264,7 @@ void warpgroup_collective(const char* name, void* argument, void (*execute)(void
                           Site site) {
   const int group = running->index / kWarpgroupSize;
   if (group >= static_cast<int>(warpgroups.size())) {
-    fail("%s by warps that are no whole warpgroup (%s:%d)", name, site.file, site.line);
+    fail_at(site, "%s by warps that are no whole warpgroup", name);
   }
   meet("warps of a warpgroup", warpgroups[group], group * kWarpgroupSize, kWarpgroupSize, name,
        argument, execute, site);
@@ -279,7 +286,7 @@ Copies& copies() { return running->copies; }
 
 void check_alignment(const char* name, const void* address, size_t bytes, Site site) {
   if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
-  fail("%s at an address that is not a multiple of %zu (%s:%d)", name, bytes, site.file, site.line);
+  fail_at(site, "%s at an address that is not a multiple of %zu", name, bytes);
 }
 
 void check_shared(const char* name, const void* address, size_t bytes, Site site) {
@@ -287,8 +294,7 @@ void check_shared(const char* name, const void* address, size_t bytes, Site site
   const auto offset = static_cast<std::ptrdiff_t>(reinterpret_cast<uintptr_t>(address) -
                                                   reinterpret_cast<uintptr_t>(shared.get()));
   if (offset >= 0 && offset + bytes <= shared_size) return;
-  fail("%s at offset %td of %zu bytes of shared memory (%s:%d)", name, offset, shared_size,
-       site.file, site.line);
+  fail_at(site, "%s at offset %td of %zu bytes of shared memory", name, offset, shared_size);
 }
 
 uint32_t shared_address(const void* address) {
@@ -299,21 +305,25 @@ uint32_t shared_address(const void* address) {
 unsigned char* at_shared_address(const char* name, uint32_t address, size_t bytes, Site site) {
   const int64_t offset = int64_t{address} - kSharedWindow;
   if (offset < 0 || offset + bytes > shared_size) {
-    fail("%s at offset %lld of %zu bytes of shared memory (%s:%d)", name,
-         static_cast<long long>(offset), shared_size, site.file, site.line);
+    fail_at(site, "%s at offset %lld of %zu bytes of shared memory", name,
+            static_cast<long long>(offset), shared_size);
   }
   return shared.get() + offset;
 }
 
 void fail(const char* format, ...) {
-  std::fprintf(stderr, "cuda emulation: block (%u, %u, %u), thread %d, seed %llu: ", blockIdx.x,
-               blockIdx.y, blockIdx.z, running ? running->index : -1,
-               static_cast<unsigned long long>(seed));
   va_list arguments;
   va_start(arguments, format);
-  std::vfprintf(stderr, format, arguments);
-  va_end(arguments);
+  report(format, arguments);
   std::fputc('\n', stderr);
+  std::abort();
+}
+
+void fail_at(Site site, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  report(format, arguments);
+  std::fprintf(stderr, " (%s:%d)\n", site.file, site.line);
   std::abort();
 }
 

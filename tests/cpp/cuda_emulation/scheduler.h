@@ -81,7 +81,8 @@ void check_shared(const char* name, const void* address, size_t bytes, Site site
 uint32_t shared_address(const void* address);
 unsigned char* at_shared_address(const char* name, uint32_t address, size_t bytes, Site site);
 
-// Stops the program with a message that names the thread.
+// Stops the program with a message that names the thread, and where it is.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+[[noreturn]] void fail_at(Site site, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 }  // namespace cuda_emulation

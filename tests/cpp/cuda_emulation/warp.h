@@ -9,7 +9,7 @@ constexpr unsigned int kFullMask = 0xFFFFFFFFU;
 
 inline void check_mask(unsigned int mask, Site site) {
   if (mask == kFullMask) return;
-  fail("a collective of some lanes only, mask %08x (%s:%d)", mask, site.file, site.line);
+  fail_at(site, "a collective of some lanes only, mask %08x", mask);
 }
 
 template <typename T>
@@ -82,26 +82,17 @@ inline void __syncwarp(unsigned int mask = cuda_emulation::kFullMask,
   cuda_emulation::warp_collective("__syncwarp", nullptr, nullptr, site);
 }
 
-template <typename T>
-T __shfl_sync(unsigned int mask, T value, int lane, int width = 32,
-              cuda_emulation::Site site = cuda_emulation::Site::here()) {
-  return cuda_emulation::shuffle<cuda_emulation::lane_of_index>("__shfl_sync", mask, value, lane,
-                                                                width, site);
-}
-
-template <typename T>
-T __shfl_xor_sync(unsigned int mask, T value, int lane_mask, int width = 32,
-                  cuda_emulation::Site site = cuda_emulation::Site::here()) {
-  return cuda_emulation::shuffle<cuda_emulation::lane_of_xor>("__shfl_xor_sync", mask, value,
-                                                              lane_mask, width, site);
-}
-
-template <typename T>
-T __shfl_up_sync(unsigned int mask, T value, unsigned int delta, int width = 32,
-                 cuda_emulation::Site site = cuda_emulation::Site::here()) {
-  return cuda_emulation::shuffle<cuda_emulation::lane_above>("__shfl_up_sync", mask, value,
-                                                             static_cast<int>(delta), width, site);
-}
+#define CUDA_EMULATION_SHUFFLE(function, operand, source)                                       \
+  template <typename T>                                                                         \
+  T function(unsigned int mask, T value, operand, int width = 32,                               \
+             cuda_emulation::Site site = cuda_emulation::Site::here()) {                        \
+    return cuda_emulation::shuffle<cuda_emulation::source>(#function, mask, value, from, width, \
+                                                           site);                               \
+  }
+CUDA_EMULATION_SHUFFLE(__shfl_sync, int from, lane_of_index)
+CUDA_EMULATION_SHUFFLE(__shfl_xor_sync, int from, lane_of_xor)
+CUDA_EMULATION_SHUFFLE(__shfl_up_sync, unsigned int from, lane_above)
+#undef CUDA_EMULATION_SHUFFLE
 
 inline unsigned int __ballot_sync(unsigned int mask, int predicate,
                                   cuda_emulation::Site site = cuda_emulation::Site::here()) {

@@ -32,8 +32,8 @@ struct Descriptor {
     leading = field(16);
     stride = field(32);
     if ((bits >> 49 & 7) || bits >> 62 != 1) {
-      fail("%s with a base offset or another swizzle than 128 bytes is not emulated (%s:%d)", name,
-           site.file, site.line);
+      fail_at(site, "%s with a base offset or another swizzle than 128 bytes is not emulated",
+              name);
     }
   }
 
@@ -45,40 +45,32 @@ struct Descriptor {
   }
 };
 
-// Reads the matrix [rows, 16] that a descriptor of a K-major operand names.
-std::vector<uint16_t> read_columns(const char* name, uint64_t bits, int rows, Site site) {
+// Reads the operand that a descriptor names as [lines, 16]: K-major, 16 elements of each line are
+// together; else `lines` elements of each of 16 rows are, 128 bytes, and the next ones a leading
+// offset away.
+std::vector<uint16_t> read_operand(const char* name, uint64_t bits, int lines, Major major,
+                                   Site site) {
   const Descriptor descriptor(name, bits, site);
-  std::vector<uint16_t> elements(rows * kProductDepth);
-  for (int row = 0; row < rows; ++row) {
-    for (int unit = 0; unit < 2; ++unit) {
-      descriptor.read_unit(row, unit * kUnitBytes,
-                           &elements[row * kProductDepth + unit * kUnitElements]);
+  std::vector<uint16_t> elements(lines * kProductDepth);
+  const int width = major == Major::kRows ? lines : kProductDepth;
+  for (int i = 0; i < lines * kProductDepth; i += kUnitElements) {
+    const int row = i / width, first = i % width;
+    const uint32_t byte = first * sizeof(uint16_t);
+    uint16_t unit[kUnitElements];
+    descriptor.read_unit(row, byte / kRowBytes * descriptor.leading + byte % kRowBytes, unit);
+    for (int j = 0; j < kUnitElements; ++j) {
+      elements[major == Major::kRows ? (first + j) * kProductDepth + row : i + j] = unit[j];
     }
   }
   return elements;
 }
 
-// The same of an operand that lies the other way: its 16 rows, of which 128 bytes are together, and
-// the next ones a leading offset away.
-std::vector<uint16_t> read_rows(const char* name, uint64_t bits, int columns, Site site) {
-  const Descriptor descriptor(name, bits, site);
-  std::vector<uint16_t> elements(columns * kProductDepth);
-  for (int k = 0; k < kProductDepth; ++k) {
-    for (int column = 0; column < columns; column += kUnitElements) {
-      const uint32_t byte = column * sizeof(uint16_t);
-      uint16_t unit[kUnitElements];
-      descriptor.read_unit(k, byte / kRowBytes * descriptor.leading + byte % kRowBytes, unit);
-      for (int i = 0; i < kUnitElements; ++i) {
-        elements[(column + i) * kProductDepth + k] = unit[i];
-      }
-    }
-  }
-  return elements;
+std::vector<uint16_t> read_a(const char* name, const Operands& operands, Site site) {
+  return read_operand(name, operands.a, kProductRows, Major::kColumns, site);
 }
 
 std::vector<uint16_t> read_b(const char* name, const Operands& operands, Site site) {
-  return operands.b_major == Major::kRows ? read_rows(name, operands.b, operands.columns, site)
-                                          : read_columns(name, operands.b, operands.columns, site);
+  return read_operand(name, operands.b, operands.columns, operands.b_major, site);
 }
 
 // Row of the product of registers i = 0, 1 (0) and 2, 3 (1) of 4 in each 8 columns, and the first
@@ -131,10 +123,9 @@ void WarpgroupThread::fence_operand(const uint32_t (&a)[4], Site site) {
   const Registers now = std::to_array(a);
   if (const auto before = finished_operands_.find(a); before != finished_operands_.end()) {
     if (before->second != now) {
-      fail(
-          "an operand in registers has changed between the wait for its wgmma and fence_operand "
-          "(%s:%d)",
-          site.file, site.line);
+      fail_at(
+          site,
+          "an operand in registers has changed between the wait for its wgmma and fence_operand");
     }
     finished_operands_.erase(before);
   }
@@ -165,16 +156,15 @@ void WarpgroupThread::finish(const Part& part, int thread, Site site) {
   const int warp = thread / kWarpSize;
   if (product.checked_warp != warp) {
     product.checked_warp = warp;
-    if ((!operands.a_registers &&
-         read_columns("wgmma", operands.a, kProductRows, site) != product.a_elements) ||
+    if ((!operands.a_registers && read_a("wgmma", operands, site) != product.a_elements) ||
         read_b("wgmma", operands, site) != product.b_elements) {
-      fail("shared memory has changed between a wgmma (%s:%d) and the wait for it (%s:%d)",
-           product.site.file, product.site.line, site.file, site.line);
+      fail_at(site, "shared memory has changed between a wgmma (%s:%d) and the wait for it",
+              product.site.file, product.site.line);
     }
   }
   if (part.a_registers && !std::equal(part.a.begin(), part.a.end(), part.a_registers)) {
-    fail("an operand in registers has changed between a wgmma (%s:%d) and the wait for it (%s:%d)",
-         product.site.file, product.site.line, site.file, site.line);
+    fail_at(site, "an operand in registers has changed between a wgmma (%s:%d) and the wait for it",
+            product.site.file, product.site.line);
   }
   if (part.a_registers) finished_operands_[part.a_registers] = part.a;
   Accumulator& accumulator = accumulators_[part.c];
@@ -188,8 +178,8 @@ void WarpgroupThread::finish(const Part& part, int thread, Site site) {
   if (--accumulator.parts > 0) return;
   for (int i = 0; i < operands.columns / 2; ++i) {
     if (std::bit_cast<uint32_t>(part.c[i]) != kUnderWay) {
-      fail("an accumulator has changed between a wgmma (%s:%d) and the wait for it (%s:%d)",
-           product.site.file, product.site.line, site.file, site.line);
+      fail_at(site, "an accumulator has changed between a wgmma (%s:%d) and the wait for it",
+              product.site.file, product.site.line);
     }
     part.c[i] = accumulator.values[i];
   }
@@ -203,20 +193,17 @@ void issue_product(void* const* arguments) {
   for (int i = 0; i < kWarpgroupSize; ++i) {
     const auto& mine = *static_cast<const Issue*>(arguments[i]);
     if (mine.operands.a != operands.a || mine.operands.b != operands.b || mine.add != first.add) {
-      fail("threads of a warpgroup give %s different operands (%s:%d)", first.name, site.file,
-           site.line);
+      fail_at(site, "threads of a warpgroup give %s different operands", first.name);
     }
     if (mine.thread->needs_proxy_fence) {
-      fail("%s of what was copied without fence_async_proxy (%s:%d)", first.name, site.file,
-           site.line);
+      fail_at(site, "%s of what was copied without fence_async_proxy", first.name);
     }
     if (!mine.thread->is_under_way(mine.c) && !mine.thread->is_fenced) {
-      fail("%s without wgmma_fence since the last wait (%s:%d)", first.name, site.file, site.line);
+      fail_at(site, "%s without wgmma_fence since the last wait", first.name);
     }
     if (const uint32_t* const a = mine.operands.a_registers;
         a && !mine.thread->is_operand_fenced(a)) {
-      fail("%s of registers without fence_operand since they changed (%s:%d)", first.name,
-           site.file, site.line);
+      fail_at(site, "%s of registers without fence_operand since they changed", first.name);
     }
   }
   auto product = std::make_shared<Product>();
@@ -234,7 +221,7 @@ void issue_product(void* const* arguments) {
       }
     }
   } else {
-    product->a_elements = read_columns(first.name, operands.a, kProductRows, site);
+    product->a_elements = read_a(first.name, operands, site);
   }
   product->b_elements = read_b(first.name, operands, site);
   product->values.resize(kProductRows * operands.columns);

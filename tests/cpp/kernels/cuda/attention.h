@@ -251,8 +251,4 @@ inline std::vector<int64_t> range(int64_t begin, int64_t end) {
   return positions;
 }
 
-// For long cases. The code of float16 is that of bfloat16 but for the instructions that multiply
-// and round.
-constexpr DType kLongCaseDTypes[] = {DType::kBFloat16, DType::kFloat32};
-
 }  // namespace h2o_prefill::testing

@@ -183,55 +183,6 @@ inline void check_gathered(const AttentionShape& shape, int64_t width, int64_t c
   check_sums(call, visible, options);
 }
 
-// Lists of recalled keys of all blocks of two batch rows, as lexical_recall writes them: positions
-// once a block, by rising visible_from. Some are of the memory set, some not before the chunk.
-struct Recall {
-  int64_t block;
-  int64_t blocks;
-  std::vector<int32_t> offsets{0};
-  std::vector<int32_t> positions;
-  std::vector<int32_t> visible_from;
-
-  Recall(int64_t batch, int64_t rows, int64_t past, int64_t block, int64_t most)
-      : block(block), blocks((rows + block - 1) / block) {
-    Random random(static_cast<uint32_t>(block));
-    for (int64_t i = 0; i < batch * blocks; ++i) {
-      const int64_t begin = past + i % blocks * block;
-      const std::vector<int32_t> all = random.permutation(past + rows);
-      std::vector<int32_t> from;
-      for (int64_t n = random.below(most + 1); n > 0; --n) {
-        from.push_back(static_cast<int32_t>(begin + random.below(block)));
-      }
-      std::sort(from.begin(), from.end());
-      visible_from.insert(visible_from.end(), from.begin(), from.end());
-      positions.insert(positions.end(), all.begin(), all.begin() + from.size());
-      offsets.push_back(static_cast<int32_t>(positions.size()));
-    }
-  }
-
-  RecallView view() const {
-    return {.offsets = offsets.data(),
-            .positions = positions.data(),
-            .visible_from = visible_from.data(),
-            .entries = static_cast<int64_t>(positions.size()),
-            .block = block,
-            .blocks = blocks};
-  }
-
-  std::vector<int64_t> visible(int64_t b, int64_t t, int64_t past, int64_t chunk_begin,
-                               const std::vector<int64_t>& memory) const {
-    std::vector<int64_t> keys;
-    const int64_t list = b * blocks + t / block;
-    for (int32_t i = offsets[list]; i < offsets[list + 1]; ++i) {
-      const bool known = std::count(memory.begin(), memory.end(), positions[i]) > 0;
-      if (visible_from[i] <= past + t && positions[i] < chunk_begin && !known) {
-        keys.push_back(positions[i]);
-      }
-    }
-    return keys;
-  }
-};
-
 struct RecallCase {
   AttentionShape shape;
   int64_t chunk_size;
@@ -248,9 +199,24 @@ class RecallCalls {
   explicit RecallCalls(const RecallCase& x)
       : x_(x),
         past_(x.shape.past()),
-        recall_(x.shape.batch, x.shape.rows, past_, x.block, x.most),
+        blocks_((x.shape.rows + x.block - 1) / x.block),
         // Before the call, so that no chunk holds one of them.
-        sets_(memory_sets(x.shape.batch * x.shape.kv_heads, x.width, x.count, past_)) {}
+        sets_(memory_sets(x.shape.batch * x.shape.kv_heads, x.width, x.count, past_)) {
+    // Lists of all blocks, as lexical_recall writes them: positions once a block, by rising
+    // visible_from. Some are of the memory set, some not before the chunk.
+    Random random(static_cast<uint32_t>(x.block));
+    for (int64_t i = 0; i < x.shape.batch * blocks_; ++i) {
+      const std::vector<int32_t> all = random.permutation(x.shape.keys);
+      std::vector<int32_t> from(random.below(x.most + 1));
+      for (int32_t& position : from) {
+        position = static_cast<int32_t>(past_ + i % blocks_ * x.block + random.below(x.block));
+      }
+      std::sort(from.begin(), from.end());
+      visible_from_.insert(visible_from_.end(), from.begin(), from.end());
+      positions_.insert(positions_.end(), all.begin(), all.begin() + from.size());
+      offsets_.push_back(static_cast<int32_t>(positions_.size()));
+    }
+  }
 
   Call run() const {
     Call call(x_.shape);
@@ -258,7 +224,12 @@ class RecallCalls {
     call.run();
     call.attend_to(sets_, x_.width);
     call.params.merge_with_out = true;
-    call.params.recall = recall_.view();
+    call.params.recall = {.offsets = offsets_.data(),
+                          .positions = positions_.data(),
+                          .visible_from = visible_from_.data(),
+                          .entries = static_cast<int64_t>(positions_.size()),
+                          .block = x_.block,
+                          .blocks = blocks_};
     for (int64_t row = 0; row < x_.shape.rows; row += x_.chunk_size) {
       call.params.rows = {
           .begin = row, .count = std::min(x_.chunk_size, x_.shape.rows - row), .past = past_};
@@ -274,10 +245,15 @@ class RecallCalls {
     };
     const auto all = [&](int64_t b, int64_t h, int64_t t) {
       std::vector<int64_t> keys = causal_keys(past_, x_.chunk_size)(b, h, t);
+      const int64_t chunk_begin = keys.front(), list = b * blocks_ + t / x_.block;
       const std::vector<int64_t> kept = memory(b, h, t);
-      const std::vector<int64_t> recalled = recall_.visible(b, t, past_, keys.front(), kept);
       keys.insert(keys.end(), kept.begin(), kept.end());
-      keys.insert(keys.end(), recalled.begin(), recalled.end());
+      for (int32_t i = offsets_[list]; i < offsets_[list + 1]; ++i) {
+        const bool known = std::count(kept.begin(), kept.end(), positions_[i]) > 0;
+        if (visible_from_[i] <= past_ + t && positions_[i] < chunk_begin && !known) {
+          keys.push_back(positions_[i]);
+        }
+      }
       return keys;
     };
     SCOPED_TRACE(describe(x_.shape) + ", block " + std::to_string(x_.block));
@@ -288,8 +264,11 @@ class RecallCalls {
  private:
   RecallCase x_;
   int64_t past_;
-  Recall recall_;
+  int64_t blocks_;
   std::vector<int32_t> sets_;
+  std::vector<int32_t> offsets_{0};
+  std::vector<int32_t> positions_;
+  std::vector<int32_t> visible_from_;
 };
 
 }  // namespace h2o_prefill::testing

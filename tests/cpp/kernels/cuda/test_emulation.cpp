@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/ptx_sm90.cuh"
 
 namespace h2o_prefill {
 namespace {
@@ -147,7 +147,7 @@ TEST(Emulation, ShufflesAndVotes) {
   }
 }
 
-TEST(Emulation, RoundsToNearestEven) {
+TEST(Emulation, RoundingsAndFunctionsOfNumbers) {
   EXPECT_EQ(ptx::from_float<kBFloat16>(1.00390625F), 0x3F80);  // between two: to the even one
   EXPECT_EQ(ptx::from_float<kBFloat16>(1.01171875F), 0x3F82);
   EXPECT_EQ(ptx::from_float<kFloat16>(1.00048828125F), 0x3C00);
@@ -155,9 +155,6 @@ TEST(Emulation, RoundsToNearestEven) {
   EXPECT_EQ(ptx::pack_pair<kBFloat16>(1.0F, -2.0F), 0xC0003F80U);
   EXPECT_EQ(ptx::pack_pair<kFloat16>(1.0F, -2.0F), 0xC0003C00U);
   EXPECT_EQ(ptx::from_float<kBFloat16>(-NAN), 0x7FFF);
-}
-
-TEST(Emulation, ExponentialsAndLogarithmsAtTheirEnds) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   EXPECT_EQ(ptx::exp2(-kInf), 0.0F);
   EXPECT_EQ(ptx::exp2(-127.0F), 0.0F);  // subnormal
@@ -238,6 +235,23 @@ const Race kRaces[] = {
        if (params.right) __syncwarp();
        params.out[next] = shared()[next];
      }},
+    {"MissingNamedBarrier", 32,
+     [](Params params) {
+       shared()[threadIdx.x] = params.in[threadIdx.x];
+       if (params.right) ptx::named_barrier_sync(1, 64);
+       params.out[threadIdx.x] = shared()[opposite()];
+     }},
+    {"NamedBarrierThatDoesNotWait", 0,
+     [](Params params) {
+       if (threadIdx.x < 32) {
+         for (const unsigned int i : {threadIdx.x, opposite()}) shared()[i] = params.in[i];
+         ptx::named_barrier_arrive(2, 64);
+       } else {
+         params.right ? ptx::named_barrier_sync(2, 64) : ptx::named_barrier_arrive(2, 64);
+         for (const unsigned int i : {threadIdx.x, opposite()}) params.out[i] = shared()[i];
+       }
+     },
+     /*in_one_order_only=*/true},
     {"CopyThatIsNotWaitedFor", 0,
      [](Params params) {
        copy_mine(params);
@@ -348,6 +362,18 @@ const Misuse kMisuses[] = {
        if (threadIdx.x % 32 < 16) __ballot_sync(0xFFFFU, 1);
      },
      "a collective of some lanes only, mask 0000ffff"},
+    {"TwoNamedBarriers", [](Params) { ptx::named_barrier_sync(threadIdx.x < 32 ? 1 : 3, 64); },
+     "nobody can go on:\n.*0 to 63 wait at named_barrier_sync"},
+    {"NamedBarrierOfTwoCounts",
+     [](Params) { ptx::named_barrier_sync(1, threadIdx.x < 32 ? 64 : 96); },
+     "named_barrier_sync of .* threads while others make it"},
+    {"NamedBarrierThatIsNotComplete",
+     [](Params) {
+       if (threadIdx.x < 32) ptx::named_barrier_arrive(1, 64);
+     },
+     "named barrier 1 is left with 32 threads"},
+    {"NamedBarrierThatThereIsNot", [](Params) { ptx::named_barrier_sync(16, 64); },
+     "named_barrier_sync with barrier 16, 64 threads"},
     {"MisalignedCopyToSharedMemory",
      [](Params params) { ptx::cp_async_16(shared_bytes() + 8, params.in, true); },
      "cp_async_16 at an address that is not a multiple of 16"},

@@ -54,9 +54,7 @@ TEST(GatherRows, RowsOfEverySize) {
 
 TEST(GatherRows, AlignedRows) {
   for (const int64_t row_bytes : {16, 128, 160, 512, 1040}) check(row_bytes, 16, 9);
-}
-
-TEST(GatherRows, NumbersOfRowsAroundThoseOfACta) {
+  // Around the rows of a CTA.
   for (const int64_t count : {0, 1, 7, 8, 9, 65}) check(512, 16, count);
 }
 

@@ -16,73 +16,8 @@ namespace {
 
 using layout::swizzle;
 
-// A 16x16 tile whose element (row, column) is the number 16 row + column, as bits.
 constexpr int kTile = 16;
-constexpr uint16_t element(int row, int column) {
-  return static_cast<uint16_t>(kTile * row + column);
-}
-
 constexpr int kWarp = 32;
-
-struct LoadParams {
-  const uint16_t* tile;
-  uint16_t* registers;  // [32, 8]
-  int (*row)(int lane);
-  int (*unit)(int lane);
-  bool transposed;
-};
-
-__global__ void load_kernel(const LoadParams params) {
-  auto* shared = ptx::dynamic_shared<uint16_t>();
-  const int lane = static_cast<int>(threadIdx.x);
-  ptx::cp_async_16(shared + lane * 8, params.tile + lane * 8, true);
-  ptx::cp_async_commit();
-  ptx::cp_async_wait<0>();
-  __syncwarp();
-  const uint16_t* row = shared + params.row(lane) * kTile + params.unit(lane) * 8;
-  uint32_t r[4];
-  if (params.transposed) {
-    ptx::ldmatrix_x4_transposed(r, row);
-  } else {
-    ptx::ldmatrix_x4(r, row);
-  }
-  for (int i = 0; i < 8; ++i) {
-    params.registers[lane * 8 + i] = static_cast<uint16_t>(r[i / 2] >> (i % 2 * 16));
-  }
-}
-
-// What ldmatrix puts into register i of a lane, where lanes name these rows and units, is the
-// element (element_row, element_column).
-void expect_loads(bool transposed, int (*row)(int lane), int (*unit)(int lane),
-                  int (*element_row)(int lane, int i), int (*element_column)(int lane, int i)) {
-  std::vector<uint16_t> tile(kTile * kTile);
-  for (int r = 0; r < kTile; ++r) {
-    for (int c = 0; c < kTile; ++c) tile[r * kTile + c] = element(r, c);
-  }
-  std::vector<uint16_t> registers(kWarp * 8);
-  const LoadParams params{tile.data(), registers.data(), row, unit, transposed};
-  ASSERT_EQ(launch(load_kernel, 1, kWarp, tile.size() * sizeof(uint16_t), nullptr, params),
-            cudaSuccess);
-  for (int lane = 0; lane < kWarp; ++lane) {
-    for (int i = 0; i < 8; ++i) {
-      EXPECT_EQ(registers[lane * 8 + i], element(element_row(lane, i), element_column(lane, i)));
-    }
-  }
-}
-
-// Of two fragments of B side by side.
-int two_b_row(int lane, int i) { return layout::b_row(lane, i % 4); }
-int two_b_column(int lane, int i) { return layout::b_column(lane, i % 4) + 8 * (i / 4); }
-
-TEST(Layout, LdmatrixLoadsTheFragments) {
-  expect_loads(false, layout::load_a_row, layout::load_a_unit, layout::a_row, layout::a_column);
-  expect_loads(true, layout::load_a_transposed_row, layout::load_a_transposed_unit,
-               layout::a_column, layout::a_row);
-  // Stored by columns, and by rows.
-  expect_loads(false, layout::load_b_row, layout::load_b_unit, two_b_column, two_b_row);
-  expect_loads(true, layout::load_b_transposed_row, layout::load_b_transposed_unit, two_b_row,
-               two_b_column);
-}
 
 // A unit of 8 elements in a tile with rows of `units` units.
 using Place = int (*)(int row, int unit, int units);
@@ -92,7 +27,8 @@ int in_order(int row, int unit, int units) { return row * units + unit; }
 struct ProductParams {
   const uint16_t* a;  // [16, dim]
   const uint16_t* b;  // [16, dim]
-  float* c;           // [16, 16] = a b^T
+  float* c;           // [16, 16] = a b^T, or a^T b of the first 16 columns
+  bool transposed;
   int dim;
   Place stored_at;
   Place looked_for_at;
@@ -116,11 +52,18 @@ __global__ void product_kernel(const ProductParams params) {
     return tile + params.looked_for_at(row, unit, units) * layout::kUnitElements;
   };
   float c[2][4] = {};
-  for (int unit = 0; unit < units; unit += 2) {
-    uint32_t a[4];
-    uint32_t b[4];
-    ptx::ldmatrix_x4(a, at(a_tile, layout::load_a_row(lane), unit + layout::load_a_unit(lane)));
-    ptx::ldmatrix_x4(b, at(b_tile, layout::load_b_row(lane), unit + layout::load_b_unit(lane)));
+  uint32_t a[4];
+  uint32_t b[4];
+  for (int unit = 0; unit < (params.transposed ? 2 : units); unit += 2) {
+    if (params.transposed) {
+      ptx::ldmatrix_x4_transposed(
+          a, at(a_tile, layout::load_a_transposed_row(lane), layout::load_a_transposed_unit(lane)));
+      ptx::ldmatrix_x4_transposed(
+          b, at(b_tile, layout::load_b_transposed_row(lane), layout::load_b_transposed_unit(lane)));
+    } else {
+      ptx::ldmatrix_x4(a, at(a_tile, layout::load_a_row(lane), unit + layout::load_a_unit(lane)));
+      ptx::ldmatrix_x4(b, at(b_tile, layout::load_b_row(lane), unit + layout::load_b_unit(lane)));
+    }
     ptx::mma_m16n8k16<dtype>(c[0], a, b[0], b[1]);
     ptx::mma_m16n8k16<dtype>(c[1], a, b[2], b[3]);
   }
@@ -136,7 +79,7 @@ class Swizzle : public ::testing::TestWithParam<int> {  // head_dim
 
   // Elements that differ from the product.
   template <DType dtype>
-  int wrong_products(Place stored_at, Place looked_for_at) const {
+  int wrong_products(Place stored_at, Place looked_for_at, bool transposed = false) const {
     const int dim = GetParam();
     const auto number = [](int i, int factor, int n) { return i * factor % n - n / 2; };
     std::vector<uint16_t> a, b;
@@ -145,15 +88,18 @@ class Swizzle : public ::testing::TestWithParam<int> {  // head_dim
       b.push_back(ptx::from_float<dtype>(static_cast<float>(number(i, 29, 19))));
     }
     std::vector<float> c(kTile * kTile);
-    const ProductParams params{a.data(), b.data(), c.data(), dim, stored_at, looked_for_at};
+    const ProductParams params{a.data(), b.data(),  c.data(),     transposed,
+                               dim,      stored_at, looked_for_at};
     EXPECT_EQ(
         launch(product_kernel<dtype>, 1, kWarp, 2 * a.size() * sizeof(uint16_t), nullptr, params),
         cudaSuccess);
     int wrong = 0;
     for (int i = 0; i < kTile * kTile; ++i) {
       int sum = 0;
-      for (int d = 0; d < dim; ++d) {
-        sum += number(i / kTile * dim + d, 37, 23) * number(i % kTile * dim + d, 29, 19);
+      for (int k = 0; k < (transposed ? kTile : dim); ++k) {
+        const int row = i / kTile, column = i % kTile;
+        sum += number(transposed ? k * dim + row : row * dim + k, 37, 23) *
+               number(transposed ? k * dim + column : column * dim + k, 29, 19);
       }
       wrong += c[i] != static_cast<float>(sum);
     }
@@ -175,6 +121,7 @@ TEST_P(Swizzle, ProductsAreRightWithoutBankConflict) {
   cuda_emulation::ldmatrix_conflicts = 0;
   EXPECT_EQ(wrong_products<DType::kFloat16>(swizzle, swizzle), 0);
   EXPECT_EQ(wrong_products<DType::kBFloat16>(swizzle, swizzle), 0);
+  EXPECT_EQ(wrong_products<DType::kFloat16>(swizzle, swizzle, /*transposed=*/true), 0);
   EXPECT_EQ(cuda_emulation::ldmatrix_conflicts, 0);
 }
 

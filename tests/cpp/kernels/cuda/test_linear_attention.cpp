@@ -9,6 +9,8 @@
 namespace h2o_prefill::testing {
 namespace {
 
+constexpr DType kLongCaseDTypes[] = {DType::kBFloat16, DType::kFloat32};
+
 enum class Decay { kNone, kByHead, kByToken };
 
 struct Case {
@@ -308,19 +310,14 @@ TEST(LinearAttention, FromTheLastTokenToTheFirst) {
   }
 }
 
-TEST(LinearAttention, StrongDecays) {
+TEST(LinearAttention, StrongDecaysAndLargeProducts) {
   for (const DType dtype : kDTypes) {
     for (const float least : {-40.0F, -1e30F, -HUGE_VALF}) {
       Case x = full_case(dtype, 200, 16, 16);
       x.least_decay = least;
       check(x);
     }
-  }
-}
-
-// Products and states of float16 go beyond its range where the results do not.
-TEST(LinearAttention, LargeProducts) {
-  for (const DType dtype : kDTypes) {
+    // Products and states of float16 go beyond its range where the results do not.
     Case x = full_case(dtype, 200, 64, 64);
     x.has_state = false;
     x.magnitude = 300;

@@ -22,8 +22,8 @@ struct Problem {
   int64_t local_window = 0;
   int64_t heavy_budget = 0;
   int64_t sink_tokens = 0;
-  std::vector<float> scores;    // [heads, scores_length + 3]
-  std::vector<int32_t> memory;  // [heads, old_width]
+  std::vector<float> scores = {};    // [heads, scores_length + 3]
+  std::vector<int32_t> memory = {};  // [heads, old_width]
 
   int64_t stride() const { return scores_length + 3; }
   int64_t width() const { return sink_tokens + local_window + heavy_budget; }
@@ -109,16 +109,16 @@ TEST(SelectMemory, RandomProblemsWithManyTies) {
   const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % limit); };
   for (unsigned seed = 0; seed < 60; ++seed) {
     cuda_emulation::set_seed(seed);
-    Problem p;
-    p.heads = 1 + below(3);
-    p.chunk_begin = below(80);
-    p.chunk_end = p.chunk_begin + below(80);
-    p.scores_length = below(p.chunk_end + 3);
-    p.old_width = below(60);
-    p.local_window = below(100);
-    p.heavy_budget = below(100);
-    p.sink_tokens = below(20);
-    check(random_problem(p, 1 + static_cast<int>(below(5)), seed));
+    const int64_t begin = below(80), end = begin + below(80);
+    check(random_problem({.heads = 1 + below(3),
+                          .old_width = below(60),
+                          .scores_length = below(end + 3),
+                          .chunk_begin = begin,
+                          .chunk_end = end,
+                          .local_window = below(100),
+                          .heavy_budget = below(100),
+                          .sink_tokens = below(20)},
+                         1 + static_cast<int>(below(5)), seed));
   }
 }
 
@@ -126,15 +126,9 @@ TEST(SelectMemory, NumbersOfCandidatesAroundThoseOfACtaAndOfItsRegisters) {
   for (const int64_t candidates : {0, 1, 255, 256, 257, 511, 1280, 4095, 4096, 4097, 5000}) {
     for (const int distinct : {2, 100000}) {
       cuda_emulation::set_seed(static_cast<unsigned>(candidates));
-      Problem p;
-      p.old_width = candidates / 4;
-      p.chunk_begin = 2 * p.old_width;
-      p.chunk_end = p.chunk_begin + candidates - p.old_width;
-      p.scores_length = p.chunk_end;
-      p.local_window = candidates / 5;
-      p.heavy_budget = candidates / 3;
-      p.sink_tokens = 3;
-      check(random_problem(p, distinct, static_cast<unsigned>(distinct)));
+      const int64_t old = candidates / 4, end = candidates + old;
+      check(random_problem({1, old, end, 2 * old, end, candidates / 5, candidates / 3, 3}, distinct,
+                           static_cast<unsigned>(distinct)));
     }
   }
 }
@@ -142,17 +136,14 @@ TEST(SelectMemory, NumbersOfCandidatesAroundThoseOfACtaAndOfItsRegisters) {
 TEST(SelectMemory, BudgetsAroundTheNumberOfCandidates) {
   for (const int64_t heavy : {0, 1, 99, 100, 101, 400}) {
     for (const int64_t local : {0, 1, 60, 61, 200}) {
-      Problem p{2, 40, 100, 100, 160, local, heavy, 2, {}, {}};
-      check(random_problem(p, 3, 5));
-      check(random_problem(p, 1, 5));
+      for (const int distinct : {1, 3}) {
+        check(random_problem({2, 40, 100, 100, 160, local, heavy, 2}, distinct, 5));
+      }
     }
   }
-}
-
-TEST(SelectMemory, SinksAndLocalWindowMayOverlap) {
+  // Sinks and the local window may overlap.
   for (const int64_t end : {0, 1, 5, 9, 10, 11, 30}) {
-    Problem p{1, 0, end, 0, end, 6, 4, 5, {}, {}};
-    check(random_problem(p, 3, 2));
+    check(random_problem({1, 0, end, 0, end, 6, 4, 5}, 3, 2));
   }
 }
 
@@ -181,8 +172,8 @@ TEST(SelectMemory, EntriesOfTheChunkItselfAreCountedOnce) {
 }
 
 TEST(SelectMemory, NothingToDo) {
-  check(random_problem({0, 3, 10, 5, 10, 2, 2, 1, {}, {}}, 3, 1));
-  check(random_problem({3, 3, 10, 5, 10, 0, 0, 0, {}, {}}, 3, 1));
+  check(random_problem({0, 3, 10, 5, 10, 2, 2, 1}, 3, 1));
+  check(random_problem({3, 3, 10, 5, 10, 0, 0, 0}, 3, 1));
 }
 
 }  // namespace
