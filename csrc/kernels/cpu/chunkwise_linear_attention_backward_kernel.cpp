@@ -166,8 +166,7 @@ class LinearBackward {
     if (has_adjoint) read_adjoint(unit, after);
     set_last(unit, before, has_adjoint ? after : nullptr);
     for (int64_t piece = pieces_.count; piece-- > 0;) {
-      run_backward(kernels_.walk_backward, unit, piece, has_adjoint ? after : nullptr, sum,
-                   thread);
+      run_backward(kernels_.walk_backward, unit, piece, has_adjoint ? after : nullptr, sum, thread);
       if (has_adjoint) add_rest(after, unit, piece, sum);
       std::swap(after, sum);
       has_adjoint = true;
