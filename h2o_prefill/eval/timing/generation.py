@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill.eval.runs import check_length
+from h2o_prefill.eval.runs import check_length, generate_greedily
 from h2o_prefill.package import PrefillPackage
 
 
@@ -34,26 +34,17 @@ def generate_timed(
     on_text: Callable[[str], None],
 ) -> GenerationTiming:
     """Continue a prompt greedily, handing out the text as it comes."""
-    generate: Callable[..., None] = _generate_from_package
-    if not isinstance(model, PrefillPackage):
-        generate = _generate
+    packaged = isinstance(model, PrefillPackage)
+    if not packaged:
         check_length(model, input_ids.shape[1] + max_new_tokens, "prompt and new tokens")
-        input_ids = input_ids.to(model.device)
     streamer = _timed_streamer(tokenizer, on_text)
     start = time.perf_counter()
-    generate(model, input_ids, max_new_tokens, streamer)
+    if packaged:
+        _generate_from_package(model, input_ids, max_new_tokens, streamer)
+    else:
+        generate_greedily(model, input_ids, max_new_tokens, streamer=streamer)
     times = streamer.times
     return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
-
-
-def _generate(model: Any, input_ids: Tensor, max_new_tokens: int, streamer: Any) -> None:
-    model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        streamer=streamer,
-    )
 
 
 def _generate_from_package(

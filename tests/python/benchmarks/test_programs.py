@@ -33,8 +33,8 @@ FIELDS = {
     "linear linear": ["milliseconds", "gflops", "percent", "both_milliseconds"],
     "layer prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],
 }
-# These compile the CPU kernels, or programs, again.
-COMPILE = ("operators colsum", "operators dense", "operators scores")
+# These compile the CPU kernels, or programs, again; others have a shorter run below.
+SLOW = ("operators colsum", "operators dense", "operators scores", "linear linear", "layer prefill")
 ON_GPU = ("operators intra_chunk", "operators memory", "operators colsum")
 
 
@@ -49,7 +49,7 @@ def _check_report(report: dict[str, Any], fields: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in COMPILE else ()) for name in FIELDS],
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FIELDS],
 )
 def test_operators(run: Run, name: str) -> None:
     done, report = run(name)
@@ -105,6 +105,7 @@ def test_plans_for_a_gpu(
 def test_options_choose_rows(run: Run) -> None:
     options = ("--shape", "smollm2", "--dtype", "float16", "--threads", "1,2", "--lengths", "5,130")
     _, report = run("layer prefill", *options)
+    _check_report(report, FIELDS["layer prefill"])
     rows = report["results"]
     assert [(r["dtype"], r["threads"], r["length"]) for r in rows] == [
         ("float16", threads, length) for threads in (1, 2) for length in (5, 130)
@@ -243,6 +244,7 @@ def test_linear_attention_beside_other_forms(run: Run, monkeypatch: pytest.Monke
     beside = [row for row in report["results"] if "swept" not in row]
     found = [[(row["length"], row["chunk_size"]) for row in rows] for rows in (beside, sweep)]
     assert found == [[(1, 64), (192, 64)], [(192, 16), (192, 32), (192, 64)]]
+    _check_report(report, FIELDS["linear linear"])
     names = ("sdpa", "square", "cumsum")
     fields = [f"{name}_milliseconds" for name in (*names, "sdpa_both")]
     fields += ["speedup", "both_speedup", "square_speedup", "cumsum_speedup"]
@@ -329,7 +331,7 @@ def test_plots(run: Run, model_folder: str, tmp_path: Path) -> None:
     for name in ("layer prefill", "layer allocations"):
         run(name, "--shape", "smollm2", "--dtype", "float32")
     run("models model", "--model", model_folder, "--dtype", "float32")
-    run("linear linear", "--dtype", "float32", "--shape", "smollm2")
+    run("linear linear", "--dtype", "float32", "--shape", "smollm2", "--lengths", "64")
     done = CliRunner().invoke(plot.app, ["--results", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     for name in ("throughput_comparison.png", "memory_profile.png", "linear.png"):

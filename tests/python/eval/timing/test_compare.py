@@ -92,16 +92,13 @@ def test_ratio_is_of_medians_and_its_spread_of_pairs() -> None:
     assert ratio.fields("x", 100)["x_q1"] == 150
 
 
-def test_spread() -> None:
+def test_spread_and_nothing_to_compare() -> None:
     found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (found.q1, found.median, found.q3) == (2.0, 3.0, 4.0)
     assert (found.least, found.most) == (1.0, 5.0)
     assert spread([7.0]).median == spread([7.0]).q1 == spread([7.0]).most == 7.0
     with pytest.raises(ValueError, match="values must not be empty"):
         spread([])
-
-
-def test_nothing_to_compare_is_an_error() -> None:
     with pytest.raises(ValueError, match="candidates must not be empty"):
         compare({}, 1.0)
 
