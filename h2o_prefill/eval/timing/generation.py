@@ -37,6 +37,7 @@ def generate_timed(
     packaged = isinstance(model, PrefillPackage)
     if not packaged:
         check_length(model, input_ids.shape[1] + max_new_tokens, "prompt and new tokens")
+        input_ids = input_ids.to(model.device)
     streamer = _timed_streamer(tokenizer, on_text)
     start = time.perf_counter()
     if packaged:
