@@ -34,7 +34,7 @@ $(BIN)/.tools:
 	$(PIP) install --no-deps "$(TORCH)"
 	touch $@
 $(BIN)/.built: $(BIN)/.tools $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VERSION
-	H2O_SKIP_BUILD=1 $(PIP) install --no-build-isolation --editable '.[eval]' "$(TORCH)" & \
+	PYTHONWARNINGS=ignore H2O_SKIP_BUILD=1 $(PIP) install --no-build-isolation --editable '.[eval]' "$(TORCH)" & \
 	python -W ignore setup.py --quiet build_ext --inplace --build-lib $(H2O_BUILD_DIR)/package && wait $$!
 	touch $@
 # What tests, lint and packaging need besides. One example needs the JSON library, and is left out without it.
