@@ -1,9 +1,7 @@
-// Command lines of programs: errors in one line, and for those that run a model two files and
-// options.
+// Command lines of the programs that run a model: two files and options.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -12,28 +10,18 @@ namespace examples {
 
 struct Arguments {
   std::string model;  // a package, or a folder
-  std::string ids;    // for read_token_ids() of token_ids.h
+  std::string ids;    // for read_token_ids() of text_tasks.h
   bool dense = false;
-  std::map<std::string, int64_t> numbers = {};  // options with a number, all at least 1
-  std::map<std::string, std::string> texts = {};
+  std::map<std::string, std::string> options = {};  // those that have a value
 
-  int64_t number(const std::string& option, int64_t otherwise) const;
   std::string text(const std::string& option, const std::string& otherwise) const;
+  // At least 1: throws std::runtime_error if it is something else.
+  int64_t number(const std::string& option, int64_t otherwise) const;
 };
-
-// What a program takes beside --threads and --dense.
-struct CommandLine {
-  std::string usage;
-  std::vector<std::string> numbers = {};  // options with a number
-  std::vector<std::string> texts = {};    // options with a text
-};
-
-// What main() returns: the result of `body`, or 1 where it throws, which is printed in one line.
-int report_errors(const std::function<int()>& body);
 
 // What main() returns: reads the command line, runs `body` without gradients, and prints what it
-// throws in one line.
-int run_example(void (*body)(const Arguments& arguments), const CommandLine& line, int argc,
-                char** argv);
+// throws in one line. `options` have a value; all programs take --threads and --dense beside them.
+int run_example(void (*body)(const Arguments& arguments), const std::string& usage,
+                std::vector<std::string> options, int argc, char** argv);
 
 }  // namespace examples

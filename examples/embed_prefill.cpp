@@ -7,10 +7,11 @@
 #include <h2o_prefill/prefill_context.h>
 
 #include <cmath>
-#include <exception>
 #include <iostream>
 #include <string>
 #include <vector>
+
+#include "errors.h"
 
 namespace {
 
@@ -76,6 +77,7 @@ struct Decoder {
 };
 
 void run(int64_t prompt_tokens) {
+  if (prompt_tokens < 2048) examples::fail("the prompt must have at least 2048 tokens");
   const Decoder decoder;
   h2o_prefill::PrefillContext context(kLayers, /*max_tokens=*/prompt_tokens + 8);
 
@@ -98,20 +100,10 @@ void run(int64_t prompt_tokens) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    const int64_t prompt_tokens = argc > 1 ? std::stoll(argv[1]) : 6000;
-    if (prompt_tokens < 2048) {
-      std::cerr << "the prompt must have at least 2048 tokens, got " << prompt_tokens << '\n';
-      return 2;
-    }
+  return examples::report_errors([&] {
     std::cout << "h2o_prefill " << h2o_prefill::version()
               << ", CPU kernels: " << h2o_prefill::cpu_isa() << '\n';
-    run(prompt_tokens);
-  } catch (const c10::Error& error) {
-    std::cerr << "error: " << error.what_without_backtrace() << '\n';
-    return 1;
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << '\n';
-    return 1;
-  }
+    run(argc > 1 ? std::stoll(argv[1]) : 6000);
+    return 0;
+  });
 }

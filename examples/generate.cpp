@@ -9,18 +9,18 @@
 #include "command_line.h"
 #include "package.h"
 #include "text_tasks.h"
-#include "token_ids.h"
 
 namespace {
 
 void generate(const examples::Arguments& arguments) {
+  const int64_t max_new_tokens = arguments.number("--max-new-tokens", 64);
   examples::Package package(arguments.model);
   const at::Tensor prompt = examples::read_token_ids(arguments.ids);
   const int64_t tokens = prompt.size(1);
   const examples::PackageInfo& info = package.info();
   examples::continue_greedily(
       prompt,
-      {.max_new_tokens = arguments.number("--max-new-tokens", 64),
+      {.max_new_tokens = max_new_tokens,
        .room = info.capacity - tokens,
        .end_ids = info.end_ids,
        .sparse = !arguments.dense && info.settings.is_sparse_call(/*past=*/0, tokens)},
@@ -34,8 +34,6 @@ void generate(const examples::Arguments& arguments) {
 
 int main(int argc, char** argv) {
   return examples::run_example(
-      &generate,
-      {.usage = "generate PACKAGE.pt2 IDS|- [--max-new-tokens N] [--threads N] [--dense]",
-       .numbers = {"--max-new-tokens"}},
-      argc, argv);
+      &generate, "generate PACKAGE.pt2 IDS|- [--max-new-tokens N] [--threads N] [--dense]",
+      {"--max-new-tokens"}, argc, argv);
 }

@@ -16,10 +16,9 @@
 #include <limits>
 
 #include "command_line.h"
-#include "fail.h"
+#include "errors.h"
 #include "llama_model.h"
 #include "text_tasks.h"
-#include "token_ids.h"
 
 namespace {
 
@@ -34,11 +33,12 @@ void save(const at::Tensor& tensor, const std::string& path) {
 void run(const examples::Arguments& arguments) {
   auto settings = h2o_prefill::PrefillConfig::parse(arguments.text("--settings", "recommended"));
   if (arguments.dense) settings.min_prefill = std::numeric_limits<int32_t>::max();
+  const int64_t max_new_tokens = arguments.number("--max-new-tokens", 64);
+  const int64_t window = arguments.number("--perplexity", 0);
   const at::Tensor ids = examples::read_token_ids(arguments.ids);
   const examples::LlamaModel model(arguments.model);
 
   // Tokens of a prompt, and those that fit after it.
-  const int64_t window = arguments.number("--perplexity", 0);
   const int64_t tokens = window > 0 ? window : ids.size(1);
   const int64_t room = model.config().max_position_embeddings - tokens;
   if (room < 0) {
@@ -46,9 +46,8 @@ void run(const examples::Arguments& arguments) {
                    " tokens (max_position_embeddings), got ", tokens,
                    window > 0 ? ": choose a smaller window" : ": shorten the prompt");
   }
-  const int64_t new_tokens = std::min(arguments.number("--max-new-tokens", 64), room);
-  h2o_prefill::PrefillContext context(model.config().num_hidden_layers, tokens + new_tokens,
-                                      settings);
+  h2o_prefill::PrefillContext context(model.config().num_hidden_layers,
+                                      tokens + std::min(max_new_tokens, room), settings);
 
   const auto all_logits = [&](const at::Tensor& token_ids) {
     context.reset();
@@ -63,7 +62,7 @@ void run(const examples::Arguments& arguments) {
     save(all_logits(ids), path);
   } else {
     examples::continue_greedily(ids,
-                                {.max_new_tokens = arguments.number("--max-new-tokens", 64),
+                                {.max_new_tokens = max_new_tokens,
                                  .room = room,
                                  .end_ids = model.config().eos_token_id,
                                  .sparse = settings.is_sparse_call(/*past=*/0, tokens)},
@@ -76,9 +75,7 @@ void run(const examples::Arguments& arguments) {
 int main(int argc, char** argv) {
   return examples::run_example(
       &run,
-      {.usage = "llama FOLDER IDS|- [--max-new-tokens N] [--perplexity WINDOW] "
-                "[--save-logits FILE.pt] [--settings TEXT] [--dense] [--threads N]",
-       .numbers = {"--max-new-tokens", "--perplexity"},
-       .texts = {"--settings", "--save-logits"}},
-      argc, argv);
+      "llama FOLDER IDS|- [--max-new-tokens N] [--perplexity WINDOW] [--save-logits FILE.pt] "
+      "[--settings TEXT] [--dense] [--threads N]",
+      {"--max-new-tokens", "--perplexity", "--settings", "--save-logits"}, argc, argv);
 }

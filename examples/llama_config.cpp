@@ -1,11 +1,13 @@
 #include "llama_config.h"
 
+#include <cmath>
+#include <fstream>
 #include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
 #include <string>
-#include <utility>
 
-#include "fail.h"
-#include "json_file.h"
+#include "errors.h"
 
 namespace examples {
 namespace {
@@ -13,150 +15,138 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Fields of an object. A field that is missing or null has the default, if there is one.
-class Fields {
- public:
-  Fields(const json& object, std::string file) : object_(object), file_(std::move(file)) {}
+json read_object(const fs::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  json object = json::parse(in, /*cb=*/nullptr, /*allow_exceptions=*/false);
+  if (!object.is_object()) fail_damaged(file.string());
+  return object;
+}
 
-  bool has(const char* name) const {
-    const auto found = object_.find(name);
-    return found != object_.end() && !found->is_null();
-  }
-
-  const json& get(const char* name) const {
-    if (!has(name)) fail(file_, " has no ", name);
-    return object_.at(name);
-  }
-
-  Fields fields(const char* name) const {
-    if (!get(name).is_object()) refuse(name, "an object");
-    return {get(name), file_ + ": " + name};
-  }
-
-  // At least 1, and small enough for products of two.
-  int64_t count(const char* name, std::optional<int64_t> otherwise = std::nullopt) const {
-    if (otherwise && !has(name)) return *otherwise;
-    const json& value = get(name);
-    constexpr uint64_t kMost = std::numeric_limits<int32_t>::max();
-    if (!value.is_number_unsigned() || value.get<uint64_t>() < 1 || value.get<uint64_t>() > kMost) {
-      refuse(name, "a whole number of at least 1");
+// A field that is missing or null has the default.
+template <typename Value>
+Value field(const json& object, const char* name, std::optional<Value> otherwise = std::nullopt) {
+  const auto found = object.find(name);
+  if (found != object.end() && !found->is_null()) {
+    try {
+      return found->get<Value>();
+    } catch (const json::exception&) {
+      fail(name, " must be of another type, got ", found->type_name());
     }
-    return value.get<int64_t>();
   }
+  if (!otherwise) fail("there is no ", name);
+  return *otherwise;
+}
 
-  double number(const char* name, std::optional<double> otherwise = std::nullopt) const {
-    if (otherwise && !has(name)) return *otherwise;
-    if (!get(name).is_number() || !(get(name).get<double>() > 0)) refuse(name, "a number above 0");
-    return get(name).get<double>();
+double positive(const json& object, const char* name,
+                std::optional<double> otherwise = std::nullopt) {
+  const auto value = field<double>(object, name, otherwise);
+  if (!(value > 0)) fail(name, " must be above 0, got ", value);
+  return value;
+}
+
+// At least 1, and small enough for products of two.
+int64_t count(const json& object, const char* name,
+              std::optional<double> otherwise = std::nullopt) {
+  const double value = positive(object, name, otherwise);
+  if (value != std::floor(value) || value > std::numeric_limits<int32_t>::max()) {
+    fail(name, " must be a whole number below 2^31, got ", value);
   }
+  return static_cast<int64_t>(value);
+}
 
-  bool flag(const char* name, bool otherwise) const {
-    if (!has(name)) return otherwise;
-    if (!get(name).is_boolean()) refuse(name, "true or false");
-    return get(name).get<bool>();
-  }
+void expect(const char* name, const std::string& value, const std::string& wanted) {
+  if (value != wanted) fail(name, " must be ", wanted, ", got ", value);
+}
 
-  std::string text(const char* name, const char* otherwise) const {
-    if (!has(name)) return otherwise;
-    if (!get(name).is_string()) refuse(name, "a text");
-    return get(name).get<std::string>();
-  }
-
-  [[noreturn]] void refuse(const char* name, const std::string& wanted) const {
-    const json& value = get(name);
-    fail(file_, ": ", name, " must be ", wanted, ", got ",
-         value.is_structured() ? value.type_name() : value.dump());
-  }
-
- private:
-  const json& object_;
-  std::string file_;
-};
-
-std::optional<at::ScalarType> read_dtype(const Fields& config, const char* name) {
-  if (!config.has(name)) return std::nullopt;
-  const std::string text = config.text(name, "");
-  if (text == "float32") return at::kFloat;
-  if (text == "float16") return at::kHalf;
-  if (text == "bfloat16") return at::kBFloat16;
-  config.refuse(name, "float32, float16 or bfloat16");
+std::optional<at::ScalarType> read_dtype(const std::string& name) {
+  static const std::map<std::string, std::optional<at::ScalarType>> dtypes{
+      {"", std::nullopt},
+      {"float32", at::kFloat},
+      {"float16", at::kHalf},
+      {"bfloat16", at::kBFloat16}};
+  const auto found = dtypes.find(name);
+  if (found == dtypes.end()) fail("dtype must be float32, float16 or bfloat16, got ", name);
+  return found->second;
 }
 
 // transformers 5 has rope_parameters, with rope_theta in it; transformers 4 rope_scaling, beside
 // it.
-void read_rope(const Fields& config, LlamaConfig& result) {
-  result.rope_theta = config.number("rope_theta", 10000);
-  const char* name = config.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
-  if (!config.has(name)) return;
-  const Fields rope = config.fields(name);
-  result.rope_theta = rope.number("rope_theta", result.rope_theta);
-  if (rope.number("partial_rotary_factor", 1) != 1) rope.refuse("partial_rotary_factor", "1");
-  const char* key = rope.has("rope_type") ? "rope_type" : "type";
-  const std::string type = rope.text(key, "default");
+void read_rope(const json& config, LlamaConfig& result) {
+  const auto older = field<json>(config, "rope_scaling", json::object());
+  const auto rope = field<json>(config, "rope_parameters", older);
+  if (!rope.is_object()) fail("rope_parameters must be an object");
+  result.rope_theta = positive(rope, "rope_theta", positive(config, "rope_theta", 10000));
+  if (positive(rope, "partial_rotary_factor", 1) != 1) fail("partial_rotary_factor must be 1");
+  const auto type =
+      field<std::string>(rope, "rope_type", field<std::string>(rope, "type", "default"));
   if (type == "default") return;
-  if (type != "llama3") rope.refuse(key, "default or llama3");
-  const Llama3Scaling scaling{rope.number("factor"), rope.number("low_freq_factor"),
-                              rope.number("high_freq_factor"),
-                              rope.number("original_max_position_embeddings")};
+  if (type != "llama3") fail("rope_type must be default or llama3, got ", type);
+  const Llama3Scaling scaling{positive(rope, "factor"), positive(rope, "low_freq_factor"),
+                              positive(rope, "high_freq_factor"),
+                              positive(rope, "original_max_position_embeddings")};
   if (scaling.high_freq_factor <= scaling.low_freq_factor) {
-    rope.refuse("high_freq_factor", "above low_freq_factor");
+    fail("high_freq_factor must be above low_freq_factor");
   }
   result.rope_scaling = scaling;
 }
 
 // One id or several.
-std::vector<int64_t> read_ids(const Fields& config, const char* name) {
-  if (!config.has(name)) return {};
+std::vector<int64_t> read_end_ids(const json& config) {
   std::vector<int64_t> ids;
-  for (const json& id : config.get(name)) {  // of a number: itself
-    if (!id.is_number_integer()) config.refuse(name, "token ids");
+  for (const json& id :
+       field<json>(config, "eos_token_id", json::array())) {  // of a number: itself
+    if (!id.is_number_integer()) fail("eos_token_id must be token ids");
     ids.push_back(id.get<int64_t>());
   }
   return ids;
 }
 
+LlamaConfig read_fields(const json& config) {
+  expect("model_type", field<std::string>(config, "model_type"), "llama");
+  expect("hidden_act", field<std::string>(config, "hidden_act", "silu"), "silu");
+  if (!field<json>(config, "quantization_config", json()).is_null()) {
+    fail("the weights are quantised: save the model without quantization_config");
+  }
+  LlamaConfig result{};
+  result.vocab_size = count(config, "vocab_size");
+  result.hidden_size = count(config, "hidden_size");
+  result.intermediate_size = count(config, "intermediate_size");
+  result.num_hidden_layers = count(config, "num_hidden_layers");
+  const int64_t heads = result.num_attention_heads = count(config, "num_attention_heads");
+  result.num_key_value_heads = count(config, "num_key_value_heads", heads);
+  if (heads % result.num_key_value_heads != 0) {
+    fail("num_key_value_heads must be a divisor of num_attention_heads");
+  }
+  result.head_dim = count(config, "head_dim", result.hidden_size / heads);
+  if (result.head_dim % 2 != 0) fail("head_dim must be even");
+  result.max_position_embeddings = count(config, "max_position_embeddings");
+  result.rms_norm_eps = positive(config, "rms_norm_eps", 1e-6);
+  read_rope(config, result);
+  result.attention_bias = field<bool>(config, "attention_bias", false);
+  result.mlp_bias = field<bool>(config, "mlp_bias", false);
+  result.tie_word_embeddings = field<bool>(config, "tie_word_embeddings", false);
+  const auto older = field<std::string>(config, "torch_dtype", "");
+  result.dtype = read_dtype(field<std::string>(config, "dtype", older));
+  result.eos_token_id = read_end_ids(config);
+  return result;
+}
+
 }  // namespace
 
 LlamaConfig read_llama_config(const fs::path& folder) {
-  const fs::path file = folder / "config.json";
-  if (!fs::is_directory(folder)) fail("there is no folder ", folder.string());
+  const fs::path file = folder / "config.json", generation = folder / "generation_config.json";
   if (!fs::exists(file)) {
-    fail(folder.string(), " has no config.json: give a folder that save_pretrained wrote");
+    fail("there is no ", file.string(), ": give a folder that save_pretrained wrote");
   }
-  const json object = read_object(file);
-  const Fields config(object, file.string());
-  if (config.text("model_type", "") != "llama") config.refuse("model_type", "llama");
-  if (config.text("hidden_act", "silu") != "silu") config.refuse("hidden_act", "silu");
-  if (config.has("quantization_config")) {
-    fail(file.string(), ": the weights are quantised: save the model without quantization_config");
+  const json config = read_object(file);
+  try {
+    LlamaConfig result = read_fields(config);
+    // What generate() of transformers goes by.
+    if (fs::exists(generation)) result.eos_token_id = read_end_ids(read_object(generation));
+    return result;
+  } catch (const std::exception& error) {
+    fail(file.string(), ": ", error.what());
   }
-
-  LlamaConfig result{};
-  result.vocab_size = config.count("vocab_size");
-  result.hidden_size = config.count("hidden_size");
-  result.intermediate_size = config.count("intermediate_size");
-  result.num_hidden_layers = config.count("num_hidden_layers");
-  const int64_t heads = result.num_attention_heads = config.count("num_attention_heads");
-  result.num_key_value_heads = config.count("num_key_value_heads", heads);
-  if (heads % result.num_key_value_heads != 0) {
-    config.refuse("num_key_value_heads", "a divisor of num_attention_heads");
-  }
-  result.head_dim = config.count("head_dim", result.hidden_size / heads);
-  if (result.head_dim % 2 != 0) fail(file.string(), ": head_dim must be even");
-  result.max_position_embeddings = config.count("max_position_embeddings");
-  result.rms_norm_eps = config.number("rms_norm_eps", 1e-6);
-  read_rope(config, result);
-  result.attention_bias = config.flag("attention_bias", false);
-  result.mlp_bias = config.flag("mlp_bias", false);
-  result.tie_word_embeddings = config.flag("tie_word_embeddings", false);
-  result.dtype = read_dtype(config, config.has("dtype") ? "dtype" : "torch_dtype");
-  result.eos_token_id = read_ids(config, "eos_token_id");
-  // What generate() of transformers goes by.
-  if (const fs::path generation = folder / "generation_config.json"; fs::exists(generation)) {
-    const json object = read_object(generation);
-    result.eos_token_id = read_ids({object, generation.string()}, "eos_token_id");
-  }
-  return result;
 }
 
 }  // namespace examples

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "safetensors.h"
-#include "token_ids.h"
+#include "text_tasks.h"
 
 namespace examples {
 namespace {

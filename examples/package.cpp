@@ -10,8 +10,8 @@
 #include <sstream>
 #include <unordered_map>
 
-#include "fail.h"
-#include "token_ids.h"
+#include "errors.h"
+#include "text_tasks.h"
 
 namespace examples {
 namespace {

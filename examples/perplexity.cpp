@@ -9,27 +9,24 @@
 #include "command_line.h"
 #include "package.h"
 #include "text_tasks.h"
-#include "token_ids.h"
 
 namespace {
 
 void perplexity(const examples::Arguments& arguments) {
+  const int64_t context = arguments.number("--context", 4096);
   examples::Package package(arguments.model);
-  examples::print_perplexity(examples::read_token_ids(arguments.ids),
-                             arguments.number("--context", 4096), [&](const at::Tensor& window) {
-                               package.reset();
-                               return arguments.dense
-                                          ? package.forward_densely(window, examples::Rows::kAll)
-                                          : package.forward(window, examples::Rows::kAll);
-                             });
+  const auto forward = [&](const at::Tensor& window) {
+    package.reset();
+    return arguments.dense ? package.forward_densely(window, examples::Rows::kAll)
+                           : package.forward(window, examples::Rows::kAll);
+  };
+  examples::print_perplexity(examples::read_token_ids(arguments.ids), context, forward);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  return examples::run_example(
-      &perplexity,
-      {.usage = "perplexity PACKAGE.pt2 IDS|- [--context N] [--threads N] [--dense]",
-       .numbers = {"--context"}},
-      argc, argv);
+  return examples::run_example(&perplexity,
+                               "perplexity PACKAGE.pt2 IDS|- [--context N] [--threads N] [--dense]",
+                               {"--context"}, argc, argv);
 }

@@ -1,15 +1,16 @@
 #include "safetensors.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/safe_numerics.h>
 
 #include <algorithm>
 #include <bit>
 #include <fstream>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <set>
 
-#include "fail.h"
-#include "json_file.h"
+#include "errors.h"
 
 namespace examples {
 namespace {
@@ -21,11 +22,7 @@ static_assert(std::endian::native == std::endian::little,
               "the data of safetensors is little-endian");
 
 // Longer headers are refused by the format's own reader too.
-constexpr int64_t kLongestHeader = 100'000'000;
-
-[[noreturn]] void fail_damaged(const fs::path& file, const std::string& what) {
-  fail(file.string(), " is truncated or damaged: ", what, ": download or save it again");
-}
+constexpr uint64_t kLongestHeader = 100'000'000;
 
 std::optional<at::ScalarType> weight_dtype(const std::string& name) {
   if (name == "F32") return at::kFloat;
@@ -34,90 +31,76 @@ std::optional<at::ScalarType> weight_dtype(const std::string& name) {
   return std::nullopt;
 }
 
-// A list of numbers that are not negative; none if it is something else.
-std::optional<std::vector<int64_t>> read_numbers(const json& entry, const char* key) {
-  const auto found = entry.find(key);
-  if (found == entry.end() || !found->is_array()) return std::nullopt;
+// A list of numbers that are not negative.
+std::vector<int64_t> read_numbers(const json& list) {
   std::vector<int64_t> numbers;
-  for (const json& number : *found) {
-    if (!number.is_number_unsigned()) return std::nullopt;
-    const auto value = number.get<uint64_t>();
-    if (value > uint64_t{std::numeric_limits<int64_t>::max()}) return std::nullopt;
-    numbers.push_back(static_cast<int64_t>(value));
+  for (const json& number : list.get_ref<const json::array_t&>()) {
+    numbers.push_back(std::min<uint64_t>(number.get_ref<const json::number_unsigned_t&>(),
+                                         std::numeric_limits<int64_t>::max()));
   }
   return numbers;
 }
 
-// Bytes of a tensor; -1 if they are more than an int64_t can say.
-int64_t size_in_bytes(at::ScalarType dtype, const std::vector<int64_t>& shape) {
-  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
-  for (const int64_t extent : shape) {
-    if (__builtin_mul_overflow(bytes, extent, &bytes)) return -1;
-  }
-  return bytes;
+// Whether a tensor of this shape fills its part of the file.
+bool has_size(const std::vector<int64_t>& shape, at::ScalarType dtype, uint64_t size) {
+  uint64_t elements = 0, bytes = 0;
+  return !c10::safe_multiplies_u64(shape, &elements) &&
+         !c10::mul_overflows(elements, uint64_t{c10::elementSize(dtype)}, &bytes) && bytes == size;
 }
 
 }  // namespace
 
 Safetensors::Safetensors(const fs::path& folder) : folder_(folder) {
+  std::set<std::string> files{"model.safetensors"};
   const fs::path index = folder / "model.safetensors.index.json";
-  if (!fs::exists(index)) {
-    read_header(folder / "model.safetensors");
-    return;
-  }
-  const json content = read_object(index);
-  const auto map = content.find("weight_map");
-  if (map == content.end() || !map->is_object()) fail_damaged(index, "it has no weight_map");
-  std::set<std::string> files;
-  for (const json& file : *map) {
-    if (!file.is_string()) fail_damaged(index, "the names of its files are no texts");
-    files.insert(file.get<std::string>());
+  if (fs::exists(index)) {
+    std::ifstream in(index, std::ios::binary);
+    try {
+      const auto map = json::parse(in).at("weight_map").get<std::map<std::string, std::string>>();
+      files.clear();
+      for (const auto& [name, file] : map) files.insert(file);
+    } catch (const json::exception&) {
+      fail_damaged(index.string());
+    }
   }
   for (const std::string& file : files) {
     if (fs::path(file).filename() != file) fail(index.string(), " names a file elsewhere: ", file);
-    read_header(folder / file);
+    if (!fs::is_regular_file(folder / file)) fail("there is no ", (folder / file).string());
+    try {
+      read_header(folder / file);
+    } catch (const json::exception&) {
+      fail_damaged((folder / file).string());
+    }
   }
 }
 
 // The length of the header in 8 bytes, the header, JSON, and the data, to which its offsets refer.
 void Safetensors::read_header(const fs::path& file) {
-  if (!fs::is_regular_file(file)) fail("there is no ", file.string());
   std::ifstream in(file, std::ios::binary);
-  const auto file_size = static_cast<int64_t>(fs::file_size(file));
+  const uint64_t file_size = fs::file_size(file);
   uint64_t length = 0;
-  if (!in.read(reinterpret_cast<char*>(&length), sizeof(length))) {
-    fail_damaged(file, "it has no header");
-  }
-  const int64_t left = file_size - static_cast<int64_t>(sizeof(length));
-  if (length > static_cast<uint64_t>(std::min(left, kLongestHeader))) {
-    fail_damaged(file, "it is too short for its header");
+  if (!in.read(reinterpret_cast<char*>(&length), sizeof(length)) ||
+      length > std::min(file_size - sizeof(length), kLongestHeader)) {
+    fail_damaged(file.string());
   }
   std::string header(length, '\0');
-  if (!in.read(header.data(), static_cast<std::streamsize>(length))) {
-    fail_damaged(file, "its header cannot be read");
-  }
-  const int64_t data_size = left - static_cast<int64_t>(length);
-  const json content = parse_object(header, file.string());
-  for (const auto& [name, tensor] : content.items()) {
+  if (!in.read(header.data(), static_cast<std::streamsize>(length))) fail_damaged(file.string());
+  const auto data = static_cast<int64_t>(sizeof(length) + length);
+  const auto data_size = static_cast<int64_t>(file_size) - data;
+  const auto content = json::parse(header).get<std::map<std::string, json>>();
+  for (const auto& [name, tensor] : content) {
     if (name == "__metadata__") continue;
-    const auto shape = read_numbers(tensor, "shape");
-    const auto range = read_numbers(tensor, "data_offsets");
-    const auto dtype = tensor.find("dtype");
-    if (!shape || !range || range->size() != 2 || dtype == tensor.end() || !dtype->is_string()) {
-      fail_damaged(file, "tensor " + name + " is not described as safetensors are");
-    }
-    const int64_t begin = range->front(), end = range->back();
-    if (begin > end || end > data_size) {
-      fail_damaged(file, "it is too short for tensor " + name);
-    }
+    const auto range = read_numbers(tensor.at("data_offsets"));
     Entry entry{.file = file,
-                .dtype_name = dtype->get<std::string>(),
-                .dtype = weight_dtype(dtype->get<std::string>()),
-                .shape = *shape,
-                .begin = file_size - data_size + begin};
-    if (entry.dtype && size_in_bytes(*entry.dtype, *shape) != end - begin) {
-      fail_damaged(file, "tensor " + name + " has another size than its shape");
+                .dtype_name = tensor.at("dtype").get<std::string>(),
+                .dtype = weight_dtype(tensor.at("dtype").get<std::string>()),
+                .shape = read_numbers(tensor.at("shape")),
+                .begin = 0};
+    if (range.size() != 2 || range[0] > range[1] || range[1] > data_size ||
+        (entry.dtype && !has_size(entry.shape, *entry.dtype, range[1] - range[0]))) {
+      fail_damaged(file.string());
     }
+    entry.begin = data + range[0];
     entries_.insert_or_assign(name, std::move(entry));
   }
 }
@@ -148,7 +131,7 @@ at::Tensor Safetensors::read(const std::string& name, at::IntArrayRef shape) con
   std::ifstream in(entry.file, std::ios::binary);
   in.seekg(entry.begin);
   in.read(static_cast<char*>(tensor.data_ptr()), static_cast<std::streamsize>(tensor.nbytes()));
-  if (!in) fail_damaged(entry.file, "tensor " + name + " cannot be read");
+  if (!in) fail_damaged(entry.file.string());
   return tensor;
 }
 

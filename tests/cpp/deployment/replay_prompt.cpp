@@ -10,17 +10,16 @@
 #include <fstream>
 #include <iostream>
 #include <iterator>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "command_line.h"
+#include "errors.h"
 
 namespace {
 
 c10::impl::GenericDict read_dict(const char* path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw std::runtime_error(std::string("cannot read ") + path);
+  if (!file) examples::fail("cannot read ", path);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
   return torch::jit::pickle_load(bytes).toGenericDict();
 }

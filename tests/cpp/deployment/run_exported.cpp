@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "command_line.h"
+#include "errors.h"
 
 namespace {
 
@@ -67,7 +67,7 @@ class CompiledModel : public Model {
 
 c10::impl::GenericDict read_replay(const char* path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw std::runtime_error(std::string("cannot read ") + path);
+  if (!file) examples::fail("cannot read ", path);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
   return torch::jit::pickle_load(bytes).toGenericDict();
 }
