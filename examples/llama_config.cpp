@@ -15,26 +15,39 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-json read_object(const fs::path& file) {
+// What `read` makes of a file, which is named in what it throws.
+template <typename Result>
+Result read_file(const fs::path& file, Result (*read)(const json& object)) {
   std::ifstream in(file, std::ios::binary);
-  json object = json::parse(in, /*cb=*/nullptr, /*allow_exceptions=*/false);
+  const json object = json::parse(in, /*cb=*/nullptr, /*allow_exceptions=*/false);
   if (!object.is_object()) fail_damaged(file.string());
-  return object;
+  try {
+    return read(object);
+  } catch (const std::exception& error) {
+    fail(file.string(), ": ", error.what());
+  }
+}
+
+// By reference: to copy a value that is nested deeply may take more stack than there is.
+const json& find(const json& object, const char* name) {
+  static const json none;
+  const auto found = object.find(name);
+  return found == object.end() ? none : *found;
 }
 
 // A field that is missing or null has the default.
 template <typename Value>
 Value field(const json& object, const char* name, std::optional<Value> otherwise = std::nullopt) {
-  const auto found = object.find(name);
-  if (found != object.end() && !found->is_null()) {
-    try {
-      return found->get<Value>();
-    } catch (const json::exception&) {
-      fail(name, " must be of another type, got ", found->type_name());
-    }
+  const json& value = find(object, name);
+  if (value.is_null()) {
+    if (!otherwise) fail("there is no ", name);
+    return *otherwise;
   }
-  if (!otherwise) fail("there is no ", name);
-  return *otherwise;
+  try {
+    return value.get<Value>();
+  } catch (const json::exception&) {
+    fail(name, " must be of another type, got ", value.type_name());
+  }
 }
 
 double positive(const json& object, const char* name,
@@ -72,9 +85,9 @@ std::optional<at::ScalarType> read_dtype(const std::string& name) {
 // transformers 5 has rope_parameters, with rope_theta in it; transformers 4 rope_scaling, beside
 // it.
 void read_rope(const json& config, LlamaConfig& result) {
-  const auto older = field<json>(config, "rope_scaling", json::object());
-  const auto rope = field<json>(config, "rope_parameters", older);
-  if (!rope.is_object()) fail("rope_parameters must be an object");
+  const json& newer = find(config, "rope_parameters");
+  const json& rope = newer.is_null() ? find(config, "rope_scaling") : newer;
+  if (!rope.is_null() && !rope.is_object()) fail("rope_parameters must be an object");
   result.rope_theta = positive(rope, "rope_theta", positive(config, "rope_theta", 10000));
   if (positive(rope, "partial_rotary_factor", 1) != 1) fail("partial_rotary_factor must be 1");
   const auto type =
@@ -93,8 +106,7 @@ void read_rope(const json& config, LlamaConfig& result) {
 // One id or several.
 std::vector<int64_t> read_end_ids(const json& config) {
   std::vector<int64_t> ids;
-  for (const json& id :
-       field<json>(config, "eos_token_id", json::array())) {  // of a number: itself
+  for (const json& id : find(config, "eos_token_id")) {  // of a number: itself
     if (!id.is_number_integer()) fail("eos_token_id must be token ids");
     ids.push_back(id.get<int64_t>());
   }
@@ -104,7 +116,7 @@ std::vector<int64_t> read_end_ids(const json& config) {
 LlamaConfig read_fields(const json& config) {
   expect("model_type", field<std::string>(config, "model_type"), "llama");
   expect("hidden_act", field<std::string>(config, "hidden_act", "silu"), "silu");
-  if (!field<json>(config, "quantization_config", json()).is_null()) {
+  if (!find(config, "quantization_config").is_null()) {
     fail("the weights are quantised: save the model without quantization_config");
   }
   LlamaConfig result{};
@@ -138,15 +150,10 @@ LlamaConfig read_llama_config(const fs::path& folder) {
   if (!fs::exists(file)) {
     fail("there is no ", file.string(), ": give a folder that save_pretrained wrote");
   }
-  const json config = read_object(file);
-  try {
-    LlamaConfig result = read_fields(config);
-    // What generate() of transformers goes by.
-    if (fs::exists(generation)) result.eos_token_id = read_end_ids(read_object(generation));
-    return result;
-  } catch (const std::exception& error) {
-    fail(file.string(), ": ", error.what());
-  }
+  LlamaConfig result = read_file(file, &read_fields);
+  // What generate() of transformers goes by.
+  if (fs::exists(generation)) result.eos_token_id = read_file(generation, &read_end_ids);
+  return result;
 }
 
 }  // namespace examples

@@ -87,8 +87,9 @@ void Safetensors::read_header(const fs::path& file) {
   if (!in.read(header.data(), static_cast<std::streamsize>(length))) fail_damaged(file.string());
   const auto data = static_cast<int64_t>(sizeof(length) + length);
   const auto data_size = static_cast<int64_t>(file_size) - data;
-  const auto content = json::parse(header).get<std::map<std::string, json>>();
-  for (const auto& [name, tensor] : content) {
+  const json content = json::parse(header);
+  if (!content.is_object()) fail_damaged(file.string());
+  for (const auto& [name, tensor] : content.items()) {
     if (name == "__metadata__") continue;
     const auto range = read_numbers(tensor.at("data_offsets"));
     Entry entry{.file = file,

@@ -241,7 +241,15 @@ def truncate(folder):
 NORM = "model.norm.weight"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-DEEP = b'{"vocab_size": ' + b"[" * 200_000 + b"]" * 200_000 + b', "model_type": "llama"}'
+DEEP = b"[" * 200_000 + b"]" * 200_000
+DEEP_CONFIG = b"""{"model_type": "llama", "quantization_config": null, "vocab_size": 1,
+"hidden_size": 2, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
+"max_position_embeddings": 1, "%b": """
+
+
+def deep_config(field):
+    return write("config.json", DEEP_CONFIG % field + DEEP + b"}")
+
 
 DAMAGED = "is truncated or damaged: download or save it again"
 
@@ -250,7 +258,17 @@ BROKEN_FOLDERS = {
     "no JSON": (write("config.json", b"{"), DAMAGED),
     "a list": (write("config.json", b"[]"), DAMAGED),
     "a number too large": (write("config.json", b'{"a": 1e999}'), DAMAGED),
-    "deep JSON": (write("config.json", DEEP), "vocab_size must be of another type, got array"),
+    "a deep count": (deep_config(b"rms_norm_eps"), "rms_norm_eps must be of another type"),
+    "a deep rope": (deep_config(b"rope_parameters"), "rope_parameters must be an object"),
+    "a deep end": (deep_config(b"eos_token_id"), "eos_token_id must be token ids"),
+    "a deep header": (
+        write(WEIGHTS, struct.pack("<Q", len(DEEP) + 6) + b'{"a":' + DEEP + b"}"),
+        DAMAGED,
+    ),
+    "another end": (
+        lambda folder: edit_json(folder / "generation_config.json", eos_token_id="end"),
+        "generation_config.json: eos_token_id must be token ids",
+    ),
     "another model": (edit_config(model_type="qwen2"), "model_type must be llama, got qwen2"),
     "another activation": (edit_config(hidden_act="gelu"), "hidden_act must be silu"),
     "another dtype": (edit_config(dtype="float8"), "dtype must be float32, float16 or bfloat16"),
