@@ -69,10 +69,9 @@ test-cpp test-sanitize test-threads: test-%: build $(BIN)/.dev $(BIN)/.model
 test-isas: build $(BIN)/.dev
 	isa='import torch, h2o_prefill; print(torch.ops.h2o_prefill.cpu_isa())'; chosen=$$(python -c "$$isa") || exit 1; \
 	for name in scalar avx2 avx512 avx512_bf16 amx neon; do \
-	  H2O_PREFILL_ISA=$$name python -c "$$isa" 2>/dev/null | grep -vx $$chosen || continue; \
-	  H2O_PREFILL_ISA=$$name $(PYTEST) -q tests/python/ops \
-	    -k 'not compiles and not opcheck and not refuse and not wrong and not gradcheck and not 128k' || exit 1; \
-	done
+	  H2O_PREFILL_ISA=$$name python -c "$$isa" 2>/dev/null | grep -vx $$chosen; \
+	done | xargs -P $(JOBS) -I{} env H2O_PREFILL_ISA={} pytest -q tests/python/ops \
+	  -k 'not compiles and not opcheck and not refuse and not wrong and not gradcheck and not 128k'
 # The tests that take minutes, and many generated calls; SLOW=name chooses among the tests.
 test-slow: CASES := 5000
 test-slow: build $(BIN)/.dev $(BIN)/.model $(if $(SLOW),,test-fuzz)
