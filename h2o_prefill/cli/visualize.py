@@ -27,32 +27,26 @@ def visualize(
     output: Annotated[
         Path, options.output_folder("Folder for the figures, created if necessary.")
     ] = Path("benchmark_results/attention_heatmaps"),
-    errors: Annotated[
-        bool, typer.Option(help="Also compare each head with dense attention, with a table.")
-    ] = True,
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
     **sizes: int | None,
 ) -> None:
-    """Draw which positions memory sets keep, and the error of each layer.
+    """Draw which positions memory sets keep, and the error of each layer, with a table by chunk.
 
-    Writes memory.png and, with errors, errors.png.
+    Writes memory.png and errors.png.
     """
     from h2o_prefill.cli.tables import attention_table
     from h2o_prefill.eval import load_text, visualize_attention_patterns
-    from h2o_prefill.eval.attention.patterns import FIGURES, check_prompt_length
+    from h2o_prefill.eval.attention.plots import FIGURES
     from h2o_prefill.eval.inputs.text import encode
     from h2o_prefill.eval.perplexity.windows import select_windows
     from h2o_prefill.eval.report import build_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset, **sizes)
-        check_prompt_length(config, context, "context")
         check_output_folder(output, FIGURES)
-        if json_file is not None and not errors:
-            raise ValueError("--json holds the errors: it must not come with --no-errors")
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
         tokens = encode(tokenizer, corpus.text)
@@ -62,15 +56,13 @@ def visualize(
             f"{options.describe_sizes(config)}"
         )
         with show_progress("prefill") as show:
-            patterns = visualize_attention_patterns(
-                network, prompts, config, output, title=title, errors=errors, on_progress=show
+            measures = visualize_attention_patterns(
+                network, prompts, config, output, title=title, on_progress=show
             )
-        measures = patterns.measures
-        if measures is not None:
-            report = measures.to_dict()
-            given = {"window": window, "context": context, "preset": preset}
-            config_part = text_origin(model, dtype, corpus, **given) | report.pop("config")
-            save_json(lambda: build_report(config_part, **report))
-            print_result(title, attention_table(measures))
-        for path in patterns.paths.values():
-            output_console().print(str(path), markup=False, soft_wrap=True)
+        report = measures.to_dict()
+        given = {"window": window, "context": context, "preset": preset}
+        config_part = text_origin(model, dtype, corpus, **given) | report.pop("config")
+        save_json(lambda: build_report(config_part, **report))
+        print_result(title, attention_table(measures))
+        for name in FIGURES:
+            output_console().print(str(output / name), markup=False, soft_wrap=True)

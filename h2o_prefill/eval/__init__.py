@@ -5,7 +5,7 @@ from __future__ import annotations
 from h2o_prefill.eval.ablation.run import run_ablation
 from h2o_prefill.eval.answers import compare_answers
 from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
-from h2o_prefill.eval.attention.patterns import AttentionPatterns, visualize_attention_patterns
+from h2o_prefill.eval.attention.plots import visualize_attention_patterns
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.calibration import LayerCalibration, calibrate_layers
 from h2o_prefill.eval.inputs.models import DEFAULT_MODEL, DTYPES, load_model
@@ -27,7 +27,6 @@ __all__ = [
     "PROTOCOLS",
     "AttentionFlops",
     "AttentionMeasures",
-    "AttentionPatterns",
     "Corpus",
     "LayerCalibration",
     "PerplexityResult",

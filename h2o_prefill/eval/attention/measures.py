@@ -66,6 +66,11 @@ class AttentionMeasures:
         first, second = held[:-1], held[1:]
         return (first & second).sum(-1) / (first | second).sum(-1)
 
+    def head_share(self, chunk: int) -> Tensor:
+        """Return the share of KV heads that hold each position after a chunk, fp32 [layers, T]."""
+        held = held_positions(self.memory[chunk], self.chunk_ends[-1])
+        return held.sum(1) / torch.tensor(self.kv_heads).unsqueeze(1)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the measures as plain dicts, lists and numbers; errors and shares in 0 .. 1.
 

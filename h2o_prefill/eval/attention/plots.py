@@ -1,21 +1,25 @@
-"""The figures of attention patterns: memory sets, and errors by layer."""
+"""The figures of sparse attention: memory sets, and errors by layer."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
-from h2o_prefill.eval.attention.measures import AttentionMeasures
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
 from h2o_prefill.eval.plotting import make_figure, save_figure
+from h2o_prefill.eval.runs import Progress
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from h2o_prefill.eval.attention.patterns import AttentionPatterns
+FIGURES = ("memory.png", "errors.png")
 
 _MAX_PANELS = 8
 _MAX_COLUMNS = 1024
@@ -26,24 +30,71 @@ _ABSENT = "0.88"
 _TITLE: dict[str, Any] = {"fontsize": 9, "loc": "left"}
 
 
-def plot_memory(patterns: AttentionPatterns, path: str | os.PathLike[str], title: str) -> Figure:
+def visualize_attention_patterns(
+    model: Any,
+    input_ids: Tensor,
+    chunk_config: PrefillConfig | str | None = None,
+    output_dir: str | os.PathLike[str] = "benchmark_results/attention_heatmaps",
+    *,
+    title: str = "",
+    on_progress: Progress | None = None,
+) -> AttentionMeasures:
+    """Draw which positions the memory sets of a prompt hold, and what sparse attention loses.
+
+    `memory.png` shows which positions the KV heads of each layer hold after each chunk (eight of
+    the chunks if there are more); `errors.png` the error of each layer and head against dense
+    attention, and the share of the dense softmax that falls on visible keys.
+
+    Parameters
+    ----------
+    model, input_ids, chunk_config, on_progress
+        As `measure_attention` takes them.
+    output_dir : path
+        Folder for the figures, created if necessary.
+    title : str
+        Description of the run, for the figures.
+
+    Returns
+    -------
+    AttentionMeasures
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As `measure_attention` does.
+    ImportError
+        If matplotlib is missing.
+    """
+    import matplotlib  # noqa: F401 (a missing package ends the call before the work)
+
+    folder = Path(output_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
+    measures = measure_attention(model, input_ids, chunk_config, on_progress=on_progress)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, plot in zip(FIGURES, (plot_memory, plot_errors), strict=True):
+        plot(measures, folder / name, title)
+    return measures
+
+
+def plot_memory(measures: AttentionMeasures, path: str | os.PathLike[str], title: str) -> Figure:
     """Draw which positions the KV heads of each layer hold, one panel per memory set."""
-    ends, rows = patterns.chunk_ends, len(patterns.layers)
+    ends, rows = measures.chunk_ends, len(measures.layers)
     chunks = np.linspace(0, len(ends) - 1, min(len(ends), _MAX_PANELS)).round().astype(int)
     figure = make_figure(1.3 + len(chunks) * max(1.4, min(4.5, 0.055 * rows)))
     panels = figure.subplots(len(chunks), 1, sharex=True, squeeze=False)[:, 0]
     for chunk, axes in zip(chunks.tolist(), panels, strict=True):
         end = ends[chunk]
-        share = adaptive_avg_pool1d(patterns.head_share(chunk)[:, :end], min(end, _MAX_COLUMNS))
+        share = adaptive_avg_pool1d(measures.head_share(chunk)[:, :end], min(end, _MAX_COLUMNS))
         extent = (0, end, -0.5, rows - 0.5)
         image = axes.imshow(share.numpy(), extent=extent, cmap="magma_r", vmin=0, vmax=1, **_MAP)
         for boundary in ends[:-1]:
             axes.axvline(boundary, color="0.35", linewidth=0.8, linestyle=":")
         axes.set_facecolor(_ABSENT)
         axes.set_title(f"memory set after chunk {chunk} ({end} tokens)", **_TITLE)
-        _layer_axis(axes, patterns.layers, most=8)
+        _layer_axis(axes, measures.layers, most=8)
     panels[-1].set_xlim(0, ends[-1])
-    window = "; black at the end: local window" if patterns.config.local_window else ""
+    window = "; black at the end: local window" if measures.config.local_window else ""
     panels[-1].set_xlabel(
         f"position (tokens); dotted: chunk boundaries; grey: later chunks{window}"
     )

@@ -156,13 +156,6 @@ def test_visualize(report: Any, small_commands: Commands, tmp_path: Path) -> Non
     assert 0 < found["summary"]["mass_recall_mean"] < 1
 
 
-def test_visualize_without_errors_has_no_table(
-    run: Run, small_commands: Commands, tmp_path: Path
-) -> None:
-    done = run(*small_commands["visualize"], "--output", tmp_path / "out", "--no-errors")
-    assert done.stdout == f"{tmp_path / 'out' / 'memory.png'}\n"
-
-
 def test_the_window_and_the_dtype_of_visualize_reach_the_run(
     run: Run, small_commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,11 +52,8 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
     },
     "answers": {("--prompts", 9): "the text 'long.txt' must have 9 x 300 tokens"},
     "visualize": {
-        ("--context", 31): "context must hold at least two chunks of 16 tokens, got 31",
-        ("--context", 49): "context must not end one token after a chunk",
         ("--window", 99): "windows must be a slice within 0:",
         ("--preset", "h2o,recall=2,recall_block=12"): "chunk_size must be a multiple of recall_b",
-        ("--json", "x.json", "--no-errors"): "--json holds the errors",
     },
     "generate": {
         (): "give a prompt or --prompt-file, one of the two",

@@ -114,10 +114,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "patterns": [
         ({"input_ids": _ids(2, 64)}, r"input_ids must be .*got torch.int64 \[2, 64\]"),
-        ({"input_ids": _ids(31)}, "at least two chunks of 16 tokens, got 31 tokens"),
-        ({"input_ids": _ids(33)}, "cut it to 32 tokens, got 33"),
-        ({"input_ids": _ids(528)}, "input_ids must be <= 512, .* got 528"),
-        ({"chunk_config": BOTH_DENSE}, r"dense_layers must leave a layer sparse, got \(0, 1\)"),
         ({"output_dir": __file__}, r"output_dir must be a folder, got the file '.*py'"),
     ],
     "throughput": [

@@ -109,9 +109,9 @@ def test_memory_sets_and_recall(
     done = execute(
         "memory_sets_and_recall.ipynb",
         {"LAYER": 1, "OUTPUT": "pictures"},
-        memory="list(patterns.memory.shape)",
+        memory="list(measures.memory.shape)",
         best="best.indices.tolist()",
-        scores="patterns.scores[1].tolist()",
+        scores="cache.layers[1].state.scores[0].tolist()",
         mass="{name: by_layer['mass_recall', name].tolist() for name in ('h2o', 'recommended')}",
         sentence="SENTENCE",
         recalled="[places.tolist() for places in recalled]",

@@ -212,6 +212,11 @@ def test_wide_dense_and_uneven_layers(tiny: Any, tiny_model: Any) -> None:
     assert uneven.l1_error[1].isnan().tolist() == [False, False, True, True]
     assert uneven.jaccard[:, 1].isnan().tolist() == [[False, True]] * 4
     assert (uneven.memory[:, 1, 1] == -1).all()
+    # All the heads of a layer hold the local window, and a share of them each other position.
+    share = uneven.head_share(4)
+    assert (share[:, -4:] == 1).all()
+    held = torch.isin(torch.arange(LENGTH), uneven.memory[4, 1, 0]).float()
+    assert torch.equal(share[1], held) and share[0].sum() == 8
     values = uneven.to_dict()
     second = values["by_layer"][1]
     assert len(second["l1_error"]) == 2 and len(second["jaccard"][0]) == 1
