@@ -1,9 +1,11 @@
-// Continues a prompt greedily, by a model that was exported as a package, without Python:
+// Runs a model that was exported as a package, without Python:
 //
-//   generate PACKAGE.pt2 IDS [--max-new-tokens N] [--threads N] [--dense]
+//   generate PACKAGE.pt2 IDS [--max-new-tokens N] [--perplexity WINDOW] [--threads N] [--dense]
 //
-// IDS is a file of token ids (see read_token_ids), or - for standard input. The ids of the answer
-// go to standard output as they come, the seconds to standard error. --dense prefills densely.
+// IDS is a file of token ids (see read_token_ids), or - for standard input. The prompt is continued
+// greedily: the ids of the answer go to standard output as they come, the seconds to standard
+// error. --perplexity scores it instead, in windows (see print_perplexity). --dense prefills
+// densely.
 #include <ATen/ATen.h>
 
 #include "command_line.h"
@@ -12,21 +14,32 @@
 
 namespace {
 
-void generate(const examples::Arguments& arguments) {
+using examples::Rows;
+
+void run(const examples::Arguments& arguments) {
   const int64_t max_new_tokens = arguments.number("--max-new-tokens", 64);
+  const int64_t window = arguments.number("--perplexity", 0);
   examples::Package package(arguments.model);
-  const at::Tensor prompt = examples::read_token_ids(arguments.ids);
-  const int64_t tokens = prompt.size(1);
+  const at::Tensor ids = examples::read_token_ids(arguments.ids);
+  const auto prefill = [&](const at::Tensor& token_ids, Rows rows) {
+    return arguments.dense ? package.forward_densely(token_ids, rows)
+                           : package.forward(token_ids, rows);
+  };
+  if (window > 0) {
+    examples::print_perplexity(ids, window, [&](const at::Tensor& token_ids) {
+      package.reset();
+      return prefill(token_ids, Rows::kAll);
+    });
+    return;
+  }
   const examples::PackageInfo& info = package.info();
   examples::continue_greedily(
-      prompt,
+      ids,
       {.max_new_tokens = max_new_tokens,
-       .room = info.capacity - tokens,
+       .room = info.capacity - ids.size(1),
        .end_ids = info.end_ids,
-       .sparse = !arguments.dense && info.settings.is_sparse_call(/*past=*/0, tokens)},
-      [&](const at::Tensor& token_ids) {
-        return arguments.dense ? package.forward_densely(token_ids) : package.forward(token_ids);
-      },
+       .sparse = !arguments.dense && info.settings.is_sparse_call(/*past=*/0, ids.size(1))},
+      [&](const at::Tensor& token_ids) { return prefill(token_ids, Rows::kLast); },
       [&](const at::Tensor& token) { return package.forward(token); });
 }
 
@@ -34,6 +47,8 @@ void generate(const examples::Arguments& arguments) {
 
 int main(int argc, char** argv) {
   return examples::run_example(
-      &generate, "generate PACKAGE.pt2 IDS|- [--max-new-tokens N] [--threads N] [--dense]",
-      {"--max-new-tokens"}, argc, argv);
+      &run,
+      "generate PACKAGE.pt2 IDS|- [--max-new-tokens N] [--perplexity WINDOW] [--threads N] "
+      "[--dense]",
+      {"--max-new-tokens", "--perplexity"}, argc, argv);
 }

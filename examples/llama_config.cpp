@@ -1,6 +1,5 @@
 #include "llama_config.h"
 
-#include <cmath>
 #include <fstream>
 #include <limits>
 #include <map>
@@ -28,55 +27,39 @@ Result read_file(const fs::path& file, Result (*read)(const json& object)) {
   }
 }
 
-// By reference: to copy a value that is nested deeply may take more stack than there is.
-const json& find(const json& object, const char* name) {
-  static const json none;
-  const auto found = object.find(name);
-  return found == object.end() ? none : *found;
-}
-
 // A field that is missing or null has the default.
 template <typename Value>
-Value field(const json& object, const char* name, std::optional<Value> otherwise = std::nullopt) {
-  const json& value = find(object, name);
-  if (value.is_null()) {
-    if (!otherwise) fail("there is no ", name);
-    return *otherwise;
-  }
+Value field(const json& object, const char* name, Value otherwise) {
+  const auto found = object.find(name);
+  if (found == object.end() || found->is_null()) return otherwise;
   try {
-    return value.get<Value>();
+    return found->get<Value>();
   } catch (const json::exception&) {
-    fail(name, " must be of another type, got ", value.type_name());
+    fail(name, " must be of another type, got ", found->type_name());
   }
-}
-
-double positive(const json& object, const char* name,
-                std::optional<double> otherwise = std::nullopt) {
-  const auto value = field<double>(object, name, otherwise);
-  if (!(value > 0)) fail(name, " must be above 0, got ", value);
-  return value;
 }
 
 // At least 1, and small enough for products of two.
-int64_t count(const json& object, const char* name,
-              std::optional<double> otherwise = std::nullopt) {
-  const double value = positive(object, name, otherwise);
-  if (value != std::floor(value) || value > std::numeric_limits<int32_t>::max()) {
-    fail(name, " must be a whole number below 2^31, got ", value);
+int64_t size(const json& object, const char* name, int64_t otherwise = 0) {
+  const auto value = field(object, name, otherwise);
+  if (value < 1 || value > std::numeric_limits<int32_t>::max()) {
+    fail(name, " must be in [1, 2^31), got ", value);
   }
-  return static_cast<int64_t>(value);
+  return value;
 }
 
-void expect(const char* name, const std::string& value, const std::string& wanted) {
+void expect(const json& object, const char* name, const std::string& wanted) {
+  const auto value = field(object, name, wanted);
   if (value != wanted) fail(name, " must be ", wanted, ", got ", value);
 }
 
-std::optional<at::ScalarType> read_dtype(const std::string& name) {
+std::optional<at::ScalarType> read_dtype(const json& config) {
   static const std::map<std::string, std::optional<at::ScalarType>> dtypes{
       {"", std::nullopt},
       {"float32", at::kFloat},
       {"float16", at::kHalf},
       {"bfloat16", at::kBFloat16}};
+  const std::string name = field(config, "dtype", field<std::string>(config, "torch_dtype", ""));
   const auto found = dtypes.find(name);
   if (found == dtypes.end()) fail("dtype must be float32, float16 or bfloat16, got ", name);
   return found->second;
@@ -85,60 +68,48 @@ std::optional<at::ScalarType> read_dtype(const std::string& name) {
 // transformers 5 has rope_parameters, with rope_theta in it; transformers 4 rope_scaling, beside
 // it.
 void read_rope(const json& config, LlamaConfig& result) {
-  const json& newer = find(config, "rope_parameters");
-  const json& rope = newer.is_null() ? find(config, "rope_scaling") : newer;
-  if (!rope.is_null() && !rope.is_object()) fail("rope_parameters must be an object");
-  result.rope_theta = positive(rope, "rope_theta", positive(config, "rope_theta", 10000));
-  if (positive(rope, "partial_rotary_factor", 1) != 1) fail("partial_rotary_factor must be 1");
-  const auto type =
+  const json rope =
+      field<json>(config, "rope_parameters", field<json>(config, "rope_scaling", json::object()));
+  result.rope_theta = field(rope, "rope_theta", field(config, "rope_theta", 10000.0));
+  if (field(rope, "partial_rotary_factor", 1.0) != 1) fail("partial_rotary_factor must be 1");
+  const std::string type =
       field<std::string>(rope, "rope_type", field<std::string>(rope, "type", "default"));
   if (type == "default") return;
   if (type != "llama3") fail("rope_type must be default or llama3, got ", type);
-  const Llama3Scaling scaling{positive(rope, "factor"), positive(rope, "low_freq_factor"),
-                              positive(rope, "high_freq_factor"),
-                              positive(rope, "original_max_position_embeddings")};
-  if (scaling.high_freq_factor <= scaling.low_freq_factor) {
-    fail("high_freq_factor must be above low_freq_factor");
-  }
-  result.rope_scaling = scaling;
+  result.rope_scaling = {
+      .factor = rope.at("factor"),
+      .low_freq_factor = rope.at("low_freq_factor"),
+      .high_freq_factor = rope.at("high_freq_factor"),
+      .original_max_position_embeddings = rope.at("original_max_position_embeddings")};
 }
 
 // One id or several.
 std::vector<int64_t> read_end_ids(const json& config) {
-  std::vector<int64_t> ids;
-  for (const json& id : find(config, "eos_token_id")) {  // of a number: itself
-    if (!id.is_number_integer()) fail("eos_token_id must be token ids");
-    ids.push_back(id.get<int64_t>());
-  }
-  return ids;
+  const auto ids = field(config, "eos_token_id", json::array());
+  return ids.is_array() ? ids.get<std::vector<int64_t>>() : std::vector{ids.get<int64_t>()};
 }
 
 LlamaConfig read_fields(const json& config) {
-  expect("model_type", field<std::string>(config, "model_type"), "llama");
-  expect("hidden_act", field<std::string>(config, "hidden_act", "silu"), "silu");
-  if (!find(config, "quantization_config").is_null()) {
+  expect(config, "model_type", "llama");
+  expect(config, "hidden_act", "silu");
+  if (!field(config, "quantization_config", json()).is_null()) {
     fail("the weights are quantised: save the model without quantization_config");
   }
   LlamaConfig result{};
-  result.vocab_size = count(config, "vocab_size");
-  result.hidden_size = count(config, "hidden_size");
-  result.intermediate_size = count(config, "intermediate_size");
-  result.num_hidden_layers = count(config, "num_hidden_layers");
-  const int64_t heads = result.num_attention_heads = count(config, "num_attention_heads");
-  result.num_key_value_heads = count(config, "num_key_value_heads", heads);
-  if (heads % result.num_key_value_heads != 0) {
-    fail("num_key_value_heads must be a divisor of num_attention_heads");
-  }
-  result.head_dim = count(config, "head_dim", result.hidden_size / heads);
-  if (result.head_dim % 2 != 0) fail("head_dim must be even");
-  result.max_position_embeddings = count(config, "max_position_embeddings");
-  result.rms_norm_eps = positive(config, "rms_norm_eps", 1e-6);
+  result.vocab_size = size(config, "vocab_size");
+  result.hidden_size = size(config, "hidden_size");
+  result.intermediate_size = size(config, "intermediate_size");
+  result.num_hidden_layers = size(config, "num_hidden_layers");
+  const int64_t heads = result.num_attention_heads = size(config, "num_attention_heads");
+  result.num_key_value_heads = size(config, "num_key_value_heads", heads);
+  result.head_dim = size(config, "head_dim", result.hidden_size / heads);
+  result.max_position_embeddings = size(config, "max_position_embeddings");
+  result.rms_norm_eps = field(config, "rms_norm_eps", 1e-6);
   read_rope(config, result);
-  result.attention_bias = field<bool>(config, "attention_bias", false);
-  result.mlp_bias = field<bool>(config, "mlp_bias", false);
-  result.tie_word_embeddings = field<bool>(config, "tie_word_embeddings", false);
-  const auto older = field<std::string>(config, "torch_dtype", "");
-  result.dtype = read_dtype(field<std::string>(config, "dtype", older));
+  result.attention_bias = field(config, "attention_bias", false);
+  result.mlp_bias = field(config, "mlp_bias", false);
+  result.tie_word_embeddings = field(config, "tie_word_embeddings", false);
+  result.dtype = read_dtype(config);
   result.eos_token_id = read_end_ids(config);
   return result;
 }

@@ -1,5 +1,5 @@
 // A whole model that `h2o-prefill export` wrote as an AOTInductor package, with the state of one
-// text: what generate.cpp and perplexity.cpp share.
+// text.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,10 +29,9 @@ class Safetensors {
  private:
   struct Entry {
     std::filesystem::path file;
-    std::string dtype_name;
-    std::optional<at::ScalarType> dtype;  // none: one that weights do not have
+    std::string dtype;  // as the format names it
     std::vector<int64_t> shape;
-    int64_t begin;  // of the data in the file, in bytes
+    uint64_t begin, size;  // of the data in the file, in bytes
   };
 
   void read_header(const std::filesystem::path& file);

@@ -1,4 +1,4 @@
-"""Turns text into token ids for generate.cpp and perplexity.cpp, and their answers into text.
+"""Turns text into token ids for the programs here, and their answers into text.
 
     python token_ids.py encode FOLDER.tokenizer --text-file FILE > ids.txt
     python token_ids.py encode FOLDER.tokenizer --dataset pydoc --tokens 6000 > ids.txt

@@ -1,8 +1,9 @@
 """Saves the attention of a real model under `h2o_prefill.enable`, layer by layer, for C++.
 
-    python save_prompt.py FILE.pt
+    python save_prompt.py FOLDER
 
-replay_prompt.cpp attends with the same queries, keys and values, and compares the outputs.
+writes prompt.pt and attention.pt, the module for TorchScript. replay_prompt.cpp attends with the
+same queries, keys and values, and compares the outputs.
 """
 
 import sys
@@ -53,8 +54,8 @@ def record(model, token_ids: Tensor) -> list[list[dict[str, Tensor]]]:
     return calls
 
 
-def main(file: Path) -> None:
-    """Write the file."""
+def main(folder: Path) -> None:
+    """Write the files."""
     model, tokenizer = load_model(dtype="bfloat16")
     token_ids = encode(tokenizer, load_text("pydoc").text)[: sum(CALLS)].unsqueeze(0)
     layer = model.get_decoder().layers[0].self_attn
@@ -64,8 +65,9 @@ def main(file: Path) -> None:
         "token_ids": token_ids,
         "calls": record(model, token_ids),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(replay, file)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(replay, folder / "prompt.pt")
+    torch.jit.script(h2o_prefill.ChunkedSparseAttention(SETTINGS)).save(folder / "attention.pt")
 
 
 if __name__ == "__main__":

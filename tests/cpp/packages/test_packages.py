@@ -129,9 +129,8 @@ def test_cpp_stops_where_the_package_is_full(program, package, ids, file_of):
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 def test_cpp_measures_perplexity(program, package, model, ids, file_of, mode):
     text = torch.cat([ids, ids], dim=1)[0]
-    result = program(
-        "perplexity", package, file_of(text), "--context", 100, *["--dense"] * (mode == "dense")
-    )
+    options = ("--perplexity", 100, *["--dense"] * (mode == "dense"))
+    result = program("generate", package, file_of(text), *options)
     assert result.returncode == 0, result.stderr
     expected = evaluate_perplexity(model, text, SETTINGS, context=100, windows="0:3")
     assert "3 windows of 100 tokens" in result.stdout
