@@ -53,6 +53,14 @@ def one_thread(request):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """Forget all that torch.compile has compiled, before and after a test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(params=testing.devices())
 def device(request):
     return request.param

@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 import h2o_prefill.hf.layer
 from h2o_prefill import ChunkedSparseAttention
-from h2o_prefill.hf.cache import CacheSnapshot
 
 PROGRAM = runpy.run_path(str(Path(__file__).parent / "__main__.py"))
 SEED = 7
@@ -86,20 +85,6 @@ def test_a_wrong_element_is_found(
     failures = failures_of(kind, SEARCHED_ITEMS)
     assert failures and "AssertionError" in failures[0]
     assert failures[0].startswith("item ")
-
-
-def test_a_cache_that_is_not_put_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheSnapshot, "restore", lambda self: None)
-    failures = failures_of("model, disturbed", SEARCHED_ITEMS)
-    assert failures and "AssertionError" in failures[0]
-
-
-def test_an_item_is_the_same_again() -> None:
-    item = items_of("prompts", 1)[0]
-    runs = [SoakRun(SEED, seconds=0) for _ in range(2)]
-    for run in runs:
-        run.run_item(item)
-    assert runs[0].judge == runs[1].judge and runs[0].judge.worst
 
 
 def short_run(monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Any], seconds: int) -> SoakRun:

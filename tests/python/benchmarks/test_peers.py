@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import json
 import math
 from collections.abc import Callable
@@ -126,16 +125,6 @@ def test_losses_of_another_text_or_model_are_refused(
             read_losses([file], {**facts, name: "other"})
 
 
-def test_windows_are_one_slice_or_one_for_each_length() -> None:
-    from peers import windows_by_length
-    from typer import BadParameter
-
-    assert windows_by_length("0:2", [5, 7]) == {5: "0:2", 7: "0:2"}
-    assert windows_by_length("0:2,1:3", [5, 7]) == {5: "0:2", 7: "1:3"}
-    with pytest.raises(BadParameter, match="--windows must be one slice or 2"):
-        windows_by_length("0:1,0:2,0:3", [5, 7])
-
-
 def test_a_loss_is_that_against_the_own_dense_mode() -> None:
     from common.backends import Backend
     from common.losses import measure_losses
@@ -193,42 +182,6 @@ def test_baselines_lose_no_more_than_we_do() -> None:
         ("ours fast", "slow", 15.0),
     ]
     assert found[2]["our_delta_percent"] == 3 and found[2]["baseline_delta_percent"] == 1
-
-
-def test_the_figure_shows_the_rows_that_have_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    import plot
-
-    figures: list[Any] = []
-    monkeypatch.setattr(plot, "_save_figure", lambda figure, *rest: figures.append(figure))
-    # Program, mode, loss, seconds a token.
-    modes = [
-        ("ours", "ours", 0.3, 2.0),
-        ("them", "them, batch 1", 0.0, 3.0),
-        ("them", "them x, batch 1", 600.0, 1.0),
-        ("them", "them x, batch 2", 9.0, 1.5),
-    ]
-    names = ("program", "variant", "delta_percent", "seconds", "length", "threads")
-    rows = [
-        dict(zip(names, (*mode[:3], mode[3] * length, length, threads), strict=True))
-        for length, threads, mode in itertools.product((10, 20), (1, 2), modes)
-    ]
-    plot.draw_peers({"results": [*rows, {"length": 20, "decoding": "ours"}]}, tmp_path)
-    (figure,) = figures
-    for axes, length in zip(figure.axes, (10, 20), strict=True):
-        assert axes.get_title() == f"{length} tokens, 2 threads"
-        points = [point for line in axes.lines for point in line.get_xydata().tolist()]
-        assert points == [[seconds * length, loss] for _, _, loss, seconds in modes]
-        (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-        assert all(left < x < right and bottom < y < top for x, y in points)
-    lines = figure.axes[0].lines
-    looks = [(line.get_color(), line.get_marker(), line.get_fillstyle()) for line in lines]
-    # One program has one colour, one mode one marker.
-    assert len(set(looks)) == 4 and len({look[0] for look in looks}) == 2
-    assert looks[2][:2] == looks[3][:2] and len(figure.legends[0].get_texts()) == 4
-    assert plot.draw_peers({"results": [{"length": 20, "delta_percent": 1.0}]}, tmp_path) is None
 
 
 @pytest.mark.slow

@@ -42,12 +42,6 @@ def test_calls_in_multiples_of_the_chunk_equal_one_call(llama, ids, lengths, opt
     assert torch.equal(cache.token_ids, ids)
 
 
-def test_a_cache_without_config_works_too(llama, ids):
-    with enable(llama, **SPARSE):
-        cache = ChunkedPrefillCache()
-        assert_close(in_calls(llama, cache, ids, (32, 40)), llama(ids).logits)
-
-
 def test_decoding_leaves_the_state_alone_and_a_later_call_takes_the_tokens_in(llama, make_ids):
     ids = make_ids(1, 80)
     with enable(llama, **SPARSE):

@@ -21,13 +21,6 @@ CALLS = (40, 32, 1, 1, 5, 43)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def prompt(make_ids):
     # Words that come again, so that there is something to recall.

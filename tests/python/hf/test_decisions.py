@@ -11,7 +11,6 @@ import transformers
 from hf_helpers import EXACT, GREEDY, SPARSE, assert_close, assert_dense, new_cache
 
 from h2o_prefill import PrefillConfig, enable
-from h2o_prefill.hf import ChunkedPrefillLayer
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import ForwardContext
 from h2o_prefill.hf.rules import dense_reason
@@ -142,15 +141,6 @@ def test_wide_layers_have_their_own_sizes(llama, ids):
     assert not torch.equal(one_call, expected)
     assert_close(in_calls, one_call[:, 32:])
     assert [layer.state.memory.shape[-1] for layer in cache.layers] == [size, 3 * size]
-
-
-def test_rows_of_equal_length_go_sparse_and_do_not_mix(llama, make_ids, sparse_layers):
-    batch = torch.cat([make_ids(1, 24).repeat(1, 3), make_ids(2, 72, seed=8)])
-    with enable(llama, **SPARSE):
-        together = llama(batch, attention_mask=torch.ones_like(batch)).logits
-        assert sparse_layers == [72, 72]
-        for row, logits in zip(batch, together, strict=True):
-            assert_close(logits, llama(row.unsqueeze(0)).logits[0])
 
 
 def with_a_4d_mask(model, ids, monkeypatch):
@@ -288,15 +278,6 @@ def test_arguments_that_make_a_call_dense(llama, arguments, reason):
     assert given == reason if not reason else reason in given
 
 
-def test_output_attentions_is_dense_and_gives_weights(build, ids, sparse_layers):
-    model = build("llama", "eager")
-    stock = model(ids, output_attentions=True)
-    with enable(model, **SPARSE), pytest.warns(UserWarning, match="output_attentions"):
-        ours = model(ids, output_attentions=True)
-    assert_close(ours.attentions[1], stock.attentions[1])
-    assert sparse_layers == []
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_static_cache_that_was_filled_before_is_dense(build, ids, sparse_layers, implementation):
     llama = build("llama", implementation)
@@ -328,19 +309,6 @@ def test_layers_that_share_keys_are_dense(llama, ids, sparse_layers):
     assert sparse_layers == [72]
 
 
-def test_one_warning_for_each_reason(llama, make_ids):
-    ids = make_ids(2, 72)
-    mask = torch.ones_like(ids)
-    mask[0, 9] = 0  # a hole
-    with enable(llama, **SPARSE), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            llama(ids, attention_mask=mask)
-            llama(ids, output_attentions=True)
-    ours = [warning for warning in caught if "h2o_prefill" in str(warning.message)]
-    assert [warning.category for warning in ours] == [UserWarning] * 2
-
-
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_autocast(llama, ids, sparse_layers, use_cache):
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -349,11 +317,6 @@ def test_autocast(llama, ids, sparse_layers, use_cache):
             ours = llama(ids, use_cache=use_cache).logits
     assert sparse_layers == [72, 72] and ours.dtype == stock.dtype
     torch.testing.assert_close(ours.float(), stock.float(), atol=0.3, rtol=0.1)
-
-
-def test_cache_kinds_of_mixed_models(build):
-    kinds = [type(layer) for layer in new_cache(build("gemma3")).layers]
-    assert kinds == [transformers.cache_utils.DynamicSlidingWindowLayer, ChunkedPrefillLayer]
 
 
 @pytest.mark.parametrize("how", ["export", "trace"])

@@ -164,25 +164,3 @@ def test_padded_rows_are_what_they_are_alone(model, sparse_layers):
             alone = model(batch[row : row + 1, first:]).logits[0]
             assert_close(together[row, first:], alone, 1e-4)
     assert set(sparse_layers) == {TOKENS, TOKENS - 9}
-
-
-@latent
-def test_a_plain_cache_is_gone_on_from_densely(model, prompt):
-    stock = model(prompt).logits
-    cache = model(prompt[:, :32]).past_key_values
-    with enable(model, **EXACT), pytest.raises(NotImplementedError, match="was not filled"):
-        model(prompt[:, 32:], past_key_values=cache)
-    with enable(model, **{**EXACT, "strict": False}), pytest.warns(match="was not filled"):
-        rest = model(prompt[:, 32:], past_key_values=cache).logits
-    assert_close(rest, stock[:, 32:], 1e-4)
-
-
-@latent
-def test_a_failed_forward_leaves_the_state_as_it_was(model, prompt):
-    cache = new_cache(model)
-    with enable(model, **SMALL):
-        model(prompt[:, :32], past_key_values=cache)
-        expected = model(prompt[:, 32:], past_key_values=copy.deepcopy(cache)).logits
-        with failing(model.model.norm):
-            model(prompt[:, 32:], past_key_values=cache)
-        assert torch.equal(model(prompt[:, 32:], past_key_values=cache).logits, expected)

@@ -69,18 +69,6 @@ def test_enabled_by_another_thread(build, inputs, spawn, name, implementation):
     disable(model)
 
 
-def test_enabled_with_other_settings_by_another_thread(llama, inputs, spawn):
-    with enable(llama, **OTHER):
-        other = llama(**inputs).logits
-    enable(llama, **SPARSE)
-    sparse, threads = llama(**inputs).logits, []
-    between_layers(llama, lambda: threads.append(spawn(lambda: enable(llama, **OTHER))))
-    assert torch.equal(llama(**inputs).logits, sparse)
-    threads[0].join(PATIENCE)
-    assert torch.equal(llama(**inputs).logits, other)
-    disable(llama)
-
-
 def test_disabled_inside_of_the_forward(llama, ids):
     stock = llama(ids).logits
     handle = enable(llama, **SPARSE)

@@ -1,8 +1,5 @@
 """Linear attention against the oracle: forward, gradients, states, and what must be refused."""
 
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import pytest
 import torch
 import torch._dynamo.testing
@@ -20,7 +17,6 @@ from h2o_prefill.testing import (
 )
 
 CHUNK = 32
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NAMES = ("out", "state", "normalizer")
 GRADIENTS = ("q", "k", "v", "log_decay", "initial_state", "initial_normalizer")
 
@@ -489,35 +485,3 @@ def test_digits_of_16k_tokens(dtype, value_dim):
     actual = ops.chunkwise_linear_attention(q, k, v, normalize=True)[0]
     expected = ops.chunkwise_linear_attention(*widened((q, k, v)), normalize=True)[0]
     torch.testing.assert_close(actual, expected.to(dtype))
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_memory_of_128k_tokens(threads):
-    """At most 64 MiB more than inputs and outputs, in a thread that made no earlier call."""
-    inputs = make_qkv(Shape(1, 2, 2, 131072, 64, 64))
-
-    def peak():
-        torch.set_num_threads(threads)
-        return peak_bytes(lambda: ops.chunkwise_linear_attention(*inputs))
-
-    with ThreadPoolExecutor(max_workers=1) as fresh_thread:
-        held = fresh_thread.submit(peak).result()
-    out_bytes = inputs[0].nbytes
-    assert out_bytes < held < out_bytes + 2**26
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(encoding="ascii"),
-    reason="the system has no huge pages",
-)
-def test_large_outputs_take_few_page_faults():
-    resource = pytest.importorskip("resource")
-
-    def faults():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-    torch.use_deterministic_algorithms(False)  # else they are filled before anything is advised
-    q, k, v = make_qkv(Shape(1, 8, 1, 32768, 16, 64))
-    before = faults()
-    out, _, _ = ops.chunkwise_linear_attention(q, k, v)
-    assert faults() - before < out.nbytes / 4096 / 2

@@ -236,13 +236,6 @@ def prefill(q, k, v):
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1) + 1.0, scores
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_into_one_graph_without_recompiling(fresh_dynamo, backend):
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)

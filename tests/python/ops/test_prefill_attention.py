@@ -2,13 +2,75 @@
 
 import pytest
 import torch
-from export_model import CALLS, CONFIG, NUM_DECODED, VOCABULARY, Decoder, export, new_buffers, run
+from torch import nn
 
-from h2o_prefill import ops
+from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
 from h2o_prefill.eval.timing.peak_memory import peak_bytes
 from h2o_prefill.functional import recall_lists
 
+VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 4, 2, 16, 2
+CONFIG = PrefillConfig.parse(
+    "recommended,chunk_size=64,local_window=8,heavy_budget=8,sink_tokens=2,recall_block=16,"
+    "wide_layers=1,wide_factor=2"
+)
+# Tokens of the calls over the prompt; single tokens are decoded after it.
+CALLS, NUM_DECODED = (150, 20, 64), 4
 CAPACITY = sum(CALLS) + NUM_DECODED
+
+
+class Decoder(nn.Module):
+    """Two layers of attention, whose state lies in buffers that every call changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HEADS * HEAD_DIM)
+        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        self.layers = nn.ModuleList(nn.Linear(HEADS * HEAD_DIM, width) for _ in range(LAYERS))
+        self.attention = ChunkedSparseAttention(CONFIG)
+
+    def forward(self, token_ids, buffers, position, recall):
+        """Return the logits after the last token of a call."""
+        length = token_ids.shape[1]
+        hidden = self.embed(token_ids) + (position[0] + torch.arange(length)).sin().unsqueeze(1)
+        for layer, project in enumerate(self.layers):
+            x = project(hidden).view(1, length, -1, HEAD_DIM).transpose(1, 2)
+            new = x.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            state = (*buffers[4 * layer : 4 * layer + 4], position)
+            out = self.attention.attend_(*new, *state, recall=recall, layer=layer)
+            hidden = hidden + out.transpose(1, 2).flatten(2)
+        self.attention.advance_(position, length)
+        return nn.functional.linear(hidden[:, -1], self.embed.weight)
+
+
+def new_buffers(capacity):
+    """Return keys, values, scores and memory of each layer, as at the beginning of a prompt."""
+    rows = (1, KV_HEADS, capacity)
+    memory_sizes = [CONFIG.of_layer(layer).memory_size for layer in range(LAYERS)]
+    return [
+        buffer
+        for size in memory_sizes
+        for buffer in (
+            *(torch.zeros(*rows, HEAD_DIM), torch.zeros(*rows, HEAD_DIM), torch.zeros(rows)),
+            torch.full((1, KV_HEADS, size), -1, dtype=torch.int32),
+        )
+    ]
+
+
+def run(model, prompt, buffers):
+    """Prefill a prompt in several calls and decode; return all token ids, and logits by call."""
+    token_ids, position = prompt, torch.zeros(2, dtype=torch.int64)
+    logits = []
+    for tokens in (*CALLS, *[1] * NUM_DECODED):
+        begin = int(position[0])
+        end = begin + tokens
+        # A dense call ignores the lists; those of the last sparse call will do.
+        if CONFIG.is_sparse_call(begin, tokens):
+            recall = recall_lists(token_ids[:, :end], begin, CONFIG)
+        # Not [:, begin:end]: torch.compile would make another graph for each stride.
+        logits.append(model(token_ids[0, begin:end].unsqueeze(0), buffers, position, recall))
+        if end == token_ids.shape[1]:
+            token_ids = torch.cat([token_ids, logits[-1].argmax(-1, keepdim=True)], dim=1)
+    return token_ids, torch.cat(logits)
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +86,9 @@ def prompt():
     return words[torch.arange(100) * 7 % 20].reshape(1, -1)[:, : sum(CALLS)].clone()
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def assert_same_answers(model, decoder, prompt):
     """Compare calls of several lengths, sparse and dense, decoding, and the buffers after them."""
-    expected_buffers, buffers = new_buffers(decoder, CAPACITY), new_buffers(decoder, CAPACITY)
+    expected_buffers, buffers = new_buffers(CAPACITY), new_buffers(CAPACITY)
     expected_ids, expected_logits = run(decoder, prompt, expected_buffers)
     ids, logits = run(model, prompt, buffers)
     assert torch.equal(ids, expected_ids)
@@ -44,7 +99,7 @@ def assert_same_answers(model, decoder, prompt):
 
 def test_the_calls_recall_and_attend_sparsely(decoder, prompt):
     """Else the tests below would compare dense attention with itself."""
-    buffers = new_buffers(decoder, CAPACITY)
+    buffers = new_buffers(CAPACITY)
     with torch.no_grad():
         run(decoder, prompt, buffers)
     for layer in range(2):
@@ -56,7 +111,7 @@ def test_the_calls_recall_and_attend_sparsely(decoder, prompt):
 def test_compiles_into_one_graph_that_clones_no_cache(fresh_dynamo, decoder, prompt):
     compiled = torch.compile(decoder, fullgraph=True, dynamic=True)
     capacity = 50_000
-    buffers, position = new_buffers(decoder, capacity), torch.zeros(2, dtype=torch.int64)
+    buffers, position = new_buffers(capacity), torch.zeros(2, dtype=torch.int64)
     # Not those of the first chunk, which are empty: PyTorch specialises sizes of 0 too.
     recall = recall_lists(prompt[:, :100], 0, CONFIG)
 
@@ -76,8 +131,14 @@ def test_compiles_into_one_graph_that_clones_no_cache(fresh_dynamo, decoder, pro
 
 
 def test_exports_for_any_number_of_tokens(decoder, prompt):
+    dynamic, entries = torch.export.Dim.DYNAMIC, torch.export.Dim("entries")
+    tokens = torch.export.Dim("tokens", max=CAPACITY)
+    example = (prompt[:, :100], new_buffers(CAPACITY), torch.zeros(2, dtype=torch.int64))
+    recall = recall_lists(example[0], 0, CONFIG)
+    buffers = [{2: dynamic}, {2: dynamic}, {2: dynamic}, {}] * LAYERS
+    shapes = ({1: tokens}, buffers, {}, ({0: dynamic}, {0: entries}, {0: entries}))
     with torch.no_grad():
-        program = export(decoder, CAPACITY)
+        program = torch.export.export(decoder, (*example, recall), dynamic_shapes=shapes)
         assert_same_answers(program.module(), decoder, prompt)
 
 
