@@ -77,23 +77,6 @@ TEST(ChunkedSparseAttention, ShortCallIsDenseAndCausal) {
   EXPECT_EQ(prompt.tracker->scores(0).size(2), 45);
 }
 
-TEST(ChunkedSparseAttention, SparseCallAfterTokensFromElsewhere) {
-  const auto x = random_qkv(90);
-  Prompt prompt;
-  prompt.forward(x.tokens(0, 40));
-  prompt.forward(x.tokens(40, 50));
-  const auto out = prompt.forward(x.tokens(50, 90));
-  const auto first = x.call(0, 40), second = x.call(50, 90);
-  const auto [out1, state1] =
-      chunked_sparse_attention(first.q, first.k, first.v, {}, prompt.config);
-  const auto [out2, state2] =
-      chunked_sparse_attention(second.q, second.k, second.v, state1, prompt.config);
-  EXPECT_TRUE(same(out, out2));
-  EXPECT_TRUE(same(prompt.tracker->scores(0), state2.scores));
-  EXPECT_TRUE(same(prompt.tracker->indices(0), state2.memory));
-  EXPECT_EQ(prompt.tracker->last_chunk_begin(0), 82);
-}
-
 TEST(ChunkedSparseAttention, CallWithoutTokensChangesNothing) {
   const auto x = random_qkv(40);
   Prompt prompt;

@@ -71,18 +71,6 @@ TEST(MemorySetTracker, WorkedExample) {
   EXPECT_TRUE(same(tracker.build_memory_set(0, 8), positions({0, 2, 7})));
 }
 
-TEST(MemorySetTracker, TokensFromElsewhereHaveScoreZero) {
-  MemorySetTracker tracker(1, 1, 2, 0);
-  tracker.init_chunk_scores(0, 0, row({1, 2}));
-  EXPECT_TRUE(same(tracker.build_memory_set(0, 5), positions({0, 1, 4})));
-  tracker.accumulate_memory_scores(
-      0, row({0, 0, 9}));  // position 4 was attended to before the chunk has its scores
-  tracker.init_chunk_scores(0, 5, row({3}));
-  EXPECT_TRUE(same(tracker.scores(0), row({1, 2, 0, 0, 9, 3})));
-  tracker.init_chunk_scores(0, 8, row({4}));
-  EXPECT_TRUE(same(tracker.scores(0), row({1, 2, 0, 0, 9, 3, 0, 0, 4})));
-}
-
 TEST(MemorySetTracker, NeverWritesToTensorsItWasGiven) {
   MemorySetTracker tracker(1, 1, 1, 0);
   const auto colsum = row({1, 2});
@@ -167,18 +155,6 @@ TEST(MemorySetTracker, WideLayersHaveLargerSets) {
   const auto restored = MemorySetTracker::from_tensors(tracker.state_tensors());
   EXPECT_EQ(restored->local_window(1), 3 * kLocal);
   EXPECT_TRUE(same(restored->indices(1), tracker.indices(1)));
-}
-
-TEST(MemorySetTracker, ASecondPromptMayHaveAnotherShape) {
-  auto tracker = make_tracker(), fresh = make_tracker();
-  prefill_by_chunks(tracker, 0, random_qkv(70), 0, 70);
-  tracker.reset();
-  EXPECT_FALSE(tracker.has_scores(0));
-  const auto x = random_qkv(40, 4, 1);
-  for (auto* each : {&tracker, &fresh}) prefill_by_chunks(*each, 0, x, 0, 40);
-  EXPECT_TRUE(same(tracker.scores(0), fresh.scores(0)));
-  EXPECT_TRUE(same(tracker.indices(0), fresh.indices(0)));
-  EXPECT_EQ(tracker.last_chunk_begin(0), fresh.last_chunk_begin(0));
 }
 
 TEST(MemorySetTracker, StateRoundTrips) {

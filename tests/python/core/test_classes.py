@@ -141,19 +141,6 @@ def test_state_tensors_load_with_weights_only() -> None:
     assert loaded_tracker.last_chunk_begin(0) == 32
 
 
-def test_inference_mode_prompt_decodes_outside() -> None:
-    qkv = random_qkv(41)
-    attention = make_attention()
-    cache, tracker = make_state()
-    with torch.inference_mode():
-        attention.forward(0, *(t.clone() for t in span(qkv, 0, 40)), cache, tracker)
-    got = attention.forward(0, *span(qkv, 40, 41), cache, tracker)
-    expected = nn.functional.scaled_dot_product_attention(
-        qkv[0][:, :, 40:], *qkv[1:], enable_gqa=True
-    )
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-
-
 class Prefill(nn.Module):
     """Settings are an attribute; the state is made inside."""
 
@@ -197,29 +184,3 @@ def test_scripted_module_is_saved_with_the_classes() -> None:
 def test_wrong_arguments_are_value_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
-
-
-def test_failed_call_changes_nothing() -> None:
-    qkv = random_qkv(60)
-    attention = make_attention(recall_block=8)
-    cache, tracker = make_state()
-    attention.forward(0, *span(qkv, 0, 40), cache, tracker)
-    before = cache.state_tensors() + tracker.state_tensors()
-    q, k, v = span(qkv, 40, 60)
-    bad_recall = (torch.zeros(1, dtype=torch.int32),) * 3
-    for arguments, message in [
-        ((q[:, :3], k, v, cache, tracker), "query heads must be a multiple of the KV heads"),
-        ((q.double(), k, v, cache, tracker), "key must have dtype and device of query"),
-        ((q.clone().requires_grad_(), k, v, cache, tracker), "query must not require a gradient"),
-        ((q, k, v, cache, tracker, None, bad_recall), "recall_offsets must have"),
-        ((q, k, v, cache, classes.MemorySetTracker(LAYERS, 9, 4, 1)), "tracker must have local_"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            attention.forward(0, *arguments)
-        after = cache.state_tensors() + tracker.state_tensors()
-        assert len(after) == len(before)
-        for got, expected in zip(after, before, strict=True):
-            # The header's capacity may have grown; lengths and contents may not.
-            if got.dtype != torch.int64:
-                assert torch.equal(got, expected)
-        assert cache.length(0) == 40

@@ -112,12 +112,6 @@ def test_wide_layers_have_larger_memory_sets():
     assert wide.of_layer(5) == wide
 
 
-def test_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PrefillConfig().chunk_size = 3
-    assert PrefillConfig().replace(sink_tokens=4).memory_size == 516
-
-
 def test_the_docstring_describes_every_field():
     for field in dataclasses.fields(PrefillConfig):
         text = field.metadata["help"]

@@ -208,14 +208,6 @@ const Race kRaces[] = {
        if (params.right) __syncthreads();
        params.out[threadIdx.x] = shared()[opposite()];
      }},
-    {"MissingBarrierBeforeWritingAgain", 32,
-     [](Params params) {
-       shared()[threadIdx.x] = params.in[threadIdx.x];
-       __syncthreads();
-       params.out[threadIdx.x] = shared()[opposite()];
-       if (params.right) __syncthreads();
-       shared()[threadIdx.x] = 0;
-     }},
     {"MissingBarrierThatMattersInOneOrderOfWarps", 0,
      [](Params params) {
        const unsigned int lane = threadIdx.x % 32;
@@ -266,15 +258,6 @@ const Race kRaces[] = {
        ptx::cp_async_wait<0>();
        if (params.right) __syncthreads();
        params.out[threadIdx.x] = shared()[opposite()];
-     }},
-    {"CopyIntoWhatIsStillRead", 0,
-     [](Params params) {
-       shared()[threadIdx.x] = params.in[threadIdx.x];
-       __syncthreads();
-       if (params.right) params.out[threadIdx.x] = shared()[threadIdx.x];
-       copy_mine(params);  // the same numbers
-       if (!params.right) params.out[threadIdx.x] = shared()[threadIdx.x];
-       ptx::cp_async_wait<0>();
      }},
 };
 
@@ -342,61 +325,29 @@ const Misuse kMisuses[] = {
        }
      },
      "while thread [0-9]+ is at that of .*test_emulation.cpp"},
-    {"ShuffleWithoutALaneThatIsAtABarrier",
-     [](Params) { threadIdx.x == 40 ? __syncthreads() : (void)__shfl_xor_sync(kAll, 0, 1); },
-     "32 to 39 wait at __shfl_xor_sync.*\n.*40 to 40 wait at __syncthreads"},
     {"LanesAtDifferentCollectives",
      [](Params) { threadIdx.x % 2 ? __syncwarp() : load_matrix(shared_bytes()); },
      "lanes of a warp are apart: at (__syncwarp|ldmatrix_x4) "},
-    {"LanesAtTheSameCollectiveOfDifferentLines",
-     [](Params) {
-       if (threadIdx.x % 2) {
-         __syncwarp();
-       } else {
-         __syncwarp();
-       }
-     },
-     "lanes of a warp are apart: at __syncwarp"},
     {"CollectiveOfSomeLanes",
      [](Params) {
        if (threadIdx.x % 32 < 16) __ballot_sync(0xFFFFU, 1);
      },
      "a collective of some lanes only, mask 0000ffff"},
-    {"TwoNamedBarriers", [](Params) { ptx::named_barrier_sync(threadIdx.x < 32 ? 1 : 3, 64); },
-     "nobody can go on:\n.*0 to 63 wait at named_barrier_sync"},
-    {"NamedBarrierOfTwoCounts",
-     [](Params) { ptx::named_barrier_sync(1, threadIdx.x < 32 ? 64 : 96); },
-     "named_barrier_sync of .* threads while others make it"},
     {"NamedBarrierThatIsNotComplete",
      [](Params) {
        if (threadIdx.x < 32) ptx::named_barrier_arrive(1, 64);
      },
      "named barrier 1 is left with 32 threads"},
-    {"NamedBarrierThatThereIsNot", [](Params) { ptx::named_barrier_sync(16, 64); },
-     "named_barrier_sync with barrier 16, 64 threads"},
     {"MisalignedCopyToSharedMemory",
      [](Params params) { ptx::cp_async_16(shared_bytes() + 8, params.in, true); },
      "cp_async_16 at an address that is not a multiple of 16"},
-    {"MisalignedCopyFromGlobalMemory",
-     [](Params params) { ptx::cp_async_16(shared_bytes(), params.in + 2, true); },
-     "cp_async_16 at an address that is not a multiple of 16"},
-    {"MisalignedRow", [](Params) { load_matrix(shared_bytes() + threadIdx.x * 24); },
-     "ldmatrix_x4 at an address that is not a multiple of 16"},
     {"MisalignedVector", [](Params params) { reinterpret_cast<float4*>(params.out + 1)->x = 1; },
      "misaligned address"},
     {"StoreAfterSharedMemory", [](Params) { shared()[193 + threadIdx.x] = 0; },
      "heap-buffer-overflow"},
-    {"CopyAfterSharedMemory",
-     [](Params params) { ptx::cp_async_16(shared_bytes() + 1024, params.in, true); },
-     "cp_async_16 at offset 1024 of 1024 bytes"},
     {"RowsAfterSharedMemory",
      [](Params) { load_matrix(shared_bytes() + 1024 - 16 * 16 + threadIdx.x % 32 * 16); },
      "ldmatrix_x4 at offset 1[0-9]+ of 1024 bytes"},
-    {"RowInGlobalMemory", [](Params params) { load_matrix(params.in); },
-     "ldmatrix_x4 at offset -?[0-9]+ of 1024 bytes"},
-    {"CopyFromAfterATensor",
-     [](Params params) { ptx::cp_async_16(shared_bytes(), params.in + 64, true); },
-     "heap-buffer-overflow"},
 };
 
 void run_block(Kernel kernel) {
