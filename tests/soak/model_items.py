@@ -24,11 +24,8 @@ LONGEST = 512
 LONGEST_FLOAT64 = 192
 # Prompts that presets prefill sparsely.
 LONG_CHANCE = 0.04
-LONGEST_PRETRAINED = 384
 # Results of a model that computes a part of it in float32.
 MIXED_TOLERANCE = 1e-5
-# float32 logits of 30 layers, relative to the largest.
-PRETRAINED_TOLERANCE = 1e-4
 
 
 class Injected(RuntimeError):
@@ -191,19 +188,6 @@ def run_generate(draw: Draw, judge: Judge) -> None:
     length = results[0].shape[1]
     judge.true(f"{case.name}, {length} tokens", length == case.length + new_tokens)
     case.check_untouched(judge)
-
-
-def run_pretrained(draw: Draw, judge: Judge) -> None:
-    """With memory sets that hold everything the logits of SmolLM2 are those of the stock model."""
-    model = models.pretrained()
-    ids = draw.ids(1, draw.size(2, LONGEST_PRETRAINED), (3, 49152))
-    arguments = {"use_cache": True, "logits_to_keep": 16}
-    stock = model(ids, **arguments).logits
-    chunk_size = draw.integer(16, 256)
-    with enable(model, "recommended", chunk_size=chunk_size, heavy_budget=LONGEST_PRETRAINED):
-        prompt_cache = ChunkedPrefillCache(config=model.config)
-        ours = model(ids, past_key_values=prompt_cache, **arguments).logits
-    judge.near(f"SmolLM2, {ids.shape[1]} tokens", ours, stock, PRETRAINED_TOLERANCE)
 
 
 def _check_cache(judge: Judge, what: str, cache: Any, expected: Any, exact: bool = True) -> None:

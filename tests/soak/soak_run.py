@@ -25,7 +25,6 @@ from h2o_prefill import ops
 Work = Callable[[Draw, Judge], None]
 
 LONGEST = 4096
-PRETRAINED = "pretrained model"
 
 
 def run_call(draw: Draw, judge: Judge) -> None:
@@ -46,9 +45,8 @@ KINDS: dict[str, tuple[float, Work]] = {
     "model, calls": (3, model_items.run_calls),
     "model, generate": (2, model_items.run_generate),
     "model, disturbed": (9, model_items.run_disturbed),
-    PRETRAINED: (0.02, model_items.run_pretrained),
 }
-# The first items have the largest sizes, this many of each kind of tiny things.
+# The first items have the largest sizes, this many of each kind.
 LARGEST_ITEMS = 4
 # Seeds of one run; the place of an item in the run is its seed modulo this.
 MOST_ITEMS = 10_000_000
@@ -62,13 +60,11 @@ _TOKEN = torch.zeros(1, 1, 1, 8)
 
 def kind_of(seed: int) -> tuple[str, bool]:
     """Return the kind of an item, and whether it is of the largest size."""
-    tiny = [kind for kind in KINDS if kind != PRETRAINED]
-    kinds = [*tiny, PRETRAINED] if models.is_installed() else tiny
-    largest = kinds + (LARGEST_ITEMS - 1) * tiny
+    kinds = list(KINDS)
     place = seed % MOST_ITEMS
-    if place < len(largest):
-        return largest[place], True
-    weights = [KINDS[kind][0] for kind in kinds]
+    if place < LARGEST_ITEMS * len(kinds):
+        return kinds[place % len(kinds)], True
+    weights = [weight for weight, _ in KINDS.values()]
     return random.Random(f"{seed} kind").choices(kinds, weights)[0], False
 
 

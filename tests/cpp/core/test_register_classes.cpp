@@ -47,26 +47,6 @@ TEST(RegisteredClasses, ChunkManagerIsSavedWhole) {
   EXPECT_EQ(chunks->chunk_size(), 8);
 }
 
-TEST(RegisteredClasses, AttentionIsSavedWithEverySetting) {
-  const PrefillConfig config{32, 3, 4, 5, 6, {7, 8}, {1}, 2, "max", 9, 2, 16, 4, 5, 7, true};
-  EXPECT_EQ(round_trip(c10::make_intrusive<ChunkedSparseAttention>(config))->config(), config);
-}
-
-TEST(RegisteredClasses, CacheAndTrackerAreSavedWhole) {
-  const auto x = random_qkv(40);
-  const auto cache = c10::make_intrusive<ChunkedKVCache>(2, 8, 64);
-  const auto tracker = c10::make_intrusive<MemorySetTracker>(2, 3, 4, 0);
-  ChunkedSparseAttention(saved_config()).forward(0, x.q, x.k, x.v, cache, tracker);
-  const auto loaded_cache = round_trip(cache);
-  EXPECT_TRUE(same(loaded_cache->key(0), x.k));
-  EXPECT_EQ(loaded_cache->length(1), 0);
-  EXPECT_EQ(loaded_cache->max_capacity(), 64);
-  const auto loaded_tracker = round_trip(tracker);
-  EXPECT_TRUE(same(loaded_tracker->scores(0), tracker->scores(0)));
-  EXPECT_TRUE(same(loaded_tracker->indices(0), tracker->indices(0)));
-  EXPECT_EQ(loaded_tracker->last_chunk_begin(0), 32);
-}
-
 TEST(RegisteredClasses, ScriptUndoesACall) {
   torch::jit::Module module("Script");
   module.define(R"(

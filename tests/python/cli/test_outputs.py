@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from h2o_prefill.cli.outputs import json_output
 from h2o_prefill.eval import atomic_write
 
 Run = Callable[..., Any]
@@ -95,11 +94,6 @@ def test_json_on_stdout_is_nothing_but_json(
     assert "environment" in json.loads(done.stdout)
     assert "─" in done.stderr or command == "info", "the table is on stderr"
     assert not Path("-").exists()
-
-
-def test_without_a_file_no_report_is_made() -> None:
-    with json_output(None) as save_json:
-        save_json(lambda: pytest.fail("nobody asked for it"))
 
 
 def test_a_full_disk_is_one_line(run: Run) -> None:

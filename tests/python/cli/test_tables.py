@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.retrieval.result import PromptOutcome, RetrievalResult, summarize_retrieval
-
 pytest.importorskip("typer")
 
 Run = Callable[..., Any]
@@ -60,32 +57,3 @@ def test_without_a_terminal_a_row_is_a_line(capsys: pytest.CaptureFixture[str], 
     print_result("title", table)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "cell 0" in line)
     assert "cell 29" in line
-
-
-def test_the_table_shows_shares_with_their_intervals() -> None:
-    from rich.console import Console
-
-    from h2o_prefill.cli.tables import retrieval_table
-
-    variant = "h2o,recall=4,dense_tail=64"
-    outcomes = [
-        PromptOutcome(
-            "variable_tracking", length, 0, 1, 99, ("1",), {}, {"dense": dense, variant: sparse}
-        )
-        for length in (4096, 16384)
-        for dense, sparse in [(1.0, 1.0), (1.0, 0.0), (0.5, 1.0), (1.0, 1.0)]
-    ]
-    summary = summarize_retrieval(outcomes, ["dense", variant])
-    config = {variant: PrefillConfig()}
-    table = retrieval_table(RetrievalResult(outcomes, summary, config, "last", 1, 0, "text"))
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table)
-    lines = [line.strip() for line in capture.get().splitlines()]
-    assert [line.split() for line in lines if line.startswith("variable_tracking")] == [
-        ["variable_tracking", str(length), "dense", "88", "(40-99)", "3/3", "100", "(44-100)"]
-        for length in (4096, 16384)
-    ]
-    below = [line.split() for line in lines if line.startswith("h2o")]
-    assert below == [[below[0][0], "75", "(30-95)", "2/3", "67", "(21-94)"]] * 2
-    assert variant.startswith(below[0][0]) and "\u2026" not in capture.get()

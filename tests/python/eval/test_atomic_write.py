@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from h2o_prefill.eval import atomic_write
 from h2o_prefill.eval.atomic_write import replaced_file
 
 
@@ -81,20 +76,3 @@ for version in itertools.count():
             file.write(str(version % 10) * 65536)
     print(version, flush=True)
 """
-
-
-@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path, kills: int) -> None:
-    target = tmp_path / "file.json"
-    for kill in range(kills):
-        writer = subprocess.Popen(
-            [sys.executable, "-S", "-c", _WRITER, atomic_write.__file__, str(target)],
-            stdout=subprocess.PIPE,
-        )
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        time.sleep(0.05 * kill / kills)
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
-        text = target.read_text()
-        assert len(text) == 64 * 65536 and len(set(text)) == 1

@@ -53,19 +53,3 @@ def test_linear_attention_is_computed_as_said(name: str, causal: bool, head_dim:
     composed = any(event.key == "aten::matmul" for event in run.key_averages())
     said = environment.linear_attention()
     assert composed == (name in said["composite version"]) == (name not in said["CPU"])
-
-
-def test_commit_is_only_that_of_the_packages_own_checkout(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    root = tmp_path / "venv"
-    root.mkdir()
-    copy = root / "h2o_prefill" / "eval" / "environment.py"
-    monkeypatch.setattr(environment, "__file__", str(copy))
-    (tmp_path / ".git").mkdir()
-    assert environment.commit() is None
-    (root / ".git").mkdir()
-    for changes, expected in (("", "abc"), (" M file", "abc+")):
-        said = {"rev-parse HEAD": "abc", "status --porcelain": changes}
-        monkeypatch.setattr(environment, "_git", lambda root, what, said=said: said[what])
-        assert environment.commit() == expected

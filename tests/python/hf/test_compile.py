@@ -18,6 +18,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 CALLS = (40, 32, 1, 1, 5, 43)
 
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 

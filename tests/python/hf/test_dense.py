@@ -36,12 +36,6 @@ def test_plain_causal_calls_use_the_operator(llama, make_ids, dense_calls):
     assert_close(ours, stock)
 
 
-def test_dense_layers_use_the_operator(llama, ids, sparse_layers, dense_calls):
-    with enable(llama, dense_layers=(0,), **SPARSE):
-        llama(ids)
-    assert sparse_layers == [72] and dense_calls == [(72, 72)]
-
-
 def test_layers_whose_window_hides_nothing_use_the_operator(build, make_ids, dense_calls):
     model, ids = build("gemma3"), make_ids(1, 40)
     stock = model(ids).logits

@@ -34,10 +34,3 @@ def test_a_table_says_why(build, ids):
     assert "output_attentions" in full.reason
     assert table[0].startswith("Gemma3ForCausalLM: ") and "chunk_size=16" in table[0]
     assert len(table) == 4 and table[3].endswith(full.reason)
-
-
-def test_counts_begin_anew_when_a_model_is_enabled_again(llama, ids):
-    with enable(llama, **SPARSE):
-        llama(ids)
-    with enable(llama, **SPARSE) as handle:
-        assert [layer.sparse_calls for layer in handle.report()] == [0, 0]

@@ -143,17 +143,6 @@ def test_a_static_cache_generates_the_same(build, ids, sparse_layers, implementa
     assert len(sparse_layers) == 2 * layers > 0
 
 
-def test_a_padded_batch_in_a_static_cache_is_dense_and_said(llama, make_ids, sparse_layers):
-    ids = make_ids(2, 72)
-    mask = torch.ones_like(ids)
-    mask[0, :20] = 0
-    arguments = {"attention_mask": mask, "cache_implementation": "static", **GREEDY}
-    stock = llama.generate(ids, **arguments)
-    with enable(llama, **SPARSE), pytest.warns(UserWarning, match="padding in a static cache"):
-        assert torch.equal(llama.generate(ids, **arguments), stock)
-    assert sparse_layers == []
-
-
 @pytest.mark.parametrize("kind", [DynamicCache, ChunkedPrefillCache])
 def test_chat_turns_stay_sparse(llama, make_ids, sparse_layers, kind):
     """A second long turn goes on from the first and from the tokens decoded between."""

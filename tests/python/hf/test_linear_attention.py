@@ -80,29 +80,6 @@ def test_lightning_attention_is_the_operator(lightning):
         assert_close(state, cache.state)
 
 
-def test_a_model_with_the_operator_in_its_layers_generates_the_same(minimax, config):
-    class Attention(minimax.MiniMaxLightningAttention):
-        def forward(self, hidden_states, **given):
-            cache = given["past_key_values"]
-            state = cache.get_linear_cache(self.layer_idx)
-            out, state = attend_like_lightning(self, hidden_states, state)
-            cache.set_linear_cache(self.layer_idx, state)
-            gate = torch.sigmoid(self.output_gate(hidden_states))
-            return self.out_proj(gate * self.norm(out)), state
-
-    torch.manual_seed(0)
-    model = minimax.MiniMaxForCausalLM(config).eval()
-    ids = torch.randint(3, 61, (1, 30))
-    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
-    expected = model.generate(ids, **options, output_logits=True)
-    for layer in (model.model.layers[number] for number in (0, 2)):
-        theirs, layer.self_attn = layer.self_attn, Attention(config, layer.self_attn.layer_idx)
-        layer.self_attn.load_state_dict(theirs.state_dict())
-    actual = model.generate(ids, **options, output_logits=True)
-    assert torch.equal(actual.sequences, expected.sequences)
-    assert_close(actual.logits, expected.logits, 1e-4)
-
-
 def scan_like_mamba(x, dt, a, b, c, states):
     """The operator with what Mamba-2 scans: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N].
 

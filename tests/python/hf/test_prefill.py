@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_helpers import GREEDY, assert_close, new_cache
 from hf_helpers import RECALL as SPARSE
+from hf_helpers import assert_close, new_cache
 from transformers import BatchEncoding, DynamicCache
 
 from h2o_prefill import chunked_prefill, enable
@@ -85,13 +85,6 @@ def test_embeddings_turn_recall_off_and_say_so(llama, ids):
         ours = chunked_prefill(llama, inputs_embeds=embeddings, **SPARSE).logits
     without = chunked_prefill(llama, ids, **{**SPARSE, "recall": 0}).logits
     assert_close(ours, without)
-
-
-def test_generate_goes_on_from_a_prefilled_cache(llama, ids):
-    with enable(llama, **SPARSE):
-        expected = llama.generate(ids, past_key_values=new_cache(llama), **GREEDY)
-    cache = chunked_prefill(llama, ids[:, :-1], **SPARSE).past_key_values
-    assert torch.equal(llama.generate(ids, past_key_values=cache, **GREEDY), expected)
 
 
 TWO = {"input_ids": [1, 2]}

@@ -94,11 +94,3 @@ def test_a_cache_that_saw_embeddings_stays_unsearched_until_reset(llama, text, s
         cache.reset()
         llama(text, past_key_values=cache)
     assert len(searches) == 1 and torch.equal(cache.token_ids, text)
-
-
-def test_a_cache_filled_by_someone_else_is_not_searched(llama, text, searches):
-    cache = new_cache(llama)
-    llama(text[:, :8], past_key_values=cache)
-    with enable(llama, RECALL), pytest.warns(UserWarning, match="recall is off"):
-        llama(text[:, 8:], past_key_values=cache)
-    assert searches == []

@@ -7,9 +7,8 @@ import warnings
 import pytest
 import torch
 from hf_helpers import EXACT, SPARSE, assert_close, in_calls, new_cache
-from transformers import StaticCache
 
-from h2o_prefill import enable, explain
+from h2o_prefill import enable
 
 TOKENS = 40
 HALF = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -117,20 +116,6 @@ def test_a_second_call_is_dense_where_the_cache_keeps_no_state(
     assert sparse_layers == [20, 20] + [20] * (2 - MODELS[name][3])
 
 
-def test_explain_tells_the_window(build, prompt, make_ids):
-    model = build("mistral", sliding_window=TOKENS)
-    with enable(model, **SPARSE):
-        for layer in explain(model):
-            assert layer.mode == "dense"
-            assert layer.reason == "sliding attention, sparse for prompts of up to 40 tokens"
-        with pytest.warns(UserWarning, match="does not fit into"):
-            model(make_ids(1, TOKENS + 1))
-        assert {layer.mode for layer in explain(model)} == {"dense"}
-        assert "does not fit" in explain(model).layers[0].reason
-        model(prompt)
-        assert {(layer.mode, layer.reason) for layer in explain(model)} == {("sparse", "")}
-
-
 @pytest.mark.parametrize(("window", "least"), [(16, 1), (40, 41)])
 def test_a_window_that_no_sparse_call_fits_is_told_of(build, window, least):
     model = build("mistral", sliding_window=window)
@@ -138,18 +123,3 @@ def test_a_window_that_no_sparse_call_fits_is_told_of(build, window, least):
         handle = enable(model, min_prefill=least, **SPARSE)
     assert {layer.reason for layer in handle.report()} == {"sliding attention"}
     enable(build("mistral", sliding_window=window + 1), min_prefill=least, **SPARSE)
-
-
-def test_other_reasons_of_a_model_with_one_window(build, make_ids):
-    """A mask of the user's, or a static cache, is no prompt that is too long."""
-    ids, model = make_ids(1, TOKENS), build("mistral", sliding_window=TOKENS)
-    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
-    holes = torch.ones_like(ids)
-    holes[0, 9] = 0
-    with enable(model, **SPARSE):
-        with pytest.warns(UserWarning, match="custom attention mask"):
-            model(ids, attention_mask=mask)
-        with pytest.warns(UserWarning, match="has holes"):
-            model(ids, attention_mask=holes)
-        with pytest.warns(UserWarning, match="static caches"):
-            model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=64))

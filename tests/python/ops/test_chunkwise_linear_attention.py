@@ -262,26 +262,6 @@ def test_gradients_of_weights_that_are_zero(device):
     check_gradients([q, k, v, make_decay(k), None, None], feature_map="relu", normalize=True)
 
 
-@pytest.mark.parametrize("given", ["none", "state", "normalizer"])
-def test_results_without_a_gradient_give_none(device, given):
-    """As if they had one of zeros."""
-    q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 24), device=device)
-    inputs = (q, k, v, make_decay(k), *make_states(k, v))
-    out, state, normalizer = ops.chunkwise_linear_attention(*inputs, normalize=True)
-    present = [
-        x if given == name else None for name, x in (("state", state), ("normalizer", normalizer))
-    ]
-    zeros = [
-        torch.zeros_like(x) if p is None else p
-        for x, p in zip((state, normalizer), present, strict=True)
-    ]
-    backward = ops.chunkwise_linear_attention_backward
-    settings = ("elu+1", 64, True, False, True)
-    actual = backward(*inputs, out, *present, *settings)
-    expected = backward(*inputs, out, *zeros, *settings)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_a_gradient_has_no_temporaries_of_its_inputs_size():
     """Apart from the workspace that threads keep from call to call."""
     q, k, v = make_qkv(Shape(1, 2, 1, 8192, 64, 64))
@@ -290,7 +270,8 @@ def test_a_gradient_has_no_temporaries_of_its_inputs_size():
     def call():
         return ops.chunkwise_linear_attention_backward(*inputs, "elu+1", 64, True, False, True)
 
-    assert peak_bytes(call) - sum(x.nbytes for x in call()) < k.nbytes / 8
+    results = sum(x.nbytes for x in call())
+    assert peak_bytes(call) - results < k.nbytes / 8
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,6 @@ def test_column_sums_add_up_to_the_queries_of_the_group(device):
     )
 
 
-def test_no_queries(device):
-    shape = Shape(1, 2, 1, 0, 16, 16)
-    q, k, v = make_qkv(shape, device=device, past=9)
-    out, lse, colsum = ops.memory_attention(q, k, v, make_indices(shape, 9, 3, device))
-    assert out.shape == (1, 2, 0, 16) and lse.shape == (1, 2, 0) and (colsum == 0).all()
-
-
 @pytest.mark.parametrize(
     ("indices", "message"),
     [

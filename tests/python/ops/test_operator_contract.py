@@ -246,19 +246,6 @@ def test_compiles_into_one_graph_without_recompiling(fresh_dynamo, backend):
     assert counter.frame_count == 1
 
 
-def test_exports():
-    class Prefill(torch.nn.Module):
-        def forward(self, q, k, v):
-            return prefill(q, k, v)
-
-    q, k, v = make_qkv(Shape(1, 4, 2, 50, 16, 16))
-    length = torch.export.Dim("length", min=2, max=4096)
-    with torch.no_grad():
-        program = torch.export.export(Prefill(), (q, k, v), dynamic_shapes=({2: length},) * 3)
-    longer = make_qkv(Shape(1, 4, 2, 77, 16, 16))
-    torch.testing.assert_close(program.module()(*longer), prefill(*longer))
-
-
 def test_bfloat16_while_onednn_is_disabled():
     """AMX products are computed by oneDNN; without it other kernels are used."""
     q, k, v = make_qkv(Shape(1, 4, 2, 200, 64, 64), torch.bfloat16)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
+from h2o_prefill import ChunkedSparseAttention, PrefillConfig
 from h2o_prefill.eval.timing.peak_memory import peak_bytes
 from h2o_prefill.functional import recall_lists
 
@@ -140,36 +140,3 @@ def test_exports_for_any_number_of_tokens(decoder, prompt):
     with torch.no_grad():
         program = torch.export.export(decoder, (*example, recall), dynamic_shapes=shapes)
         assert_same_answers(program.module(), decoder, prompt)
-
-
-def test_a_static_cache_is_the_buffers(prompt):
-    transformers = pytest.importorskip("transformers")
-    heads, dim, capacity = 2, 16, 256
-    config = transformers.LlamaConfig(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=heads, num_hidden_layers=1
-    )
-    cache = transformers.StaticCache(config=config, max_cache_len=capacity)
-    cache.early_initialization(1, heads, dim, torch.float32, torch.device("cpu"))
-    (layer,) = cache.layers
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, 200, dim, generator=generator) for h in (4, heads, heads))
-    scores = torch.zeros(1, heads, capacity)
-    memory = torch.full((1, heads, CONFIG.memory_size), -1, dtype=torch.int32)
-    position = torch.zeros(2, dtype=torch.int64)
-    settings = CONFIG.replace(recall=0, wide_layers=()).to_string()
-    addresses = layer.keys.data_ptr(), layer.values.data_ptr()
-    outputs = []
-    for new in (slice(0, 128), slice(128, 199), slice(199, 200)):
-        outputs.append(
-            ops.prefill_attention_(
-                q[:, :, new], k[:, :, new], v[:, :, new], layer.keys, layer.values, scores, memory,
-                position, None, None, None, 0, settings,
-            )
-        )  # fmt: skip
-        ops.advance_position_(position, new.stop - new.start, settings)
-    assert addresses == (layer.keys.data_ptr(), layer.values.data_ptr())
-    assert torch.equal(layer.keys[:, :, :200], k) and not layer.keys[:, :, 200:].any()
-    whole = ops.prefill_attention(q, k, v, *(None,) * 5, 0, 0, settings)
-    # A call that ends with a whole chunk continues as if both had been one.
-    assert torch.equal(torch.cat(outputs[:2], dim=2), whole[0][:, :, :199])
-    assert torch.equal(outputs[2], ops.dense_attention(q[:, :, 199:], k, v))

@@ -56,21 +56,6 @@ def test_tokens_without_a_score_are_candidates(device):
     assert ops.select_memory(scores, memory, 2, 6, 1, 2, 0).tolist() == [[[1, 2, 5]]]
 
 
-def test_a_chunk_far_behind_the_scores_takes_no_memory_of_its_length():
-    """Two thousand million candidates with score 0, of which the first are chosen."""
-    scores = torch.tensor([[[0.0, 3.0, 0.0, 1.0]]])
-    memory = torch.tensor([[[1]]], dtype=torch.int32)
-    end = 2**31 - 2
-    for begin, heavy, sinks, expected in [
-        (2, 4, 0, [1, 2, 3, 4]),
-        (2, 3, 0, [1, 2, 3]),
-        (3, 4, 2, [0, 1, 3, 4, 5, 6]),
-        (100, 2, 0, [1, 100]),
-    ]:
-        actual = ops.select_memory(scores, memory, begin, end, 2, heavy, sinks)
-        assert actual.tolist() == [[[*expected, end - 2, end - 1]]]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

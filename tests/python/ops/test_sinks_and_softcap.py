@@ -133,17 +133,6 @@ def test_calls_in_place_equal_one_call(device, dtype, case):
     assert torch.equal(state[1], whole[2])
 
 
-@pytest.mark.parametrize("case", ["sinks", "softcap"])
-def test_scores_are_shares_of_what_the_sink_leaves(case):
-    """In one chunk, the scores of a row sum to 1 minus the sink's weight."""
-    q, k, v = make_qkv(Shape(1, 4, 4, S, 16, 16))
-    options = logit_options(case, 4)
-    _, scores, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **options)
-    ones = ops.dense_attention(q, k, torch.ones_like(v), **options)[..., 0]
-    torch.testing.assert_close(scores.sum(-1), ones.sum(-1))
-    assert (scores.sum(-1) < S - 1e-2).all() == (case == "sinks")
-
-
 WRONG = [
     ({"sinks": torch.zeros(2)}, r"sinks must have one entry a query head \(4\)"),
     ({"sinks": torch.zeros(1, 4)}, "sinks must have 1 dimension"),

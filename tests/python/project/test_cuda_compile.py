@@ -14,15 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ptxas_report
 from ptxas_report import BUDGET
 
-SAMPLE = """\
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_ZN11h2o_prefill6select20select_memory_kernelILi16EEEvi' \
-for 'sm_80'
-ptxas info    : Function properties for _ZN11h2o_prefill6select20select_memory_kernelILi16EEEvi
-    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
-ptxas info    : Used 45 registers, used 1 barriers, 448 bytes cmem[0]
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ptxas_report.ARCHS)
@@ -55,33 +46,3 @@ def test_every_source_is_in_the_build() -> None:
     folder = ptxas_report.CSRC / "kernels" / "cuda"
     found = [f"kernels/cuda/{file.name}" for file in folder.iterdir()]
     assert [name for name in found if name.endswith((".cu", ".cpp")) and name not in listed] == []
-
-
-def test_the_report_is_read_as_ptxas_writes_it() -> None:
-    (kernel,) = ptxas_report.parse(SAMPLE, "sm_80")
-    assert kernel.family == "select_memory_kernel<16>"
-    assert (kernel.registers, kernel.stack) == (45, 8)
-    assert (kernel.spill_stores, kernel.spill_loads) == (4, 12)
-    with pytest.raises(ValueError, match="not understood"):
-        ptxas_report.parse(SAMPLE.replace("spill", "split"), "sm_80")
-    warning = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async"
-    assert ptxas_report._SERIALISED.findall(warning)
-
-
-@pytest.mark.parametrize(
-    ("mangled", "name"),
-    [
-        (
-            "_ZN11h2o_prefill5merge19merge_states_kernelILNS_5DTypeE2ELi8EEEvNS_17MergeStatesE",
-            "merge_states_kernel<8>",
-        ),
-        (
-            "_ZN11h2o_prefill6attend21attend_forward_kernelILNS_5DTypeE1ELi128ELb1EEEvNS0_4GridE",
-            "attend_forward_kernel<128>",
-        ),
-        ("_ZN11h2o_prefill6gather18gather_rows_kernelItEEvNS0_6LaunchE", "gather_rows_kernel"),
-        ("_Z6kernelPf", "kernel"),
-    ],
-)
-def test_families(mangled: str, name: str) -> None:
-    assert ptxas_report.family(mangled) == name

@@ -146,30 +146,6 @@ def test_no_source_includes_what_is_beyond_its_layer() -> None:
     assert list(_beyond_layer(_sources())) == []
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("include/h2o_prefill/config.h", "common/rules.h"),
-        ("bindings/register_classes.cpp", "core/state_header.h"),
-        ("core/chunk_manager.cpp", "kernels/params.h"),
-        ("core/chunk_manager.cpp", "c10/cuda/CUDAStream.h"),
-        ("ops/gather_rows.cpp", "core/state_header.h"),
-        ("ops/gather_rows.cpp", "kernels/cpu/tile.h"),
-        ("common/rules.cpp", "ops/dispatch.h"),
-        ("kernels/params.h", "ATen/core/Tensor.h"),
-        ("kernels/cpu/gather_rows_kernel.cpp", "core/state_header.h"),
-        ("kernels/cpu/gather_rows_kernel.cpp", "ops/dispatch.h"),
-        ("kernels/cpu/gather_rows_kernel.cpp", "kernels/cuda/gather_rows.h"),
-        ("kernels/composite/attend.cpp", "kernels/cpu/tile.h"),
-        ("kernels/cuda/gather_rows.cu", "ATen/core/Tensor.h"),
-        ("kernels/cuda/gather_rows.cuh", "common/checks.h"),
-        ("a_new_folder/x.cpp", "common/checks.h"),
-    ],
-)
-def test_an_include_beyond_the_layer_is_found(path: str, name: str) -> None:
-    assert list(_beyond_layer({path: f'#include "{name}"\n'})) == [f"{path} includes {name}"]
-
-
 def test_sources_of_every_instruction_set_and_of_cuda_do_not_reach_pytorch() -> None:
     files = _sources()
     paths = _listed_sources("H2O_ISA_SOURCES")

@@ -43,15 +43,6 @@ def test_rope_turns_by_the_absolute_position():
         assert_equal(turned, torch.cat([expected.real, expected.imag], dim=-1), atol=1e-6)
 
 
-def test_rope_by_chunks_is_rope_of_the_whole_text():
-    q, k, _ = random_qkv(tokens=12)
-    whole = apply_rope_global(q, k, 0, 12, FREQUENCIES, begin=3)
-    for chunk in range(3):
-        rows = slice(4 * chunk, 4 * chunk + 4)
-        part = apply_rope_global(q[:, rows], k[:, rows], chunk, 4, FREQUENCIES, begin=3)
-        assert all(torch.equal(x, y[:, rows]) for x, y in zip(part, whole, strict=True))
-
-
 def test_the_cache_holds_a_chunk_at_its_positions_and_nothing_else():
     _, k, v = random_qkv(tokens=3)
     cache = torch.zeros(2, HEADS, 16, DIM, dtype=torch.float64)
@@ -108,19 +99,6 @@ def test_no_output_depends_on_a_later_key_or_value():
         assert (key[:, i + 1 :] == 0).all() and (value[:, i + 1 :] == 0).all()
         assert (value[:, : i + 1] != 0).all()
         assert (mem_key != 0).all() and (mem_value != 0).all()
-
-
-@pytest.mark.parametrize("present", [0, 3])
-def test_empty_memory_slots_change_nothing(present):
-    q, k, v, k_mem, v_mem, mask = random_call()
-    slots = (torch.arange(MEMORY) < present).expand(HEADS, -1)
-    padded = fused_chunk_attention(q, k, v, k_mem, v_mem, mask, slots)
-    short = fused_chunk_attention(q, k, v, k_mem[:, :present], v_mem[:, :present], mask)
-    assert_equal(padded[0], short[0])
-    assert_equal(padded[1][..., :present], short[1])
-    assert (padded[1][..., present:] == 0).all()
-    if present == 0:
-        assert_equal(padded[0], padded[2] @ v)
 
 
 def test_a_sink_is_a_key_without_a_value_and_recalled_keys_get_no_score():

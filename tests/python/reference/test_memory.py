@@ -160,14 +160,6 @@ def test_gather_takes_each_heads_own_rows():
     assert torch.equal(sorted_gather(cache[:, 0], indices), keys)
 
 
-def test_absent_rows_of_poisoned_caches_are_zero():
-    cache = torch.full((1, 1, 4, 2), torch.nan)
-    absent = torch.full((1, 1, 3), -1, dtype=torch.int32)
-    assert (ops.gather_rows(cache, absent) == 0).all()
-    assert ops.gather_rows(cache[:, :, :0], absent).tolist() == [[[[0.0, 0.0]] * 3]]
-    assert ops.gather_rows(cache, absent[..., :0]).shape == (1, 1, 0, 2)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

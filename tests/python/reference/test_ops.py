@@ -132,22 +132,6 @@ def test_tokens_from_outside_prefill_score_zero_and_are_candidates():
     assert (scores[..., [S + 2, S + 3]] == 0).all() and (scores[..., [S, S + 4]] > 0).all()
 
 
-def test_state_is_optional_and_left_as_it_was():
-    q, k, v = random_qkv(3 * S)
-    history = (q[:, :, S:], k, v)
-    zeros, empty = torch.zeros(2, 2, S, dtype=q.dtype), torch.full((2, 2, L + H), -1).int()
-    without = ops.chunked_sparse_attention(*history, None, None, *NO_RECALL, 0, text())
-    given = ops.chunked_sparse_attention(*history, zeros, empty, *NO_RECALL, 0, text())
-    assert all(torch.equal(x, y) for x, y in zip(given, without, strict=True))
-    assert (zeros == 0).all() and (empty == -1).all()
-    _, scores, memory = without
-    out, *same = ops.chunked_sparse_attention(
-        q[:, :, :0], k, v, scores, memory, *NO_RECALL, S, text()
-    )
-    assert out.shape == (2, 4, 0, 6)
-    assert torch.equal(same[0], scores) and torch.equal(same[1], memory)
-
-
 def test_phases_are_attention_over_their_keys():
     q, k, v = random_qkv(20)
     out, lse, colsum = ops.intra_chunk_attention(q, k, v, S, scale=0.3)
@@ -193,17 +177,3 @@ def test_merge_states_ignores_an_empty_side_and_takes_any_lse():
     assert (both[0] == 0).all() and (both[1] == -torch.inf).all()
     far, lse = ops.merge_states(out, lse + 1e4, 3 * out, lse - 1e4)
     assert torch.equal(far, out) and lse.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_dtypes_of_the_results(dtype):
-    statistics = torch.float64 if dtype == torch.float64 else torch.float32
-    q, k, v = random_qkv(2 * S, dtype=dtype)
-    out, scores, memory = prefill(q, k, v)
-    assert (out.dtype, scores.dtype, memory.dtype) == (dtype, statistics, torch.int32)
-    for results in (
-        ops.intra_chunk_attention(q, k, v, S),
-        ops.memory_attention(q, k, v, memory),
-        ops.merge_states(out, scores.repeat(1, 2, 1), out, scores.repeat(1, 2, 1)),
-    ):
-        assert [x.dtype for x in results] == [dtype, *[statistics] * (len(results) - 1)]

@@ -114,21 +114,6 @@ def test_a_config_of_another_model(
     _refused(model_folder, message)
 
 
-@pytest.mark.usefixtures("offline")
-def test_a_cut_file_among_those_of_the_hub(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cached = tmp_path / "hub" / "models--some--model"
-    (cached / "snapshots").mkdir(parents=True)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0123")
-    (cached / "snapshots" / "0123").symlink_to(model_folder)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    (model_folder / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(ValueError, match=r"cannot load '.*snapshots/0123', incomplete"):
-        load_model("some/model")
-
-
 def _write_gguf(file: Path, architecture: str) -> Path:
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")

@@ -94,18 +94,6 @@ def test_the_hubs_rows_are_joined_by_blank_lines(monkeypatch: pytest.MonkeyPatch
     assert corpus.source == "Salesforce/wikitext/wikitext-2-raw-v1/test"
 
 
-@pytest.mark.usefixtures("offline")
-def test_the_clients_are_offline_only_inside_the_block() -> None:
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    with pytest.raises(KeyError), hub.offline_unless_reachable() as reachable:
-        assert not reachable
-        assert constants.HF_HUB_OFFLINE
-        raise KeyError
-    assert before == constants.HF_HUB_OFFLINE
-
-
 def test_a_text_is_tokenised_as_a_whole_without_a_warning(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,18 +33,6 @@ def test_answers_are_in_the_needles_and_nowhere_else(task: str) -> None:
         assert not set(other.answers) & set(riddle.answers)
 
 
-@pytest.mark.parametrize("task", ["single", "multi_key", "multi_value"])
-def test_needles_have_rulers_form(task: str) -> None:
-    riddle = TASKS[task].make(random.Random(1), "")
-    form = r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\."
-    sentences = (*riddle.needles, *riddle.distractors)
-    keys, numbers = zip(*(re.findall(form, sentence)[0] for sentence in sentences), strict=True)
-    assert len(set(numbers)) == len(numbers)
-    assert len(set(keys)) == (4 if task == "multi_key" else 1)
-    assert f" for {keys[0]} " in riddle.question and f" for {keys[0]} " in riddle.lead
-    assert riddle.answers == numbers[: len(riddle.needles)]
-
-
 def test_a_chain_of_variables_leads_to_the_value() -> None:
     riddle = TASKS["variable_tracking"].make(random.Random(2), "")
     found = [re.findall(r"VAR ([A-Z]{5}) = (.+)\.", needle)[0] for needle in riddle.needles]

@@ -109,17 +109,3 @@ def test_prompts_are_random_and_only_the_last_logits_are_made(
     assert long[0].unique().numel() > 32
     assert int(long[0].max()) < 257
     assert not torch.equal(short[0][0], long[0][0, :32])
-
-
-def test_real_times_and_progress(tiny_model: Any, small_config: PrefillConfig) -> None:
-    steps: list[tuple[int, int, str]] = []
-    tiny_model.train()
-    frame = benchmark_throughput(
-        tiny_model, (32, 48), 1, small_config, on_progress=lambda *step: steps.append(step)
-    )
-    assert tiny_model.training
-    assert tiny_model.config._attn_implementation == "sdpa"
-    assert (frame[["dense_seconds", "sparse_seconds"]] > 0).all(axis=None)
-    assert [step[0] for step in steps] == list(range(9))
-    assert {step[1] for step in steps} == {8}
-    assert steps[0][2] == "32 tokens dense" and steps[4][2] == "48 tokens dense"
