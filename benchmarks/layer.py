@@ -23,7 +23,7 @@ from h2o_prefill.eval.inputs.models import packaged_gguf
 from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 from h2o_prefill.eval.timing.compare import compare
-from h2o_prefill.eval.timing.peak_memory import peak_bytes
+from h2o_prefill.eval.timing.memory_profile import peak_bytes
 from h2o_prefill.functional import NO_RECALL, sparse_attention
 from h2o_prefill.presets import preset_config
 

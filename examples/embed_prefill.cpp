@@ -15,36 +15,20 @@
 
 namespace {
 
-constexpr int64_t kVocabulary = 1000;
-constexpr int64_t kHidden = 256;
-constexpr int64_t kHeads = 4;
-constexpr int64_t kKvHeads = 2;
-constexpr int64_t kHeadDim = 64;
-constexpr int64_t kLayers = 2;
+constexpr int64_t kVocabulary = 1000, kHidden = 256, kLayers = 2;
+constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 64;
 
 at::Tensor weight(int64_t in, int64_t out) {
   return at::randn({in, out}) / std::sqrt(static_cast<double>(in));
 }
 
+// [B, T, H * head_dim] as [B, H, T, head_dim].
 at::Tensor split_heads(const at::Tensor& x) {
-  return x.view({x.size(0), x.size(1), -1, kHeadDim}).transpose(1, 2);
+  return x.unflatten(2, {-1, kHeadDim}).transpose(1, 2);
 }
 
 at::Tensor rms_norm(const at::Tensor& x) {
   return x * at::rsqrt(x.square().mean(-1, /*keepdim=*/true) + 1e-6);
-}
-
-// Rotary position embedding of x [B, H, T, D] at positions [past, past + T). Keys are cached with
-// it, so that a key keeps its position wherever it is used later.
-at::Tensor apply_rope(const at::Tensor& x, int64_t past) {
-  const int64_t half = x.size(3) / 2;
-  const auto frequencies =
-      at::pow(10000.0, -at::arange(half, x.options()) / static_cast<double>(half));
-  const auto angles = at::outer(at::arange(past, past + x.size(2), x.options()), frequencies);
-  const auto cos = at::cat({angles.cos(), angles.cos()}, 1);
-  const auto sin = at::cat({angles.sin(), angles.sin()}, 1);
-  const auto rotated = at::cat({-x.narrow(3, half, half), x.narrow(3, 0, half)}, 3);
-  return x * cos + rotated * sin;
 }
 
 // The weights of a layer, without an MLP.
@@ -55,6 +39,8 @@ struct Layer {
   at::Tensor out = weight(kHeads * kHeadDim, kHidden);
 };
 
+// Positions are a part of the embedding. Rotary embeddings turn queries and keys before attend(),
+// so that a cached key keeps its position (see llama_model.cpp).
 struct Decoder {
   at::Tensor embedding = at::randn({kVocabulary, kHidden});
   std::vector<Layer> layers = std::vector<Layer>(kLayers);
@@ -62,15 +48,16 @@ struct Decoder {
   // The most likely token after token_ids [1, T], which follow those that the context holds.
   at::Tensor forward(const at::Tensor& token_ids, h2o_prefill::PrefillContext& context) const {
     const int64_t past = context.length();
-    auto hidden = embedding.index({token_ids});
+    const auto positions = at::arange(past, past + token_ids.size(1), at::kFloat).unsqueeze(1);
+    auto hidden = embedding.index({token_ids}) + positions.sin();
     context.begin(token_ids);
     for (int64_t i = 0; i < kLayers; ++i) {
+      const Layer& layer = layers[i];
       const auto x = rms_norm(hidden);
       const auto attended =
-          context.attend(i, apply_rope(split_heads(x.matmul(layers[i].query)), past),
-                         apply_rope(split_heads(x.matmul(layers[i].key)), past),
-                         split_heads(x.matmul(layers[i].value)));
-      hidden = hidden + attended.transpose(1, 2).flatten(2).matmul(layers[i].out);
+          context.attend(i, split_heads(x.matmul(layer.query)), split_heads(x.matmul(layer.key)),
+                         split_heads(x.matmul(layer.value)));
+      hidden = hidden + attended.transpose(1, 2).flatten(2).matmul(layer.out);
     }
     return rms_norm(hidden.select(1, -1)).matmul(embedding.t()).argmax(-1, /*keepdim=*/true);
   }

@@ -5,11 +5,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <fstream>
 #include <iostream>
-#include <iterator>
-#include <sstream>
 #include <string>
 
 #include "errors.h"
@@ -42,7 +39,6 @@ double total_loss(const at::Tensor& logits, const at::Tensor& window) {
 
 at::Tensor read_token_ids(const std::string& path) {
   std::vector<int64_t> ids;
-  const bool binary = path.ends_with(".bin");
   std::ifstream file;
   if (path != "-") {
     file.open(path, std::ios::binary);
@@ -50,16 +46,8 @@ at::Tensor read_token_ids(const std::string& path) {
     if (!file.good() && !file.eof()) fail("cannot read ", path);
   }
   std::istream& in = path == "-" ? std::cin : file;
-  const std::string bytes{std::istreambuf_iterator<char>(in), {}};
-  if (binary) {
-    if (bytes.size() % sizeof(int64_t) != 0) fail(path, " must hold int64 token ids");
-    ids.resize(bytes.size() / sizeof(int64_t));
-    std::memcpy(ids.data(), bytes.data(), bytes.size());
-  } else {
-    std::istringstream words(bytes);
-    for (int64_t id = 0; words >> id;) ids.push_back(id);
-    if (!words.eof()) fail(path, " must hold token ids with white space between, or end in .bin");
-  }
+  for (int64_t id = 0; in >> id;) ids.push_back(id);
+  if (!in.eof()) fail(path, " must hold token ids with white space between");
   if (ids.empty()) fail("the prompt is empty: ", path, " holds no token ids");
   return at::tensor(ids, at::kLong).unsqueeze(0);
 }

@@ -11,8 +11,8 @@
 
 namespace examples {
 
-// Token ids, int64 [1, n]: numbers as text, or int64 values of a file that ends in .bin. "-":
-// numbers from standard input. Throws std::runtime_error if there are none, or other things.
+// Token ids, int64 [1, n], of a file of numbers as text; "-": of standard input. Throws
+// std::runtime_error if there are none, or other things.
 at::Tensor read_token_ids(const std::string& path);
 
 // Throws std::runtime_error if token_ids, int64 [1, T], are none, or some are not in

@@ -45,6 +45,18 @@ RecallLists recall_lists(const std::optional<Lists>& lists) {
 
 Config hold(PrefillConfig config) { return c10::make_intrusive<ConfigHolder>(std::move(config)); }
 
+// A method of the settings as one of their holder.
+template <typename Result, typename... Arguments>
+auto of(Result (PrefillConfig::*method)(Arguments...) const) {
+  return [method](const Config& self, Arguments... arguments) {
+    if constexpr (std::is_same_v<Result, PrefillConfig>) {
+      return hold((self->config.*method)(arguments...));
+    } else {
+      return (self->config.*method)(arguments...);
+    }
+  };
+}
+
 // The constructor takes every field by name, and there is a read-only attribute for each.
 template <typename... Fields>
 void add_fields(torch::class_<ConfigHolder>& cls, const ConfigField<Fields>&... fields) {
@@ -80,50 +92,30 @@ void register_config(torch::Library& m) {
            },
            "Return a copy with the fields of a text like \"local_window=256\" changed.",
            {arg("fields")})
-      .def(
-          "to_string", [](const Config& self) { return self->config.to_string(); },
-          "Return the shortest text that parse() reads as these settings.")
-      .def(
-          "to_fields", [](const Config& self) { return self->config.to_fields(); },
-          "Return the text that names every field.")
-      .def(
-          "advice", [](const Config& self) { return self->config.advice(); },
-          "Return a sentence for each setting that is valid but unlikely to be wanted.")
-      .def("of_layer",
-           [](const Config& self, int64_t layer) { return hold(self->config.of_layer(layer)); },
+      .def("to_string", of(&PrefillConfig::to_string),
+           "Return the shortest text that parse() reads as these settings.")
+      .def("to_fields", of(&PrefillConfig::to_fields), "Return the text that names every field.")
+      .def("advice", of(&PrefillConfig::advice),
+           "Return a sentence for each setting that is valid but unlikely to be wanted.")
+      .def("of_layer", of(&PrefillConfig::of_layer),
            "Return the settings of one layer: L and H as they are there.", {arg("layer")})
-      .def(
-          "memory_size", [](const Config& self) { return self->config.memory_size(); },
-          "Return the positions that a memory set holds at most: K + L + H.")
-      .def(
-          "sparse_from", [](const Config& self) { return self->config.sparse_from(); },
-          "Return the minimum number of new tokens for a sparse call.")
-      .def("is_dense_layer",
-           [](const Config& self, int64_t layer) { return self->config.is_dense_layer(layer); },
+      .def("memory_size", of(&PrefillConfig::memory_size),
+           "Return the positions that a memory set holds at most: K + L + H.")
+      .def("sparse_from", of(&PrefillConfig::sparse_from),
+           "Return the minimum number of new tokens for a sparse call.")
+      .def("is_dense_layer", of(&PrefillConfig::is_dense_layer),
            "Return whether a layer stays dense.", {arg("layer")})
-      .def("is_sparse",
-           [](const Config& self, int64_t layer, int64_t past, int64_t num_tokens) {
-             return self->config.is_sparse(layer, past, num_tokens);
-           },
+      .def("is_sparse", of(&PrefillConfig::is_sparse),
            "Return whether a layer's call with num_tokens new tokens after `past` earlier ones is "
            "sparse.",
            {arg("layer"), arg("past"), arg("num_tokens")})
-      .def("is_long_call",
-           [](const Config& self, int64_t past, int64_t num_tokens) {
-             return self->config.is_long_call(past, num_tokens);
-           },
+      .def("is_long_call", of(&PrefillConfig::is_long_call),
            "Return whether a call has enough new tokens to be sparse, and does not decode.",
            {arg("past"), arg("num_tokens")})
-      .def("is_sparse_call",
-           [](const Config& self, int64_t past, int64_t num_tokens) {
-             return self->config.is_sparse_call(past, num_tokens);
-           },
+      .def("is_sparse_call", of(&PrefillConfig::is_sparse_call),
            "Return whether a call is sparse in the layers that are not dense.",
            {arg("past"), arg("num_tokens")})
-      .def("last_chunk_begin",
-           [](const Config& self, int64_t past, int64_t num_tokens) {
-             return self->config.last_chunk_begin(past, num_tokens);
-           },
+      .def("last_chunk_begin", of(&PrefillConfig::last_chunk_begin),
            "Return where the last chunk of a call begins.", {arg("past"), arg("num_tokens")})
       .def_pickle([](const Config& self) { return self->config.to_fields(); },
                   [](const std::string& fields) { return hold(PrefillConfig::parse(fields)); });

@@ -15,15 +15,13 @@ namespace {
 
 struct Preset {
   const char* name;
-  const char* old_name;  // that texts may use; or null
   PrefillConfig config;
 };
 
 const std::vector<Preset>& presets() {
   static const std::vector<Preset> all = {
-      {"h2o", "spec", {}},
+      {"h2o", {}},
       {"recommended",
-       nullptr,
        {.local_window = 512,
         .heavy_budget = 256,
         .gqa_reduce = "max",
@@ -180,7 +178,7 @@ const std::vector<std::string>& PrefillConfig::preset_names() {
 
 PrefillConfig PrefillConfig::preset(std::string_view name) {
   for (const Preset& preset : presets()) {
-    if (name == preset.name || (preset.old_name && name == preset.old_name)) return preset.config;
+    if (name == preset.name) return preset.config;
   }
   TORCH_CHECK_VALUE(false, "preset must be one of ", join(preset_names(), ", "), ", got \"", name,
                     '"');

@@ -30,6 +30,27 @@ inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
           .visible_from = visible_from.value_or(at::Tensor())};
 }
 
+// The request of a call that returns scores and memory as new tensors.
+inline PrefillRequest functional_request(const at::Tensor& q, const at::Tensor& k,
+                                         const at::Tensor& v,
+                                         const std::optional<at::Tensor>& memory,
+                                         int64_t last_chunk_begin, const RecallLists& recall,
+                                         const PrefillConfig& settings, std::optional<double> scale,
+                                         const std::optional<at::Tensor>& sinks, double softcap) {
+  PrefillRequest request{.query = q,
+                         .key = k,
+                         .value = v,
+                         .start = memory.value_or(at::Tensor()),
+                         .last_chunk_begin = last_chunk_begin,
+                         .recall = recall,
+                         .settings = settings,
+                         .softmax_scale = scale,
+                         .sinks = sinks,
+                         .softcap = softcap};
+  request.check();
+  return request;
+}
+
 // h2o_prefill::chunked_sparse_attention: sparse in every call, with the settings of one layer.
 template <SparseAttention attend>
 std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
@@ -40,18 +61,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
     const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
     std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
     double softcap) {
-  PrefillRequest request{
-      .query = q,
-      .key = k,
-      .value = v,
-      .start = memory.value_or(at::Tensor()),
-      .last_chunk_begin = last_chunk_begin,
-      .recall = recall_lists(recall_offsets, recall_positions, recall_visible_from),
-      .settings = *read_settings(settings),
-      .softmax_scale = scale,
-      .sinks = sinks,
-      .softcap = softcap};
-  request.check();
+  PrefillRequest request =
+      functional_request(q, k, v, memory, last_chunk_begin,
+                         recall_lists(recall_offsets, recall_positions, recall_visible_from),
+                         *read_settings(settings), scale, sinks, softcap);
   request.take_copies(scores, memory, /*keep=*/request.is_empty());
   at::Tensor out = request.is_empty() ? request.empty_out() : attend(request);
   return {std::move(out), std::move(request.scores), std::move(request.memory)};
@@ -67,18 +80,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> prefill_attention_entry(
     const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin, int64_t layer,
     std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
     double softcap) {
-  PrefillRequest request{
-      .query = q,
-      .key = k,
-      .value = v,
-      .start = memory.value_or(at::Tensor()),
-      .last_chunk_begin = last_chunk_begin,
-      .recall = recall_lists(recall_offsets, recall_positions, recall_visible_from),
-      .settings = layer_settings(settings, layer),
-      .softmax_scale = scale,
-      .sinks = sinks,
-      .softcap = softcap};
-  request.check();
+  PrefillRequest request =
+      functional_request(q, k, v, memory, last_chunk_begin,
+                         recall_lists(recall_offsets, recall_positions, recall_visible_from),
+                         layer_settings(settings, layer), scale, sinks, softcap);
   const bool is_sparse = request.settings.is_sparse(layer, request.past(), request.length());
   request.take_copies(scores, memory, /*keep=*/!is_sparse);
   at::Tensor out = request.is_empty() ? request.empty_out()

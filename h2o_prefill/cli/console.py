@@ -81,8 +81,7 @@ def say_written(path: Path) -> None:
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Show each warning once, in one line, and silence the libraries' own messages for a block."""
-    # Python's own filter would drop some warnings and repeat others.
-    shown: set[str] = set()
+    shown: set[str] = set()  # Python's own filter would drop some warnings and repeat others
 
     def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
         text = " ".join(str(message).split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 
@@ -55,16 +55,14 @@ def ablation_table(frame: pd.DataFrame) -> Table:
     measures = ["dense", "sparse", "difference", "KL", "same\ntop-1", "flops"]
     measures += ["recalled\nkeys"] if with_recall else []
     table = new_table(*(name.replace("_", "\n") for name in names), *measures)
-    for row in frame.astype(object).where(frame.notna(), None).to_dict(orient="records"):
+    for row in frame.astype(object).where(frame.notna(), None).itertuples():
         table.add_row(
-            *(format_value(row[name]) for name in names),
-            f"{row['dense_ppl']:.3f}",
-            f"{row['sparse_ppl']:.3f}",
-            _change(row["delta_percent"], row["stderr_percent"]),
-            f"{row['kl_mean']:.4f}",
-            f"{100 * row['top1_agreement']:.1f} %",
-            f"1/{row['attention_flops_ratio']:.2f}",
-            *([_numbers("{:.0f}", row["recalled_keys"])] if with_recall else []),
+            *(format_value(getattr(row, name)) for name in names),
+            *(f"{row.dense_ppl:.3f}", f"{row.sparse_ppl:.3f}"),
+            _change(row.delta_percent, row.stderr_percent),
+            *(f"{row.kl_mean:.4f}", f"{100 * row.top1_agreement:.1f} %"),
+            f"1/{row.attention_flops_ratio:.2f}",
+            *([_numbers("{:.0f}", row.recalled_keys)] if with_recall else []),
         )
     return table
 
@@ -91,29 +89,21 @@ def calibration_table(result: LayerCalibration, chosen: tuple[int, ...], keep: s
 
 def throughput_table(frame: pd.DataFrame) -> Table:
     """Return seconds and tokens per second, one prompt length a row."""
-    with_recall = bool(frame["recalled_keys"].notna().any())
     # Headings of two lines fit 80 columns.
-    table = new_table(
-        "tokens",
-        "dense\nseconds",
-        "sparse\nseconds",
-        "dense\ntokens/s",
-        "sparse\ntokens/s",
-        "speed-up\n(range)",
-        "attention\nflops ratio",
-        *(["recalled\nkeys"] if with_recall else []),
-    )
-    for row in frame.to_dict(orient="records"):
-        table.add_row(
-            f"{row['seq_length']:.0f}",
-            f"{row['dense_seconds']:.3f}",
-            f"{row['sparse_seconds']:.3f}",
-            f"{row['dense_tokens_per_second']:.0f}",
-            f"{row['sparse_tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f})",
-            f"{row['attention_flops_ratio']:.2f}",
-            *([f"{row['recalled_keys']:.0f}"] if with_recall else []),
-        )
+    columns = {
+        "tokens": "{seq_length:.0f}",
+        "dense\nseconds": "{dense_seconds:.3f}",
+        "sparse\nseconds": "{sparse_seconds:.3f}",
+        "dense\ntokens/s": "{dense_tokens_per_second:.0f}",
+        "sparse\ntokens/s": "{sparse_tokens_per_second:.0f}",
+        "speed-up\n(range)": "{speedup:.2f} ({speedup_min:.2f}-{speedup_max:.2f})",
+        "attention\nflops ratio": "{attention_flops_ratio:.2f}",
+    }
+    if frame["recalled_keys"].notna().any():
+        columns["recalled\nkeys"] = "{recalled_keys:.0f}"
+    table, rows = new_table(*columns), frame.to_dict(orient="records")
+    for row in cast(list[dict[str, Any]], rows):
+        table.add_row(*(form.format(**row) for form in columns.values()))
     return table
 
 

@@ -15,8 +15,7 @@ from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 class AttentionFlops:
     """Attention flops of sparse prefill, relative to dense."""
 
-    # Query-key products, dense over sparse.
-    ratio: float
+    ratio: float  # query-key products, dense over sparse
     # Upper bound of the recalled keys that a row sees, mean of all rows; None if recall is off.
     recalled_keys: float | None
 

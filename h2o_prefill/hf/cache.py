@@ -121,17 +121,14 @@ class StaticPrefillLayer(StaticLayer):
     """Keys and values of one layer, and beside them the scores and memory set of its prefill."""
 
     padded = False  # Rows with padding are never prefilled sparsely here.
-    # [B, Hkv, capacity], attention that each position received so far.
-    scores: Tensor | None
+    scores: Tensor | None  # [B, Hkv, capacity], attention that each position received so far
     # int32 [B, Hkv, K + L + H or more], the set of the last sparse chunk, -1 where absent.
     memory: Tensor | None
     # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
     added: tuple[Tensor, Tensor] | None
-    # Whether `attend` was called in the forward that is under way.
-    attended: bool
+    attended: bool  # whether `attend` was called in the forward that is under way
 
-    # Room for the memory sets of all forwards so far.
-    memory_size: int
+    memory_size: int  # room for the memory sets of all forwards so far
 
     @staticmethod
     def adopt(layer: Any) -> None:

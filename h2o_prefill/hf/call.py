@@ -26,14 +26,12 @@ class Call:
     """One call of the attention function."""
 
     module: nn.Module
-    # [B, Hq, Tq, D], [B, Hkv, Tkv, D], [B, Hkv, Tkv, Dv].
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor  # [B, Hq, Tq, D]
+    key: Tensor  # [B, Hkv, Tkv, D]
+    value: Tensor  # [B, Hkv, Tkv, Dv]
     mask: Any
     dropout: float
-    # The softmax scale; None: D ** -0.5.
-    scaling: float | None
+    scaling: float | None  # the softmax scale; None: D ** -0.5
     kwargs: dict[str, Any]
     config: PrefillConfig
     # The forward that this call belongs to; None if the model was never enabled, and in a graph.

@@ -18,10 +18,8 @@ Span = tuple[int, int]
 class Padding:
     """A forward into an empty cache whose rows have padding on the left, on the right, or both."""
 
-    # Tokens of the call, padding included: queries and keys.
-    length: int
-    # First token and end of every row; equal where a row is all padding.
-    spans: tuple[Span, ...]
+    length: int  # tokens of the call, padding included: queries and keys
+    spans: tuple[Span, ...]  # first token and end of every row; equal where a row is all padding
     # Makes the mask that the model's own attention implementation takes.
     make_mask: Callable[[], Any]
     # The window of a sliding or chunked layer that longer rows do not fit into, and their mask.

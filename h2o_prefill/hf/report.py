@@ -20,12 +20,9 @@ class LayerReport:
     """One attention layer."""
 
     layer: int
-    # As in a config's `layer_types`.
-    kind: str
-    # What long calls of it are.
-    mode: str
-    # Why they are dense; empty if they are sparse.
-    reason: str
+    kind: str  # as in a config's `layer_types`
+    mode: str  # what long calls of it are
+    reason: str  # why they are dense; empty if they are sparse
     # Calls since the model was enabled, and their query tokens, counted once a batch row.
     sparse_calls: int
     sparse_rows: int
@@ -38,8 +35,7 @@ class ModelReport:
     """The attention layers of a model, in order. `str` gives a table."""
 
     model: str
-    # The text of the settings, empty if the model is not enabled.
-    settings: str
+    settings: str  # the text of the settings, empty if the model is not enabled
     layers: tuple[LayerReport, ...] = ()
 
     def __iter__(self) -> Iterator[LayerReport]:

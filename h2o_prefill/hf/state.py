@@ -28,13 +28,11 @@ _switched: weakref.WeakValueDictionary[int, EnabledState] = weakref.WeakValueDic
 class LayerCalls:
     """What the calls of one layer were."""
 
-    # Calls, and their query tokens, counted once a batch row.
     sparse_calls: int = 0
-    sparse_rows: int = 0
+    sparse_rows: int = 0  # query tokens of these calls, counted once a batch row
     dense_calls: int = 0
     dense_rows: int = 0
-    # Why the last long call was dense; empty if none was.
-    reason: str = ""
+    reason: str = ""  # why the last long call was dense; empty if none was
 
 
 @dataclass
@@ -46,8 +44,7 @@ class EnabledState:
     strict: bool = False
     # The attention implementation that each config of the model had before.
     previous: list[tuple[Any, str | None]] = field(default_factory=list)
-    # Reasons already warned of.
-    reported: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)  # reasons already warned of
     # Those whose self-attention layers do not say that they are causal: the mask alone makes
     # them so.
     causal_by_mask: list[Any] = field(default_factory=list)
@@ -57,8 +54,7 @@ class EnabledState:
     leaves_window_masks: bool = False
     # What the calls of each layer were, by its number.
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
-    # Whether the model is enabled.
-    on: bool = False
+    on: bool = False  # whether the model is enabled
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""
@@ -113,22 +109,17 @@ class GraphCall:
 
     config: PrefillConfig
     settings: str
-    # The attention implementation that the model had before.
-    previous: str | None
-    # Whether layers that can be sparse are, by the number of tokens.
-    sparse: bool
-    # Whether the model was given a cache.
-    cached: bool
+    previous: str | None  # the attention implementation that the model had before
+    sparse: bool  # whether layers that can be sparse are, by the number of tokens
+    cached: bool  # whether the model was given a cache
     # Whether the model was called with a mask of two dimensions that hides nothing, so that
     # the graph leaves it out.
     unpadded: bool
     # Whether no mask means plain causal attention, since our mask function made none before
     # the forward.
     plain: bool
-    # Tokens at the end of the call that assisted decoding verifies.
-    candidates: int
-    # What `lexical_recall` found for the call.
-    recall: RecallLists = NO_RECALL
+    candidates: int  # tokens at the end of the call that assisted decoding verifies
+    recall: RecallLists = NO_RECALL  # what `lexical_recall` found for the call
     # Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
     position: Tensor | None = None
     # Layers that the graph attended in, and why they had to be dense: empty if by design,

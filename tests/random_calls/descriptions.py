@@ -17,7 +17,7 @@ LAYOUTS = ("contiguous", "transposed", "sliced", "column", "offset")
 # Values at the edges, for any argument.
 INTEGERS = (0, 1, -1, 2, 7, 64, 2**22, 2**31 - 1, 2**31, -(2**31), 2**32 + 1, 2**63 - 1, -(2**63))
 TEXTS = (
-    *("h2o", "spec", "recommended", "h2o,", "h2o,,", "=", "h2o,chunk_size=\x00"),
+    *("h2o", "recommended", "h2o,", "h2o,,", "=", "h2o,chunk_size=\x00"),
     "h2o,chunk_size=1,min_prefill=1",
     "h2o,chunk_size=2147483647",
     "h2o,dense_layers=" + "+".join("9" * 400),

@@ -32,9 +32,8 @@ struct H2O_API PrefillConfig {
   int64_t recall_max_count = 16;  // a single token is looked up if it occurs at most this often
   bool block_diagonal = false;    // with K + L + H = 0: attend inside chunks alone, not densely
 
-  // The settings of a preset: "h2o" (its old name is "spec"), or "recommended", which had the
-  // smallest loss at up to 1.45 times the attention flops of "h2o". Throws c10::ValueError for
-  // other names.
+  // The settings of a preset: "h2o", or "recommended", which had the smallest loss at up to 1.45
+  // times the attention flops of "h2o". Throws c10::ValueError for other names.
   static PrefillConfig preset(std::string_view name);
   static const std::vector<std::string>& preset_names();
 

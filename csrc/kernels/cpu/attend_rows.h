@@ -65,8 +65,7 @@ struct AttendRowsArgs {
 
 struct CpuKernels {
   const char* isa;
-  // Keys are padded to a multiple of this.
-  int64_t panel;
+  int64_t panel;  // keys are padded to a multiple of this
   // Whether bfloat16 inputs are multiplied as such: packed rows are half as long.
   bool bfloat16_products;
   BFloat16Gemm gemm;       // for AttendRowsArgs; null: the tiles of attend_rows

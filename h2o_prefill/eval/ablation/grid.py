@@ -67,12 +67,6 @@ def build_grid(
     for reason, left_out in refused.items():
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         warn(f"left out {left_out[0]}{more}: {reason}")
-    large = sum(config.memory_size >= config.chunk_size for _, config in found)
-    if large:
-        warn(
-            f"in {large} of {len(found)} combinations the memory set is not smaller than "
-            "chunk_size: sparse prefill saves less than it could"
-        )
     return list(found)
 
 

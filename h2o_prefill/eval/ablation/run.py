@@ -101,8 +101,8 @@ def run_ablation(
     Warns
     -----
     UserWarning
-        About combinations that cannot be run and are left out, memory sets that are not smaller
-        than a chunk, rows that another version of this package wrote, and cells that fail.
+        About combinations that cannot be run and are left out, rows that another version of this
+        package wrote, and cells that fail.
     """
     grid = build_grid(axes, contexts, base, protocol)
     parse_windows(windows)

@@ -22,8 +22,7 @@ _HUB_WIKITEXT2 = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 class Corpus:
     """A text and where it came from."""
 
-    # One of `DATASETS`, or the name of the file.
-    name: str
+    name: str  # one of `DATASETS`, or the name of the file
     text: str
     # Name and digest of the file, or name of the module or the hub's dataset: results on different
     # versions of one text differ.

@@ -134,23 +134,6 @@ def _is_enough(done: int, rounds: int | None, begin: float, now: float, end: flo
     return done > 0 and done % 2 == 0 and (done >= MAX_ROUNDS or now + (now - begin) > end)
 
 
-def gpu_timer(call: Callable[[], Any], repeats: int) -> float:
-    """Return the seconds of one call between CUDA events of the current stream.
-
-    The host hands in all calls before it waits, as a model does, so what it spends on a call counts
-    where it is more than what the GPU does.
-    """
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / repeats
-
-
 def self_timed(call: Callable[[], float], repeats: int) -> float:
     """Return the mean of the seconds that calls return, which prepare more than is timed."""
     return statistics.fmean(call() for _ in range(repeats))

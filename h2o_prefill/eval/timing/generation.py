@@ -20,10 +20,8 @@ class GenerationTiming:
 
     prompt_tokens: int
     new_tokens: int
-    # To the first new token.
-    prefill_seconds: float
-    # From the first new token to the last.
-    decode_seconds: float
+    prefill_seconds: float  # to the first new token
+    decode_seconds: float  # from the first new token to the last
 
 
 def generate_timed(

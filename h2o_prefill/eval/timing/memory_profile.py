@@ -1,8 +1,9 @@
-"""The memory of a model's prefill, dense and sparse."""
+"""The memory that a call takes, and that of a model's prefill, dense and sparse."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +18,32 @@ from h2o_prefill.eval.runs import (
     last_logits_only,
     prefill_mode,
 )
-from h2o_prefill.eval.timing.peak_memory import peak_bytes
 from h2o_prefill.eval.timing.throughput import check_runs
 from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+# The profiler looks for a GPU when it starts, and says so where there is none.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Return the most bytes of tensors that a call held at a time, its results included.
+
+    Counted by PyTorch's allocator, so it is exact and repeatable. What is not a tensor is missing.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
+        call()
+    events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def profile_memory(

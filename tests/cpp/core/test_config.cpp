@@ -49,7 +49,6 @@ TEST(PrefillConfig, ErrorsNameFieldRuleAndValue) {
 TEST(PrefillConfig, PresetsAndTexts) {
   EXPECT_EQ(PrefillConfig::preset_names(), (std::vector<std::string>{"h2o", "recommended"}));
   EXPECT_EQ(PrefillConfig::preset("h2o"), PrefillConfig());
-  EXPECT_EQ(PrefillConfig::parse("spec"), PrefillConfig());
   EXPECT_EQ(PrefillConfig().to_string(), "h2o");
   const auto recommended = PrefillConfig::preset("recommended");
   EXPECT_GT(recommended.recall, 0);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 import sys
 import zipfile
@@ -93,10 +92,8 @@ def test_the_command_line_continues_a_text(package, folder, tmp_path):
 
 
 def test_cpp_continues_a_prompt(program, package, model, ids, file_of, tmp_path):
-    binary = tmp_path / "ids.bin"
-    binary.write_bytes(struct.pack(f"<{PROMPT}q", *ids[0].tolist()))
     expected = greedy(model, ids, SETTINGS)
-    for arguments in ((file_of(ids),), (binary,), ("-", "--threads", 1)):
+    for arguments in ((file_of(ids),), ("-", "--threads", 1)):
         text = file_of(ids).read_text() if arguments[0] == "-" else None
         result = program("generate", package, *arguments, "--max-new-tokens", NEW, input=text)
         assert result.returncode == 0, result.stderr

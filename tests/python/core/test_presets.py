@@ -17,7 +17,7 @@ def test_h2o_is_the_default_config():
 def test_settings_come_whole_by_name_or_by_default():
     config = PrefillConfig(chunk_size=32, local_window=4, heavy_budget=4)
     assert chosen_config(config) is config
-    assert chosen_config("h2o") == chosen_config("spec") == PRESETS["h2o"]
+    assert chosen_config("h2o") == PRESETS["h2o"]
     assert chosen_config(None) == preset_config() == PRESETS["recommended"]
 
 

@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.testing
 
 from h2o_prefill import ops
-from h2o_prefill.eval.timing.peak_memory import peak_bytes
+from h2o_prefill.eval.timing.memory_profile import peak_bytes
 from h2o_prefill.reference import ops as oracle
 from h2o_prefill.testing import (
     DTYPES,

@@ -17,7 +17,7 @@ from h2o_prefill.eval import measure_attention
 from h2o_prefill.eval.attention import measures as module
 from h2o_prefill.eval.attention.measures import measure_layer
 from h2o_prefill.eval.recalled_keys import find_recalled
-from h2o_prefill.eval.timing.peak_memory import peak_bytes
+from h2o_prefill.eval.timing.memory_profile import peak_bytes
 from h2o_prefill.functional import LogitOptions, recall_settings
 from h2o_prefill.reference.recall import lexical_recall
 

@@ -10,7 +10,7 @@ import torch
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import benchmark_throughput, profile_memory
-from h2o_prefill.eval.timing.peak_memory import peak_bytes
+from h2o_prefill.eval.timing.memory_profile import peak_bytes
 
 pd = pytest.importorskip("pandas")
 
