@@ -48,19 +48,6 @@ void check_machine(const Metadata& metadata) {
     fail("the package is for ", machine->second, " machines, and this is a ", system.machine,
          ": export the model on a machine like this one");
   }
-#if defined(__x86_64__)
-  std::istringstream words(metadata.contains("AOTI_CPU_ISA") ? metadata.at("AOTI_CPU_ISA") : "");
-  for (std::string word; words >> word;) {
-    const bool has = word == "AVX2"          ? __builtin_cpu_supports("avx2")
-                     : word == "AVX512"      ? __builtin_cpu_supports("avx512f")
-                     : word == "AVX512_VNNI" ? __builtin_cpu_supports("avx512vnni")
-                                             : true;
-    if (!has) {
-      fail("the package has code for ", word,
-           ", which this CPU does not have: export the model on a machine like this one");
-    }
-  }
-#endif
 }
 
 at::ScalarType dtype_of(const std::string& name) {

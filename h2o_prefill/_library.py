@@ -16,10 +16,7 @@ _REBUILD = (
 def build_info() -> dict[str, Any]:
     """Return the facts of this build: version, PyTorch version, compiler, instruction sets, CUDA.
 
-    Raises
-    ------
-    ImportError
-        If the native library is not built for this Python.
+    Raises ImportError if the native library is not built for this Python.
     """
     try:
         module = importlib.import_module("h2o_prefill._C")

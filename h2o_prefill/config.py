@@ -182,12 +182,8 @@ class PrefillConfig:
         """Return a copy with some fields changed, as a settings text changes its preset.
 
         With recall, a new `chunk_size` that is not a multiple of `recall_block` also changes that,
-        to their greatest common divisor, unless both are given.
-
-        Raises
-        ------
-        ValueError
-            If a field is unknown, or a value has the wrong type or is out of range.
+        to their greatest common divisor, unless both are given. Raises ValueError if a field is
+        unknown, or a value has the wrong type or is out of range.
         """
         # C++ has the message for an unknown name.
         known = {field.name for field in dataclasses.fields(self)}

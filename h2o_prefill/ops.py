@@ -119,17 +119,8 @@ def dense_attention(
 
     Without sinks and softcap this calls PyTorch's attention where that is faster: on the CPU for
     few rows of float32 (fewer than 16 that share a KV head, or 64 if every query head has its own),
-    for 2 to 15 rows of bfloat16, and for float64.
-
-    Parameters
-    ----------
-    q, k, v : Tensor
-        Queries of the call, keys and values of the whole history.
-
-    Returns
-    -------
-    Tensor
-        [B, Hq, T, Dv].
+    for 2 to 15 rows of bfloat16, and for float64. Takes the call's queries, and keys and values of
+    the whole history; returns [B, Hq, T, Dv].
     """
 
 
@@ -139,17 +130,8 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention results over disjoint key sets, as if one softmax had run over both.
 
-    Parameters
-    ----------
-    out_a, out_b : Tensor
-        [B, H, T, Dv].
-    lse_a, lse_b : Tensor
-        [B, H, T]; a row with -inf contributes nothing.
-
-    Returns
-    -------
-    out, lse : Tensor
-        [B, H, T, Dv] and [B, H, T]; 0 and -inf where both are empty.
+    Of outputs [B, H, T, Dv] and lse [B, H, T], where -inf contributes nothing. Returns both of the
+    union: 0 and -inf where both are empty.
     """
 
 
@@ -187,16 +169,10 @@ def select_memory(
 
 @_operator
 def accumulate_scores_(scores: Tensor, memory: Tensor, colsum: Tensor) -> None:
-    """Add column sums to the scores of memory sets, in place.
+    """Add column sums [B, Hkv, M] to the scores [B, Hkv, T] of memory sets, in place.
 
-    Parameters
-    ----------
-    scores : Tensor
-        [B, Hkv, T].
-    memory : Tensor
-        int32 [B, Hkv, M]: strictly ascending positions, then -1.
-    colsum : Tensor
-        [B, Hkv, M], of the dtype of scores; ignored where the index is -1.
+    `memory`, int32 [B, Hkv, M], has strictly ascending positions, then -1, where column sums are
+    ignored.
     """
 
 
@@ -204,17 +180,8 @@ def accumulate_scores_(scores: Tensor, memory: Tensor, colsum: Tensor) -> None:
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Copy the listed rows of every head.
 
-    Parameters
-    ----------
-    x : Tensor
-        [B, H, T, D].
-    indices : Tensor
-        int32 [B, H, M]; -1 gives a row of zeros.
-
-    Returns
-    -------
-    Tensor
-        [B, H, M, D].
+    Of x [B, H, T, D] by `indices`, int32 [B, H, M], where -1 gives a row of zeros. Returns
+    [B, H, M, D].
     """
 
 

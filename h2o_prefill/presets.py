@@ -17,19 +17,10 @@ DEFAULT_PRESET = "recommended"
 
 
 def preset_config(preset: str = DEFAULT_PRESET, **overrides: Any) -> PrefillConfig:
-    """Return a preset's settings with some fields changed, as `PrefillConfig.with_fields` does.
+    """Return the settings of one of `PRESETS` with some fields of `PrefillConfig` changed.
 
-    Parameters
-    ----------
-    preset : str
-        One of `PRESETS`.
-    **overrides
-        Fields of `PrefillConfig`.
-
-    Raises
-    ------
-    ValueError
-        If the preset or a field is unknown, or a value is out of range.
+    Fields change as by `PrefillConfig.with_fields`. Raises ValueError if the preset or a field is
+    unknown, or a value is out of range.
     """
     return chosen_config(preset, overrides)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import TimeRemainingColumn
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
@@ -77,7 +76,7 @@ def ablate(
         names = (CSV_NAME, *([figure.name] if plot else []))
         check_output_folder(output, names, figures=plot)
         options.use_threads(threads)
-        with show_progress(f"loading {model}", TimeRemainingColumn()) as show:
+        with show_progress(f"loading {model}") as show:
             frame = run_ablation(
                 model,
                 axes,

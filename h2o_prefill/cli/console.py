@@ -15,9 +15,9 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 
 _interrupted = threading.Event()
@@ -35,14 +35,14 @@ def error_console() -> Console:
 
 
 @contextlib.contextmanager
-def show_progress(what: str, *more: ProgressColumn) -> Iterator[Callable[..., None]]:
+def show_progress(what: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr for a block; give the function that evaluations report to."""
     console = error_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns,
         TimeElapsedColumn(),
-        *more,
+        TimeRemainingColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,
@@ -73,9 +73,14 @@ def check_interrupt() -> None:
         raise KeyboardInterrupt
 
 
+def say(text: str, **style: Any) -> None:
+    """Print a line on stderr, however long it is."""
+    error_console().print(text, markup=False, soft_wrap=True, **style)
+
+
 def say_written(path: Path) -> None:
     """Say on stderr that a file was written."""
-    error_console().print(f"wrote {path}", markup=False, soft_wrap=True)
+    say(f"wrote {path}")
 
 
 @contextlib.contextmanager
@@ -87,7 +92,7 @@ def quiet_libraries() -> Iterator[None]:
         text = " ".join(str(message).split())
         if issubclass(category, UserWarning) and text not in shown:
             shown.add(text)
-            error_console().print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
+            say(f"warning: {text}", style="yellow")
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

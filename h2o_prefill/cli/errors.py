@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from h2o_prefill.cli.console import error_console, forget_interrupt, remember_interrupt
+from h2o_prefill.cli.console import forget_interrupt, remember_interrupt, say
 
 # Errors that the library raises on purpose. Any other is a bug and keeps its traceback.
 _USAGE_ERRORS = (ValueError, FileNotFoundError)
@@ -35,7 +35,7 @@ class OneLineErrors(TyperGroup):
             code, text = _explain(error)
             if code is None or os.environ.get("H2O_PREFILL_DEBUG"):
                 raise
-            error_console().print(text, style="bold red", markup=False, soft_wrap=True)
+            say(text, style="bold red")
             if isinstance(error, OSError):
                 # Otherwise Python would flush to a full disk again on its way out.
                 with contextlib.suppress(OSError):

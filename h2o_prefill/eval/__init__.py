@@ -19,28 +19,3 @@ from h2o_prefill.eval.perplexity.windows import PROTOCOLS
 from h2o_prefill.eval.retrieval.evaluate import evaluate_retrieval
 from h2o_prefill.eval.timing.memory_profile import profile_memory
 from h2o_prefill.eval.timing.throughput import benchmark_throughput
-
-__all__ = [
-    "DATASETS",
-    "DEFAULT_MODEL",
-    "DTYPES",
-    "PROTOCOLS",
-    "AttentionFlops",
-    "AttentionMeasures",
-    "Corpus",
-    "LayerCalibration",
-    "PerplexityResult",
-    "benchmark_throughput",
-    "calibrate_layers",
-    "check_settings",
-    "compare_answers",
-    "count_attention_flops",
-    "evaluate_perplexity",
-    "evaluate_retrieval",
-    "load_model",
-    "load_text",
-    "measure_attention",
-    "profile_memory",
-    "run_ablation",
-    "visualize_attention_patterns",
-]

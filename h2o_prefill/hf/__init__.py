@@ -26,18 +26,3 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import chunked_prefill
 from h2o_prefill.hf.report import LayerReport, ModelReport, explain
 from h2o_prefill.hf.state import NAME
-
-__all__ = [
-    "NAME",
-    "ChunkedPrefillCache",
-    "ChunkedPrefillLayer",
-    "LayerReport",
-    "ModelReport",
-    "PrefillHandle",
-    "StaticPrefillCache",
-    "chunked_prefill",
-    "disable",
-    "enable",
-    "explain",
-    "register",
-]

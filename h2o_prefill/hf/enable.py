@@ -198,11 +198,6 @@ def disable(model: PreTrainedModel) -> None:
     Waits for forwards of other threads. Inside of a forward it takes effect when that ends.
 
     A copy of an enabled model (copy.deepcopy, pickle) is enabled too, and has no other handle.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
     """
     for handle in _handles_of(model):
         handle.disable()

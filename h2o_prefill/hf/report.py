@@ -41,9 +41,6 @@ class ModelReport:
     def __iter__(self) -> Iterator[LayerReport]:
         return iter(self.layers)
 
-    def __len__(self) -> int:
-        return len(self.layers)
-
     def __str__(self) -> str:
         heads = ("layer", "kind", "calls", "sparse calls (rows)", "dense calls (rows)", "why dense")
         rows = [heads]
@@ -60,15 +57,7 @@ class ModelReport:
 def explain(model: PreTrainedModel) -> ModelReport:
     """Return what each attention layer of a model does, and what its calls were so far.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A model, enabled or not.
-
-    Returns
-    -------
-    ModelReport
-        `print` it for a table.
+    The model may be enabled or not. `print` the report for a table.
     """
     handle = next((h for h in map(handle_of, model.modules()) if h is not None), None)
     enabled = None if handle is None else handle.state

@@ -22,30 +22,11 @@ from h2o_prefill.reference.attention import (
     softmax_weights,
 )
 from h2o_prefill.reference.attention import intra_chunk_attention as attend_inside
-from h2o_prefill.reference.linear_attention import (
-    bidirectional_linear_attention,
-)
+from h2o_prefill.reference.linear_attention import bidirectional_linear_attention
 from h2o_prefill.reference.linear_attention import chunkwise_linear_attention as attend_chunkwise
-from h2o_prefill.reference.memory import (
-    ScoreTracker,
-    build_memory_set,
-    gather_memory_kv,
-    gather_rows,
-)
-from h2o_prefill.reference.recall import lexical_recall
-
-__all__ = [
-    "chunked_sparse_attention",
-    "chunkwise_linear_attention",
-    "chunkwise_linear_attention_backward",
-    "dense_attention",
-    "gather_rows",
-    "intra_chunk_attention",
-    "lexical_recall",
-    "memory_attention",
-    "merge_states",
-    "select_memory",
-]
+from h2o_prefill.reference.memory import ScoreTracker, build_memory_set, gather_memory_kv
+from h2o_prefill.reference.memory import gather_rows as gather_rows
+from h2o_prefill.reference.recall import lexical_recall as lexical_recall
 
 Settings = PrefillConfig | str
 

@@ -66,7 +66,8 @@ def run_ablation(
     axes : mapping of str to sequence
         Values of fields of `PrefillConfig`, to be combined.
     output : path
-        Folder for the CSV file; it is created if necessary.
+        Folder for the CSV file; it is created if necessary. Rows of another version of this
+        package, which a column names, are kept: another folder measures their cells again.
     base : PrefillConfig or str, or a sequence of them, optional
         Settings of the fields that `axes` does not name; each of several is combined with all
         values. Default: that of `enable`.
@@ -101,8 +102,7 @@ def run_ablation(
     Warns
     -----
     UserWarning
-        About combinations that cannot be run and are left out, rows that another version of this
-        package wrote, and cells that fail.
+        About combinations that cannot be run and are left out, and cells that fail.
     """
     grid = build_grid(axes, contexts, base, protocol)
     parse_windows(windows)
@@ -122,12 +122,6 @@ def run_ablation(
     texts = _find_cells(grid, corpora, network, tokenizer, windows, protocol)
     keys = [key for text in texts for key in text.configs]
     origin = _origin(network, model if isinstance(model, str) else model_name)
-    others = sum(_version(rows[key]) != _version(origin) for key in keys if key in rows)
-    if others:
-        warn(
-            f"{others} of the cells were finished by another version of this package and are "
-            "kept; another output folder measures them again"
-        )
     folder.mkdir(parents=True, exist_ok=True)
     table.begin_csv(path, rows.values())
     for text in texts:
@@ -229,9 +223,3 @@ def _origin(network: nn.Module, name: str | None) -> dict[str, Any]:
         "version": h2o_prefill.__version__,
         "commit": commit(),
     }
-
-
-def _version(row: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return version and commit, without "+": the table itself may be a change of the checkout."""
-    commit_of = row["commit"]
-    return row["version"], commit_of.rstrip("+") if isinstance(commit_of, str) else ""

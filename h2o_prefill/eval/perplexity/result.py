@@ -66,14 +66,10 @@ class PerplexityResult:
     def __float__(self) -> float:
         return self.sparse.ppl
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain dicts, lists and numbers."""
-        return asdict(self)
-
 
 def perplexity_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
     """Return the report of an evaluation; `origin` is what it does not know: model, dtype, text."""
-    values = result.to_dict()
+    values = asdict(result)
     config = {**origin, **{key: values.pop(key) for key in ("protocol", "context", "windows")}}
     config.update(values.pop("config"))
     return build_report(config, **values)

@@ -62,14 +62,10 @@ class RetrievalResult:
     seed: int
     text_source: str  # what the needles were hidden in
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain dicts, lists, tuples and numbers."""
-        return asdict(self)
-
 
 def retrieval_report(result: RetrievalResult, **origin: Any) -> dict[str, Any]:
     """Return the report of an evaluation; `origin` is what else repeats it: model, dtype."""
-    values = result.to_dict()
+    values = asdict(result)
     summary, prompts = values.pop("summary"), values.pop("outcomes")
     return build_report({**origin, **values}, summary=summary, prompts=prompts)
 

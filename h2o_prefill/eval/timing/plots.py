@@ -23,32 +23,15 @@ def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: st
     rate, ratio = figure.subplots(1, 2)
     places = range(len(frame))
     for name, style in (("dense", DENSE), ("sparse", SPARSE)):
-        rate.plot(places, frame[f"{name}_tokens_per_second"].tolist(), marker="o", **style)
+        rate.plot(places, frame[f"{name}_tokens_per_second"], marker="o", **style)
     rate.set_ylabel("tokens / s")
     rate.set_title("prefill throughput (higher is better)", fontsize=10)
     speedup = frame["speedup"]
-    spread = [
-        (speedup - frame["speedup_min"]).tolist(),
-        (frame["speedup_max"] - speedup).tolist(),
-    ]
-    ratio.errorbar(
-        places,
-        speedup.tolist(),
-        spread,
-        marker="o",
-        color=SPARSE["color"],
-        capsize=3,
-        label="speed-up (bars: lowest and highest round)",
-    )
-    ratio.plot(
-        places,
-        frame["attention_flops_ratio"].tolist(),
-        color="0.45",
-        marker="s",
-        markersize=4,
-        linestyle=":",
-        label="attention flops, dense / sparse",
-    )
+    spread = [speedup - frame["speedup_min"], frame["speedup_max"] - speedup]
+    measured = {"color": SPARSE["color"], "label": "speed-up (bars: lowest and highest round)"}
+    ratio.errorbar(places, speedup, spread, marker="o", capsize=3, **measured)
+    counted = {"color": "0.45", "label": "attention flops, dense / sparse", "linestyle": ":"}
+    ratio.plot(places, frame["attention_flops_ratio"], marker="s", markersize=4, **counted)
     ratio.axhline(1, color="0.3", linewidth=0.8)
     ratio.set_ylabel("dense / sparse")
     ratio.set_title("the whole model, and its attention alone", fontsize=10)
@@ -63,36 +46,22 @@ def plot_memory(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = 
     """Draw the most memory that a prefill holds beside the weights, and what it consists of."""
     figure = make_figure(_HEIGHT, _WIDTH)
     whole, state = figure.subplots(1, 2, width_ratios=(3, 2))
-    kept = frame["kv_cache_bytes"] / 1e6
-    added = frame["state_bytes"] / 1e6
-    places = range(len(frame))
-    left, right = ([place + shift for place in places] for shift in (-_BAR / 2, _BAR / 2))
-    parts = [
-        ("KV cache", [*left, *right], 0 * kept, kept, "0.7"),
-        (
-            "dense: activations, workspace",
-            left,
-            kept,
-            frame["dense_peak_bytes"] / 1e6,
-            DENSE["color"],
-        ),
-        ("sparse: scores and memory sets", right, kept, kept + added, _STATE),
-        (
-            "sparse: activations, workspace",
-            right,
-            kept + added,
-            frame["sparse_peak_bytes"] / 1e6,
-            SPARSE["color"],
-        ),
-    ]
-    for label, where, low, high, color in parts:
-        twice = len(where) // len(frame)
-        bottom, height = twice * low.tolist(), twice * (high - low).tolist()
-        whole.bar(where, height, _BAR, bottom, color=color, label=label)
+    kept, added = frame["kv_cache_bytes"] / 1e6, frame["state_bytes"] / 1e6
+    dense, sparse = frame["dense_peak_bytes"] / 1e6, frame["sparse_peak_bytes"] / 1e6
+    left, right = -_BAR / 2, _BAR / 2
+    for shift, low, high, color, label in (
+        (left, 0 * kept, kept, "0.7", "KV cache"),
+        (right, 0 * kept, kept, "0.7", None),
+        (left, kept, dense, DENSE["color"], "dense: activations, workspace"),
+        (right, kept, kept + added, _STATE, "sparse: scores and memory sets"),
+        (right, kept + added, sparse, SPARSE["color"], "sparse: activations, workspace"),
+    ):
+        places = [place + shift for place in range(len(frame))]
+        whole.bar(places, high - low, _BAR, low, color=color, label=label)
     whole.set_title("peak of a prefill beside the weights", fontsize=10)
     whole.set_ylabel("MB")
     whole.legend(frameon=False, fontsize=8, reverse=True)
-    state.plot(places, (100 * added / kept).tolist(), color=_STATE, marker="o")
+    state.plot(range(len(frame)), 100 * added / kept, color=_STATE, marker="o")
     state.set_title("scores and memory sets", fontsize=10)
     state.set_ylabel("% of the KV cache")
     for axes in (whole, state):

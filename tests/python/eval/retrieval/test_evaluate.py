@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_
     assert report["config"]["variants"]["recall"]["recall"] == 2
     expected = {"seed": 7, "model": "reader", "text_source": "foxes.txt", "question": "last"}
     assert report["config"].items() >= expected.items()
-    assert report["prompts"] == json.loads(json.dumps(result.to_dict()["outcomes"]))
+    assert report["prompts"] == json.loads(json.dumps(asdict(result)["outcomes"]))
     assert len(report["summary"]) == 12 and "torch" in report["environment"]
 
     figure = plot_retrieval(result, tmp_path / "r.png", "title")
