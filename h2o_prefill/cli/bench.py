@@ -45,10 +45,7 @@ def bench(
     from h2o_prefill.eval.timing.plots import plot_memory, plot_throughput
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        figures = {
-            "throughput_comparison.png": plot_throughput,
-            "memory_profile.png": plot_memory,
-        }
+        figures = {"throughput_comparison.png": plot_throughput, "memory_profile.png": plot_memory}
         config = parse_variant(preset, **sizes)
         check_output_folder(output, figures)
         chosen = options.parse_numbers(lengths, "lengths", least=1)

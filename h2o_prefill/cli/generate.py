@@ -9,12 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import (
-    check_interrupt,
-    error_console,
-    output_console,
-    quiet_libraries,
-)
+from h2o_prefill.cli.console import check_interrupt, error_console, output_console, quiet_libraries
 from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.presets import DEFAULT_PRESET
 

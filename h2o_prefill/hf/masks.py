@@ -16,11 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    causal_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
 from h2o_prefill.hf.cache import StaticPrefillCache
 from h2o_prefill.hf.compiled import mask_in_graph, may_be_left_out

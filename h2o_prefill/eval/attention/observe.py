@@ -38,11 +38,7 @@ def observe_attention(
     AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))
     # Eligibility depends on the length of a call: chunks of one token let every prompt pass.
     block_diagonal = PrefillConfig(
-        chunk_size=1,
-        local_window=0,
-        heavy_budget=0,
-        dense_layers=dense_layers,
-        block_diagonal=True,
+        chunk_size=1, local_window=0, heavy_budget=0, dense_layers=dense_layers, block_diagonal=True
     )
     with enable(model, block_diagonal, strict=True):
         for module in model.modules():

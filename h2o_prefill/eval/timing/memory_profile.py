@@ -11,13 +11,7 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.prompts import random_ids
-from h2o_prefill.eval.runs import (
-    Progress,
-    count_steps,
-    eval_mode,
-    last_logits_only,
-    prefill_mode,
-)
+from h2o_prefill.eval.runs import Progress, count_steps, eval_mode, last_logits_only, prefill_mode
 from h2o_prefill.eval.timing.throughput import check_runs
 from h2o_prefill.presets import chosen_config
 
