@@ -15,7 +15,7 @@ inline constexpr int64_t kLargestBudget = int64_t{1} << 22;
 // Layers of a model, and positions whose scores a MemorySetTracker keeps.
 inline constexpr int64_t kMostLayers = int64_t{1} << 16;
 inline constexpr int64_t kMostScores = int64_t{1} << 24;
-// What lexical recall looks up for each token, and how much it lists.
+// Limits of lexical recall: matches for a token, tokens of a suffix, keys for a match.
 inline constexpr int64_t kMostMatches = 1024;
 inline constexpr int64_t kLongestSuffix = 64;
 inline constexpr int64_t kLongestSpan = 1024;

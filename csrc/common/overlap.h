@@ -1,5 +1,5 @@
-// Which arguments of an operator that writes in place may share memory: none that it writes, with
-// themselves or with others.
+// Checks that tensors which an operator writes in place share memory neither with themselves nor
+// with other arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>

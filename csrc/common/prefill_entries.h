@@ -13,7 +13,7 @@
 
 namespace h2o_prefill {
 
-// Attends as the request says, updates its scores and memory, and returns [B, Hq, T, Dv].
+// Computes the attention of the request, updates its scores and memory, and returns [B, Hq, T, Dv].
 using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
 
 // The implementation of dense_attention.

@@ -58,7 +58,7 @@ struct PrefillRequest {
   bool recalls() const { return recall.offsets.defined(); }
   int64_t recall_blocks() const;
 
-  // Without rows there is nothing to attend with.
+  // An empty query needs no attention.
   bool is_empty() const { return query.numel() == 0; }
   at::Tensor empty_out() const;
 

@@ -14,7 +14,7 @@ namespace {
 
 #ifdef __linux__
 
-// Smaller tensors often get memory that was freed before, whose pages are there already.
+// Smaller tensors often reuse freed memory, whose pages are mapped already.
 constexpr int64_t kLeastAdvisedBytes = int64_t{32} << 20;
 constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
 

@@ -21,7 +21,7 @@ constexpr int64_t kInitialCapacity = 1024;
 // tensors.
 constexpr int64_t kContextHeaderFields = 2;
 constexpr size_t kFirstStateTensor = 3;
-// Far more than a text of settings has that names every layer.
+// An upper bound, far above the length of a settings text that names every layer.
 constexpr int64_t kLongestSettings = int64_t{1} << 22;
 
 at::Tensor to_bytes(const std::string& text) {
@@ -159,7 +159,7 @@ at::Tensor PrefillContext::attend(int64_t layer, const at::Tensor& query, const 
   try {
     auto out = attention_.forward(layer, query, key, value, cache_, tracker_, scale,
                                   recall_on(query.device()));
-    // After the last layer the call stands.
+    // After the last layer the call is complete.
     if (length() > call_->past) call_->layers.assign(num_layers(), std::nullopt);
     return out;
   } catch (...) {

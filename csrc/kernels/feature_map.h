@@ -1,4 +1,4 @@
-// What linear attention does to queries and keys before it multiplies them.
+// The feature map that linear attention applies to queries and keys.
 #pragma once
 
 #include <cstdint>

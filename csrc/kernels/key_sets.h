@@ -35,15 +35,15 @@ struct CausalRange {
   }
 };
 
-// How many positions a head's memory set holds: K first ones, L last ones before the chunk, and H
-// with the highest scores among the others.
+// Sizes of a head's memory set: K first positions, L last ones before the chunk, and H with the
+// highest scores among the others.
 struct MemoryBudget {
   int64_t local_window;
   int64_t heavy_budget;
   int64_t sink_tokens;
 
   H2O_HOST_DEVICE int64_t width() const { return sink_tokens + local_window + heavy_budget; }
-  // A budget that chooses the same of `length` positions, no part of it larger than they.
+  // A budget that selects the same positions of a history of `length`, with no part larger than it.
   MemoryBudget within(int64_t length) const {
     const auto at_most = [length](int64_t part) { return part < length ? part : length; };
     return {at_most(local_window), at_most(heavy_budget), at_most(sink_tokens)};

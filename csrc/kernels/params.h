@@ -1,4 +1,4 @@
-// What kernels are told about tensors: pointers, sizes and strides. No PyTorch type crosses this
+// Descriptions of tensors for kernels: pointers, sizes and strides. No PyTorch type crosses this
 // line.
 #pragma once
 

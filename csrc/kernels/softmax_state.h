@@ -39,7 +39,7 @@ H2O_HOST_DEVICE float natural_lse(float m, float l) {
   return l == 0.0F ? kNegInf : (m + __builtin_log2f(l)) * kLn2;
 }
 
-// What finishes a row: the factor of its numerator, and its natural lse.
+// Finishes a row: the factor of its numerator, and its natural lse.
 struct FinishedRow {
   float weight;
   float lse;
@@ -53,7 +53,7 @@ H2O_HOST_DEVICE FinishedRow finish_row(float m, float l, float sink) {
   return {factors.a * inverse_denominator(total), natural_lse(factors.m, total)};
 }
 
-// What fuses two finished results: the weights of their outputs, and the natural lse of both.
+// Merges two finished results: the weights of their outputs, and the natural lse of both.
 struct MergeWeights {
   float a;
   float b;

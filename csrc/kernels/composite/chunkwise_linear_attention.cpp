@@ -100,8 +100,8 @@ struct OperandGradients {
   at::Tensor normalizer;
 };
 
-// What reaches one direction from the results. `weights` and `normalizer` are undefined without a
-// normaliser, the last two also where nothing comes.
+// Gradients of the results of one direction. `weights` and `normalizer` are undefined without a
+// normaliser, `state` and `normalizer` also without a gradient.
 struct Arriving {
   at::Tensor out;         // [B, Hq, T, Dv], before the division
   at::Tensor weights;     // [B, Hq, T, 1]
@@ -113,7 +113,7 @@ at::Tensor transposed(const at::Tensor& state) {
   return state.defined() ? state.transpose(2, 3) : state;
 }
 
-// Adds up what may be undefined.
+// The sum of two tensors, either of which may be undefined.
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined()) return b;
   return b.defined() ? a + b : a;
@@ -158,8 +158,8 @@ void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chu
   if (normalize) gradient.normalizer = gradient.normalizer * first;
 }
 
-// g_t scales all that the tokens from t on take from those before it: its gradient is the sum over
-// them of what their queries give less what their keys do, and of what the last states give.
+// g_t scales every contribution of tokens before t to results from t on. Its gradient is the sum
+// over these results of q . dq - k . dk, plus the share of the last states.
 at::Tensor differentiate_decay(const Operands& x, const OperandGradients& gradient,
                                const at::Tensor& last) {
   auto flow =
@@ -226,7 +226,7 @@ LinearAttentionInputGradients linear_attention_backward(const LinearAttentionReq
     }
     inverse = inverse_weights(weights_of(r, x, normalizers));
     arriving.out = arriving.out * inverse;
-    // Both come together below.
+    // The gradients of state and normaliser are joined below, so a missing one becomes zeros.
     if (gradients.normalizer.defined()) {
       arriving.normalizer = gradients.normalizer.unsqueeze(2);
     } else if (arriving.state.defined()) {

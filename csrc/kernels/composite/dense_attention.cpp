@@ -21,7 +21,8 @@ std::tuple<at::Tensor, std::optional<double>> with_positive_scale(const at::Tens
   return {at::zeros_like(q), 1.0};
 }
 
-// What PyTorch's attention does not know, some rows at a time, so that logits stay small.
+// Attention with sinks or a softcap, which PyTorch's attention does not support; some rows at a
+// time, so that logits stay small.
 at::Tensor attend_by_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           double scale, const LogitOptions& options) {
   constexpr int64_t kMostLogits = 1 << 26;

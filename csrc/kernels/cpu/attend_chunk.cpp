@@ -16,7 +16,7 @@ constexpr int64_t kTaskRows = 64;
 // Keys of a packing task; a multiple of every panel.
 constexpr int64_t kPackKeys = 256;
 
-// Tasks that pack keys and values: one a range of the keys, or the values, of one set of one unit.
+// Tasks that pack: each packs a range of the keys, or the values, of one set of one unit.
 struct PackGrid {
   int64_t units;
   int64_t sets;
@@ -38,7 +38,7 @@ struct PackGrid {
   }
 };
 
-// Tasks that attend: one a block of rows of some query heads of one unit.
+// Tasks that attend: each has one block of rows, for some query heads of one unit.
 struct AttendGrid {
   int64_t units;
   int64_t blocks;  // of rows
@@ -53,7 +53,7 @@ struct AttendGrid {
   };
 
   int64_t count() const { return units * blocks * shares; }
-  // The last rows of a causal range have the most keys: they go first.
+  // The last rows of a causal range see the most keys, so they are scheduled first.
   Task at(int64_t i) const {
     return {.unit = i / (blocks * shares),
             .block = blocks - 1 - i / shares % blocks,
@@ -62,7 +62,7 @@ struct AttendGrid {
   }
 };
 
-// Tasks that add up the column sums of one set of one unit.
+// Tasks that reduce the column sums of one set of one unit.
 struct ReduceGrid {
   int64_t units;
   int64_t sets;
@@ -243,9 +243,9 @@ void AttendChunk::Impl::pack(const AttendChunkArgs& args, const PackGrid::Task& 
   }
 }
 
-// The keys that rows of one recall block see by it: those of the block's list that lie before the
-// pass's rows and are not in the head's memory set. Rows see a prefix, since the list rises with
-// visible_from.
+// Recalled keys that the rows of one recall block see: those of the block's list that lie before
+// the pass's rows and are not in the head's memory set. Each row sees a prefix, since the list
+// rises with visible_from.
 KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t unit,
                                         const RowRange& rows, int64_t thread) const {
   const RecallView& recall = args.recall;
@@ -377,7 +377,7 @@ void AttendChunk::Impl::attend_part(const AttendChunkArgs& args, const AttendGri
   }
 }
 
-// Adds up partial column sums, always in the same order.
+// Reduces partial column sums, always in the same order.
 void AttendChunk::Impl::reduce(const AttendChunkArgs& args, const ReduceGrid::Task& task,
                                int64_t blocks) const {
   const KeySource& set = args.sets[task.set];
@@ -385,7 +385,8 @@ void AttendChunk::Impl::reduce(const AttendChunkArgs& args, const ReduceGrid::Ta
   const int64_t count = set.count(task.unit);
   std::fill_n(sums, set.width(), 0.0F);
   for (int64_t g = 0; g < group; ++g) {
-    // In place: the sums of a head gather in its last partial, the longest one of a causal range.
+    // In place: the sums of a head are accumulated in its last partial, the longest one of a causal
+    // range.
     float* const total = partial_sums(task.set, task.unit, blocks, blocks - 1, g);
     for (int64_t block = 0; block + 1 < blocks; ++block) {
       const float* const part = partial_sums(task.set, task.unit, blocks, block, g);
@@ -420,8 +421,8 @@ void AttendChunk::run(const AttendChunkArgs& args) {
   for_each_task(packing, threads, [&](const PackGrid::Task& task, int64_t) { m.pack(args, task); });
 
   const int64_t blocks = divide_up(args.rows.count, kTaskRows);
-  // A task takes all query heads of a KV head, which share its packed keys in L2, where that leaves
-  // enough tasks; else it takes one.
+  // A task takes all query heads of a KV head, which share its packed keys in L2, if that leaves
+  // enough tasks; otherwise it takes one query head.
   const bool whole_groups = args.recall.offsets || m.units * blocks >= kTasksPerThread * threads;
   const AttendGrid attending{
       .units = m.units, .blocks = blocks, .shares = whole_groups ? 1 : m.group, .group = m.group};

@@ -11,7 +11,8 @@
 
 namespace h2o_prefill {
 
-// Where column sums of a key set go: those of unit u at data + u * stride. Null: not wanted.
+// Destination of a key set's column sums: those of unit u start at data + u * stride. Null: not
+// computed.
 struct ColumnSums {
   float* data = nullptr;
   int64_t stride = 0;
@@ -63,7 +64,7 @@ AttendChunkArgs memory_pass(const AttendChunkArgs& call, const RowRange& rows,
 AttendChunkArgs range_pass(const AttendChunkArgs& call, const RowRange& rows,
                            const CausalRange& first, const CausalRange& second);
 
-// The most that any pass of a call will ask for.
+// Upper bounds over all passes of a call.
 struct AttendLimits {
   int64_t rows;
   int64_t keys[2];  // of set 0 and set 1

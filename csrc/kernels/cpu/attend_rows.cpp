@@ -123,7 +123,7 @@ void multiply_values(BFloat16Gemm gemm, const float* p, int64_t stride, int rows
   }
 }
 
-// What a row block has gathered over the key sets so far.
+// Softmax state of a row block over the key sets processed so far.
 struct RowBlockState {
   float m[kRowBlock];
   float l[kRowBlock];
@@ -185,7 +185,7 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
                             pad_to(set.count, kPanel) / Products::kPerWord, acc_stride, acc);
 }
 
-// Fuses what a further key set gave into the first.
+// Merges the result of a further key set into the first.
 void merge_key_set(int rows, int64_t acc_stride, const RowBlockState& other, const float* other_acc,
                    RowBlockState& state, float* acc) {
   for (int r = 0; r < rows; ++r) {
@@ -235,7 +235,7 @@ void attend_row_blocks(const AttendRowsArgs& args) {
     const int rows =
         static_cast<int>(args.rows - first < kRowBlock ? args.rows - first : kRowBlock);
     const RowBlock block = load_queries<Products>(args, first, rows, query);
-    // Rows are far from each other, which no hardware prefetcher follows.
+    // Rows lie too far apart for a hardware prefetcher.
     for (int r = 0; r < rows; ++r) {
       prefetch_row<1>(args.out, args.out_dtype, (first + r) * args.out_stride, args.value_dim);
     }

@@ -1,4 +1,4 @@
-// Tensors of an attention op as its passes get them.
+// Tensors of an attention op in the form that its passes take.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -13,7 +13,7 @@
 namespace h2o_prefill {
 namespace {
 
-// States are float32 and contiguous; null: 0, or not wanted.
+// States are float32 and contiguous. Null input: zero; null output: not computed.
 struct LinearBackwardCall {
   HeadsView query;
   HeadsView key;
@@ -29,7 +29,7 @@ struct LinearBackwardCall {
   const float* normalizer;
   float* grad_state;
   float* grad_normalizer;
-  const float* grad_last_state;  // of what comes after the last token
+  const float* grad_last_state;  // gradient of the state after the last token
   const float* grad_last_normalizer;
   FeatureMap feature_map;
   bool normalize;
@@ -82,7 +82,7 @@ class LinearBackward {
     int64_t next = 0;
     int64_t next_rows = 0;
     const float* start;
-    float log_decay = 0.0F;  // of the chunks that have been walked
+    float log_decay = 0.0F;  // of the chunks walked so far
     float* sum;
     bool sum_is_zero = true;
 
@@ -93,7 +93,7 @@ class LinearBackward {
     }
   };
 
-  // Multiply-adds a token: of the states that pieces begin with, and of all else.
+  // Multiply-adds per token: for the initial states of pieces, and for everything else.
   int64_t state_work() const { return (1 + group_) * call_.key.dim * call_.value.dim; }
   int64_t other_work() const {
     const int64_t dim = call_.key.dim, value_dim = call_.value.dim;
@@ -101,7 +101,7 @@ class LinearBackward {
   }
   int64_t work() const { return units_ * call_.key.length * other_work(); }
 
-  // Whether whole heads as tasks take less time than pieces, whose states are computed twice.
+  // Whether tasks of whole heads take less time than tasks of pieces, which compute states twice.
   bool heads_suffice(int64_t threads) const {
     if (threads == 1 || pieces_.count == 1) return true;
     const double whole = static_cast<double>(divide_up(units_, threads));
@@ -112,7 +112,7 @@ class LinearBackward {
   float* start(int64_t unit, int64_t piece) const {
     return workspace_.get(starts_) + (unit * pieces_.count + piece) * state_floats_;
   }
-  // After the piece.
+  // The adjoint after the piece.
   float* adjoint(int64_t unit, int64_t piece) const {
     return workspace_.get(adjoints_) + (unit * pieces_.count + piece) * state_floats_;
   }
@@ -142,13 +142,13 @@ class LinearBackward {
                           call_.grad_normalizer ? call_.grad_normalizer + unit * dim : nullptr);
   }
 
-  // Decays scale the last state too: its part of their gradients.
+  // The decays also scale the last state: adds its share of their gradients.
   void set_last(int64_t unit, const float* state, const float* adjoint) const {
     workspace_.get(lasts_)[unit] =
         adjoint ? kernels_.dot_states(state, adjoint, state_floats_) : 0.0F;
   }
 
-  // All pieces of a KV head in turn, forth and back.
+  // Walks all pieces of a KV head in sequence, forward and then backward.
   void run_unit(int64_t unit, int64_t thread) const {
     float* before = workspace_.get(starts_) + thread * state_floats_;
     float* sum = thread_sum(thread);
@@ -174,7 +174,7 @@ class LinearBackward {
     write_gradient(unit, after);
   }
 
-  // Each piece for itself, from states that are computed first.
+  // Walks pieces independently, from initial states that are computed first.
   void run_pieces(int64_t threads) const {
     const int64_t count = pieces_.count;
     for_each_task(TaskRange{units_ * (count - 1)}, threads, [&](int64_t task, int64_t thread) {
@@ -210,7 +210,7 @@ class LinearBackward {
     });
   }
 
-  // From what each piece brings to the state before it.
+  // Turns each piece's contribution into the state before that piece.
   void join_states(int64_t unit) const {
     if (call_.state) read_state(unit, start(unit, 0));
     for (int64_t piece = call_.state ? 0 : 1; piece + 1 < pieces_.count; ++piece) {
@@ -224,12 +224,12 @@ class LinearBackward {
     }
   }
 
-  // sum += what is left of `state` at the other end of the piece.
+  // sum += `state`, decayed over the piece.
   void add_rest(const float* state, int64_t unit, int64_t piece, float* sum) const {
     cpu_kernels().linear->add_earlier(state, *log_decay(unit, piece), state_floats_, sum);
   }
 
-  // Leave in `sum` what the piece brings, and return its log decay.
+  // Write the piece's contribution to `sum` and return its log decay.
   float run_forward(Walk walk, int64_t unit, int64_t piece, const float* before, float* sum,
                     int64_t thread) const {
     const int64_t end = pieces_.end(piece);
@@ -298,9 +298,8 @@ class LinearBackward {
             .scratch = workspace_.get(scratch_) + thread * scratch_floats_};
   }
 
-  // A decay scales all that the tokens from its own on take from those before it: its gradient is
-  // the sum over them of what their queries give less what their keys do, and of what the last
-  // state gives.
+  // A decay scales every contribution of earlier tokens to later results. Its gradient is the sum,
+  // from its token on, of query . grad_query - key . grad_key, plus the share of the last state.
   void sum_flow(int64_t unit) const {
     float* const flow = call_.grad_log_decay + unit * call_.key.length;
     double sum = workspace_.get(lasts_)[unit];

@@ -17,14 +17,16 @@
 namespace h2o_prefill {
 namespace {
 
-// Up to so many tokens go one by one: packing states for a chunk would take longer.
+// Calls of at most this many tokens run token by token: packing states for a chunk would take
+// longer.
 constexpr int64_t kFewTokens = 8;
 
-// KV heads of a task take turns by chunks, so that rows that hold all heads are read from one end
-// to the other. Their states take this much of L2 at most.
+// A task interleaves its KV heads chunk by chunk, so that rows that hold all heads are read
+// sequentially. Upper bound on the L2 memory of their states.
 constexpr int64_t kTaskStateBytes = int64_t{1} << 20;
 
-// One direction of a call. States are float32 and contiguous; null: 0, or not wanted.
+// One direction of a call. States are float32 and contiguous. Null input: zero; null output: not
+// computed.
 struct LinearCall {
   HeadsView query;
   HeadsView key;
@@ -101,14 +103,14 @@ class LinearAttention {
   }
 
  private:
-  // Multiply-adds of the state a token, and of all else.
+  // Multiply-adds per token: for the state, and for everything else.
   int64_t state_work() const { return call_.key.dim * call_.value.dim; }
   int64_t query_work() const {
     return group_ * (state_work() + chunk_ * (call_.key.dim + call_.value.dim) / 2);
   }
   int64_t work() const { return units_ * call_.key.length * (state_work() + query_work()); }
 
-  // Whether whole heads as tasks take less time than pieces, whose states are computed twice.
+  // Whether tasks of whole heads take less time than tasks of pieces, which compute states twice.
   bool heads_suffice(int64_t threads) const {
     if (threads == 1 || pieces_ == 1) return true;
     const double whole = static_cast<double>(divide_up(units_, threads));
@@ -116,7 +118,7 @@ class LinearAttention {
     return whole * threads <= units_ * (1 + twice);
   }
 
-  // KV heads of a task: as many as leave every thread the same number of tasks.
+  // KV heads of a task: the largest number that gives every thread the same number of tasks.
   int64_t heads_of_task(int64_t threads) const {
     const int64_t bytes = 2 * state_floats_ * static_cast<int64_t>(sizeof(float));
     const int64_t fitting = std::max<int64_t>(kTaskStateBytes / bytes, 1);
@@ -169,7 +171,7 @@ class LinearAttention {
   struct Head {
     int64_t unit;
     const float* before;     // its state before the piece; null: 0
-    float* sum;              // what the piece brings
+    float* sum;              // contribution of the piece
     float log_decay = 0.0F;  // of the piece
   };
 
@@ -234,7 +236,7 @@ class LinearAttention {
     if (head.before) kernels_.add_earlier(head.before, head.log_decay, state_floats_, head.sum);
   }
 
-  // From what each piece brings to the state before it.
+  // Turns each piece's contribution into the state before that piece.
   void join_pieces(int64_t unit) const {
     if (call_.state) read_state(unit, start(unit, 0));
     for (int64_t piece = call_.state ? 0 : 1; piece + 1 < pieces_; ++piece) {
@@ -243,7 +245,7 @@ class LinearAttention {
     }
   }
 
-  // Leaves in each head's sum what the piece brings, and its log decay.
+  // Writes each head's contribution of the piece to its sum; returns the log decay of the piece.
   void run_piece(std::vector<Head>& heads, int64_t piece, int64_t thread, bool attends) const {
     const int64_t first = piece * piece_chunks_ * chunk_;
     const int64_t end = std::min(first + piece_chunks_ * chunk_, call_.key.length);
@@ -272,7 +274,7 @@ class LinearAttention {
     args.next_query = call_.query.row(b, h * group_, row);
   }
 
-  // The tokens [row, end) of a KV head and its query heads.
+  // Computes the outputs of tokens [row, end) for a KV head and its query heads.
   LinearChunkArgs chunk_args(int64_t unit, int64_t row, int64_t end, int64_t thread) const {
     const int64_t b = unit / call_.key.heads, h = unit % call_.key.heads;
     return {.dtype = call_.key.dtype,
@@ -318,7 +320,7 @@ class LinearAttention {
   int64_t state_floats_;
   int64_t chunk_;  // tokens
   bool streams_out_;
-  int64_t heads_ = 1;  // of a task, but the last
+  int64_t heads_ = 1;  // of a task; the last one may have fewer
   int64_t piece_chunks_;
   int64_t pieces_;  // of a KV head
   int64_t scratch_floats_ = 0;

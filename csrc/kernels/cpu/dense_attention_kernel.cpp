@@ -14,7 +14,7 @@
 namespace h2o_prefill {
 namespace {
 
-// Rows of a step and keys of a set: the logits of a row block over so many keys stay in L2.
+// Rows of a step and keys of a set, chosen so that the logits of a row block stay in L2.
 constexpr int64_t kStep = 1024;
 
 // Whether packing the keys pays against PyTorch's attention, which packs nothing for few rows but
@@ -27,7 +27,7 @@ bool packing_pays(const at::Tensor& q, const at::Tensor& k) {
   return rows >= (group > 1 ? 16 : 64);
 }
 
-// The keys of a step's rows: their own and those before them, from the nearest to the first ones.
+// The key ranges of a step's rows: their own first, then the earlier ones, nearest first.
 class KeyRanges {
  public:
   explicit KeyRanges(const RowRange& rows)
@@ -45,7 +45,7 @@ class KeyRanges {
 
  private:
   CausalRange own_;
-  int64_t left_;  // keys before the rows that are still to come
+  int64_t left_;  // keys before the rows that have not been visited
 };
 
 // Attends with rows of the call. Two ranges of keys at a time; partial results are merged in

@@ -5,9 +5,9 @@
 
 namespace h2o_prefill {
 
-// Of a causal request of float32, bfloat16 or float16 with at least one token. Chunks have a size
-// of their own: that of the request decides nothing. Beside the results it takes the
-// states of pieces (linear_pieces.h), twice, and two floats for each row of a normalised output.
+// Gradients of a causal request of float32, bfloat16 or float16 with at least one token. The chunk
+// size of the request is ignored. Besides the results it allocates the states of pieces
+// (linear_pieces.h), twice, and two floats for each row of a normalised output.
 LinearAttentionInputGradients linear_attention_backward(const LinearAttentionRequest& request,
                                                         const LinearAttentionGradients& gradients);
 

@@ -1,4 +1,4 @@
-// Rows of a chunk of the backward pass of linear attention: loaded as features, decayed, stored.
+// Loading, decaying and storing rows of a chunk in the backward pass of linear attention.
 #pragma once
 
 #include "kernels/cpu/linear_backward_scratch.h"
@@ -7,7 +7,7 @@
 
 namespace h2o_prefill::H2O_ISA {
 
-// Of one row of padded columns.
+// Helpers for one row with padded columns.
 H2O_INLINE void fill(float* row, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) row[i] = 0.0F;
 }
@@ -23,8 +23,8 @@ H2O_INLINE void add_row(const float* x, int64_t n, float factor, float* row) {
   for (int64_t i = 0; i < n; i += kLanes) store(row + i, load(x + i) * factors + load(row + i));
 }
 
-// The rows of a head in float32, columns after the last one 0. factors: one a row; null: `factor`
-// for all.
+// Loads a head's rows as float32, with zeros in the padding. factors: one per row; null: `factor`
+// for all rows.
 H2O_INLINE void load_rows(const LinearBackwardArgs& args, const LinearRows& from, int64_t head,
                           int64_t dim, const float* factors, float factor, const Matrix& to) {
   for (int64_t i = 0; i < args.rows; ++i) {
@@ -55,7 +55,7 @@ H2O_INLINE void pack_columns(const Matrix& from, int64_t rows, int64_t dim, floa
   pack_key_rows<Products>(pack_args(from.data, DType::kFloat32, from.stride, rows, dim, to));
 }
 
-// Stores a gradient of features as that of what they were made of.
+// Stores the gradient of the inputs, given the gradient of their features.
 H2O_INLINE void store_gradients(const LinearBackwardArgs& args, const Scratch& scratch,
                                 const Matrix& features, const Matrix& gradient,
                                 const LinearRows& to, int64_t head) {
@@ -68,7 +68,8 @@ H2O_INLINE void store_gradients(const LinearBackwardArgs& args, const Scratch& s
         store(row + d, load(x + d) <= zero ? zero : load(row + d));
       }
     } else if (args.feature_map == FeatureMap::kEluPlusOne) {
-      // exp(x) is the feature itself up to 0, where it is 1.
+      // Up to an input x of 0 the feature is exp(x), which is its own derivative; above, the
+      // derivative is 1.
       for (int64_t d = 0; d < args.key_dim; d += kLanes) {
         const Vec feature = load(x + d);
         store(row + d, load(row + d) * (feature > one ? one : feature));
@@ -79,7 +80,7 @@ H2O_INLINE void store_gradients(const LinearBackwardArgs& args, const Scratch& s
   }
 }
 
-// Fills from_start and to_end, and returns the log decay of the whole chunk.
+// Fills from_start and to_end; returns the log decay of the whole chunk.
 H2O_INLINE float fill_ends(const LinearBackwardArgs& args, const Scratch& scratch) {
   if (!args.log_decay) return 0.0F;
   const int64_t padded = pad_to(args.rows, kPanel);
@@ -93,7 +94,7 @@ H2O_INLINE float fill_ends(const LinearBackwardArgs& args, const Scratch& scratc
   return total;
 }
 
-// Each row's decays are the last one's and its own step.
+// Fills the decays row by row: each row adds its own step to the log decays of the previous row.
 H2O_INLINE void fill_decays(const LinearBackwardArgs& args, const Scratch& scratch) {
   if (!args.log_decay) return;
   fill(scratch.steps, 0, pad_to(args.rows, kPanel));
@@ -107,7 +108,8 @@ H2O_INLINE void fill_decays(const LinearBackwardArgs& args, const Scratch& scrat
   }
 }
 
-// Leaves row i of products of rows what is left of them at the row.
+// Multiplies row i of a [rows, rows] product by the decays up to the row, and masks the keys after
+// it.
 H2O_INLINE void decay_row(const LinearBackwardArgs& args, const Scratch& scratch,
                           const Matrix& products, int64_t i) {
   float* const row = products.row(i);

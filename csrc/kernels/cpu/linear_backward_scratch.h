@@ -1,4 +1,5 @@
-// What a chunk of the backward pass of linear attention keeps in memory, and how a state is packed.
+// Scratch memory of a chunk in the backward pass of linear attention, and the layout of packed
+// states.
 #pragma once
 
 #include "kernels/cpu/linear_chunk_backward.h"
@@ -25,7 +26,7 @@ H2O_INLINE int64_t state_floats(int64_t key_dim, int64_t value_dim) {
   return whole_lines(matrix_floats(key_dim, value_dim) + pad_to(key_dim, kPanel));
 }
 
-// What is after the matrix of a state.
+// The normaliser, which is stored after the matrix of a state.
 H2O_INLINE float* normalizer_of(float* state, const LinearBackwardArgs& args) {
   return state + matrix_floats(args.key_dim, args.value_dim);
 }
@@ -33,14 +34,14 @@ H2O_INLINE const float* normalizer_of(const float* state, const LinearBackwardAr
   return state + matrix_floats(args.key_dim, args.value_dim);
 }
 
-// Rows of query heads that are multiplied together, up to this many but one head at least.
+// Query heads are multiplied in blocks of at most this many rows, but at least one head.
 constexpr int64_t kBlockRows = 128;
 
 H2O_INLINE int64_t heads_of_block(int64_t rows) {
   return rows < kBlockRows ? kBlockRows / rows : 1;
 }
 
-// What a chunk needs for itself. A block is of several query heads, one after the other.
+// Scratch memory of one chunk. A block stacks the rows of several query heads.
 struct Scratch {
   Matrix keys;         // [rows, key dim] features
   Matrix values;       // [rows, value dim]
@@ -51,18 +52,18 @@ struct Scratch {
   Matrix grad_value;   // [rows, value dim]
   Matrix scores;       // [block rows, rows]: query times key
   Matrix products;     // [block rows, rows]: output gradient times value
-  Matrix decays;       // [rows, rows]: what is left of a key at a row; any finite number above
+  Matrix decays;       // [rows, rows]: decay from key to row; above the diagonal any finite number
   float* keys_packed;  // [panel][key dim][key of the panel], 0 after the last key
   float* values_packed;
-  float* state;       // in the direction of the walk, before the chunk
+  float* state;       // the state before the chunk, in the direction of the walk
   float* transposed;  // the same as [panel over value dim][key dim][dim of the panel]
-  float* from_start;  // [rows]: what is left of the state before the chunk
-  float* to_end;      // [rows]: what is left of a key at the end of the chunk
-  float* steps;       // [rows]: log decay from each key to the row in hand
+  float* from_start;  // [rows]: decay from the start of the chunk to the row
+  float* to_end;      // [rows]: decay from the key to the end of the chunk
+  float* steps;       // [rows]: log decay from each key to the current row
   float* row;         // [key dim or value dim]
-  int64_t floats;     // of all
+  int64_t floats;     // size of the whole scratch
 
-  // first: null, to count the floats alone.
+  // first: null to compute only `floats`.
   Scratch(float* first, int64_t key_dim, int64_t value_dim, int64_t rows) {
     const int64_t padded = pad_to(rows, kPanel), block = heads_of_block(rows) * rows;
     floats = 0;
@@ -99,7 +100,7 @@ H2O_INLINE int64_t scratch_floats(int64_t key_dim, int64_t value_dim, int64_t ro
   return Scratch(nullptr, key_dim, value_dim, rows).floats;
 }
 
-// Part of scratch of a head of a block.
+// The rows of head i of a block.
 H2O_INLINE Matrix of_head(const LinearBackwardArgs& args, const Matrix& block, int64_t i) {
   return {block.row(i * args.rows), block.stride};
 }

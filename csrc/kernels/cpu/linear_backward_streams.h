@@ -1,4 +1,4 @@
-// Rows that a chunk of the backward pass of linear attention asks for before they are needed.
+// Prefetching of rows in the backward pass of linear attention.
 #pragma once
 
 #include "kernels/cpu/linear_chunk_backward.h"
@@ -9,7 +9,7 @@ namespace h2o_prefill::H2O_ISA {
 
 H2O_INLINE int64_t panels(int64_t dim) { return pad_to(dim, kPanel) / kPanel; }
 
-// What a chunk asks for while it computes.
+// Rows that a chunk prefetches while it computes.
 struct Streams {
   RowStream keys;  // of the next chunk
   RowStream values;
@@ -24,7 +24,7 @@ struct Streams {
   }
 };
 
-// Panels that are multiplied for one head, at least.
+// Lower bound on the panels that are multiplied for one head.
 H2O_INLINE int64_t head_steps(const LinearBackwardArgs& args) {
   return panels(args.rows) + panels(args.key_dim);
 }

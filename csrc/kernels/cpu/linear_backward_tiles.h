@@ -1,11 +1,11 @@
-// Products that the backward pass of linear attention is made of, a tile of rows at a time.
+// Tile products of the backward pass of linear attention.
 #pragma once
 
 #include "kernels/cpu/linear_tiles.h"
 
 namespace h2o_prefill::H2O_ISA {
 
-// sum = kept sum + a^T b of one panel; kept is 0 where `sum` is not to be read.
+// sum = kept * sum + a^T b for one panel. With kept 0, `sum` is not read.
 template <int kRows>
 __attribute__((noinline)) void sum_tile(const float* a, int64_t lda, const float* b, int64_t ldb,
                                         int64_t depth, float kept, float* sum) {
@@ -15,7 +15,7 @@ __attribute__((noinline)) void sum_tile(const float* a, int64_t lda, const float
   store_tile(acc, sum, kPanel);
 }
 
-// gradient += products times keys.
+// gradient += products * keys
 template <int kRows>
 __attribute__((noinline)) void add_tile(const float* products, int64_t stride, const float* keys,
                                         int64_t key_stride, int64_t depth, float* gradient) {
@@ -24,19 +24,19 @@ __attribute__((noinline)) void add_tile(const float* products, int64_t stride, c
 }
 
 struct GradientOperands {
-  const float* rows;  // of keys or values, which the adjoint is multiplied with
+  const float* rows;  // rows of keys or values, which are multiplied by the adjoint
   int64_t rows_stride;
   int64_t dim;
-  const float* adjoint;     // panel of it; null: 0, or in the gradient already
-  const float* normalizer;  // of the adjoint; null: 0
+  const float* adjoint;     // panel of it; null: zero, or already in the gradient
+  const float* normalizer;  // of the adjoint; null: zero
   const float* to_end;      // null: 1
   bool accumulate;
-  const float* factors;  // [heads of the block, rows, kRows], from each row on: those of queries
+  const float* factors;  // of the queries: [heads of the block, rows, kRows], from each row on
   int64_t stride;
   const float* queries;  // panel
   int64_t queries_stride;
   int64_t depth;      // rows of a head that see the first key
-  int64_t head_rows;  // from a head's first row to that of the next
+  int64_t head_rows;  // distance between the first rows of two heads
   int64_t heads;
 };
 

@@ -16,8 +16,8 @@
 namespace h2o_prefill::H2O_ISA {
 namespace {
 
-// Rows of a query head that go through all products together: what they leave is written as
-// products run, not in bursts that memory is after with.
+// Rows of a query head that go through all products together, so that output is written while
+// products run rather than in bursts that stall on memory.
 constexpr int kQueryRows = kTileRows;
 
 H2O_INLINE int64_t matrix_floats(int64_t key_dim, int64_t value_dim) {
@@ -28,23 +28,23 @@ int64_t state_floats(int64_t key_dim, int64_t value_dim) {
   return whole_lines(matrix_floats(key_dim, value_dim) + key_dim);
 }
 
-// What a chunk needs for itself.
+// Scratch memory of one chunk.
 struct Scratch {
   float* keys;         // features [panel][dim][key of the panel], 0 after the last key
   float* values;       // [panel over dim][key][dim of the panel]
   float* state;        // before the chunk, packed
-  float* scaled_keys;  // keys with what is left of them at the end
-  float* to_end;       // [rows]: what is left of a key at the end of the chunk
-  float* steps;        // [rows]: log decay from each key to the row in hand
+  float* scaled_keys;  // keys decayed to the end of the chunk
+  float* to_end;       // [rows]: decay from the key to the end of the chunk
+  float* steps;        // [rows]: log decay from each key to the current row
   float* decays;       // [kQueryRows, score_stride]: exp of it
-  float* from_start;   // [kQueryRows]: what is left of the state before the chunk
+  float* from_start;   // [kQueryRows]: decay from the start of the chunk
   float* query;        // [kQueryRows, key dim] features
   float* scores;       // [kQueryRows, score_stride]
   float* acc;          // [kQueryRows, padded value dim]
   float* row;          // of the output
-  int64_t floats;      // of all
+  int64_t floats;      // size of the whole scratch
 
-  // first: null, to count the floats alone.
+  // first: null to compute only `floats`.
   Scratch(float* first, int64_t key_dim, int64_t value_dim, int64_t rows) {
     const int64_t padded = pad_to(rows, kPanel);
     floats = 0;
@@ -72,7 +72,7 @@ int64_t scratch_floats(int64_t key_dim, int64_t value_dim, int64_t rows) {
   return Scratch(nullptr, key_dim, value_dim, rows).floats;
 }
 
-// What a chunk asks for while it computes.
+// Rows that a chunk prefetches while it computes.
 struct Streams {
   RowStream keys;
   RowStream values;
@@ -90,7 +90,7 @@ int64_t panels(int64_t dim) { return pad_to(dim, kPanel) / kPanel; }
 // Panels of the state.
 int64_t update_steps(const LinearChunkArgs& args) { return panels(args.value_dim); }
 
-// Products of one row block of one head, at least.
+// Lower bound on the products of one row block of one head.
 int64_t attend_steps(const LinearChunkArgs& args) { return 1 + panels(args.value_dim); }
 
 Streams next_keys_and_values(const LinearChunkArgs& args) {
@@ -134,8 +134,8 @@ void add_earlier(const float* start, float log_decay, int64_t floats, float* sum
   add_decayed(start, log_decay, floats, sum, sum);
 }
 
-// Decays of the rows [first, first + rows), in order: each row's are the last one's and its own
-// step. Lanes after a row's own key hold any finite numbers.
+// Fills the decays of rows [first, first + rows), which must come in order: each row adds its own
+// step to the log decays of the previous row. Lanes after a row's own key hold any finite number.
 void fill_decays(const LinearChunkArgs& args, const Scratch& scratch, int64_t first, int rows,
                  float* log_from_start) {
   const int64_t stride = score_stride(args.rows);
@@ -156,7 +156,7 @@ void fill_decays(const LinearChunkArgs& args, const Scratch& scratch, int64_t fi
   exponentiate(sums, pad_to(rows, kLanes), scratch.from_start);
 }
 
-// acc = from_start (query state) + scores values.
+// acc = from_start * (query state) + scores * values
 void multiply_rows_by_past(const LinearChunkArgs& args, const Scratch& scratch, const float* state,
                            int64_t first, int rows, Streams& streams) {
   const int64_t dim = args.key_dim, stride = score_stride(args.rows);
@@ -179,7 +179,7 @@ void multiply_rows_by_past(const LinearChunkArgs& args, const Scratch& scratch, 
   }
 }
 
-// Features of the rows [first, first + rows) of one query head.
+// Loads the features of rows [first, first + rows) of one query head.
 void load_queries(const LinearChunkArgs& args, int64_t head, int64_t first, int rows, float* to) {
   const int64_t dim = args.key_dim;
   const bool mapped_as_loaded = args.dtype == DType::kFloat32 && dim % kLanes == 0;
@@ -192,11 +192,11 @@ void load_queries(const LinearChunkArgs& args, int64_t head, int64_t first, int 
       load_floats(args.query, args.dtype, offset, dim, 1.0F, to + r * dim);
     }
   }
-  // Memory past the last row is mapped too, whatever it holds.
+  // The padding after the last row is mapped too; its contents are not used.
   if (!mapped_as_loaded) map_features(args.feature_map, rows * dim, to);
 }
 
-// Rows [first, first + rows) of one query head.
+// Computes the output of rows [first, first + rows) of one query head.
 void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, const float* state,
                          int64_t head, int64_t first, int rows, Streams& streams) {
   streams.queries = next_queries(args, head, first);
@@ -247,8 +247,8 @@ void attend(const LinearChunkArgs& args, const Scratch& scratch, Streams& stream
   }
 }
 
-// sum = kept sum + keys^T values, of one panel of values; kept is 0 where `sum` is not to be read.
-// keys: rows of the first of their panels.
+// sum = kept * sum + keys^T values for one panel of values. With kept 0, `sum` is not read. keys:
+// rows of their first panel.
 template <int kRows>
 __attribute__((noinline)) void update_tile(const float* keys, int64_t dim, const float* values,
                                            int64_t rows, float kept, float* sum) {
@@ -261,7 +261,7 @@ __attribute__((noinline)) void update_tile(const float* keys, int64_t dim, const
   store_tile(acc, sum, kPanel);
 }
 
-// Keys as the state takes them.
+// Keys decayed to the end of the chunk, which is how they enter the state.
 const float* keys_at_end(const LinearChunkArgs& args, const Scratch& scratch) {
   if (!args.log_decay) return scratch.keys;
   const int64_t dim = args.key_dim;
@@ -277,7 +277,7 @@ const float* keys_at_end(const LinearChunkArgs& args, const Scratch& scratch) {
   return scratch.scaled_keys;
 }
 
-// Adds keys^T values, and the sum of the keys.
+// Decays the state over the chunk and adds keys^T values and the sum of the keys.
 float update_state(const LinearChunkArgs& args, const Scratch& scratch, Streams& streams) {
   const int64_t dim = args.key_dim, width = pad_to(args.value_dim, kPanel);
   const int64_t padded = pad_to(args.rows, kPanel);

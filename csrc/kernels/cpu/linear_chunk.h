@@ -28,7 +28,7 @@ struct LinearChunkArgs {
   int64_t value_stride;
   const float* log_decay;  // one a row; null: none
   int64_t decay_stride;
-  // Query heads; 0: the state alone is computed.
+  // Query heads; 0: only the state is computed.
   int64_t heads;
   const void* query;
   int64_t query_stride;
@@ -36,23 +36,24 @@ struct LinearChunkArgs {
   void* out;
   int64_t out_stride;
   int64_t out_head_stride;
-  // Rows of the call that comes next on this thread, of the same strides and heads: asked for
-  // before they are needed.
+  // Rows of the next call on this thread, which has the same strides and heads; they are
+  // prefetched.
   int64_t next_rows;
   const void* next_key;
   const void* next_value;
   const void* next_query;
   bool streams_out;  // the output is too large to be read again from a cache
-  // The state before the chunk is exp(start_log_decay) start + sum. The chunk decays `sum` and adds
-  // what it brings.
+  // The state before the chunk is exp(start_log_decay) * start + sum. The chunk decays `sum` and
+  // adds its own contribution.
   const float* start;  // null: 0
   float start_log_decay;
   float* sum;
-  bool sum_is_zero;  // nothing has been written there
+  bool sum_is_zero;  // `sum` is uninitialised and counts as zero
   float* scratch;    // scratch_floats(...) floats, of one thread
 };
 
-// States of a KV head as callers have them, float32 and contiguous; null: 0, or not wanted.
+// States of a KV head in the caller's layout, float32 and contiguous. Null input: zero; null
+// output: not computed.
 struct LinearStates {
   const float* state;       // [D, Dv]
   const float* normalizer;  // [D]
@@ -63,17 +64,17 @@ struct LinearStates {
 struct LinearKernels {
   // Returns the sum of the chunk's log decays.
   float (*linear_chunk)(const LinearChunkArgs&);
-  // sum += exp(log_decay) start, whole packed states.
+  // sum += exp(log_decay) * start for whole packed states.
   void (*add_earlier)(const float* start, float log_decay, int64_t floats, float* sum);
-  // state [D, Dv], normalizer [D]; null: 0, or not wanted.
+  // state [D, Dv], normalizer [D]. Null input: zero; null output: not written.
   void (*pack_state)(const float* state, const float* normalizer, int64_t key_dim,
                      int64_t value_dim, float* packed);
   void (*unpack_state)(const float* packed, int64_t key_dim, int64_t value_dim, float* state,
                        float* normalizer);
   int64_t (*state_floats)(int64_t key_dim, int64_t value_dim);
   int64_t (*scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows);
-  // All rows of a call, from the states before them to those after them, for few rows: `start` and
-  // what follows it are not looked at, but for `scratch`: token_scratch_floats(...) floats.
+  // Processes all rows of a short call token by token, from the states before them to those after
+  // them. Of the fields from `start` on only `scratch` is used: token_scratch_floats(...) floats.
   void (*linear_tokens)(const LinearChunkArgs&, const LinearStates&);
   int64_t (*token_scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows, int64_t heads);
 };

@@ -17,7 +17,7 @@
 namespace h2o_prefill::H2O_ISA {
 namespace {
 
-// Adds values^T keys of so many rows to a state, of which `kept` is left.
+// state = kept * state + values^T keys, over the given number of rows.
 void add_to_state(const LinearBackwardArgs& args, const Matrix& values, const Matrix& keys,
                   int64_t rows, float kept, Streams& streams) {
   for (int64_t d = 0; d < args.key_dim; d += kPanel) {
@@ -29,13 +29,13 @@ void add_to_state(const LinearBackwardArgs& args, const Matrix& values, const Ma
   }
 }
 
-// Of what is in `sum`; 0: nothing is.
+// Decay of the previous contents of `sum`; 0: there are none.
 float kept_of_sum(const LinearBackwardArgs& args, float log_decay) {
   if (args.sum_is_zero) return 0.0F;
   return args.log_decay ? exp_nonpositive(log_decay) : 1.0F;
 }
 
-// What is after the matrix of `sum`.
+// Scales the normaliser of `sum`.
 void decay_normalizer(const LinearBackwardArgs& args, float kept) {
   float* const sums = normalizer_of(args.sum, args);
   const int64_t floats =
@@ -47,7 +47,7 @@ void decay_normalizer(const LinearBackwardArgs& args, float kept) {
   }
 }
 
-// Adds values^T keys, and the sum of the keys; decays the keys.
+// Decays the keys, then adds values^T keys and the sum of the keys to the state.
 void add_keys(const LinearBackwardArgs& args, const Scratch& scratch, float log_decay,
               Streams& streams) {
   const int64_t width = pad_to(args.key_dim, kPanel);
@@ -62,14 +62,14 @@ void add_keys(const LinearBackwardArgs& args, const Scratch& scratch, float log_
   }
 }
 
-// Query heads [first, first + count), in scratch one after the other.
+// Query heads [first, first + count), stacked in scratch.
 struct Block {
   int64_t first;
   int64_t count;
 };
 
-// Adds grad_out^T query of a block, and the sum of its queries times the gradients of their
-// weights; decays grad_out.
+// Decays grad_out, then adds grad_out^T query and the sum of queries times weight gradients to the
+// adjoint.
 void add_queries(const LinearBackwardArgs& args, const Scratch& scratch, const Block& block,
                  float log_decay, Streams& streams) {
   const int64_t rows = block.count * args.rows;
@@ -89,7 +89,7 @@ void add_queries(const LinearBackwardArgs& args, const Scratch& scratch, const B
   }
 }
 
-// Features of queries, and output gradients divided by their weights.
+// Loads the query features, and output gradients divided by the weights of their rows.
 void load_block(const LinearBackwardArgs& args, const Scratch& scratch, const Block& block) {
   for (int64_t i = 0; i < block.count; ++i) {
     const int64_t head = block.first + i;
@@ -108,7 +108,7 @@ void for_each_block(const LinearBackwardArgs& args, const Function& f) {
   }
 }
 
-// c = a b of one head, 0 above the diagonal. added: to the products of each row; null: nothing.
+// c = a b of one head, 0 above the diagonal. added: a term for each row's products; null: none.
 void multiply_below(const LinearBackwardArgs& args, const Scratch& scratch, const Matrix& a,
                     int64_t dim, const float* packed_columns, const float* added, bool decayed,
                     const Matrix& c, Streams& streams) {
@@ -128,8 +128,8 @@ void load_keys(const LinearBackwardArgs& args, const Scratch& scratch) {
   load_rows(args, args.value, 0, args.value_dim, nullptr, 1.0F, scratch.values);
 }
 
-// The weights of the rows and their gradients; divides by the weights what grad_out has been
-// multiplied with, and adds to it what the weights give. grad_query holds grad_out S^T.
+// Computes the weights of the rows and their gradients. grad_query holds grad_out S^T on entry; it
+// is divided by the weights, and the share of the weights is added.
 void normalize_rows(const LinearBackwardArgs& args, const Scratch& scratch, const float* state,
                     int64_t head) {
   const int64_t dim = args.key_dim, width = pad_to(dim, kPanel);
@@ -161,7 +161,8 @@ void normalize_rows(const LinearBackwardArgs& args, const Scratch& scratch, cons
   }
 }
 
-// gradient = grad_out S^T, decayed, plus products of the first num_keys(row) keys from each row on.
+// gradient = decayed grad_out S^T + products * keys, with the first num_keys(row) keys for the rows
+// from `row` on.
 template <typename NumKeys>
 void multiply_queries(const LinearBackwardArgs& args, const Scratch& scratch, const float* state,
                       const NumKeys& num_keys, Streams& streams) {
@@ -214,8 +215,8 @@ void differentiate_queries(const LinearBackwardArgs& args, const Scratch& scratc
   store_gradients(args, scratch, scratch.query, gradient, args.grad_query, head);
 }
 
-// Adds to the gradient of keys or values what a block of heads gives, and with the first one what
-// the adjoint after the chunk gives: `with` times it. factors: of the rows of the block.
+// Adds a block's share to the gradient of keys or values. The first block also adds the share of
+// the adjoint after the chunk, `with` times it. factors: of the block's rows.
 void add_gradient(const LinearBackwardArgs& args, const Scratch& scratch, const Block& block,
                   const Matrix& with, int64_t with_dim, const float* adjoint,
                   const float* normalizer, const Matrix& factors, const Matrix& queries,
@@ -286,7 +287,7 @@ float add_adjoint(const LinearBackwardArgs& args) {
   return total;
 }
 
-// Loads keys, values and decays of the chunk; returns the log decay over all of it.
+// Loads keys, values and decays of the chunk; returns the log decay of the whole chunk.
 float load_chunk(const LinearBackwardArgs& args, const Scratch& scratch, bool packs_keys) {
   load_keys(args, scratch);
   pack_columns(scratch.values, args.rows, args.value_dim, scratch.values_packed);

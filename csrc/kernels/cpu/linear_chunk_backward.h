@@ -18,16 +18,16 @@ struct LinearRows {
   int64_t head_stride;
 };
 
-// A state S and its adjoint, the sum of what the results give for it, are packed alike: transposed,
-// Dv x D as tiles read it, then D values for the normaliser.
+// A state S and its adjoint, the sum of all contributions of results to its gradient, have one
+// packed layout: transposed, Dv x D as tiles read it, then D values for the normaliser.
 struct LinearBackwardArgs {
   DType dtype;  // of all rows
   FeatureMap feature_map;
   bool normalize;
   float scale;  // of outputs that are not normalised
   int64_t rows;
-  // Where the chunk that comes next begins, in rows from this one, and its rows, 0 after the last
-  // chunk; they are asked for before they are needed.
+  // Distance in rows to the chunk that is processed next, and its number of rows, 0 after the last
+  // chunk. Its rows are prefetched.
   int64_t next;
   int64_t next_rows;
   int64_t key_dim;
@@ -36,47 +36,46 @@ struct LinearBackwardArgs {
   LinearRows value;
   const float* log_decay;  // one a row; null: none
   int64_t decay_stride;
-  bool past_caches;  // gradients are too large to be read again from a cache
+  bool past_caches;  // gradients are too large to stay in a cache
   int64_t heads;     // query heads
   LinearRows query;
   LinearRows grad_out;
   LinearRows grad_query;
   LinearRows grad_key;
   LinearRows grad_value;
-  // Where outputs are normalised: 1 / weight of each row, 0 for a weight of 0, and the gradient of
-  // the weight. Written by the forward walk, read by the backward one.
+  // For normalised outputs: 1 / weight of each row (0 for a weight of 0) and the gradient of the
+  // weight. The forward walk writes them, the backward walk reads them.
   float* inverse;
   float* grad_weight;
   int64_t weight_head_stride;
-  // One a row: the sum over query heads of query times its gradient, less key times its gradient.
-  // The forward walk writes the first part, the backward one subtracts the second. Null: not
-  // wanted.
+  // One per row: sum over query heads of query . grad_query, minus key . grad_key. The forward walk
+  // writes the first term, the backward walk subtracts the second. Null: not computed.
   float* flow;
-  // What is before the chunk in the direction of the walk, a state or an adjoint, is
-  // exp(start_log_decay) start + sum. The chunk decays `sum` and adds what it brings.
+  // The state or adjoint before the chunk, in the direction of the walk, is exp(start_log_decay) *
+  // start + sum. The chunk decays `sum` and adds its own contribution.
   const float* start;  // null: 0
   float start_log_decay;
   float* sum;
-  bool sum_is_zero;  // nothing has been written there
+  bool sum_is_zero;  // `sum` is uninitialised and counts as zero
   float* scratch;    // scratch_floats(...) floats, of one thread
 };
 
 struct LinearBackwardKernels {
-  // Each returns the sum of the chunk's log decays.
-  // The state alone, after the chunk.
+  // The first four functions return the sum of the chunk's log decays. This one computes only the
+  // state after the chunk.
   float (*add_state)(const LinearBackwardArgs&);
-  // The adjoint alone, before the chunk.
+  // Computes only the adjoint before the chunk.
   float (*add_adjoint)(const LinearBackwardArgs&);
-  // From the first token to the last: gradients of queries; and the state.
+  // Walks from the first token to the last: gradients of queries, and the state.
   float (*walk_forward)(const LinearBackwardArgs&);
-  // From the last token to the first: gradients of keys and values; and the adjoint.
+  // Walks from the last token to the first: gradients of keys and values, and the adjoint.
   float (*walk_backward)(const LinearBackwardArgs&);
-  // state [D, Dv], normalizer [D]; null: 0, or not wanted.
+  // state [D, Dv], normalizer [D]. Null input: zero; null output: not written.
   void (*pack_state)(const float* state, const float* normalizer, int64_t key_dim,
                      int64_t value_dim, float* packed);
   void (*unpack_state)(const float* packed, int64_t key_dim, int64_t value_dim, float* state,
                        float* normalizer);
-  // Sum of the products of two packed states.
+  // Dot product of two packed states.
   float (*dot_states)(const float* a, const float* b, int64_t floats);
   int64_t (*state_floats)(int64_t key_dim, int64_t value_dim);
   int64_t (*scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows);

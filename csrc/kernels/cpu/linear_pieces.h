@@ -1,4 +1,4 @@
-// How linear attention on CPUs is cut into tasks, and how it writes what it computes.
+// How linear attention on CPUs is cut into tasks, and how its results are written.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,16 @@
 
 namespace h2o_prefill {
 
-// A KV head's tokens are cut into pieces of whole chunks, so that few heads make enough tasks for
-// many threads. The number of threads does not count: pieces decide how results are rounded.
+// The tokens of a KV head are cut into pieces of whole chunks, so that few heads still make enough
+// tasks for many threads. Pieces do not depend on the number of threads, since they decide how
+// results are rounded.
 struct LinearPieces {
   int64_t length;  // tokens of a head
   int64_t chunk;   // tokens
-  int64_t chunks;  // of a piece
-  int64_t count;   // of a head
+  int64_t chunks;  // in a piece
+  int64_t count;   // pieces of a head
 
-  // units: KV heads of all batch rows. state_floats: of one piece.
+  // units: KV heads of all batch rows. state_floats: size of a piece's state.
   LinearPieces(int64_t units, int64_t tokens, int64_t state_floats)
       : length(tokens), chunk(std::min(kChunk, tokens)) {
     const int64_t all = divide_up(length, chunk);
@@ -32,17 +33,17 @@ struct LinearPieces {
   int64_t end(int64_t piece) const { return std::min(begin(piece + 1), length); }
 
  private:
-  // Fewer tokens would spend more time on the states between chunks, more on scores above the
-  // diagonal; what the caller asks for decides neither.
+  // Fewer tokens would spend more time on the states between chunks, more tokens on scores above
+  // the diagonal; the caller's chunk size has no effect.
   static constexpr int64_t kChunk = 32;
-  // This many at most over all heads, each of this many tokens at least. Their states take this
-  // much memory at most.
+  // Upper bound on the pieces of all heads, lower bound on the tokens of each, and upper bound on
+  // the memory of their states.
   static constexpr int64_t kMost = 256;
   static constexpr int64_t kTokens = 1024;
   static constexpr int64_t kStateBytes = int64_t{32} << 20;
 };
 
-// Whether a result is so large that it is not read again from a cache.
+// Whether a result is too large to be read again from a cache.
 inline bool exceeds_caches(const HeadsView& result) {
   constexpr int64_t kBytes = int64_t{8} << 20;
   return result.batch * result.heads * result.length * result.dim * size_of(result.dtype) >= kBytes;

@@ -1,5 +1,4 @@
-// What the chunks of linear attention and of its backward pass share: feature maps, decays, and
-// sums over rows.
+// Feature maps, decays and sums over rows, shared by linear attention and its backward pass.
 #pragma once
 
 #include "kernels/cpu/attend_rows.h"
@@ -31,8 +30,7 @@ H2O_INLINE void exponentiate(const float* x, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += kLanes) store(out + i, exp_nonpositive(load(x + i)));
 }
 
-// to_end[j]: what is left of row j at the end of the rows, 1 in columns up to a whole panel.
-// Returns the sum of the log decays.
+// to_end[j]: decay from row j to the last row, 1 in the padding. Returns the sum of the log decays.
 H2O_INLINE float fill_to_end(const float* log_decay, int64_t stride, int64_t rows, float* to_end) {
   const int64_t padded = pad_to(rows, kPanel);
   float total = 0.0F;
@@ -48,11 +46,11 @@ H2O_INLINE float fill_to_end(const float* log_decay, int64_t stride, int64_t row
 H2O_INLINE Vec map_feature(Vec x, FeatureMap feature_map) {
   const Vec zero = Vec{};
   if (feature_map == FeatureMap::kRelu) return max(zero, x);
-  // On either side of 0 one of the two is what it is at 0, exactly 0 or 1.
+  // On either side of 0 one of the two terms has its value at 0, exactly 0 or 1.
   return max(zero, x) + exp_nonpositive(min(zero, x));
 }
 
-// out = the features of x, n of them: whole vectors.
+// out = features of x[0 .. n), in whole vectors.
 H2O_INLINE void map_features(FeatureMap feature_map, int64_t n, const float* x, float* out) {
   if (feature_map == FeatureMap::kIdentity) {
     for (int64_t i = 0; i < n; i += kLanes) store(out + i, load(x + i));
@@ -78,7 +76,7 @@ H2O_INLINE PackArgs pack_args(const void* data, DType dtype, int64_t stride, int
           .packed = packed};
 }
 
-// out = exp(log_decay) start + sum, of whole vectors; out may be sum.
+// out = exp(log_decay) * start + sum, in whole vectors; out may be sum.
 H2O_INLINE void add_decayed(const float* start, float log_decay, int64_t floats, const float* sum,
                             float* out) {
   const Vec kept = broadcast(exp_nonpositive(log_decay));
@@ -87,8 +85,8 @@ H2O_INLINE void add_decayed(const float* start, float log_decay, int64_t floats,
   }
 }
 
-// In the direction of the walk, the state before the chunk of LinearChunkArgs or
-// LinearBackwardArgs, a packed one of so many floats; null: 0. scratch: [floats].
+// The packed state before the chunk of LinearChunkArgs or LinearBackwardArgs, in the direction of
+// the walk; null: zero. scratch: [floats].
 template <typename Args>
 H2O_INLINE const float* state_before(const Args& args, int64_t floats, float* scratch) {
   if (args.sum_is_zero) return args.start;
@@ -113,8 +111,8 @@ H2O_INLINE float dot(const float* a, const float* b, int64_t n) {
   return total;
 }
 
-// data[offset + i] = row[i] * factor. past_caches: the tensor is large, nobody reads it soon, and a
-// line that is written whole need not be read first. buffer: [dim], whole vectors.
+// data[offset + i] = row[i] * factor. past_caches: the tensor is large and not read soon, so whole
+// lines are written without reading them first. buffer: [dim], whole vectors.
 H2O_INLINE void write_row(const float* row, int64_t dim, float factor, void* data, DType dtype,
                           int64_t offset, bool past_caches, float* buffer) {
   char* const out = static_cast<char*>(data) + offset * size_of(dtype);

@@ -1,4 +1,4 @@
-// Products that linear attention and its backward pass are made of, a tile of rows at a time.
+// Tile products shared by linear attention and its backward pass.
 #pragma once
 
 #include "kernels/cpu/linear_rows.h"
@@ -6,7 +6,7 @@
 
 namespace h2o_prefill::H2O_ISA {
 
-// Calls f(Rows<n>{}, row) for whole tiles of rows, then for what is left.
+// Calls f(Rows<n>{}, row) for whole tiles of rows, then for the remainder.
 template <int n>
 struct Rows {};
 
@@ -21,7 +21,7 @@ H2O_INLINE void for_each_tile(int64_t rows, const Function& f) {
   if (rest & 1) f(Rows<1>{}, row);
 }
 
-// What is left of a sum, of one panel of it; kept is 0 where the sum is not to be read.
+// The decayed sum of one panel; with kept 0 the sum is not read.
 template <int kRows>
 H2O_INLINE void load_decayed(const float* sum, float kept, Vec (&tile)[kRows][kTileVectors]) {
   const Vec factor = broadcast(kept);
@@ -49,8 +49,8 @@ struct ScoreOperands {
   int64_t query_stride;
   int64_t dim;
   const float* keys;    // panel
-  const float* added;   // to the scores of each row; null: 0
-  const float* decays;  // factors of them; null: 1
+  const float* added;   // to each row's scores; null: zero
+  const float* decays;  // factors of the scores; null: 1
   int64_t stride;       // of decays and scores
   int64_t visible;      // keys of the panel that the first row sees; each further row sees one more
 };
@@ -119,7 +119,7 @@ struct OutOperands {
   int64_t values_stride;
 };
 
-// c = from_start (query state) + scores values, of one panel.
+// c = from_start * (query state) + scores * values for one panel.
 template <int kRows>
 __attribute__((noinline)) void out_tile(const OutOperands& x, float* c, int64_t ldc) {
   Vec acc[kRows][kTileVectors];

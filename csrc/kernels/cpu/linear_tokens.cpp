@@ -1,5 +1,6 @@
-// Token by token: each reads the state once, adds its own outer product, and multiplies its queries
-// with what is written. A chunk would pack the state and multiply tiles that are mostly padding.
+// Linear attention token by token: each token reads the state once, adds its own outer product, and
+// multiplies its queries with the updated state. A chunk would pack the state and multiply tiles
+// that are mostly padding.
 #include "kernels/cpu/linear_tokens.h"
 
 #include "kernels/cpu/linear_rows.h"
@@ -15,9 +16,9 @@ struct Scratch {
   float* sums;     // [row][head][value dim]
   int64_t dim;     // of rows, padded to vectors
   int64_t width;   // of rows of values
-  int64_t floats;  // of all
+  int64_t floats;  // size of the whole scratch
 
-  // first: null, to count the floats alone.
+  // first: null to compute only `floats`.
   Scratch(float* first, int64_t key_dim, int64_t value_dim, int64_t rows, int64_t heads)
       : dim(pad_to(key_dim, kLanes)), width(pad_to(value_dim, kLanes)), floats(0) {
     const auto take = [&](int64_t count) {
@@ -32,7 +33,7 @@ struct Scratch {
   }
 };
 
-// Features of a row of queries or keys.
+// Loads the features of a row of queries or keys.
 void load_features(const LinearChunkArgs& args, const void* data, int64_t offset, float* row) {
   for (int64_t i = args.key_dim; i < pad_to(args.key_dim, kLanes); ++i) row[i] = 0.0F;
   load_floats(data, args.dtype, offset, args.key_dim, 1.0F, row);
@@ -50,18 +51,17 @@ H2O_INLINE void store_part(float* p, int64_t n, Vec x) {
   for (int64_t i = 0; i < n; ++i) p[i] = x[i];
 }
 
-// Columns of the state, [dim, stride] in memory, and the row of values and sums that belong to
-// them.
+// Columns of the state, [dim, stride] in memory, with the matching parts of the value row and of
+// the sums.
 struct Columns {
   const float* from;  // before the token
   float* to;          // after it
   int64_t stride;
-  int64_t last;  // columns of the last vector
+  int64_t last;  // columns in the last vector
   int64_t dim;
 };
 
-// to = kept from + key value, unless kUpdate is false: then `to` holds that already. sums = queries
-// to.
+// to = kept * from + key value; without kUpdate `to` holds that already. sums = queries * to.
 template <int kVectors, int kHeads, bool kUpdate>
 __attribute__((noinline)) void sweep(const Columns& x, float kept, const float* key,
                                      const float* value, const float* queries, int64_t query_stride,
@@ -102,7 +102,7 @@ __attribute__((noinline)) void sweep(const Columns& x, float kept, const float* 
   }
 }
 
-// All query heads of a token. `value` and `sums` begin at the first of the columns.
+// Processes all query heads of a token. `value` and `sums` begin at the first of the columns.
 template <int kVectors>
 void attend_token(const Columns& x, const Scratch& scratch, float kept, const float* key,
                   const float* value, const float* queries, float* sums, int64_t heads) {
@@ -118,7 +118,7 @@ void attend_token(const Columns& x, const Scratch& scratch, float kept, const fl
   for (int64_t head = first; head < heads; head += 4) run(sweep<kVectors, 4, false>, head);
 }
 
-// Outputs of a token; `normalizer` is the one after it.
+// Writes the outputs of a token; `normalizer` is the one after it.
 void write_token(const LinearChunkArgs& args, const Scratch& scratch, int64_t row,
                  const float* normalizer) {
   for (int64_t head = 0; head < args.heads; ++head) {

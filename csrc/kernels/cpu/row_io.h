@@ -70,7 +70,7 @@ H2O_INLINE void store_floats(const float* row, int64_t n, float factor, void* da
   }
 }
 
-// Asks for a row before it is needed, for reading (0) or writing (1).
+// Prefetches a row, for reading (0) or writing (1).
 template <int kWrite>
 H2O_INLINE void prefetch_row(const void* data, DType dtype, int64_t offset, int64_t n) {
   constexpr int64_t kCacheLine = 64;

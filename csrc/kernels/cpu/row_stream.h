@@ -1,4 +1,4 @@
-// Rows asked for before they are needed.
+// Prefetching of rows while products run.
 #pragma once
 
 #include "kernels/cpu/inline.h"
@@ -6,13 +6,13 @@
 
 namespace h2o_prefill::H2O_ISA {
 
-// Rows that lie far from each other, which no hardware prefetcher follows: asked for line by line
-// while products run, as many lines at a time as keep the memory busy without holding up loads.
-// They come as far as L2: the core waits for more of them at a time than for L1.
+// Rows that lie too far apart for a hardware prefetcher. Their cache lines are prefetched while
+// products run, as many at a time as keep the memory busy without delaying loads. They go to L2:
+// the core can wait for more lines there than in L1.
 class RowStream {
  public:
   RowStream() = default;
-  // `steps`: calls of advance() within which all is asked for.
+  // `steps`: calls of advance() over which all lines are prefetched.
   H2O_INLINE RowStream(const void* data, DType dtype, int64_t stride, int64_t rows, int64_t dim,
                        int64_t steps)
       : data_(static_cast<const char*>(data)),

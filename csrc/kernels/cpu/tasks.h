@@ -12,8 +12,8 @@ namespace h2o_prefill {
 // Multiply-adds below which waking other threads costs more than they save.
 constexpr int64_t kSerialWork = 1 << 19;
 
-// Tasks that each thread gets at least where work can be cut finer, so that none waits long for the
-// last.
+// Tasks that each thread gets at least, where work can be cut finer, so that no thread waits long
+// for the last one.
 constexpr int64_t kTasksPerThread = 4;
 
 inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -27,7 +27,7 @@ struct TaskRange {
 };
 
 // Runs use(task, thread) for all tasks of a grid; threads take the next task as they become free.
-// Each task writes only what is its own, so the result does not depend on who runs it.
+// Each task writes only its own results, so they do not depend on the schedule.
 template <typename Grid, typename Use>
 void for_each_task(const Grid& grid, int64_t max_threads, const Use& use) {
   const int64_t count = grid.count();

@@ -1,4 +1,4 @@
-// The matrix product that all attention work is made of, and its tile sizes.
+// The matrix product that all attention kernels are built on, and its tile sizes.
 #pragma once
 
 #include "kernels/cpu/products.h"

@@ -1,14 +1,14 @@
 // The keys that a tile of query rows attends to, as a sequence of key tiles.
 //
 // Both kinds have the same members:
-//   tiles               how many
-//   prepare(j), store(j, lookup)  look up the keys of tile j, in two steps
-//                       to the block after the next barrier. As many tiles are known at a time as
-//                       there are slots.
-//   row_of(j, r)        row of the history, counted from where the range begins, of key r of tile
-//                       j; negative: absent
-//   fully_masked(j, w)  whether none of the kPartRows rows from w on sees any key of tile j
-//   unmasked(j, w)      whether all of them see all keys
+//   tiles                  number of tiles
+//   prepare(j), store(j, lookup)
+//                          look up the keys of tile j, in two steps; the block sees them after the
+//                          next barrier. As many tiles are known at a time as there are slots.
+//   row_of(j, r)           row in the history of key r of tile j, counted from the start of the
+//                          range; negative: absent
+//   fully_masked(j, w)     whether none of the kPartRows rows from w on sees any key of tile j
+//   unmasked(j, w)         whether all of these rows see all keys of tile j
 //   is_visible(j, r, row)  whether row `row` of the query tile sees key r
 #pragma once
 

@@ -126,7 +126,7 @@ void AttentionStream::attend(const AttendForwardParams& pass) const {
 }
 
 void AttentionStream::sum_columns(ColumnSumsParams pass) {
-  // What a pass gets depends on its own shape alone, as its order of additions does.
+  // The workspace depends on the shape of the pass alone, and so does the order of its additions.
   if (const int64_t floats = kernels_.column_sums_partial_floats(pass); floats > 0) {
     if (!workspace_.defined() || workspace_.numel() < floats) {
       workspace_ = at::empty({floats}, float_options_);

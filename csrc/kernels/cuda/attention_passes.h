@@ -19,7 +19,7 @@ namespace h2o_prefill {
 // Whether attention with these queries and values has a kernel: float32, bfloat16 or float16, head
 // dims that are multiples of 8 up to 256. The composite versions serve the rest.
 bool has_attention_kernel(const at::Tensor& q, const at::Tensor& v);
-// No kernel has sinks, nor a soft cap.
+// No kernel supports sinks or a softcap.
 inline bool has_attention_kernel(const std::optional<at::Tensor>& sinks, double softcap) {
   return !sinks && softcap == 0.0;
 }

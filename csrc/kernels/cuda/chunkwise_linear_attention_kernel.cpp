@@ -1,5 +1,5 @@
-// Linear attention on CUDA: the causal forward direction by kernels; the other directions and the
-// gradients over a recurrence of float32 that they compute.
+// Linear attention on CUDA. Kernels compute the causal forward direction; the other direction and
+// the gradients are the composite ones over a float32 recurrence that the kernels compute.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -21,7 +21,7 @@ const float* floats_or_null(const at::Tensor& t) {
   return t.defined() ? t.const_data_ptr<float>() : nullptr;
 }
 
-// What one direction of a call is about, as kernels take it, without what comes out.
+// Kernel parameters of one direction of a call, without its outputs.
 struct LinearCall {
   at::Tensor query, key, value, log_decay, state, normalizer;
   FeatureMap feature_map = FeatureMap::kIdentity;

@@ -42,8 +42,8 @@ struct Shape {
   static constexpr int kStages = 3;
   static_assert(kKeys <= 2 * kRows);
 
-  // After the ring, whose last two buffers hold the keys at first. The part and the sums over
-  // heads are needed now and then, registers all the time.
+  // Follows the ring, whose last two buffers hold the keys at first. The part and the sums over
+  // heads are used too rarely to occupy registers.
   struct Shared {
     float offsets[kStages][kRows];  // of the rows of a buffer
     float totals[kKeys];

@@ -40,7 +40,7 @@ struct ColumnSumsParams {
 // the keys are many.
 int64_t column_sums_partial_floats(const ColumnSumsParams& params);
 
-// Asynchronous on `stream`; allocates nothing. The same `partial` given or not changes the order of
+// Asynchronous on `stream`; allocates nothing. Whether `partial` is given changes the order of
 // additions.
 cudaError_t launch_column_sums(const ColumnSumsParams& params, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// What every launch of column sums does once its grid is known.
+// Launching a column sums kernel over its grid.
 #pragma once
 
 #include "kernels/cuda/column_sums.cuh"
@@ -6,7 +6,7 @@
 
 namespace h2o_prefill::column_sums {
 
-// Launches a kernel over a grid, and adds up what blocks have shared out.
+// Launches a kernel over a grid, and reduces the partial sums of tiles that blocks have shared.
 template <bool kGathered>
 cudaError_t launch_grid(void (*kernel)(Grid), int threads, int shared_bytes, const Grid& grid,
                         cudaStream_t stream) {

@@ -65,7 +65,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
         return kGathered ? column_sums::row_of_member(p, set, part.first_key + r) : r;
       });
 
-  // Read a tile ahead, so that nobody waits for it.
+  // Loaded a tile ahead, to hide the latency.
   QueryTile now{part.first_head, part.first_row};
   const auto load_lse = [&] {
     const int row = now.row + thread;

@@ -16,7 +16,7 @@ constexpr CudaKernels kSm80{.arch = "sm_80",
                             .column_sums_partial_floats = &column_sums_partial_floats,
                             .column_sums = &launch_column_sums};
 
-// What has no kernel for sm_90a is launched by those for sm_80.
+// Problems without a kernel for sm_90a run the kernels for sm_80.
 constexpr CudaKernels kSm90a{
     .arch = "sm_90a",
     .attend_forward =
@@ -56,7 +56,7 @@ const CudaKernels& cuda_kernels() {
   static std::array<std::atomic<const CudaKernels*>, kMostDevices> chosen{};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return kSm80;
-  // Threads that come at the same time choose the same.
+  // Concurrent first calls make the same choice.
   const CudaKernels* kernels = chosen[device].load(std::memory_order_acquire);
   if (kernels == nullptr) {
     kernels = &choose(device);

@@ -18,9 +18,9 @@ struct CudaKernels {
   cudaError_t (*column_sums)(const ColumnSumsParams&, cudaStream_t);
 };
 
-// Those for the current device, chosen once for each: of sm_80 everywhere; of sm_90a, where they
-// take a problem, by request alone, with H2O_PREFILL_CUDA_SM90=1 in the environment, on compute
-// capability 9.0, and if the library holds code for it.
+// The kernels for the current device, chosen once per device: those of sm_80; or, on compute
+// capability 9.0 with H2O_PREFILL_CUDA_SM90=1 in the environment and if the library holds code for
+// it, those of sm_90a for the problems that they support.
 const CudaKernels& cuda_kernels();
 
 }  // namespace h2o_prefill

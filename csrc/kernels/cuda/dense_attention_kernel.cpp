@@ -9,8 +9,8 @@
 namespace h2o_prefill {
 namespace {
 
-// PyTorch's attention needs no mask for one row or for as many rows as keys, and has then kernels
-// for this very machine (cuDNN, FlashAttention) to choose from. With unequal head dims it has not.
+// For one row, or as many rows as keys, PyTorch's attention needs no mask and chooses among kernels
+// that are tuned for the GPU (cuDNN, FlashAttention). With unequal head dims it has no such kernel.
 bool pytorch_has_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   return (q.size(2) == 1 || q.size(2) == k.size(2)) && q.size(3) == v.size(3);
 }

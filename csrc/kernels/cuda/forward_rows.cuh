@@ -1,8 +1,8 @@
-// What the forward kernels do with a tile of query rows, whichever instructions multiply it: which
-// rows those are, their masks, their softmax, and how results leave.
+// What the forward kernels of all instruction sets share: their row tiles, masks, softmax, and how
+// results are stored.
 //
-// Softmax is the online one in base 2. The accumulators are rescaled only when a row's maximum has
-// grown, which the factor 1 would not change.
+// The softmax is the online softmax in base 2. The accumulators are rescaled only when a row's
+// maximum has grown; otherwise the factor is 1.
 #pragma once
 
 #include "kernels/cuda/attend_forward.h"
@@ -57,7 +57,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // What one tile of keys changed: sums and outputs so far count `factor` times as much.
+  // The effect of one tile of keys: earlier sums and outputs are multiplied by `factor`.
   struct Rescaling {
     float factor[kM][2];
     bool grown;  // some factor of the lane is not 1
@@ -181,7 +181,7 @@ __device__ __forceinline__ void mask(float (&s)[kM][kKeyTiles][4], const Keys& k
   }
 }
 
-// The denominators so far of a warp's rows, where they are wanted.
+// Stores the lse of a warp's rows over the memory sets alone, if the caller asks for it.
 template <int kM>
 __device__ __forceinline__ void store_memory_lse(const AttendForwardParams& p, const RowTile& rows,
                                                  const OnlineSoftmax<kM>& softmax, int warp_row) {
@@ -220,8 +220,8 @@ __device__ __forceinline__ void load_result(const AttendForwardParams& p, const 
   ptx::cp_async_commit();
 }
 
-// Divides by the denominators, merges with what load_result() has brought, and stores a warp's
-// rows. They leave from its tile in whole units.
+// Divides by the denominators, merges with the result that load_result() has loaded, and stores a
+// warp's rows in whole units, by way of its tile.
 template <DType dtype, int kDim, int kM>
 __device__ __forceinline__ void store_result(const AttendForwardParams& p, const RowTile& tile_rows,
                                              const float (&out)[kM][kDim / 8][4],

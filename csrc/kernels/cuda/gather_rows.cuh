@@ -11,7 +11,7 @@ struct alignas(16) Unit16 {
   uint32_t words[4];
 };
 
-// What is copied at a time, and the lanes that share a row: a power of two up to 32.
+// The unit of a copy, and the lanes that share a row: a power of two up to 32.
 struct Launch {
   GatherRowsParams p;
   int64_t row_units;

@@ -7,7 +7,7 @@
 
 namespace h2o_prefill {
 
-// What a kernel may use of shared memory without asking.
+// Shared memory that a kernel may use without opting in.
 constexpr size_t kSharedBytesByDefault = 48 * 1024;
 
 // Runs kernel(params) on `stream` with `shared_bytes` of dynamic shared memory. An empty grid is no

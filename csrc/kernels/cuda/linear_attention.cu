@@ -22,8 +22,8 @@ constexpr int64_t kLeastPieceRows = 512;
 
 constexpr int kPiecesAhead = 8;  // where pieces are joined
 
-// Long sequences of few heads in more pieces; query heads of a unit together, as their states are
-// the same, unless there are too few blocks.
+// Long sequences of few heads are split into more pieces. The query heads of a unit share a block,
+// as they share its states, unless that makes too few blocks.
 Grid grid_of(const LinearAttentionParams& params) {
   Grid grid{};
   grid.params = params;

@@ -37,7 +37,7 @@ struct alignas(128) Shared {
   float row_factor[kChunk];         // ... and its outputs are multiplied by
   float normalizer[kDim];
   float key_sums[Shape<kDim>::kSumParts][kDim];
-  float kept;   // of the normaliser before the chunk of these sums
+  float kept;   // decay of the normaliser before the chunk of these sums
   Piece piece;  // read again where it is needed: registers are accumulators
 };
 

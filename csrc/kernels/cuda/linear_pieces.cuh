@@ -79,8 +79,8 @@ __device__ __forceinline__ Piece piece_of(const Grid& grid, uint32_t block, int 
   return x;
 }
 
-// Decays inside of a chunk. G_i = g_0 + ... + g_i, of base 2, is kept in two floats: what a decay
-// between two tokens is off by then is relative to itself, however long the sum is.
+// Decays inside a chunk. G_i = g_0 + ... + g_i, in base 2, is kept in two floats: the error of a
+// decay between two tokens is then relative to that decay, however long the sum is.
 template <int kRows>
 struct ChunkDecays {
   float high[kRows];
@@ -147,7 +147,7 @@ __device__ __forceinline__ void scan_decays(ChunkDecays<kRows>& decays, const De
 __device__ __forceinline__ float relu(float x) { return x < 0.0F ? 0.0F : x; }
 
 __device__ __forceinline__ float elu_plus_one(float x) {
-  // Computed for all x: lanes would wait for one another on two ways.
+  // Computed for all x, since a branch would diverge.
   const int exponential = tile::recomputed(__float_as_int(ptx::exp2(x * kLog2E)));
   return x > 0.0F ? x + 1.0F : __int_as_float(exponential);
 }
