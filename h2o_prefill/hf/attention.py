@@ -77,7 +77,7 @@ def _attend_sparsely(call: Call) -> Tensor:
 
 
 def _attend_padded(call: Call, padding: Padding) -> Tensor:
-    """Attend in a padded batch: in every row as if it were alone, so that none sees padding.
+    """Attend in a padded batch: every row is computed as if it were alone, without its padding.
 
     The operators take rows of one length, so those that lie in the same place go together. No state
     is kept: its positions would be other tokens in every row.

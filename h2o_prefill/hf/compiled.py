@@ -88,7 +88,7 @@ def attend_in_graph(call: Call, forward: GraphCall) -> Attended:
 
 
 def _why_dense(call: Call, forward: GraphCall, layer: Layer) -> str | None:
-    """Return why a call is dense, whatever its length: None if nothing is against it."""
+    """Return why a call is dense at any length; None if it may be sparse."""
     reason = dense_reason(call, LAYER_RULES)
     if reason is not None:
         return reason

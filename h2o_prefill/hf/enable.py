@@ -277,7 +277,7 @@ def _switch(model: PreTrainedModel) -> None:
 
 
 def _look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
-    """Note what the layers of a model that is switched over are; say it if none can be sparse."""
+    """Record the kinds of the layers of an enabled model; report if none can be sparse."""
     modules = [module for module in model.modules() if is_attention(module)]
     numbered = [module for module in modules if hasattr(module, "layer_idx")]
     configs = [getattr(module, "config", None) for module in numbered]

@@ -1,4 +1,4 @@
-"""What one forward of an enabled model knows, carried by a context variable; which of them run."""
+"""The context of one forward of an enabled model, and the register of forwards that run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ForwardContext:
         self.plain: set[tuple[int, int]] = set()
         # Spans of the rows, by length, where padding alone kept a mask from being plain causal.
         self.paddings: dict[int, Padding] = {}
-        # The same of windows that hold some rows whole and not all, by the window.
+        # The same for windows that hold some rows whole but not all, by window length.
         self.window_paddings: dict[int, Padding] = {}
         # Static caches: number of filled slots, by number of slots.
         self.filled: dict[int, int] = {}
@@ -182,7 +182,7 @@ class ForwardContext:
             raise RuntimeError(OWN_PADDING)
 
     def _report_short_calls(self) -> None:
-        """Say it if a prompt came in calls that are all too short to be sparse."""
+        """Report a prompt whose calls were all too short to be sparse."""
         least, ids = self.enabled.config.sparse_from, self.input_ids
         if self.cache is None or ids is None or ids.shape[1] < 2:
             return
@@ -308,7 +308,7 @@ def _wait() -> None:
 
 
 def _switch_off_idle() -> None:
-    """Switch back what is to be, and has no forward left."""
+    """Switch back the models that are to be disabled and have no forward left."""
     if not _closing:
         return
     _open[:] = [x for x in _open if _is_executing(x.frame)]

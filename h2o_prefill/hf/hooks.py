@@ -18,7 +18,7 @@ from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.rules import MASKED
 from h2o_prefill.hf.state import EnabledState, GraphCall, graph
 
-# What we look at of a model's arguments. A few models still have the older name of the cache.
+# Arguments of a model that the hooks read. A few models still use the older name of the cache.
 READ_ARGUMENTS = (
     "input_ids",
     "inputs_embeds",
@@ -154,7 +154,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
-    """Tell a compiled graph, and the layers of a static cache, what they could not find out."""
+    """Tell a compiled graph, and the layers of a static cache, what they cannot find out."""
     static = isinstance(context.cache, StaticPrefillCache)
     graph.call = graph.layer = None
     if context.tokens is None or not (compiled or static):

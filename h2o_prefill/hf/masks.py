@@ -1,6 +1,6 @@
 """The mask function of the name `h2o_prefill`: no mask where attention is plain causal.
 
-So is the mask of a sliding window, or of chunks, that is at least as long as the keys are many.
+A sliding window, or a chunk, that holds all keys counts as plain causal.
 
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
 keys up to T - Tq + i, where T is the number of keys without the unused slots of a static cache, and
@@ -33,7 +33,7 @@ GRADIENTS = (
 NOT_CAUSAL = "the attention mask is not plain causal (packed sequences, or an overlaid mask)"
 
 
-# Those that transformers leaves out in some version.
+# Arguments that some versions of transformers leave out.
 DEFAULTS = {"q_offset": 0, "kv_offset": 0, "attention_mask": None}
 
 
