@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.runs import count_layers
+from h2o_prefill.hf.cache import cache_argument
 
 _NO_ATTENTION = "benchmark_no_attention"
 
@@ -66,7 +67,7 @@ def decode_variants(
 def decoder(network: Any, input_ids: Tensor, steps: int) -> Callable[[], Tensor]:
     """Prefill a prompt; return what decodes so many tokens after it, greedily."""
     cache = DynamicCache(config=network.config)
-    arguments = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    arguments = {**cache_argument(network, cache), "use_cache": True, "logits_to_keep": 1}
     with torch.inference_mode():
         first = network(input_ids, **arguments).logits[:, -1].argmax(-1, keepdim=True)
 
@@ -93,7 +94,7 @@ def _prefill_padded(model: Any, rows: Sequence[Tensor]) -> Tensor:
         ids,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=DynamicCache(config=model.config),
+        **cache_argument(model, DynamicCache(config=model.config)),
         use_cache=True,
         logits_to_keep=1,
     )
@@ -103,9 +104,9 @@ def _prefill_padded(model: Any, rows: Sequence[Tensor]) -> Tensor:
 @torch.inference_mode()
 def prefill(model: Any, pieces: Sequence[Tensor]) -> Tensor:
     """Return the logits of a prompt's last token, [vocabulary]."""
-    cache = DynamicCache(config=model.config)
+    cache = cache_argument(model, DynamicCache(config=model.config))
     for piece in pieces:
-        output = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(piece, **cache, use_cache=True, logits_to_keep=1)
     return output.logits[0, -1]
 
 

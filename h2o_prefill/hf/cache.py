@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -22,6 +23,15 @@ from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, prefill_layer_for
 from h2o_prefill.hf.state import GraphCall, graph
 from h2o_prefill.state import PrefillState
+
+# What models call their cache: from transformers 5.24 on, before, and a few models before.
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
+
+
+def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """Return a cache as the keyword argument that a model takes it by."""
+    names = inspect.signature(model.forward).parameters
+    return {next(name for name in CACHE_NAMES if name in names): cache}
 
 
 class KeepsTokenIds(Cache):
@@ -316,7 +326,7 @@ def check_usable(cache: Any) -> None:
         del cache._h2o_prefill_broken
         return
     raise RuntimeError(
-        f"h2o_prefill: a forward has failed and left layers of past_key_values ({kind}) half "
+        f"h2o_prefill: a forward has failed and left layers of the cache ({kind}) half "
         "updated; reset() the cache, or use a new one"
     )
 

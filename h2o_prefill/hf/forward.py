@@ -62,9 +62,7 @@ class ForwardContext:
     def add_arguments(self, arguments: dict[str, Any]) -> None:
         """Take over what a model was called with; the outermost model that names a thing wins."""
         input_ids, kept = arguments["input_ids"], arguments["logits_to_keep"]
-        cache = arguments["past_key_values"]
-        if cache is None:
-            cache = arguments["past_key_value"]
+        cache = arguments["cache"]
         if cache is not None and isinstance(kept, int) and kept > 1:
             # Assisted decoding asks for the logits of the last token and of every candidate.
             self.candidates = kept - 1

@@ -11,19 +11,22 @@ from torch import Tensor, nn
 
 from h2o_prefill import ops
 from h2o_prefill.functional import NO_RECALL, RecallLists
-from h2o_prefill.hf.cache import ChunkedPrefillCache, StaticPrefillCache
+from h2o_prefill.hf.cache import (
+    CACHE_NAMES,
+    ChunkedPrefillCache,
+    StaticPrefillCache,
+    cache_argument,
+)
 from h2o_prefill.hf.forward import ForwardContext, context_of, leave_context
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.rules import MASKED
 from h2o_prefill.hf.state import EnabledState, GraphCall, graph
 
-# Arguments of a model that the hooks read. A few models still use the older name of the cache.
+# Arguments of a model that the hooks read, besides the cache.
 READ_ARGUMENTS = (
     "input_ids",
     "inputs_embeds",
-    "past_key_values",
-    "past_key_value",
     "use_cache",
     "logits_to_keep",
     "attention_mask",
@@ -40,6 +43,7 @@ class ForwardHook:
         self.enabled = enabled
         self.handle = handle
         self.names = tuple(inspect.signature(model.forward).parameters)
+        self.makes_caches = "cache" in self.names or "past_key_values" in self.names
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Register the hooks and return their handles."""
@@ -53,9 +57,10 @@ class ForwardHook:
         ]
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return those of `READ_ARGUMENTS`, None where the caller gave none."""
+        """Return `cache` and those of `READ_ARGUMENTS`, None where the caller gave none."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        return {name: given.get(name) for name in READ_ARGUMENTS}
+        caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
+        return {"cache": next(caches, None), **{name: given.get(name) for name in READ_ARGUMENTS}}
 
     def replace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], changed: dict[str, Any]
@@ -71,7 +76,7 @@ class ForwardHook:
 
     def makes_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """Return whether a model that was given no cache makes a `DynamicCache` of its own."""
-        if arguments["past_key_values"] is not None or "past_key_values" not in self.names:
+        if arguments["cache"] is not None or not self.makes_caches:
             return False
         # Those that generate a text without one have caches of other classes.
         supports = getattr(model, "_supports_default_dynamic_cache", None)
@@ -110,9 +115,12 @@ def before_forward(
         return None
     changed: dict[str, Any] = {}
     if hook.makes_cache(model, arguments):
-        changed["past_key_values"] = ChunkedPrefillCache(config=model.config)
+        cache = ChunkedPrefillCache(config=model.config)
+        changed |= cache_argument(model, cache)
+        # What the caller gave by the other names is None.
+        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         # A call without a cache verifies no candidates.
-        arguments.update(changed, logits_to_keep=None)
+        arguments.update(cache=cache, logits_to_keep=None)
     context.add_arguments(arguments)
     bare = context.cache is arguments["attention_mask"] is arguments["position_ids"] is None
     if compiled and bare and context.tokens is not None and "attention_mask" in hook.names:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
 from h2o_prefill.hf.enable import enable
 from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.presets import chosen_config
@@ -27,7 +27,7 @@ def chunked_prefill(
     attention_mask: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
     chunks_per_call: int = 4,
-    past_key_values: ChunkedPrefillCache | None = None,
+    cache: ChunkedPrefillCache | None = None,
     strict: bool = False,
     **overrides: Any,
 ) -> Any:
@@ -51,7 +51,7 @@ def chunked_prefill(
         [B, T, hidden size], instead of input_ids; lexical recall is off then, with a warning.
     chunks_per_call : int
         Chunks that go through the model at once.
-    past_key_values : ChunkedPrefillCache, optional
+    cache : ChunkedPrefillCache, optional
         A cache to go on from. Default: a new one.
     strict : bool
         As for `enable`.
@@ -61,8 +61,8 @@ def chunked_prefill(
     Returns
     -------
     ModelOutput
-        What the model returned for the last call: `logits` of the last token, and
-        `past_key_values`, with which `generate` goes on.
+        What the model returned for the last call: `logits` of the last token, and the cache, with
+        which `generate` goes on, as `cache` (`past_key_values` before transformers 5.24).
 
     Raises
     ------
@@ -74,13 +74,11 @@ def chunked_prefill(
     chosen = chosen_config(config, overrides)
     if chunks_per_call < 1:
         raise ValueError(f"chunks_per_call must be >= 1, got {chunks_per_call}")
-    if past_key_values is None:
-        past_key_values = ChunkedPrefillCache(config=model.config)
-    elif not isinstance(past_key_values, ChunkedPrefillCache):
-        raise ValueError(
-            f"past_key_values must be a ChunkedPrefillCache, got {type(past_key_values).__name__}"
-        )
-    past = past_key_values.get_seq_length()
+    if cache is None:
+        cache = ChunkedPrefillCache(config=model.config)
+    elif not isinstance(cache, ChunkedPrefillCache):
+        raise ValueError(f"cache must be a ChunkedPrefillCache, got {type(cache).__name__}")
+    past = cache.get_seq_length()
     name, tokens, mask = _read_prompt(input_ids, attention_mask, inputs_embeds, past, model.device)
     if kind := _rope_by_length(model, past + tokens.shape[1]):
         warn(
@@ -90,7 +88,7 @@ def chunked_prefill(
     sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-    options |= {"past_key_values": past_key_values, "use_cache": True}
+    options |= {**cache_argument(model, cache), "use_cache": True}
     with enable(model, chosen, strict=strict), torch.no_grad():
         for end, size in zip(accumulate(sizes), sizes, strict=True):
             call = {name: tokens[:, end - size : end]}

@@ -86,8 +86,10 @@ def profile_memory(
 
 
 def _peak(model: Any, ids: Tensor, cache: Any) -> int:
-    last = last_logits_only(model)
-    return peak_bytes(lambda: model(input_ids=ids, past_key_values=cache, **last))
+    from h2o_prefill.hf.cache import cache_argument
+
+    arguments = {**cache_argument(model, cache), **last_logits_only(model)}
+    return peak_bytes(lambda: model(input_ids=ids, **arguments))
 
 
 def _bytes(holders: Iterable[Any], *names: str) -> int:

@@ -43,7 +43,7 @@ def test_calls_are_as_long_as_asked_for_and_never_too_short_to_be_sparse(
 
 def test_it_goes_on_from_a_cache(llama, ids):
     cache = chunked_prefill(llama, ids[:, :32], **SPARSE).past_key_values
-    ours = chunked_prefill(llama, ids[:, 32:], past_key_values=cache, **SPARSE)
+    ours = chunked_prefill(llama, ids[:, 32:], cache=cache, **SPARSE)
     assert ours.past_key_values is cache
     whole = chunked_prefill(llama, ids, **SPARSE)
     assert_close(ours.logits, whole.logits)
@@ -74,9 +74,9 @@ def test_a_prompt_may_be_lists_or_what_a_tokenizer_returns(llama, ids):
         assert torch.equal(chunked_prefill(llama, prompt, **SPARSE).logits, expected)
     assert torch.equal(chunked_prefill(llama, ids, attention_mask=mask, **SPARSE).logits, expected)
     cache = chunked_prefill(llama, encoding, **SPARSE).past_key_values
-    more = chunked_prefill(llama, ids, past_key_values=cache, attention_mask=mask, **SPARSE).logits
+    more = chunked_prefill(llama, ids, cache=cache, attention_mask=mask, **SPARSE).logits
     cache = chunked_prefill(llama, ids, **SPARSE).past_key_values
-    assert torch.equal(chunked_prefill(llama, ids, past_key_values=cache, **SPARSE).logits, more)
+    assert torch.equal(chunked_prefill(llama, ids, cache=cache, **SPARSE).logits, more)
 
 
 def test_embeddings_turn_recall_off_and_say_so(llama, ids):
@@ -100,7 +100,7 @@ TWO = {"input_ids": [1, 2]}
         ({"inputs_embeds": torch.zeros(1, 4)}, r"inputs_embeds must be \[B, T, hidden size\]"),
         ({**TWO, "attention_mask": [[1]]}, r"attention_mask must be \[1, 2\]"),
         ({**TWO, "chunks_per_call": 0}, "chunks_per_call must be >= 1, got 0"),
-        ({**TWO, "past_key_values": DynamicCache()}, "a ChunkedPrefillCache, got DynamicCache"),
+        ({**TWO, "cache": DynamicCache()}, "a ChunkedPrefillCache, got DynamicCache"),
         ({**TWO, "chunk": 3}, "is no setting"),
     ],
 )
