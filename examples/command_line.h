@@ -19,8 +19,8 @@ struct Arguments {
   int64_t number(const std::string& option, int64_t otherwise) const;
 };
 
-// What main() returns: reads the command line, runs `body` without gradients, and prints what it
-// throws in one line. `options` have a value; all programs take --threads and --dense beside them.
+// Reads the command line, runs `body` without gradients, prints an exception in one line, and
+// returns the exit code. `options` have a value; all programs also take --threads and --dense.
 int run_example(void (*body)(const Arguments& arguments), const std::string& usage,
                 std::vector<std::string> options, int argc, char** argv);
 

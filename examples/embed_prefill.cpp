@@ -1,5 +1,5 @@
-// Embeds the library in a C++ program: a small decoder with random weights takes a prompt in two
-// calls, sparsely, with what the tokens recall, and then decodes.
+// Embeds the library in a C++ program: a small decoder with random weights prefills a prompt in two
+// sparse calls, with lexical recall, and then decodes.
 //
 //   embed_prefill [prompt tokens, default 6000]
 #include <ATen/ATen.h>

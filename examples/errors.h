@@ -20,12 +20,12 @@ template <typename... Parts>
   throw std::runtime_error(text.str());
 }
 
-// What a file of a model is refused with whose content cannot be used.
+// The error for a model file whose content cannot be used.
 [[noreturn]] inline void fail_damaged(const std::string& file) {
   fail(file, " is truncated or damaged: download or save it again");
 }
 
-// What main() returns: the result of `body`, or 1 where it throws, which is printed in one line.
+// Returns the exit code of main(): that of `body`, or 1 if it throws, with the error in one line.
 inline int report_errors(const std::function<int()>& body) {
   try {
     return body();

@@ -14,7 +14,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// What `read` makes of a file, which is named in what it throws.
+// Returns `read` of a JSON file; errors name the file.
 template <typename Result>
 Result read_file(const fs::path& file, Result (*read)(const json& object)) {
   std::ifstream in(file, std::ios::binary);
@@ -122,7 +122,7 @@ LlamaConfig read_llama_config(const fs::path& folder) {
     fail("there is no ", file.string(), ": give a folder that save_pretrained wrote");
   }
   LlamaConfig result = read_file(file, &read_fields);
-  // What generate() of transformers goes by.
+  // transformers' generate() prefers these.
   if (fs::exists(generation)) result.eos_token_id = read_file(generation, &read_end_ids);
   return result;
 }

@@ -1,4 +1,4 @@
-// What config.json says of a Llama model. Names as in transformers' LlamaConfig, units are tokens
+// The config.json of a Llama model. Names are those of transformers' LlamaConfig, units are tokens
 // and features.
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace examples {
 
-// Rope type "llama3": long wavelengths are stretched by `factor`, short ones are left, those
-// between go over from one to the other.
+// Rope type "llama3": long wavelengths are stretched by `factor`, short ones are unchanged, and
+// those between are interpolated.
 struct Llama3Scaling {
   double factor;
   double low_freq_factor;

@@ -11,7 +11,7 @@
 namespace examples {
 namespace {
 
-// Angles a token of rotary position embeddings, as transformers computes them, in float32.
+// Angles per token of rotary position embeddings, as transformers computes them, in float32.
 at::Tensor rope_frequencies(const LlamaConfig& config) {
   const auto powers = at::arange(0, config.head_dim, 2, at::kFloat) / config.head_dim;
   const auto plain = 1.0 / at::pow(config.rope_theta, powers);
@@ -75,7 +75,7 @@ at::Tensor LlamaModel::forward(const at::Tensor& token_ids,
   check_token_ids(token_ids, config_.vocab_size);
   const auto [cos, sin] = rotation_of(context.length(), token_ids.size(1));
   at::Tensor hidden = at::embedding(embedding_, token_ids);
-  // Once for all layers: finds the earlier places that the tokens recall.
+  // Once for all layers: finds the keys that the tokens recall.
   context.begin(token_ids);
   for (int64_t i = 0; i < config_.num_hidden_layers; ++i) {
     const Layer& layer = layers_[i];

@@ -61,7 +61,7 @@ class LlamaModel {
   std::vector<Layer> layers_;
   at::Tensor norm_;
   Linear head_;
-  at::Tensor frequencies_;  // float32 [head_dim / 2], radians a token
+  at::Tensor frequencies_;  // float32 [head_dim / 2], radians per token
 };
 
 }  // namespace examples

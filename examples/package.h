@@ -13,7 +13,7 @@
 
 namespace examples {
 
-// What a package says of itself.
+// The metadata of a package.
 struct PackageInfo {
   std::string model;
   h2o_prefill::PrefillConfig settings;
@@ -37,18 +37,18 @@ class Package {
 
   const PackageInfo& info() const { return info_; }
 
-  // Tokens of the text so far.
+  // Number of tokens of the text so far.
   int64_t length() const;
 
   // Begins another text.
   void reset();
 
-  // Goes on with the text: token_ids int64 [1, T]. Returns logits [1 or T, vocabulary]. Throws
+  // Continues the text: token_ids int64 [1, T]. Returns logits [1 or T, vocabulary]. Throws
   // std::runtime_error if there are no tokens, some are out of the vocabulary, or there is no room
   // for them.
   at::Tensor forward(const at::Tensor& token_ids, Rows rows = Rows::kLast);
 
-  // The same with dense attention: in calls that the settings hold too short for a sparse one.
+  // The same with dense attention, in calls that are too short to be sparse.
   at::Tensor forward_densely(const at::Tensor& token_ids, Rows rows = Rows::kLast);
 
  private:

@@ -1,5 +1,5 @@
-// What the programs do with a model, of whichever kind: read the token ids of a text, continue it,
-// and score it.
+// The tasks of the programs, for any model: read the token ids of a text, continue it, and score
+// it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 namespace examples {
 
 // Token ids, int64 [1, n], of a file of numbers as text; "-": of standard input. Throws
-// std::runtime_error if there are none, or other things.
+// std::runtime_error if there are none, or anything else.
 at::Tensor read_token_ids(const std::string& path);
 
 // Throws std::runtime_error if token_ids, int64 [1, T], are none, or some are not in
@@ -37,8 +37,8 @@ void continue_greedily(const at::Tensor& prompt, const Continuation& how, const 
 
 // Prints the perplexity of a text, int64 [1, n]. The text is cut into windows of `context` tokens
 // that do not overlap, and every token of a window but its first is scored, as `h2o-prefill ppl`
-// does; what is left after the last whole window is not. forward gives the logits
-// [context, vocabulary] of a window, as if nothing stood before it.
+// does; the rest after the last whole window is not. forward returns the logits
+// [context, vocabulary] of a window, independently of the text before it.
 void print_perplexity(const at::Tensor& ids, int64_t context, const Forward& forward);
 
 }  // namespace examples

@@ -1,4 +1,4 @@
-// h2o_prefill._C: what this build is. It links nothing of PyTorch, so that it can be asked before
+// h2o_prefill._C: facts about this build. It does not link PyTorch, so it can be imported before
 // the ops are loaded.
 #include <pybind11/pybind11.h>
 

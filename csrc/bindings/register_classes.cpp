@@ -21,7 +21,7 @@ namespace {
 
 using torch::arg;
 
-// A registered class is held by reference count, which the plain aggregate is not.
+// Registered classes are reference-counted; the plain aggregate is not.
 struct ConfigHolder : torch::CustomClassHolder {
   explicit ConfigHolder(PrefillConfig settings) : config(std::move(settings)) { config.check(); }
   const PrefillConfig config;
@@ -45,7 +45,7 @@ RecallLists recall_lists(const std::optional<Lists>& lists) {
 
 Config hold(PrefillConfig config) { return c10::make_intrusive<ConfigHolder>(std::move(config)); }
 
-// A method of the settings as one of their holder.
+// Returns a method of PrefillConfig as a method of its holder.
 template <typename Result, typename... Arguments>
 auto of(Result (PrefillConfig::*method)(Arguments...) const) {
   return [method](const Config& self, Arguments... arguments) {

@@ -9,7 +9,7 @@
 
 namespace h2o_prefill {
 
-// q [B, Hq, T, D] beside k [B, Hkv, *, D] and v [B, Hkv, *, Dv], of one dtype and device; and the
+// q [B, Hq, T, D], k [B, Hkv, *, D] and v [B, Hkv, *, Dv], of one dtype and device; and the
 // softmax scale, which must be finite.
 void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                std::optional<double> scale);
@@ -18,10 +18,10 @@ void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 void check_logit_options(const std::optional<at::Tensor>& sinks, double softcap,
                          const at::Tensor& q);
 
-// [B, Hkv, *] beside x [B, Hkv, ...].
+// [B, Hkv, *] for x [B, Hkv, ...].
 void check_per_kv_head(const char* name, const at::Tensor& t, const at::Tensor& x);
 
-// int32 [B, Hkv, M] beside x, on its device: memory sets, so strictly ascending positions below
+// int32 [B, Hkv, M] for x, on its device: memory sets, so strictly ascending positions below
 // `length`, then -1.
 void check_memory_sets(const char* name, const at::Tensor& memory, const at::Tensor& x,
                        int64_t length);

@@ -82,7 +82,7 @@ LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::T
 void check_linear_attention_gradients(const LinearAttentionRequest& request,
                                       const LinearAttentionGradients& gradients);
 
-// The adapters between the dispatcher and what implements the operators on a device; the schemas
+// The adapters between the dispatcher and a device's implementation of the operators; the schemas
 // are in ops/.
 template <LinearAttentionResult (*attend)(const LinearAttentionRequest& request)>
 LinearAttentionResult chunkwise_linear_attention_entry(

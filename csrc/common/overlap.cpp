@@ -72,8 +72,8 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (first_a == 0 || first_b == 0) return false;
   const int64_t extent_b = extent(b);
   if (first_a > first_b + extent_b || first_b > first_a + extent(a)) return false;
-  // A byte of each at one address: first_a + sum_a = first_b + sum_b. Counted from its end, what is
-  // subtracted is added.
+  // A byte of each at one address: first_a + sum_a = first_b + sum_b. Offsets of b count from its
+  // last byte, so that all terms are added.
   std::vector<Term> terms{{1, static_cast<int64_t>(a.itemsize()) - 1},
                           {1, static_cast<int64_t>(b.itemsize()) - 1}};
   for (const at::Tensor& t : {a, b}) {

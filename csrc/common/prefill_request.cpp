@@ -288,7 +288,7 @@ Position Position::read(const at::Tensor& position) {
 }
 
 std::shared_ptr<const PrefillConfig> read_settings(std::string_view text) {
-  // A model has a few texts. A caller that makes up new ones all the time must not fill memory.
+  // A model uses few texts; the limit bounds memory for callers that pass ever new ones.
   constexpr size_t kMostTexts = 64;
   static std::mutex mutex;
   static std::map<std::string, std::shared_ptr<const PrefillConfig>, std::less<>> known;

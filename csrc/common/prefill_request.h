@@ -48,7 +48,7 @@ struct PrefillRequest {
   bool reduce_max() const { return settings.gqa_reduce == "max"; }
   double scale() const;
 
-  // The most rows of a chunk, and the most positions between two selections.
+  // Maximum number of rows of a chunk, and of positions between two selections.
   int64_t largest_chunk() const { return std::min(settings.chunk_size, length()); }
   int64_t largest_step() const { return std::max(largest_chunk(), past() - last_chunk_begin); }
   // Whether any chunk has something before it, so that memory sets are selected.
@@ -100,7 +100,7 @@ struct Position {
   static Position read(const at::Tensor& position);
 };
 
-// What a text stands for. Texts that were seen before are not read again.
+// Parses a settings text; results are cached.
 std::shared_ptr<const PrefillConfig> read_settings(std::string_view text);
 PrefillConfig layer_settings(std::string_view text, int64_t layer);
 

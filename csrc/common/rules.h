@@ -30,7 +30,7 @@ void check_layer(int64_t layer, int64_t num_layers);
 void check_gqa_reduce(std::string_view gqa_reduce);
 void check_recall_block(int64_t chunk_size, int64_t recall_block);
 
-// A strided tensor with so many dimensions.
+// A strided tensor with this number of dimensions.
 void check_dims(const char* name, const at::Tensor& t, int64_t dims);
 void check_size(const char* name, const at::Tensor& t, int64_t dim, int64_t size, const char* rule);
 void check_dtype(const char* name, const at::Tensor& t, at::ScalarType type);
@@ -41,7 +41,7 @@ void check_float(const char* name, const at::Tensor& t);
 // float32 or float64, the dtypes of scores.
 void check_score_type(const char* name, const at::Tensor& t);
 
-// Query heads share KV heads in groups of one size: q [B, Hq, ...] beside k [B, Hkv, ...].
+// Query heads share KV heads in groups of one size: q [B, Hq, ...] and k [B, Hkv, ...].
 void check_head_groups(const at::Tensor& q, const at::Tensor& k);
 
 // Device, or dtype and device, of another tensor, which `of` describes.

@@ -11,7 +11,7 @@
 
 namespace h2o_prefill {
 
-// float32 for what is accumulated beside 16-bit and float32 tensors, float64 for float64.
+// The type of sums: float32 for 16-bit and float32 tensors, float64 for float64.
 at::ScalarType accumulate_type(const at::Tensor& t);
 
 // The tensor itself if its last dimension is contiguous, else a contiguous copy.
@@ -33,7 +33,7 @@ inline double scale_or_default(std::optional<double> scale, int64_t head_dim) {
   return scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
 }
 
-// The same logits to rounding: beyond these bounds all are capped, or none. 0 stays 0, no cap.
+// A softcap that gives the same logits up to rounding: beyond these bounds all are capped, or none.
 inline double bounded_softcap(double softcap) {
   return softcap == 0.0 ? 0.0 : std::clamp(softcap, 1e-30, 1e30);
 }

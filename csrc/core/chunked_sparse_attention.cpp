@@ -9,7 +9,7 @@
 namespace h2o_prefill {
 namespace {
 
-// What the cache does not check: the query beside the key.
+// Checks the query against the key, which the cache does not.
 void check_query(const at::Tensor& query, const at::Tensor& key) {
   check_dims("query", query, 4);
   check_dims("key", key, 4);

@@ -19,7 +19,7 @@ ChunkwiseLinearAttention::ChunkwiseLinearAttention(LinearAttentionOptions option
   feature_map_named(options_.feature_map);
   check_at_least("chunk_size", options_.chunk_size, 1);
   TORCH_CHECK_VALUE(options_.causal,
-                    "causal must be true: a sequence in both directions does not go on from a "
+                    "causal must be true: attention in both directions cannot continue from a "
                     "state; call chunkwise_linear_attention()");
 }
 

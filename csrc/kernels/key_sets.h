@@ -1,8 +1,8 @@
-// Which keys the rows of a call attend to: the vocabulary that CPU and CUDA kernels share. No
-// PyTorch type crosses this line.
+// Which keys the rows of a call attend to: the vocabulary that CPU and CUDA kernels share, without
+// PyTorch types.
 //
-// A call brings rows (queries) 0, 1, ... that stand at positions past, past + 1, ... of the
-// history of keys. A "unit" is a (batch row, KV head): b Hkv + h.
+// The rows (queries) 0, 1, ... of a call are at positions past, past + 1, ... of the history of
+// keys. A "unit" is a (batch row, KV head): b Hkv + h.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct CausalRange {
   int64_t count;
   int64_t chunk_size = 0;
 
-  // How many of the keys a row at `position` sees, where the range is one chunk.
+  // Number of the keys that a row at `position` sees, if the range is one chunk.
   H2O_HOST_DEVICE int64_t visible_from(int64_t position) const {
     const int64_t visible = position + 1 - begin;
     return visible < 0 ? 0 : visible < count ? visible : count;

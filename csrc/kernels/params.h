@@ -1,5 +1,4 @@
-// Descriptions of tensors for kernels: pointers, sizes and strides. No PyTorch type crosses this
-// line.
+// Descriptions of tensors for kernels: pointers, sizes and strides, without PyTorch types.
 #pragma once
 
 #include <cstdint>

@@ -45,7 +45,7 @@ struct FinishedRow {
   float lse;
 };
 
-// (m, l) with a sink, a logit in base 2 of which the denominator alone knows; -inf: none.
+// (m, l) with a sink, a logit in base 2 that counts in the denominator only; -inf: none.
 H2O_HOST_DEVICE FinishedRow finish_row(float m, float l, float sink) {
   if (sink == kNegInf) return {inverse_denominator(l), natural_lse(m, l)};
   const MergeFactors factors = merge_factors(m, sink);

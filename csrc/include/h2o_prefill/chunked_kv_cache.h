@@ -18,8 +18,8 @@ namespace h2o_prefill {
 // inference: a key or value that requires a gradient while gradients are on is an error.
 class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
  public:
-  // initial_capacity: tokens that the first allocation holds; max_capacity: tokens that a layer may
-  // hold at most.
+  // initial_capacity: capacity of the first allocation, in tokens; max_capacity: maximum number of
+  // tokens of a layer.
   ChunkedKVCache(int64_t num_layers, int64_t initial_capacity, int64_t max_capacity);
 
   // Appends key [B, Hkv, T, D] and value [B, Hkv, T, Dv] to a layer. Returns views of the whole
@@ -47,11 +47,11 @@ class H2O_API ChunkedKVCache : public torch::CustomClassHolder {
   // Capacity of a layer's buffers in tokens; 0 before its first append.
   int64_t capacity(int64_t layer) const;
 
-  // Drops every token after the first `length`, of all layers or of one.
+  // Removes the tokens after the first `length`, of all layers or of one.
   void truncate(int64_t length);
   void truncate_layer(int64_t layer, int64_t length);
 
-  // Forgets all tokens; the buffers stay allocated.
+  // Removes all tokens; the buffers stay allocated.
   void reset();
 
   // The pickled form: plain tensors. Both directions copy, and only the tokens in use.

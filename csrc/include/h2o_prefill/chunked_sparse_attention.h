@@ -28,7 +28,7 @@ class H2O_API ChunkedSparseAttention : public torch::CustomClassHolder {
   // the whole cache, exactly, and does not change the tracker. scale: the softmax scale, default
   // D^-0.5. recall: what lexical_recall returned for the call; a dense call does not need it, and
   // without it a sparse call recalls nothing. Cache and tracker belong to one prompt. A call that
-  // throws leaves both as they were, but for buffers that have grown.
+  // throws leaves both as they were, except that buffers may have grown.
   at::Tensor forward(int64_t layer, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const c10::intrusive_ptr<ChunkedKVCache>& cache,
                      const c10::intrusive_ptr<MemorySetTracker>& tracker,

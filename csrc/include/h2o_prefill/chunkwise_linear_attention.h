@@ -24,7 +24,7 @@ class H2O_API ChunkwiseLinearAttention : public torch::CustomClassHolder {
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& log_decay = {});
 
-  // Tokens so far.
+  // Number of tokens so far.
   int64_t length() const { return length_; }
 
   // Undefined tensors before the first call. Later calls do not change the tensors returned.
@@ -35,8 +35,8 @@ class H2O_API ChunkwiseLinearAttention : public torch::CustomClassHolder {
 
   const LinearAttentionOptions& options() const { return options_; }
 
-  // The sequence as plain tensors, and back: int64 [1], the tokens so far, and the state if there
-  // is one.
+  // Saves and loads the sequence as plain tensors: int64 [1], the number of tokens so far, and the
+  // state if there is one.
   std::vector<at::Tensor> state_tensors() const;
   void load_state_tensors(const std::vector<at::Tensor>& tensors);
 

@@ -30,15 +30,15 @@ struct H2O_API PrefillConfig {
   int64_t recall_suffix = 3;      // longest n-gram that is looked up, in tokens
   int64_t recall_span = 2;        // keys recalled for each match
   int64_t recall_max_count = 16;  // a single token is looked up if it occurs at most this often
-  bool block_diagonal = false;    // with K + L + H = 0: attend inside chunks alone, not densely
+  bool block_diagonal = false;    // with K + L + H = 0: attend within chunks only, not densely
 
   // The settings of a preset: "h2o", or "recommended", which had the smallest loss at up to 1.45
   // times the attention flops of "h2o". Throws c10::ValueError for other names.
   static PrefillConfig preset(std::string_view name);
   static const std::vector<std::string>& preset_names();
 
-  // The settings of a text: a preset, then fields separated by commas, each at most once, layers
-  // joined by "+": "recommended,local_window=256,wide_layers=7+17". A text of fields alone changes
+  // Parses a settings text: a preset, then fields separated by commas, each at most once, layers
+  // joined by "+": "recommended,local_window=256,wide_layers=7+17". A text without a preset changes
   // "h2o". Throws c10::ValueError for another form, an unknown name, or what check() refuses.
   static PrefillConfig parse(std::string_view text);
 
@@ -47,8 +47,8 @@ struct H2O_API PrefillConfig {
   // unless the text gives it or recall is off.
   PrefillConfig with(std::string_view fields) const;
 
-  // The shortest text that parse() reads as these settings, and the one that names every field,
-  // which does not depend on the presets of a version.
+  // The shortest text that parse() turns into these settings, and a text of all fields, which does
+  // not depend on the presets of a version.
   std::string to_string() const;
   std::string to_fields() const;
 
@@ -58,13 +58,13 @@ struct H2O_API PrefillConfig {
   // A sentence for each setting that is valid but unlikely to be wanted.
   std::vector<std::string> advice() const;
 
-  // check(), and the advice as a warning, once a process.
+  // Calls check(), and warns with advice() once per process.
   void validate() const;
 
   // The settings of one layer, with the L and H of that layer.
   PrefillConfig of_layer(int64_t layer) const;
 
-  // Positions that a memory set holds at most: K + L + H.
+  // Maximum number of positions in a memory set: K + L + H.
   int64_t memory_size() const { return sink_tokens + local_window + heavy_budget; }
 
   // Minimum number of new tokens for a sparse call.

@@ -12,7 +12,7 @@
 
 namespace h2o_prefill {
 
-// Per layer: scores, fp32 [B, Hkv, length] (float64 beside float64 queries), in a buffer that grows
+// Per layer: scores, fp32 [B, Hkv, length] (float64 for float64 queries), in a buffer that grows
 // by doubling; memory, int32 [B, Hkv, K + L + H], ascending, -1 where absent; and where the last
 // chunk began. A layer is empty until its first scores arrive. Updates are in place: arguments
 // are copied, and the tensors that scores() and indices() return change with later updates.
@@ -49,13 +49,13 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   bool has_scores(int64_t layer) const { return layer_at(layer).has_scores; }
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
 
-  // K + L + H of a layer, and the parts.
+  // K + L + H of a layer, and each of them.
   int64_t memory_size(int64_t layer = 0) const;
   int64_t local_window(int64_t layer = 0) const { return layer_at(layer).local_window; }
   int64_t heavy_budget(int64_t layer = 0) const { return layer_at(layer).heavy_budget; }
   int64_t sink_tokens() const { return sink_tokens_; }
 
-  // Positions that have scores; 0 for a layer without.
+  // Number of positions that have scores; 0 for a layer without.
   int64_t length(int64_t layer) const { return layer_at(layer).length; }
 
   // Where the last chunk of a layer began; 0 for a layer without scores.
@@ -75,7 +75,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   void commit(int64_t layer, int64_t length, int64_t last_chunk_begin);
 
   // Removes the tokens after the first `length`, of all layers or of one. The scores of the others
-  // stay as they are: the share that removed queries added is not known. If the cut lies before the
+  // stay as they are: what removed queries added cannot be separated. If the cut lies before the
   // last chunk, the memory set is emptied, and every remaining token is a candidate again.
   void truncate(int64_t length);
   void truncate_layer(int64_t layer, int64_t length);
@@ -100,7 +100,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
 
   const Layer& layer_at(int64_t layer) const;
   const Layer& scored_layer_at(int64_t layer) const;
-  // Drops everything that a layer holds but its budgets.
+  // Clears a layer except for its budgets.
   void clear(int64_t layer);
   // Makes room for scores of `length` positions like those of x [B, Hkv, ...].
   void grow(int64_t layer, const at::Tensor& x, at::ScalarType type, int64_t length);

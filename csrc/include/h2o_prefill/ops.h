@@ -35,9 +35,8 @@ H2O_API std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention(
     std::optional<double> scale = std::nullopt);
 
 // Phase 2: attention of all queries to the listed keys, without a mask.
-// q [B, Hq, T, D], k and v the whole history, indices int32 [B, Hkv, M] (-1: absent, only at the
-// end)
-// -> out [B, Hq, T, Dv], lse [B, Hq, T], colsum [B, Hkv, M]. Without a key: out 0, lse -inf.
+// q [B, Hq, T, D], k and v the whole history, indices int32 [B, Hkv, M] (positions, then -1) ->
+// out [B, Hq, T, Dv], lse [B, Hq, T], colsum [B, Hkv, M]. Without a key: out 0, lse -inf.
 H2O_API std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& indices,
     std::optional<double> scale = std::nullopt);
@@ -77,8 +76,8 @@ H2O_API void accumulate_scores_(at::Tensor& scores, const at::Tensor& memory,
 H2O_API at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
 // Ragged lists of recalled keys over blocks of rows, all int32: offsets [B * n_blocks + 1],
-// positions [nnz] and visible_from [nnz] (absolute positions); in a block each position stands
-// once, by rising visible_from. Undefined tensors: nothing is recalled.
+// positions [nnz] and visible_from [nnz] (absolute positions); a block has each position once, in
+// ascending order of visible_from. Undefined tensors: nothing is recalled.
 struct RecallLists {
   at::Tensor offsets = {};
   at::Tensor positions = {};
@@ -141,19 +140,19 @@ H2O_API at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, 
 // Advances a position past a call of num_tokens tokens.
 H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings);
 
-// Lexical recall (n-gram lookup): earlier matches of the tokens up to a token. token_ids
+// Lexical recall: finds earlier matches of the n-gram that ends at each new token. token_ids
 // int64 [B, T_total]; tokens from `begin` on are new. For a token at p of a chunk that begins at c,
-// the longest suffix (max_suffix tokens at most) ending at p that also ends at positions e < c
-// gives its max_matches latest matches; a single token counts only if it occurs at most max_count
-// times up to p. Recalled are the positions e to e + span - 1 before c, visible from p on, in
-// blocks of `block` new tokens.
+// the longest n-gram (max_suffix tokens at most) that ends at p and also at positions e < c gives
+// its max_matches latest matches; a single token counts only if it occurs at most max_count times
+// up to p. The positions e to e + span - 1 before c are recalled, visible from p on, in blocks of
+// `block` new tokens.
 H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin, int64_t chunk_size,
                                    int64_t block, int64_t max_matches, int64_t max_suffix = 3,
                                    int64_t span = 2, int64_t max_count = 16);
 
-// The same for the call of num_tokens tokens at a position of prefill_attention_(), as the settings
-// of the model say. token_ids int64 [B, capacity]: the prompt up to the end of the call; later
-// columns are ignored. The lists of a dense call are empty.
+// The same for a call of num_tokens tokens at a position of prefill_attention_(), with the settings
+// of the model. token_ids int64 [B, capacity]: the prompt up to the end of the call; later columns
+// are ignored. The lists of a dense call are empty.
 H2O_API RecallLists recall_at_position(const at::Tensor& token_ids, const at::Tensor& position,
                                        int64_t num_tokens, std::string_view settings);
 
@@ -172,7 +171,7 @@ struct LinearAttentionOptions {
   std::string feature_map = "elu+1";  // or "relu", "identity"
   int64_t chunk_size = 64;            // does not change the result beyond rounding
   bool causal = true;                 // false: the sum of both directions, without initial states
-  bool diagonal_once = false;         // of both directions: a token sees itself once, not twice
+  bool diagonal_once = false;         // without causal: a token sees itself once, not twice
   bool normalize = false;
   std::optional<double> scale = {};  // default 1; cancels out where the output is normalised
 };
@@ -182,7 +181,7 @@ struct LinearAttentionOptions {
 // z_{i-1} + phi(k_i), and 0 where the divisor is 0. q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv,
 // T, Dv]; log_decay g <= 0, [Hkv] or [B, Hkv, T], of the dtype of the state; undefined: 0. A call
 // of one token with a state is a decoding step. Differentiable once in all tensors. Returns out [B,
-// Hq, T, Dv] and the state after the last token; of both directions, that of the forward one.
+// Hq, T, Dv] and the state after the last token, of the forward direction.
 H2O_API std::tuple<at::Tensor, LinearState> chunkwise_linear_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& log_decay = {},
     const LinearState& initial = {}, const LinearAttentionOptions& options = {});

@@ -50,10 +50,10 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   at::Tensor attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
                     const at::Tensor& value, std::optional<double> scale = std::nullopt);
 
-  // Tokens that all layers hold.
+  // Number of tokens that all layers hold.
   int64_t length() const;
 
-  // Drops all tokens after the first `length`. A call that some layers have not attended in is
+  // Removes the tokens after the first `length`. A call that some layers have not attended in is
   // undone first: scores, memory sets and ids are again what they were before its begin(), to the
   // bit. What a complete call added to the scores of earlier tokens stays (see
   // MemorySetTracker::truncate).
@@ -86,7 +86,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
     RecallLists recall = {};
   };
 
-  // Begins a call, where one may begin. batch: of the token ids, where they are given.
+  // Begins a call; throws if the previous one is incomplete. batch: of the token ids, if given.
   void begin_call(int64_t num_tokens, std::optional<int64_t> batch = std::nullopt);
   // Restores the scores and the memory set that a layer had before the call.
   void undo(int64_t layer);
@@ -101,7 +101,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   c10::intrusive_ptr<ChunkedKVCache> cache_;
   c10::intrusive_ptr<MemorySetTracker> tracker_;
   bool ids_known_ = true;
-  at::Tensor ids_;  // [B, capacity] on the CPU, of which ids_length_ columns are known
+  at::Tensor ids_;  // [B, capacity] on the CPU; the first ids_length_ columns are known
   int64_t ids_length_ = 0;
   std::optional<Call> call_;
 };
