@@ -213,7 +213,7 @@ def _elu_plus_one(x: Tensor) -> Tensor:
 
 @benchmark(app, "linear_decode", "dtype", "shape", lengths=DECODED, seconds=2.0)
 def linear_decode(plan: Plan) -> None:
-    """Time chunkwise_linear_attention (elu+1) of few tokens that go on from a state.
+    """Time chunkwise_linear_attention (elu+1) of few tokens that continue from a state.
 
     PyTorch takes one token at a time: baddbmm for the state, bmm for the queries.
     """

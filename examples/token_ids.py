@@ -4,7 +4,7 @@
     python token_ids.py encode FOLDER.tokenizer --dataset pydoc --tokens 6000 > ids.txt
     python token_ids.py decode FOLDER.tokenizer < answer.txt
 
-FOLDER.tokenizer is what `h2o-prefill export` writes beside a package.
+FOLDER.tokenizer is the folder that `h2o-prefill export` writes beside a package.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Faster prefill for long prompts: chunked sparse attention with an H2O memory set.
 
-`enable(model)` makes a Hugging Face model prefill sparsely; `ops` has the operators, `reference`
-the method in readable PyTorch.
+`enable(model)` makes a Hugging Face model prefill sparsely; `ops` contains the operators,
+`reference` the method in readable PyTorch.
 """
 
 from __future__ import annotations

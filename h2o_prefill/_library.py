@@ -14,7 +14,7 @@ _REBUILD = (
 
 
 def build_info() -> dict[str, Any]:
-    """Return the facts of this build: version, PyTorch version, compiler, instruction sets, CUDA.
+    """Describe this build: version, PyTorch version, compiler, instruction sets, CUDA.
 
     Raises ImportError if the native library is not built for this Python.
     """
@@ -39,7 +39,7 @@ def cmake_prefix_path() -> str:
 def load_library() -> None:
     """Load the operators and classes into `torch.ops.h2o_prefill` and `torch.classes.h2o_prefill`.
 
-    An ImportError says if PyTorch or the library is missing, or if they do not fit together.
+    Raises ImportError if PyTorch or the library is missing, or if they are incompatible.
     """
     try:
         import torch

@@ -49,7 +49,7 @@ def _empty_lse(q: Tensor) -> Tensor:
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse the shapes that the operators refuse, so that tracing fails as running would."""
+    """Refuse the shapes that the operators refuse, so that tracing fails as execution would."""
     check = torch._check_value
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(x.dim() == 4, lambda n=name, x=x: f"{n} must have 4 dimensions, got {x.shape}")

@@ -1,4 +1,4 @@
-"""Prefill attention as a module: it holds settings; state is passed in and returned."""
+"""Prefill attention as a module that holds settings; state is passed in and returned."""
 
 import warnings
 from typing import Optional, Union
@@ -88,8 +88,8 @@ class ChunkedSparseAttention(nn.Module):
             [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv], the whole history, which ends with the
             call's tokens.
         scores, memory, last_chunk_begin
-            Scores and memory set that the previous call of the prompt returned, and the value of
-            `last_chunk_begin()` for it; omit them in the first call.
+            Scores and memory set that the previous call of the prompt returned, and what
+            `last_chunk_begin()` returned for it; omit them in the first call.
         scale, sinks, softcap
             As `ops.prefill_attention` takes them.
         token_ids : Tensor, optional

@@ -24,7 +24,7 @@ _DEFAULTS = _Native()
 
 
 def _setting(name: str, text: str) -> Any:
-    """Return a field with the default of the C++ class, and the text that describes it."""
+    """Return a field with the default of the C++ class and a help text."""
     default = getattr(_DEFAULTS, name)
     default = tuple(default) if isinstance(default, list) else default
     return dataclasses.field(default=default, metadata={"help": text})
@@ -119,7 +119,7 @@ class PrefillConfig:
 
     @classmethod
     def parse(cls, text: str) -> PrefillConfig:
-        """Return the settings of a text.
+        """Parse a settings text.
 
         Parameters
         ----------
@@ -171,7 +171,7 @@ class PrefillConfig:
         return int(self.native.last_chunk_begin(past, new))
 
     def of_layer(self, layer: int | None) -> PrefillConfig:
-        """Return the settings of one layer, with its L and H; None: a layer without an index."""
+        """Return the settings of one layer, with its L and H; None for a layer without index."""
         return self if layer not in self.wide_layers else _of_wide_layer(self, layer)
 
     def replace(self, **changes: object) -> PrefillConfig:

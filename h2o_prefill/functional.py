@@ -57,7 +57,7 @@ def sparse_attention(
 
 
 def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
-    """Return the set that the next chunk attends to, [B, Hkv, K + L + H]; a state has the last."""
+    """Return the set that the next chunk attends to, [B, Hkv, K + L + H]."""
     return ops.select_memory(
         state.scores,
         state.memory,

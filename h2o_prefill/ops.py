@@ -14,11 +14,11 @@ Arguments that several operators share:
   call's tokens, whose queries `q` [B, Hq, T, D] are.
 - `scale` is the softmax scale, D ** -0.5 by default. `softcap` > 0 caps logits after scaling:
   softcap * tanh(z / softcap). `sinks` [Hq] add one logit to each query head's softmax, neither
-  scaled nor capped, without a value; the softmax of either key set that scores are summed from has
-  it too. With sinks or softcap, CUDA tensors use composite versions.
+  scaled nor capped, without a value; they are also in both softmaxes that scores are summed from.
+  With sinks or softcap, CUDA tensors use composite versions.
 - `scores` [B, Hkv, T_total or less] and `memory` int32 [B, Hkv, any] (positions, ascending, then
-  -1) are what the previous call of the prompt returned, None at first; positions without a score
-  have 0. `last_chunk_begin` is where the last chunk of that call began, 0 at first.
+  -1) are what the previous call of the prompt returned, None at first; missing scores are 0.
+  `last_chunk_begin` is where the last chunk of that call began, 0 at first.
 - `recall_offsets`, `recall_positions` and `recall_visible_from` are what `lexical_recall` returned
   for the call, on the CPU or the device of q; all or none.
 - `settings` are a text that `PrefillConfig.parse` reads or, except inside torch.compile and
@@ -30,7 +30,7 @@ independent of the number of threads, except where PyTorch's attention computes 
 `dense_attention` with few rows or in float64, and a dense tail of so few rows.
 """
 
-# The functions below are signatures and docstrings; `_operator` calls the operator of the name.
+# The functions below are signatures and docstrings; `_operator` calls the operator of that name.
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _operator(function: _Function) -> _Function:
-    """Return a call of the operator that has the name and the parameters of the function."""
+    """Return a function that calls the operator with the name and parameters of `function`."""
     operator = getattr(torch.ops.h2o_prefill, function.__name__)
 
     def text(x: Any) -> Any:
@@ -130,8 +130,8 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge two attention results over disjoint key sets, as if one softmax had run over both.
 
-    Of outputs [B, H, T, Dv] and lse [B, H, T], where -inf contributes nothing. Returns both of the
-    union: 0 and -inf where both are empty.
+    Takes and returns outputs [B, H, T, Dv] and lse [B, H, T]. A row with lse -inf contributes
+    nothing; the result is 0 and -inf where both sides are empty.
     """
 
 
@@ -171,8 +171,8 @@ def select_memory(
 def accumulate_scores_(scores: Tensor, memory: Tensor, colsum: Tensor) -> None:
     """Add column sums [B, Hkv, M] to the scores [B, Hkv, T] of memory sets, in place.
 
-    `memory`, int32 [B, Hkv, M], has strictly ascending positions, then -1, where column sums are
-    ignored.
+    `memory`, int32 [B, Hkv, M], contains strictly ascending positions, then -1; column sums of
+    absent entries are ignored.
     """
 
 
@@ -180,8 +180,8 @@ def accumulate_scores_(scores: Tensor, memory: Tensor, colsum: Tensor) -> None:
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Copy the listed rows of every head.
 
-    Of x [B, H, T, D] by `indices`, int32 [B, H, M], where -1 gives a row of zeros. Returns
-    [B, H, M, D].
+    Gathers from x [B, H, T, D] by `indices`, int32 [B, H, M], where -1 gives a row of zeros.
+    Returns [B, H, M, D].
     """
 
 
@@ -201,7 +201,7 @@ def chunked_sparse_attention(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the whole sparse prefill of one layer, whatever the length of the call.
+    """Run the whole sparse prefill of one layer, for calls of any length.
 
     Parameters
     ----------
@@ -350,7 +350,7 @@ def lexical_recall(
         Maximum length of the n-gram, in tokens; the longest one with a match before the chunk is
         used.
     span : int
-        Number of keys recalled from each match on.
+        Number of keys recalled from each match: 1 means its last position, 2 also the next one.
     max_count : int
         A single token is looked up only if it has occurred at most this often so far.
 

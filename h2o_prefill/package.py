@@ -1,4 +1,4 @@
-"""Whole models as AOTInductor packages: what a package holds, and how to run it.
+"""Whole models as AOTInductor packages: their metadata, and how to run them.
 
 `h2o-prefill export` writes packages; a C++ program can run them without Python.
 """
@@ -23,7 +23,7 @@ _PREFIX = "h2o_prefill."
 
 @dataclass(frozen=True)
 class PackageInfo:
-    """What a package holds: stored in the package, and in a JSON file beside it."""
+    """Metadata of a package, stored in the package and in a JSON file beside it."""
 
     model: str  # name of the model's class
     settings: str  # for PrefillConfig.parse
@@ -122,7 +122,7 @@ class PrefillPackage:
     def position(self) -> Tensor:
         """int64 [2], as `ops.prefill_attention_` takes it; the first entry is `length`.
 
-        To undo the tokens decoded since, write back a copy.
+        To undo later tokens, write a copy back into it.
         """
         return self._state[1]
 
@@ -204,7 +204,7 @@ class PrefillPackage:
 
 
 def read_info(path: Path) -> PackageInfo:
-    """Return what a package holds, without loading its code; ValueError if it cannot run here."""
+    """Read the metadata of a package without loading its code; ValueError if it cannot run here."""
     try:
         loader: Any = torch._C._aoti.AOTIModelPackageLoader
         metadata = loader.load_metadata_from_package(str(path), "model")

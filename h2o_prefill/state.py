@@ -35,8 +35,8 @@ class PrefillState:
         """Return the state of the first `length` tokens, None if there are none.
 
         Scores of the remaining tokens do not change: contributions of removed queries cannot be
-        separated. A cut inside the last chunk keeps the memory set, which lies before that chunk. A
-        cut before it empties the set, and every remaining token is a candidate again.
+        separated. A cut inside the last chunk keeps the memory set, whose positions precede that
+        chunk. A cut before it empties the set, and every remaining token is a candidate again.
         """
         if length <= 0:
             return None

@@ -1,4 +1,4 @@
-"""What operator tests and benchmarks share: devices, shapes, inputs and tolerances."""
+"""Helpers of operator tests and benchmarks: devices, shapes, inputs and tolerances."""
 
 from __future__ import annotations
 

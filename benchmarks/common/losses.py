@@ -90,8 +90,8 @@ def fastest_baselines(
 ) -> Iterator[Row]:
     """Go through our backends and other programs, with a row for each pair.
 
-    The baseline is the program's fastest mode whose relative loss of perplexity against its own
-    dense mode is not above ours against transformers on the same windows; dense modes lose nothing.
+    The baseline is the program's fastest mode whose relative increase in perplexity over its own
+    dense mode is not above ours over transformers on the same windows; that of dense modes is 0.
     Standard errors are not taken into account.
     """
     others = dict.fromkeys(each.program for each in backends.values() if each.program != OURS)

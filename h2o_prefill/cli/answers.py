@@ -35,8 +35,8 @@ def answers(
     """Compare greedy answers after dense and after sparse prefill.
 
     Every prompt is a piece of a text and a question about it. The table shows how many answers are
-    identical, at which token the others part from dense (counted from 0), and how much less likely
-    than its own token the dense run holds that one, in nats.
+    identical, at which token the others diverge from dense (counted from 0), and how much lower
+    the dense run's log-probability of that token is than that of its own, in nats.
     """
     from h2o_prefill.eval.answers import answers_report, compare_answers
 

@@ -1,4 +1,4 @@
-"""`h2o-prefill bench`: seconds of a prefill, dense against sparse."""
+"""`h2o-prefill bench`: prefill time, dense against sparse."""
 
 from __future__ import annotations
 

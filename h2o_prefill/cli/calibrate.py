@@ -35,7 +35,7 @@ def calibrate(
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Find the layers whose sparse attention costs the model most.
+    """Find the layers whose sparse attention changes the model's predictions most.
 
     Each layer in turn is made dense while all others stay sparse, and the predictions are compared
     with those of the dense model: one forward pass per layer and window. Use a text of the kind

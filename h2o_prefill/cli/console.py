@@ -36,7 +36,7 @@ def error_console() -> Console:
 
 @contextlib.contextmanager
 def show_progress(what: str) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr for a block; give the function that evaluations report to."""
+    """Show a progress bar on stderr for a block; yield the function that evaluations report to."""
     console = error_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they stand for: models, texts, settings."""
+"""Options that several commands share, and their values: models, texts, settings."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from h2o_prefill.eval.report import format_json, write_json
 
 @contextlib.contextmanager
 def json_output(path: Path | None) -> Iterator[Callable[[Callable[[], dict[str, Any]]], None]]:
-    """Give the function that writes the report of a command, for the block that makes it.
+    """Yield the function that writes the report of a command, for the block that makes it.
 
     It takes the function that makes the report, which runs only if --json names a file. With "-"
     the report goes to stdout, and everything else that the block prints to stderr.

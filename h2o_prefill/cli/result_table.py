@@ -1,4 +1,4 @@
-"""Tables as results: one row a line where that fits, else one value a line."""
+"""Tables as results: one row per line if that fits, else one value per line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _narrowest(table: Table, console: Console) -> int:
 
 
 def _stacked(table: Table) -> Text:
-    """Return one cell a line, after the heading of its column, row after row."""
+    """Return one cell per line, after the heading of its column, row after row."""
     headings = [" ".join(str(column.header).split()) for column in table.columns]
     lines = []
     for cells in zip(*(column.cells for column in table.columns), strict=True):

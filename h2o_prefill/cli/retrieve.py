@@ -50,7 +50,7 @@ def retrieve(
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
     Facts (needles) are hidden in a text (the haystack), and the model is asked for them. The tasks
-    have the form of RULER's; paraphrased asks in other words than those of the text. In the table,
+    have the form of RULER's; paraphrased asks in words that the text does not use. In the table,
     accuracy is the mean score, and kept is the share of the prompts solved after dense prefill that
     are also solved after sparse prefill.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def perplexity_table(result: PerplexityResult) -> Table:
-    """Return perplexity and other measures, dense and sparse, one a row."""
+    """Return perplexity and other measures, dense and sparse, one per row."""
     dense, sparse = result.dense, result.sparse
     table = new_table("", "dense", "sparse", "difference", folding=("",))
     difference = _change(result.delta_percent, result.stderr_percent)
@@ -46,7 +46,7 @@ def perplexity_table(result: PerplexityResult) -> Table:
 
 
 def ablation_table(frame: pd.DataFrame) -> Table:
-    """Return one row a cell: the columns that tell it from the others, and measures."""
+    """Return one row per cell: the columns that distinguish it from the others, and measures."""
     names = ["dataset", "context", "preset"]
     if frame["preset"].isna().any():
         names[-1:] = varied_settings(frame)
@@ -88,7 +88,7 @@ def calibration_table(result: LayerCalibration, chosen: tuple[int, ...], keep: s
 
 
 def throughput_table(frame: pd.DataFrame) -> Table:
-    """Return seconds and tokens per second, one prompt length a row."""
+    """Return seconds and tokens per second, one prompt length per row."""
     # Headings of two lines fit 80 columns.
     columns = {
         "tokens": "{seq_length:.0f}",
@@ -128,7 +128,7 @@ def retrieval_table(result: RetrievalResult) -> Table:
 
 def answers_table(result: AnswersResult) -> Table:
     """Return how many answers of each variant equal dense, and where the others differ."""
-    headings = ("prefill", "equal to\ndense", "others part\nat token", "median\ngap")
+    headings = ("prefill", "equal to\ndense", "others diverge\nat token", "median\ngap")
     table = new_table(*headings, folding=headings[::2])
     for name, found in result.summary().items():
         table.add_row(
@@ -141,7 +141,7 @@ def answers_table(result: AnswersResult) -> Table:
 
 
 def attention_table(measures: AttentionMeasures) -> Table:
-    """Return the errors against dense attention, one chunk a row, and of the whole prompt."""
+    """Return the errors against dense attention, one chunk per row, and of the whole prompt."""
     values = measures.to_dict()
     table = new_table(
         "chunk",

@@ -1,4 +1,4 @@
-"""`h2o-prefill visualize`: draw what the memory sets of a prompt hold, and what that costs."""
+"""`h2o-prefill visualize`: draw the memory sets of a prompt, and their error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model under sparse prefill beside the same model dense: perplexity, throughput, patterns."""
+"""Evaluation of sparse against dense prefill: perplexity, throughput, attention patterns."""
 
 from __future__ import annotations
 

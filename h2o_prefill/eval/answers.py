@@ -64,7 +64,7 @@ class AnswersResult:
     text_sources: list[str]
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return how many answers of each variant equal dense, and where the others part."""
+        """Return how many answers of each variant equal dense, and where the others diverge."""
         found = {}
         for name in self.variants:
             answers = [prompt.answers[name] for prompt in self.prompts]
@@ -79,7 +79,7 @@ class AnswersResult:
 
 
 def answers_report(result: AnswersResult, **origin: Any) -> dict[str, Any]:
-    """Return the report of a comparison; `origin` is what else repeats it: model, dtype."""
+    """Return the report of a comparison; `origin` adds what else reproduces it: model, dtype."""
     values = asdict(result)
     prompts = values.pop("prompts")
     return build_report({**origin, **values}, summary=result.summary(), prompts=prompts)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replaced_file(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary file in the same folder, which replaces `target` at the end of the block.
+    """Yield a temporary file in the same folder, which replaces `target` at the end of the block.
 
     If the block raises, `target` stays as it was. A symbolic link stays, and the file that it
     points to is replaced. What is no regular file, such as /dev/stdout, is written directly.

@@ -71,7 +71,7 @@ def sparse_dot_products(
 
 
 def recalled_dot_products(num_tokens: int, recalled: RecalledKeys | None) -> int:
-    """Count recalled keys times the rows that see them: an upper bound, as sets may hold some."""
+    """Count recalled keys times the rows that see them; an upper bound: sets may contain some."""
     if recalled is None:
         return 0
     ends = torch.arange(0, num_tokens, recalled.block).add(recalled.block).clamp(max=num_tokens)

@@ -1,4 +1,4 @@
-"""The layers of a model that lose most under sparse prefill, and need larger memory sets."""
+"""The layers of a model that cause most of the loss and need larger memory sets."""
 
 from __future__ import annotations
 

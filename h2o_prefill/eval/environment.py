@@ -1,4 +1,4 @@
-"""Versions, machine and build: what a report says of its origin, and `h2o-prefill info` shows."""
+"""Versions, machine and build, for reports and `h2o-prefill info`."""
 
 from __future__ import annotations
 

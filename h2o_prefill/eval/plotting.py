@@ -1,4 +1,4 @@
-"""What all figures share: size, style and files."""
+"""Size, style and files of all figures."""
 
 from __future__ import annotations
 

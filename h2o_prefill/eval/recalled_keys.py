@@ -1,4 +1,4 @@
-"""What lexical recall finds in a prompt."""
+"""The keys that lexical recall finds in a prompt."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from h2o_prefill.presets import DEFAULT_PRESET, chosen_config
 # Called with (steps done, steps in all, what runs next).
 Progress = Callable[[int, int, str], None]
 
-# The name of the baseline beside those of variants.
+# The name of the baseline among those of variants.
 DENSE = "dense"
 
 
@@ -29,7 +29,7 @@ def report_progress(on_progress: Progress | None, done: int, total: int, what: s
 
 
 def count_steps(on_progress: Progress | None, total: int) -> Callable[[str], None]:
-    """Return a function that reports the next of so many steps, and at last that all are done."""
+    """Return a function that reports the next of `total` steps, and finally that all are done."""
     steps = itertools.count()
     return lambda what: report_progress(on_progress, next(steps), total, what)
 
@@ -85,7 +85,7 @@ def check_model(model: nn.Module, length: int, argument: str) -> None:
 
 
 def generate_greedily(model: Any, input_ids: Tensor, new_tokens: int, **options: Any) -> Any:
-    """Return what `generate` makes of a prompt, int64 [1, T]; decoding is dense."""
+    """Return the output of greedy `generate` for a prompt, int64 [1, T]; decoding is dense."""
     input_ids = input_ids.to(next(model.parameters()).device)
     return model.generate(
         input_ids,

@@ -2,19 +2,19 @@
 
 | file | job |
 | --- | --- |
-| enable.py | switch a model over, and back |
+| enable.py | switch a model to sparse prefill, and back |
 | prefill.py | prefill a prompt in several calls |
-| hooks.py | what happens before and after a forward |
+| hooks.py | the hooks before and after a forward |
 | masks.py, attention.py | the two functions that transformers calls |
 | compiled.py | what these two are in a compiled graph |
 | rules.py | when a call is sparse, else why it is not |
 | dense.py | the attention that the model had before |
 | call.py, layer_kinds.py | one call to attend, and the kind of its layer |
 | forward.py | what one forward knows, and which of them run |
-| padding.py | where the rows of a padded batch lie |
+| padding.py | the spans of the rows of a padded batch |
 | cache.py, layer.py | caches that calls of one prompt share, and their layers |
-| state.py | what one enabled model runs with, and what its compiled graph is told |
-| report.py | what each layer does and did |
+| state.py | the state of one enabled model, and what its compiled graph is told |
+| report.py | which layers are and were sparse |
 | export.py | a whole model as one graph |
 """
 

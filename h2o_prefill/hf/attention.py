@@ -1,4 +1,4 @@
-"""The attention function of the name `h2o_prefill`: sparse where allowed, else dense."""
+"""The attention function named `h2o_prefill`: sparse where allowed, else dense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face caches that let several calls of one prompt go on sparsely."""
+"""Hugging Face caches that let several calls of one prompt continue sparsely."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
 
 
 class KeepsTokenIds(Cache):
-    """What caches of this library have beside layers: the token ids, which lexical recall searches.
+    """The token ids that caches of this library keep with the layers, for lexical recall.
 
     Every operation that changes the tokens of the cache changes the ids too.
     """
@@ -103,9 +103,9 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
     With it, calls of one prompt in multiples of the chunk size give what one call gives, so
     `generate(prefill_chunk_size=...)`, a shared prefix (`copy.deepcopy`) and chat turns stay
     sparse. It holds the token ids as well, which lexical recall searches. Of a padded batch it
-    keeps keys and values only: long calls that go on from one are dense.
+    keeps keys and values only: long calls that continue one are dense.
 
-    An enabled model uses it by itself: where the caller passes no cache, and in place of an empty
+    An enabled model uses it by default: if the caller passes no cache, and instead of an empty
     `DynamicCache`.
 
     Parameters
@@ -128,7 +128,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
 
 
 class StaticPrefillLayer(StaticLayer):
-    """Keys and values of one layer, and beside them the scores and memory set of its prefill."""
+    """Keys and values of one layer, with the scores and memory set of its prefill."""
 
     padded = False  # Rows with padding are never prefilled sparsely here.
     scores: Tensor | None  # [B, Hkv, capacity], attention that each position received so far
@@ -155,7 +155,7 @@ class StaticPrefillLayer(StaticLayer):
         if self.is_initialized and (self.scores is None or self.scores.device != self.device):
             self._allocate()
         elif self.memory is not None and self.memory.shape[2] < self.memory_size:
-            # The settings have changed since: a larger set goes on from the smaller one.
+            # The settings have changed since: a larger set continues from the smaller one.
             grown = self.memory_size - self.memory.shape[2]
             self.memory = torch.nn.functional.pad(self.memory, (0, grown), value=-1)
 
@@ -223,9 +223,9 @@ class StaticPrefillLayer(StaticLayer):
 class StaticPrefillCache(KeepsTokenIds, StaticCache):
     """A `StaticCache` whose full-attention layers remember where sparse prefill stands.
 
-    What `StaticCache` is to `DynamicCache`, this is to `ChunkedPrefillCache`: buffers of one size,
+    It relates to `ChunkedPrefillCache` as `StaticCache` to `DynamicCache`: buffers of fixed size,
     changed in place, for `torch.compile` and `generate(cache_implementation="static")`. An enabled
-    model makes one of every empty `StaticCache` that it is given.
+    model turns every empty `StaticCache` that it is given into one.
     """
 
     def __init__(self, config: Any, max_cache_len: int, **kwargs: Any) -> None:
@@ -258,7 +258,7 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
 
 
 def adopt(cache: Any) -> None:
-    """Make an empty cache of transformers one of ours, in place; its owner keeps the object."""
+    """Turn an empty cache of transformers into one of ours, in place, so its owner has it too."""
     kinds: dict[type, type] = {DynamicCache: ChunkedPrefillCache, StaticCache: StaticPrefillCache}
     kind = kinds.get(type(cache))
     offloaded = kind is StaticPrefillCache and cache.offloading
@@ -268,11 +268,11 @@ def adopt(cache: Any) -> None:
 
 
 class CacheSnapshot:
-    """What a cache was before a forward: full layers by length, sliding layers by reference.
+    """The state of a cache before a forward: full layers by length, sliding layers by reference.
 
     Layers that change their tensors in place (static caches, linear attention) and layers of
-    unknown classes cannot be put back. If a failed forward has changed one, the cache is marked:
-    using it again would go on from half of a call.
+    unknown classes cannot be restored. If a failed forward has changed one, the cache is marked:
+    using it again would continue from half of a call.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -297,7 +297,7 @@ class CacheSnapshot:
         self._states.append((layer, None if layer.state is None else layer.state.clone()))
 
     def restore(self) -> None:
-        """Put every remembered layer back and drop the layers that came since."""
+        """Restore every remembered layer and remove the layers added since."""
         # Lengths, not references: the old keys of all layers would double the memory of the cache.
         for layer, length in self._full:
             if length == 0:

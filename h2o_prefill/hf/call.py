@@ -1,4 +1,4 @@
-"""One call of the attention function, and what is known about it."""
+"""One call of the attention function, and its properties."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Call:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> Call:
-        """Return a call by the arguments that transformers calls attention functions with."""
+        """Return a call from the arguments that transformers passes to attention functions."""
         graph_call = call_in_graph()
         if graph_call is not None:  # Dynamo cannot trace context variables.
             context, config = None, graph_call.config
@@ -168,7 +168,7 @@ class Call:
 
 
 def as_attention_function(attend: Callable[[Call], Attended]) -> Callable[..., Attended]:
-    """Give a function of a call the form that transformers calls attention functions in."""
+    """Turn a function of a `Call` into an attention function of transformers."""
 
     def attention(*args: Any, **kwargs: Any) -> Attended:
         return attend(Call.of(*args, **kwargs))

@@ -1,7 +1,7 @@
 """Masks and attention in a compiled graph: nothing here may break it.
 
-What depends on the content of tensors was decided before the forward, and is read from its
-`GraphCall`. With a static cache the graph holds one way for calls of any length:
+Decisions that depend on the content of tensors are made before the forward, and read from its
+`GraphCall`. With a static cache the graph has one operator for calls of any length:
 `ops.prefill_attention_`, which is sparse or dense as the settings say.
 """
 

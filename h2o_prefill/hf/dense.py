@@ -36,7 +36,7 @@ EAGER_ONLY = ("s_aux", "softcap")
 
 
 def dense_attention(call: Call) -> Attended:
-    """Attend to every key that the mask shows: what the model would compute without us."""
+    """Attend to every key that the mask shows, as the model would without this library."""
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     if function is sdpa_attention_forward and _suits_our_operator(call):
@@ -217,7 +217,7 @@ def with_candidates(
 
 
 def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast does for attention: RoPE leaves fp32 queries beside 16-bit values."""
+    """Cast as autocast does for attention: RoPE leaves queries in fp32 and values in 16 bits."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

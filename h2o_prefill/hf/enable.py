@@ -1,4 +1,4 @@
-"""Switch a model over to sparse prefill, and back."""
+"""Switch a model to sparse prefill, and back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PrefillHandle:
         self._hooks: list[Any] = []
 
     def enable(self) -> PrefillHandle:
-        """Switch the model over, in the place of a handle that was active before.
+        """Enable the model, in place of a handle that was active before.
 
         A handle that cannot be enabled leaves the one before as it was. Raises what the function
         `enable` raises, and ValueError if the model shares its config object with an enabled one.
@@ -87,16 +87,16 @@ class PrefillHandle:
                 self._restore()
 
     def disable(self) -> None:
-        """Give the model back the attention that it had. Does nothing if it is not enabled.
+        """Restore the attention that the model had. Does nothing if it is not enabled.
 
-        A forward ends as it began: those of other threads are waited for. Inside of a forward this
-        returns at once, and the model is switched back when that ends.
+        Running forwards complete unchanged: this waits for those of other threads. Inside a forward
+        it returns at once, and the model is restored when that ends.
         """
         discard_contexts(self.state)
         switch_off_after_forwards(self.state, self._switch_off)
 
     def report(self) -> ModelReport:
-        """Return what each attention layer does, and what its calls were so far (`explain`)."""
+        """Return what each attention layer does, and its calls so far (`explain`)."""
         return explain(self.model)
 
     def __enter__(self) -> PrefillHandle:
@@ -147,7 +147,7 @@ def enable(
     up to rounding; other dense calls through the attention that the model had before.
 
     In a batch with padding, left, right or both, every row is computed as if it were alone: it is
-    sparse if it has more than one chunk of tokens itself. Only the first call of such a batch can.
+    sparse if it has more than one chunk of tokens itself, in the first call of such a batch only.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def enable(
     NotImplementedError
         If `strict` and no layer of the model can be sparse.
     RuntimeError
-        If the model is enabled already and this is called inside of a forward of it.
+        If the model is enabled already and this is called inside one of its forwards.
 
     Examples
     --------

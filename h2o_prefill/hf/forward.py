@@ -207,7 +207,7 @@ def current_context(hf_config: Any) -> ForwardContext | None:
 
 
 def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext | None:
-    """Return the context that a forward of a model belongs to, opened if there is none.
+    """Return the context that a forward of a model belongs to; open one if there is none.
 
     None if the model is not enabled any more.
     """
@@ -330,7 +330,7 @@ def _is_executing(frame: FrameType | None) -> bool:
     """Return whether any thread executes a frame, and clear the local variables of one that ended.
 
     Walking the stacks of other threads would tell too, but CPython 3.11 crashes now and then where
-    such a thread goes on meanwhile.
+    such a thread continues meanwhile.
     """
     if frame is None:
         return False

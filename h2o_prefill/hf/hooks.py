@@ -162,7 +162,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
-    """Tell a compiled graph, and the layers of a static cache, what they cannot find out."""
+    """Pass to a compiled graph, and the layers of a static cache, what they cannot determine."""
     static = isinstance(context.cache, StaticPrefillCache)
     graph.call = graph.layer = None
     if context.tokens is None or not (compiled or static):

@@ -26,7 +26,7 @@ _SPARE_TOKENS = 256
 
 
 class ChunkedPrefillLayer(DynamicLayer):
-    """Keys and values of one layer, and beside them the scores and memory set of its prefill.
+    """Keys and values of one layer, with the scores and memory set of its prefill.
 
     Keys, values and scores lie in buffers that grow by doubling: a decoded token copies no history.
     `keys` and `values` are views of what is in use.
@@ -239,7 +239,7 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._scores = scores
         memory = state.memory.to(query.device)
         if memory.shape[2] < config.memory_size:
-            # The settings have changed since: a larger set goes on from the smaller one.
+            # The settings have changed since: a larger set continues from the smaller one.
             grown = config.memory_size - memory.shape[2]
             memory = torch.nn.functional.pad(memory, (0, grown), value=-1)
         elif not memory.is_contiguous() or not _is_writable(memory):

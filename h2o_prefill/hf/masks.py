@@ -1,4 +1,4 @@
-"""The mask function of the name `h2o_prefill`: no mask where attention is plain causal.
+"""The mask function named `h2o_prefill`: no mask where attention is plain causal.
 
 A sliding window, or a chunk, that holds all keys counts as plain causal.
 

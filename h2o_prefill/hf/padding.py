@@ -1,4 +1,4 @@
-"""Where the rows of a padded batch lie, and the mask that they need where attention is dense."""
+"""The spans of the rows of a padded batch, and the mask that dense attention needs."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def chunked_prefill(
 ) -> Any:
     """Prefill a prompt sparsely, a few chunks at a time, so that activations stay small.
 
-    Gives what one call over the whole prompt gives, but for `dense_tail`, which then ends the last
-    call only.
+    The result is that of one call over the whole prompt, except that `dense_tail` applies to the
+    last call only.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def chunked_prefill(
     chunks_per_call : int
         Chunks that go through the model at once.
     cache : ChunkedPrefillCache, optional
-        A cache to go on from. Default: a new one.
+        A cache to continue from. Default: a new one.
     strict : bool
         As for `enable`.
     **overrides
@@ -61,8 +61,8 @@ def chunked_prefill(
     Returns
     -------
     ModelOutput
-        What the model returned for the last call: `logits` of the last token, and the cache, with
-        which `generate` goes on, as `cache` (`past_key_values` before transformers 5.24).
+        What the model returned for the last call: `logits` of the last token, and the cache, from
+        which `generate` continues, as `cache` (`past_key_values` before transformers 5.24).
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the layers of a model did: which were sparse, which dense, and why."""
+"""Report which layers of a model were sparse, which dense, and why."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelReport:
 
 
 def explain(model: PreTrainedModel) -> ModelReport:
-    """Return what each attention layer of a model does, and what its calls were so far.
+    """Return what each attention layer of a model does, and its calls so far.
 
     The model may be enabled or not. `print` the report for a table.
     """

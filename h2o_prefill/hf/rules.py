@@ -63,7 +63,7 @@ def _is_short(call: Call) -> bool:
         return not padding.has_long_row(call.config, call.prompt_rows)
     if not call.config.is_long_call(call.past, call.prompt_rows):
         return True
-    # One chunk without history is plain causal attention; only a cache that goes on needs its
+    # One chunk without history is plain causal attention; only later calls with its cache need
     # scores.
     one_chunk = call.prompt_rows <= call.config.chunk_size
     return call.past == 0 and one_chunk and call.cache_layer is None

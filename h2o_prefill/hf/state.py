@@ -1,4 +1,4 @@
-"""What an enabled model runs with, and what one forward of it tells its compiled graph."""
+"""The state of an enabled model, and what one of its forwards passes to its compiled graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LayerCalls:
 
 @dataclass
 class EnabledState:
-    """What one enabled model runs with."""
+    """The state of one enabled model."""
 
     config: PrefillConfig
     # Raise where a call would otherwise fall back to dense attention with a warning.
@@ -105,7 +105,7 @@ DEFAULT_STATE = EnabledState(PRESETS["h2o"])
 
 @dataclass
 class GraphCall:
-    """What a compiled graph, or a static cache, cannot find out of a forward by itself."""
+    """What a compiled graph, or a static cache, cannot determine about a forward."""
 
     config: PrefillConfig
     settings: str

@@ -1,11 +1,11 @@
 """Attention inside a chunk, and its fusion with attention to the memory set.
 
 Attention inside a chunk is ordinary causal attention; only positions are those of the whole text.
-RoPE turns a key by its absolute position, so a cached key serves every later chunk unchanged.
+RoPE rotates a key by its absolute position, so later chunks use a cached key unchanged.
 
 A later chunk attends to two disjoint sets of keys, the memory set and itself. A softmax over both
-needs only three numbers of each: the largest logit m, the sum l of exp(logit - m), and the values o
-weighted by the same. Two such states merge exactly (Milakov and Gimelshein, "Online normalizer
+needs three numbers of each: the largest logit m, the sum l of exp(logit - m), and the sum o of the
+values with these weights. Two such states merge exactly (Milakov and Gimelshein, "Online normalizer
 calculation for softmax", 2018).
 
 Leading dimensions ("...", heads for example) may be any number and broadcast. `scale` defaults to

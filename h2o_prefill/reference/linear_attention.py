@@ -1,6 +1,6 @@
 """Linear attention, the sibling of the method: recurrent, chunkwise and in both directions.
 
-A feature map phi takes the place of the softmax, so that the past of a token is one matrix:
+A feature map phi replaces the softmax, so that the past of a token is one matrix:
 
     S_i = exp(g_i) S_{i-1} + phi(k_i)^T v_i,    out_i = scale phi(q_i) S_i.
 

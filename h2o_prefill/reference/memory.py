@@ -1,12 +1,12 @@
 """The attention that each position received, the memory set that it selects, and the set's rows.
 
-A position's own chunk gives it a first score. After that every chunk that holds it in its memory
-set adds to it once, after the chunk's attention, not token by token. Scores never fall.
+A position's own chunk gives it a first score. Every later chunk whose memory set contains it adds
+to it once, after the chunk's attention, not token by token. Scores never fall.
 
 After chunk c the memory set of a KV head is
 
     M_c = sinks  +  local  +  heavy
-          first K   last L    the H best scored of the other candidates
+          first K   last L    the other candidates with the H highest scores
 
 and the candidates are M_{c-1} and chunk c itself. So a position of chunk 0 stays as long as it
 keeps its rank, and one that leaves never returns: it is no candidate any more.
@@ -81,7 +81,7 @@ def get_heavy_hitter_candidates(
     local_indices: Tensor,
     sink_tokens: int = 0,
 ) -> list[set[int]]:
-    """Return per head what competes for the heavy budget: previous memory + chunk - local - sinks.
+    """Return each head's heavy-hitter candidates: previous memory + chunk - local - sinks.
 
     Without a previous memory [num_heads, M] the candidates of all heads are the same: one set.
     """
@@ -155,8 +155,8 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 def sorted_gather(cache: Tensor, indices: Tensor) -> Tensor:
     """Gather as `gather_rows` does, in ascending order of the index.
 
-    Reading in rising addresses touches every cache line once, so this pays where the indices are in
-    no order; memory sets are ascending already.
+    Reading in ascending order touches every cache line once, so this pays off for unsorted indices;
+    memory sets are ascending already.
     """
     ascending, order = indices.sort(dim=-1)
     rows = gather_rows(cache, ascending)

@@ -37,7 +37,7 @@ class TransformerConfig:
 
 @dataclass
 class Prompt:
-    """What one prompt leaves in a model: its KV cache, and scores and memory sets by layer."""
+    """The state of one prompt: its KV cache, and scores and memory sets by layer."""
 
     cache: Tensor  # [num_layers, 2, Hkv, max_seq_len, D]: keys after RoPE, and values
     length: int = 0
@@ -115,7 +115,7 @@ class ChunkedSparseAttentionLayer(nn.Module):
 class ChunkedSparseTransformer(nn.Module):
     """Full transformer with chunked sparse prefill: embedding, layers, norm, head.
 
-    It holds no state of a prompt: that is the caller's `Prompt`.
+    It has no state of a prompt: the caller passes a `Prompt`.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -1,7 +1,7 @@
 """Oracles of the operators, under their names and with their parameters: the steps put together.
 
 float64 is computed in float64, everything else in float32. `out` has the dtype of q; lse, column
-sums and scores have the dtype computed in.
+sums and scores have the dtype of the computation.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def chunkwise_linear_attention_backward(
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q as [B, Hkv, G, Tq, D], and k and v as [B, Hkv, 1, T, ...], to compute with."""
+    """Return q as [B, Hkv, G, Tq, D], and k and v as [B, Hkv, 1, T, ...], which broadcast."""
     dtype = _compute_dtype(q)
     queries = q.to(dtype).unflatten(1, (k.shape[1], -1))
     return queries, k.to(dtype).unsqueeze(2), v.to(dtype).unsqueeze(2)

@@ -1,6 +1,6 @@
 """Lexical recall: an n-gram lookup of earlier positions that a token is likely to attend to.
 
-Where the last few tokens occurred before, what followed them is a good guess at what matters now.
+If the last few tokens occurred before, the tokens that followed them then are likely to matter now.
 The search reads token ids only, never activations, so one search serves all layers and heads.
 """
 

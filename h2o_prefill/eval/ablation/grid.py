@@ -1,4 +1,4 @@
-"""The combinations of an ablation: every one of the values given, less those that cannot be run."""
+"""The combinations of an ablation: all of the values given, except those that cannot be run."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ def run_ablation(
     model_name: str | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Measure the perplexity of every combination of settings, each beside the same dense run.
+    """Measure the perplexity of every combination of settings against the same dense run.
 
     Every combination on one text at one context is a cell. The row of a finished cell is added to
     perplexity_ablation.csv in `output` at once (`ablation.table` describes its columns), and cells
     that have a row are skipped: a run that was stopped resumes when it is called again, and a
-    larger grid computes only its new cells. Each window is run densely once; the hidden states (or
-    the logits, of models whose output layer does more than multiply) of one text at one context are
-    kept in memory.
+    larger grid computes only its new cells. Each window is run densely once; the hidden states of
+    one text at one context (or the logits, if the output layer is more than a product) are kept in
+    memory.
 
     Parameters
     ----------

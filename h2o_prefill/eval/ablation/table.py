@@ -87,7 +87,7 @@ def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def varied_settings(frame: pd.DataFrame) -> list[str]:
-    """Return the settings that tell rows apart; those of recall only where it is on."""
+    """Return the settings that distinguish rows; those of recall only if it is on."""
     with_recall = frame[frame["recall"] > 0]
     return [
         name

@@ -1,1 +1,1 @@
-"""What sparse attention keeps and what it leaves out, layer by layer and head by head."""
+"""Which keys sparse attention keeps and omits, layer by layer and head by head."""

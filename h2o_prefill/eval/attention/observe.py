@@ -31,8 +31,8 @@ def observe_attention(
 ) -> Iterator[None]:
     """Call `observe(call)` for every layer that could be prefilled sparsely.
 
-    The model computes what it computes without this block: attention stays dense. Layers that would
-    be dense by design (sliding windows, `dense_layers`) are left out. Raises what `enable` raises.
+    The model's outputs do not change: attention stays dense. Layers that would be dense by design
+    (sliding windows, `dense_layers`) are skipped. Raises what `enable` raises.
     """
     AttentionInterface.register(NAME, torch.compiler.disable(_observed_attention))
     AttentionMaskInterface.register(NAME, torch.compiler.disable(h2o_prefill_mask))

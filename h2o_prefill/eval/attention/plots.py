@@ -39,7 +39,7 @@ def visualize_attention_patterns(
     title: str = "",
     on_progress: Progress | None = None,
 ) -> AttentionMeasures:
-    """Draw which positions the memory sets of a prompt hold, and what sparse attention loses.
+    """Draw which positions the memory sets of a prompt contain, and the sparse attention's error.
 
     `memory.png` shows which positions the KV heads of each layer hold after each chunk (eight of
     the chunks if there are more); `errors.png` the error of each layer and head against dense

@@ -1,4 +1,4 @@
-"""The Hugging Face hub, which may be out of reach, and what its libraries raise."""
+"""The Hugging Face hub, which may be unreachable, and the errors of its libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OUT_OF_REACH = "the hub cannot be reached and nothing is cached"
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, with what a colon announces; or its class."""
+    """Return the first line of an error, and the next one if it ends in a colon; or its class."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
@@ -33,7 +33,7 @@ def hub_is_reachable(timeout: float = 3.0) -> bool:
 def offline_unless_reachable(needed: bool = True) -> Iterator[bool]:
     """Put the hub's clients into offline mode for a block if the hub does not answer.
 
-    Gives whether it answers. Without this, every file costs about twenty seconds of retries on a
+    Yields whether it answers. Without this, every file costs about twenty seconds of retries on a
     machine without a network. Files that were downloaded before are still found.
     """
     from huggingface_hub import constants

@@ -30,7 +30,7 @@ def write_package(
 
 
 def load_package(path: Path) -> tuple[PrefillPackage, Any]:
-    """Load a package, and the tokenizer that lies beside it."""
+    """Load a package, and the tokenizer in the same folder."""
     from transformers import AutoTokenizer
 
     package = PrefillPackage(path)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-# Neighbouring tokens are not independent; blocks of this many are taken as if they were.
+# Neighbouring tokens are not independent; blocks of this many are assumed to be.
 BLOCK_TOKENS = 128
 
 

@@ -1,4 +1,4 @@
-"""Perplexity of a model under sparse prefill, beside the same model dense."""
+"""Perplexity of a model under sparse prefill, against the same model dense."""
 
 from __future__ import annotations
 

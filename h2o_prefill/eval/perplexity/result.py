@@ -68,7 +68,7 @@ class PerplexityResult:
 
 
 def perplexity_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
-    """Return the report of an evaluation; `origin` is what it does not know: model, dtype, text."""
+    """Return the report of an evaluation; `origin` adds model, dtype and text."""
     values = asdict(result)
     config = {**origin, **{key: values.pop(key) for key in ("protocol", "context", "windows")}}
     config.update(values.pop("config"))

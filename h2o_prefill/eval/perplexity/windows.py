@@ -30,7 +30,7 @@ def scored_rows(protocol: str, context: int) -> range:
 
 
 def first_token(tokenizer: object, protocol: str) -> int | None:
-    """Return BOS where llama.cpp puts it in place of a window's first token, else None."""
+    """Return BOS if llama.cpp replaces a window's first token by it, else None."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if protocol != "llamacpp" or bos is None:
         return None

@@ -63,7 +63,7 @@ class Haystack:
 
 
 class RetrievalPrompt(NamedTuple):
-    """A prompt and what its answer must hold."""
+    """A prompt and what its answer must contain."""
 
     input_ids: Tensor  # int64 [1, T]: all tokens but those of the answer, or a word less
     new_tokens: int  # tokens of the answer, at most

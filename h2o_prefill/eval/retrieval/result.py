@@ -64,14 +64,14 @@ class RetrievalResult:
 
 
 def retrieval_report(result: RetrievalResult, **origin: Any) -> dict[str, Any]:
-    """Return the report of an evaluation; `origin` is what else repeats it: model, dtype."""
+    """Return the report of an evaluation; `origin` adds what else reproduces it: model, dtype."""
     values = asdict(result)
     summary, prompts = values.pop("summary"), values.pop("outcomes")
     return build_report({**origin, **values}, summary=summary, prompts=prompts)
 
 
 def substring_score(output: str, answers: Sequence[str]) -> float:
-    """Return the share of answers that an output holds, ignoring case.
+    """Return the share of answers that an output contains, ignoring case.
 
     RULER's `string_match_all` (NVIDIA/RULER, scripts/eval/synthetic/constants.py).
     """

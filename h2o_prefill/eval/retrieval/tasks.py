@@ -49,7 +49,7 @@ Cedric came first in every race at the fair. Who is a quick runner?
 
 
 class Riddle(NamedTuple):
-    """What one prompt hides in its text and asks for."""
+    """The sentences that one prompt hides in its text, and its question."""
 
     intro: str  # announces the question, before the text
     question: str
@@ -131,7 +131,7 @@ def _numbers(rng: random.Random, text: str, digits: int, count: int) -> list[str
 
 
 def _distinct(draw: Callable[[], str], count: int, text: str) -> list[str]:
-    """Draw different strings that a text, in lower case, does not hold."""
+    """Draw different strings that a text, in lower case, does not contain."""
     found: list[str] = []
     while len(found) < count:
         value = draw()

@@ -1,4 +1,4 @@
-"""Times callables against each other, interleaved: a machine that drifts slows all of them alike.
+"""Time callables against each other, interleaved, so that a machine that drifts slows all alike.
 
 Evaluations and benchmarks use this and nothing else to compare times.
 """
@@ -75,8 +75,8 @@ class Timings:
     def ratio(self, numerator: str, denominator: str) -> Ratio:
         """Return how many times longer `numerator` takes than `denominator`.
 
-        The two calls of a round lie next to each other in time, so the spread of their ratios says
-        how sure the figure is, whatever else the machine did meanwhile.
+        The two calls of a round are consecutive, so the spread of their ratios shows how reliable
+        the figure is, whatever else the machine does.
         """
         pairs = zip(self.seconds[numerator], self.seconds[denominator], strict=True)
         by_round = spread([above / below for above, below in pairs])
@@ -92,7 +92,7 @@ def compare(
     timer: Timer | None = None,
     on_step: Callable[[str], None] = lambda name: None,
 ) -> Timings:
-    """Time callables in turns, for so many rounds, or else at least two within so many seconds.
+    """Time callables in turns, for `rounds` rounds, or else at least two within `seconds`.
 
     Rounds go forwards and backwards through the candidates (A B, B A, A B, ...), so that none is
     always the first. Each is called before the first round, to warm up. `on_step` is told what

@@ -31,7 +31,7 @@ def generate_timed(
     max_new_tokens: int,
     on_text: Callable[[str], None],
 ) -> GenerationTiming:
-    """Continue a prompt greedily, handing out the text as it comes."""
+    """Continue a prompt greedily, and pass on the text as it is generated."""
     packaged = isinstance(model, PrefillPackage)
     if not packaged:
         check_length(model, input_ids.shape[1] + max_new_tokens, "prompt and new tokens")

@@ -48,7 +48,7 @@ def profile_memory(
     seed: int = 0,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Count the bytes that the prefill of a model takes beside its weights.
+    """Count the bytes that the prefill of a model takes in addition to its weights.
 
     A run is one call over one prompt of random tokens that computes the logits of the last token
     only, and keeps its KV cache. Counted are tensors, on every device.

@@ -18,7 +18,7 @@ _STATE = "#009E73"
 
 
 def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = "") -> Figure:
-    """Draw tokens a second, dense and sparse, beside their ratio and that of attention flops."""
+    """Draw tokens per second, dense and sparse, with their ratio and that of attention flops."""
     figure = make_figure(_HEIGHT, _WIDTH)
     rate, ratio = figure.subplots(1, 2)
     places = range(len(frame))
@@ -43,7 +43,7 @@ def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: st
 
 
 def plot_memory(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = "") -> Figure:
-    """Draw the most memory that a prefill holds beside the weights, and what it consists of."""
+    """Draw the peak memory of a prefill without the weights, and its components."""
     figure = make_figure(_HEIGHT, _WIDTH)
     whole, state = figure.subplots(1, 2, width_ratios=(3, 2))
     kept, added = frame["kv_cache_bytes"] / 1e6, frame["state_bytes"] / 1e6

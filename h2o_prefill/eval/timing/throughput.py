@@ -62,7 +62,7 @@ def benchmark_throughput(
     Returns
     -------
     pandas.DataFrame
-        One row a length: `seq_length`; medians `dense_seconds`, `sparse_seconds`,
+        One row per length: `seq_length`; medians `dense_seconds`, `sparse_seconds`,
         `dense_tokens_per_second`, `sparse_tokens_per_second`; `speedup`, the ratio of the medians,
         dense over sparse; `speedup_min` and `speedup_max`, the same ratio within single rounds;
         `attention_flops_ratio` and `recalled_keys` as in `AttentionFlops` (NaN where recall is
