@@ -98,7 +98,7 @@ def length_of(cache: Cache) -> int | None:
 
 
 class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
-    """A `DynamicCache` whose full-attention layers remember where sparse prefill stands.
+    """A `DynamicCache` whose full-attention layers keep the state of sparse prefill.
 
     With it, calls of one prompt in multiples of the chunk size give what one call gives, so
     `generate(prefill_chunk_size=...)`, a shared prefix (`copy.deepcopy`) and chat turns stay
@@ -221,7 +221,7 @@ class StaticPrefillLayer(StaticLayer):
 
 
 class StaticPrefillCache(KeepsTokenIds, StaticCache):
-    """A `StaticCache` whose full-attention layers remember where sparse prefill stands.
+    """A `StaticCache` whose full-attention layers keep the state of sparse prefill.
 
     It relates to `ChunkedPrefillCache` as `StaticCache` to `DynamicCache`: buffers of fixed size,
     changed in place, for `torch.compile` and `generate(cache_implementation="static")`. An enabled

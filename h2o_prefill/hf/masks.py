@@ -148,7 +148,7 @@ def _padding(
 def _note_rows_in_window(
     context: ForwardContext, arguments: dict[str, Any], window: int, mask: Any
 ) -> None:
-    """Keep the padding of a forward some rows of which a window holds whole, and not all."""
+    """Keep the padding of a forward if a window contains some of its rows whole, but not all."""
     context.window_paddings.pop(window, None)
     attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
     if (
