@@ -25,15 +25,20 @@ def main() -> None:
     parser.add_argument("--text-file", type=Path, help="UTF-8 text instead of the dataset")
     parser.add_argument("--tokens", type=int, help="tokens of the text to keep, by default all")
     options = parser.parse_args()
-    tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
-    if options.direction == "encode":
-        if options.text_file is None:
-            text = load_text(options.dataset).text
+    try:
+        # The tokenizer's own message does not name the file.
+        text = (options.folder / "tokenizer.json").read_text(encoding="utf-8")
+        tokenizer = Tokenizer.from_str(text)
+        if options.direction == "encode":
+            if options.text_file is None:
+                text = load_text(options.dataset).text
+            else:
+                text = options.text_file.read_text(encoding="utf-8")
+            print(*tokenizer.encode(text).ids[: options.tokens])
         else:
-            text = options.text_file.read_text(encoding="utf-8")
-        print(*tokenizer.encode(text).ids[: options.tokens])
-    else:
-        print(tokenizer.decode([int(x) for x in sys.stdin.read().split()]))
+            print(tokenizer.decode([int(x) for x in sys.stdin.read().split()]))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -116,12 +116,18 @@ void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
 // k may be a view of cache_key and v one of cache_value: write_rows() copies rows that overlap
 // their destination.
 void check_overlaps(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                    const PrefillBuffers& buffers, const at::Tensor& position) {
+                    const PrefillBuffers& buffers, const at::Tensor& position,
+                    const RecallLists& recall, const std::optional<at::Tensor>& sinks) {
   const NamedTensor key{"cache_key", buffers.key}, value{"cache_value", buffers.value},
       scores{"scores", buffers.scores}, memory{"memory", buffers.memory};
   for (const auto& written : {key, value, scores, memory}) {
     check_no_internal_overlap(written);
     check_no_overlap(written, {{"q", q}, {"position", position}});
+    if (sinks) check_no_overlap(written, {{"sinks", *sinks}});
+    if (!recall.offsets.defined()) continue;
+    check_no_overlap(written, {{"recall_offsets", recall.offsets},
+                               {"recall_positions", recall.positions},
+                               {"recall_visible_from", recall.visible_from}});
   }
   check_no_overlap(key, {value, scores, memory, {"v", v}});
   check_no_overlap(value, {scores, memory, {"k", k}});
@@ -242,8 +248,8 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   const auto config = read_settings(settings);
   const auto [past, last_chunk_begin] = Position::read(position);
   check_buffers(q, k, v, buffers, past, scale);
-  check_overlaps(q, k, v, buffers, position);
   check_logit_options(sinks, softcap, q);
+  check_overlaps(q, k, v, buffers, position, recall, sinks);
   const int64_t length = q.size(2);
   PlacedCall call{.is_sparse = config->is_sparse(layer, past, length),
                   .request = {.query = q,

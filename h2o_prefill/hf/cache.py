@@ -331,10 +331,14 @@ def check_usable(cache: Any) -> None:
     )
 
 
-def _versions(layer: Any) -> list[tuple[str, int, int]]:
-    """Return which tensors a cache layer has and how often each was changed in place."""
+def _versions(layer: Any) -> list[tuple[str, int, Any]]:
+    """Return which tensors a cache layer has and how often each was changed in place.
+
+    Tensors of inference mode do not count their changes: they compare as changed.
+    """
     found = []
     for name, value in vars(layer).items():
         items = value.values() if isinstance(value, dict) else [value]
-        found += [(name, id(x), x._version) for x in items if isinstance(x, Tensor)]
+        tensors = (x for x in items if isinstance(x, Tensor))
+        found += [(name, id(x), object() if x.is_inference() else x._version) for x in tensors]
     return found

@@ -289,9 +289,12 @@ struct Shared {
   at::Tensor q = at::randn({2, 2, 20, 8}), k = at::randn({2, 2, 20, 8}), v = k + 1;
   PrefillBuffers buffers{at::zeros({2, 2, 100, 8}), at::zeros({2, 2, 100, 8}),
                          at::zeros({2, 2, 100}), at::full({2, 2, kMemory}, -1, at::kInt)};
+  RecallLists recall = {};
+  std::optional<at::Tensor> sinks = {};
 
   at::Tensor attend() {
-    return prefill_attention_(q, k, v, buffers, at::zeros({2}, at::kLong), 0, kSettings);
+    return prefill_attention_(q, k, v, buffers, at::zeros({2}, at::kLong), 0, kSettings, recall,
+                              std::nullopt, sinks);
   }
 };
 
@@ -319,6 +322,12 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
           [](S& s, B& b) { s.q = b.key.narrow(2, 80, 20); });
   refused("q must not share memory with cache_value",
           [](S& s, B& b) { s.q = b.value.narrow(2, 0, 20); });
+  refused("sinks must not share memory with cache_key",
+          [](S& s, B& b) { s.sinks = b.key.view({-1}).narrow(0, 0, 2); });
+  refused("recall_positions must not share memory with memory", [](S& s, B& b) {
+    s.recall.offsets = at::zeros({2}, at::kInt);
+    s.recall.positions = s.recall.visible_from = b.memory.flatten().narrow(0, 0, 1);
+  });
   refused("v must not share memory with cache_key",
           [](S& s, B& b) { s.v = b.key.narrow(2, 0, 20); });
   refused("k must not share memory with cache_value",

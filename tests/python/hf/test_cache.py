@@ -11,6 +11,7 @@ import pytest
 import torch
 from hf_helpers import (
     EXACT,
+    GREEDY,
     RECALL,
     SPARSE,
     assert_close,
@@ -236,6 +237,20 @@ def test_a_static_cache_is_refused_after_a_failed_forward_until_it_is_reset(llam
             llama(ids[:, 40:], past_key_values=cache)
         cache.reset()
         assert_close(llama(ids, past_key_values=cache).logits, llama(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["none", "static"])
+def test_inference_mode_gives_what_no_grad_gives(build, ids, name, kind):
+    model = build(name)
+
+    def generate(mode):
+        options = {} if kind == "none" else {"cache_implementation": kind}
+        with mode():
+            return model.generate(ids, **options, **GREEDY)
+
+    with enable(model, **SPARSE):
+        assert torch.equal(generate(torch.inference_mode), generate(torch.no_grad))
 
 
 @pytest.mark.parametrize("own", [False, True])

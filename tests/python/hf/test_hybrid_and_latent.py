@@ -101,6 +101,8 @@ def test_generating_with_room_for_everything_equals_stock(model, prompt, sparse_
         assert torch.equal(model.generate(prompt, **arguments), stock)
         cache = new_cache(model)
         calls = model.generate(prompt, past_key_values=cache, prefill_chunk_size=32, **arguments)
+        with torch.inference_mode():
+            assert torch.equal(model.generate(prompt, **arguments), stock)
     assert torch.equal(calls, stock)
     assert sorted(set(sparse_layers)) == [32, TOKENS]
 
