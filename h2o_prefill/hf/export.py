@@ -41,14 +41,14 @@ class PackagedModel(nn.Module):
         """Return the logits [R, vocabulary] of some tokens of a call."""
         prompt, position, *layers = state
         tokens = token_ids.shape[1]
-        places = position[0] + torch.arange(tokens)
-        prompt.index_copy_(1, places, token_ids)
+        positions = position[0] + torch.arange(tokens)
+        prompt.index_copy_(1, positions, token_ids)
         recall = NO_RECALL
         if self.config.recall:
             recall = ops.recall_at_position(prompt, position, tokens, self.settings)
         out = self.model(
             token_ids,
-            position_ids=places.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=rows,
             package_state=layers,

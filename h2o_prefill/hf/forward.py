@@ -82,8 +82,8 @@ class ForwardContext:
             # Transformers makes the masks of a static cache before the forward. What our mask
             # function said by None is not asked again if there are masks of several kinds.
             if isinstance(masks, Mapping) and masks.get("full_attention", masks) is None:
-                places = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
-                self.add_plain(self.new, self.past + self.new, places)
+                slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
+                self.add_plain(self.new, self.past + self.new, slots)
 
     @property
     def new(self) -> int:
@@ -95,11 +95,11 @@ class ForwardContext:
         """Tokens in the cache; 0 if it does not count them."""
         return 0 if self.cache is None else length_of(self.cache) or 0
 
-    def add_plain(self, queries: int, keys: int, places: int) -> None:
+    def add_plain(self, queries: int, keys: int, slots: int) -> None:
         """Note that our mask function made no mask, since it would be plain causal."""
         self.plain.add((queries, keys))
-        if keys < places:
-            self.filled[places] = keys
+        if keys < slots:
+            self.filled[slots] = keys
 
     def add_window(self, shows_all: bool) -> None:
         """Note that the mask of a window was asked for, and whether it holds all keys."""

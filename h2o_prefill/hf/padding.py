@@ -63,11 +63,11 @@ def row_spans(attention_mask: Tensor, length: int) -> tuple[Span, ...] | None:
     """Return first token and end of every row, None if padding lies between tokens of a row."""
     real = attention_mask[:, :length].bool()
     real = torch.nn.functional.pad(real, (0, length - real.shape[1]))
-    places = torch.arange(length, device=real.device)
+    columns = torch.arange(length, device=real.device)
     bounds = torch.stack(
         [
-            torch.where(real, places, length).amin(dim=1),
-            torch.where(real, places + 1, 0).amax(dim=1),
+            torch.where(real, columns, length).amin(dim=1),
+            torch.where(real, columns + 1, 0).amax(dim=1),
             real.sum(dim=1),
         ],
         dim=1,

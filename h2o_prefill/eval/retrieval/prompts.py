@@ -46,19 +46,19 @@ class Haystack:
         """Return words and needles, (depth in percent, text), where the nearest sentence begins."""
         first = bisect.bisect_left(self._begins, begin)
         past = bisect.bisect_right(self._begins, begin + words)
-        places = self._begins[first:past]
+        begins = self._begins[first:past]
         located = [
-            (min(places, key=lambda place: abs(place - (begin + depth / 100 * words))), needle)
+            (min(begins, key=lambda word: abs(word - (begin + depth / 100 * words))), needle)
             for depth, needle in needles
         ]
         parts: list[str] = []
         done = begin
-        for place, needle in sorted(located, key=lambda item: item[0]):
-            before = "".join(self._words[done:place])
+        for word, needle in sorted(located, key=lambda item: item[0]):
+            before = "".join(self._words[done:word])
             # The last word of a text has no white space after it.
             gap = " " if before and not before[-1].isspace() else ""
             parts += [before, gap, needle, " "]
-            done = place
+            done = word
         return "".join([*parts, *self._words[done : begin + words]]).rstrip()
 
 

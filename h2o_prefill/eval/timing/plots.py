@@ -21,17 +21,17 @@ def plot_throughput(frame: pd.DataFrame, path: str | os.PathLike[str], title: st
     """Draw tokens per second, dense and sparse, with their ratio and that of attention flops."""
     figure = make_figure(_HEIGHT, _WIDTH)
     rate, ratio = figure.subplots(1, 2)
-    places = range(len(frame))
+    ticks = range(len(frame))
     for name, style in (("dense", DENSE), ("sparse", SPARSE)):
-        rate.plot(places, frame[f"{name}_tokens_per_second"], marker="o", **style)
+        rate.plot(ticks, frame[f"{name}_tokens_per_second"], marker="o", **style)
     rate.set_ylabel("tokens / s")
     rate.set_title("prefill throughput (higher is better)", fontsize=10)
     speedup = frame["speedup"]
     spread = [speedup - frame["speedup_min"], frame["speedup_max"] - speedup]
     measured = {"color": SPARSE["color"], "label": "speed-up (bars: lowest and highest round)"}
-    ratio.errorbar(places, speedup, spread, marker="o", capsize=3, **measured)
+    ratio.errorbar(ticks, speedup, spread, marker="o", capsize=3, **measured)
     counted = {"color": "0.45", "label": "attention flops, dense / sparse", "linestyle": ":"}
-    ratio.plot(places, frame["attention_flops_ratio"], marker="s", markersize=4, **counted)
+    ratio.plot(ticks, frame["attention_flops_ratio"], marker="s", markersize=4, **counted)
     ratio.axhline(1, color="0.3", linewidth=0.8)
     ratio.set_ylabel("dense / sparse")
     ratio.set_title("the whole model, and its attention alone", fontsize=10)
@@ -56,8 +56,8 @@ def plot_memory(frame: pd.DataFrame, path: str | os.PathLike[str], title: str = 
         (right, kept, kept + added, _STATE, "sparse: scores and memory sets"),
         (right, kept + added, sparse, SPARSE["color"], "sparse: activations, workspace"),
     ):
-        places = [place + shift for place in range(len(frame))]
-        whole.bar(places, high - low, _BAR, low, color=color, label=label)
+        ticks = [tick + shift for tick in range(len(frame))]
+        whole.bar(ticks, high - low, _BAR, low, color=color, label=label)
     whole.set_title("peak of a prefill beside the weights", fontsize=10)
     whole.set_ylabel("MB")
     whole.legend(frameon=False, fontsize=8, reverse=True)
