@@ -23,6 +23,7 @@ set(H2O_HOST_SOURCES
     kernels/composite/chunked_sparse_attention.cpp
     kernels/composite/chunkwise_linear_attention.cpp
     kernels/composite/dense_attention.cpp
+    kernels/composite/error_rows.cpp
     kernels/composite/gather_rows.cpp
     kernels/composite/intra_chunk_attention.cpp
     kernels/composite/linear_scan.cpp
@@ -59,6 +60,7 @@ set(H2O_CPU_SOURCES
     kernels/cpu/isa_dispatch.cpp
     kernels/cpu/lexical_recall_kernel.cpp
     kernels/cpu/memory_attention_kernel.cpp
+    kernels/cpu/error_rows.cpp
     kernels/cpu/memory_set_updater.cpp
     kernels/cpu/merge_states_kernel.cpp
     kernels/cpu/select_memory_kernel.cpp

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from h2o_prefill.hf.enable import enable as enable
     from h2o_prefill.hf.prefill import chunked_prefill as chunked_prefill
     from h2o_prefill.hf.report import explain as explain
+    from h2o_prefill.hf.token_text import token_text as token_text
     from h2o_prefill.package import PrefillPackage as PrefillPackage
 
 __version__: str = build_info()["version"]
@@ -52,6 +53,7 @@ _LAZY = {
     "measure_attention": "h2o_prefill.eval",
     "reference": "h2o_prefill.reference",
     "run_ablation": "h2o_prefill.eval",
+    "token_text": "h2o_prefill.hf",
     "visualize_attention_patterns": "h2o_prefill.eval",
 }
 

@@ -95,11 +95,12 @@ def _check_attention(a: Any) -> None:
     _check_sinks(a.sinks, a.q)
 
 
-def _empty_sparse(a: Any, memory_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, scores and memory set of a sparse prefill."""
+def _empty_sparse(a: Any, memory_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, scores, memory set and widening of a sparse prefill."""
     scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
     memory = a.k.new_empty(*a.k.shape[:2], memory_size, dtype=torch.int32)
-    return _empty_heads(a.q, a.v.shape[3]), scores, memory
+    widening = a.k.new_empty(a.k.shape[:2], dtype=torch.int32)
+    return _empty_heads(a.q, a.v.shape[3]), scores, memory, widening
 
 
 @_fake("intra_chunk_attention")
@@ -139,13 +140,13 @@ def _(a: Any) -> Tensor:
 
 
 @_fake("chunked_sparse_attention")
-def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_attention(a)
     return _empty_sparse(a, _settings(a.settings).memory_size())
 
 
 @_fake("prefill_attention")
-def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_attention(a)
     return _empty_sparse(a, _settings(a.settings).of_layer(a.layer).memory_size())
 
@@ -219,7 +220,8 @@ def _recall_lists(token_ids: Tensor, num_tokens: int, block: int) -> tuple[Tenso
 
 @_fake("lexical_recall")
 def _(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _recall_lists(a.token_ids, a.token_ids.shape[1] - a.begin, a.block)
+    block = _settings(a.settings).recall_block
+    return _recall_lists(a.token_ids, a.token_ids.shape[1] - a.begin, block)
 
 
 @_fake("recall_at_position")

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import recall_settings
 from h2o_prefill.presets import chosen_config
 
 
@@ -40,27 +39,30 @@ class ChunkedSparseAttention(nn.Module):
     ----------
     config : PrefillConfig or str, optional
         Settings, or a text for `PrefillConfig.parse`. Default: the preset "recommended".
+    token_text : Tensor, optional
+        What `h2o_prefill.token_text` returned for the model's tokenizer, for `recall_characters`.
 
     Example
     -------
     >>> attention = ChunkedSparseAttention("recommended")
-    >>> out, scores, memory = attention(q, k, v, token_ids=token_ids)
+    >>> out, scores, memory, widening = attention(q, k, v, token_ids=token_ids)
     """
 
     settings: str
     recalls: bool
-    recall_settings: list[int]
+    token_text: Optional[Tensor]  # noqa: UP045
 
     # TorchScript reads annotations: it knows Optional and Union, not `|`.
     def __init__(
         self,
         config: Optional[Union[PrefillConfig, str]] = None,  # noqa: UP007, UP045
+        token_text: Optional[Tensor] = None,  # noqa: UP045
     ) -> None:
         super().__init__()
         chosen = chosen_config(config)
         self.settings = chosen.to_string()
         self.recalls = chosen.recall > 0
-        self.recall_settings = list(recall_settings(chosen))
+        self.token_text = token_text
         self._warned = False
 
     def forward(
@@ -77,7 +79,8 @@ class ChunkedSparseAttention(nn.Module):
         layer: int = 0,
         sinks: Optional[Tensor] = None,  # noqa: UP045
         softcap: float = 0.0,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        widening: Optional[Tensor] = None,  # noqa: UP045
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Attend with the queries of one call.
 
         Parameters
@@ -87,9 +90,9 @@ class ChunkedSparseAttention(nn.Module):
         k, v : Tensor
             [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv], the whole history, which ends with the
             call's tokens.
-        scores, memory, last_chunk_begin
-            Scores and memory set that the previous call of the prompt returned, and what
-            `last_chunk_begin()` returned for it; omit them in the first call.
+        scores, memory, widening, last_chunk_begin
+            State that the previous call of the prompt returned, and the value of
+            `last_chunk_begin()` for it; omit them in the first call.
         scale, sinks, softcap
             As `ops.prefill_attention` takes them.
         token_ids : Tensor, optional
@@ -98,12 +101,13 @@ class ChunkedSparseAttention(nn.Module):
         recall : tuple of Tensor, optional
             What `find_recalled` returned for the call.
         layer : int
-            Index of the layer, for `dense_layers` and `wide_layers`.
+            Index of the layer, for the settings that name layers.
 
         Returns
         -------
         tuple of Tensor
-            Output [B, Hq, Tq, Dv], scores [B, Hkv, T_total], memory int32 [B, Hkv, K + L + H].
+            Output [B, Hq, Tq, Dv], and the state: scores [B, Hkv, T_total], memory set int32
+            [B, Hkv, M], widening int32 [B, Hkv].
         """
         if recall is None and token_ids is not None and self.recalls:
             recall = self.find_recalled(token_ids, k.shape[2] - q.shape[2])
@@ -125,6 +129,7 @@ class ChunkedSparseAttention(nn.Module):
             scale,
             sinks,
             softcap,
+            widening,
         )
 
     @torch.jit.export
@@ -143,6 +148,7 @@ class ChunkedSparseAttention(nn.Module):
         layer: int = 0,
         sinks: Optional[Tensor] = None,  # noqa: UP045
         softcap: float = 0.0,
+        widening: Optional[Tensor] = None,  # noqa: UP045
     ) -> Tensor:
         """Call `ops.prefill_attention_`: attention in buffers that are allocated once.
 
@@ -168,6 +174,7 @@ class ChunkedSparseAttention(nn.Module):
             scale,
             sinks,
             softcap,
+            widening,
         )
 
     @torch.jit.export
@@ -181,9 +188,8 @@ class ChunkedSparseAttention(nn.Module):
 
         Returns the `recall` argument for all layers.
         """
-        chunk_size, block, matches, suffix, span, max_count = self.recall_settings
         return torch.ops.h2o_prefill.lexical_recall(
-            token_ids, begin, chunk_size, block, matches, suffix, span, max_count
+            token_ids, begin, self.settings, self.token_text
         )
 
     @torch.jit.export

@@ -75,6 +75,11 @@ class PrefillConfig:
     wide_factor: int = _setting(
         "wide_factor", "Factor by which L and H are multiplied in `wide_layers`."
     )
+    wide_heads: tuple[tuple[int, int, int], ...] = _setting(
+        "wide_heads",
+        "KV heads whose L and H are multiplied by a factor of their own: (layer, KV head, factor) "
+        "each, 7.2x4 in a settings text.",
+    )
     gqa_reduce: str = _setting(
         "gqa_reduce",
         'Reduction of scores over the query heads that share a KV head: "sum" or "max".',
@@ -104,10 +109,35 @@ class PrefillConfig:
         "recall_max_count",
         "A single token is looked up only if it has occurred at most this often so far.",
     )
+    recall_characters: int = _setting(
+        "recall_characters",
+        "Number of characters at the end of each token that lexical recall looks up as well, where "
+        "it knows the text of the tokens; 0 leaves it at tokens.",
+    )
+    character_matches: int = _setting(
+        "character_matches", "Maximum number of matches recalled by the characters of a token."
+    )
+    character_span: int = _setting(
+        "character_span",
+        "Number of keys recalled from each of these, from the next character's token on.",
+    )
     block_diagonal: bool = _setting(
         "block_diagonal",
         "Whether an empty memory set (K + L + H = 0) means attention within chunks only; if "
         "false, it means dense attention.",
+    )
+    error_rows: int = _setting(
+        "error_rows",
+        "Number of rows of each chunk that also attend exactly, to measure the error of their "
+        "sparse attention; 0 turns widening off.",
+    )
+    error_threshold: float = _setting(
+        "error_threshold",
+        "Mean squared error, relative to the exact output, above which L and H of a KV head double "
+        "for the chunks that follow.",
+    )
+    max_widen: int = _setting(
+        "max_widen", "Maximum factor by which errors multiply L and H during a prompt."
     )
 
     def __post_init__(self) -> None:
@@ -150,7 +180,7 @@ class PrefillConfig:
 
     @property
     def memory_size(self) -> int:
-        """Maximum number of positions in a memory set: K + L + H."""
+        """Maximum number of positions in a memory set: K + L + H, of the widest head."""
         return int(self.native.memory_size())
 
     @property
@@ -171,8 +201,10 @@ class PrefillConfig:
         return int(self.native.last_chunk_begin(past, new))
 
     def of_layer(self, layer: int | None) -> PrefillConfig:
-        """Return the settings of one layer, with its L and H; None for a layer without index."""
-        return self if layer not in self.wide_layers else _of_wide_layer(self, layer)
+        """Return the settings of one layer, with its L and H; None: a layer without an index."""
+        if layer is None or not (self.wide_layers or self.wide_heads or self.error_rows):
+            return self
+        return _of_layer(self, layer)
 
     def replace(self, **changes: object) -> PrefillConfig:
         """Return a copy with exactly these fields changed."""
@@ -194,7 +226,11 @@ class PrefillConfig:
 
 def _with_parameters(docstring: str) -> str:
     """Return the docstring of the class with the parameters' section."""
-    types = {"int | None": "int, optional", "tuple[int, ...]": "tuple of int"}
+    types = {
+        "int | None": "int, optional",
+        "tuple[int, ...]": "tuple of int",
+        "tuple[tuple[int, int, int], ...]": "tuple of (int, int, int)",
+    }
     section = "Parameters\n----------\n"
     for field in dataclasses.fields(PrefillConfig):
         text = textwrap.fill(field.metadata["help"], 92)
@@ -208,7 +244,7 @@ def _with_parameters(docstring: str) -> str:
 if PrefillConfig.__doc__:
     PrefillConfig.__doc__ = _with_parameters(PrefillConfig.__doc__)
 
-# Fields that list layers.
+# Fields that list layers, or heads of layers.
 LAYER_FIELDS = tuple(
     field.name for field in dataclasses.fields(PrefillConfig) if isinstance(field.default, tuple)
 )
@@ -219,7 +255,9 @@ def format_value(value: Any) -> str:
     if value is None or value == ():
         return "none"
     if isinstance(value, tuple):
-        return "+".join(map(str, value))
+        return "+".join(
+            "{}.{}x{}".format(*item) if isinstance(item, tuple) else str(item) for item in value
+        )
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -234,11 +272,28 @@ def _typed(name: str, value: Any) -> Any:
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a str, got {value!r}")
         return value
+    if isinstance(default, float):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        return float(value)
+    if name == "wide_heads":
+        return tuple(_as_head(head) for head in _as_sequence(name, value, "heads"))
     if isinstance(default, list):
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError(f"{name} must be a sequence of ints, got {value!r}")
-        return tuple(_as_int(name, layer) for layer in value)
+        return tuple(_as_int(name, layer) for layer in _as_sequence(name, value, "ints"))
     return None if default is None and value is None else _as_int(name, value)
+
+
+def _as_sequence(name: str, value: Any, of: str) -> Iterable[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a sequence of {of}, got {value!r}")
+    return value
+
+
+def _as_head(head: Any) -> tuple[int, ...]:
+    numbers = tuple(_as_int("wide_heads", x) for x in _as_sequence("a head", head, "ints"))
+    if len(numbers) != 3:
+        raise ValueError(f"a head of wide_heads must be (layer, KV head, factor), got {head!r}")
+    return numbers
 
 
 def _as_int(name: str, value: Any) -> int:
@@ -254,10 +309,14 @@ def _as_int(name: str, value: Any) -> int:
 def _native_of(config: PrefillConfig) -> Any:
     return _Native(
         **{
-            name: list(value) if isinstance(value, tuple) else value
+            name: _as_lists(value) if isinstance(value, tuple) else value
             for name, value in vars(config).items()
         }
     )
+
+
+def _as_lists(value: Any) -> Any:
+    return [list(x) if isinstance(x, tuple) else x for x in value]
 
 
 @lru_cache(maxsize=256)
@@ -266,7 +325,7 @@ def _text_of(config: PrefillConfig) -> str:
 
 
 @lru_cache(maxsize=256)
-def _of_wide_layer(config: PrefillConfig, layer: int) -> PrefillConfig:
+def _of_layer(config: PrefillConfig, layer: int) -> PrefillConfig:
     with warnings.catch_warnings():
         # The settings of the whole model have warned already.
         warnings.simplefilter("ignore")

@@ -34,7 +34,7 @@ def sparse_attention(
     Arguments are those of `ops.chunked_sparse_attention`. Without a state, all earlier tokens are
     candidates for the first memory set, with score 0.
     """
-    out, scores, memory = ops.chunked_sparse_attention(
+    out, scores, memory, widening = ops.chunked_sparse_attention(
         q,
         k,
         v,
@@ -46,6 +46,7 @@ def sparse_attention(
         scale,
         sinks,
         softcap,
+        None if state is None else state.widening.to(q.device),
     )
     past = k.shape[2] - q.shape[2]
     return out, PrefillState(
@@ -53,36 +54,35 @@ def sparse_attention(
         memory=memory,
         length=k.shape[2],
         last_chunk_begin=config.last_chunk_begin(past, q.shape[2]),
+        widening=widening,
     )
 
 
 def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
-    """Return the set that the next chunk attends to, [B, Hkv, K + L + H]."""
-    return ops.select_memory(
-        state.scores,
-        state.memory,
-        state.last_chunk_begin,
-        state.length,
-        config.local_window,
-        config.heavy_budget,
-        config.sink_tokens,
-    )
+    """Return the set that the next chunk attends to, as a state has the last one."""
+    batch, heads = state.memory.shape[:2]
+    sets = state.memory.new_full((batch, heads, config.memory_size), -1)
+    by_head = {head: factor for _, head, factor in config.wide_heads}
+    widest = config.max_widen if config.error_rows else 1
+    for b in range(batch):
+        for h in range(heads):
+            factor = by_head.get(h, 1) * min(int(state.widening[b, h]), widest)
+            one = slice(b, b + 1), slice(h, h + 1)
+            selected = ops.select_memory(
+                state.scores[one],
+                state.memory[one],
+                state.last_chunk_begin,
+                state.length,
+                config.local_window * factor,
+                config.heavy_budget * factor,
+                config.sink_tokens,
+            )
+            sets[b, h, : selected.shape[2]] = selected[0, 0]
+    return sets
 
 
 def recall_lists(
-    token_ids: Tensor, begin: int, config: PrefillConfig
+    token_ids: Tensor, begin: int, config: PrefillConfig, token_text: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `ops.lexical_recall` of a prompt, int64 [B, T_total], for the call from `begin` on."""
-    return ops.lexical_recall(token_ids, begin, *recall_settings(config))
-
-
-def recall_settings(config: PrefillConfig) -> tuple[int, int, int, int, int, int]:
-    """Return the settings of `ops.lexical_recall`, in its order."""
-    return (
-        config.chunk_size,
-        config.recall_block,
-        config.recall,
-        config.recall_suffix,
-        config.recall_span,
-        config.recall_max_count,
-    )
+    return ops.lexical_recall(token_ids, begin, config, token_text)

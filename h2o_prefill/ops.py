@@ -19,6 +19,8 @@ Arguments that several operators share:
 - `scores` [B, Hkv, T_total or less] and `memory` int32 [B, Hkv, any] (positions, ascending, then
   -1) are what the previous call of the prompt returned, None at first; missing scores are 0.
   `last_chunk_begin` is where the last chunk of that call began, 0 at first.
+- `widening` int32 [B, Hkv] is the factor by which errors have multiplied L and H of each head so
+  far, as the previous call returned it; 1 everywhere at first, and without `error_rows`.
 - `recall_offsets`, `recall_positions` and `recall_visible_from` are what `lexical_recall` returned
   for the call, on the CPU or the device of q; all or none.
 - `settings` are a text that `PrefillConfig.parse` reads or, except inside torch.compile and
@@ -200,20 +202,22 @@ def chunked_sparse_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    widening: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the whole sparse prefill of one layer, for calls of any length.
 
     Parameters
     ----------
     q, k, v : Tensor
         Queries of the call, keys and values of the whole history.
-    scores, memory, last_chunk_begin
+    scores, memory, last_chunk_begin, widening
         State of the prompt before the call.
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
         Keys that blocks of `recall_block` rows also see.
     settings : PrefillConfig or str
-        Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `dense_tail`, `gqa_reduce`
-        and `recall_block`. Fields that choose sparse calls and layers have no effect.
+        Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `wide_heads` whatever their
+        layer, `dense_tail`, `gqa_reduce`, `recall_block`, and those of errors. Fields that choose
+        sparse calls and layers have no effect.
 
     Returns
     -------
@@ -222,8 +226,11 @@ def chunked_sparse_attention(
     scores : Tensor
         [B, Hkv, T_total].
     memory : Tensor
-        int32 [B, Hkv, K + L + H]: the set that the last chunk attended to, -1 throughout if there
-        was none. The set after the last chunk is built when the next call needs it.
+        int32 [B, Hkv, `PrefillConfig.memory_size`]: the set that the last chunk attended to, -1
+        throughout if there was none. The set after the last chunk is built when the next call needs
+        it.
+    widening : Tensor
+        int32 [B, Hkv], for the chunks to come.
     """
 
 
@@ -243,12 +250,14 @@ def prefill_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    widening: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attend with one layer's queries of a call, sparsely or densely as the settings say.
 
     Parameters
     ----------
-    q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from, last_chunk_begin
+    q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from
+    last_chunk_begin, widening
         As `chunked_sparse_attention` takes them.
     layer : int
         Index of the layer.
@@ -257,9 +266,9 @@ def prefill_attention(
 
     Returns
     -------
-    out, scores, memory : Tensor
-        As `chunked_sparse_attention` returns them. A dense call returns scores and memory
-        unchanged, with score 0 for its own positions, and does not change `last_chunk_begin`.
+    out, scores, memory, widening : Tensor
+        As `chunked_sparse_attention` returns them. A dense call returns the state unchanged, with
+        score 0 for its own positions, and does not change `last_chunk_begin`.
     """
 
 
@@ -281,6 +290,7 @@ def prefill_attention_(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    widening: Tensor | None = None,
 ) -> Tensor:
     """Attend with one layer's queries of a call, and update its cache and state in place.
 
@@ -298,7 +308,7 @@ def prefill_attention_(
     scores : Tensor
         [B, Hkv, capacity], contiguous, 0 at first; [B, Hkv, 0] for a layer that is always dense.
     memory : Tensor
-        int32 [B, Hkv, K + L + H or more], contiguous, -1 at first.
+        int32 [B, Hkv, `PrefillConfig.memory_size` of the layer or more], contiguous, -1 at first.
     position : Tensor
         int64 [2] on the CPU: the number of tokens before the call, and where the last sparse chunk
         began; both 0 at first.
@@ -308,6 +318,8 @@ def prefill_attention_(
         Index of the layer.
     settings : PrefillConfig or str
         Settings of the whole model.
+    widening : Tensor, optional
+        int32 [B, Hkv], contiguous, 1 at first; needed where the settings have `error_rows`.
 
     Returns
     -------
@@ -325,14 +337,10 @@ def advance_position_(position: Tensor, num_tokens: int, settings: PrefillConfig
 def lexical_recall(
     token_ids: Tensor,
     begin: int,
-    chunk_size: int,
-    block: int,
-    max_matches: int,
-    max_suffix: int = 3,
-    span: int = 2,
-    max_count: int = 16,
+    settings: PrefillConfig | str,
+    token_text: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Look up earlier matches of the n-gram that ends at each new token.
+    """Look up earlier matches of the n-gram that ends at each new token, and of its characters.
 
     Strictly causal: what a row recalls depends on no token after it.
 
@@ -342,17 +350,13 @@ def lexical_recall(
         int64 [B, T_total] on the CPU: all tokens of the prompt so far.
     begin : int
         First new token.
-    chunk_size, block : int
-        S, and the number of rows of a block; S is a multiple of it.
-    max_matches : int
-        Maximum number of matches recalled for a token, the latest first.
-    max_suffix : int
-        Maximum length of the n-gram, in tokens; the longest one with a match before the chunk is
-        used.
-    span : int
-        Number of keys recalled from each match: 1 means its last position, 2 also the next one.
-    max_count : int
-        A single token is looked up only if it has occurred at most this often so far.
+    settings : PrefillConfig or str
+        `chunk_size` and the fields of recall. The longest n-gram with a match before the chunk is
+        used, the latest matches first.
+    token_text : Tensor, optional
+        int32 [vocabulary, any] on the CPU: the characters of each token, then 0, as
+        `h2o_prefill.token_text` makes it. With `recall_characters`, the last characters up to the
+        end of each token are looked up as well, across tokens; those after a match are recalled.
 
     Returns
     -------
@@ -366,7 +370,11 @@ def lexical_recall(
 
 @_operator
 def recall_at_position(
-    token_ids: Tensor, position: Tensor, num_tokens: int, settings: PrefillConfig | str
+    token_ids: Tensor,
+    position: Tensor,
+    num_tokens: int,
+    settings: PrefillConfig | str,
+    token_text: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call `lexical_recall` for one call of `prefill_attention_`, with the same settings.
 
@@ -381,6 +389,8 @@ def recall_at_position(
         As `prefill_attention_` takes them.
     num_tokens : int
         Number of tokens of the call.
+    token_text : Tensor, optional
+        As `lexical_recall` takes it.
 
     Returns
     -------

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 
+# Tensors of the state of a layer.
+STATE_OF_LAYER = 5
+
 # Prefix of the keys in a package's metadata.
 _PREFIX = "h2o_prefill."
 
@@ -68,8 +71,8 @@ class PackageInfo:
         """Allocate the buffers that the graph changes in place, for the beginning of a prompt.
 
         They are token_ids int64 [1, capacity], position int64 [2], and for every layer keys and
-        values [1, Hkv, capacity, D], scores float32 [1, Hkv, capacity] and the memory set int32
-        [1, Hkv, K + L + H].
+        values [1, Hkv, capacity, D], scores float32 [1, Hkv, capacity], the memory set int32
+        [1, Hkv, M] and the widening int32 [1, Hkv].
         """
         config, dtype = self.config, getattr(torch, self.dtype)
         rows = (1, self.kv_heads, self.capacity)
@@ -84,6 +87,7 @@ class PackageInfo:
                 torch.zeros(*rows, self.head_dim, dtype=dtype),
                 torch.zeros(rows),
                 torch.full((1, self.kv_heads, memory_size), -1, dtype=torch.int32),
+                torch.ones(1, self.kv_heads, dtype=torch.int32),
             ]
         return state
 

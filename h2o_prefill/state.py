@@ -10,26 +10,29 @@ from torch import Tensor
 
 @dataclass
 class PrefillState:
-    """Scores and memory set of one layer: plain tensors, safe to copy, pickle and save.
+    """Scores, memory set and widening of one layer: plain tensors, safe to copy, pickle and save.
 
     Attributes
     ----------
     scores : Tensor
         float32 [B, Hkv, length]: attention that each position received so far.
     memory : Tensor
-        int32 [B, Hkv, K + L + H]: the set that the last sparse chunk attended to, ascending, then
-        -1.
+        int32 [B, Hkv, `PrefillConfig.memory_size`]: the set that the last sparse chunk attended to,
+        ascending, then -1.
     length : int
         Number of tokens that the scores cover.
     last_chunk_begin : int
         Where the last sparse chunk began. Its tokens and `memory` are the candidates for the next
         memory set.
+    widening : Tensor
+        int32 [B, Hkv]: the factor by which errors have multiplied L and H of each head so far.
     """
 
     scores: Tensor
     memory: Tensor
     length: int
     last_chunk_begin: int
+    widening: Tensor
 
     def truncated(self, length: int) -> PrefillState | None:
         """Return the state of the first `length` tokens, None if there are none.
@@ -48,10 +51,15 @@ class PrefillState:
             memory=self.memory if inside else torch.full_like(self.memory, -1),
             length=length,
             last_chunk_begin=self.last_chunk_begin if inside else 0,
+            widening=self.widening,
         )
 
     def clone(self) -> PrefillState:
         """Return a copy that shares no tensors."""
         return PrefillState(
-            self.scores.clone(), self.memory.clone(), self.length, self.last_chunk_begin
+            self.scores.clone(),
+            self.memory.clone(),
+            self.length,
+            self.last_chunk_begin,
+            self.widening.clone(),
         )

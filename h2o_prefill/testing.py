@@ -92,6 +92,11 @@ def settings_text(**fields: Any) -> str:
     return ",".join(["h2o", *(f"{name}={value}" for name, value in fields.items())])
 
 
+def recall_text(chunk_size: int, block: int, matches: int, **fields: Any) -> str:
+    """Return settings of lexical recall."""
+    return settings_text(chunk_size=chunk_size, recall_block=block, recall=matches, **fields)
+
+
 def widened(arguments: Iterable[Any]) -> list[Any]:
     """Return arguments of an operator with every floating-point tensor in float64."""
     return [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]

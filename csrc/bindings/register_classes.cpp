@@ -202,18 +202,20 @@ void register_tracker(torch::Library& m) {
            "Add the column sums of phase 2, [B, Hkv, M], to the scores of the memory set.",
            {arg("layer"), arg("colsum")})
       .def("build_memory_set", &MemorySetTracker::build_memory_set,
-           "Build the set that the chunk after chunk_end attends to; return it, int32 [B, Hkv, K + "
-           "L + H].",
+           "Build the set that the chunk after chunk_end attends to; return it, int32 [B, Hkv, "
+           "memory_size].",
            {arg("layer"), arg("chunk_end")})
       .def("indices", &MemorySetTracker::indices,
-           "Return a layer's memory set, int32 [B, Hkv, K + L + H].", {arg("layer")})
+           "Return a layer's memory set, int32 [B, Hkv, memory_size].", {arg("layer")})
       .def("scores", &MemorySetTracker::scores, "Return a layer's scores, [B, Hkv, length].",
            {arg("layer")})
+      .def("widening", &MemorySetTracker::widening,
+           "Return the factors of L and H by errors, int32 [B, Hkv].", {arg("layer")})
       .def("has_scores", &MemorySetTracker::has_scores, "Return whether a layer has scores.",
            {arg("layer")})
       .def("num_layers", &MemorySetTracker::num_layers, "Return the number of layers.")
-      .def("memory_size", &MemorySetTracker::memory_size, "Return K + L + H of a layer.",
-           {arg("layer") = 0})
+      .def("memory_size", &MemorySetTracker::memory_size,
+           "Return the positions that a memory set of a layer holds at most.", {arg("layer") = 0})
       .def("local_window", &MemorySetTracker::local_window, "Return L of a layer.",
            {arg("layer") = 0})
       .def("heavy_budget", &MemorySetTracker::heavy_budget, "Return H of a layer.",
@@ -223,14 +225,18 @@ void register_tracker(torch::Library& m) {
            {arg("layer")})
       .def("last_chunk_begin", &MemorySetTracker::last_chunk_begin,
            "Return where the last chunk of a layer began.", {arg("layer")})
-      .def("update",
-           [](const Tracker& self, int64_t layer, const at::Tensor& scores,
-              const at::Tensor& memory, int64_t last_chunk_begin) {
-             self->update(
-                 layer, {.scores = scores, .memory = memory, .last_chunk_begin = last_chunk_begin});
-           },
-           "Replace the state of a layer by what chunked_sparse_attention returned.",
-           {arg("layer"), arg("scores"), arg("memory"), arg("last_chunk_begin")})
+      .def(
+          "update",
+          [](const Tracker& self, int64_t layer, const at::Tensor& scores, const at::Tensor& memory,
+             int64_t last_chunk_begin, const std::optional<at::Tensor>& widening) {
+            self->update(layer, {.scores = scores,
+                                 .memory = memory,
+                                 .last_chunk_begin = last_chunk_begin,
+                                 .widening = widening.value_or(at::Tensor())});
+          },
+          "Replace the state of a layer by what chunked_sparse_attention returned.",
+          {arg("layer"), arg("scores"), arg("memory"), arg("last_chunk_begin"),
+           arg("widening") = std::optional<at::Tensor>()})
       .def("truncate", &MemorySetTracker::truncate,
            "Remove the tokens after the first `length` of every layer.", {arg("length")})
       .def("reset", &MemorySetTracker::reset, "Forget every layer.")
@@ -332,6 +338,9 @@ void register_context(torch::Library& m) {
            "The state of one prompt: settings, keys and values, scores and memory sets, token "
            "ids and the keys that they recall.",
            {arg("num_layers"), arg("max_tokens"), arg("config")})
+      .def("set_token_text", &PrefillContext::set_token_text,
+           "Set the text of the vocabulary, int32 [vocabulary, any], that calls recall by too.",
+           {arg("token_text")})
       .def("begin",
            [](const Context& self, const at::Tensor& token_ids) { self->begin(token_ids); },
            "Begin a call with new tokens, int64 [B, T], and find the keys that they recall.",

@@ -194,25 +194,23 @@ void check_gather_rows(const Tensor& x, const Tensor& indices) {
   });
 }
 
-void check_lexical_recall(const Tensor& token_ids, int64_t begin, int64_t chunk_size, int64_t block,
-                          int64_t max_matches, int64_t max_suffix, int64_t span,
-                          int64_t max_count) {
+void check_lexical_recall(const Tensor& token_ids, int64_t begin, const PrefillConfig& config,
+                          const std::optional<Tensor>& token_text) {
   check_dims("token_ids", token_ids, 2);
   check_dtype("token_ids", token_ids, at::kLong);
   TORCH_CHECK_VALUE(token_ids.size(1) <= std::numeric_limits<int32_t>::max(),
                     "token_ids must have fewer than 2^31 columns, got ", token_ids.size(1));
   check_between("begin", begin, 0, token_ids.size(1));
-  check_at_least("block", block, 1);
-  check_at_least("chunk_size", chunk_size, 1);
-  TORCH_CHECK_VALUE(chunk_size % block == 0, "chunk_size must be a multiple of block, got ",
-                    chunk_size, " and ", block);
-  check_at_least("max_matches", max_matches, 1);
-  check_at_most("max_matches", max_matches, kMostMatches);
-  check_at_least("max_suffix", max_suffix, 1);
-  check_at_most("max_suffix", max_suffix, kLongestSuffix);
-  check_at_least("span", span, 1);
-  check_at_most("span", span, kLongestSpan);
-  check_at_least("max_count", max_count, 1);
+  check_at_least("recall", config.recall, 1);
+  check_token_text(token_text);
+}
+
+void check_token_text(const std::optional<Tensor>& token_text) {
+  if (!token_text) return;
+  check_dims("token_text", *token_text, 2);
+  check_dtype("token_text", *token_text, at::kInt);
+  TORCH_CHECK_VALUE(token_text->is_cpu(), "token_text must be on the CPU, got ",
+                    describe(*token_text));
 }
 
 }  // namespace h2o_prefill

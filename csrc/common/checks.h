@@ -7,6 +7,8 @@
 
 #include <optional>
 
+#include "h2o_prefill/config.h"
+
 namespace h2o_prefill {
 
 // q [B, Hq, T, D], k [B, Hkv, *, D] and v [B, Hkv, *, Dv], of one dtype and device; and the
@@ -48,8 +50,9 @@ void check_accumulate_scores(const at::Tensor& scores, const at::Tensor& memory,
 
 void check_gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
-void check_lexical_recall(const at::Tensor& token_ids, int64_t begin, int64_t chunk_size,
-                          int64_t block, int64_t max_matches, int64_t max_suffix, int64_t span,
-                          int64_t max_count);
+void check_token_text(const std::optional<at::Tensor>& token_text);
+
+void check_lexical_recall(const at::Tensor& token_ids, int64_t begin, const PrefillConfig& config,
+                          const std::optional<at::Tensor>& token_text);
 
 }  // namespace h2o_prefill

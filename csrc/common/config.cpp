@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <numeric>
 #include <set>
 
@@ -64,6 +65,18 @@ std::string to_text(const std::vector<int64_t>& values) {
   for (const int64_t value : values) texts.push_back(std::to_string(value));
   return texts.empty() ? kNone : join(texts, "+");
 }
+std::string to_text(double value) {
+  char digits[32];
+  return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
+}
+// A head as its layer, its number and its factor: "7.2x4".
+std::string to_text(const std::vector<std::vector<int64_t>>& heads) {
+  std::vector<std::string> texts;
+  for (const auto& head : heads) {
+    texts.push_back(to_text(head[0]) + "." + to_text(head[1]) + "x" + to_text(head[2]));
+  }
+  return texts.empty() ? kNone : join(texts, "+");
+}
 
 bool parse_value(std::string_view text, int64_t& value) {
   const char* const end = text.data() + text.size();
@@ -90,8 +103,33 @@ bool parse_value(std::string_view text, std::vector<int64_t>& values) {
   }
   return true;
 }
+bool parse_value(std::string_view text, double& value) {
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  return error == std::errc() && stop == end;
+}
+bool parse_value(std::string_view text, std::vector<std::vector<int64_t>>& heads) {
+  heads.clear();
+  if (text == kNone) return true;
+  for (const std::string_view part : split(text, '+')) {
+    const size_t dot = part.find('.');
+    const size_t times = part.find('x');
+    auto& head = heads.emplace_back(3);
+    if (dot == std::string_view::npos || times == std::string_view::npos || times < dot ||
+        !parse_value(part.substr(0, dot), head[0]) ||
+        !parse_value(part.substr(dot + 1, times - dot - 1), head[1]) ||
+        !parse_value(part.substr(times + 1), head[2])) {
+      return false;
+    }
+  }
+  return true;
+}
 
 const char* form_of(const int64_t&) { return "an int"; }
+const char* form_of(const double&) { return "a number"; }
+const char* form_of(const std::vector<std::vector<int64_t>>&) {
+  return "heads with a layer, a KV head and a factor, like 7.2x4+18.0x2, or none";
+}
 const char* form_of(const bool&) { return "true or false"; }
 const char* form_of(const std::string&) { return "a text"; }
 const char* form_of(const std::optional<int64_t>&) { return "an int or none"; }
@@ -161,6 +199,24 @@ void check_range(const char* name, const std::vector<int64_t>& values, const Bou
   for (const int64_t value : values) check_range(name, value, bounds);
 }
 
+void check_range(const char* name, double value, const Bounds& /*bounds*/) {
+  TORCH_CHECK_VALUE(value >= 0.0 && std::isfinite(value), name,
+                    " must be a finite number >= 0, got ", value);
+}
+void check_range(const char* name, const std::vector<std::vector<int64_t>>& heads,
+                 const Bounds& bounds) {
+  std::set<std::pair<int64_t, int64_t>> named;
+  for (const auto& head : heads) {
+    TORCH_CHECK_VALUE(head.size() == 3, name,
+                      " must have a layer, a KV head and a factor for each head, got ", head);
+    check_range(name, head[0], bounds);
+    check_range(name, head[1], bounds);
+    check_range(name, head[2], {1, kLargestBudget});
+    TORCH_CHECK_VALUE(named.emplace(head[0], head[1]).second, name, " must name a head once, got ",
+                      head[0], ".", head[1], " twice");
+  }
+}
+
 bool contains(const std::vector<int64_t>& layers, int64_t layer) {
   return std::find(layers.begin(), layers.end(), layer) != layers.end();
 }
@@ -225,9 +281,18 @@ void PrefillConfig::check() const {
   for_each_field([&](const auto& field) {
     check_range(field.name, this->*field.member, {field.least, field.most});
   });
-  if (!wide_layers.empty()) {
-    check_at_most("wide_factor * local_window", wide_factor * local_window, kLargestBudget);
-    check_at_most("wide_factor * heavy_budget", wide_factor * heavy_budget, kLargestBudget);
+  const int64_t by_layer = wide_layers.empty() ? 1 : wide_factor;
+  const int64_t by_error = widens() ? max_widen : 1;
+  for (const int64_t budget : {local_window, heavy_budget}) {
+    // Each factor is a small enough number that two of them can be multiplied.
+    const auto check = [&](int64_t factor) {
+      check_at_most("a factor of local_window or heavy_budget", factor, kLargestBudget);
+      check_at_most("local_window and heavy_budget, multiplied by their factors,", budget * factor,
+                    kLargestBudget);
+    };
+    check(by_layer);
+    check(by_layer * by_error);
+    for (const auto& head : wide_heads) check(by_layer * by_error * head[2]);
   }
   check_gqa_reduce(gqa_reduce);
   if (recall > 0) check_recall_block(chunk_size, recall_block);
@@ -235,8 +300,9 @@ void PrefillConfig::check() const {
 
 std::vector<std::string> PrefillConfig::advice() const {
   std::vector<std::string> all;
-  if (memory_size() >= chunk_size) {
-    all.push_back("the memory set (" + std::to_string(memory_size()) +
+  const int64_t positions = sink_tokens + local_window + heavy_budget;
+  if (positions >= chunk_size) {
+    all.push_back("the memory set (" + std::to_string(positions) +
                   " positions) is not smaller than chunk_size (" + std::to_string(chunk_size) +
                   "): sparse prefill saves less than it could");
   }
@@ -257,11 +323,29 @@ void PrefillConfig::validate() const {
 
 PrefillConfig PrefillConfig::of_layer(int64_t layer) const {
   PrefillConfig config = *this;
-  if (!contains(wide_layers, layer)) return config;
-  config.local_window *= wide_factor;
-  config.heavy_budget *= wide_factor;
-  config.wide_layers.clear();
+  if (contains(wide_layers, layer)) {
+    config.local_window *= wide_factor;
+    config.heavy_budget *= wide_factor;
+    config.wide_layers.clear();
+  }
+  std::erase_if(config.wide_heads, [&](const auto& head) { return head[0] != layer; });
+  if (layer == 0) config.error_rows = 0;
   return config;
+}
+
+int64_t PrefillConfig::factor_of_head(int64_t head) const {
+  int64_t factor = 1;
+  for (const auto& wide : wide_heads) {
+    if (wide[1] == head) factor = std::max(factor, wide[2]);
+  }
+  return factor;
+}
+
+int64_t PrefillConfig::memory_size() const {
+  int64_t factor = 1;
+  for (const auto& head : wide_heads) factor = std::max(factor, head[2]);
+  if (widens()) factor *= max_widen;
+  return sink_tokens + factor * (local_window + heavy_budget);
 }
 
 bool PrefillConfig::is_dense_layer(int64_t layer) const { return contains(dense_layers, layer); }

@@ -15,6 +15,9 @@ inline constexpr int64_t kLargestBudget = int64_t{1} << 22;
 // Layers of a model, and positions whose scores a MemorySetTracker keeps.
 inline constexpr int64_t kMostLayers = int64_t{1} << 16;
 inline constexpr int64_t kMostScores = int64_t{1} << 24;
+// Rows of a chunk whose error is measured, and the factor of a memory set by errors.
+inline constexpr int64_t kMostErrorRows = 256;
+inline constexpr int64_t kMostWidening = 64;
 // Limits of lexical recall: matches for a token, tokens of a suffix, keys for a match.
 inline constexpr int64_t kMostMatches = 1024;
 inline constexpr int64_t kLongestSuffix = 64;
@@ -29,23 +32,30 @@ struct ConfigField {
   int64_t most = kLargestSetting;
 };
 
-inline constexpr auto kConfigFields =
-    std::make_tuple(ConfigField{"chunk_size", &PrefillConfig::chunk_size, 1},
-                    ConfigField{"local_window", &PrefillConfig::local_window, 0, kLargestBudget},
-                    ConfigField{"heavy_budget", &PrefillConfig::heavy_budget, 0, kLargestBudget},
-                    ConfigField{"sink_tokens", &PrefillConfig::sink_tokens, 0, kLargestBudget},
-                    ConfigField{"dense_tail", &PrefillConfig::dense_tail},
-                    ConfigField{"dense_layers", &PrefillConfig::dense_layers},
-                    ConfigField{"wide_layers", &PrefillConfig::wide_layers},
-                    ConfigField{"wide_factor", &PrefillConfig::wide_factor, 1},
-                    ConfigField{"gqa_reduce", &PrefillConfig::gqa_reduce},
-                    ConfigField{"min_prefill", &PrefillConfig::min_prefill, 1},
-                    ConfigField{"recall", &PrefillConfig::recall, 0, kMostMatches},
-                    ConfigField{"recall_block", &PrefillConfig::recall_block, 1},
-                    ConfigField{"recall_suffix", &PrefillConfig::recall_suffix, 1, kLongestSuffix},
-                    ConfigField{"recall_span", &PrefillConfig::recall_span, 1, kLongestSpan},
-                    ConfigField{"recall_max_count", &PrefillConfig::recall_max_count, 1},
-                    ConfigField{"block_diagonal", &PrefillConfig::block_diagonal});
+inline constexpr auto kConfigFields = std::make_tuple(
+    ConfigField{"chunk_size", &PrefillConfig::chunk_size, 1},
+    ConfigField{"local_window", &PrefillConfig::local_window, 0, kLargestBudget},
+    ConfigField{"heavy_budget", &PrefillConfig::heavy_budget, 0, kLargestBudget},
+    ConfigField{"sink_tokens", &PrefillConfig::sink_tokens, 0, kLargestBudget},
+    ConfigField{"dense_tail", &PrefillConfig::dense_tail},
+    ConfigField{"dense_layers", &PrefillConfig::dense_layers},
+    ConfigField{"wide_layers", &PrefillConfig::wide_layers},
+    ConfigField{"wide_factor", &PrefillConfig::wide_factor, 1},
+    ConfigField{"wide_heads", &PrefillConfig::wide_heads},
+    ConfigField{"gqa_reduce", &PrefillConfig::gqa_reduce},
+    ConfigField{"min_prefill", &PrefillConfig::min_prefill, 1},
+    ConfigField{"recall", &PrefillConfig::recall, 0, kMostMatches},
+    ConfigField{"recall_block", &PrefillConfig::recall_block, 1},
+    ConfigField{"recall_suffix", &PrefillConfig::recall_suffix, 1, kLongestSuffix},
+    ConfigField{"recall_span", &PrefillConfig::recall_span, 1, kLongestSpan},
+    ConfigField{"recall_max_count", &PrefillConfig::recall_max_count, 1},
+    ConfigField{"recall_characters", &PrefillConfig::recall_characters, 0, kLongestSuffix},
+    ConfigField{"character_matches", &PrefillConfig::character_matches, 1, kMostMatches},
+    ConfigField{"character_span", &PrefillConfig::character_span, 1, kLongestSpan},
+    ConfigField{"block_diagonal", &PrefillConfig::block_diagonal},
+    ConfigField{"error_rows", &PrefillConfig::error_rows, 0, kMostErrorRows},
+    ConfigField{"error_threshold", &PrefillConfig::error_threshold},
+    ConfigField{"max_widen", &PrefillConfig::max_widen, 1, kMostWidening});
 
 // Calls visit(field) for each, in order.
 template <typename Visit>

@@ -53,43 +53,45 @@ inline PrefillRequest functional_request(const at::Tensor& q, const at::Tensor& 
 
 // h2o_prefill::chunked_sparse_attention: sparse in every call, with the settings of one layer.
 template <SparseAttention attend>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
     const std::optional<at::Tensor>& recall_offsets,
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
     std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-    double softcap) {
+    double softcap, const std::optional<at::Tensor>& widening) {
   PrefillRequest request =
       functional_request(q, k, v, memory, last_chunk_begin,
                          recall_lists(recall_offsets, recall_positions, recall_visible_from),
                          *read_settings(settings), scale, sinks, softcap);
-  request.take_copies(scores, memory, /*keep=*/request.is_empty());
+  request.take_copies(scores, memory, widening, /*keep=*/request.is_empty());
   at::Tensor out = request.is_empty() ? request.empty_out() : attend(request);
-  return {std::move(out), std::move(request.scores), std::move(request.memory)};
+  return {std::move(out), std::move(request.scores), std::move(request.memory),
+          std::move(request.widening)};
 }
 
 // h2o_prefill::prefill_attention
 template <SparseAttention attend, DenseAttention attend_densely>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> prefill_attention_entry(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> prefill_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
     const std::optional<at::Tensor>& recall_offsets,
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin, int64_t layer,
     std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-    double softcap) {
+    double softcap, const std::optional<at::Tensor>& widening) {
   PrefillRequest request =
       functional_request(q, k, v, memory, last_chunk_begin,
                          recall_lists(recall_offsets, recall_positions, recall_visible_from),
                          layer_settings(settings, layer), scale, sinks, softcap);
   const bool is_sparse = request.settings.is_sparse(layer, request.past(), request.length());
-  request.take_copies(scores, memory, /*keep=*/!is_sparse);
+  request.take_copies(scores, memory, widening, /*keep=*/!is_sparse);
   at::Tensor out = request.is_empty() ? request.empty_out()
                    : is_sparse        ? attend(request)
                                       : attend_densely(q, k, v, scale, sinks, softcap);
-  return {std::move(out), std::move(request.scores), std::move(request.memory)};
+  return {std::move(out), std::move(request.scores), std::move(request.memory),
+          std::move(request.widening)};
 }
 
 // h2o_prefill::prefill_attention_
@@ -100,11 +102,12 @@ at::Tensor prefill_attention_in_place_entry(
     const std::optional<at::Tensor>& recall_offsets,
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t layer, std::string_view settings,
-    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
+    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap,
+    const std::optional<at::Tensor>& widening) {
   const PlacedCall call =
-      place_call(q, k, v, {cache_key, cache_value, scores, memory}, position,
-                 recall_lists(recall_offsets, recall_positions, recall_visible_from), layer,
-                 settings, scale, sinks, softcap);
+      place_call(q, k, v, {cache_key, cache_value, scores, memory, widening.value_or(at::Tensor())},
+                 position, recall_lists(recall_offsets, recall_positions, recall_visible_from),
+                 layer, settings, scale, sinks, softcap);
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
   return call.is_sparse

@@ -4,6 +4,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 
 #include <algorithm>
 #include <cstring>
@@ -85,6 +86,22 @@ void check_recall_lists(const PrefillRequest& request) {
   }
 }
 
+void check_wide_heads(const PrefillRequest& request) {
+  for (const auto& head : request.settings.wide_heads) {
+    TORCH_CHECK_VALUE(head[1] < request.key.size(1), "wide_heads must name KV heads below ",
+                      request.key.size(1), ", got ", head[1]);
+  }
+}
+
+void check_widening(const at::Tensor& widening, const at::Tensor& q, const at::Tensor& k) {
+  check_dims("widening", widening, 2);
+  check_dtype("widening", widening, at::kInt);
+  check_device("widening", widening, q, "q");
+  TORCH_CHECK_VALUE(widening.sizes() == k.sizes().slice(0, 2),
+                    "widening must have a factor for each KV head, ", k.sizes().slice(0, 2),
+                    ", got shape ", widening.sizes());
+}
+
 void check_buffer(const char* name, const at::Tensor& buffer, const at::Tensor& x) {
   check_dims(name, buffer, 4);
   check_same_kind(name, buffer, x, "q");
@@ -111,6 +128,7 @@ void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   check_per_kv_head("memory", buffers.memory, k);
   check_dtype("memory", buffers.memory, at::kInt);
   check_device("memory", buffers.memory, q, "q");
+  if (buffers.widening.defined()) check_widening(buffers.widening, q, k);
 }
 
 // k may be a view of cache_key and v one of cache_value: write_rows() copies rows that overlap
@@ -120,7 +138,14 @@ void check_overlaps(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
                     const RecallLists& recall, const std::optional<at::Tensor>& sinks) {
   const NamedTensor key{"cache_key", buffers.key}, value{"cache_value", buffers.value},
       scores{"scores", buffers.scores}, memory{"memory", buffers.memory};
-  for (const auto& written : {key, value, scores, memory}) {
+  std::vector<NamedTensor> all{key, value, scores, memory};
+  if (buffers.widening.defined()) {
+    const NamedTensor widening{"widening", buffers.widening};
+    for (const auto& written : all) check_no_overlap(written, {widening});
+    check_no_overlap(widening, {{"k", k}, {"v", v}});
+    all.push_back(widening);
+  }
+  for (const auto& written : all) {
     check_no_internal_overlap(written);
     check_no_overlap(written, {{"q", q}, {"position", position}});
     if (sinks) check_no_overlap(written, {{"sinks", *sinks}});
@@ -141,9 +166,12 @@ void check_state_buffers(const PrefillRequest& request) {
                     "scores must be contiguous with room for ", request.total(),
                     " tokens, got shape ", request.scores.sizes());
   TORCH_CHECK_VALUE(
-      request.memory.is_contiguous() && request.memory.size(2) >= request.budget().width(),
-      "memory must be contiguous with room for K + L + H positions (", request.budget().width(),
-      "), got shape ", request.memory.sizes());
+      request.memory.is_contiguous() && request.memory.size(2) >= request.settings.memory_size(),
+      "memory must be contiguous with room for K + L + H positions (",
+      request.settings.memory_size(), "), got shape ", request.memory.sizes());
+  if (!request.settings.widens()) return;
+  TORCH_CHECK_VALUE(request.widening.defined() && request.widening.is_contiguous(),
+                    "widening must be given and contiguous where the settings have error_rows");
 }
 
 // Whether rows of x [B, H, T, D] can be copied one by one, in the calling thread.
@@ -184,6 +212,14 @@ int64_t PrefillRequest::recall_blocks() const {
   return (length() + settings.recall_block - 1) / settings.recall_block;
 }
 
+void PrefillRequest::write_factors(int32_t* factors) const {
+  const auto here = widening.defined() ? widening.cpu() : widening;
+  const int32_t* const by_error = here.defined() ? here.const_data_ptr<int32_t>() : nullptr;
+  for (int64_t unit = 0; unit < units(); ++unit) {
+    factors[unit] = static_cast<int32_t>(factor(unit % key.size(1), by_error ? by_error[unit] : 1));
+  }
+}
+
 at::Tensor PrefillRequest::empty_out() const {
   return empty_heads(query.size(0), query.size(1), length(), value.size(3), query);
 }
@@ -198,11 +234,13 @@ void PrefillRequest::check() const {
                     "last_chunk_begin must be in [0, ", past(),
                     "], the tokens before this call, got ", last_chunk_begin);
   if (start.defined()) check_memory_sets("memory", start, key, past());
+  check_wide_heads(*this);
   check_recall_lists(*this);
 }
 
 void PrefillRequest::take_copies(const std::optional<at::Tensor>& earlier_scores,
-                                 const std::optional<at::Tensor>& earlier_memory, bool keep) {
+                                 const std::optional<at::Tensor>& earlier_memory,
+                                 const std::optional<at::Tensor>& earlier_widening, bool keep) {
   if (earlier_scores) {
     check_per_kv_head("scores", *earlier_scores, key);
     check_dtype("scores", *earlier_scores, accumulate_type(query));
@@ -217,7 +255,7 @@ void PrefillRequest::take_copies(const std::optional<at::Tensor>& earlier_scores
   if (known > 0) scores.narrow(2, 0, known).copy_(earlier_scores->narrow(2, 0, known));
   if (known < wanted) scores.narrow(2, known, wanted - known).zero_();
 
-  const int64_t width = budget().width();
+  const int64_t width = settings.memory_size();
   const auto options = query.options().dtype(at::kInt);
   if (keep && earlier_memory && past() > 0) {
     memory =
@@ -226,6 +264,12 @@ void PrefillRequest::take_copies(const std::optional<at::Tensor>& earlier_scores
     memory = at::full({key.size(0), key.size(1), width}, -1, options);
   } else {
     memory = at::empty({key.size(0), key.size(1), width}, options);
+  }
+  if (earlier_widening) {
+    check_widening(*earlier_widening, query, key);
+    widening = earlier_widening->clone(at::MemoryFormat::Contiguous);
+  } else {
+    widening = at::ones({key.size(0), key.size(1)}, options);
   }
 }
 
@@ -257,6 +301,7 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                               .value = buffers.value.narrow(2, 0, past + length),
                               .scores = buffers.scores,
                               .memory = buffers.memory,
+                              .widening = buffers.widening,
                               .last_chunk_begin = last_chunk_begin,
                               .softmax_scale = scale,
                               .sinks = sinks,
@@ -267,6 +312,11 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
     if (past > 0) call.request.start = buffers.memory;
     check_state_buffers(call.request);
     call.request.check();
+  }
+  if (past == 0 && length > 0) {
+    // What an earlier prompt left.
+    if (!call.is_sparse) buffers.memory.fill_(-1);
+    if (buffers.widening.defined()) buffers.widening.fill_(1);
   }
   write_rows(buffers.key, past, k);
   write_rows(buffers.value, past, v);

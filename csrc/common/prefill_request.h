@@ -25,9 +25,12 @@ struct PrefillRequest {
   at::Tensor scores = {};
   // int32 [B, Hkv, any]: the sets that the last chunk attended to; undefined: there was none.
   at::Tensor start = {};
-  // int32 [B, Hkv, budget().width() or more], contiguous: on return the sets that the call's last
-  // chunk attended to, followed by -1. May be `start`.
+  // int32 [B, Hkv, memory_size() of the settings or more], contiguous: on return the sets that the
+  // call's last chunk attended to, followed by -1. May be `start`.
   at::Tensor memory = {};
+  // int32 [B, Hkv], contiguous: the factor by which errors have multiplied each head's L and H so
+  // far, updated. Undefined: 1 everywhere, where the settings do not widen.
+  at::Tensor widening = {};
   int64_t last_chunk_begin = 0;
 
   RecallLists recall = {};
@@ -45,6 +48,24 @@ struct PrefillRequest {
   MemoryBudget budget() const {
     return {settings.local_window, settings.heavy_budget, settings.sink_tokens};
   }
+  // No memory set has more members.
+  int64_t most_members() const { return std::min(settings.memory_size(), total()); }
+  // Whether heads differ in the factor of their L and H.
+  bool has_factors() const { return settings.widens() || !settings.wide_heads.empty(); }
+  // Rows of a chunk in which errors are measured.
+  int64_t error_rows(const RowRange& rows) const {
+    return std::min(settings.error_rows, rows.count);
+  }
+  // What a head's widening becomes where its error is large, and the factor of its L and H.
+  int64_t widened(int64_t widening) const {
+    return 2 * widening <= settings.max_widen ? 2 * widening : widening;
+  }
+  int64_t factor(int64_t head, int64_t widening) const {
+    const int64_t by_error = settings.widens() ? settings.max_widen : 1;
+    return settings.factor_of_head(head) * std::clamp<int64_t>(widening, 1, by_error);
+  }
+  // The factors of all units, in host memory: int32 [units].
+  void write_factors(int32_t* factors) const;
   bool reduce_max() const { return settings.gqa_reduce == "max"; }
   double scale() const;
 
@@ -70,11 +91,22 @@ struct PrefillRequest {
   // that does not belong to the call. keep: the call is dense, so the sets are copied in
   // the width of these settings, and new positions have score 0.
   void take_copies(const std::optional<at::Tensor>& earlier_scores,
-                   const std::optional<at::Tensor>& earlier_memory, bool keep);
+                   const std::optional<at::Tensor>& earlier_memory,
+                   const std::optional<at::Tensor>& earlier_widening, bool keep);
 
   // The lists as kernels read them. lists: on the kernels' device, contiguous.
   RecallView recall_view(const RecallLists& lists) const;
 };
+
+// Calls with(rows) for each chunk of a call, in order.
+template <typename With>
+void for_each_chunk(const PrefillRequest& request, const With& with) {
+  const int64_t size = request.settings.chunk_size;
+  for (int64_t row = 0; row < request.length(); row += size) {
+    with(RowRange{
+        .begin = row, .count = std::min(size, request.length() - row), .past = request.past()});
+  }
+}
 
 // A call of prefill_attention_ whose keys and values are in the buffers. The request's key and
 // value are views of the whole history.

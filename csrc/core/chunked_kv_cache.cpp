@@ -187,7 +187,7 @@ c10::intrusive_ptr<ChunkedKVCache> ChunkedKVCache::from_tensors(
                       "tensors must be a state of ChunkedKVCache, got length ", length,
                       " and capacity ", capacity, " for layer ", i);
     if (capacity == 0) continue;
-    check_two_more(tensors, next, "key and value", i);
+    check_more(tensors, next, 2, "key and value", i);
     const at::Tensor& key = tensors[next++];
     const at::Tensor& value = tensors[next++];
     check_new_tokens(key, value);

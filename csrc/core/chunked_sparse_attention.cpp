@@ -27,6 +27,7 @@ void check_budgets(const MemorySetTracker& tracker, const PrefillConfig& config,
   const PrefillConfig here = config.of_layer(layer);
   TORCH_CHECK_VALUE(tracker.local_window(layer) == here.local_window &&
                         tracker.heavy_budget(layer) == here.heavy_budget &&
+                        tracker.memory_size(layer) == here.memory_size() &&
                         tracker.sink_tokens() == here.sink_tokens,
                     "tracker must have local_window, heavy_budget and sink_tokens of the config (",
                     here.local_window, ", ", here.heavy_budget, ", ", here.sink_tokens,
@@ -70,7 +71,7 @@ at::Tensor ChunkedSparseAttention::forward(int64_t layer, const at::Tensor& quer
 
   PrefillBuffers buffers;
   std::tie(buffers.key, buffers.value) = cache->reserve(layer, key, value);
-  std::tie(buffers.scores, buffers.memory) =
+  std::tie(buffers.scores, buffers.memory, buffers.widening) =
       tracker->reserve(layer, key, sparse ? buffers.key.size(2) : 0);
   const auto position = at::empty({2}, at::kLong);
   position.mutable_data_ptr<int64_t>()[0] = past;

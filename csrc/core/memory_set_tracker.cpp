@@ -1,7 +1,9 @@
 #include "h2o_prefill/memory_set_tracker.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
@@ -18,10 +20,11 @@
 namespace h2o_prefill {
 namespace {
 
-// The pickled form begins with int64: K, then for every layer L, H, whether it has scores, and
-// where its last chunk began. Scores and memory of the layers that have scores follow.
+// The pickled form begins with int64: K, then for every layer L, H, the most members of a set,
+// whether it has scores, and where its last chunk began. Scores, memory and widening of the layers
+// that have scores follow.
 constexpr int64_t kTrackerHeaderFields = 1;
-constexpr int64_t kTrackerLayerFields = 4;
+constexpr int64_t kTrackerLayerFields = 5;
 
 void check_heads(const char* name, const at::Tensor& t, const at::Tensor& scores) {
   TORCH_CHECK_VALUE(t.sizes().slice(0, 2) == scores.sizes().slice(0, 2), name,
@@ -50,7 +53,9 @@ MemorySetTracker::MemorySetTracker(int64_t num_layers, const PrefillConfig& conf
   config.check();
   for (int64_t i = 0; i < num_layers; ++i) {
     const PrefillConfig layer = config.of_layer(i);
-    layers_.push_back({.local_window = layer.local_window, .heavy_budget = layer.heavy_budget});
+    layers_.push_back({.local_window = layer.local_window,
+                       .heavy_budget = layer.heavy_budget,
+                       .memory_size = layer.memory_size()});
   }
 }
 
@@ -65,10 +70,6 @@ const MemorySetTracker::Layer& MemorySetTracker::scored_layer_at(int64_t layer) 
   return state;
 }
 
-int64_t MemorySetTracker::memory_size(int64_t layer) const {
-  return sink_tokens_ + layer_at(layer).local_window + layer_at(layer).heavy_budget;
-}
-
 void MemorySetTracker::grow(int64_t layer, const at::Tensor& x, at::ScalarType type,
                             int64_t length) {
   const StateGuard guard;
@@ -80,6 +81,7 @@ void MemorySetTracker::grow(int64_t layer, const at::Tensor& x, at::ScalarType t
   if (!fits) {
     state.memory =
         at::full({x.size(0), x.size(1), memory_size(layer)}, -1, options.dtype(at::kInt));
+    state.widening = at::ones({x.size(0), x.size(1)}, options.dtype(at::kInt));
     state.scores = at::zeros({x.size(0), x.size(1), length}, options);
   } else if (length > state.scores.size(2)) {
     auto larger =
@@ -125,9 +127,11 @@ at::Tensor MemorySetTracker::build_memory_set(int64_t layer, int64_t chunk_end) 
   check_at_most("chunk_end", chunk_end, kMostScores);
   grow(layer, state.scores, state.scores.scalar_type(), chunk_end);
   const StateGuard guard;
-  layers_[layer].memory =
+  const auto selected =
       select_memory(state.scores.narrow(2, 0, chunk_end), state.memory, state.last_chunk_begin,
                     chunk_end, state.local_window, state.heavy_budget, sink_tokens_);
+  layers_[layer].memory =
+      at::constant_pad_nd(selected, {0, state.memory_size - selected.size(2)}, -1);
   commit(layer, chunk_end, state.last_chunk_begin);
   return state.memory;
 }
@@ -139,22 +143,29 @@ at::Tensor MemorySetTracker::scores(int64_t layer) const {
   return state.scores.narrow(2, 0, state.length);
 }
 
+at::Tensor MemorySetTracker::widening(int64_t layer) const {
+  return scored_layer_at(layer).widening;
+}
+
 LayerState MemorySetTracker::state(int64_t layer) const {
   const Layer& state = layer_at(layer);
   if (!state.has_scores) return {};
   const StateGuard guard;
   return {.scores = scores(layer).clone(at::MemoryFormat::Contiguous),
           .memory = state.memory.clone(at::MemoryFormat::Contiguous),
-          .last_chunk_begin = state.last_chunk_begin};
+          .last_chunk_begin = state.last_chunk_begin,
+          .widening = state.widening.clone(at::MemoryFormat::Contiguous)};
 }
 
 void MemorySetTracker::clear(int64_t layer) {
   Layer& state = layers_[layer];
-  state = {.local_window = state.local_window, .heavy_budget = state.heavy_budget};
+  state = {.local_window = state.local_window,
+           .heavy_budget = state.heavy_budget,
+           .memory_size = state.memory_size};
 }
 
 void MemorySetTracker::update(int64_t layer, const LayerState& given) {
-  const auto& [scores, memory, last_chunk_begin] = given;
+  const auto& [scores, memory, last_chunk_begin, widening] = given;
   layer_at(layer);
   if (!scores.defined() && !memory.defined()) {
     clear(layer);
@@ -169,17 +180,26 @@ void MemorySetTracker::update(int64_t layer, const LayerState& given) {
                     "memory must have room for K + L + H positions (", memory_size(layer),
                     "), got shape ", memory.sizes());
   check_between("last_chunk_begin", last_chunk_begin, 0, scores.size(2));
+  if (widening.defined()) {
+    check_dims("widening", widening, 2);
+    check_dtype("widening", widening, at::kInt);
+    check_heads("widening", widening, scores);
+  }
   const StateGuard guard;
   Layer& state = layers_[layer];
   state.scores = scores.clone(at::MemoryFormat::Contiguous);
   state.memory = memory.clone(at::MemoryFormat::Contiguous);
+  state.widening = widening.defined()
+                       ? widening.clone(at::MemoryFormat::Contiguous)
+                       : at::ones({scores.size(0), scores.size(1)}, memory.options());
   state.has_scores = true;
   state.length = scores.size(2);
   state.last_chunk_begin = last_chunk_begin;
 }
 
-std::tuple<at::Tensor, at::Tensor> MemorySetTracker::reserve(int64_t layer, const at::Tensor& key,
-                                                             int64_t capacity) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> MemorySetTracker::reserve(int64_t layer,
+                                                                         const at::Tensor& key,
+                                                                         int64_t capacity) {
   const Layer& state = layer_at(layer);
   if (state.has_scores) {
     check_heads("key", key, state.scores);
@@ -190,7 +210,7 @@ std::tuple<at::Tensor, at::Tensor> MemorySetTracker::reserve(int64_t layer, cons
         describe(key));
   }
   grow(layer, key, accumulate_type(key), capacity);
-  return {state.scores, state.memory};
+  return {state.scores, state.memory, state.widening};
 }
 
 void MemorySetTracker::commit(int64_t layer, int64_t length, int64_t last_chunk_begin) {
@@ -236,11 +256,11 @@ std::vector<at::Tensor> MemorySetTracker::state_tensors() const {
   std::vector<at::Tensor> tensors(1);
   for (int64_t i = 0; i < num_layers(); ++i) {
     const Layer& layer = layers_[i];
-    header.insert(header.end(), {layer.local_window, layer.heavy_budget, layer.has_scores,
-                                 layer.last_chunk_begin});
+    header.insert(header.end(), {layer.local_window, layer.heavy_budget, layer.memory_size,
+                                 layer.has_scores, layer.last_chunk_begin});
     if (!layer.has_scores) continue;
     const LayerState copy = state(i);
-    tensors.insert(tensors.end(), {copy.scores, copy.memory});
+    tensors.insert(tensors.end(), {copy.scores, copy.memory, copy.widening});
   }
   tensors[0] = at::tensor(header, at::kLong);
   return tensors;
@@ -254,14 +274,20 @@ c10::intrusive_ptr<MemorySetTracker> MemorySetTracker::from_tensors(
   size_t next = 1;
   for (int64_t i = 0; i < header.num_layers(); ++i) {
     const int64_t* const fields = header.layer(i);
-    PrefillConfig{.local_window = fields[0], .heavy_budget = fields[1], .sink_tokens = header[0]}
-        .check();
-    tracker->layers_[i] = {.local_window = fields[0], .heavy_budget = fields[1]};
-    if (fields[2] == 0) continue;
-    check_two_more(tensors, next, "scores and memory", i);
+    const PrefillConfig config{
+        .local_window = fields[0], .heavy_budget = fields[1], .sink_tokens = header[0]};
+    config.check();
+    check_between("the most members of a memory set", fields[2], config.memory_size(), kMostScores);
+    tracker->layers_[i] = {
+        .local_window = fields[0], .heavy_budget = fields[1], .memory_size = fields[2]};
+    if (fields[3] == 0) continue;
+    check_more(tensors, next, 3, "scores, memory and widening", i);
     const at::Tensor& scores = tensors[next++];
     const at::Tensor& memory = tensors[next++];
-    tracker->update(i, {.scores = scores, .memory = memory, .last_chunk_begin = fields[3]});
+    const at::Tensor& widening = tensors[next++];
+    tracker->update(
+        i,
+        {.scores = scores, .memory = memory, .last_chunk_begin = fields[4], .widening = widening});
   }
   check_no_more(tensors, next);
   return tracker;

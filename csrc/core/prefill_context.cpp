@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <string>
 
+#include "common/checks.h"
 #include "common/rules.h"
 #include "core/state_header.h"
 
@@ -50,6 +51,10 @@ PrefillContext::PrefillContext(int64_t num_layers, int64_t max_tokens, PrefillCo
       TORCH_CHECK_VALUE(layer < num_layers, "dense_layers and wide_layers must be < ", num_layers,
                         ", the layers of the context, got ", layer);
     }
+  }
+  for (const auto& head : this->config().wide_heads) {
+    TORCH_CHECK_VALUE(head[0] < num_layers, "wide_heads must name layers < ", num_layers,
+                      ", the layers of the context, got ", head[0]);
   }
   cache_ = c10::make_intrusive<ChunkedKVCache>(num_layers, std::min(kInitialCapacity, max_tokens),
                                                max_tokens);
@@ -125,8 +130,13 @@ void PrefillContext::begin(const at::Tensor& token_ids) {
   ids_.narrow(1, past, added).copy_(token_ids);
   ids_length_ = past + added;
   if (config().recall > 0 && config().is_sparse_call(past, added)) {
-    call_->recall = lexical_recall(ids_.narrow(1, 0, ids_length_), past, config());
+    call_->recall = lexical_recall(ids_.narrow(1, 0, ids_length_), past, config(), token_text_);
   }
+}
+
+void PrefillContext::set_token_text(const at::Tensor& token_text) {
+  check_token_text(token_text);
+  token_text_ = token_text;
 }
 
 const RecallLists& PrefillContext::recall_on(const at::Device& device) {

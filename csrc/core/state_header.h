@@ -43,10 +43,10 @@ inline StateHeader read_header(const std::vector<at::Tensor>& tensors, int64_t f
   return {{first, first + here.numel()}, fields, layer_fields};
 }
 
-// Checks that two tensors of a layer, `what`, are there from `next` on.
-inline void check_two_more(const std::vector<at::Tensor>& tensors, size_t next, const char* what,
-                           int64_t layer) {
-  TORCH_CHECK_VALUE(next + 1 < tensors.size(), "tensors must hold ", what, " of layer ", layer,
+// Checks that `count` tensors of a layer, `what`, are there from `next` on.
+inline void check_more(const std::vector<at::Tensor>& tensors, size_t next, size_t count,
+                       const char* what, int64_t layer) {
+  TORCH_CHECK_VALUE(next + count <= tensors.size(), "tensors must hold ", what, " of layer ", layer,
                     ", got ", tensors.size(), " tensors");
 }
 

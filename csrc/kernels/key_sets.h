@@ -21,6 +21,19 @@ struct RowRange {
   H2O_HOST_DEVICE int64_t position() const { return past + begin; }
 };
 
+// Row i of the `count` rows of a chunk in which errors are measured, counted from the chunk's
+// first: a hashed one of each of `count` equal parts, since fixed strides coincide with recall
+// blocks. The hash is the finaliser of SplitMix64. count <= rows.count.
+H2O_HOST_DEVICE int64_t error_row(const RowRange& rows, int64_t count, int64_t i) {
+  const int64_t begin = rows.count * i / count;
+  const int64_t end = rows.count * (i + 1) / count;
+  auto hash = static_cast<uint64_t>(rows.position() + begin) + 0x9E3779B97F4A7C15U;
+  hash = (hash ^ (hash >> 30U)) * 0xBF58476D1CE4E5B9U;
+  hash = (hash ^ (hash >> 27U)) * 0x94D049BB133111EBU;
+  hash ^= hash >> 31U;
+  return begin + static_cast<int64_t>(hash % static_cast<uint64_t>(end - begin));
+}
+
 // Keys [begin, begin + count) of the history, of which a row sees those up to its own position. In
 // chunks of chunk_size keys, if that is not 0: a row sees those of its own chunk alone.
 struct CausalRange {
@@ -43,6 +56,9 @@ struct MemoryBudget {
   int64_t sink_tokens;
 
   H2O_HOST_DEVICE int64_t width() const { return sink_tokens + local_window + heavy_budget; }
+  H2O_HOST_DEVICE MemoryBudget scaled(int64_t factor) const {
+    return {local_window * factor, heavy_budget * factor, sink_tokens};
+  }
   // A budget that selects the same positions of a history of `length`, with no part larger than it.
   MemoryBudget within(int64_t length) const {
     const auto at_most = [length](int64_t part) { return part < length ? part : length; };

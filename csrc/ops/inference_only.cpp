@@ -28,7 +28,8 @@ void inference_only(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   // Arguments changed in place get a new version, as from PyTorch's own ops.
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
-    if (alias && alias->isWrite() && !first[i].toTensor().is_inference()) {
+    const bool is_written = alias && alias->isWrite() && first[i].isTensor();
+    if (is_written && !first[i].toTensor().is_inference()) {
       first[i].toTensor().unsafeGetTensorImpl()->bump_version();
     }
   }

@@ -9,10 +9,10 @@ std::tuple<at::Tensor, LayerState> prefill_attention(
     std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
   static const auto op = find_op<decltype(prefill_attention_entry<nullptr, nullptr>)>(
       "h2o_prefill::prefill_attention");
-  auto [out, scores, memory] = op.call(q, k, v, if_defined(state.scores), if_defined(state.memory),
-                                       if_defined(recall.offsets), if_defined(recall.positions),
-                                       if_defined(recall.visible_from), state.last_chunk_begin,
-                                       layer, settings, scale, sinks, softcap);
+  auto [out, scores, memory, widening] = op.call(
+      q, k, v, if_defined(state.scores), if_defined(state.memory), if_defined(recall.offsets),
+      if_defined(recall.positions), if_defined(recall.visible_from), state.last_chunk_begin, layer,
+      settings, scale, sinks, softcap, if_defined(state.widening));
   const auto config = read_settings(settings);
   const int64_t length = q.size(2);
   const int64_t past = k.size(2) - length;
@@ -21,7 +21,8 @@ std::tuple<at::Tensor, LayerState> prefill_attention(
            .memory = std::move(memory),
            .last_chunk_begin = length > 0 && config->is_sparse(layer, past, length)
                                    ? config->last_chunk_begin(past, length)
-                                   : state.last_chunk_begin}};
+                                   : state.last_chunk_begin,
+           .widening = std::move(widening)}};
 }
 
 at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -33,7 +34,8 @@ at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at
       "h2o_prefill::prefill_attention_");
   return op.call(q, k, v, buffers.key, buffers.value, buffers.scores, buffers.memory, position,
                  if_defined(recall.offsets), if_defined(recall.positions),
-                 if_defined(recall.visible_from), layer, settings, scale, sinks, softcap);
+                 if_defined(recall.visible_from), layer, settings, scale, sinks, softcap,
+                 if_defined(buffers.widening));
 }
 
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
@@ -42,12 +44,14 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
       "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor? scores, Tensor? memory, "
       "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, "
       "SymInt last_chunk_begin, int layer, str settings, float? scale=None, Tensor? sinks=None, "
-      "float softcap=0.0) -> (Tensor out, Tensor scores, Tensor memory)");
+      "float softcap=0.0, Tensor? widening=None) -> "
+      "(Tensor out, Tensor scores, Tensor memory, Tensor widening)");
   m.def(
       "prefill_attention_(Tensor q, Tensor k, Tensor v, Tensor(a!) cache_key, "
       "Tensor(b!) cache_value, Tensor(c!) scores, Tensor(d!) memory, Tensor position, "
       "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, int layer, "
-      "str settings, float? scale=None, Tensor? sinks=None, float softcap=0.0) -> Tensor");
+      "str settings, float? scale=None, Tensor? sinks=None, float softcap=0.0, "
+      "Tensor(e!)? widening=None) -> Tensor");
 }
 
 }  // namespace h2o_prefill

@@ -84,7 +84,10 @@ def generate(
             check_interrupt()
             console.print(piece, end="", markup=False, soft_wrap=True)
 
-        with enable(network, config) if package is None else contextlib.nullcontext():
+        enabled: Any = contextlib.nullcontext()
+        if package is None:
+            enabled = enable(network, config, tokenizer=tokenizer)
+        with enabled:
             timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)
         console.print()
         error_console().print(_summary(timing, config), style="dim", soft_wrap=True)

@@ -130,7 +130,7 @@ def compare_answers(
             for name, config in runs.items():
                 step(f"prompt {number} {name}")
                 options = {"output_logits": config is None, "return_dict_in_generate": True}
-                with prefill_mode(network, config, strict=True):
+                with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
                     made = generate_greedily(network, ids, new_tokens, **options)
                 tokens[name] = made.sequences[0, length:].tolist()
                 if config is None:

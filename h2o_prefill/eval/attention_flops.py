@@ -21,25 +21,30 @@ class AttentionFlops:
 
 
 def count_attention_flops(
-    prompts: Tensor, config: PrefillConfig, num_layers: int = 1
+    prompts: Tensor,
+    config: PrefillConfig,
+    num_layers: int = 1,
+    kv_heads: int = 1,
+    token_text: Tensor | None = None,
 ) -> AttentionFlops:
     """Count the attention flops of prompts [prompts, T], each prefilled in one call.
 
-    Dense layers and prompts that are too short for a sparse call count as dense, wide layers with
-    their own memory sets. Lexical recall is run on every prompt.
+    Dense layers and prompts that are too short for a sparse call count as dense, wide layers and
+    heads with their own memory sets. Lexical recall is run on every prompt.
     """
     count, length = prompts.shape
     if not config.is_sparse_call(0, length):
         return AttentionFlops(1.0, 0.0 if config.recall else None)
     dense = count * dense_dot_products(length)
     recalled = sum(
-        recalled_dot_products(length, find_recalled(prompt.unsqueeze(0), config))
+        recalled_dot_products(length, find_recalled(prompt.unsqueeze(0), config, token_text))
         for prompt in prompts
     )
     all_layers = sum(
         dense
         if layer in config.dense_layers
-        else recalled + count * sparse_dot_products(length, config.of_layer(layer))
+        else recalled
+        + count * sparse_dot_products(length, config.of_layer(layer), kv_heads=kv_heads)
         for layer in range(num_layers)
     )
     return AttentionFlops(
@@ -54,18 +59,25 @@ def dense_dot_products(num_tokens: int) -> int:
 
 
 def sparse_dot_products(
-    num_tokens: int, config: PrefillConfig, recalled: RecalledKeys | None = None
+    num_tokens: int,
+    config: PrefillConfig,
+    recalled: RecalledKeys | None = None,
+    kv_heads: int = 1,
 ) -> int:
     """Count the query-key products of one head when a prompt is prefilled sparsely in one call.
 
     Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| the most that a
-    memory set can hold by then. Recalled keys are added, and all keys of the rows of a dense tail,
-    whose sparse attention is computed too, because it updates the scores.
+    memory set can hold by then, as a mean of the heads, before errors widen it. Recalled keys are
+    added, and all keys of the rows of a dense tail, whose sparse attention is computed too, because
+    it updates the scores.
     """
+    wider = sum(factor - 1 for *_, factor in config.wide_heads) / kv_heads
+    budget = config.local_window + config.heavy_budget
+    memory_size = config.sink_tokens + round(budget * (1 + wider))
     total = recalled_dot_products(num_tokens, recalled)
     for begin in range(0, num_tokens, config.chunk_size):
         rows = min(config.chunk_size, num_tokens - begin)
-        total += dense_dot_products(rows) + rows * min(config.memory_size, begin)
+        total += dense_dot_products(rows) + rows * min(memory_size, begin)
     tail = min(config.dense_tail, num_tokens)
     return total + dense_dot_products(num_tokens) - dense_dot_products(num_tokens - tail)
 

@@ -113,7 +113,7 @@ def calibrate_layers(
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
     step = count_steps(on_progress, len(batches) * (len(candidates) + 3))
     with torch.no_grad(), eval_mode(model):
-        runs = PairedRuns(model, selected, batches, _PROTOCOL, keep_dense=True)
+        runs = PairedRuns(model, tokenizer, selected, batches, _PROTOCOL, keep_dense=True)
 
         def measure(tried: PrefillConfig, what: str) -> float:
             def tell(index: int, mode: str) -> None:

@@ -43,8 +43,11 @@ class RecalledKeys:
         return mask
 
 
-def find_recalled(prompt: Tensor, config: PrefillConfig) -> RecalledKeys | None:
+def find_recalled(
+    prompt: Tensor, config: PrefillConfig, token_text: Tensor | None = None
+) -> RecalledKeys | None:
     """Search a prompt, int64 [1, T], as a sparse prefill of it would; None if recall is off."""
     if config.recall == 0:
         return None
-    return RecalledKeys(*recall_lists(prompt.cpu(), 0, config), block=config.recall_block)
+    lists = recall_lists(prompt.cpu(), 0, config, token_text)
+    return RecalledKeys(*lists, block=config.recall_block)

@@ -35,14 +35,14 @@ def count_steps(on_progress: Progress | None, total: int) -> Callable[[str], Non
 
 
 def prefill_mode(
-    model: Any, config: PrefillConfig | None, *, strict: bool = False
+    model: Any, config: PrefillConfig | None, *, tokenizer: Any = None, strict: bool = False
 ) -> AbstractContextManager[Any]:
     """Return a context of sparse prefill, dense if `config` is None; `strict`: no dense calls."""
     if config is None:
         return contextlib.nullcontext()
     from h2o_prefill.hf import enable
 
-    return enable(model, config, strict=strict)
+    return enable(model, config, tokenizer=tokenizer, strict=strict)
 
 
 def chosen_variants(variants: Mapping[str, PrefillConfig] | None) -> dict[str, PrefillConfig]:
@@ -110,7 +110,16 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def count_layers(model: nn.Module) -> int:
     """Return the decoder layers that a model's config names, 1 if it names none."""
+    return _count(model, "num_hidden_layers")
+
+
+def count_kv_heads(model: nn.Module) -> int:
+    """Return the KV heads of a layer that a model's config names, 1 if it names none."""
+    return _count(model, "num_key_value_heads")
+
+
+def _count(model: nn.Module, name: str) -> int:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
-    return getattr(config, "num_hidden_layers", 1) or 1
+    return getattr(config, name, 1) or 1

@@ -15,6 +15,7 @@
 | cache.py, layer.py | caches that calls of one prompt share, and their layers |
 | state.py | the state of one enabled model, and what its compiled graph is told |
 | report.py | which layers are and were sparse |
+| token_text.py | the text of a vocabulary, for recall by characters |
 | export.py | a whole model as one graph |
 """
 
@@ -26,3 +27,4 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import chunked_prefill
 from h2o_prefill.hf.report import LayerReport, ModelReport, explain
 from h2o_prefill.hf.state import NAME
+from h2o_prefill.hf.token_text import token_text

@@ -80,7 +80,7 @@ def attend_in_graph(call: Call, forward: GraphCall) -> Attended:
         out = ops.dense_attention(query, key, value, *options)
     elif layer is None:
         state = (None, None, *forward.recall, 0, number, forward.settings)
-        out, _, _ = ops.prefill_attention(query, key, value, *state, *options)
+        out, *_ = ops.prefill_attention(query, key, value, *state, *options)
     else:
         out = layer.attend_in_graph(query[:, :, :rows], forward, number, options)
         out = with_candidates(out, query, key, value, options)

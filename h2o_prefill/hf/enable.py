@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
@@ -22,18 +23,26 @@ from h2o_prefill.hf.layer_kinds import (
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.report import ModelReport, attention_layers, explain
 from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
+from h2o_prefill.hf.token_text import text_for
 from h2o_prefill.presets import chosen_config
 
 
 class PrefillHandle:
     """Sparse prefill of one model, on until `disable` is called or its `with` ends."""
 
-    def __init__(self, model: PreTrainedModel, config: PrefillConfig, strict: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: PrefillConfig,
+        strict: bool,
+        token_text: Tensor | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.strict = strict
         self.active = False
         self._entered = False
+        self.token_text = token_text
         self.state = EnabledState(config, strict)
         self._hooks: list[Any] = []
 
@@ -70,7 +79,10 @@ class PrefillHandle:
             )
         previous = [(c, c._attn_implementation) for c in configs]
         by_mask = _causal_by_mask(self.model, configs, self.config)
-        return EnabledState(self.config, self.strict, previous, self.state.reported, by_mask)
+        reported = self.state.reported
+        return EnabledState(
+            self.config, self.strict, previous, reported, by_mask, token_text=self.token_text
+        )
 
     def _switch_on(self) -> None:
         """Switch the model over with the settings as they are, or leave it as it was."""
@@ -136,6 +148,7 @@ def enable(
     model: PreTrainedModel,
     config: PrefillConfig | str | None = None,
     *,
+    tokenizer: Any = None,
     strict: bool = False,
     **overrides: Any,
 ) -> PrefillHandle:
@@ -157,6 +170,9 @@ def enable(
     config : PrefillConfig or str, optional
         Settings, or the name of a preset. Default: "recommended"; "h2o" is the algorithm as
         specified.
+    tokenizer : optional
+        The model's tokenizer: with `recall_characters`, lexical recall compares the text of the
+        tokens too.
     strict : bool
         Raise NotImplementedError where a long call would fall back to dense attention.
     **overrides
@@ -186,10 +202,11 @@ def enable(
     chosen = chosen_config(config, overrides)
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     for name in LAYER_FIELDS:
-        numbers = getattr(chosen, name)
+        given = getattr(chosen, name)
+        numbers = [item if isinstance(item, int) else item[0] for item in given]
         if layers is not None and any(number >= layers for number in numbers):
-            raise ValueError(f"{name} must be < {layers}, got {numbers}")
-    return PrefillHandle(model, chosen, strict).enable()
+            raise ValueError(f"layers of {name} must be < {layers}, got {given}")
+    return PrefillHandle(model, chosen, strict, text_for(tokenizer, chosen)).enable()
 
 
 def disable(model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.layer_kinds import is_causal, window_of
 from h2o_prefill.hf.report import attention_layers
-from h2o_prefill.package import PackageInfo
+from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
 
 NAME = "h2o_prefill_package"
 
@@ -31,11 +31,16 @@ _MOVING_ROPE = ("dynamic", "longrope")
 class PackagedModel(nn.Module):
     """A model whose attention layers keep their state in tensors that each call is given."""
 
-    def __init__(self, model: PreTrainedModel, config: PrefillConfig) -> None:
+    token_text: Tensor | None
+
+    def __init__(
+        self, model: PreTrainedModel, config: PrefillConfig, token_text: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.config = config
         self.settings = config.native.to_fields()
+        self.register_buffer("token_text", token_text if config.recall_characters else None)
 
     def forward(self, token_ids: Tensor, rows: Tensor, *state: Tensor) -> Tensor:
         """Return the logits [R, vocabulary] of some tokens of a call."""
@@ -45,7 +50,9 @@ class PackagedModel(nn.Module):
         prompt.index_copy_(1, positions, token_ids)
         recall = NO_RECALL
         if self.config.recall:
-            recall = ops.recall_at_position(prompt, position, tokens, self.settings)
+            recall = ops.recall_at_position(
+                prompt, position, tokens, self.settings, self.token_text
+            )
         out = self.model(
             token_ids,
             position_ids=positions.unsqueeze(0),
@@ -65,7 +72,10 @@ def attend_in_place(call: Call) -> Attended:
     given: tuple[Tensor, RecallLists, str] = call.kwargs["package_call"]
     position, recall, settings = given
     number = call.layer or 0
-    key, value, scores, memory = call.kwargs["package_state"][4 * number : 4 * number + 4]
+    first = STATE_OF_LAYER * number
+    key, value, scores, memory, widening = call.kwargs["package_state"][
+        first : first + STATE_OF_LAYER
+    ]
     out = ops.prefill_attention_(
         call.query,
         call.key,
@@ -79,6 +89,7 @@ def attend_in_place(call: Call) -> Attended:
         number,
         settings,
         call.scaling,
+        widening=widening,
     )
     return out.transpose(1, 2), None
 
@@ -132,8 +143,10 @@ def describe_package(
     )
 
 
-def export_model(model: PreTrainedModel, info: PackageInfo) -> torch.export.ExportedProgram:
-    """Export a model for calls of any number of tokens."""
+def export_model(
+    model: PreTrainedModel, info: PackageInfo, token_text: Tensor | None = None
+) -> torch.export.ExportedProgram:
+    """Export a model for calls of any number of tokens; token_text as in `lexical_recall`."""
     AttentionInterface.register(NAME, attend_in_place)
     previous = model.config._attn_implementation
     tokens, state = min(64, info.capacity), info.new_state()
@@ -145,7 +158,7 @@ def export_model(model: PreTrainedModel, info: PackageInfo) -> torch.export.Expo
     )
     model.set_attn_implementation(NAME)
     try:
-        packaged = PackagedModel(model, PrefillConfig.parse(info.settings))
+        packaged = PackagedModel(model, PrefillConfig.parse(info.settings), token_text)
         with torch.no_grad():
             return torch.export.export(packaged, example, dynamic_shapes=shapes, strict=False)
     finally:

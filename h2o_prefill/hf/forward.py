@@ -135,7 +135,7 @@ class ForwardContext:
                 self.enabled.report(NO_IDS)
                 return NO_RECALL
             prompt = ids[:, first : min(stop, end)][rows].to("cpu", torch.int64)
-            return recall_lists(prompt, past, self.enabled.config)
+            return recall_lists(prompt, past, self.enabled.config, self.enabled.token_text)
 
         lists: RecallLists = self.shared(("recall", span), find)
         moved: RecallLists = self.shared(

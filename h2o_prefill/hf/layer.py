@@ -35,7 +35,7 @@ class ChunkedPrefillLayer(DynamicLayer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self.padded = False
-        self.traced: tuple[Tensor, Tensor] | None = None
+        self.traced: tuple[Tensor, Tensor, Tensor] | None = None
         self._state: PrefillState | None = None
         self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 after the state's length
         # Key and value buffers, and the views of them that `keys` and `values` were set to: code
@@ -103,9 +103,10 @@ class ChunkedPrefillLayer(DynamicLayer):
             layer,
             config.to_string(),
             *options,
+            state.widening,
         )
         begin = config.last_chunk_begin(past, new)
-        self._state = PrefillState(scores[..., :total], state.memory, total, begin)
+        self._state = PrefillState(scores[..., :total], state.memory, total, begin, state.widening)
         return out
 
     def attend_in_graph(
@@ -115,7 +116,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         keys, values = self._held()
         total = keys.shape[2] - call.candidates
         state = self._state
-        out, scores, memory = ops.prefill_attention(
+        out, scores, memory, widening = ops.prefill_attention(
             query,
             keys[:, :, :total],
             values[:, :, :total],
@@ -126,15 +127,17 @@ class ChunkedPrefillLayer(DynamicLayer):
             layer,
             call.settings,
             *options,
+            None if state is None else state.widening,
         )
-        self.traced = scores, memory
+        self.traced = scores, memory, widening
         return out
 
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
         """Make the state that of a forward whose graph has attended to so many tokens."""
         assert self.traced is not None
-        (scores, memory), self.traced = self.traced, None
-        self.state = PrefillState(scores, memory, total, config.last_chunk_begin(total - new, new))
+        (scores, memory, widening), self.traced = self.traced, None
+        begin = config.last_chunk_begin(total - new, new)
+        self.state = PrefillState(scores, memory, total, begin, widening)
 
     def holds(self, key: Tensor, value: Tensor) -> bool:
         """Return whether keys and values are those that `update` returned."""
@@ -231,9 +234,13 @@ class ChunkedPrefillLayer(DynamicLayer):
         if state is None:
             dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
             memory = query.new_full((batch, heads, config.memory_size), -1, dtype=torch.int32)
-            state = PrefillState(query.new_zeros(batch, heads, 0, dtype=dtype), memory, 0, 0)
-        scores = self._scores
-        if scores is None or scores.shape[2] < capacity or not _is_writable(scores):
+            scores = query.new_zeros(batch, heads, 0, dtype=dtype)
+            widening = query.new_ones(batch, heads, dtype=torch.int32)
+            state = PrefillState(scores, memory, 0, 0, widening)
+        kept = self._scores
+        if kept is not None and kept.shape[2] >= capacity and _is_writable(kept):
+            scores = kept
+        else:
             scores = state.scores.new_zeros((batch, heads, capacity), device=query.device)
             scores[..., : state.length] = state.scores
             self._scores = scores
@@ -244,7 +251,10 @@ class ChunkedPrefillLayer(DynamicLayer):
             memory = torch.nn.functional.pad(memory, (0, grown), value=-1)
         elif not memory.is_contiguous() or not _is_writable(memory):
             memory = memory.clone(memory_format=torch.contiguous_format)
-        state.memory = memory
+        widening = state.widening.to(query.device)
+        if not widening.is_contiguous() or not _is_writable(widening):
+            widening = widening.clone(memory_format=torch.contiguous_format)
+        state.memory, state.widening = memory, widening
         return scores, state
 
     def _truncate_state(self, length: int) -> None:
@@ -264,7 +274,8 @@ class ChunkedPrefillLayer(DynamicLayer):
         state = self._state
         if state is not None:
             scores, memory = change(state.scores), change(state.memory)
-            self.state = replace(state, scores=scores, memory=memory)
+            widening = change(state.widening)
+            self.state = replace(state, scores=scores, memory=memory, widening=widening)
 
 
 def _is_writable(tensor: Tensor) -> bool:

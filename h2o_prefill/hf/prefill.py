@@ -28,6 +28,7 @@ def chunked_prefill(
     inputs_embeds: Tensor | None = None,
     chunks_per_call: int = 4,
     cache: ChunkedPrefillCache | None = None,
+    tokenizer: Any = None,
     strict: bool = False,
     **overrides: Any,
 ) -> Any:
@@ -53,7 +54,7 @@ def chunked_prefill(
         Chunks that go through the model at once.
     cache : ChunkedPrefillCache, optional
         A cache to continue from. Default: a new one.
-    strict : bool
+    tokenizer, strict
         As for `enable`.
     **overrides
         Fields of `PrefillConfig` to change.
@@ -89,7 +90,7 @@ def chunked_prefill(
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     options |= {**cache_argument(model, cache), "use_cache": True}
-    with enable(model, chosen, strict=strict), torch.no_grad():
+    with enable(model, chosen, tokenizer=tokenizer, strict=strict), torch.no_grad():
         for end, size in zip(accumulate(sizes), sizes, strict=True):
             call = {name: tokens[:, end - size : end]}
             if mask is not None:

@@ -55,6 +55,7 @@ class EnabledState:
     # What the calls of each layer were, by its number.
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
     on: bool = False  # whether the model is enabled
+    token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from h2o_prefill.reference import ops
 from h2o_prefill.reference.attention import apply_rope_global, populate_kv_cache, rope_frequencies
-from h2o_prefill.reference.ops import Settings, read_settings
+from h2o_prefill.reference.settings import Settings, read_settings
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Prompt:
 
     cache: Tensor  # [num_layers, 2, Hkv, max_seq_len, D]: keys after RoPE, and values
     length: int = 0
-    scores: dict[int, Tensor] = field(default_factory=dict)  # [1, Hkv, tokens]
-    memory: dict[int, Tensor] = field(default_factory=dict)  # [1, Hkv, K + L + H]
+    # By layer: scores [1, Hkv, tokens], memory set [1, Hkv, M], widening [1, Hkv].
+    state: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     last_chunk_begin: int = 0
 
 
@@ -99,16 +99,14 @@ class ChunkedSparseAttentionLayer(nn.Module):
         keys, values = prompt.cache[layer, :, None, :, : past + k.shape[1]]
         if settings is None:
             return ops.dense_attention(q[None], keys, values)[0]
-        out, prompt.scores[layer], prompt.memory[layer] = ops.chunked_sparse_attention(
-            q[None],
-            keys,
-            values,
-            prompt.scores.get(layer),
-            prompt.memory.get(layer),
-            *ops.NO_RECALL,
+        scores, memory, widening = prompt.state.get(layer, (None, None, None))
+        out, *state = ops.chunked_sparse_attention(
+            *(q[None], keys, values, scores, memory, *ops.NO_RECALL),
             prompt.last_chunk_begin,
-            settings,
+            read_settings(settings).of_layer(layer),
+            widening=widening,
         )
+        prompt.state[layer] = (state[0], state[1], state[2])
         return out[0]
 
 

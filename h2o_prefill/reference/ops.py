@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill.config import PrefillConfig
 from h2o_prefill.reference.attention import (
     OnlineSoftmaxState,
     causal_mask,
@@ -22,22 +21,15 @@ from h2o_prefill.reference.attention import (
     softmax_weights,
 )
 from h2o_prefill.reference.attention import intra_chunk_attention as attend_inside
+from h2o_prefill.reference.budgets import HeadBudgets
 from h2o_prefill.reference.linear_attention import bidirectional_linear_attention
 from h2o_prefill.reference.linear_attention import chunkwise_linear_attention as attend_chunkwise
 from h2o_prefill.reference.memory import ScoreTracker, build_memory_set, gather_memory_kv
 from h2o_prefill.reference.memory import gather_rows as gather_rows
 from h2o_prefill.reference.recall import lexical_recall as lexical_recall
-
-Settings = PrefillConfig | str
+from h2o_prefill.reference.settings import Settings, read_settings
 
 NO_RECALL = (None, None, None)
-
-
-def read_settings(settings: Settings) -> Any:
-    """Return settings as an object with the fields of `PrefillConfig`."""
-    if isinstance(settings, str):
-        return torch.classes.h2o_prefill.PrefillConfig.parse(settings)
-    return settings
 
 
 def intra_chunk_attention(
@@ -125,14 +117,14 @@ def chunked_sparse_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    widening: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run one layer's sparse prefill of the Tq newest tokens.
 
     Positions [last_chunk_begin, T_total - Tq) are candidates of the call's first set. Sinks join
     the softmax of the output, and both softmaxes that scores come from.
     """
     config = read_settings(settings)
-    budgets = (config.local_window, config.heavy_budget, config.sink_tokens)
     (batch, heads, total), size = k.shape[:3], config.chunk_size
     past = total - q.shape[2]
     queries, keys, values = _grouped(q, k, v)
@@ -147,7 +139,8 @@ def chunked_sparse_attention(
     if scores is not None:
         known = min(scores.shape[2], past)
         tracker.scores[:, :, :known] = scores[:, :, :known]
-    attended = torch.full((batch, heads, sum(budgets)), -1, dtype=torch.int32, device=q.device)
+    budgets = HeadBudgets(config, batch, heads, widening)
+    attended = torch.full((batch, heads, budgets.width), -1, dtype=torch.int32, device=q.device)
     if q.shape[2] == 0 and past and memory is not None:
         # A call without tokens passes the set on, in the width of these settings.
         kept = min(attended.shape[2], memory.shape[2])
@@ -167,7 +160,7 @@ def chunked_sparse_attention(
         if begin == 0:
             out[:, :, :, rows], intra_weights = attend_inside(*chunk, mask, **options)
         else:
-            attended = select_memory(tracker.scores, previous, last_chunk_begin, begin, *budgets)
+            attended = budgets.select(tracker.scores, previous, last_chunk_begin, begin)
             third = None
             if recalled is not None:  # a key in the memory set of a head does not count twice
                 unseen = recalled[:, None, rows] & ~_membership(attended, total).unsqueeze(2)
@@ -182,6 +175,7 @@ def chunked_sparse_attention(
             )
             for b in range(batch):
                 tracker.accumulate_scores(b, attended[b], inter_weights[b])
+            budgets.widen(*(queries, keys, values, out), begin, end, options)
         for b in range(batch):
             tracker.set_initial_scores(b, begin, end, intra_weights[b])
         previous, last_chunk_begin = attended, begin
@@ -190,7 +184,7 @@ def chunked_sparse_attention(
     if config.dense_tail > 0:
         tail = slice(max(q.shape[2] - config.dense_tail, 0), None)
         result[:, :, tail] = dense_attention(q[:, :, tail], k, v, scale, sinks, softcap)
-    return result, tracker.scores, attended
+    return result, tracker.scores, attended, budgets.widening.to(q.device)
 
 
 def chunkwise_linear_attention(

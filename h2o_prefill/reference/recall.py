@@ -6,49 +6,43 @@ The search reads token ids only, never activations, so one search serves all lay
 
 from __future__ import annotations
 
+from itertools import accumulate, takewhile
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from h2o_prefill.reference.settings import read_settings
+
 
 def lexical_recall(
-    token_ids: Tensor,
-    begin: int,
-    chunk_size: int,
-    block: int,
-    max_matches: int,
-    max_suffix: int = 3,
-    span: int = 2,
-    max_count: int = 16,
+    token_ids: Tensor, begin: int, settings: Any, token_text: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the earlier matches of the n-gram that ends at each new token.
+    """Find the earlier matches of the n-gram that ends at each new token, and of its characters.
 
     Only matches before the chunk of a token count: the chunk itself is visible anyway. The longest
-    n-gram that has a match wins, alone. Within a block each position appears once, and entries rise
-    by (visible_from, position).
+    n-gram that has a match wins, alone; characters are looked up besides. Within a block each
+    position appears once, and entries rise by (visible_from, position).
     """
-    sizes = {
-        "chunk_size": chunk_size,
-        "block": block,
-        "max_matches": max_matches,
-        "max_suffix": max_suffix,
-        "span": span,
-        "max_count": max_count,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be >= 1, got {size}")
-    if chunk_size % block:
-        raise ValueError(f"chunk_size must be a multiple of block, got {chunk_size} and {block}")
-    total = token_ids.shape[1]
+    config = read_settings(settings)
+    size, block, total = config.chunk_size, config.recall_block, token_ids.shape[1]
+    if config.recall < 1:
+        raise ValueError(f"recall must be >= 1, got {config.recall}")
     if not 0 <= begin <= total:
         raise ValueError(f"begin must be in [0, {total}], got {begin}")
     offsets, positions, visible_from = [0], [], []
-    for text in token_ids.tolist():
+    for tokens in token_ids.tolist():
+        characters = _Characters(tokens, token_text, config.recall_characters)
         for first in range(begin, total, block):
-            chunk_begin = begin + (first - begin) // chunk_size * chunk_size
+            chunk_begin = begin + (first - begin) // size * size
             first_row: dict[int, int] = {}
             for p in range(first, min(first + block, total)):
-                for e in _matches(text, p, chunk_begin, max_matches, max_suffix, max_count):
+                found = [(e, config.recall_span) for e in _matches(tokens, p, chunk_begin, config)]
+                found += [
+                    (t, config.character_span)
+                    for t in characters.matches(p, chunk_begin)[: config.character_matches]
+                ]
+                for e, span in found:
                     for position in range(e, min(e + span, chunk_begin)):
                         first_row.setdefault(position, p)  # p rises: the first is the smallest
             for position, p in sorted(first_row.items(), key=lambda entry: (entry[1], entry[0])):
@@ -62,15 +56,38 @@ def lexical_recall(
     )
 
 
-def _matches(
-    text: list[int], p: int, chunk_begin: int, max_matches: int, max_suffix: int, max_count: int
-) -> list[int]:
+def _matches(tokens: list[int], p: int, chunk_begin: int, config: Any) -> list[int]:
     """Return where the longest n-gram with a match before the chunk ended, the latest first."""
-    for n in range(min(max_suffix, p + 1), 0, -1):
-        if n == 1 and text[: p + 1].count(text[p]) > max_count:
+    for n in range(min(config.recall_suffix, p + 1), 0, -1):
+        if n == 1 and tokens[: p + 1].count(tokens[p]) > config.recall_max_count:
             return []
-        suffix = text[p - n + 1 : p + 1]
-        matches = [e for e in range(n - 1, chunk_begin) if text[e - n + 1 : e + 1] == suffix]
+        suffix = tokens[p - n + 1 : p + 1]
+        matches = [e for e in range(n - 1, chunk_begin) if tokens[e - n + 1 : e + 1] == suffix]
         if matches:
-            return matches[::-1][:max_matches]
+            return matches[::-1][: config.recall]
     return []
+
+
+class _Characters:
+    """The text of the tokens as one sequence of characters, searched for runs of n of them."""
+
+    def __init__(self, tokens: list[int], token_text: Tensor | None, n: int) -> None:
+        table = [] if token_text is None or n == 0 else token_text.tolist()
+        texts = [
+            list(takewhile(bool, table[token])) if 0 <= token < len(table) else []
+            for token in tokens
+        ]
+        self.n = n
+        self.text = [c for characters in texts for c in characters]
+        self.owners = [p for p, characters in enumerate(texts) for _ in characters]
+        self.ends = list(accumulate(map(len, texts)))
+
+    def matches(self, p: int, chunk_begin: int) -> list[int]:
+        """Return the tokens that hold the character after each match, the latest match first."""
+        end, n = self.ends[p], self.n
+        if end < max(n, 1) or end == (self.ends[p - 1] if p else 0):
+            return []
+        before = self.ends[chunk_begin - 1] if chunk_begin else 0
+        run = self.text[end - n : end]
+        found = [e for e in range(n, before + 1) if self.text[e - n : e] == run]
+        return [self.owners[e] for e in reversed(found)]

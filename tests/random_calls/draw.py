@@ -14,6 +14,8 @@ from h2o_prefill import PRESETS, PrefillConfig
 T = TypeVar("T")
 
 LARGEST_CHUNK = 1024
+# Above what rounding to 16 bits makes of no error.
+ERROR_THRESHOLDS = (0.03, 0.3, 3.0)
 # More chunks than that cost time and test nothing new.
 MOST_CHUNKS = 128
 
@@ -63,15 +65,19 @@ class Draw:
         return torch.randint(*ordinary, (batch, length), generator=generator)
 
 
-def draw_settings(draw: Draw, length: int, layers: int = 1, whole: bool = False) -> PrefillConfig:
+def draw_settings(
+    draw: Draw, length: int, layers: int = 1, whole: bool = False, kv_heads: int = 1
+) -> PrefillConfig:
     """Draw settings from everything that they can be; `whole` memory sets hold `length` tokens."""
     with warnings.catch_warnings():
         # Some are drawn that the library advises against.
         warnings.simplefilter("ignore")
-        return _draw_settings(draw, length, layers, whole)
+        return _draw_settings(draw, length, layers, whole, kv_heads)
 
 
-def _draw_settings(draw: Draw, length: int, layers: int, whole: bool) -> PrefillConfig:
+def _draw_settings(
+    draw: Draw, length: int, layers: int, whole: bool, kv_heads: int
+) -> PrefillConfig:
     length = max(1, length)
     if draw.chance(0.1):
         preset = PRESETS[draw.choice(sorted(PRESETS))]
@@ -92,6 +98,7 @@ def _draw_settings(draw: Draw, length: int, layers: int, whole: bool) -> Prefill
         dense_layers=tuple(dense),
         wide_layers=tuple(wide),
         wide_factor=draw.integer(1, 4),
+        wide_heads=_draw_wide_heads(draw, layers, kv_heads) if draw.chance(0.3) else (),
         gqa_reduce=draw.choice(["sum", "max"]),
         min_prefill=draw.size(1, 2 * chunk_size) if draw.chance(0.5) else None,
         recall=draw.integer(1, 8) if draw.chance(0.4) else 0,
@@ -99,7 +106,13 @@ def _draw_settings(draw: Draw, length: int, layers: int, whole: bool) -> Prefill
         recall_suffix=draw.integer(1, 4),
         recall_span=draw.integer(1, 5),
         recall_max_count=draw.integer(1, 64),
+        recall_characters=draw.integer(1, 6) if draw.chance(0.3) else 0,
+        character_matches=draw.integer(1, 4),
+        character_span=draw.integer(1, 7),
         block_diagonal=draw.chance(0.5),
+        error_rows=draw.integer(1, 8) if draw.chance(0.3) else 0,
+        error_threshold=draw.choice(ERROR_THRESHOLDS),
+        max_widen=draw.integer(1, 9),
     )
 
 
@@ -108,6 +121,12 @@ def draw_calls(draw: Draw, begin: int, end: int, multiple: int = 1) -> list[int]
     places = range(begin + multiple, end, multiple)
     count = min(len(places), draw.integer(0, 4))
     return sorted({draw.choice(places) for _ in range(count)} | {end})
+
+
+def _draw_wide_heads(draw: Draw, layers: int, kv_heads: int) -> tuple[tuple[int, int, int], ...]:
+    """Draw factors of some heads' budgets."""
+    heads = draw.sample(draw.integer(1, 4), layers * kv_heads)
+    return tuple((i // kv_heads, i % kv_heads, draw.integer(1, 4)) for i in heads)
 
 
 def _draw_budgets(draw: Draw, length: int, whole: bool) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ RECALL = ("recall_offsets", "recall_positions", "recall_visible_from")
 
 _PREFILL = (
     "q:xBHTD k:xBGSD v:xBGSE scores:aBG_ memory:iBG_ recall_offsets:i_ recall_positions:iR "
-    "recall_visible_from:iR sinks:fH"
+    "recall_visible_from:iR sinks:fH widening:iBG"
 )
 _LINEAR = "q:xBHTD k:xBGTD v:xBGTE log_decay:aBGT initial_state:aBGDE initial_normalizer:aBGD"
 # The tensors of each operator: a letter for the dtype, and one for each size. Sizes of one letter
@@ -44,15 +44,15 @@ TENSORS = {
         "dense_attention": "q:xBHTD k:xBGSD v:xBGSE sinks:fH",
         "gather_rows": "x:xBG__ indices:iBG_",
         "intra_chunk_attention": "q:xBHTD k:xBGTD v:xBGTE",
-        "lexical_recall": "token_ids:l__",
+        "lexical_recall": "token_ids:l__ token_text:i__",
         "memory_attention": "q:xBHTD k:xBGSD v:xBGSE indices:iBG_",
         "merge_states": "out_a:xBHTE lse_a:aBHT out_b:xBHTE lse_b:aBHT",
         "prefill_attention": _PREFILL,
         "prefill_attention_": (
             "q:xBHTD k:xBGTD v:xBGTE cache_key:xBGCD cache_value:xBGCE scores:aBG_ memory:iBG_ "
-            "position:l2 sinks:fH"
+            "position:l2 sinks:fH widening:iBG"
         ),
-        "recall_at_position": "token_ids:l__ position:l2",
+        "recall_at_position": "token_ids:l__ token_text:i__ position:l2",
         "select_memory": "scores:aBG_ memory:iBG_",
     }.items()
 }
@@ -87,7 +87,7 @@ class Problem:
     @cached_property
     def config(self) -> PrefillConfig:
         """Settings of the call."""
-        return draw_settings(self.draw, self["S"], layers=4)
+        return draw_settings(self.draw, self["S"], layers=4, kv_heads=self["G"])
 
     def __getitem__(self, letter: str) -> int:
         return self.sizes[letter]
@@ -151,6 +151,11 @@ class Problem:
             "last_chunk_begin": begin,
         }
 
+    def widening(self) -> Ints:
+        """Return factors of the budgets of each head, int32 [B, Hkv]."""
+        values = tuple(self.draw.choice([1, 1, 2, 3, 8]) for _ in range(self["B"] * self["G"]))
+        return Ints(values, self.per_head)
+
     def position(self) -> Ints:
         """Return the tokens so far and where the last chunk began, int64 [2]."""
         begin = self.draw.integer(0, self["P"])
@@ -197,6 +202,7 @@ def _prefill_in_place(p: Problem) -> Arguments:
         "memory": Ints(memory.values, (*p.per_head, width + p.draw.integer(0, 9))),
         "position": position,
         "layer": layer,
+        "widening": p.widening() if p.config.error_rows or p.draw.chance(0.5) else None,
         **p.recall(),
     }
 
@@ -219,9 +225,13 @@ def _gather_rows(p: Problem) -> Arguments:
     return {"x": p.tensor("xBGSD"), "indices": Ints(tuple(values), (*p.per_head, width))}
 
 
-def _lexical_recall(p: Problem) -> Arguments:
-    block = p.draw.integer(1, 24)
-    return {"block": block, "chunk_size": block * p.draw.integer(1, 4)}
+def _token_text(p: Problem) -> Ints | None:
+    """Draw the characters of some of the tokens."""
+    if p.draw.chance(0.4):
+        return None
+    rows, width = p.draw.integer(0, 9), p.draw.integer(0, 4)
+    values = [tuple(p.draw.integer(0, 3) for _ in range(width)) for _ in range(rows)]
+    return Ints(tuple(values), (rows, width))
 
 
 def _linear(p: Problem) -> Arguments:
@@ -262,9 +272,6 @@ VALUES: dict[str, Callable[[Problem], Any]] = {
     "heavy_budget": _budget,
     "layer": lambda p: p.draw.integer(0, 3),
     "local_window": _budget,
-    "max_count": lambda p: p.draw.choice([1, 2, 16, INT32_MAX]),
-    "max_matches": lambda p: p.draw.choice([1, 2, 5, 1024]),
-    "max_suffix": lambda p: p.draw.choice([1, 2, 3, 64]),
     "num_tokens": lambda p: p["T"],
     "position": Problem.position,
     "scale": lambda p: 0.0 if p.draw.chance(0.1) else p.scale(),
@@ -272,8 +279,9 @@ VALUES: dict[str, Callable[[Problem], Any]] = {
     "sink_tokens": _budget,
     "sinks": lambda p: p.tensor("fH") if p.draw.chance(0.5) else None,
     "softcap": lambda p: p.draw.choice([0.0, 0.0, 0.0, 3.0, 50.0, 1e300]),
-    "span": lambda p: p.draw.choice([1, 2, 7, 1024]),
     "token_ids": _token_ids,
+    "token_text": _token_text,
+    "widening": lambda p: p.widening() if p.draw.chance(0.5) else None,
 }
 # Arguments that depend on each other.
 GROUPS: dict[str, Callable[[Problem], Arguments]] = {
@@ -282,7 +290,9 @@ GROUPS: dict[str, Callable[[Problem], Arguments]] = {
     "chunkwise_linear_attention": _linear,
     "chunkwise_linear_attention_backward": _linear,
     "gather_rows": _gather_rows,
-    "lexical_recall": _lexical_recall,
+    "lexical_recall": lambda p: {
+        "settings": settings_text(p.draw, p.config.replace(recall=max(p.config.recall, 1)))
+    },
     "memory_attention": lambda p: {"indices": p.positions(p["S"], p.draw.integer(0, 80), False)},
     "prefill_attention": _prefill_of_layer,
     "prefill_attention_": _prefill_in_place,

@@ -35,7 +35,7 @@ class Twin:
         self.past, self.end = 0, 0
         self.ids = torch.zeros(0, 0, dtype=torch.int64)
         self.states: dict[int, PrefillState | None] = {}
-        # Keys, values, scores and memory set of each layer, and the position of all of them.
+        # Keys, values, scores, memory set and widening of each layer, and the position of all.
         self.buffers: dict[int, tuple[Tensor, ...]] = {}
         self.position = torch.zeros(2, dtype=torch.int64)
 
@@ -69,7 +69,7 @@ class Twin:
                 judge.same(f"keys after {what}", cache.key(layer), key)
                 judge.same(f"values after {what}", cache.value(layer), value)
             if tracker.has_scores(layer):
-                held = tracker.scores(layer), tracker.indices(layer)
+                held = tracker.scores(layer), tracker.indices(layer), tracker.widening(layer)
                 state = self.states[layer].truncated(tracker.length(layer))
                 _same_state(judge, what, (*held, tracker.last_chunk_begin(layer)), state)
 
@@ -79,7 +79,7 @@ class Twin:
         self.states = {i: x and x.truncated(self.end) for i, x in self.states.items()}
         inside = self.end > int(self.position[1])
         self.position = torch.tensor([self.end, int(self.position[1]) if inside else 0])
-        for *_, scores, memory in self.buffers.values():
+        for *_, scores, memory, _ in self.buffers.values():
             scores[:, :, self.end :] = 0
             memory[...] = memory if inside else -1
 
@@ -93,25 +93,29 @@ class Twin:
             heads = k.shape[:2]
             cached = (x.new_empty(*heads, self.capacity, x.shape[3]) for x in (k, v))
             memory = torch.full((*heads, config.memory_size), -1, dtype=torch.int32)
-            self.buffers[layer] = (*cached, torch.zeros(*heads, self.capacity), memory)
-        buffers = self.buffers[layer]
+            widening = torch.ones(heads, dtype=torch.int32)
+            self.buffers[layer] = (*cached, torch.zeros(*heads, self.capacity), memory, widening)
+        *buffers, widening = self.buffers[layer]
+        options = {"scale": scale, "recall": recall, "layer": layer}
         in_place = self.attention.attend_(
-            q, k, v, *buffers, self.position, scale=scale, recall=recall, layer=layer
+            q, k, v, *buffers, self.position, **options, widening=widening
         )
         history = (q, buffers[0][:, :, : self.end], buffers[1][:, :, : self.end])
         held = (state.scores, state.memory, state.last_chunk_begin) if state else (None, None, 0)
-        expected, scores, memory = self.attention(
-            *history, *held, scale, recall=recall, layer=layer
+        earlier = state and state.widening
+        expected, scores, memory, after = self.attention(
+            *history, *held, **options, widening=earlier
         )
         begin = config.last_chunk_begin(self.past, new) if sparse else held[2]
-        self.states[layer] = PrefillState(scores, memory, self.end, begin)
-        state_in_place = buffers[2][:, :, : self.end], buffers[3], begin
+        self.states[layer] = PrefillState(scores, memory, self.end, begin, after)
+        state_in_place = buffers[2][:, :, : self.end], buffers[3], widening, begin
         _same_state(self.judge, f"{what} in place", state_in_place, self.states[layer])
         tail = min(config.dense_tail, new) if sparse else new
         for name, other in (("in a context", out), ("in place", in_place)):
             self._same_rows(f"{what} {name}", other, expected, tail)
             # The rows that must have attended to every key.
-            rows = new if config.memory_size >= self.end else tail
+            least = config.sink_tokens + config.local_window + config.heavy_budget
+            rows = new if least >= self.end else tail
             _check_dense(self.judge, f"{what} {name}", other, history, scale, rows)
         if not sparse:
             return
@@ -127,8 +131,8 @@ class Twin:
 
         self._check_again(what, attend, state, config.chunk_size, self.states[layer])
         if self.end <= ORACLE_LENGTH and new <= ORACLE_CHUNKS * config.chunk_size:
-            call = [*history, *held[:2], *lists, held[2], config, scale, None, 0.0]
-            result = (out, scores, memory)
+            call = [*history, *held[:2], *lists, held[2], config, scale, None, 0.0, earlier]
+            result = (out, scores, memory, after)
             check_result(self.judge, "chunked_sparse_attention", call, call, result)
 
     def _check_again(
@@ -146,7 +150,7 @@ class Twin:
             middle = self.past + chunks // 2 * chunk_size
             states.append(attend(attend(state, self.past, middle), middle, self.end))
         for x in states:
-            held = x.scores, x.memory, x.last_chunk_begin
+            held = x.scores, x.memory, x.widening, x.last_chunk_begin
             _same_state(self.judge, f"{what} again", held, expected)
 
     def _recall(self, begin: int, end: int) -> RecallLists:
@@ -182,4 +186,5 @@ def _check_dense(
 def _same_state(judge: Judge, what: str, held: tuple[Any, ...], expected: PrefillState) -> None:
     judge.same(f"scores after {what}", held[0], expected.scores)
     judge.same(f"memory set after {what}", held[1], expected.memory)
-    judge.true(f"last chunk after {what}", held[2] == expected.last_chunk_begin)
+    judge.same(f"widening after {what}", held[2], expected.widening)
+    judge.true(f"last chunk after {what}", held[3] == expected.last_chunk_begin)

@@ -22,6 +22,8 @@ struct H2O_API PrefillConfig {
   std::vector<int64_t> dense_layers = {};  // layers that stay dense
   std::vector<int64_t> wide_layers = {};   // layers with wide_factor times L and H
   int64_t wide_factor = 4;
+  // Layer, KV head and the factor of its L and H, on top of wide_factor.
+  std::vector<std::vector<int64_t>> wide_heads = {};
   std::string gqa_reduce = "sum";  // "sum" or "max" over the query heads of a KV head
   std::optional<int64_t> min_prefill =
       {};                         // calls with fewer new tokens are dense; none: chunk_size
@@ -30,16 +32,23 @@ struct H2O_API PrefillConfig {
   int64_t recall_suffix = 3;      // longest n-gram that is looked up, in tokens
   int64_t recall_span = 2;        // keys recalled for each match
   int64_t recall_max_count = 16;  // a single token is looked up if it occurs at most this often
-  bool block_diagonal = false;    // with K + L + H = 0: attend within chunks only, not densely
+  int64_t recall_characters = 0;  // characters that recall looks up besides; 0: tokens alone
+  int64_t character_matches = 3;  // earlier matches recalled for a token's characters
+  int64_t character_span = 6;     // keys recalled for each of them
+  bool block_diagonal = false;    // with K + L + H = 0: attend inside chunks alone, not densely
+  int64_t error_rows = 0;         // rows of a chunk whose error is measured; 0: no widening
+  double error_threshold = 0.01;  // relative squared error above which a head's L and H double
+  int64_t max_widen = 4;          // the most that L and H grow by during a prompt
 
   // The settings of a preset: "h2o", or "recommended", which had the smallest loss at up to 1.45
   // times the attention flops of "h2o". Throws c10::ValueError for other names.
   static PrefillConfig preset(std::string_view name);
   static const std::vector<std::string>& preset_names();
 
-  // Parses a settings text: a preset, then fields separated by commas, each at most once, layers
-  // joined by "+": "recommended,local_window=256,wide_layers=7+17". A text without a preset changes
-  // "h2o". Throws c10::ValueError for another form, an unknown name, or what check() refuses.
+  // The settings of a text: a preset, then fields separated by commas, each at most once, layers
+  // joined by "+": "recommended,local_window=256,wide_layers=7+17,wide_heads=7.2x4". A text of
+  // fields alone changes "h2o". Throws c10::ValueError for another form, an unknown name, or what
+  // check() refuses.
   static PrefillConfig parse(std::string_view text);
 
   // A copy with the fields of a text like "local_window=256,wide_layers=7+17" changed. A chunk_size
@@ -61,11 +70,19 @@ struct H2O_API PrefillConfig {
   // Calls check(), and warns with advice() once per process.
   void validate() const;
 
-  // The settings of one layer, with the L and H of that layer.
+  // The settings of one layer, with the L and H of that layer, and its wide heads alone. Errors are
+  // not measured in layer 0, whose small outputs inflate them.
   PrefillConfig of_layer(int64_t layer) const;
 
-  // Maximum number of positions in a memory set: K + L + H.
-  int64_t memory_size() const { return sink_tokens + local_window + heavy_budget; }
+  // The factor of a KV head's L and H in settings of_layer(); in others, the largest of all layers.
+  int64_t factor_of_head(int64_t head) const;
+
+  // Positions that a memory set of settings of_layer() holds at most: K + L + H, of the widest head
+  // when it has grown as far as it may.
+  int64_t memory_size() const;
+
+  // Whether memory sets grow where errors are large.
+  bool widens() const { return error_rows > 0 && max_widen > 1; }
 
   // Minimum number of new tokens for a sparse call.
   int64_t sparse_from() const { return min_prefill.value_or(chunk_size); }

@@ -12,10 +12,11 @@
 
 namespace h2o_prefill {
 
-// Per layer: scores, fp32 [B, Hkv, length] (float64 for float64 queries), in a buffer that grows
-// by doubling; memory, int32 [B, Hkv, K + L + H], ascending, -1 where absent; and where the last
-// chunk began. A layer is empty until its first scores arrive. Updates are in place: arguments
-// are copied, and the tensors that scores() and indices() return change with later updates.
+// Per layer: scores, fp32 [B, Hkv, length] (float64 beside float64 queries), in a buffer that grows
+// by doubling; memory, int32 [B, Hkv, memory_size], ascending, -1 where absent; widening, int32 [B,
+// Hkv], the factor of each head's L and H by errors; and where the last chunk began. A layer is
+// empty until its first scores arrive. Updates are in place: arguments are copied, and the tensors
+// that scores(), indices() and widening() return change with later updates.
 //
 // Chunk by chunk: build_memory_set, attend to it, init_chunk_scores, accumulate_memory_scores.
 // chunked_sparse_attention does all of this in one call, and update() takes its result;
@@ -38,19 +39,21 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   void accumulate_memory_scores(int64_t layer, const at::Tensor& colsum);
 
   // Builds the set that the chunk after position chunk_end attends to, from the present set and
-  // [last chunk's begin, chunk_end). Returns it: int32 [B, Hkv, K + L + H]. Positions before
-  // chunk_end without a score get 0; none after it may have one yet.
+  // [last chunk's begin, chunk_end), with L and H of the layer for every head. Returns it: int32
+  // [B, Hkv, memory_size]. Positions before chunk_end without a score get 0; none after it may have
+  // one yet.
   at::Tensor build_memory_set(int64_t layer, int64_t chunk_end);
 
-  // The memory set of a layer, and its scores. Throws for a layer without scores.
+  // The memory set of a layer, its scores and its widening. Throws for a layer without scores.
   at::Tensor indices(int64_t layer) const;
   at::Tensor scores(int64_t layer) const;
+  at::Tensor widening(int64_t layer) const;
 
   bool has_scores(int64_t layer) const { return layer_at(layer).has_scores; }
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
 
-  // K + L + H of a layer, and each of them.
-  int64_t memory_size(int64_t layer = 0) const;
+  // Positions that a memory set of a layer holds at most, and L, H and K.
+  int64_t memory_size(int64_t layer = 0) const { return layer_at(layer).memory_size; }
   int64_t local_window(int64_t layer = 0) const { return layer_at(layer).local_window; }
   int64_t heavy_budget(int64_t layer = 0) const { return layer_at(layer).heavy_budget; }
   int64_t sink_tokens() const { return sink_tokens_; }
@@ -68,10 +71,10 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   // undefined tensors make it a layer without scores.
   void update(int64_t layer, const LayerState& state);
 
-  // The buffers of a layer, scores [B, Hkv, capacity or more] and memory, for a call of
+  // The buffers of a layer, scores [B, Hkv, capacity or more], memory and widening, for a call of
   // prefill_attention_() with keys like `key`; commit() counts what a sparse call wrote.
-  std::tuple<at::Tensor, at::Tensor> reserve(int64_t layer, const at::Tensor& key,
-                                             int64_t capacity);
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> reserve(int64_t layer, const at::Tensor& key,
+                                                         int64_t capacity);
   void commit(int64_t layer, int64_t length, int64_t last_chunk_begin);
 
   // Removes the tokens after the first `length`, of all layers or of one. The scores of the others
@@ -91,8 +94,10 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   struct Layer {
     int64_t local_window = 0;
     int64_t heavy_budget = 0;
+    int64_t memory_size = 0;
     at::Tensor scores = {};  // [B, Hkv, capacity]; 0 from `length` on
     at::Tensor memory = {};
+    at::Tensor widening = {};
     bool has_scores = false;  // buffers alone are no state
     int64_t length = 0;
     int64_t last_chunk_begin = 0;

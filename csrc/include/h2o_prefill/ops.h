@@ -90,6 +90,7 @@ struct LayerState {
   at::Tensor scores = {};        // [B, Hkv, <= T_total]
   at::Tensor memory = {};        // int32 [B, Hkv, any], ascending, then -1
   int64_t last_chunk_begin = 0;  // position where the last sparse chunk began
+  at::Tensor widening = {};      // int32 [B, Hkv], the factor of L and H by errors; undefined: 1
 };
 
 // One layer's whole sparse prefill. q [B, Hq, T, D] are the call's queries, k and v the whole
@@ -97,7 +98,8 @@ struct LayerState {
 // settings: of the layer (config.of_layer()); the fields that decide between dense and sparse are
 // ignored. recall: what lexical_recall returned for the call. The last dense_tail queries attend to
 // every key before them. Returns out [B, Hq, T, Dv] and the state: scores of all T_total positions,
-// and the memory set that the last chunk attended to, [B, Hkv, K + L + H].
+// the memory set that the last chunk attended to, [B, Hkv, settings.memory_size()], and the factor
+// of each head's L and H for the chunks to come.
 H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
     const PrefillConfig& settings, const RecallLists& recall = {},
@@ -119,7 +121,10 @@ struct PrefillBuffers {
   at::Tensor key;     // [B, Hkv, capacity, D]
   at::Tensor value;   // [B, Hkv, capacity, Dv]
   at::Tensor scores;  // [B, Hkv, capacity], contiguous, 0 at first; a dense layer needs none: empty
-  at::Tensor memory;  // int32 [B, Hkv, K + L + H or more], contiguous, -1 at first
+  // int32 [B, Hkv, memory_size() of the layer's settings or more], contiguous, -1 at first
+  at::Tensor memory;
+  // int32 [B, Hkv], contiguous, 1 at first; needed where the settings have error_rows
+  at::Tensor widening = {};
 };
 
 // One layer's attention of one call, in place: writes k [B, Hkv, T, D] and v [B, Hkv, T, Dv] of the
@@ -142,23 +147,25 @@ H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::st
 
 // Lexical recall: finds earlier matches of the n-gram that ends at each new token. token_ids
 // int64 [B, T_total]; tokens from `begin` on are new. For a token at p of a chunk that begins at c,
-// the longest n-gram (max_suffix tokens at most) that ends at p and also at positions e < c gives
-// its max_matches latest matches; a single token counts only if it occurs at most max_count times
-// up to p. The positions e to e + span - 1 before c are recalled, visible from p on, in blocks of
-// `block` new tokens.
-H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin, int64_t chunk_size,
-                                   int64_t block, int64_t max_matches, int64_t max_suffix = 3,
-                                   int64_t span = 2, int64_t max_count = 16);
+// the longest n-gram (recall_suffix tokens at most) that ends at p and also at positions e < c
+// gives its `recall` latest matches; a single token counts only if it occurs at most
+// recall_max_count times up to p. The positions e to e + recall_span - 1 before c are recalled,
+// visible from p on, in blocks of recall_block new tokens.
+//
+// With recall_characters = n > 0 and token_text, the last n characters of the text up to token p
+// are looked up as well: each of the character_matches latest matches that end before c recalls
+// character_span positions, from the token that holds the next character on. token_text: int32
+// [vocabulary, any] on the CPU, the characters of each token, then 0. If it leaves out case, spaces
+// and punctuation, so does the comparison. Tokens without characters recall nothing by characters.
+H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin,
+                                   const PrefillConfig& config, const at::Tensor& token_text = {});
 
 // The same for a call of num_tokens tokens at a position of prefill_attention_(), with the settings
 // of the model. token_ids int64 [B, capacity]: the prompt up to the end of the call; later columns
 // are ignored. The lists of a dense call are empty.
 H2O_API RecallLists recall_at_position(const at::Tensor& token_ids, const at::Tensor& position,
-                                       int64_t num_tokens, std::string_view settings);
-
-// The same with the settings of a config whose recall is > 0.
-H2O_API RecallLists lexical_recall(const at::Tensor& token_ids, int64_t begin,
-                                   const PrefillConfig& config);
+                                       int64_t num_tokens, std::string_view settings,
+                                       const at::Tensor& token_text = {});
 
 // The state that linear attention carries from one call of a sequence to the next, float32 (float64
 // for float64 inputs). Undefined tensors at first.

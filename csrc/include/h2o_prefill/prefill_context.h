@@ -35,6 +35,11 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   PrefillContext(int64_t num_layers, int64_t max_tokens,
                  PrefillConfig config = PrefillConfig::preset("recommended"));
 
+  // Sets the text of the vocabulary, int32 [vocabulary, any], as lexical_recall() takes it: where
+  // the settings have recall_characters, the next calls recall by it too. It is no part of the
+  // pickled form.
+  void set_token_text(const at::Tensor& token_text);
+
   // Begins a call with new tokens, int64 [B, T], and finds the keys that they recall, once for all
   // layers. Throws if some layers have not attended in the previous call: truncate(length()) undoes
   // that call.
@@ -103,6 +108,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   bool ids_known_ = true;
   at::Tensor ids_;  // [B, capacity] on the CPU; the first ids_length_ columns are known
   int64_t ids_length_ = 0;
+  at::Tensor token_text_;
   std::optional<Call> call_;
 };
 

@@ -66,6 +66,33 @@ struct Recall {
   }
 };
 
+// The memory sets of the chunk that begins at chunk_end, [B, Hkv, width].
+at::Tensor select_sets(const PrefillRequest& request, const at::Tensor& sets, int64_t chunk_begin,
+                       int64_t chunk_end) {
+  const int64_t width = request.most_members();
+  const auto scores = request.scores.narrow(2, 0, chunk_end);
+  const auto select = [&](const at::Tensor& scores, const at::Tensor& sets,
+                          const MemoryBudget& budget) {
+    const auto [window, heavy, sinks] = budget.within(chunk_end);
+    const auto selected =
+        h2o_prefill::select_memory(scores, sets, chunk_begin, chunk_end, window, heavy, sinks);
+    const int64_t members = std::min(selected.size(2), width);
+    return at::constant_pad_nd(selected.narrow(2, 0, members), {0, width - members}, -1);
+  };
+  if (!request.has_factors()) return select(scores, sets, request.budget());
+  std::vector<int32_t> factors(request.units());
+  request.write_factors(factors.data());
+  std::vector<at::Tensor> selected;
+  for (int64_t unit = 0; unit < request.units(); ++unit) {
+    const auto of_unit = [&](const at::Tensor& x) {
+      return x.flatten(0, 1).narrow(0, unit, 1).unsqueeze(0);
+    };
+    selected.push_back(
+        select(of_unit(scores), of_unit(sets), request.budget().scaled(factors[unit])));
+  }
+  return at::cat(selected, 1).view({sets.size(0), sets.size(1), width});
+}
+
 }  // namespace
 
 // Chunk by chunk: the memory set from the scores so far, phase 1 and phase 2 of the chunk, the
@@ -76,14 +103,10 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
   const at::Tensor& v = request.value;
   const int64_t length = request.length();
   const int64_t past = request.past();
-  // No set has more members than there are keys.
-  const int64_t width = std::min(request.budget().width(), request.total());
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
-  const auto members = [](const at::Tensor& sets, int64_t most) {
-    return sets.narrow(2, 0, std::min(sets.size(2), most));
-  };
   auto sets = request.start.defined() && past > 0
-                  ? members(request.start, past).clone(at::MemoryFormat::Contiguous)
+                  ? request.start.narrow(2, 0, std::min(request.start.size(2), past))
+                        .clone(at::MemoryFormat::Contiguous)
                   : at::full({k.size(0), k.size(1), 0}, -1, q.options().dtype(at::kInt));
   const Recall recall(request);
   const LogitOptions options{
@@ -98,11 +121,7 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
                            causal_mask(rows, q), request.scale(), options);
     request.scores.narrow(2, begin, rows).copy_(attended.colsum);
     if (begin > 0) {
-      const auto budget = request.budget().within(begin);
-      sets = members(h2o_prefill::select_memory(request.scores.narrow(2, 0, begin), sets,
-                                                previous_begin, begin, budget.local_window,
-                                                budget.heavy_budget, budget.sink_tokens),
-                     width);
+      sets = select_sets(request, sets, previous_begin, begin);
       const auto present = sets >= 0;
       const auto remembered =
           attend(queries, h2o_prefill::gather_rows(k, sets), h2o_prefill::gather_rows(v, sets),
@@ -113,6 +132,9 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
       if (request.recalls()) attended = merge(attended, recall.attend_chunk(sets, row, rows));
     }
     out.narrow(2, row, rows).copy_(out_with_sinks(attended, options));
+    if (begin > 0 && request.settings.widens()) {
+      widen_by_errors(request, out, {.begin = row, .count = rows, .past = past});
+    }
     previous_begin = begin;
   }
   request.memory.fill_(-1);

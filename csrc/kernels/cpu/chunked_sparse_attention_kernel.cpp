@@ -9,6 +9,7 @@
 #include "kernels/composite/composite.h"
 #include "kernels/cpu/attention_call.h"
 #include "kernels/cpu/dense_attention.h"
+#include "kernels/cpu/error_rows.h"
 #include "kernels/cpu/memory_set_updater.h"
 
 namespace h2o_prefill {
@@ -44,6 +45,8 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
   AttendChunk attend(call.query, call.key, call.value, call.recall,
                      {.rows = largest, .keys = {largest, updater ? updater->max_members() : 0}},
                      workspace);
+  std::optional<ErrorRows> errors;
+  if (updater && request.settings.widens()) errors.emplace(request, workspace);
   const auto lse = workspace.add<float>(q.size(0) * q.size(1) * length);
   workspace.allocate();
   call.lse = workspace.get(lse);
@@ -51,10 +54,8 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
   const int64_t scores_stride = request.scores.size(2);
   float* const scores = request.scores.mutable_data_ptr<float>();
   int64_t previous_begin = request.last_chunk_begin;
-  for (int64_t row = 0; row < length; row += request.settings.chunk_size) {
-    const RowRange rows{.begin = row,
-                        .count = std::min(request.settings.chunk_size, length - row),
-                        .past = request.past()};
+  if (errors) errors->attend(call);
+  for_each_chunk(request, [&](const RowRange& rows) {
     const int64_t begin = rows.position();
     const ColumnSums chunk_sums{.data = scores + begin, .stride = scores_stride};
     if (begin == 0) {
@@ -63,9 +64,10 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
       updater->select(previous_begin, begin);
       attend.run(chunk_and_memory_pass(call, rows, chunk_sums, updater->sets(), updater->sums()));
       updater->accumulate();
+      if (errors) errors->widen(call, rows);
     }
     previous_begin = begin;
-  }
+  });
   if (updater) {
     updater->finish();
   } else {

@@ -4,30 +4,22 @@
 
 #include <algorithm>
 #include <bit>
+#include <optional>
 #include <vector>
 
 #include "common/checks.h"
+#include "common/prefill_request.h"
 
 namespace h2o_prefill {
 namespace {
 
-struct RecallSettings {
-  int64_t begin;
-  int64_t chunk_size;
-  int64_t block;
-  int64_t max_matches;
-  int64_t max_suffix;
-  int64_t span;
-  int64_t max_count;
-};
-
 // The runs of n tokens of one text, numbered: two positions have the same number if the same n
 // tokens end there. Positions are linked to the one before with the same number, up to a limit that
 // moves with the chunks.
-class SuffixPlaces {
+class SuffixMatches {
  public:
   // numbers[p]: the run that ends at p, -1 where it would begin before the text.
-  explicit SuffixPlaces(std::vector<int32_t> numbers, int32_t count)
+  SuffixMatches(std::vector<int32_t> numbers, int32_t count)
       : numbers_(std::move(numbers)), earlier_(numbers_.size()), latest_(count, -1) {}
 
   // Makes the positions [published, end) known to latest().
@@ -40,10 +32,15 @@ class SuffixPlaces {
     }
   }
 
-  // The latest published place where the run that ends at p ended, -1 if none; earlier() goes on
-  // from there.
-  int32_t latest(int64_t p) const { return numbers_[p] < 0 ? -1 : latest_[numbers_[p]]; }
-  int32_t earlier(int32_t place) const { return earlier_[place]; }
+  // Calls with(end) for the latest published positions where the run that ends at p ended, the
+  // last one first; returns whether there is any.
+  template <typename With>
+  bool for_latest(int64_t p, int64_t most, const With& with) const {
+    int32_t end = numbers_[p] < 0 ? -1 : latest_[numbers_[p]];
+    const bool any = end >= 0;
+    for (int64_t i = 0; i < most && end >= 0; ++i, end = earlier_[end]) with(end);
+    return any;
+  }
 
   const std::vector<int32_t>& numbers() const { return numbers_; }
 
@@ -83,9 +80,9 @@ class Numbering {
 
 // Numbers the runs of every length from 1 to max_suffix: a run of n is one of n - 1 and a token
 // after it.
-std::vector<SuffixPlaces> number_suffixes(const int64_t* tokens, int64_t length,
-                                          int64_t max_suffix) {
-  std::vector<SuffixPlaces> by_length;
+std::vector<SuffixMatches> number_suffixes(const int64_t* tokens, int64_t length,
+                                           int64_t max_suffix) {
+  std::vector<SuffixMatches> by_length;
   std::vector<int32_t> words(length);
   std::vector<int32_t> numbers(length);
   for (int64_t n = 1; n <= max_suffix; ++n) {
@@ -103,41 +100,107 @@ std::vector<SuffixPlaces> number_suffixes(const int64_t* tokens, int64_t length,
   return by_length;
 }
 
+// The text of the tokens as one sequence of characters, and the runs of n characters in it.
+class Characters {
+ public:
+  // table [vocabulary, width]: the characters of each token, then 0. Other ids have none.
+  Characters(const int64_t* tokens, int64_t length, const int32_t* table, int64_t vocabulary,
+             int64_t width, int64_t n)
+      : ends_(length) {
+    std::vector<int32_t> text;
+    for (int64_t p = 0; p < length; ++p) {
+      const bool known = tokens[p] >= 0 && tokens[p] < vocabulary;
+      const int32_t* const first = known ? table + tokens[p] * width : nullptr;
+      for (int64_t i = 0; known && i < width && first[i] != 0; ++i) {
+        text.push_back(first[i]);
+        owners_.push_back(static_cast<int32_t>(p));
+      }
+      ends_[p] = static_cast<int32_t>(text.size());
+    }
+    matches_.emplace(number_runs(text, n));
+  }
+
+  // Makes the text of the tokens before `end` known to recall().
+  void publish(int64_t end) { matches_->publish(end > 0 ? ends_[end - 1] : 0); }
+
+  // Calls with(t) for the token that holds the character after each of the latest earlier matches
+  // of the characters that end with token p.
+  template <typename With>
+  void for_latest(int64_t p, int64_t most, const With& with) const {
+    const int64_t end = ends_[p];
+    if (end == (p > 0 ? ends_[p - 1] : 0)) return;  // a token without text
+    matches_->for_latest(end - 1, most, [&](int64_t match) { with(owners_[match + 1]); });
+  }
+
+ private:
+  // A rolling hash stands for a run: two runs that share one recall a key too many.
+  static SuffixMatches number_runs(const std::vector<int32_t>& text, int64_t n) {
+    constexpr uint64_t kBase = 0x9E3779B97F4A7C15U;
+    uint64_t leaving = 1;  // kBase^n
+    for (int64_t i = 0; i < n; ++i) leaving *= kBase;
+    const auto length = static_cast<int64_t>(text.size());
+    Numbering known(length);
+    std::vector<int32_t> numbers(length, -1);
+    uint64_t hash = 0;
+    for (int64_t i = 0; i < length; ++i) {
+      hash = hash * kBase + static_cast<uint64_t>(text[i]);
+      if (i >= n) hash -= leaving * static_cast<uint64_t>(text[i - n]);
+      // The low bits of a product depend on the low bits of its factors alone.
+      if (i >= n - 1) numbers[i] = known.number(static_cast<int64_t>(hash ^ (hash >> 32U)));
+    }
+    return {std::move(numbers), known.count()};
+  }
+
+  std::vector<int32_t> ends_;    // of each token: the characters up to its last
+  std::vector<int32_t> owners_;  // of each character
+  std::optional<SuffixMatches> matches_;
+};
+
 struct Recalled {
   std::vector<int32_t> counts;  // a block
   std::vector<int32_t> positions;
   std::vector<int32_t> visible_from;
 };
 
-Recalled recall_row(const int64_t* tokens, int64_t length, const RecallSettings& s) {
-  auto suffixes = number_suffixes(tokens, length, s.max_suffix);
+Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& token_text,
+                    int64_t begin, const PrefillConfig& s) {
+  auto suffixes = number_suffixes(tokens, length, s.recall_suffix);
   const auto& words = suffixes.front().numbers();
-  std::vector<int32_t> occurrences(length ? *std::max_element(words.begin(), words.end()) + 1 : 0);
-  for (int64_t p = 0; p < s.begin; ++p) ++occurrences[words[p]];
+  std::vector<int32_t> counts(length ? *std::max_element(words.begin(), words.end()) + 1 : 0);
+  for (int64_t p = 0; p < begin; ++p) ++counts[words[p]];
+
+  std::optional<Characters> characters;
+  if (s.recall_characters > 0 && token_text.defined()) {
+    characters.emplace(tokens, length, token_text.const_data_ptr<int32_t>(), token_text.size(0),
+                       token_text.size(1), s.recall_characters);
+  }
 
   Recalled recalled;
   std::vector<int64_t> listed(length, -1);  // the last block that lists a position
   std::vector<int32_t> found;
-  for (int64_t p = s.begin; p < length; ++p) {
-    const int64_t row = p - s.begin;
-    const int64_t block = row / s.block;
+  for (int64_t p = begin; p < length; ++p) {
+    const int64_t row = p - begin;
+    const int64_t block = row / s.recall_block;
     const int64_t chunk_begin = p - row % s.chunk_size;
-    if (row % s.block == 0) recalled.counts.push_back(0);
+    if (row % s.recall_block == 0) recalled.counts.push_back(0);
     if (row % s.chunk_size == 0) {
-      for (auto& places : suffixes) places.publish(chunk_begin);
+      for (auto& matches : suffixes) matches.publish(chunk_begin);
+      if (characters) characters->publish(chunk_begin);
     }
-    ++occurrences[words[p]];
+    ++counts[words[p]];
     found.clear();
-    for (int64_t n = s.max_suffix; n >= 1 && found.empty(); --n) {
-      if (n == 1 && occurrences[words[p]] > s.max_count) break;
-      const SuffixPlaces& places = suffixes[n - 1];
-      int32_t place = places.latest(p);
-      for (int64_t i = 0; i < s.max_matches && place >= 0; ++i, place = places.earlier(place)) {
-        for (int64_t position = place; position < std::min(place + s.span, chunk_begin);
-             ++position) {
-          found.push_back(static_cast<int32_t>(position));
-        }
+    const auto find = [&](int64_t first, int64_t span) {
+      for (int64_t position = first; position < std::min(first + span, chunk_begin); ++position) {
+        found.push_back(static_cast<int32_t>(position));
       }
+    };
+    for (int64_t n = s.recall_suffix; n >= 1 && found.empty(); --n) {
+      if (n == 1 && counts[words[p]] > s.recall_max_count) break;
+      suffixes[n - 1].for_latest(p, s.recall, [&](int64_t end) { find(end, s.recall_span); });
+    }
+    if (characters) {
+      characters->for_latest(p, s.character_matches,
+                             [&](int64_t next) { find(next, s.character_span); });
     }
     std::sort(found.begin(), found.end());
     for (const int32_t position : found) {
@@ -152,18 +215,19 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const RecallSettings&
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall_cpu(
-    const at::Tensor& token_ids_argument, int64_t begin, int64_t chunk_size, int64_t block,
-    int64_t max_matches, int64_t max_suffix, int64_t span, int64_t max_count) {
-  check_lexical_recall(token_ids_argument, begin, chunk_size, block, max_matches, max_suffix, span,
-                       max_count);
+    const at::Tensor& token_ids_argument, int64_t begin, std::string_view settings,
+    const std::optional<at::Tensor>& token_text_argument) {
+  const auto config = read_settings(settings);
+  check_lexical_recall(token_ids_argument, begin, *config, token_text_argument);
   const auto token_ids = token_ids_argument.contiguous();
+  const auto token_text = token_text_argument ? token_text_argument->contiguous() : at::Tensor();
   const int64_t batch = token_ids.size(0);
   const int64_t length = token_ids.size(1);
   std::vector<Recalled> rows(batch);
   at::parallel_for(0, batch, 1, [&](int64_t first, int64_t last) {
     for (int64_t b = first; b < last; ++b) {
-      rows[b] = recall_row(token_ids.const_data_ptr<int64_t>() + b * length, length,
-                           {begin, chunk_size, block, max_matches, max_suffix, span, max_count});
+      rows[b] = recall_row(token_ids.const_data_ptr<int64_t>() + b * length, length, token_text,
+                           begin, *config);
     }
   });
 

@@ -5,9 +5,7 @@
 namespace h2o_prefill {
 
 MemorySetUpdater::MemorySetUpdater(const PrefillRequest& request, Workspace& workspace)
-    : request_(request),
-      workspace_(workspace),
-      width_(std::min(request.budget().width(), request.total())) {
+    : request_(request), workspace_(workspace), width_(request.most_members()) {
   if (request.start.defined() && request.past() > 0) start_ = request.start.contiguous();
   const int64_t units = request.units();
   const int64_t start_width = start_.defined() ? start_.size(2) : 0;
@@ -16,6 +14,7 @@ MemorySetUpdater::MemorySetUpdater(const PrefillRequest& request, Workspace& wor
     sets_[turn] = workspace.add<int32_t>(units * width_);
     counts_[turn] = workspace.add<int64_t>(units);
   }
+  factors_ = workspace.add<int32_t>(units);
   sums_ = workspace.add<float>(units * width_);
   candidates_ = workspace.add<ScoredPosition>(units * max_candidates_);
 }
@@ -43,7 +42,8 @@ void MemorySetUpdater::select(int64_t chunk_begin, int64_t chunk_end) {
     count_members(from, units, counts);
   }
   const int turn = ++selections_ % 2;
-  MemoryBudget budget = request_.budget();
+  int32_t* const factors = request_.has_factors() ? workspace_.get(factors_) : nullptr;
+  if (factors) request_.write_factors(factors);
   select_memory_sets({.units = units,
                       .from = from,
                       .scores = request_.scores.const_data_ptr<float>(),
@@ -51,7 +51,8 @@ void MemorySetUpdater::select(int64_t chunk_begin, int64_t chunk_end) {
                       .num_scores = chunk_end,
                       .chunk_begin = chunk_begin,
                       .chunk_end = chunk_end,
-                      .budget = budget,
+                      .budget = request_.budget(),
+                      .factors = factors,
                       .selected = workspace_.get(sets_[turn]),
                       .selected_stride = width_,
                       .selected_counts = workspace_.get(counts_[turn]),

@@ -22,21 +22,27 @@ struct SelectMemoryParams {
   int64_t num_scores;  // positions from here on have score 0
   int64_t chunk_begin;
   int64_t chunk_end;
-  MemoryBudget budget;                  // of every unit
+  MemoryBudget budget;
+  const int32_t* factors = nullptr;     // [units], of each unit's L and H; null: 1
   int32_t* selected;                    // [units, selected_stride]: ascending positions, then -1
-  int64_t selected_stride;              // budget.width() or more
+  int64_t selected_stride;              // the most members of a set or more
   int64_t* selected_counts = nullptr;   // [units]
   ScoredPosition* workspace = nullptr;  // [units, workspace_stride]
   int64_t workspace_stride = 0;         // the most candidates of a unit or more
 
+  MemoryBudget budget_of(int64_t unit) const {
+    return factors ? budget.scaled(factors[unit]) : budget;
+  }
+
   // Where candidates of the chunk end that can be chosen: of those without a score, which is 0, the
   // first heavy_budget.
-  int64_t candidates_end() const {
+  int64_t candidates_end(const MemoryBudget& budget) const {
     const int64_t scored = std::max({chunk_begin, num_scores, budget.sink_end(chunk_end)});
     return std::min(budget.local_begin(chunk_end), scored + budget.heavy_budget);
   }
+  // Of a call without factors.
   int64_t max_candidates() const {
-    return from.width + std::max<int64_t>(candidates_end() - chunk_begin, 0);
+    return from.width + std::max<int64_t>(candidates_end(budget) - chunk_begin, 0);
   }
 };
 

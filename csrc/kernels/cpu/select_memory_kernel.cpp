@@ -24,7 +24,7 @@ int32_t* append_range(int32_t* end, int64_t from, int64_t to) {
 }
 
 void select_one_set(const SelectMemoryParams& p, int64_t unit) {
-  const MemoryBudget& budget = p.budget;
+  const MemoryBudget budget = p.budget_of(unit);
   const int64_t local_begin = budget.local_begin(p.chunk_end);
   const int64_t sink_end = budget.sink_end(p.chunk_end);
   const float* const scores = p.scores + unit * p.scores_stride;
@@ -43,7 +43,7 @@ void select_one_set(const SelectMemoryParams& p, int64_t unit) {
   for (int64_t i = 0; i < old_count; ++i) {
     if (old_set[i] < p.chunk_begin) consider(old_set[i]);
   }
-  const int64_t candidates_end = p.candidates_end();
+  const int64_t candidates_end = p.candidates_end(budget);
   for (int64_t position = p.chunk_begin; position < candidates_end; ++position) consider(position);
 
   const int64_t heavy = std::min(budget.heavy_budget, candidates);

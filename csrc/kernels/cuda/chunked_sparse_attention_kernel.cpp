@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -20,14 +21,25 @@ class MemorySets {
  public:
   explicit MemorySets(const PrefillRequest& request)
       : request_(request),
-        next_(at::empty({request.key.size(0), request.key.size(1), request.budget().width()},
+        next_(at::empty({request.key.size(0), request.key.size(1), request.settings.memory_size()},
                         request.query.options().dtype(at::kInt))),
         spare_(at::empty_like(next_)) {
+    if (request.has_factors()) {
+      by_head_ = at::ones({request.key.size(1)}, next_.options());
+      for (const auto& head : request.settings.wide_heads) {
+        by_head_.narrow(0, head[1], 1).fill_(request.settings.factor_of_head(head[1]));
+      }
+    }
     if (request.start.defined() && request.past() > 0) sets_ = request.start.contiguous();
   }
 
   // Selects the sets for the chunk that begins at chunk_end.
   void select(int64_t chunk_begin, int64_t chunk_end) {
+    at::Tensor factors = by_head_;
+    if (factors.defined()) {
+      const int64_t most = request_.settings.widens() ? request_.settings.max_widen : 1;
+      factors = factors.mul(request_.widening.clamp(1, most)).contiguous();
+    }
     const SelectMemoryParams params{
         .units = request_.units(),
         .from = {.positions = sets_.defined() ? sets_.const_data_ptr<int32_t>() : nullptr,
@@ -38,7 +50,9 @@ class MemorySets {
         .chunk_begin = chunk_begin,
         .chunk_end = chunk_end,
         .budget = request_.budget(),
-        .selected = next_.mutable_data_ptr<int32_t>()};
+        .factors = factors.defined() ? factors.const_data_ptr<int32_t>() : nullptr,
+        .selected = next_.mutable_data_ptr<int32_t>(),
+        .width = next_.size(2)};
     C10_CUDA_CHECK(launch_select_memory(params, c10::cuda::getCurrentCUDAStream()));
     sets_ = std::exchange(next_, std::move(spare_));
     spare_ = sets_;
@@ -61,6 +75,7 @@ class MemorySets {
   at::Tensor sets_;
   at::Tensor next_;
   at::Tensor spare_;
+  at::Tensor by_head_;  // [Hkv], factors of L and H in the settings; undefined: 1
 };
 
 // The lists where the kernels read them.
@@ -117,6 +132,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
         sums = added_memory_sums(phase2, of_memory, scores, scores_stride);
         sums.reduce_max = request.reduce_max();
         stream.sum_columns(sums);
+        if (request.settings.widens()) composite::widen_by_errors(request, out, rows);
       }
       previous_begin = rows.position();
     }

@@ -2,19 +2,17 @@
 // and the tokens of a prompt are few bytes.
 #include <torch/library.h>
 
-#include "common/checks.h"
+#include "common/prefill_request.h"
 #include "h2o_prefill/ops.h"
 
 namespace h2o_prefill {
 namespace {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall_cuda(
-    const at::Tensor& token_ids, int64_t begin, int64_t chunk_size, int64_t block,
-    int64_t max_matches, int64_t max_suffix, int64_t span, int64_t max_count) {
-  check_lexical_recall(token_ids, begin, chunk_size, block, max_matches, max_suffix, span,
-                       max_count);
-  const RecallLists lists = h2o_prefill::lexical_recall(token_ids.cpu(), begin, chunk_size, block,
-                                                        max_matches, max_suffix, span, max_count);
+    const at::Tensor& token_ids, int64_t begin, std::string_view settings,
+    const std::optional<at::Tensor>& token_text) {
+  const RecallLists lists = h2o_prefill::lexical_recall(
+      token_ids.cpu(), begin, *read_settings(settings), token_text.value_or(at::Tensor()));
   const auto to_device = [&](const at::Tensor& list) { return list.to(token_ids.device()); };
   return {to_device(lists.offsets), to_device(lists.positions), to_device(lists.visible_from)};
 }

@@ -90,12 +90,12 @@ __global__ void __launch_bounds__(kThreads)
     select_memory_kernel(__grid_constant__ const SelectMemoryParams p) {
   const int64_t unit = blockIdx.x;
   const int64_t thread = threadIdx.x;
-  const int64_t local_begin = p.budget.local_begin(p.chunk_end);
-  const int64_t sink_end = p.budget.sink_end(p.chunk_end);
+  const MemoryBudget budget = p.budget_of(unit);
+  const int64_t local_begin = budget.local_begin(p.chunk_end);
+  const int64_t sink_end = budget.sink_end(p.chunk_end);
   const Candidates candidates{p, p.scores + unit * p.scores_stride, p.from.of_unit(unit), sink_end,
                               local_begin};
-  const int64_t width = p.budget.width();
-  int32_t* selected = p.selected + unit * width;
+  int32_t* selected = p.selected + unit * p.width;
   CtaCounter counter(ptx::dynamic_shared<WarpCounts>());
 
   constexpr int kKept = kRows > 0 ? kRows : 1;
@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(kThreads)
 
   // The largest threshold that heavy_budget keys reach; 1, so all, where there are fewer. Two bits
   // a step: how many keys reach each of the three next higher thresholds.
-  const uint64_t budget = static_cast<uint64_t>(p.budget.heavy_budget);
+  const uint64_t heavy = static_cast<uint64_t>(budget.heavy_budget);
   uint32_t threshold = 1;
   uint32_t counts[3];
   uint32_t before[3];
-  if (budget > 0) {
+  if (heavy > 0) {
     uint32_t prefix = 0;
     for (int shift = 30; shift >= 0; shift -= 2) {
       const uint32_t step = 1U << shift;
@@ -144,12 +144,12 @@ __global__ void __launch_bounds__(kThreads)
       counter.sum(counts, before);
       uint32_t reached = 0;
       for (int d = 0; d < 3; ++d) {
-        if (counts[d] >= budget) {
+        if (counts[d] >= heavy) {
           prefix += step;
           reached = counts[d];
         }
       }
-      if (reached == budget) break;  // what is at or above the prefix is the answer
+      if (reached == heavy) break;  // what is at or above the prefix is the answer
     }
     if (prefix > 0) threshold = prefix;
   }
@@ -160,13 +160,13 @@ __global__ void __launch_bounds__(kThreads)
   counts[0] = above;
   counts[1] = counts[2] = 0;
   counter.sum(counts, before);
-  const int64_t room_for_ties = p.budget.heavy_budget - static_cast<int64_t>(counts[0]);
+  const int64_t room_for_ties = budget.heavy_budget - static_cast<int64_t>(counts[0]);
 
   for (int64_t i = thread; i < sink_end; i += kThreads) selected[i] = static_cast<int32_t>(i);
   const uint32_t lower_lanes = (1U << (threadIdx.x % 32)) - 1U;
   int64_t end = sink_end;  // of what is written
   int64_t ties = 0;        // seen in earlier rows
-  if (budget > 0) {
+  if (heavy > 0) {
     for_each_row([&](uint32_t key, int32_t position) {
       const uint32_t above_lanes = __ballot_sync(0xFFFFFFFFU, key > threshold);
       const uint32_t tied_lanes = __ballot_sync(0xFFFFFFFFU, key == threshold);
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads)
     selected[end + i - local_begin] = static_cast<int32_t>(i);
   }
   end += p.chunk_end - local_begin;
-  for (int64_t i = end + thread; i < width; i += kThreads) selected[i] = -1;
+  for (int64_t i = end + thread; i < p.width; i += kThreads) selected[i] = -1;
 }
 
 }  // namespace h2o_prefill::select

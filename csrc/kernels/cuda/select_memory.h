@@ -22,8 +22,13 @@ struct SelectMemoryParams {
   int64_t chunk_begin;
   int64_t chunk_end;
   MemoryBudget budget;
-  int32_t* selected;  // [units, budget.width()]
+  const int32_t* factors = nullptr;  // [units], of each unit's L and H; null: 1
+  int32_t* selected;                 // [units, width]
+  int64_t width;                     // the most members of a set or more
 
+  H2O_HOST_DEVICE MemoryBudget budget_of(int64_t unit) const {
+    return factors ? budget.scaled(factors[unit]) : budget;
+  }
   H2O_HOST_DEVICE int64_t candidates() const { return from.width + chunk_end - chunk_begin; }
 };
 

@@ -34,7 +34,8 @@ at::Tensor select_memory_cuda(const at::Tensor& scores_argument, const at::Tenso
       .chunk_begin = chunk_begin,
       .chunk_end = chunk_end,
       .budget = budget,
-      .selected = selected.mutable_data_ptr<int32_t>()};
+      .selected = selected.mutable_data_ptr<int32_t>(),
+      .width = budget.width()};
   C10_CUDA_CHECK(launch_select_memory(params, c10::cuda::getCurrentCUDAStream()));
   return selected;
 }

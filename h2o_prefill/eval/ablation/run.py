@@ -132,7 +132,9 @@ def run_ablation(
     failed: dict[str, Exception] = {}
     with torch.no_grad(), eval_mode(network):
         for text in texts:
-            runs = PairedRuns(network, text.indices, text.batches, protocol, keep_dense=True)
+            runs = PairedRuns(
+                network, tokenizer, text.indices, text.batches, protocol, keep_dense=True
+            )
             place = f"{text.columns['dataset']} {text.batches.shape[1]}"
             for key, config in text.configs.items():
                 name = f"{place} {config.to_string()}"

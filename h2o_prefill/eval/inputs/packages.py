@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.atomic_write import replaced_file
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
+from h2o_prefill.hf.token_text import text_for
 from h2o_prefill.package import PrefillPackage
 
 
@@ -20,7 +21,7 @@ def write_package(
     path = path.expanduser()
     folder, description = path.with_suffix(".tokenizer"), path.with_suffix(".json")
     info = describe_package(model, config, capacity, tokenizer=folder.name)
-    program = export_model(model, info)
+    program = export_model(model, info, text_for(tokenizer, config))
     with replaced_file(path) as scratch:
         compile_package(program, info, scratch)
     tokenizer.save_pretrained(folder)

@@ -16,7 +16,14 @@ from h2o_prefill.eval.inputs.text import Corpus
 from h2o_prefill.eval.perplexity.result import PerplexityResult, summarize
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.perplexity.windows import model_windows, parse_windows, scored_rows
-from h2o_prefill.eval.runs import Progress, count_layers, count_steps, eval_mode, prefill_mode
+from h2o_prefill.eval.runs import (
+    Progress,
+    count_kv_heads,
+    count_layers,
+    count_steps,
+    eval_mode,
+    prefill_mode,
+)
 from h2o_prefill.presets import chosen_config
 
 
@@ -77,7 +84,7 @@ def evaluate_perplexity(
     selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
     step = count_steps(on_progress, 2 * len(batches))
     with torch.no_grad(), eval_mode(network):
-        runs = PairedRuns(network, selected, batches, protocol)
+        runs = PairedRuns(network, tokenizer, selected, batches, protocol)
         result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"))
     step("done")
     return result
@@ -89,12 +96,14 @@ class PairedRuns:
     def __init__(
         self,
         model: nn.Module,
+        tokenizer: Any,
         selected: range,
         batches: Tensor,
         protocol: str,
         keep_dense: bool = False,
     ) -> None:
         self._model = model
+        self._tokenizer = tokenizer
         self._forward = PromptForward(model)
         self._device = next(model.parameters()).device
         self._selected = selected
@@ -118,7 +127,7 @@ class PairedRuns:
                     runs[name] = self._run_dense(index, input_ids, step)
                 else:
                     step(index, name)
-                    with prefill_mode(self._model, config):
+                    with prefill_mode(self._model, config, tokenizer=self._tokenizer):
                         runs[name] = self._forward(input_ids.unsqueeze(0))
             dense, sparse = runs["dense"], runs["sparse"]
             scores.append(score_window(dense[0], sparse[0], input_ids, rows))
@@ -132,8 +141,19 @@ class PairedRuns:
             protocol=self._protocol,
             context=context,
             windows=list(self._selected),
-            flops=count_attention_flops(self._batches, config, count_layers(self._model)),
+            flops=count_attention_flops(
+                self._batches,
+                config,
+                count_layers(self._model),
+                count_kv_heads(self._model),
+                self._text_for(config),
+            ),
         )
+
+    def _text_for(self, config: PrefillConfig) -> Tensor | None:
+        from h2o_prefill.hf.token_text import text_for
+
+        return text_for(self._tokenizer, config)
 
     def _run_dense(
         self, index: int, input_ids: Tensor, step: Callable[[int, str], None]

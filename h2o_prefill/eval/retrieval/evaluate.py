@@ -125,7 +125,7 @@ def evaluate_retrieval(
             said: dict[str, str] = {}
             for name, config in runs.items():
                 step(f"{task} {length} {depth:g} % {name}")
-                with prefill_mode(network, config, strict=True):
+                with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
                     made = generate_greedily(network, ids, new_tokens)[0, ids.shape[1] :]
                 said[name] = str(tokenizer.decode(made, skip_special_tokens=True))
             scores = {name: substring_score(answer, answers) for name, answer in said.items()}

@@ -80,7 +80,32 @@ TEST(PrefillConfig, WideLayersHaveLargerBudgets) {
   EXPECT_EQ(wide.memory_size(), 2 * 768 + 2);
   EXPECT_EQ(wide.of_layer(3), wide);
   EXPECT_VALUE_ERROR(PrefillConfig::parse("h2o,wide_layers=1,wide_factor=2147483647"),
-                     "wide_factor * local_window must be <= 4194304, got 549755813632");
+                     "a factor of local_window or heavy_budget must be <= 4194304, got 2147483647");
+  EXPECT_VALUE_ERROR(PrefillConfig::parse("h2o,wide_layers=1,wide_factor=4194304"),
+                     "local_window and heavy_budget, multiplied by their factors, must be <= "
+                     "4194304, got 1073741824");
+}
+
+TEST(PrefillConfig, WideHeadsAndWidening) {
+  const char* const text =
+      "h2o,sink_tokens=2,wide_heads=7.2x3+8.0x4,error_rows=8,error_threshold=0.05,max_widen=2";
+  const auto config = PrefillConfig::parse(text);
+  EXPECT_EQ(config.to_string(), text);
+  EXPECT_EQ(PrefillConfig::parse(config.to_fields()), config);
+  EXPECT_EQ(config.wide_heads, (std::vector<std::vector<int64_t>>{{7, 2, 3}, {8, 0, 4}}));
+  const auto layer = config.of_layer(7);
+  EXPECT_EQ(layer.factor_of_head(2), 3);
+  EXPECT_EQ(layer.factor_of_head(0), 1);
+  EXPECT_EQ(layer.memory_size(), 2 + 2 * 3 * 512);
+  EXPECT_EQ(config.of_layer(1).memory_size(), 2 + 2 * 512);
+  EXPECT_FALSE(config.of_layer(0).widens());
+  EXPECT_VALUE_ERROR_WITH(PrefillConfig::parse("h2o,wide_heads=7.2"), "like 7.2x4+18.0x2, or none");
+  EXPECT_VALUE_ERROR(PrefillConfig::parse("h2o,wide_heads=7.2x3+7.2x4"),
+                     "wide_heads must name a head once, got 7.2 twice");
+  EXPECT_VALUE_ERROR((PrefillConfig{.wide_heads = {{1, 2}}}.check()),
+                     "wide_heads must have a layer, a KV head and a factor for each head, got 1 2");
+  EXPECT_VALUE_ERROR(PrefillConfig{.error_threshold = -1}.check(),
+                     "error_threshold must be a finite number >= 0, got -1");
 }
 
 TEST(PrefillConfig, DecodingAndEmptyMemorySetsAreDense) {

@@ -148,10 +148,12 @@ TEST(MemorySetTracker, WideLayersHaveLargerSets) {
   auto config = tracker_config();
   config.wide_layers = {1};
   config.wide_factor = 3;
+  config.wide_heads = {{1, 0, 2}};
   MemorySetTracker tracker(2, config);
   EXPECT_EQ(tracker.memory_size(0), kLocal + kHeavy + kSinks);
-  EXPECT_EQ(tracker.memory_size(1), 3 * (kLocal + kHeavy) + kSinks);
-  prefill_by_chunks(tracker, 1, random_qkv(40), 0, 40);
+  EXPECT_EQ(tracker.memory_size(1), 2 * 3 * (kLocal + kHeavy) + kSinks);
+  prefill_by_chunks(tracker, 1, random_qkv(70), 0, 70);
+  EXPECT_EQ(tracker.indices(1).ge(0).sum(-1).max().item<int64_t>(), 3 * (kLocal + kHeavy) + kSinks);
   const auto restored = MemorySetTracker::from_tensors(tracker.state_tensors());
   EXPECT_EQ(restored->local_window(1), 3 * kLocal);
   EXPECT_TRUE(same(restored->indices(1), tracker.indices(1)));
@@ -161,7 +163,12 @@ TEST(MemorySetTracker, StateRoundTrips) {
   const auto x = random_qkv(40);
   auto tracker = make_tracker(3);
   prefill_by_chunks(tracker, 1, x, 0, 40);
+  auto state = tracker.state(1);
+  EXPECT_TRUE(same(state.widening, at::ones({2, 2}, at::kInt)));
+  state.widening.fill_(2);
+  tracker.update(1, state);
   const auto restored = MemorySetTracker::from_tensors(tracker.state_tensors());
+  EXPECT_TRUE(same(restored->widening(1), state.widening));
   EXPECT_EQ(restored->num_layers(), 3);
   EXPECT_EQ(restored->local_window(), kLocal);
   EXPECT_EQ(restored->heavy_budget(), kHeavy);
@@ -181,11 +188,22 @@ TEST(MemorySetTracker, FromTensorsRefusesWhatIsNoState) {
   EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({}),
                           "tensors must begin with an int64 header");
   EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({good[0]}),
-                          "tensors must hold scores and memory of layer 0");
-  EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({good[0], good[1], good[2], good[2]}),
-                          "tensors must end");
-  EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({good[0], good[2], good[1]}),
-                          "scores must be float32");
+                          "tensors must hold scores, memory and widening of layer 0");
+  const auto wrong = [&](size_t index, const at::Tensor& tensor) {
+    auto tensors = good;
+    tensors.at(index) = tensor;
+    return MemorySetTracker::from_tensors(tensors);
+  };
+  EXPECT_VALUE_ERROR_WITH(
+      MemorySetTracker::from_tensors({good[0], good[1], good[2], good[3], good[3]}),
+      "tensors must end");
+  EXPECT_VALUE_ERROR_WITH(wrong(1, good[2]), "scores must be float32");
+  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].to(at::kLong)), "widening must be int32");
+  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].flatten()), "widening must have 2 dimensions");
+  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].narrow(1, 0, 1)), "widening must have batch and heads");
+  EXPECT_VALUE_ERROR(
+      wrong(0, at::tensor({kSinks, kLocal, kHeavy, int64_t{7}, int64_t{0}, int64_t{0}})),
+      "the most members of a memory set must be in [8, 16777216], got 7");
 }
 
 TEST(MemorySetTracker, ErrorsNameArgumentRuleAndValueAndChangeNothing) {

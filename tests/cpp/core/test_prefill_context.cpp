@@ -15,7 +15,7 @@ constexpr int64_t kContextLayers = 2;
 PrefillConfig recalling_config() {
   return PrefillConfig::parse(
       "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,recall_block=8,"
-      "wide_layers=1,wide_factor=2");
+      "wide_layers=1,wide_factor=2,wide_heads=0.1x3,error_rows=4");
 }
 
 PrefillContext new_context(const PrefillConfig& config = recalling_config()) {
@@ -84,6 +84,8 @@ TEST(PrefillContext, IsTheOperatorWithRecallOnEveryLayer) {
     EXPECT_TRUE(same(out[layer], expected));
     EXPECT_TRUE(same(context.tracker()->scores(layer), state.scores));
     EXPECT_TRUE(same(context.tracker()->indices(layer), state.memory));
+    EXPECT_TRUE(same(context.tracker()->widening(layer), state.widening));
+    EXPECT_EQ(state.widening.max().item<int>(), layer == 0 ? 1 : 4);
   }
   EXPECT_EQ(context.length(), 90);
   EXPECT_TRUE(same(context.token_ids(), prompt.ids));
@@ -175,6 +177,23 @@ TEST(PrefillContext, ACallThatFailsHalfwayIsUndoneToTheBit) {
   }
 }
 
+TEST(PrefillContext, UndoneWideningIsAsBeforeAndTruncateKeepsIt) {
+  const LayeredPrompt prompt(90);
+  auto context = new_context();
+  prompt.run(context, 0, 48);
+  const auto widening = [&] { return context.tracker()->widening(1); };
+  const auto before = widening().clone();
+  EXPECT_GT(before.max().item<int>(), 1);
+  context.begin(prompt.ids.slice(1, 48, 90));
+  const auto x = prompt.qkv[1].tokens(48, 90);
+  context.attend(1, x.q, x.k, x.v);
+  EXPECT_GT(widening().max().item<int>(), before.max().item<int>());
+  context.truncate(48);
+  EXPECT_TRUE(same(widening(), before));
+  context.truncate(5);
+  EXPECT_TRUE(same(widening(), before));
+}
+
 TEST(PrefillContext, ACallThatNoLayerAttendedInIsReplaced) {
   const LayeredPrompt prompt(60);
   auto context = new_context();
@@ -256,6 +275,8 @@ TEST(PrefillContext, DefaultsAndWrongArguments) {
   EXPECT_VALUE_ERROR(PrefillContext(2, 0), "max_tokens must be >= 1, got 0");
   EXPECT_VALUE_ERROR(PrefillContext(1, 8, recalling_config()),
                      "dense_layers and wide_layers must be < 1, the layers of the context, got 1");
+  EXPECT_VALUE_ERROR(PrefillContext(1, 8, {.wide_heads = {{1, 0, 2}}}),
+                     "wide_heads must name layers < 1, the layers of the context, got 1");
   EXPECT_VALUE_ERROR(PrefillContext(1, 8, {.chunk_size = 0}), "chunk_size must be >= 1, got 0");
   PrefillContext context(kContextLayers, 50, recalling_config());
   const auto x = prompt.qkv[0];

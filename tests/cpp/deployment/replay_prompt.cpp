@@ -25,15 +25,15 @@ c10::impl::GenericDict read_dict(const char* path) {
   return torch::jit::pickle_load(bytes).toGenericDict();
 }
 
-// Keys, values, scores and memory set of a layer, as the module changes them in place.
-using Buffers = std::array<at::Tensor, 4>;
+// Keys, values, scores, memory set and widening of a layer, as the module changes them in place.
+using Buffers = std::array<at::Tensor, 5>;
 
 Buffers empty_buffers(const at::Tensor& key, int64_t capacity, int64_t memory_size) {
   const int64_t heads = key.size(1), head_dim = key.size(3);
   return {at::zeros({1, heads, capacity, head_dim}, key.options()),
           at::zeros({1, heads, capacity, head_dim}, key.options()),
           at::zeros({1, heads, capacity}, at::kFloat),
-          at::full({1, heads, memory_size}, -1, at::kInt)};
+          at::full({1, heads, memory_size}, -1, at::kInt), at::ones({1, heads}, at::kInt)};
 }
 
 // Returns whether all outputs are the same.
@@ -64,11 +64,13 @@ bool run(const char* path, const char* module_path) {
       const auto query = tensor(layer, "query"), key = tensor(layer, "key"),
                  value = tensor(layer, "value"), expected = tensor(layer, "out");
       if (past == 0) {
-        buffers[layer] = empty_buffers(key, token_ids.size(1), settings.memory_size());
+        buffers[layer] =
+            empty_buffers(key, token_ids.size(1), settings.of_layer(layer).memory_size());
       }
-      const auto& [keys, values, scores, memory] = buffers[layer];
-      const auto scripted = module.run_method("attend_", query, key, value, keys, values, scores,
-                                              memory, position, scale, recall, layer);
+      const auto& [keys, values, scores, memory, widening] = buffers[layer];
+      const auto scripted =
+          module.run_method("attend_", query, key, value, keys, values, scores, memory, position,
+                            scale, recall, layer, c10::IValue(), /*softcap=*/0.0, widening);
       const auto out = context.attend(layer, query, key, value, scale);
       if (at::equal(out, expected) && at::equal(scripted.toTensor(), expected)) continue;
       ++different;

@@ -1,3 +1,5 @@
+#include <ATen/Parallel.h>
+
 #include "h2o_prefill/ops.h"
 #include "testing.h"
 
@@ -9,9 +11,11 @@ constexpr int64_t kChunk = 16;
 struct Options {
   Budgets budgets{3, 4, 1};
   int64_t dense_tail = 0;
+  std::vector<std::vector<int64_t>> wide_heads = {};
   std::string gqa_reduce = "sum";
   int64_t recall_block = 8;
   RecallLists recall = {};
+  int64_t error_rows = 0;
 
   PrefillConfig settings() const {
     return {.chunk_size = kChunk,
@@ -19,10 +23,17 @@ struct Options {
             .heavy_budget = budgets.heavy_budget,
             .sink_tokens = budgets.sink_tokens,
             .dense_tail = dense_tail,
+            .wide_heads = wide_heads,
             .gqa_reduce = gqa_reduce,
-            .recall_block = recall_block};
+            .recall_block = recall_block,
+            .error_rows = error_rows};
   }
 };
+
+RecallLists recalled(const at::Tensor& tokens, int64_t begin, int64_t block, int64_t matches) {
+  return lexical_recall(tokens, begin,
+                        {.chunk_size = kChunk, .recall = matches, .recall_block = block});
+}
 
 // The state after the calls of a prompt.
 struct State : LayerState {
@@ -43,14 +54,16 @@ at::Tensor widen(const at::Tensor& t) { return t.defined() ? t.to(at::kDouble) :
 // The method in float64, which plain PyTorch operations compute, one chunk after the other. Tests
 // of the Python package hold them to the reference.
 State expected(const Qkv& x, const State& from = {}, const Options& o = {}) {
-  return run({widen(x.q), widen(x.k), widen(x.v)},
-             state_of(widen(from.scores), from.memory, from.last_chunk_begin), o);
+  State state = from;
+  state.scores = widen(from.scores);
+  return run({widen(x.q), widen(x.k), widen(x.v)}, state, o);
 }
 
 void expect_close(const State& got, const State& wanted, double tolerance = 2e-5) {
   EXPECT_TRUE(close(got.out, wanted.out, tolerance));
   EXPECT_TRUE(close(got.scores, wanted.scores, tolerance));
   EXPECT_TRUE(same(got.memory, wanted.memory));
+  EXPECT_TRUE(same(got.widening, wanted.widening));
   EXPECT_EQ(got.last_chunk_begin, wanted.last_chunk_begin);
 }
 
@@ -80,7 +93,7 @@ TEST(ChunkedSparseAttentionOp, SixteenBitWithEveryOption) {
     Options o;
     o.dense_tail = 10;
     o.gqa_reduce = "max";
-    o.recall = lexical_recall(tokens, 0, kChunk, o.recall_block, 2);
+    o.recall = recalled(tokens, 0, o.recall_block, 2);
     const auto got = run(x, {}, o), wanted = expected(x, {}, o);
     EXPECT_TRUE(close(got.out, wanted.out, 4e-3));
     EXPECT_TRUE(close(got.scores, wanted.scores, 4e-3));
@@ -100,6 +113,51 @@ TEST(ChunkedSparseAttentionOp, SeveralCallsCarryTheState) {
     expect_close(got, wanted);
     begin = end;
   }
+}
+
+TEST(ChunkedSparseAttentionOp, BudgetsOfAHeadAndThoseThatErrorsDouble) {
+  Options o;
+  o.wide_heads = {{7, 0, 3}};
+  o.error_rows = 4;
+  const auto x = random_qkv(100);
+  x.v.select(1, 0).fill_(1);  // KV head 0 has no error
+  State got, wanted;
+  int64_t begin = 0;
+  for (const int64_t end : {50, 100}) {
+    const auto call = x.call(begin, end);
+    got = run(call, got, o);
+    wanted = expected(call, wanted, o);
+    expect_close(got, wanted);
+    begin = end;
+  }
+  EXPECT_TRUE(same(got.widening, at::tensor({1, 4}, at::kInt).expand({2, 2})));
+}
+
+// The emulation leaves LongHistory out.
+TEST(ChunkedSparseAttentionOp, LongHistoryHasTheSameErrorsOnAnyNumberOfThreads) {
+  const auto x = random_qkv(1100);
+  const int threads = at::get_num_threads();
+  for (const auto& [budget, widening] : {std::pair{8, 4}, {600, 1}}) {
+    const PrefillConfig config{.chunk_size = 100,
+                               .local_window = budget,
+                               .heavy_budget = budget,
+                               .error_rows = 3,
+                               .error_threshold = 1e-8};
+    const auto attend = [&](int number) {
+      at::set_num_threads(number);
+      return chunked_sparse_attention(x.q, x.k, x.v, {}, config);
+    };
+    const auto [out, state] = attend(1);
+    EXPECT_TRUE(same(state.widening, at::full({2, 2}, widening, at::kInt)));
+    for (const int number : {2, 5}) {
+      const auto [again, other] = attend(number);
+      EXPECT_TRUE(same(again, out));
+      EXPECT_TRUE(same(other.scores, state.scores));
+      EXPECT_TRUE(same(other.memory, state.memory));
+      EXPECT_TRUE(same(other.widening, state.widening));
+    }
+  }
+  at::set_num_threads(threads);
 }
 
 TEST(ChunkedSparseAttentionOp, TokensFromElsewhereHaveScoreZero) {
@@ -125,14 +183,14 @@ TEST(ChunkedSparseAttentionOp, RecalledKeysAreSeenOnceAndOffTheChain) {
   Options o;
   const auto x = random_qkv(90);
   const auto tokens = at::randint(0, 12, {2, 90}, at::kLong);
-  o.recall = lexical_recall(tokens, 0, kChunk, o.recall_block, 2);
+  o.recall = recalled(tokens, 0, o.recall_block, 2);
   ASSERT_GT(o.recall.positions.numel(), 0);
   const auto got = run(x, {}, o), plain = run(x);
   expect_close(got, expected(x, {}, o));
   EXPECT_TRUE(close(got.scores, plain.scores)) << "recalled keys get no score and take none";
 
   const auto first = run(x.call(0, 40));
-  o.recall = lexical_recall(tokens, 40, kChunk, o.recall_block, 2);
+  o.recall = recalled(tokens, 40, o.recall_block, 2);
   expect_close(run(x.call(40, 90), first, o), expected(x.call(40, 90), expected(x.call(0, 40)), o));
 }
 
@@ -159,7 +217,7 @@ TEST(ChunkedSparseAttentionOp, WrongArguments) {
   EXPECT_VALUE_ERROR(run(x, {}, o), "gqa_reduce must be \"sum\" or \"max\", got \"mean\"");
   o = {};
   o.recall_block = 6;
-  o.recall = lexical_recall(at::zeros({2, 40}, at::kLong), 0, kChunk, 8, 1);
+  o.recall = recalled(at::zeros({2, 40}, at::kLong), 0, 8, 1);
   EXPECT_VALUE_ERROR(run(x, {}, o), "chunk_size must be a multiple of recall_block, got 16 and 6");
   o.recall_block = 16;
   EXPECT_VALUE_ERROR_WITH(run(x, {}, o), "recall_offsets must have");

@@ -9,6 +9,8 @@ namespace {
 
 const char* const kSettings = "h2o,chunk_size=16,local_window=3,heavy_budget=4,sink_tokens=1";
 constexpr int64_t kMemory = 8;
+const char* const kWidening = ",wide_heads=1.0x2,error_rows=4,max_widen=2";
+constexpr int64_t kWidestMemory = 29;
 
 PrefillConfig config_of(const std::string& settings = kSettings) {
   return PrefillConfig::parse(settings);
@@ -23,6 +25,7 @@ struct Layer {
     buffers.value = at::full({2, 2, capacity, kValueDim}, std::nan(""), type);
     buffers.scores = at::zeros({2, 2, capacity}, scores_type);
     buffers.memory = at::full({2, 2, width}, -1, at::kInt);
+    buffers.widening = at::ones({2, 2}, at::kInt);
   }
 
   at::Tensor attend(const Qkv& x, const std::string& settings = kSettings, int64_t layer = 0,
@@ -107,6 +110,25 @@ TEST(PrefillAttentionInPlace, WideLayersAndWiderBuffers) {
   }
 }
 
+TEST(PrefillAttentionInPlace, WidensInItsBuffer) {
+  const auto x = random_qkv(90);
+  const std::string settings = std::string(kSettings) + kWidening;
+  Layer layer(90, at::kFloat, kWidestMemory);
+  LayerState state;
+  for (const auto& [begin, end] : {std::pair{0, 16}, {16, 48}, {48, 49}, {49, 90}}) {
+    const auto call = x.call(begin, end);
+    const auto out = layer.attend(x.tokens(begin, end), settings, 1);
+    const auto [expected, next] =
+        prefill_attention(call.q, call.k, call.v, state, 1, settings, {}, std::nullopt);
+    state = next;
+    EXPECT_TRUE(same(out, expected));
+    EXPECT_TRUE(same(layer.scores(), state.scores));
+    EXPECT_TRUE(same(layer.buffers.memory, state.memory));
+    EXPECT_TRUE(same(layer.buffers.widening, state.widening));
+    EXPECT_TRUE(same(state.widening, at::full({2, 2}, end == 16 ? 1 : 2, at::kInt)));
+  }
+}
+
 TEST(PrefillAttentionInPlace, RecallsAndTakesASliceOfTheSoftmaxScale) {
   const auto x = random_qkv(60, 4, 2, at::kFloat, 2);
   const auto config = config_of(std::string(kSettings) + ",recall=2,recall_block=8");
@@ -156,13 +178,22 @@ TEST(PrefillAttentionInPlace, GoesOnFromARewoundPosition) {
 
 TEST(PrefillAttentionInPlace, TheSecondPromptOfABufferEqualsTheFirst) {
   const auto x = random_qkv(90);
-  Layer layer;
-  const auto first = layer.attend(x);
+  const std::string settings = std::string(kSettings) + kWidening;
+  Layer layer(100, at::kFloat, kWidestMemory);
+  for (const int64_t dense : {0, 5}) {
+    const auto attend = [&] {
+      layer.position.zero_();
+      layer.attend(x.tokens(0, dense), settings, 1);
+      return layer.attend(x.tokens(dense, 90), settings, 1);
+    };
+    const auto first = attend(), memory = layer.buffers.memory.clone();
+    EXPECT_TRUE(same(attend(), first));
+    EXPECT_TRUE(same(layer.buffers.memory, memory));
+  }
   layer.position.zero_();
-  EXPECT_TRUE(same(layer.attend(x), first));
-  layer.position.zero_();
-  layer.attend(x.tokens(0, 16));
-  EXPECT_TRUE(same(layer.buffers.memory, at::full({2, 2, kMemory}, -1, at::kInt)));
+  layer.attend(x.tokens(0, 16), settings, 1);
+  EXPECT_TRUE(same(layer.buffers.memory, at::full({2, 2, kWidestMemory}, -1, at::kInt)));
+  EXPECT_TRUE(same(layer.buffers.widening, at::ones({2, 2}, at::kInt)));
 }
 
 TEST(PrefillAttentionInPlace, KeysThatAreInTheBufferAlreadyStayWhereTheyAre) {
@@ -178,7 +209,7 @@ void expect_buffers_of_any_strides(int64_t length) {
   const auto x = random_qkv(length);
   Layer plain(1300), strided(1300);
   plain.attend(x);
-  auto& [key, value, scores, memory] = strided.buffers;
+  auto& [key, value, scores, memory, widening] = strided.buffers;
   key = at::full({2, 1300, 2, 10}, std::nan("")).transpose(1, 2).narrow(3, 1, 8);
   value = at::full({2, 2, kValueDim, 1300}, std::nan("")).transpose(2, 3);
   strided.attend({x.q, by_token(x.k), by_dim(x.v)});
@@ -244,7 +275,7 @@ TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
     Qkv tokens = x;
     RecallLists recall;
     change(changed, tokens, recall);
-    EXPECT_VALUE_ERROR_WITH(changed.attend(tokens, settings, 0, recall), message);
+    EXPECT_VALUE_ERROR_WITH(changed.attend(tokens, settings, 1, recall), message);
     EXPECT_TRUE(at::equal(layer.buffers.key.nan_to_num(), keys.nan_to_num())) << message;
     EXPECT_TRUE(same(layer.buffers.scores, scores)) << message;
   };
@@ -267,6 +298,17 @@ TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
         [](L& l, Qkv&, R&) { l.buffers.scores = l.buffers.scores.to(at::kDouble); });
   wrong("memory must be contiguous with room for K + L + H positions (8)",
         [](L& l, Qkv&, R&) { l.buffers.memory = l.buffers.memory.narrow(2, 0, 7).contiguous(); });
+  wrong(
+      "widening must be given and contiguous where the settings have error_rows",
+      [](L& l, Qkv&, R&) {
+        l.buffers.memory = at::full({2, 2, kWidestMemory}, -1, at::kInt);
+        l.buffers.widening = at::Tensor();
+      },
+      std::string(kSettings) + kWidening);
+  wrong("widening must be int32, got int64",
+        [](L& l, Qkv&, R&) { l.buffers.widening = l.buffers.widening.to(at::kLong); });
+  wrong("widening must have a factor for each KV head, [2, 2], got shape [2, 1]",
+        [](L& l, Qkv&, R&) { l.buffers.widening = l.buffers.widening.narrow(1, 0, 1); });
   wrong("position must be int64 [2] on the CPU",
         [](L& l, Qkv&, R&) { l.position = at::zeros({1}, at::kLong); });
   wrong("position must be int64, got int32",
@@ -336,6 +378,11 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
           [](S&, B& b) { b.scores = b.value.flatten().narrow(0, 16, 400).view({2, 2, 100}); });
   refused("memory must not share memory with scores", [](S&, B& b) {
     b.memory = b.scores.view(at::kInt).flatten().narrow(0, 0, 32).view({2, 2, kMemory});
+  });
+  refused("widening must not share memory with memory",
+          [](S&, B& b) { b.widening = b.memory.flatten().narrow(0, 0, 4).view({2, 2}); });
+  refused("q must not share memory with widening", [](S& s, B& b) {
+    b.widening = s.q.view(at::kInt).flatten().narrow(0, 0, 4).view({2, 2});
   });
 }
 

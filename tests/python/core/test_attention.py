@@ -19,10 +19,11 @@ CONFIG = PrefillConfig(chunk_size=32, local_window=8, heavy_budget=8, sink_token
 
 def run(attention, q, k, v):
     """Two calls of one prompt."""
-    out_a, scores, memory = attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
+    out_a, scores, memory, widening = attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
     begin = attention.last_chunk_begin(0, 64)
-    out_b, scores, memory = attention(q[:, :, 64:], k, v, scores, memory, begin)
-    return torch.cat([out_a, out_b], 2), scores, memory
+    state = (scores, memory, begin)
+    out_b, *state = attention(q[:, :, 64:], k, v, *state, widening=widening)
+    return torch.cat([out_a, out_b], 2), *state
 
 
 @pytest.fixture
@@ -37,6 +38,8 @@ def test_is_the_operator(qkv):
 
 
 RECALLING = CONFIG.replace(recall=3, recall_block=8, wide_layers=(1,))
+TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.int32)
+BY_CHARACTERS = RECALLING.replace(recall_characters=2)
 EMPTY = {"sink_tokens": 0, "local_window": 0, "heavy_budget": 0}
 # Settings, and a change that the module's output must show.
 EVERY_FIELD = [
@@ -48,6 +51,10 @@ EVERY_FIELD = [
     (CONFIG, {"dense_layers": (1,)}),
     (CONFIG, {"wide_layers": (1,), "wide_factor": 2}),
     (RECALLING, {"wide_factor": 2}),
+    (CONFIG, {"wide_heads": ((1, 0, 3),)}),
+    (CONFIG, {"error_rows": 4}),
+    (CONFIG.replace(error_rows=4, error_threshold=1.0), {"error_threshold": 0.0}),
+    (CONFIG.replace(error_rows=4), {"max_widen": 2}),
     (CONFIG, {"gqa_reduce": "max"}),
     (CONFIG, {"min_prefill": 200}),
     (CONFIG.replace(recall_block=8), {"recall": 3}),
@@ -59,6 +66,9 @@ EVERY_FIELD = [
         {"recall_max_count": 1},
     ),
     (EMPTY, {"block_diagonal": True}),
+    (RECALLING, {"recall_characters": 2}),
+    (BY_CHARACTERS, {"character_matches": 1}),
+    (BY_CHARACTERS, {"character_span": 1}),
 ]
 
 
@@ -73,7 +83,7 @@ def test_every_field_counts(qkv, base, change, scripted):
     ids = torch.randint(0, 4, (1, 150), generator=torch.Generator().manual_seed(1))
     outputs = []
     for config in (base, base.replace(**change)):
-        attention = ChunkedSparseAttention(config)
+        attention = ChunkedSparseAttention(config, TOKEN_TEXT)
         module = torch.jit.script(attention) if scripted else attention
         outputs.append(module(*qkv, token_ids=ids, layer=1)[0])
     assert not torch.equal(*outputs)
@@ -123,7 +133,7 @@ def test_in_place_is_the_same(qkv, scripted):
     scores, memory = torch.zeros(1, 2, 160), torch.full((1, 2, 66), -1, dtype=torch.int32)
     position = torch.zeros(2, dtype=torch.int64)
     logits = {"sinks": torch.linspace(-1, 3, 4), "softcap": 1.5}
-    state = (None, None, 0)
+    state, widening = (None, None, 0), None
     for begin, end in ((0, 70), (70, 149), (149, 150)):
         new = slice(begin, end)
         recall = module.find_recalled(ids[:, :end], begin)
@@ -133,10 +143,11 @@ def test_in_place_is_the_same(qkv, scripted):
         )  # fmt: skip
         module.advance_(position, end - begin)
         history = (q[:, :, new], k[:, :, :end], v[:, :, :end])
-        given = {"token_ids": ids[:, :end], "layer": 1, **logits}
+        given = {"token_ids": ids[:, :end], "layer": 1, **logits, "widening": widening}
         expected, *held = attention(*history, *state, **given)
         again = module(*history, *state, **given)
         assert all(torch.equal(x, y) for x, y in zip(again, (expected, *held), strict=True))
+        *held, widening = held
         state = (*held, attention.last_chunk_begin(begin, end - begin, state[2]))
         assert torch.equal(out, expected)
         assert torch.equal(scores[..., :end], state[0]) and not scores[..., end:].any()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import h2o_prefill
 from h2o_prefill import ops
-from h2o_prefill.testing import Shape, make_qkv, settings_text
+from h2o_prefill.testing import Shape, make_qkv, recall_text, settings_text
 
 classes = torch.classes.h2o_prefill
 SETTINGS = {"chunk_size": 16, "local_window": 3, "heavy_budget": 4, "sink_tokens": 1}
@@ -60,14 +60,15 @@ def run_op(qkv: tuple[Tensor, ...], recall: tuple = (None,) * 3, **fields: Any) 
 CONFIG_FIELDS = [field.name for field in dataclasses.fields(h2o_prefill.PrefillConfig)]
 
 # All different from the default.
-CONFIG_VALUES = [32, 3, 4, 5, 6, [7, 8], [1], 2, "max", 9, 2, 16, 4, 5, 7, True]
+CONFIG_VALUES = [32, 3, 4, 5, 6, [7, 8], [1], 2, [[1, 0, 3]], "max", 9, 2, 16, 4, 5, 7, 8, 2, 5]
+CONFIG_VALUES += [True, 8, 0.5, 2]
 
 
 def test_config_takes_every_field_by_name() -> None:
     config = classes.PrefillConfig(**dict(zip(CONFIG_FIELDS, CONFIG_VALUES, strict=True)))
     assert [getattr(config, name) for name in CONFIG_FIELDS] == CONFIG_VALUES
-    assert config.memory_size() == 12
-    assert config.of_layer(1).memory_size() == 5 + 2 * 7
+    assert config.memory_size() == 5 + 3 * 2 * 7
+    assert config.of_layer(1).memory_size() == 5 + 2 * 3 * 2 * 7
     assert config.sparse_from() == 9
     assert config.is_dense_layer(8) and not config.is_dense_layer(0)
 
@@ -80,7 +81,7 @@ def test_config_is_read_only() -> None:
 def test_attention_is_the_op() -> None:
     qkv = random_qkv(70)
     cache, tracker = make_state()
-    out, scores, memory = run_op(qkv)
+    out, scores, memory, _ = run_op(qkv)
     got = make_attention().forward(0, *qkv, cache, tracker)
     assert torch.equal(got, out)
     assert torch.equal(tracker.scores(0), scores)
@@ -89,7 +90,7 @@ def test_attention_is_the_op() -> None:
     assert cache.length(0) == 70
     assert cache.length(1) == 0
 
-    lists = ops.lexical_recall(torch.arange(70).remainder(9)[None], 0, 16, 8, 2)
+    lists = ops.lexical_recall(torch.arange(70).remainder(9)[None], 0, recall_text(16, 8, 2))
     recalling = make_attention(recall_block=8).forward(0, *qkv, *make_state(), recall=lists)
     assert torch.equal(recalling, run_op(qkv, lists, recall_block=8)[0])
     assert not torch.equal(recalling, out)
@@ -164,7 +165,7 @@ def test_scripted_module_is_saved_with_the_classes() -> None:
     buffer.seek(0)
     loaded = torch.jit.load(buffer)
     qkv = random_qkv(70)
-    out, scores, _ = run_op(qkv)
+    out, scores, *_ = run_op(qkv)
     for _ in range(2):  # with a new state each time
         got_out, got_scores, length = loaded(*qkv)
         assert torch.equal(got_out, out)

@@ -26,6 +26,14 @@ from h2o_prefill.config import PrefillConfig
         ("dense_layers", "12", "dense_layers must be a sequence of ints, got '12'"),
         ("wide_layers", (1.5,), "wide_layers must be an int, got 1.5"),
         ("block_diagonal", 1, "block_diagonal must be a bool, got 1"),
+        ("wide_heads", (1, 2), "a head must be a sequence of ints, got 1"),
+        ("wide_heads", ((1, 2),), "must be .layer, KV head, factor., got .1, 2."),
+        ("wide_heads", ((1, 2, 0),), "wide_heads must be >= 1, got 0"),
+        ("wide_heads", ((1, 2, 4), (1, 2, 2)), "must name a head once, got 1.2 twice"),
+        ("wide_heads", ((1, 2, 2**20),), "multiplied by their factors, must be <= 4194304"),
+        ("error_threshold", -0.5, "error_threshold must be a finite number >= 0, got -0.5"),
+        ("error_threshold", "0.5", "error_threshold must be a number, got '0.5'"),
+        ("error_rows", 257, "error_rows must be <= 256, got 257"),
         ("recall", 2, "chunk_size must be a multiple of recall_block, got 1024 and 100"),
     ],
 )
@@ -56,6 +64,16 @@ def test_texts_stand_for_all_settings(data):
         gqa_reduce=data.draw(st.sampled_from(["sum", "max"])),
         min_prefill=data.draw(st.none() | size),
         block_diagonal=data.draw(st.booleans()),
+        wide_heads=data.draw(
+            st.lists(
+                st.tuples(st.integers(0, 99), st.integers(0, 9), st.integers(1, 9)),
+                max_size=3,
+                unique_by=lambda head: head[:2],
+            )
+        ),
+        error_rows=data.draw(st.integers(0, 9)),
+        error_threshold=data.draw(st.floats(0, 1e9)),
+        max_widen=data.draw(st.integers(1, 9)),
         recall=data.draw(st.integers(0, 9)),
         recall_block=data.draw(st.sampled_from([1, 32, 64, 128])),
         recall_span=data.draw(st.integers(1, 1024)),

@@ -13,6 +13,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
+from h2o_prefill.testing import recall_text
 
 LENGTH = 76  # four chunks of 16 tokens and one of 12: a block and half of one
 
@@ -28,7 +29,7 @@ def _keys_of_rows(prompt: Tensor, config: PrefillConfig) -> tuple[list[int], lis
     recalled = [0] * LENGTH
     if config.recall:
         block = config.recall_block
-        offsets, _, visible = ops.lexical_recall(prompt[None], 0, 16, block, config.recall)
+        offsets, _, visible = ops.lexical_recall(prompt[None], 0, config)
         for row in range(LENGTH):
             entries = slice(offsets[row // block], offsets[row // block + 1])
             recalled[row] = int((visible[entries] <= row).sum())
@@ -108,7 +109,7 @@ def test_rows_of_the_lists_are_those_of_a_call() -> None:
     recalled = find_recalled(prompt, config)
     assert recalled is not None
     for begin, end in ((0, 16), (32, 48), (64, 72)):
-        call = ops.lexical_recall(prompt[:, :end], begin, 16, 8, 2)
+        call = ops.lexical_recall(prompt[:, :end], begin, recall_text(16, 8, 2))
         for ours, theirs in zip(recalled.of_rows(begin, end), call, strict=True):
             assert torch.equal(ours, theirs)
     assert find_recalled(prompt, config.replace(recall=0)) is None

@@ -207,7 +207,7 @@ def reference_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             **kwargs: Any,
         ) -> tuple[torch.Tensor, None]:
             wide = (x.double() for x in (query, key, value))
-            out, _, _ = oracle.chunked_sparse_attention(
+            out, *_ = oracle.chunked_sparse_attention(
                 *wide, *[None] * 5, 0, settings, scale=scaling
             )
             return out.transpose(1, 2).to(query.dtype), None

@@ -23,6 +23,21 @@ EVERYTHING: dict[str, Any] = {**RECOMMENDED, **MANY}
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
+class Letters:
+    """A tokenizer of a letter and a number for each token; token 3 is special."""
+
+    all_special_ids = (3,)
+
+    def __len__(self):
+        return 61
+
+    def batch_decode(self, ids):
+        return [f" {chr(ord('A') + token % 26)}{token}," for (token,) in ids]
+
+
+LETTERS = Letters()
+
+
 def assert_close(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
     """Compare tensors, or sequences of them."""
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)

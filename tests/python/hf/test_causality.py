@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from hf_helpers import LETTERS, assert_close, in_calls, new_cache
 from hf_helpers import SPARSE as SIZES
-from hf_helpers import assert_close, in_calls, new_cache
 
 from h2o_prefill import PrefillConfig, enable, ops
 from h2o_prefill.presets import preset_config
@@ -24,6 +24,7 @@ RECALLING = {
     "recall of single keys": RECALL.replace(recall_span=1),
     "recall of long spans": RECALL.replace(recall_span=5),
     "recall of rare single tokens": RECALL.replace(recall=3, recall_max_count=4),
+    "recall by characters": RECALL.replace(recall_characters=3, character_span=2),
     "recall and everything else": RECALL.replace(
         sink_tokens=2, dense_tail=10, dense_layers=(1,), gqa_reduce="max", min_prefill=3
     ),
@@ -35,6 +36,15 @@ OPTIONS = {
     "dense tail": BASE.replace(dense_tail=10),
     "dense layers": BASE.replace(dense_layers=(0,)),
     "wide layers": BASE.replace(wide_layers=(1,), wide_factor=2),
+    "wide heads": BASE.replace(wide_heads=((1, 0, 2),)),
+    "widening": BASE.replace(error_rows=2, error_threshold=0.1, max_widen=2),
+    "widening of wide heads": preset_config(
+        "recommended",
+        **SIZES,
+        recall_block=8,
+        error_rows=4,
+        wide_heads=((1, 1, 2),),
+    ),
     "max over the group": BASE.replace(gqa_reduce="max"),
     "no heavy hitters": BASE.replace(heavy_budget=0),
     "no local window": BASE.replace(local_window=0),
@@ -80,7 +90,7 @@ def leaking_tokens(model, ids, calls=(72,)):
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_changing_a_token_changes_no_logit_before_it(build, prompt, option, name, calls):
     model = build(name)
-    with enable(model, OPTIONS[option]):
+    with enable(model, OPTIONS[option], tokenizer=LETTERS):
         assert leaking_tokens(model, prompt, CALLS[calls]) == []
 
 
@@ -91,13 +101,14 @@ def test_a_block_that_sees_what_its_later_rows_recall_is_caught(
 ):
     find, config = ops.lexical_recall, OPTIONS[option]
 
-    def all_from_the_first_row(ids, begin, chunk_size, block, *settings):
-        offsets, positions, _ = find(ids, begin, chunk_size, block, *settings)
+    def all_from_the_first_row(ids, begin, settings, *text):
+        offsets, positions, _ = find(ids, begin, settings, *text)
+        block = settings.recall_block
         owner = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
         return offsets, positions, (begin + owner * block).int()
 
     monkeypatch.setattr(ops, "lexical_recall", all_from_the_first_row)
-    with enable(llama, config):
+    with enable(llama, config, tokenizer=LETTERS):
         leaking = leaking_tokens(llama, prompt, CALLS[calls])
     # The first row of a block has no row before it in its block, whatever the block sees.
     assert (leaking == []) == (config.recall_block == 1)
@@ -105,10 +116,14 @@ def test_a_block_that_sees_what_its_later_rows_recall_is_caught(
         assert all(token % config.recall_block for token in leaking)
 
 
+# Settings that are the same in all options.
+ONE_VALUE = ("chunk_size", "character_matches")
+
+
 def test_every_setting_is_among_the_options():
     for field in dataclasses.fields(PrefillConfig):
         values = {getattr(option, field.name) for option in OPTIONS.values()}
-        assert len(values) > 1 or field.name == "chunk_size", field.name
+        assert len(values) > 1 or field.name in ONE_VALUE, field.name
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
@@ -116,7 +131,7 @@ def test_every_option_changes_what_it_is_for(llama, prompt, option):
     stock = llama(prompt).logits
     with enable(llama, BASE):
         base = llama(prompt).logits
-    with enable(llama, OPTIONS[option]):
+    with enable(llama, OPTIONS[option], tokenizer=LETTERS):
         ours = llama(prompt).logits
     assert ours.isfinite().all() and not torch.allclose(ours[:, 16:], stock[:, 16:], atol=1e-3)
     assert torch.equal(ours, base) == (option == "h2o")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
-from hf_helpers import assert_close, in_calls, new_cache, watch
+from hf_helpers import LETTERS, assert_close, in_calls, new_cache, watch
 
-from h2o_prefill import PrefillConfig, enable, ops
+from h2o_prefill import PrefillConfig, enable
+from h2o_prefill.hf.token_text import token_text
 
 SPARSE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, min_prefill=2)
 RECALL = SPARSE.replace(recall=2, recall_block=8)
@@ -39,15 +38,19 @@ def test_one_search_for_all_layers(llama, text, searches):
 
 
 def test_the_search_has_the_settings(llama, text, monkeypatch):
-    signature = inspect.signature(ops.lexical_recall)
-    asked = watch(monkeypatch, "lexical_recall", lambda *a, **k: signature.bind(*a, **k).arguments)
-    settings = {"block": 4, "max_matches": 7, "max_suffix": 5, "span": 3, "max_count": 9}
-    names = {"max_matches": "recall", "max_suffix": "recall_suffix"}
-    changes = {names.get(name, f"recall_{name}"): value for name, value in settings.items()}
-    with enable(llama, SPARSE.replace(**changes)):
+    asked = watch(monkeypatch, "lexical_recall", lambda *arguments: arguments)
+    config = RECALL.replace(recall_span=3, recall_characters=4)
+    with enable(llama, config):
         llama(text)
-    assert {name: asked[0][name] for name in settings} == settings
-    assert asked[0]["chunk_size"] == 16
+    with enable(llama, config, tokenizer=LETTERS):
+        llama(text)
+    assert [call[2:] for call in asked] == [(config, None), (config, token_text(LETTERS))]
+
+
+def test_the_text_of_tokens_has_neither_case_nor_spaces():
+    table = token_text(LETTERS)
+    assert table[[0, 3, 30]].tolist() == [[97, 48, 0], [0, 0, 0], [101, 51, 48]]
+    assert token_text(LETTERS) is table
 
 
 def test_what_is_recalled_is_seen(llama, text):

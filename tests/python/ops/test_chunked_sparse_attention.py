@@ -11,6 +11,7 @@ from h2o_prefill.testing import (
     assert_close_to_reference,
     compare_with_oracle,
     make_qkv,
+    recall_text,
     settings_text,
 )
 
@@ -18,12 +19,15 @@ S = 32
 SIZES = {"chunk_size": S, "local_window": 8, "heavy_budget": 8}
 NO_RECALL = (None,) * 3
 OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}]
+WIDE = {"wide_heads": "1.0x3"}
+WIDENING = {"error_rows": 4, "error_threshold": 0.01, "max_widen": 4}
 OPERATORS = (ops.chunked_sparse_attention, oracle.chunked_sparse_attention)
 
 
-def call(q, k, v, scores=None, memory=None, recall=NO_RECALL, last=0, **fields):
+def call(q, k, v, scores=None, memory=None, widening=None, recall=NO_RECALL, last=0, **fields):
     """The arguments of a call."""
-    return (q, k, v, scores, memory, *recall, last, settings_text(**(SIZES | fields)))
+    settings = settings_text(**(SIZES | fields))
+    return (q, k, v, scores, memory, *recall, last, settings, None, None, 0.0, widening)
 
 
 def prefill(*arguments, **fields):
@@ -37,7 +41,10 @@ def check(*arguments, **fields):
 
 def find_recalled(batch, past, tokens, device):
     ids = torch.randint(0, 9, (batch, past + tokens), generator=torch.Generator().manual_seed(5))
-    return [t.to(device) for t in ops.lexical_recall(ids, past, S, 16, 3, max_count=1000)]
+    return [
+        t.to(device)
+        for t in ops.lexical_recall(ids, past, recall_text(S, 16, 3, recall_max_count=1000))
+    ]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -63,16 +70,45 @@ def test_budgets_and_options(device, budgets, options):
     check(q, k, v, local_window=budgets[0], heavy_budget=budgets[1], **options)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(("sinks", "softcap"), [(False, 0.0), (True, 4.0)])
+def test_budgets_grow_where_errors_are_large(device, dtype, sinks, softcap):
+    """Threshold 0.01 lies far from the errors of these heads: the first has none."""
+    q, k, v = make_qkv(Shape(2, 6, 2, 5 * S + 3, 16, 16), dtype, device)
+    v[:, 0] = 1.0  # whatever the head attends to, the output is the same
+    arguments = call(q, k, v, **WIDENING, **WIDE, sink_tokens=3)[:10]
+    logits = {"sinks": torch.randn(6, device=device) if sinks else None, "softcap": softcap}
+    if sinks:  # they have no value, so they make errors of their own
+        v[:, 0] = 0.0
+    *_, memory, widening = compare_with_oracle(*OPERATORS, *arguments, **logits)
+    assert widening.tolist() == [[1, 4]] * 2
+    assert (memory >= 0).sum(-1).tolist() == [[3 + 3 * 16, 3 + 4 * 16]] * 2
+
+
+def test_a_head_has_the_budgets_of_its_factor_and_its_widening(device):
+    q, k, v = make_qkv(Shape(1, 4, 2, 6 * S, 16, 16), device=device)
+    widening = torch.tensor([[2, 1]], dtype=torch.int32, device=device)
+    options = {**WIDENING, **WIDE, "error_threshold": 1e9}
+    out, _, memory, after = check(q, k, v, widening=widening, **options)
+    assert torch.equal(after, widening)
+    assert (memory >= 0).sum(-1).tolist() == [[2 * 3 * 16, 16]]
+    for head, factor in enumerate((6, 1)):
+        rows = slice(2 * head, 2 * head + 2), slice(head, head + 1)
+        alone = (q[:, rows[0]], k[:, rows[1]], v[:, rows[1]])
+        one = prefill(*alone, local_window=8 * factor, heavy_budget=8 * factor)
+        torch.testing.assert_close(out[:, rows[0]], one[0], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("length", [0, 1, S - 1, S, S + 1, 2 * S - 1, 2 * S + 128])
 def test_awkward_lengths(device, length):
     check(*make_qkv(Shape(1, 4, 2, length, 16, 16), device=device), sink_tokens=2)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:2] + OPTIONS[3:], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS[:2], *OPTIONS[3:], WIDE, WIDENING], ids=str)
 def test_calls_in_multiples_of_the_chunk_equal_one_call(device, options):
     q, k, v = make_qkv(Shape(1, 4, 2, 7 * S + 5, 16, 16), device=device)
     whole = prefill(q, k, v, **options)
-    state, begin, last, outs = (None, None), 0, 0, []
+    state, begin, last, outs = (), 0, 0, []
     for end in (2 * S, 3 * S, 6 * S, 7 * S + 5):
         history = q[:, :, begin:end], k[:, :, :end], v[:, :, :end]
         out, *state = prefill(*history, *state, last=last, **options)
@@ -80,15 +116,15 @@ def test_calls_in_multiples_of_the_chunk_equal_one_call(device, options):
         outs.append(out)
         begin = end
     assert torch.equal(torch.cat(outs, 2), whole[0])
-    assert torch.equal(state[0], whole[1]) and torch.equal(state[1], whole[2])
+    assert all(map(torch.equal, state, whole[1:]))
 
 
 def test_tokens_from_outside_prefill_are_candidates_with_score_zero(device):
     q, k, v = make_qkv(Shape(1, 4, 2, 3 * S, 16, 16), device=device)
-    _, *state = prefill(q[:, :, :S], k[:, :, :S], v[:, :, :S], local_window=4)
+    _, *state, _ = prefill(q[:, :, :S], k[:, :, :S], v[:, :, :S], local_window=4)
     # Five tokens are decoded in between: the scores end before them.
     past = S + 5
-    _, scores, memory = check(q[:, :, past:], k, v, *state, local_window=4)
+    _, scores, memory, _ = check(q[:, :, past:], k, v, *state, local_window=4)
     assert (memory[..., -4:] == torch.arange(2 * S + 1, 2 * S + 5, device=device)).all()
     # The local window holds the decoded tokens, which earn scores.
     assert (scores[:, :, past - 4 : past] > 0).all()
@@ -97,7 +133,7 @@ def test_tokens_from_outside_prefill_are_candidates_with_score_zero(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_memory_that_holds_everything_equals_dense_attention(device, dtype):
     q, k, v = make_qkv(Shape(1, 6, 2, 5 * S + 3, 32, 32), dtype, device)
-    out, _, _ = prefill(q, k, v, local_window=100, heavy_budget=200)
+    out, *_ = prefill(q, k, v, local_window=100, heavy_budget=200)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     exact = sdpa(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
     peer = sdpa(q, k, v, is_causal=True, enable_gqa=True)
@@ -106,7 +142,7 @@ def test_a_memory_that_holds_everything_equals_dense_attention(device, dtype):
 
 def test_one_chunk_is_phase_one_bit_by_bit(device):
     q, k, v = make_qkv(Shape(1, 4, 2, S, 32, 32), device=device)
-    out, scores, memory = prefill(q, k, v)
+    out, scores, memory, _ = prefill(q, k, v)
     alone = ops.intra_chunk_attention(q, k, v, S)
     assert torch.equal(out, alone[0]) and torch.equal(scores, alone[2]) and (memory == -1).all()
 
@@ -115,7 +151,7 @@ def test_scores_never_fall_and_count_every_query_twice_at_most(device):
     q, k, v = make_qkv(Shape(1, 4, 2, 6 * S, 16, 16), device=device)
     earlier = torch.zeros(1, 2, 0, device=device)
     for end in range(S, 7 * S, S):
-        _, scores, _ = prefill(q[:, :, :end], k[:, :, :end], v[:, :, :end])
+        _, scores, *_ = prefill(q[:, :, :end], k[:, :, :end], v[:, :, :end])
         assert (scores[:, :, : end - S] >= earlier).all()
         # Every query votes once in phase 1, and once in phase 2 unless it is of the first chunk.
         total = scores.sum(-1)
@@ -143,17 +179,17 @@ def test_recall(device, dtype, options, past):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_output_depends_on_a_later_token(device, token, options, dtype):
     q, k, v = make_qkv(Shape(1, 4, 2, 150, 16, 16), dtype, device=device)
-    before, _, _ = prefill(q, k, v, **options)
+    before, *_ = prefill(q, k, v, **options)
     for x in (q, k, v):
         x[:, :, token:] = torch.randn_like(x[:, :, token:]) * 5
-    after, _, _ = prefill(q, k, v, **options)
+    after, *_ = prefill(q, k, v, **options)
     torch.testing.assert_close(before[:, :, :token], after[:, :, :token], rtol=0, atol=1e-6)
 
 
 def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
     q, k, v = make_qkv(Shape(1, 2, 1, 16 * S, 16, 16), device=device)
     scale = 100 / (q @ k.transpose(-1, -2)).abs().max().item()
-    out, scores, _ = compare_with_oracle(*OPERATORS, *call(q, k, v), scale=scale)
+    out, scores, *_ = compare_with_oracle(*OPERATORS, *call(q, k, v)[:10], scale=scale)
     assert torch.isfinite(out).all() and torch.isfinite(scores).all()
 
 
@@ -173,6 +209,9 @@ def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
         ({"k": torch.randn(1, 2, 20, 16).double()}, r"k must have dtype and .* got float64"),
         ({"scores": torch.zeros(1, 2, 21)}, "scores must not be longer than k"),
         ({"memory": torch.zeros(1, 2, 4)}, "memory must be int32, got float32"),
+        ({"widening": torch.ones(1, 2)}, "widening must be int32, got float32"),
+        ({"widening": torch.ones(1, 3).int()}, "widening must have a factor for each KV head"),
+        ({"settings": "h2o,wide_heads=0.2x4"}, "wide_heads must name KV heads below 2, got 2"),
         ({"recall_offsets": torch.zeros(4, dtype=torch.int32)}, "must be given together"),
     ],
     ids=lambda x: str(list(x)) if isinstance(x, dict) else "",

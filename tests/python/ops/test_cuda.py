@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from h2o_prefill import ops
-from h2o_prefill.testing import DTYPES, Shape, make_indices, make_qkv
+from h2o_prefill.testing import DTYPES, Shape, make_indices, make_qkv, recall_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 S = 64
+RECALL = recall_text(S, 16, 3, recall_max_count=1000)
 SETTINGS = f"h2o,chunk_size={S},local_window=16,heavy_budget=16,recall=3,recall_block=16"
 
 
@@ -25,7 +26,7 @@ def every_operator(dtype, head_dim=64, value_dim=64):
     lse = torch.randn(1, 4, shape.length, device="cuda")
     scores = torch.rand(1, 2, shape.length, device="cuda")
     ids = torch.randint(0, 9, (1, shape.length), generator=torch.Generator().manual_seed(5))
-    recall = [x.cuda() for x in ops.lexical_recall(ids, 0, S, 16, 3, max_count=1000)]
+    recall = [x.cuda() for x in ops.lexical_recall(ids, 0, RECALL)]
     colsum = torch.rand(1, 2, 33, device="cuda")
     # Every call writes at the same position.
     position = torch.tensor([40, 0])
@@ -206,8 +207,8 @@ def test_head_dims_without_a_kernel_agree_with_the_cpu(head_dim, value_dim, dtyp
 def test_recall_lists_may_come_from_the_host():
     q, k, v = make_qkv(Shape(2, 4, 2, 200, 64, 64), device="cuda")
     ids = torch.randint(0, 9, (2, 200), generator=torch.Generator().manual_seed(5))
-    on_host = ops.lexical_recall(ids, 0, S, 16, 3, max_count=1000)
-    on_device = ops.lexical_recall(ids.cuda(), 0, S, 16, 3, max_count=1000)
+    on_host = ops.lexical_recall(ids, 0, RECALL)
+    on_device = ops.lexical_recall(ids.cuda(), 0, RECALL)
     for a, b in zip(on_host, on_device, strict=True):
         assert b.is_cuda and torch.equal(a, b.cpu())
     host, device = (prefill(q, k, v, lists) for lists in (on_host, on_device))

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
+from h2o_prefill.testing import recall_text
 
 
 @settings(max_examples=100)
@@ -18,14 +19,26 @@ def test_agrees_with_the_oracle(data):
     chunk_size = block * data.draw(st.integers(1, 5), "blocks of a chunk")
     words = data.draw(st.integers(1, 12), "vocabulary")
     seed = data.draw(st.integers(0, 1000), "seed")
-    tokens = (
-        torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(seed)) * 10**12
-    )
+    tokens = torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(seed))
+    tokens *= data.draw(st.sampled_from([1, 10**12]), "factor")
     max_matches, suffix, span = (
         data.draw(st.integers(1, 4), name) for name in ("max_matches", "max_suffix", "span")
     )
-    max_count = data.draw(st.integers(1, 40), "max_count")
-    arguments = (tokens, begin, chunk_size, block, max_matches, suffix, span, max_count)
+    text = recall_text(
+        chunk_size,
+        block,
+        max_matches,
+        recall_suffix=suffix,
+        recall_span=span,
+        recall_max_count=data.draw(st.integers(1, 40), "max_count"),
+        recall_characters=data.draw(st.integers(0, 4), "characters"),
+        character_matches=data.draw(st.integers(1, 3), "character_matches"),
+        character_span=data.draw(st.integers(1, 4), "character_span"),
+    )
+    # Some tokens have no characters, some no row.
+    table = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), max_size=10))
+    table = torch.tensor(table, dtype=torch.int32).reshape(-1, 3).sort(descending=True).values
+    arguments = (tokens, begin, text, data.draw(st.sampled_from([table, None]), "table"))
     for actual, expected in zip(
         ops.lexical_recall(*arguments), oracle.lexical_recall(*arguments), strict=True
     ):
@@ -42,15 +55,22 @@ def test_what_a_token_recalls_depends_on_no_later_token(data):
     max_matches, suffix, span = (
         data.draw(st.integers(1, 6), name) for name in ("max_matches", "max_suffix", "span")
     )
-    max_count = data.draw(st.integers(1, 40), "max_count")
     tokens = torch.randint(0, 20, (1, 200), generator=torch.Generator().manual_seed(1))
+    text = recall_text(
+        chunk_size,
+        block,
+        max_matches,
+        recall_suffix=suffix,
+        recall_span=span,
+        recall_max_count=data.draw(st.integers(1, 40), "max_count"),
+        recall_characters=data.draw(st.integers(0, 6), "characters"),
+    )
+    table = (torch.arange(60).view(20, 3) % 4).int().sort(descending=True).values
     changed = tokens.clone()
     changed[0, changed_from:] = (tokens[0, changed_from:] + 7) % 20
 
     def seen_before(ids):
-        offsets, positions, visible_from = ops.lexical_recall(
-            ids, begin, chunk_size, block, max_matches, suffix, span, max_count
-        )
+        offsets, positions, visible_from = ops.lexical_recall(ids, begin, text, table)
         owner = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
         early = visible_from < changed_from
         return torch.stack([owner[early], positions[early], visible_from[early]])
@@ -61,12 +81,16 @@ def test_what_a_token_recalls_depends_on_no_later_token(data):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((11, 8, 4, 1), r"begin must be in \[0, 10\], got 11"),
-        ((0, 8, 3, 1), "chunk_size must be a multiple of block, got 8 and 3"),
-        ((0, 8, 4, 0), "max_matches must be >= 1, got 0"),
-        ((0, 8, 4, 2**40), "max_matches must be <= 1024, got 1099511627776"),
-        ((0, 8, 4, 1, 10**6), "max_suffix must be <= 64, got 1000000"),
-        ((0, 8, 4, 1, 3, 2**63 - 1), "span must be <= 1024, got 9223372036854775807"),
+        ((11, recall_text(8, 4, 1)), r"begin must be in \[0, 10\], got 11"),
+        ((0, recall_text(8, 3, 1)), "chunk_size must be a multiple of recall_block, got 8 and 3"),
+        ((0, recall_text(8, 4, 0)), "recall must be >= 1, got 0"),
+        ((0, recall_text(8, 4, 2**40)), "recall must be <= 1024, got 1099511627776"),
+        (
+            (0, recall_text(8, 4, 1, recall_characters=65)),
+            "recall_characters must be <= 64, got 65",
+        ),
+        ((0, recall_text(8, 4, 1), torch.zeros(2, 3)), "token_text must be int32, got float32"),
+        ((0, recall_text(8, 4, 1), torch.zeros(2).int()), "token_text must have 2 dimensions"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -76,4 +100,4 @@ def test_wrong_arguments(arguments, message):
 
 def test_token_ids_must_be_int64():
     with pytest.raises(ValueError, match="token_ids must be int64, got int32"):
-        ops.lexical_recall(torch.zeros(1, 10, dtype=torch.int32), 0, 8, 4, 1)
+        ops.lexical_recall(torch.zeros(1, 10, dtype=torch.int32), 0, recall_text(8, 4, 1))

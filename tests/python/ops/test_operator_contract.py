@@ -8,10 +8,11 @@ import torch
 import torch._dynamo.testing
 
 from h2o_prefill import PrefillConfig, ops
-from h2o_prefill.testing import Shape, assert_same_on_threads, make_indices, make_qkv
+from h2o_prefill.testing import Shape, assert_same_on_threads, make_indices, make_qkv, recall_text
 
 OPS = torch.ops.h2o_prefill
 NO_STATE = (None,) * 5
+TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [0, 0], [97, 99]], dtype=torch.int32)
 SETTINGS = "h2o,chunk_size=16,local_window=3,heavy_budget=4,sink_tokens=1,recall_block=8,recall=2"
 
 
@@ -27,7 +28,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
     scores = torch.rand(1, 2, length, dtype=lse.dtype)
     memory = torch.tensor([[[0, 2, -1], [1, 3, 4]]], dtype=torch.int32)
     ids = torch.randint(0, 5, (1, length + 9))
-    recall = ops.lexical_recall(ids, 9, 16, 8, 2)
+    recall = ops.lexical_recall(ids, 9, recall_text(16, 8, 2))
     new = long_k[:, :, 9:], long_v[:, :, 9:]
     buffers = (
         torch.empty(1, 2, length + 20, 16, dtype=dtype).copy_(
@@ -55,7 +56,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
         "prefill_attention_": (long_q, *new, *buffers, position, *recall, 0, SETTINGS),
         "advance_position_": (position, length, SETTINGS),
         "accumulate_scores_": (buffers[2], memory, torch.rand(1, 2, 3, dtype=lse.dtype)),
-        "lexical_recall": (ids, 9, 16, 8, 2),
+        "lexical_recall": (ids, 9, recall_text(16, 8, 2, recall_characters=3), TOKEN_TEXT),
         "recall_at_position": (ids, torch.tensor([9, 0]), ids.shape[1] - 9, SETTINGS),
         "chunkwise_linear_attention": (*linear, *mode),
         "chunkwise_linear_attention_backward": (*linear, grad_out, *states, *mode),
@@ -232,7 +233,7 @@ def test_tracing_refuses_the_shapes_that_running_refuses(name, mismatch):
 
 
 def prefill(q, k, v):
-    out, scores, _ = OPS.chunked_sparse_attention(q * 1.0, k, v, *NO_STATE, 0, SETTINGS)
+    out, scores, *_ = OPS.chunked_sparse_attention(q * 1.0, k, v, *NO_STATE, 0, SETTINGS)
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1) + 1.0, scores
 
 

@@ -12,6 +12,7 @@ from h2o_prefill.testing import (
     Shape,
     compare_with_oracle,
     make_qkv,
+    recall_text,
 )
 
 S = 32
@@ -48,7 +49,7 @@ def test_agrees_with_the_oracle(device, dtype, heads, case):
 def test_options_and_recall(device, dtype, options, case):
     q, k, v = make_qkv(Shape(1, 4, 2, 105, 16, 16), dtype, device, past=45)
     ids = torch.randint(0, 20, (1, 150), generator=torch.Generator().manual_seed(1))
-    lists = [x.to(device) for x in ops.lexical_recall(ids, 45, S, 8, 2)]
+    lists = [x.to(device) for x in ops.lexical_recall(ids, 45, recall_text(S, 8, 2))]
     settings = f"{SETTINGS},recall_block=8,{options}"
     logits = logit_options(case, 4, device)
     check(q, k, v, None, None, *lists, 0, settings, scale=-0.4, **logits)
@@ -61,7 +62,7 @@ def test_sinks_far_from_the_logits(device, dtype, sink, sink_dtype):
     """Sinks have any dtype and layout."""
     q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 16), dtype, device)
     sinks = torch.tensor([[sink, 9], [0, 9], [sink, 9], [1, 9]], device=device).to(sink_dtype)[:, 0]
-    out, scores, _ = check(q, k, v, *NO_STATE, 0, SETTINGS, sinks=sinks)
+    out, scores, *_ = check(q, k, v, *NO_STATE, 0, SETTINGS, sinks=sinks)
     assert out.isfinite().all() and scores.isfinite().all()
     assert out[:, 0].any() == (sink < 1e3)
 
@@ -89,7 +90,7 @@ def test_softcaps_far_from_the_logits(device, dtype, softcap):
         sums = v.double().repeat_interleave(2, dim=1).cumsum(2)
         expected = sums / torch.arange(1, 101, device=device).unsqueeze(-1)
     torch.testing.assert_close(capped.double(), expected, rtol=0, atol=1e-5)
-    out, _, _ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, softcap=softcap)
+    out, *_ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, softcap=softcap)
     assert out.isfinite().all()
 
 
@@ -111,11 +112,13 @@ def test_calls_in_place_equal_one_call(device, dtype, case):
     whole = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, **options)
     buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0]).contiguous()]
     buffers.append(torch.full((1, 2, 18), -1, dtype=torch.int32, device=device))
-    position, state, outs = torch.zeros(2, dtype=torch.int64), (None, None), ([], [])
+    position, outs = torch.zeros(2, dtype=torch.int64), ([], [])
+    state, widening = (None, None), None
     for begin, end in ((0, 2 * S), (2 * S, 5 * S), (5 * S, 5 * S + 5), (5 * S + 5, 5 * S + 6)):
         new = [x[:, :, begin:end] for x in (q, k, v)]
         past = (k[:, :, :end], v[:, :, :end], *state, *NO_STATE[:3], int(position[1]))
-        out, *state = ops.prefill_attention(new[0], *past, 0, SETTINGS, **options)
+        call = (new[0], *past, 0, SETTINGS)
+        out, *state, widening = ops.prefill_attention(*call, **options, widening=widening)
         outs[0].append(out)
         place = (*buffers, position, *NO_STATE[:3], 0, SETTINGS)
         outs[1].append(ops.prefill_attention_(*new, *place, **options))

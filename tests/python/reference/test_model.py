@@ -59,11 +59,11 @@ def test_calls_in_multiples_of_s_equal_one_call_and_the_last_chunk_builds_no_set
     config = CONFIG.replace(sink_tokens=2)
     whole, state = run(model, random_ids(3 * S + 5), (3 * S + 5, config))
     assert state.last_chunk_begin == 3 * S
-    assert all((memory[..., -1] == 3 * S - 1).all() for memory in state.memory.values())
+    assert all((memory[..., -1] == 3 * S - 1).all() for _, memory, _ in state.state.values())
     for calls in ([S, 2 * S + 5], [2 * S, S + 5], [S, S, S, 5]):
         logits, prompt = run(model, random_ids(3 * S + 5), *((n, config) for n in calls))
         assert_equal(logits, whole)
-        assert all(torch.equal(prompt.memory[i], state.memory[i]) for i in range(3))
+        assert all(torch.equal(prompt.state[i][1], state.state[i][1]) for i in range(3))
 
 
 def test_a_changed_token_changes_nothing_before_it(model):
@@ -87,8 +87,7 @@ def test_decode_attends_to_everything_and_leaves_scores_and_sets_alone(model):
     assert_equal(logits, run(model, ids, (len(ids), None))[0])
     assert prompt.length == 2 * S + 9 and (prompt.cache != 0).any(-1).all()
     for layer in range(3):
-        assert torch.equal(prompt.scores[layer], before.scores[layer])
-        assert torch.equal(prompt.memory[layer], before.memory[layer])
+        assert all(map(torch.equal, prompt.state[layer], before.state[layer]))
 
 
 @pytest.mark.filterwarnings("ignore:the memory set")
@@ -97,7 +96,7 @@ def test_decoded_tokens_are_candidates_of_a_later_prefill(model):
     _, prompt = run(model, random_ids(2 * S + 3), (S, config), (3, None), (S, config))
     # Chunk 0 outranks what was never scored; one heavy slot is left, the last position is local.
     expected = torch.tensor([*range(S), S, S + 2], dtype=torch.int32)
-    assert all((memory == expected).all() for memory in prompt.memory.values())
+    assert all((memory == expected).all() for _, memory, _ in prompt.state.values())
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o_prefill.reference import ops
-from h2o_prefill.testing import Shape, make_qkv, settings_text
+from h2o_prefill.testing import Shape, make_qkv, recall_text, settings_text
 
 S, L, H, BLOCK = 16, 4, 4, 8
 NO_RECALL = (None, None, None)
@@ -29,7 +29,7 @@ def prefill(q, k, v, calls=None, recall=NO_RECALL, **fields):
     for new in calls or [q.shape[2]]:
         end = past + new
         history = (q[:, :, past:end], k[:, :, :end], v[:, :, :end])
-        out, scores, memory = ops.chunked_sparse_attention(
+        out, scores, memory, _ = ops.chunked_sparse_attention(
             *history, scores, memory, *recall, last, text(**fields)
         )
         outputs.append(out)
@@ -90,7 +90,11 @@ def by_definition(q, k, v, recall, sink_tokens=0, dense_tail=0, gqa_reduce="sum"
 def test_a_prefill_is_what_the_definition_says(heads, tokens, recalls, options):
     q, k, v = random_qkv(tokens, heads)
     ids = torch.randint(0, 6, (2, tokens), generator=torch.Generator().manual_seed(0))
-    recall = ops.lexical_recall(ids, 0, S, BLOCK, 2, max_count=99) if recalls else NO_RECALL
+    recall = (
+        ops.lexical_recall(ids, 0, recall_text(S, BLOCK, 2, recall_max_count=99))
+        if recalls
+        else NO_RECALL
+    )
     out, scores, memory = prefill(q, k, v, recall=recall, **options)
     expected = by_definition(q, k, v, recall, **options)
     assert_equal(out, expected[0])
@@ -123,7 +127,7 @@ def test_tokens_from_outside_prefill_score_zero_and_are_candidates():
     settings = text(local_window=2, heavy_budget=S + 2)
     # Six tokens arrived without the operator after a first call, and a chunk and a half follow.
     scores = prefill(*(x[:, :, :S] for x in (q, k, v)))[1]
-    _, scores, memory = ops.chunked_sparse_attention(
+    _, scores, memory, _ = ops.chunked_sparse_attention(
         q[:, :, S + 6 :], k, v, scores, None, *NO_RECALL, 0, settings
     )
     # All of chunk 0 outranks a score of 0; two slots are left, and of equals the lower win them.

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from h2o_prefill.reference import ops
+from h2o_prefill.testing import recall_text
 
 
-def entries(token_ids, *args, **options):
+def entries(token_ids, begin, chunk_size, block, matches, table=None, **fields):
     """Return [(position, visible_from), ...] per block."""
-    offsets, positions, visible_from = ops.lexical_recall(torch.tensor(token_ids), *args, **options)
+    settings = recall_text(chunk_size, block, matches, **fields)
+    found = ops.lexical_recall(torch.tensor(token_ids), begin, settings, table)
+    offsets, positions, visible_from = found
     assert offsets.dtype == positions.dtype == visible_from.dtype == torch.int32
     pairs = list(zip(positions.tolist(), visible_from.tolist(), strict=True))
     bounds = offsets.tolist()
@@ -28,16 +31,21 @@ FREQUENT = [[1, 9, 1, 9, 1, 1]]  # the token 1 occurs three times up to 4, four 
     ("text", "arguments", "options", "second_block"),
     [
         # The latest matches win.
-        (LONG, (8, 8, 1), {"span": 1}, [(4, 8)]),
-        (LONG, (8, 8, 2), {"span": 1}, [(2, 8), (4, 8)]),
+        (LONG, (8, 8, 1), {"recall_span": 1}, [(4, 8)]),
+        (LONG, (8, 8, 2), {"recall_span": 1}, [(2, 8), (4, 8)]),
         # The longest n-gram with a match is used alone.
-        (SUFFIXES, (8, 8, 4), {"span": 1, "max_suffix": 2}, [(0, 8), (1, 9)]),
-        (SUFFIXES, (8, 8, 4), {"span": 1, "max_suffix": 1}, [(0, 8), (1, 9), (3, 9)]),
+        (SUFFIXES, (8, 8, 4), {"recall_span": 1, "recall_suffix": 2}, [(0, 8), (1, 9)]),
+        (SUFFIXES, (8, 8, 4), {"recall_span": 1, "recall_suffix": 1}, [(0, 8), (1, 9), (3, 9)]),
         # A frequent token is not looked up alone.
-        (FREQUENT, (4, 4, 9), {"span": 1, "max_suffix": 1, "max_count": 3}, [(0, 4), (2, 4)]),
-        (FREQUENT, (4, 4, 9), {"span": 1, "max_suffix": 1, "max_count": 2}, []),
+        (
+            FREQUENT,
+            (4, 4, 9),
+            {"recall_span": 1, "recall_suffix": 1, "recall_max_count": 3},
+            [(0, 4), (2, 4)],
+        ),
+        (FREQUENT, (4, 4, 9), {"recall_span": 1, "recall_suffix": 1, "recall_max_count": 2}, []),
         # The span stops at the chunk, and a match inside the chunk is not recalled.
-        ([[5, 6, 7, 8, 8]], (4, 4, 1), {"span": 3}, [(3, 4)]),
+        ([[5, 6, 7, 8, 8]], (4, 4, 1), {"recall_span": 3}, [(3, 4)]),
         ([[1, 2, 3, 4, 7, 7, 7, 7]], (4, 4, 4), {}, []),
     ],
 )
@@ -68,11 +76,21 @@ def test_calls_in_multiples_of_s_find_the_same_as_one_call():
     ("change", "message"),
     [
         ({"begin": 5}, r"begin must be in \[0, 4\], got 5"),
-        ({"block": 3}, "chunk_size must be a multiple of block, got 4 and 3"),
-        ({"max_matches": 0}, "max_matches must be >= 1, got 0"),
+        ({"block": 3}, "chunk_size must be a multiple of recall_block, got 4 and 3"),
+        ({"matches": 0}, "recall must be >= 1, got 0"),
     ],
 )
 def test_wrong_sizes_are_named(change, message):
-    arguments = {"begin": 0, "chunk_size": 4, "block": 2, "max_matches": 1} | change
+    arguments = {"begin": 0, "chunk_size": 4, "block": 2, "matches": 1} | change
     with pytest.raises(ValueError, match=message):
-        ops.lexical_recall(torch.tensor([[1, 2, 3, 4]]), **arguments)
+        entries([[1, 2, 3, 4]], **arguments)
+
+
+def test_characters_match_across_tokens():
+    """The text "abcd" of two tokens is found in that of other tokens; "ef" follows it."""
+    texts = ["ab", "cd", "ef", "a", "bc", "d", "x", ""]
+    table = torch.tensor([[ord(c) for c in text.ljust(2, "\0")] for text in texts]).int()
+    tokens = [[3, 4, 7, 5, 2, 6, 6, 6, 0, 1]]
+    found = entries(tokens, 0, 8, 8, 1, table, recall_characters=4, character_span=1)
+    assert found[1] == [(4, 9)]
+    assert entries(tokens, 0, 8, 8, 1, table, recall_characters=5)[1] == []

@@ -24,9 +24,11 @@ struct Problem {
   int64_t sink_tokens = 0;
   std::vector<float> scores = {};    // [heads, scores_length + 3]
   std::vector<int32_t> memory = {};  // [heads, old_width]
+  bool has_factors = false;
 
   int64_t stride() const { return scores_length + 3; }
-  int64_t width() const { return sink_tokens + local_window + heavy_budget; }
+  int32_t factor(int64_t head) const { return has_factors ? 1 + static_cast<int32_t>(head) : 1; }
+  int64_t width() const { return sink_tokens + factor(heads - 1) * (local_window + heavy_budget); }
 };
 
 // Lists of different lengths, entries of the coming chunk among them; scores of `distinct` values.
@@ -50,7 +52,7 @@ Problem random_problem(Problem p, int distinct, unsigned seed) {
 }
 
 std::vector<int32_t> expected(const Problem& p, int64_t head) {
-  const int64_t local_begin = std::max<int64_t>(p.chunk_end - p.local_window, 0);
+  const int64_t local_begin = std::max<int64_t>(p.chunk_end - p.factor(head) * p.local_window, 0);
   const int64_t sink_end = std::min(p.sink_tokens, local_begin);
   std::vector<std::pair<float, int32_t>> candidates;
   const auto consider = [&](int64_t position) {
@@ -66,7 +68,7 @@ std::vector<int32_t> expected(const Problem& p, int64_t head) {
   for (int64_t position = p.chunk_begin; position < p.chunk_end; ++position) consider(position);
   std::stable_sort(candidates.begin(), candidates.end(),
                    [](const auto& a, const auto& b) { return a.first > b.first; });
-  candidates.resize(std::min<size_t>(candidates.size(), p.heavy_budget));
+  candidates.resize(std::min<size_t>(candidates.size(), p.factor(head) * p.heavy_budget));
 
   std::vector<int32_t> set;
   for (int64_t position = 0; position < sink_end; ++position) {
@@ -87,6 +89,8 @@ void check(const Problem& p) {
                << p.chunk_begin << ", " << p.chunk_end << "), L " << p.local_window << ", H "
                << p.heavy_budget << ", K " << p.sink_tokens);
   std::vector<int32_t> selected(p.heads * p.width(), -7);
+  std::vector<int32_t> factors;
+  for (int64_t head = 0; head < p.heads; ++head) factors.push_back(p.factor(head));
   const SelectMemoryParams params{.units = p.heads,
                                   .from = {.positions = p.memory.data(), .width = p.old_width},
                                   .scores = p.scores.data(),
@@ -95,7 +99,9 @@ void check(const Problem& p) {
                                   .chunk_begin = p.chunk_begin,
                                   .chunk_end = p.chunk_end,
                                   .budget = {p.local_window, p.heavy_budget, p.sink_tokens},
-                                  .selected = selected.data()};
+                                  .factors = p.has_factors ? factors.data() : nullptr,
+                                  .selected = selected.data(),
+                                  .width = p.width()};
   ASSERT_EQ(launch_select_memory(params, nullptr), cudaSuccess);
   for (int64_t head = 0; head < p.heads; ++head) {
     const std::vector<int32_t> of_head(selected.begin() + head * p.width(),
@@ -117,7 +123,8 @@ TEST(SelectMemory, RandomProblemsWithManyTies) {
                           .chunk_end = end,
                           .local_window = below(100),
                           .heavy_budget = below(100),
-                          .sink_tokens = below(20)},
+                          .sink_tokens = below(20),
+                          .has_factors = seed % 2 == 1},
                          1 + static_cast<int>(below(5)), seed));
   }
 }

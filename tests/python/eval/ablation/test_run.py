@@ -113,10 +113,10 @@ def test_a_cell_that_fails_does_not_stop_the_others(
 ) -> None:
     from h2o_prefill.eval.perplexity import evaluate
 
-    def no_memory(model: Any, config: PrefillConfig) -> Any:
+    def no_memory(model: Any, config: PrefillConfig, **options: Any) -> Any:
         if config.heavy_budget == 0 and config.recall == 2:
             raise RuntimeError("no memory")
-        return prefill_mode(model, config)
+        return prefill_mode(model, config, **options)
 
     prefill_mode = evaluate.prefill_mode
     with monkeypatch.context() as patch:

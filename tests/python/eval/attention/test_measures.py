@@ -18,7 +18,7 @@ from h2o_prefill.eval.attention import measures as module
 from h2o_prefill.eval.attention.measures import measure_layer
 from h2o_prefill.eval.recalled_keys import find_recalled
 from h2o_prefill.eval.timing.memory_profile import peak_bytes
-from h2o_prefill.functional import LogitOptions, recall_settings
+from h2o_prefill.functional import LogitOptions
 from h2o_prefill.reference.recall import lexical_recall
 
 LENGTH = 72  # four chunks of 16 tokens and one of 8
@@ -49,7 +49,7 @@ def _brute_force(
     scale, sinks, softcap = options
     lists = (None, None, None)
     if config.recall:
-        lists = lexical_recall(PROMPT, 0, *recall_settings(config))
+        lists = lexical_recall(PROMPT, 0, config)
     attend = partial(
         reference.ops.chunked_sparse_attention,
         settings=config,

@@ -80,7 +80,7 @@ def runs(smollm2: Any, request: pytest.FixtureRequest) -> tuple[str, PairedRuns]
     path = BOOK if request.param == "book" else request.getfixturevalue("wikitext2_path")
     tokens = encode(tokenizer, load_text(text_file=path).text)
     windows = select_windows(tokens, *WINDOW[request.param])
-    return request.param, PairedRuns(model, *windows, "gptq", keep_dense=True)
+    return request.param, PairedRuns(model, tokenizer, *windows, "gptq", keep_dense=True)
 
 
 def test_every_preset_is_held_to_a_value() -> None:

@@ -1,0 +1,49 @@
+"""The text of a vocabulary, by which lexical recall finds what tokens alone do not repeat."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.config import PrefillConfig
+
+# Longer tokens are rules and blanks, not words.
+_MOST_CHARACTERS = 32
+
+_known: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+
+
+def text_for(tokenizer: Any, config: PrefillConfig) -> Tensor | None:
+    """Return what recall with these settings needs of a tokenizer, None if that is nothing."""
+    wanted = config.recall > 0 and config.recall_characters > 0 and tokenizer is not None
+    return token_text(tokenizer) if wanted else None
+
+
+def token_text(tokenizer: Any) -> Tensor:
+    """Return the text of each token, by which `lexical_recall` compares characters.
+
+    Letters and digits alone, without case: "The Whale," and "the  whale" are the same then.
+
+    Parameters
+    ----------
+    tokenizer
+        A tokenizer of transformers.
+
+    Returns
+    -------
+    Tensor
+        int32 [vocabulary, at most 32], code points, then 0.
+    """
+    if tokenizer not in _known:
+        decoded = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+        special = set(tokenizer.all_special_ids)
+        texts = [
+            [] if token in special else [ord(c) for c in text.casefold() if c.isalnum()]
+            for token, text in enumerate(decoded)
+        ]
+        rows = [torch.tensor(text[-_MOST_CHARACTERS:], dtype=torch.int32) for text in texts]
+        _known[tokenizer] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return _known[tokenizer]

@@ -1,0 +1,105 @@
+"""Budgets by KV head, and how they grow where errors are large.
+
+A head's L and H are those of the layer times a factor of its own. With `error_rows`, a few rows of
+each chunk also attend exactly to everything before them. The error of a head is
+
+    e = mean of |o_sparse - o_exact|^2 / |o_exact|^2
+
+over these rows and the query heads of its group. A head above the threshold has L and H doubled for
+the chunks that follow. Nothing shrinks.
+Queries and keys of earlier chunks alone decide, so this is strictly causal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.reference.attention import intra_chunk_attention
+from h2o_prefill.reference.memory import build_memory_set
+
+_WORD = 2**64
+
+
+def error_rows(begin: int, rows: int, count: int) -> list[int]:
+    """Return which of a chunk's rows, counted from its first, are measured.
+
+    One of each of `count` equal parts, by SplitMix64's finaliser of the part's first position:
+    fixed strides would coincide with recall blocks.
+    """
+    chosen = []
+    for i in range(min(count, rows)):
+        first, end = (rows * part // min(count, rows) for part in (i, i + 1))
+        x = (begin + first + 0x9E3779B97F4A7C15) % _WORD
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % _WORD
+        chosen.append(first + (x ^ (x >> 31)) % (end - first))
+    return chosen
+
+
+class HeadBudgets:
+    """The budgets of a layer's KV heads during one call."""
+
+    def __init__(self, config: Any, batch: int, heads: int, widening: Tensor | None) -> None:
+        self.config = config
+        self.factors = [1] * heads
+        for _, head, factor in config.wide_heads:
+            self.factors[head] = max(self.factors[head], factor)
+        if widening is None:
+            widening = torch.ones(batch, heads, dtype=torch.int32)
+        self.widening = widening.cpu().clone()
+        self.most = config.max_widen if config.error_rows > 0 else 1
+        room = (config.local_window + config.heavy_budget) * max(self.factors) * self.most
+        self.width = config.sink_tokens + room
+
+    def select(self, scores: Tensor, previous: Tensor, chunk_begin: int, chunk_end: int) -> Tensor:
+        """Build the sets of the chunk after [chunk_begin, chunk_end), int32 [B, Hkv, width]."""
+        batch, heads = scores.shape[:2]
+        sets = torch.full((batch, heads, self.width), -1, dtype=torch.int32, device=scores.device)
+        for b in range(batch):
+            for h in range(heads):
+                factor = self.factors[h] * min(max(int(self.widening[b, h]), 1), self.most)
+                window, heavy = (
+                    size * factor for size in (self.config.local_window, self.config.heavy_budget)
+                )
+                one = (slice(b, b + 1), slice(h, h + 1))
+                selected = build_memory_set(
+                    *(previous[one], chunk_begin, chunk_end, scores[one]),
+                    *(window, heavy, self.config.sink_tokens),
+                )
+                sets[b, h, : selected.shape[2]] = selected[0, 0]
+        return sets
+
+    def widen(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        begin: int,
+        end: int,
+        options: dict[str, Any],
+    ) -> None:
+        """Double the budgets of heads whose error in the chunk [begin, end) is above the threshold.
+
+        queries and out [B, Hkv, G, Tq, ...] of the call, keys and values [B, Hkv, 1, T, ...].
+        """
+        past = keys.shape[3] - queries.shape[3]
+        rows = torch.tensor(
+            error_rows(begin, end - begin, self.config.error_rows), dtype=torch.long
+        )
+        if self.most == 1 or len(rows) == 0:
+            return
+        rows = rows.to(queries.device) + begin - past
+        mask = torch.arange(end, device=rows.device) <= past + rows[:, None]
+        exact, _ = intra_chunk_attention(
+            queries[:, :, :, rows], keys[:, :, :, :end], values[:, :, :, :end], mask, **options
+        )
+        missed = (out[:, :, :, rows] - exact).square().sum(-1)
+        size = exact.square().sum(-1)
+        ratio = torch.where(size > 0, missed / size, torch.zeros_like(size))
+        large = (ratio.mean(dim=(2, 3)) > self.config.error_threshold).cpu()
+        may_grow = 2 * self.widening <= self.config.max_widen
+        self.widening[large & may_grow] *= 2
