@@ -19,7 +19,8 @@ RECALL: dict[str, Any] = {**SPARSE, "recall": 2, "recall_block": 8}
 H2O: dict[str, Any] = {"config": "h2o", **SPARSE}
 RECOMMENDED: dict[str, Any] = {"config": "recommended", "recall_block": 8, **SPARSE}
 MANY = {"sink_tokens": 2, "dense_tail": 5, "wide_layers": (1,), "wide_factor": 2}
-EVERYTHING: dict[str, Any] = {**RECOMMENDED, **MANY}
+WIDENING = {"error_rows": 4, "error_threshold": 0.05, "max_widen": 2, "wide_heads": ((1, 0, 2),)}
+EVERYTHING: dict[str, Any] = {**RECOMMENDED, **MANY, **WIDENING}
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_helpers import assert_close, new_cache
+from hf_helpers import LETTERS, assert_close, new_cache
 
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.export import describe_package, export_model
+from h2o_prefill.hf.token_text import token_text
 from h2o_prefill.package import PackageInfo, check_machine
 
 CONFIG = PrefillConfig.parse(
     "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,wide_layers=1,"
-    "wide_factor=2"
+    "wide_factor=2,wide_heads=1.0x2,error_rows=4,error_threshold=0.05,max_widen=2,"
+    "recall_characters=3"
 )
 # Sparse, sparse after a history, decoded, short.
 CALLS = (60, 32, 1, 1, 5)
@@ -29,12 +31,12 @@ def prompt(make_ids):
 def test_a_graph_prefills_and_decodes_as_the_enabled_model(build, prompt, name):
     model = build(name)
     info = describe_package(model, CONFIG, capacity=prompt.shape[1])
-    graph = export_model(model, info).module()
+    graph = export_model(model, info, token_text(LETTERS)).module()
     assert model.config._attn_implementation == "sdpa"
     for _ in range(2):
         cache, state = new_cache(model), info.new_state()
         for piece in prompt.split(CALLS, dim=1):
-            with enable(model, CONFIG):
+            with enable(model, CONFIG, tokenizer=LETTERS):
                 expected = model(piece, past_key_values=cache).logits[0]
             rows = torch.arange(max(0, piece.shape[1] - 3), piece.shape[1])
             ours = graph(piece, rows, *state)
@@ -54,7 +56,7 @@ def test_what_a_package_says_of_itself(build):
     assert prompt.shape == (1, 128) and position.tolist() == [0, 0]
     assert key.shape == value.shape == (1, 2, 128, 32) and key.dtype == torch.bfloat16
     assert scores.shape == (1, 2, 128) and scores.dtype == torch.float32
-    assert memory.shape == (1, 2, 8) and info.new_state()[10].shape == (1, 2, 16)
+    assert memory.shape == (1, 2, 8) and info.new_state()[10].shape == (1, 2, 64)
     assert widening.tolist() == [[1, 1]]
 
 

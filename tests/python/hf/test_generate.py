@@ -11,6 +11,7 @@ from hf_helpers import (
     GREEDY,
     RECALL,
     SPARSE,
+    WIDENING,
     assert_close,
     assert_same_state,
     hooked,
@@ -122,7 +123,7 @@ CACHES = {
 def test_prefill_chunk_size_equals_one_call(build, ids, sparse_layers, step, name, cache):
     model = build(name)
     layers = 2 if name == "llama" else 1
-    with enable(model, min_prefill=2, strict=True, **SPARSE):
+    with enable(model, min_prefill=2, strict=True, **SPARSE, **WIDENING):
         whole = model.generate(ids, **GREEDY)
         assert sparse_layers == [72] * layers
         caches = CACHES[cache](model)
