@@ -52,6 +52,9 @@ def call_function(
 ) -> Attended:
     """Call an attention function of transformers."""
     options = {"dropout": call.dropout, "scaling": call.scaling, **call.kwargs}
+    bias = options.get("position_bias")
+    if isinstance(bias, Tensor) and bias.shape[-1] == call.key.shape[2]:
+        options["position_bias"] = bias[..., : key.shape[2]]  # without unused slots, as the keys
     out: Attended = function(call.module, call.query, key, value, mask, **options)
     return out
 
