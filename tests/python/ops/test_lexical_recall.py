@@ -10,31 +10,31 @@ from h2o_prefill.reference import ops as oracle
 from h2o_prefill.testing import recall_text
 
 
+def draw_settings(data, most):
+    """Draw settings of recall, with counts of at most `most`."""
+    block = data.draw(st.sampled_from([1, 4, 8, 16]), "block")
+    chunk_size = block * data.draw(st.integers(1, 5), "blocks of a chunk")
+    names = ("recall_suffix", "recall_span", "character_matches", "character_span")
+    return recall_text(
+        chunk_size,
+        block,
+        data.draw(st.integers(1, most), "recall"),
+        recall_max_count=data.draw(st.integers(1, 40), "recall_max_count"),
+        recall_characters=data.draw(st.integers(0, most), "recall_characters"),
+        **{name: data.draw(st.integers(1, most), name) for name in names},
+    )
+
+
 @settings(max_examples=100)
 @given(data=st.data())
 def test_agrees_with_the_oracle(data):
     length = data.draw(st.integers(0, 120), "length")
     begin = data.draw(st.integers(0, length), "begin")
-    block = data.draw(st.sampled_from([1, 4, 8]), "block")
-    chunk_size = block * data.draw(st.integers(1, 5), "blocks of a chunk")
+    text = draw_settings(data, most=4)
     words = data.draw(st.integers(1, 12), "vocabulary")
     seed = data.draw(st.integers(0, 1000), "seed")
     tokens = torch.randint(0, words, (2, length), generator=torch.Generator().manual_seed(seed))
     tokens *= data.draw(st.sampled_from([1, 10**12]), "factor")
-    max_matches, suffix, span = (
-        data.draw(st.integers(1, 4), name) for name in ("max_matches", "max_suffix", "span")
-    )
-    text = recall_text(
-        chunk_size,
-        block,
-        max_matches,
-        recall_suffix=suffix,
-        recall_span=span,
-        recall_max_count=data.draw(st.integers(1, 40), "max_count"),
-        recall_characters=data.draw(st.integers(0, 4), "characters"),
-        character_matches=data.draw(st.integers(1, 3), "character_matches"),
-        character_span=data.draw(st.integers(1, 4), "character_span"),
-    )
     # Some tokens have no characters, some no row.
     table = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), max_size=10))
     table = torch.tensor(table, dtype=torch.int32).reshape(-1, 3).sort(descending=True).values
@@ -48,23 +48,10 @@ def test_agrees_with_the_oracle(data):
 @settings(max_examples=100)
 @given(data=st.data())
 def test_what_a_token_recalls_depends_on_no_later_token(data):
-    block = data.draw(st.sampled_from([1, 4, 16]), "block")
-    chunk_size = block * data.draw(st.integers(1, 4), "blocks of a chunk")
+    text = draw_settings(data, most=6)
     begin = data.draw(st.sampled_from([0, 37, 64]), "begin")
     changed_from = data.draw(st.integers(begin, 199), "first token that changes")
-    max_matches, suffix, span = (
-        data.draw(st.integers(1, 6), name) for name in ("max_matches", "max_suffix", "span")
-    )
     tokens = torch.randint(0, 20, (1, 200), generator=torch.Generator().manual_seed(1))
-    text = recall_text(
-        chunk_size,
-        block,
-        max_matches,
-        recall_suffix=suffix,
-        recall_span=span,
-        recall_max_count=data.draw(st.integers(1, 40), "max_count"),
-        recall_characters=data.draw(st.integers(0, 6), "characters"),
-    )
     table = (torch.arange(60).view(20, 3) % 4).int().sort(descending=True).values
     changed = tokens.clone()
     changed[0, changed_from:] = (tokens[0, changed_from:] + 7) % 20
