@@ -14,7 +14,7 @@ from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flo
 from h2o_prefill.eval.inputs.text import Corpus
 from h2o_prefill.eval.perplexity.evaluate import PairedRuns, check_settings
 from h2o_prefill.eval.perplexity.windows import model_windows
-from h2o_prefill.eval.runs import Progress, count_layers, count_steps, eval_mode
+from h2o_prefill.eval.runs import Progress, count_kv_heads, count_layers, count_steps, eval_mode
 from h2o_prefill.presets import chosen_config
 
 # What the chosen layers become, and the field of `PrefillConfig` that names them.
@@ -103,7 +103,7 @@ def calibrate_layers(
     if keep not in KEPT:
         raise ValueError(f"keep must be one of {tuple(KEPT)}, got {keep!r}")
     settled = {*config.dense_layers, *getattr(config, KEPT[keep])}
-    num_layers = count_layers(model)
+    num_layers, kv_heads = count_layers(model), count_kv_heads(model)
     candidates = [i for i in range(num_layers) if i not in settled]
     if not 1 <= layers < len(candidates):
         raise ValueError(
@@ -135,8 +135,8 @@ def calibrate_layers(
         kl_before=before,
         kl_after=after,
         kl_by_layer=by_layer,
-        flops_before=count_attention_flops(batches, config, num_layers),
-        flops_after=count_attention_flops(batches, chosen, num_layers),
+        flops_before=count_attention_flops(batches, config, num_layers, kv_heads),
+        flops_after=count_attention_flops(batches, chosen, num_layers, kv_heads),
         context=context,
         windows=list(selected),
     )

@@ -33,13 +33,11 @@ class SuffixMatches {
   }
 
   // Calls with(end) for the latest published positions where the run that ends at p ended, the
-  // last one first; returns whether there is any.
+  // last one first.
   template <typename With>
-  bool for_latest(int64_t p, int64_t most, const With& with) const {
+  void for_latest(int64_t p, int64_t most, const With& with) const {
     int32_t end = numbers_[p] < 0 ? -1 : latest_[numbers_[p]];
-    const bool any = end >= 0;
     for (int64_t i = 0; i < most && end >= 0; ++i, end = earlier_[end]) with(end);
-    return any;
   }
 
   const std::vector<int32_t>& numbers() const { return numbers_; }
@@ -120,7 +118,7 @@ class Characters {
     matches_.emplace(number_runs(text, n));
   }
 
-  // Makes the text of the tokens before `end` known to recall().
+  // Makes the text of the tokens before `end` known to for_latest().
   void publish(int64_t end) { matches_->publish(end > 0 ? ends_[end - 1] : 0); }
 
   // Calls with(t) for the token that holds the character after each of the latest earlier matches

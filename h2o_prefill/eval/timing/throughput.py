@@ -17,6 +17,7 @@ from h2o_prefill.eval.inputs.prompts import random_ids
 from h2o_prefill.eval.runs import (
     Progress,
     check_model,
+    count_kv_heads,
     count_layers,
     count_steps,
     eval_mode,
@@ -101,7 +102,7 @@ def benchmark_throughput(
             timings = compare(
                 calls, rounds=num_runs, timer=self_timed, on_step=functools.partial(show, length)
             )
-            flops = count_attention_flops(ids, config, count_layers(model))
+            flops = count_attention_flops(ids, config, count_layers(model), count_kv_heads(model))
             rows.append(_row(length, timings, flops))
     step("done")
     return pd.DataFrame(rows)
