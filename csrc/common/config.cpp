@@ -30,7 +30,11 @@ const std::vector<Preset>& presets() {
         .recall_block = 64,
         .recall_suffix = 2,
         .recall_span = 4,
-        .recall_max_count = 32}},
+        .recall_max_count = 32,
+        .recall_characters = 8,
+        .error_rows = 8,
+        .error_threshold = 0.003,
+        .max_widen = 8}},
   };
   return all;
 }
