@@ -96,11 +96,11 @@ def _check_attention(a: Any) -> None:
 
 
 def _empty_sparse(a: Any, memory_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, scores, memory set and widening of a sparse prefill."""
+    """Output, scores, memory set and errors of a sparse prefill."""
     scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
     memory = a.k.new_empty(*a.k.shape[:2], memory_size, dtype=torch.int32)
-    widening = a.k.new_empty(a.k.shape[:2], dtype=torch.int32)
-    return _empty_heads(a.q, a.v.shape[3]), scores, memory, widening
+    errors = a.k.new_empty((*a.k.shape[:2], 3), dtype=torch.float32)
+    return _empty_heads(a.q, a.v.shape[3]), scores, memory, errors
 
 
 @_fake("intra_chunk_attention")

@@ -45,7 +45,7 @@ class ChunkedSparseAttention(nn.Module):
     Example
     -------
     >>> attention = ChunkedSparseAttention("recommended")
-    >>> out, scores, memory, widening = attention(q, k, v, token_ids=token_ids)
+    >>> out, scores, memory, errors = attention(q, k, v, token_ids=token_ids)
     """
 
     settings: str
@@ -79,7 +79,7 @@ class ChunkedSparseAttention(nn.Module):
         layer: int = 0,
         sinks: Optional[Tensor] = None,  # noqa: UP045
         softcap: float = 0.0,
-        widening: Optional[Tensor] = None,  # noqa: UP045
+        errors: Optional[Tensor] = None,  # noqa: UP045
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Attend with the queries of one call.
 
@@ -90,7 +90,7 @@ class ChunkedSparseAttention(nn.Module):
         k, v : Tensor
             [B, Hkv, T_total, D] and [B, Hkv, T_total, Dv], the whole history, which ends with the
             call's tokens.
-        scores, memory, widening, last_chunk_begin
+        scores, memory, errors, last_chunk_begin
             State that the previous call of the prompt returned, and the value of
             `last_chunk_begin()` for it; omit them in the first call.
         scale, sinks, softcap
@@ -107,7 +107,7 @@ class ChunkedSparseAttention(nn.Module):
         -------
         tuple of Tensor
             Output [B, Hq, Tq, Dv], and the state: scores [B, Hkv, T_total], memory set int32
-            [B, Hkv, M], widening int32 [B, Hkv].
+            [B, Hkv, M], errors float32 [B, Hkv, 3].
         """
         if recall is None and token_ids is not None and self.recalls:
             recall = self.find_recalled(token_ids, k.shape[2] - q.shape[2])
@@ -129,7 +129,7 @@ class ChunkedSparseAttention(nn.Module):
             scale,
             sinks,
             softcap,
-            widening,
+            errors,
         )
 
     @torch.jit.export
@@ -148,7 +148,7 @@ class ChunkedSparseAttention(nn.Module):
         layer: int = 0,
         sinks: Optional[Tensor] = None,  # noqa: UP045
         softcap: float = 0.0,
-        widening: Optional[Tensor] = None,  # noqa: UP045
+        errors: Optional[Tensor] = None,  # noqa: UP045
     ) -> Tensor:
         """Call `ops.prefill_attention_`: attention in buffers that are allocated once.
 
@@ -174,7 +174,7 @@ class ChunkedSparseAttention(nn.Module):
             scale,
             sinks,
             softcap,
-            widening,
+            errors,
         )
 
     @torch.jit.export

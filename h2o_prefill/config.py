@@ -139,6 +139,11 @@ class PrefillConfig:
     max_widen: int = _setting(
         "max_widen", "Maximum factor by which errors multiply L and H during a prompt."
     )
+    max_error: float = _setting(
+        "max_error",
+        "Mean error of the heads of a layer in a chunk, above which the chunks of the layer that "
+        "follow are dense; needs `error_rows`. 0 turns this off.",
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

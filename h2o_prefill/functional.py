@@ -34,7 +34,7 @@ def sparse_attention(
     Arguments are those of `ops.chunked_sparse_attention`. Without a state, all earlier tokens are
     candidates for the first memory set, with score 0.
     """
-    out, scores, memory, widening = ops.chunked_sparse_attention(
+    out, scores, memory, errors = ops.chunked_sparse_attention(
         q,
         k,
         v,
@@ -46,7 +46,7 @@ def sparse_attention(
         scale,
         sinks,
         softcap,
-        None if state is None else state.widening.to(q.device),
+        None if state is None else state.errors.to(q.device),
     )
     past = k.shape[2] - q.shape[2]
     return out, PrefillState(
@@ -54,7 +54,7 @@ def sparse_attention(
         memory=memory,
         length=k.shape[2],
         last_chunk_begin=config.last_chunk_begin(past, q.shape[2]),
-        widening=widening,
+        errors=errors,
     )
 
 
@@ -63,10 +63,11 @@ def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
     batch, heads = state.memory.shape[:2]
     sets = state.memory.new_full((batch, heads, config.memory_size), -1)
     by_head = {head: factor for _, head, factor in config.wide_heads}
-    widest = config.max_widen if config.error_rows else 1
+    most = config.max_widen.bit_length() - 1 if config.error_rows else 0
     for b in range(batch):
         for h in range(heads):
-            factor = by_head.get(h, 1) * min(int(state.widening[b, h]), widest)
+            doublings = min(max(int(state.errors[b, h, 0]), 0), most)
+            factor = by_head.get(h, 1) << doublings
             one = slice(b, b + 1), slice(h, h + 1)
             selected = ops.select_memory(
                 state.scores[one],

@@ -19,8 +19,10 @@ Arguments that several operators share:
 - `scores` [B, Hkv, T_total or less] and `memory` int32 [B, Hkv, any] (positions, ascending, then
   -1) are what the previous call of the prompt returned, None at first; missing scores are 0.
   `last_chunk_begin` is where the last chunk of that call began, 0 at first.
-- `widening` int32 [B, Hkv] is the factor by which errors have multiplied L and H of each head so
-  far, as the previous call returned it; 1 everywhere at first, and without `error_rows`.
+- `errors` float32 [B, Hkv, 3] is what `error_rows` measured so far, as the previous call returned
+  it; 0 at first. For each head: how often its L and H have doubled, -1 in a layer that is dense
+  since its errors were above `max_error`; the sum of its errors in the chunks where they were
+  measured; and the number of these chunks.
 - `recall_offsets`, `recall_positions` and `recall_visible_from` are what `lexical_recall` returned
   for the call, on the CPU or the device of q; all or none.
 - `settings` are a text that `PrefillConfig.parse` reads or, except inside torch.compile and
@@ -202,7 +204,7 @@ def chunked_sparse_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-    widening: Tensor | None = None,
+    errors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the whole sparse prefill of one layer, for calls of any length.
 
@@ -210,7 +212,7 @@ def chunked_sparse_attention(
     ----------
     q, k, v : Tensor
         Queries of the call, keys and values of the whole history.
-    scores, memory, last_chunk_begin, widening
+    scores, memory, last_chunk_begin, errors
         State of the prompt before the call.
     recall_offsets, recall_positions, recall_visible_from : Tensor, optional
         Keys that blocks of `recall_block` rows also see.
@@ -229,8 +231,8 @@ def chunked_sparse_attention(
         int32 [B, Hkv, `PrefillConfig.memory_size`]: the set that the last chunk attended to, -1
         throughout if there was none. The set after the last chunk is built when the next call needs
         it.
-    widening : Tensor
-        int32 [B, Hkv], for the chunks to come.
+    errors : Tensor
+        float32 [B, Hkv, 3].
     """
 
 
@@ -250,14 +252,14 @@ def prefill_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-    widening: Tensor | None = None,
+    errors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attend with one layer's queries of a call, sparsely or densely as the settings say.
 
     Parameters
     ----------
     q, k, v, scores, memory, recall_offsets, recall_positions, recall_visible_from
-    last_chunk_begin, widening
+    last_chunk_begin, errors
         As `chunked_sparse_attention` takes them.
     layer : int
         Index of the layer.
@@ -266,7 +268,7 @@ def prefill_attention(
 
     Returns
     -------
-    out, scores, memory, widening : Tensor
+    out, scores, memory, errors : Tensor
         As `chunked_sparse_attention` returns them. A dense call returns the state unchanged, with
         score 0 for its own positions, and does not change `last_chunk_begin`.
     """
@@ -290,7 +292,7 @@ def prefill_attention_(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-    widening: Tensor | None = None,
+    errors: Tensor | None = None,
 ) -> Tensor:
     """Attend with one layer's queries of a call, and update its cache and state in place.
 
@@ -318,8 +320,8 @@ def prefill_attention_(
         Index of the layer.
     settings : PrefillConfig or str
         Settings of the whole model.
-    widening : Tensor, optional
-        int32 [B, Hkv], contiguous, 1 at first; needed where the settings have `error_rows`.
+    errors : Tensor, optional
+        float32 [B, Hkv, 3], contiguous, 0 at first; needed where the settings have `error_rows`.
 
     Returns
     -------

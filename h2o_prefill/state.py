@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 
+def no_errors(key: Tensor) -> Tensor:
+    """Return the errors of a layer with keys [B, Hkv, T, D] before any is measured."""
+    return key.new_zeros((*key.shape[:2], 3), dtype=torch.float32)
+
+
 @dataclass
 class PrefillState:
-    """Scores, memory set and widening of one layer: plain tensors, safe to copy, pickle and save.
+    """Scores, memory set and errors of one layer: plain tensors, safe to copy, pickle and save.
 
     Attributes
     ----------
@@ -24,15 +29,16 @@ class PrefillState:
     last_chunk_begin : int
         Where the last sparse chunk began. Its tokens and `memory` are the candidates for the next
         memory set.
-    widening : Tensor
-        int32 [B, Hkv]: the factor by which errors have multiplied L and H of each head so far.
+    errors : Tensor
+        float32 [B, Hkv, 3]: what `error_rows` measured so far. For each head, how often its L and
+        H have doubled (-1: the layer is dense since), the sum of its errors, and their number.
     """
 
     scores: Tensor
     memory: Tensor
     length: int
     last_chunk_begin: int
-    widening: Tensor
+    errors: Tensor
 
     def truncated(self, length: int) -> PrefillState | None:
         """Return the state of the first `length` tokens, None if there are none.
@@ -51,7 +57,7 @@ class PrefillState:
             memory=self.memory if inside else torch.full_like(self.memory, -1),
             length=length,
             last_chunk_begin=self.last_chunk_begin if inside else 0,
-            widening=self.widening,
+            errors=self.errors,
         )
 
     def clone(self) -> PrefillState:
@@ -61,5 +67,5 @@ class PrefillState:
             self.memory.clone(),
             self.length,
             self.last_chunk_begin,
-            self.widening.clone(),
+            self.errors.clone(),
         )

@@ -209,8 +209,9 @@ void register_tracker(torch::Library& m) {
            "Return a layer's memory set, int32 [B, Hkv, memory_size].", {arg("layer")})
       .def("scores", &MemorySetTracker::scores, "Return a layer's scores, [B, Hkv, length].",
            {arg("layer")})
-      .def("widening", &MemorySetTracker::widening,
-           "Return the factors of L and H by errors, int32 [B, Hkv].", {arg("layer")})
+      .def("errors", &MemorySetTracker::errors,
+           "Return doublings, sum and number of the errors of each KV head, float32 [B, Hkv, 3].",
+           {arg("layer")})
       .def("has_scores", &MemorySetTracker::has_scores, "Return whether a layer has scores.",
            {arg("layer")})
       .def("num_layers", &MemorySetTracker::num_layers, "Return the number of layers.")
@@ -228,15 +229,15 @@ void register_tracker(torch::Library& m) {
       .def(
           "update",
           [](const Tracker& self, int64_t layer, const at::Tensor& scores, const at::Tensor& memory,
-             int64_t last_chunk_begin, const std::optional<at::Tensor>& widening) {
+             int64_t last_chunk_begin, const std::optional<at::Tensor>& errors) {
             self->update(layer, {.scores = scores,
                                  .memory = memory,
                                  .last_chunk_begin = last_chunk_begin,
-                                 .widening = widening.value_or(at::Tensor())});
+                                 .errors = errors.value_or(at::Tensor())});
           },
           "Replace the state of a layer by what chunked_sparse_attention returned.",
           {arg("layer"), arg("scores"), arg("memory"), arg("last_chunk_begin"),
-           arg("widening") = std::optional<at::Tensor>()})
+           arg("errors") = std::optional<at::Tensor>()})
       .def("truncate", &MemorySetTracker::truncate,
            "Remove the tokens after the first `length` of every layer.", {arg("length")})
       .def("reset", &MemorySetTracker::reset, "Forget every layer.")

@@ -7,6 +7,7 @@
 #include "common/overlap.h"
 #include "common/rules.h"
 #include "common/tensors.h"
+#include "h2o_prefill/ops.h"
 
 namespace h2o_prefill {
 namespace {
@@ -203,6 +204,14 @@ void check_lexical_recall(const Tensor& token_ids, int64_t begin, const PrefillC
   check_between("begin", begin, 0, token_ids.size(1));
   check_at_least("recall", config.recall, 1);
   check_token_text(token_text);
+}
+
+void check_errors(const Tensor& errors, const Tensor& x) {
+  check_dtype("errors", errors, at::kFloat);
+  check_device("errors", errors, x, "the scores or keys");
+  const std::vector<int64_t> wanted{x.size(0), x.size(1), kErrorFields};
+  TORCH_CHECK_VALUE(errors.sizes() == wanted, "errors must have shape ", at::IntArrayRef(wanted),
+                    ", got ", errors.sizes());
 }
 
 void check_token_text(const std::optional<Tensor>& token_text) {

@@ -9,17 +9,10 @@
 #include <string_view>
 #include <tuple>
 
+#include "common/max_error.h"
 #include "common/prefill_request.h"
 
 namespace h2o_prefill {
-
-// Computes the attention of the request, updates its scores and memory, and returns [B, Hq, T, Dv].
-using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
-
-// The implementation of dense_attention.
-using DenseAttention = at::Tensor (*)(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      std::optional<double> scale,
-                                      const std::optional<at::Tensor>& sinks, double softcap);
 
 // From the three optional tensors of a schema.
 inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
@@ -52,7 +45,7 @@ inline PrefillRequest functional_request(const at::Tensor& q, const at::Tensor& 
 }
 
 // h2o_prefill::chunked_sparse_attention: sparse in every call, with the settings of one layer.
-template <SparseAttention attend>
+template <SparseAttention attend, DenseAttention attend_densely>
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
@@ -60,15 +53,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attent
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin,
     std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-    double softcap, const std::optional<at::Tensor>& widening) {
+    double softcap, const std::optional<at::Tensor>& errors) {
   PrefillRequest request =
       functional_request(q, k, v, memory, last_chunk_begin,
                          recall_lists(recall_offsets, recall_positions, recall_visible_from),
                          *read_settings(settings), scale, sinks, softcap);
-  request.take_copies(scores, memory, widening, /*keep=*/request.is_empty());
-  at::Tensor out = request.is_empty() ? request.empty_out() : attend(request);
+  request.take_copies(scores, memory, errors, /*keep=*/request.is_empty());
+  at::Tensor out = request.is_empty() ? request.empty_out()
+                                      : attend_up_to_max_error(request, attend, attend_densely);
   return {std::move(out), std::move(request.scores), std::move(request.memory),
-          std::move(request.widening)};
+          std::move(request.errors)};
 }
 
 // h2o_prefill::prefill_attention
@@ -80,18 +74,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> prefill_attention_ent
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t last_chunk_begin, int64_t layer,
     std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-    double softcap, const std::optional<at::Tensor>& widening) {
+    double softcap, const std::optional<at::Tensor>& errors) {
   PrefillRequest request =
       functional_request(q, k, v, memory, last_chunk_begin,
                          recall_lists(recall_offsets, recall_positions, recall_visible_from),
                          layer_settings(settings, layer), scale, sinks, softcap);
   const bool is_sparse = request.settings.is_sparse(layer, request.past(), request.length());
-  request.take_copies(scores, memory, widening, /*keep=*/!is_sparse);
+  request.take_copies(scores, memory, errors, /*keep=*/!is_sparse);
   at::Tensor out = request.is_empty() ? request.empty_out()
-                   : is_sparse        ? attend(request)
+                   : is_sparse ? attend_up_to_max_error(request, attend, attend_densely)
                                       : attend_densely(q, k, v, scale, sinks, softcap);
   return {std::move(out), std::move(request.scores), std::move(request.memory),
-          std::move(request.widening)};
+          std::move(request.errors)};
 }
 
 // h2o_prefill::prefill_attention_
@@ -103,15 +97,15 @@ at::Tensor prefill_attention_in_place_entry(
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t layer, std::string_view settings,
     std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap,
-    const std::optional<at::Tensor>& widening) {
+    const std::optional<at::Tensor>& errors) {
   const PlacedCall call =
-      place_call(q, k, v, {cache_key, cache_value, scores, memory, widening.value_or(at::Tensor())},
+      place_call(q, k, v, {cache_key, cache_value, scores, memory, errors.value_or(at::Tensor())},
                  position, recall_lists(recall_offsets, recall_positions, recall_visible_from),
                  layer, settings, scale, sinks, softcap);
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
   return call.is_sparse
-             ? attend(request)
+             ? attend_up_to_max_error(request, attend, attend_densely)
              : attend_densely(request.query, request.key, request.value, scale, sinks, softcap);
 }
 

@@ -93,15 +93,6 @@ void check_wide_heads(const PrefillRequest& request) {
   }
 }
 
-void check_widening(const at::Tensor& widening, const at::Tensor& q, const at::Tensor& k) {
-  check_dims("widening", widening, 2);
-  check_dtype("widening", widening, at::kInt);
-  check_device("widening", widening, q, "q");
-  TORCH_CHECK_VALUE(widening.sizes() == k.sizes().slice(0, 2),
-                    "widening must have a factor for each KV head, ", k.sizes().slice(0, 2),
-                    ", got shape ", widening.sizes());
-}
-
 void check_buffer(const char* name, const at::Tensor& buffer, const at::Tensor& x) {
   check_dims(name, buffer, 4);
   check_same_kind(name, buffer, x, "q");
@@ -128,7 +119,7 @@ void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   check_per_kv_head("memory", buffers.memory, k);
   check_dtype("memory", buffers.memory, at::kInt);
   check_device("memory", buffers.memory, q, "q");
-  if (buffers.widening.defined()) check_widening(buffers.widening, q, k);
+  if (buffers.errors.defined()) check_errors(buffers.errors, k);
 }
 
 // k may be a view of cache_key and v one of cache_value: write_rows() copies rows that overlap
@@ -139,11 +130,11 @@ void check_overlaps(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
   const NamedTensor key{"cache_key", buffers.key}, value{"cache_value", buffers.value},
       scores{"scores", buffers.scores}, memory{"memory", buffers.memory};
   std::vector<NamedTensor> all{key, value, scores, memory};
-  if (buffers.widening.defined()) {
-    const NamedTensor widening{"widening", buffers.widening};
-    for (const auto& written : all) check_no_overlap(written, {widening});
-    check_no_overlap(widening, {{"k", k}, {"v", v}});
-    all.push_back(widening);
+  if (buffers.errors.defined()) {
+    const NamedTensor errors{"errors", buffers.errors};
+    for (const auto& written : all) check_no_overlap(written, {errors});
+    check_no_overlap(errors, {{"k", k}, {"v", v}});
+    all.push_back(errors);
   }
   for (const auto& written : all) {
     check_no_internal_overlap(written);
@@ -169,9 +160,9 @@ void check_state_buffers(const PrefillRequest& request) {
       request.memory.is_contiguous() && request.memory.size(2) >= request.settings.memory_size(),
       "memory must be contiguous with room for K + L + H positions (",
       request.settings.memory_size(), "), got shape ", request.memory.sizes());
-  if (!request.settings.widens()) return;
-  TORCH_CHECK_VALUE(request.widening.defined() && request.widening.is_contiguous(),
-                    "widening must be given and contiguous where the settings have error_rows");
+  if (request.settings.error_rows == 0) return;
+  TORCH_CHECK_VALUE(request.errors.defined() && request.errors.is_contiguous(),
+                    "errors must be given and contiguous where the settings have error_rows");
 }
 
 // Whether rows of x [B, H, T, D] can be copied one by one, in the calling thread.
@@ -213,11 +204,19 @@ int64_t PrefillRequest::recall_blocks() const {
 }
 
 void PrefillRequest::write_factors(int32_t* factors) const {
-  const auto here = widening.defined() ? widening.cpu() : widening;
-  const int32_t* const by_error = here.defined() ? here.const_data_ptr<int32_t>() : nullptr;
+  const auto here = errors.defined() ? errors.cpu() : errors;
+  const float* const known = here.defined() ? here.const_data_ptr<float>() : nullptr;
   for (int64_t unit = 0; unit < units(); ++unit) {
-    factors[unit] = static_cast<int32_t>(factor(unit % key.size(1), by_error ? by_error[unit] : 1));
+    factors[unit] = static_cast<int32_t>(
+        factor(unit % key.size(1), known ? known[unit * kErrorFields + kDoublings] : 0));
   }
+}
+
+void PrefillRequest::record_error(float* entry, double error) const {
+  const auto most = static_cast<float>(most_doublings());
+  if (error > settings.error_threshold && entry[kDoublings] < most) entry[kDoublings] += 1;
+  entry[kErrorSum] += static_cast<float>(error);
+  entry[kErrorCount] += 1;
 }
 
 at::Tensor PrefillRequest::empty_out() const {
@@ -240,7 +239,7 @@ void PrefillRequest::check() const {
 
 void PrefillRequest::take_copies(const std::optional<at::Tensor>& earlier_scores,
                                  const std::optional<at::Tensor>& earlier_memory,
-                                 const std::optional<at::Tensor>& earlier_widening, bool keep) {
+                                 const std::optional<at::Tensor>& earlier_errors, bool keep) {
   if (earlier_scores) {
     check_per_kv_head("scores", *earlier_scores, key);
     check_dtype("scores", *earlier_scores, accumulate_type(query));
@@ -265,11 +264,11 @@ void PrefillRequest::take_copies(const std::optional<at::Tensor>& earlier_scores
   } else {
     memory = at::empty({key.size(0), key.size(1), width}, options);
   }
-  if (earlier_widening) {
-    check_widening(*earlier_widening, query, key);
-    widening = earlier_widening->clone(at::MemoryFormat::Contiguous);
+  if (earlier_errors) {
+    check_errors(*earlier_errors, key);
+    errors = earlier_errors->clone(at::MemoryFormat::Contiguous);
   } else {
-    widening = at::ones({key.size(0), key.size(1)}, options);
+    errors = no_errors(key);
   }
 }
 
@@ -301,7 +300,7 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                               .value = buffers.value.narrow(2, 0, past + length),
                               .scores = buffers.scores,
                               .memory = buffers.memory,
-                              .widening = buffers.widening,
+                              .errors = buffers.errors,
                               .last_chunk_begin = last_chunk_begin,
                               .softmax_scale = scale,
                               .sinks = sinks,
@@ -316,7 +315,7 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   if (past == 0 && length > 0) {
     // What an earlier prompt left.
     if (!call.is_sparse) buffers.memory.fill_(-1);
-    if (buffers.widening.defined()) buffers.widening.fill_(1);
+    if (buffers.errors.defined()) buffers.errors.zero_();
   }
   write_rows(buffers.key, past, k);
   write_rows(buffers.value, past, v);

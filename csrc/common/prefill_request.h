@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -28,9 +29,9 @@ struct PrefillRequest {
   // int32 [B, Hkv, memory_size() of the settings or more], contiguous: on return the sets that the
   // call's last chunk attended to, followed by -1. May be `start`.
   at::Tensor memory = {};
-  // int32 [B, Hkv], contiguous: the factor by which errors have multiplied each head's L and H so
-  // far, updated. Undefined: 1 everywhere, where the settings do not widen.
-  at::Tensor widening = {};
+  // fp32 [B, Hkv, 3], contiguous: LayerState::errors, updated. Undefined: none so far, where the
+  // settings measure none.
+  at::Tensor errors = {};
   int64_t last_chunk_begin = 0;
 
   RecallLists recall = {};
@@ -56,14 +57,16 @@ struct PrefillRequest {
   int64_t error_rows(const RowRange& rows) const {
     return std::min(settings.error_rows, rows.count);
   }
-  // What a head's widening becomes where its error is large, and the factor of its L and H.
-  int64_t widened(int64_t widening) const {
-    return 2 * widening <= settings.max_widen ? 2 * widening : widening;
+  // How often L and H of a head may double, and its factor after so many doublings.
+  int64_t most_doublings() const {
+    return settings.widens() ? std::bit_width(static_cast<uint64_t>(settings.max_widen)) - 1 : 0;
   }
-  int64_t factor(int64_t head, int64_t widening) const {
-    const int64_t by_error = settings.widens() ? settings.max_widen : 1;
-    return settings.factor_of_head(head) * std::clamp<int64_t>(widening, 1, by_error);
+  int64_t factor(int64_t head, double doublings) const {
+    return settings.factor_of_head(head)
+           << std::clamp<int64_t>(static_cast<int64_t>(doublings), 0, most_doublings());
   }
+  // Adds a head's error in a chunk to its entry of `errors`, and doubles L and H where it is large.
+  void record_error(float* entry, double error) const;
   // The factors of all units, in host memory: int32 [units].
   void write_factors(int32_t* factors) const;
   bool reduce_max() const { return settings.gqa_reduce == "max"; }
@@ -92,7 +95,7 @@ struct PrefillRequest {
   // the width of these settings, and new positions have score 0.
   void take_copies(const std::optional<at::Tensor>& earlier_scores,
                    const std::optional<at::Tensor>& earlier_memory,
-                   const std::optional<at::Tensor>& earlier_widening, bool keep);
+                   const std::optional<at::Tensor>& earlier_errors, bool keep);
 
   // The lists as kernels read them. lists: on the kernels' device, contiguous.
   RecallView recall_view(const RecallLists& lists) const;

@@ -1,7 +1,10 @@
 #include "common/tensors.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+
+#include "h2o_prefill/ops.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -57,6 +60,10 @@ at::Tensor empty_heads(int64_t batch, int64_t heads, int64_t length, int64_t dim
   const auto out = at::empty({batch, length, heads, dim}, like.options());
   advise_huge_pages(out);
   return out.transpose(1, 2);
+}
+
+at::Tensor no_errors(const at::Tensor& key) {
+  return at::zeros({key.size(0), key.size(1), kErrorFields}, key.options().dtype(at::kFloat));
 }
 
 }  // namespace h2o_prefill

@@ -29,6 +29,9 @@ void advise_huge_pages(const at::Tensor& t);
 at::Tensor empty_heads(int64_t batch, int64_t heads, int64_t length, int64_t dim,
                        const at::Tensor& like);
 
+// LayerState::errors of a layer with keys [B, Hkv, ...] before any is measured.
+at::Tensor no_errors(const at::Tensor& key);
+
 inline double scale_or_default(std::optional<double> scale, int64_t head_dim) {
   return scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
 }

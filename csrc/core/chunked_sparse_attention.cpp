@@ -71,7 +71,7 @@ at::Tensor ChunkedSparseAttention::forward(int64_t layer, const at::Tensor& quer
 
   PrefillBuffers buffers;
   std::tie(buffers.key, buffers.value) = cache->reserve(layer, key, value);
-  std::tie(buffers.scores, buffers.memory, buffers.widening) =
+  std::tie(buffers.scores, buffers.memory, buffers.errors) =
       tracker->reserve(layer, key, sparse ? buffers.key.size(2) : 0);
   const auto position = at::empty({2}, at::kLong);
   position.mutable_data_ptr<int64_t>()[0] = past;

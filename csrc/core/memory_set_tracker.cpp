@@ -21,7 +21,7 @@ namespace h2o_prefill {
 namespace {
 
 // The pickled form begins with int64: K, then for every layer L, H, the most members of a set,
-// whether it has scores, and where its last chunk began. Scores, memory and widening of the layers
+// whether it has scores, and where its last chunk began. Scores, memory and errors of the layers
 // that have scores follow.
 constexpr int64_t kTrackerHeaderFields = 1;
 constexpr int64_t kTrackerLayerFields = 5;
@@ -81,7 +81,7 @@ void MemorySetTracker::grow(int64_t layer, const at::Tensor& x, at::ScalarType t
   if (!fits) {
     state.memory =
         at::full({x.size(0), x.size(1), memory_size(layer)}, -1, options.dtype(at::kInt));
-    state.widening = at::ones({x.size(0), x.size(1)}, options.dtype(at::kInt));
+    state.errors = no_errors(x);
     state.scores = at::zeros({x.size(0), x.size(1), length}, options);
   } else if (length > state.scores.size(2)) {
     auto larger =
@@ -143,8 +143,8 @@ at::Tensor MemorySetTracker::scores(int64_t layer) const {
   return state.scores.narrow(2, 0, state.length);
 }
 
-at::Tensor MemorySetTracker::widening(int64_t layer) const {
-  return scored_layer_at(layer).widening;
+at::Tensor MemorySetTracker::errors(int64_t layer) const {
+  return scored_layer_at(layer).errors;
 }
 
 LayerState MemorySetTracker::state(int64_t layer) const {
@@ -154,7 +154,7 @@ LayerState MemorySetTracker::state(int64_t layer) const {
   return {.scores = scores(layer).clone(at::MemoryFormat::Contiguous),
           .memory = state.memory.clone(at::MemoryFormat::Contiguous),
           .last_chunk_begin = state.last_chunk_begin,
-          .widening = state.widening.clone(at::MemoryFormat::Contiguous)};
+          .errors = state.errors.clone(at::MemoryFormat::Contiguous)};
 }
 
 void MemorySetTracker::clear(int64_t layer) {
@@ -165,7 +165,7 @@ void MemorySetTracker::clear(int64_t layer) {
 }
 
 void MemorySetTracker::update(int64_t layer, const LayerState& given) {
-  const auto& [scores, memory, last_chunk_begin, widening] = given;
+  const auto& [scores, memory, last_chunk_begin, errors] = given;
   layer_at(layer);
   if (!scores.defined() && !memory.defined()) {
     clear(layer);
@@ -180,18 +180,13 @@ void MemorySetTracker::update(int64_t layer, const LayerState& given) {
                     "memory must have room for K + L + H positions (", memory_size(layer),
                     "), got shape ", memory.sizes());
   check_between("last_chunk_begin", last_chunk_begin, 0, scores.size(2));
-  if (widening.defined()) {
-    check_dims("widening", widening, 2);
-    check_dtype("widening", widening, at::kInt);
-    check_heads("widening", widening, scores);
-  }
+  if (errors.defined()) check_errors(errors, scores);
   const StateGuard guard;
   Layer& state = layers_[layer];
   state.scores = scores.clone(at::MemoryFormat::Contiguous);
   state.memory = memory.clone(at::MemoryFormat::Contiguous);
-  state.widening = widening.defined()
-                       ? widening.clone(at::MemoryFormat::Contiguous)
-                       : at::ones({scores.size(0), scores.size(1)}, memory.options());
+  state.errors =
+      errors.defined() ? errors.clone(at::MemoryFormat::Contiguous) : no_errors(state.scores);
   state.has_scores = true;
   state.length = scores.size(2);
   state.last_chunk_begin = last_chunk_begin;
@@ -210,7 +205,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> MemorySetTracker::reserve(int64_t
         describe(key));
   }
   grow(layer, key, accumulate_type(key), capacity);
-  return {state.scores, state.memory, state.widening};
+  return {state.scores, state.memory, state.errors};
 }
 
 void MemorySetTracker::commit(int64_t layer, int64_t length, int64_t last_chunk_begin) {
@@ -260,7 +255,7 @@ std::vector<at::Tensor> MemorySetTracker::state_tensors() const {
                                  layer.has_scores, layer.last_chunk_begin});
     if (!layer.has_scores) continue;
     const LayerState copy = state(i);
-    tensors.insert(tensors.end(), {copy.scores, copy.memory, copy.widening});
+    tensors.insert(tensors.end(), {copy.scores, copy.memory, copy.errors});
   }
   tensors[0] = at::tensor(header, at::kLong);
   return tensors;
@@ -281,13 +276,13 @@ c10::intrusive_ptr<MemorySetTracker> MemorySetTracker::from_tensors(
     tracker->layers_[i] = {
         .local_window = fields[0], .heavy_budget = fields[1], .memory_size = fields[2]};
     if (fields[3] == 0) continue;
-    check_more(tensors, next, 3, "scores, memory and widening", i);
+    check_more(tensors, next, 3, "scores, memory and errors", i);
     const at::Tensor& scores = tensors[next++];
     const at::Tensor& memory = tensors[next++];
-    const at::Tensor& widening = tensors[next++];
+    const at::Tensor& errors = tensors[next++];
     tracker->update(
         i,
-        {.scores = scores, .memory = memory, .last_chunk_begin = fields[4], .widening = widening});
+        {.scores = scores, .memory = memory, .last_chunk_begin = fields[4], .errors = errors});
   }
   check_no_more(tensors, next);
   return tracker;

@@ -9,10 +9,10 @@ std::tuple<at::Tensor, LayerState> prefill_attention(
     std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
   static const auto op = find_op<decltype(prefill_attention_entry<nullptr, nullptr>)>(
       "h2o_prefill::prefill_attention");
-  auto [out, scores, memory, widening] = op.call(
+  auto [out, scores, memory, errors] = op.call(
       q, k, v, if_defined(state.scores), if_defined(state.memory), if_defined(recall.offsets),
       if_defined(recall.positions), if_defined(recall.visible_from), state.last_chunk_begin, layer,
-      settings, scale, sinks, softcap, if_defined(state.widening));
+      settings, scale, sinks, softcap, if_defined(state.errors));
   const auto config = read_settings(settings);
   const int64_t length = q.size(2);
   const int64_t past = k.size(2) - length;
@@ -22,7 +22,7 @@ std::tuple<at::Tensor, LayerState> prefill_attention(
            .last_chunk_begin = length > 0 && config->is_sparse(layer, past, length)
                                    ? config->last_chunk_begin(past, length)
                                    : state.last_chunk_begin,
-           .widening = std::move(widening)}};
+           .errors = std::move(errors)}};
 }
 
 at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -35,7 +35,7 @@ at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at
   return op.call(q, k, v, buffers.key, buffers.value, buffers.scores, buffers.memory, position,
                  if_defined(recall.offsets), if_defined(recall.positions),
                  if_defined(recall.visible_from), layer, settings, scale, sinks, softcap,
-                 if_defined(buffers.widening));
+                 if_defined(buffers.errors));
 }
 
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
@@ -44,14 +44,14 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
       "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor? scores, Tensor? memory, "
       "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, "
       "SymInt last_chunk_begin, int layer, str settings, float? scale=None, Tensor? sinks=None, "
-      "float softcap=0.0, Tensor? widening=None) -> "
-      "(Tensor out, Tensor scores, Tensor memory, Tensor widening)");
+      "float softcap=0.0, Tensor? errors=None) -> "
+      "(Tensor out, Tensor scores, Tensor memory, Tensor errors)");
   m.def(
       "prefill_attention_(Tensor q, Tensor k, Tensor v, Tensor(a!) cache_key, "
       "Tensor(b!) cache_value, Tensor(c!) scores, Tensor(d!) memory, Tensor position, "
       "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, int layer, "
       "str settings, float? scale=None, Tensor? sinks=None, float softcap=0.0, "
-      "Tensor(e!)? widening=None) -> Tensor");
+      "Tensor(e!)? errors=None) -> Tensor");
 }
 
 }  // namespace h2o_prefill

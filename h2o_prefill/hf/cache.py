@@ -22,7 +22,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, prefill_layer_for
 from h2o_prefill.hf.state import GraphCall, graph
-from h2o_prefill.state import PrefillState
+from h2o_prefill.state import PrefillState, no_errors
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
@@ -134,7 +134,7 @@ class StaticPrefillLayer(StaticLayer):
     scores: Tensor | None  # [B, Hkv, capacity], attention that each position received so far
     # int32 [B, Hkv, K + L + H or more], the set of the last sparse chunk, -1 where absent.
     memory: Tensor | None
-    widening: Tensor | None  # int32 [B, Hkv], the factor of L and H by errors
+    errors: Tensor | None  # float32 [B, Hkv, 3], as the operators take them
     # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
     added: tuple[Tensor, Tensor] | None
     attended: bool  # whether `attend` was called in the forward that is under way
@@ -145,7 +145,7 @@ class StaticPrefillLayer(StaticLayer):
     def adopt(layer: Any) -> None:
         """Make an empty `StaticLayer` one of these, in place."""
         layer.__class__ = StaticPrefillLayer
-        layer.scores = layer.memory = layer.widening = layer.added = None
+        layer.scores = layer.memory = layer.errors = layer.added = None
         layer.attended, layer.memory_size = False, 0
 
     def prepare(self, memory_size: int) -> None:
@@ -194,24 +194,24 @@ class StaticPrefillLayer(StaticLayer):
             number,
             call.settings,
             *options,
-            self.widening,
+            self.errors,
         )
 
     def reset(self) -> None:
         super().reset()
         self.added = None
-        if self.scores is not None and self.memory is not None and self.widening is not None:
+        if self.scores is not None and self.memory is not None and self.errors is not None:
             self.scores.zero_()
             self.memory.fill_(-1)
-            self.widening.fill_(1)
+            self.errors.zero_()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        if self.scores is not None and self.memory is not None and self.widening is not None:
+        if self.scores is not None and self.memory is not None and self.errors is not None:
             rows = beam_idx.to(self.scores.device)
             self.scores = self.scores.index_select(0, rows)
             self.memory = self.memory.index_select(0, rows)
-            self.widening = self.widening.index_select(0, rows)
+            self.errors = self.errors.index_select(0, rows)
 
     def _allocate(self) -> None:
         assert self.keys is not None
@@ -219,9 +219,9 @@ class StaticPrefillLayer(StaticLayer):
         kind = torch.float64 if self.keys.dtype == torch.float64 else torch.float32
         self.scores = self.keys.new_zeros(shape, dtype=kind)
         self.memory = self.keys.new_full((*shape[:2], self.memory_size), -1, dtype=torch.int32)
-        self.widening = self.keys.new_ones(shape[:2], dtype=torch.int32)
+        self.errors = no_errors(self.keys)
         if not torch.compiler.is_dynamo_compiling():
-            for buffer in (self.scores, self.memory, self.widening):
+            for buffer in (self.scores, self.memory, self.errors):
                 torch._dynamo.mark_static_address(buffer)
 
 

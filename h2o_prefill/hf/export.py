@@ -73,7 +73,7 @@ def attend_in_place(call: Call) -> Attended:
     position, recall, settings = given
     number = call.layer or 0
     first = STATE_OF_LAYER * number
-    key, value, scores, memory, widening = call.kwargs["package_state"][
+    key, value, scores, memory, errors = call.kwargs["package_state"][
         first : first + STATE_OF_LAYER
     ]
     out = ops.prefill_attention_(
@@ -89,7 +89,7 @@ def attend_in_place(call: Call) -> Attended:
         number,
         settings,
         call.scaling,
-        widening=widening,
+        errors=errors,
     )
     return out.transpose(1, 2), None
 

@@ -15,7 +15,7 @@ from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions, RecallLists
 from h2o_prefill.hf.state import GraphCall, graph
-from h2o_prefill.state import PrefillState
+from h2o_prefill.state import PrefillState, no_errors
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
@@ -103,10 +103,10 @@ class ChunkedPrefillLayer(DynamicLayer):
             layer,
             config.to_string(),
             *options,
-            state.widening,
+            state.errors,
         )
         begin = config.last_chunk_begin(past, new)
-        self._state = PrefillState(scores[..., :total], state.memory, total, begin, state.widening)
+        self._state = PrefillState(scores[..., :total], state.memory, total, begin, state.errors)
         return out
 
     def attend_in_graph(
@@ -116,7 +116,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         keys, values = self._held()
         total = keys.shape[2] - call.candidates
         state = self._state
-        out, scores, memory, widening = ops.prefill_attention(
+        out, scores, memory, errors = ops.prefill_attention(
             query,
             keys[:, :, :total],
             values[:, :, :total],
@@ -127,17 +127,17 @@ class ChunkedPrefillLayer(DynamicLayer):
             layer,
             call.settings,
             *options,
-            None if state is None else state.widening,
+            None if state is None else state.errors,
         )
-        self.traced = scores, memory, widening
+        self.traced = scores, memory, errors
         return out
 
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
         """Make the state that of a forward whose graph has attended to so many tokens."""
         assert self.traced is not None
-        (scores, memory, widening), self.traced = self.traced, None
+        (scores, memory, errors), self.traced = self.traced, None
         begin = config.last_chunk_begin(total - new, new)
-        self.state = PrefillState(scores, memory, total, begin, widening)
+        self.state = PrefillState(scores, memory, total, begin, errors)
 
     def holds(self, key: Tensor, value: Tensor) -> bool:
         """Return whether keys and values are those that `update` returned."""
@@ -235,8 +235,7 @@ class ChunkedPrefillLayer(DynamicLayer):
             dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
             memory = query.new_full((batch, heads, config.memory_size), -1, dtype=torch.int32)
             scores = query.new_zeros(batch, heads, 0, dtype=dtype)
-            widening = query.new_ones(batch, heads, dtype=torch.int32)
-            state = PrefillState(scores, memory, 0, 0, widening)
+            state = PrefillState(scores, memory, 0, 0, no_errors(self._held()[0]))
         kept = self._scores
         if kept is not None and kept.shape[2] >= capacity and _is_writable(kept):
             scores = kept
@@ -251,10 +250,10 @@ class ChunkedPrefillLayer(DynamicLayer):
             memory = torch.nn.functional.pad(memory, (0, grown), value=-1)
         elif not memory.is_contiguous() or not _is_writable(memory):
             memory = memory.clone(memory_format=torch.contiguous_format)
-        widening = state.widening.to(query.device)
-        if not widening.is_contiguous() or not _is_writable(widening):
-            widening = widening.clone(memory_format=torch.contiguous_format)
-        state.memory, state.widening = memory, widening
+        errors = state.errors.to(query.device)
+        if not errors.is_contiguous() or not _is_writable(errors):
+            errors = errors.clone(memory_format=torch.contiguous_format)
+        state.memory, state.errors = memory, errors
         return scores, state
 
     def _truncate_state(self, length: int) -> None:
@@ -274,8 +273,8 @@ class ChunkedPrefillLayer(DynamicLayer):
         state = self._state
         if state is not None:
             scores, memory = change(state.scores), change(state.memory)
-            widening = change(state.widening)
-            self.state = replace(state, scores=scores, memory=memory, widening=widening)
+            errors = change(state.errors)
+            self.state = replace(state, scores=scores, memory=memory, errors=errors)
 
 
 def _is_writable(tensor: Tensor) -> bool:

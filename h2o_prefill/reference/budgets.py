@@ -42,16 +42,18 @@ def error_rows(begin: int, rows: int, count: int) -> list[int]:
 class HeadBudgets:
     """The budgets of a layer's KV heads during one call."""
 
-    def __init__(self, config: Any, batch: int, heads: int, widening: Tensor | None) -> None:
+    def __init__(self, config: Any, batch: int, heads: int, errors: Tensor | None) -> None:
         self.config = config
         self.factors = [1] * heads
         for _, head, factor in config.wide_heads:
             self.factors[head] = max(self.factors[head], factor)
-        if widening is None:
-            widening = torch.ones(batch, heads, dtype=torch.int32)
-        self.widening = widening.cpu().clone()
-        self.most = config.max_widen if config.error_rows > 0 else 1
-        room = (config.local_window + config.heavy_budget) * max(self.factors) * self.most
+        if errors is None:
+            errors = torch.zeros(batch, heads, 3)
+        # For each head: doublings of L and H, the sum of errors, and their number.
+        self.errors = errors.cpu().clone()
+        widest = config.max_widen if config.error_rows > 0 else 1
+        self.most_doublings = widest.bit_length() - 1
+        room = (config.local_window + config.heavy_budget) * max(self.factors) * widest
         self.width = config.sink_tokens + room
 
     def select(self, scores: Tensor, previous: Tensor, chunk_begin: int, chunk_end: int) -> Tensor:
@@ -60,7 +62,8 @@ class HeadBudgets:
         sets = torch.full((batch, heads, self.width), -1, dtype=torch.int32, device=scores.device)
         for b in range(batch):
             for h in range(heads):
-                factor = self.factors[h] * min(max(int(self.widening[b, h]), 1), self.most)
+                doublings = min(max(int(self.errors[b, h, 0]), 0), self.most_doublings)
+                factor = self.factors[h] << doublings
                 window, heavy = (
                     size * factor for size in (self.config.local_window, self.config.heavy_budget)
                 )
@@ -72,7 +75,7 @@ class HeadBudgets:
                 sets[b, h, : selected.shape[2]] = selected[0, 0]
         return sets
 
-    def widen(
+    def measure(
         self,
         queries: Tensor,
         keys: Tensor,
@@ -82,7 +85,7 @@ class HeadBudgets:
         end: int,
         options: dict[str, Any],
     ) -> None:
-        """Double the budgets of heads whose error in the chunk [begin, end) is above the threshold.
+        """Record the errors of the chunk [begin, end); double the budgets of heads with large ones.
 
         queries and out [B, Hkv, G, Tq, ...] of the call, keys and values [B, Hkv, 1, T, ...].
         """
@@ -90,7 +93,7 @@ class HeadBudgets:
         rows = torch.tensor(
             error_rows(begin, end - begin, self.config.error_rows), dtype=torch.long
         )
-        if self.most == 1 or len(rows) == 0:
+        if len(rows) == 0:
             return
         rows = rows.to(queries.device) + begin - past
         mask = torch.arange(end, device=rows.device) <= past + rows[:, None]
@@ -100,6 +103,18 @@ class HeadBudgets:
         missed = (out[:, :, :, rows] - exact).square().sum(-1)
         size = exact.square().sum(-1)
         ratio = torch.where(size > 0, missed / size, torch.zeros_like(size))
-        large = (ratio.mean(dim=(2, 3)) > self.config.error_threshold).cpu()
-        may_grow = 2 * self.widening <= self.config.max_widen
-        self.widening[large & may_grow] *= 2
+        error = ratio.mean(dim=(2, 3)).cpu()
+        sparse = ~self.is_dense()
+        doublings, total, number = self.errors.unbind(2)
+        large = (error > self.config.error_threshold) & (doublings < self.most_doublings)
+        doublings[sparse] += large[sparse]
+        total[sparse] += error[sparse]
+        number[sparse] += 1
+        if self.config.max_error > 0:
+            doublings[sparse & (error.mean(1) > self.config.max_error)] = -1
+
+    def is_dense(self) -> Tensor:
+        """Return which batch rows go on dense, bool [B]: an error was above `max_error`."""
+        if self.config.max_error == 0:
+            return torch.zeros(len(self.errors), dtype=torch.bool)
+        return (self.errors[:, :, 0] < 0).any(1)

@@ -41,7 +41,7 @@ class Prompt:
 
     cache: Tensor  # [num_layers, 2, Hkv, max_seq_len, D]: keys after RoPE, and values
     length: int = 0
-    # By layer: scores [1, Hkv, tokens], memory set [1, Hkv, M], widening [1, Hkv].
+    # By layer: scores [1, Hkv, tokens], memory set [1, Hkv, M], errors [1, Hkv, 3].
     state: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     last_chunk_begin: int = 0
 
@@ -99,12 +99,12 @@ class ChunkedSparseAttentionLayer(nn.Module):
         keys, values = prompt.cache[layer, :, None, :, : past + k.shape[1]]
         if settings is None:
             return ops.dense_attention(q[None], keys, values)[0]
-        scores, memory, widening = prompt.state.get(layer, (None, None, None))
+        scores, memory, errors = prompt.state.get(layer, (None, None, None))
         out, *state = ops.chunked_sparse_attention(
             *(q[None], keys, values, scores, memory, *ops.NO_RECALL),
             prompt.last_chunk_begin,
             read_settings(settings).of_layer(layer),
-            widening=widening,
+            errors=errors,
         )
         prompt.state[layer] = (state[0], state[1], state[2])
         return out[0]

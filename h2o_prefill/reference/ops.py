@@ -117,7 +117,7 @@ def chunked_sparse_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-    widening: Tensor | None = None,
+    errors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run one layer's sparse prefill of the Tq newest tokens.
 
@@ -133,16 +133,17 @@ def chunked_sparse_attention(
         "sinks": _grouped_sinks(sinks, q, k),
         "softcap": softcap,
     }
+    plain: dict[str, Any] = {"scale": scale, "sinks": sinks, "softcap": softcap}
     out = queries.new_empty(*queries.shape[:4], v.shape[3])
 
     tracker = ScoreTracker(batch, heads, total, queries.dtype, q.device, config.gqa_reduce)
     if scores is not None:
         known = min(scores.shape[2], past)
         tracker.scores[:, :, :known] = scores[:, :, :known]
-    budgets = HeadBudgets(config, batch, heads, widening)
+    budgets = HeadBudgets(config, batch, heads, errors)
     attended = torch.full((batch, heads, budgets.width), -1, dtype=torch.int32, device=q.device)
-    if q.shape[2] == 0 and past and memory is not None:
-        # A call without tokens passes the set on, in the width of these settings.
+    if past and memory is not None:
+        # A call without sparse chunks passes the set on, in the width of these settings.
         kept = min(attended.shape[2], memory.shape[2])
         attended[:, :, :kept] = memory[:, :, :kept]
     previous = attended if memory is None else memory
@@ -157,6 +158,7 @@ def chunked_sparse_attention(
         rows = slice(begin - past, end - past)
         chunk = (queries[:, :, :, rows], keys[:, :, :, begin:end], values[:, :, :, begin:end])
         mask = causal_mask(end - begin)
+        dense, held = budgets.is_dense(), attended
         if begin == 0:
             out[:, :, :, rows], intra_weights = attend_inside(*chunk, mask, **options)
         else:
@@ -173,10 +175,14 @@ def chunked_sparse_attention(
                 recalled=third,
                 **options,
             )
-            for b in range(batch):
+            for b in torch.where(~dense)[0].tolist():
                 tracker.accumulate_scores(b, attended[b], inter_weights[b])
-            budgets.widen(*(queries, keys, values, out), begin, end, options)
-        for b in range(batch):
+            budgets.measure(*(queries, keys, values, out), begin, end, options)
+            if dense.any():
+                attended[dense] = held[dense]
+                exact = dense_attention(q[:, :, rows], k[:, :, :end], v[:, :, :end], **plain)
+                out[dense, :, :, rows] = _grouped(exact, k, v)[0][dense]
+        for b in torch.where(~dense)[0].tolist():
             tracker.set_initial_scores(b, begin, end, intra_weights[b])
         previous, last_chunk_begin = attended, begin
 
@@ -184,7 +190,7 @@ def chunked_sparse_attention(
     if config.dense_tail > 0:
         tail = slice(max(q.shape[2] - config.dense_tail, 0), None)
         result[:, :, tail] = dense_attention(q[:, :, tail], k, v, scale, sinks, softcap)
-    return result, tracker.scores, attended, budgets.widening.to(q.device)
+    return result, tracker.scores, attended, budgets.errors.to(q.device)
 
 
 def chunkwise_linear_attention(

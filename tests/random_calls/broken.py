@@ -64,9 +64,14 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 
 # What a tensor of each kind of `TENSORS` must not be; in capitals, where it is the only one.
 OTHER_DTYPES = {
-    **{"i": ("int64", "float32"), "l": ("int32",), "f": ("int64",)},
+    **{"i": ("int64", "float32"), "l": ("int32",), "f": ("int64",), "s": ("int64", "float64")},
     **{"x": ("int64", "float32", "float16"), "a": ("float16", "bfloat16", "float32", "float64")},
-    **{"I": ("int64", "float32"), "X": ("int64",), "A": ("float16", "bfloat16")},
+    **{
+        "I": ("int64", "float32"),
+        "S": ("int64", "float64"),
+        "X": ("int64",),
+        "A": ("float16", "bfloat16"),
+    },
 }
 
 

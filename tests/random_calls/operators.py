@@ -25,12 +25,12 @@ RECALL = ("recall_offsets", "recall_positions", "recall_visible_from")
 
 _PREFILL = (
     "q:xBHTD k:xBGSD v:xBGSE scores:aBG_ memory:iBG_ recall_offsets:i_ recall_positions:iR "
-    "recall_visible_from:iR sinks:fH widening:iBG"
+    "recall_visible_from:iR sinks:fH errors:sBG3"
 )
 _LINEAR = "q:xBHTD k:xBGTD v:xBGTE log_decay:aBGT initial_state:aBGDE initial_normalizer:aBGD"
 # The tensors of each operator: a letter for the dtype, and one for each size. Sizes of one letter
 # are the same, a digit is itself, and _ is any. x is the dtype of the queries, a the one they are
-# accumulated in, f any floating-point dtype, i int32 and l int64.
+# accumulated in, f any floating-point dtype, s float32, i int32 and l int64.
 TENSORS = {
     name: {tensor: spec for tensor, spec in (x.split(":") for x in tensors.split())}
     for name, tensors in {
@@ -50,7 +50,7 @@ TENSORS = {
         "prefill_attention": _PREFILL,
         "prefill_attention_": (
             "q:xBHTD k:xBGTD v:xBGTE cache_key:xBGCD cache_value:xBGCE scores:aBG_ memory:iBG_ "
-            "position:l2 sinks:fH widening:iBG"
+            "position:l2 sinks:fH errors:sBG3"
         ),
         "recall_at_position": "token_ids:l__ token_text:i__ position:l2",
         "select_memory": "scores:aBG_ memory:iBG_",
@@ -151,10 +151,11 @@ class Problem:
             "last_chunk_begin": begin,
         }
 
-    def widening(self) -> Ints:
-        """Return factors of the budgets of each head, int32 [B, Hkv]."""
-        values = tuple(self.draw.choice([1, 1, 2, 3, 8]) for _ in range(self["B"] * self["G"]))
-        return Ints(values, self.per_head)
+    def errors(self) -> Ints:
+        """Return doublings, sum and number of the errors of each head, float32 [B, Hkv, 3]."""
+        heads = self["B"] * self["G"]
+        values = (self.draw.choice([0, 0, 1, 2, 7]) for _ in range(3 * heads))
+        return Ints(tuple(values), (*self.per_head, 3), "float32")
 
     def position(self) -> Ints:
         """Return the tokens so far and where the last chunk began, int64 [2]."""
@@ -202,7 +203,7 @@ def _prefill_in_place(p: Problem) -> Arguments:
         "memory": Ints(memory.values, (*p.per_head, width + p.draw.integer(0, 9))),
         "position": position,
         "layer": layer,
-        "widening": p.widening() if p.config.error_rows or p.draw.chance(0.5) else None,
+        "errors": p.errors() if p.config.error_rows or p.draw.chance(0.5) else None,
         **p.recall(),
     }
 
@@ -281,7 +282,7 @@ VALUES: dict[str, Callable[[Problem], Any]] = {
     "softcap": lambda p: p.draw.choice([0.0, 0.0, 0.0, 3.0, 50.0, 1e300]),
     "token_ids": _token_ids,
     "token_text": _token_text,
-    "widening": lambda p: p.widening() if p.draw.chance(0.5) else None,
+    "errors": lambda p: p.errors() if p.draw.chance(0.5) else None,
 }
 # Arguments that depend on each other.
 GROUPS: dict[str, Callable[[Problem], Arguments]] = {

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as reference
-from h2o_prefill.testing import widened
+from h2o_prefill.state import no_errors
+from h2o_prefill.testing import FLOAT32_TOLERANCE, error_measures, widened
 
 Config = torch.classes.h2o_prefill.PrefillConfig
 Arguments = list[Any]
@@ -31,6 +32,12 @@ def check_result(judge: Judge, name: str, after: Arguments, before: Arguments, r
 def _near(judge: Judge, result: Any, expected: Any) -> None:
     results, truths = (x if isinstance(x, tuple) else (x,) for x in (result, expected))
     for index, (actual, wanted) in enumerate(zip(results, truths, strict=True)):
+        if index == 3:
+            tolerance = max(FLOAT32_TOLERANCE, torch.finfo(results[0].dtype).eps)
+            pairs = zip(error_measures(actual), error_measures(wanted), strict=True)
+            for measured, truth in pairs:
+                judge.near("errors", measured, truth, tolerance)
+            continue
         judge.near(f"result {index}", actual, wanted)
 
 
@@ -89,7 +96,7 @@ def _sparse(judge: Judge, after: Arguments, before: Arguments, result: Any) -> N
 
 
 def _is_stable(wide: Arguments, expected: tuple[Tensor, ...], margin: float) -> bool:
-    """Return whether memory sets and widening are the same with rounding errors.
+    """Return whether memory sets and errors are the same with rounding errors.
 
     They are put in the queries, and relative to its value in the threshold of errors. Where two
     scores are nearly the same, float32 may choose another position than the oracle.
@@ -109,26 +116,25 @@ def _is_stable(wide: Arguments, expected: tuple[Tensor, ...], margin: float) -> 
 
 def _prefill(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     q, k, v, scores, memory, *recall, last_chunk_begin, layer, settings = before[:-4]
-    *options, widening = before[-4:]
+    *options, errors = before[-4:]
     past, config = k.shape[2] - q.shape[2], Config.parse(settings)
     if q.shape[2] and config.is_sparse(layer, past, q.shape[2]):
         state = (scores, memory, *recall, last_chunk_begin, config.of_layer(layer))
-        _sparse(judge, after, [q, k, v, *state, *options, widening], result)
+        _sparse(judge, after, [q, k, v, *state, *options, errors], result)
         return
     judge.near("output", result[0], reference.dense_attention(*widened([q, k, v, *options])))
     known = min(scores.shape[2], past) if scores is not None else 0
     judge.true("no scores of new tokens", not result[1][..., known:].any())
     if known:
         judge.same("scores", result[1][..., :known], scores[..., :known])
-    ones = torch.ones(k.shape[:2], dtype=torch.int32)
-    judge.same("widening", result[3], ones if widening is None else widening)
+    judge.same("errors", result[3], no_errors(k) if errors is None else errors)
 
 
 def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
     q, k, v, cache_key, cache_value, scores, memory, position, *recall, layer, text = before[:-4]
-    *options, widening = before[-4:]
-    if q.shape[2] and not position[0] and widening is not None:
-        widening = torch.ones_like(widening)
+    *options, errors = before[-4:]
+    if q.shape[2] and not position[0] and errors is not None:
+        errors = torch.zeros_like(errors)
     past, last_chunk_begin = position.tolist()
     end, config = past + q.shape[2], Config.parse(text)
     keys = torch.cat([cache_key[:, :, :past], k], 2)
@@ -142,20 +148,20 @@ def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result:
         judge.near("output", result, expected)
         none_yet = q.shape[2] and not past
         judge.same("memory set", after[6], torch.full_like(memory, -1) if none_yet else memory)
-        judge.same("widening", after[-1], widening)
+        judge.same("errors", after[-1], errors)
         judge.same("scores", after[5][..., :past], scores[..., :past])
         return
     state = (scores[..., :past], memory) if past else (None, None)
     last_chunk_begin = last_chunk_begin if past else 0
     expected = ops.prefill_attention(
-        q, keys, values, *state, *recall, last_chunk_begin, layer, text, *options, widening
+        q, keys, values, *state, *recall, last_chunk_begin, layer, text, *options, errors
     )
     judge.near("output", result, expected[0])
     judge.near("scores", after[5][..., :end], expected[1])
     width = expected[2].shape[2]
     judge.same("memory set", after[6][..., :width], expected[2])
     judge.true("-1 after the memory set", bool((after[6][..., width:] == -1).all()))
-    judge.same("widening", after[-1], expected[3] if widening is not None else None)
+    judge.same("errors", after[-1], expected[3] if errors is not None else None)
 
 
 CHECKS = {

@@ -35,7 +35,7 @@ class Twin:
         self.past, self.end = 0, 0
         self.ids = torch.zeros(0, 0, dtype=torch.int64)
         self.states: dict[int, PrefillState | None] = {}
-        # Keys, values, scores, memory set and widening of each layer, and the position of all.
+        # Keys, values, scores, memory set and errors of each layer, and the position of all.
         self.buffers: dict[int, tuple[Tensor, ...]] = {}
         self.position = torch.zeros(2, dtype=torch.int64)
 
@@ -69,7 +69,7 @@ class Twin:
                 judge.same(f"keys after {what}", cache.key(layer), key)
                 judge.same(f"values after {what}", cache.value(layer), value)
             if tracker.has_scores(layer):
-                held = tracker.scores(layer), tracker.indices(layer), tracker.widening(layer)
+                held = tracker.scores(layer), tracker.indices(layer), tracker.errors(layer)
                 state = self.states[layer].truncated(tracker.length(layer))
                 _same_state(judge, what, (*held, tracker.last_chunk_begin(layer)), state)
 
@@ -93,22 +93,20 @@ class Twin:
             heads = k.shape[:2]
             cached = (x.new_empty(*heads, self.capacity, x.shape[3]) for x in (k, v))
             memory = torch.full((*heads, config.memory_size), -1, dtype=torch.int32)
-            widening = torch.ones(heads, dtype=torch.int32)
-            self.buffers[layer] = (*cached, torch.zeros(*heads, self.capacity), memory, widening)
-        *buffers, widening = self.buffers[layer]
+            errors = torch.zeros(*heads, 3)
+            self.buffers[layer] = (*cached, torch.zeros(*heads, self.capacity), memory, errors)
+        *buffers, errors = self.buffers[layer]
         options = {"scale": scale, "recall": recall, "layer": layer}
         in_place = self.attention.attend_(
-            q, k, v, *buffers, self.position, **options, widening=widening
+            q, k, v, *buffers, self.position, **options, errors=errors
         )
         history = (q, buffers[0][:, :, : self.end], buffers[1][:, :, : self.end])
         held = (state.scores, state.memory, state.last_chunk_begin) if state else (None, None, 0)
-        earlier = state and state.widening
-        expected, scores, memory, after = self.attention(
-            *history, *held, **options, widening=earlier
-        )
+        earlier = state and state.errors
+        expected, scores, memory, after = self.attention(*history, *held, **options, errors=earlier)
         begin = config.last_chunk_begin(self.past, new) if sparse else held[2]
         self.states[layer] = PrefillState(scores, memory, self.end, begin, after)
-        state_in_place = buffers[2][:, :, : self.end], buffers[3], widening, begin
+        state_in_place = buffers[2][:, :, : self.end], buffers[3], errors, begin
         _same_state(self.judge, f"{what} in place", state_in_place, self.states[layer])
         tail = min(config.dense_tail, new) if sparse else new
         for name, other in (("in a context", out), ("in place", in_place)):
@@ -150,7 +148,7 @@ class Twin:
             middle = self.past + chunks // 2 * chunk_size
             states.append(attend(attend(state, self.past, middle), middle, self.end))
         for x in states:
-            held = x.scores, x.memory, x.widening, x.last_chunk_begin
+            held = x.scores, x.memory, x.errors, x.last_chunk_begin
             _same_state(self.judge, f"{what} again", held, expected)
 
     def _recall(self, begin: int, end: int) -> RecallLists:
@@ -186,5 +184,5 @@ def _check_dense(
 def _same_state(judge: Judge, what: str, held: tuple[Any, ...], expected: PrefillState) -> None:
     judge.same(f"scores after {what}", held[0], expected.scores)
     judge.same(f"memory set after {what}", held[1], expected.memory)
-    judge.same(f"widening after {what}", held[2], expected.widening)
+    judge.same(f"errors after {what}", held[2], expected.errors)
     judge.true(f"last chunk after {what}", held[3] == expected.last_chunk_begin)

@@ -202,7 +202,7 @@ def _check_cache(judge: Judge, what: str, cache: Any, expected: Any, exact: bool
         judge.true(f"{where}: has a state", (state is None) == (other is None))
         if state is not None and other is not None:
             judge.same(f"{where}: memory set", state.memory, other.memory)
-            judge.same(f"{where}: widening", state.widening, other.widening)
+            judge.same(f"{where}: errors", state.errors, other.errors)
             judge.true(f"{where}: last chunk", state.last_chunk_begin == other.last_chunk_begin)
         if exact:
             judge.same(f"{where}: scores", state and state.scores, other and other.scores)

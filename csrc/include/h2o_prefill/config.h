@@ -39,6 +39,7 @@ struct H2O_API PrefillConfig {
   int64_t error_rows = 0;         // rows of a chunk whose error is measured; 0: no widening
   double error_threshold = 0.01;  // relative squared error above which a head's L and H double
   int64_t max_widen = 4;          // the most that L and H grow by during a prompt
+  double max_error = 0.0;         // a layer with a larger error goes on dense; 0: none does
 
   // The settings of a preset: "h2o", or "recommended", which had the smallest loss at up to 1.45
   // times the attention flops of "h2o". Throws c10::ValueError for other names.

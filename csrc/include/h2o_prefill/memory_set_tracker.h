@@ -13,10 +13,10 @@
 namespace h2o_prefill {
 
 // Per layer: scores, fp32 [B, Hkv, length] (float64 beside float64 queries), in a buffer that grows
-// by doubling; memory, int32 [B, Hkv, memory_size], ascending, -1 where absent; widening, int32 [B,
-// Hkv], the factor of each head's L and H by errors; and where the last chunk began. A layer is
-// empty until its first scores arrive. Updates are in place: arguments are copied, and the tensors
-// that scores(), indices() and widening() return change with later updates.
+// by doubling; memory, int32 [B, Hkv, memory_size], ascending, -1 where absent; errors, fp32 [B,
+// Hkv, kErrorFields]; and where the last chunk began. A layer is empty until its first scores
+// arrive. Updates are in place: arguments are copied, and the tensors that scores(), indices() and
+// errors() return change with later updates.
 //
 // Chunk by chunk: build_memory_set, attend to it, init_chunk_scores, accumulate_memory_scores.
 // chunked_sparse_attention does all of this in one call, and update() takes its result;
@@ -44,10 +44,10 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   // one yet.
   at::Tensor build_memory_set(int64_t layer, int64_t chunk_end);
 
-  // The memory set of a layer, its scores and its widening. Throws for a layer without scores.
+  // The memory set of a layer, its scores and its errors. Throws for a layer without scores.
   at::Tensor indices(int64_t layer) const;
   at::Tensor scores(int64_t layer) const;
-  at::Tensor widening(int64_t layer) const;
+  at::Tensor errors(int64_t layer) const;
 
   bool has_scores(int64_t layer) const { return layer_at(layer).has_scores; }
   int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
@@ -71,7 +71,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   // undefined tensors make it a layer without scores.
   void update(int64_t layer, const LayerState& state);
 
-  // The buffers of a layer, scores [B, Hkv, capacity or more], memory and widening, for a call of
+  // The buffers of a layer, scores [B, Hkv, capacity or more], memory and errors, for a call of
   // prefill_attention_() with keys like `key`; commit() counts what a sparse call wrote.
   std::tuple<at::Tensor, at::Tensor, at::Tensor> reserve(int64_t layer, const at::Tensor& key,
                                                          int64_t capacity);
@@ -97,7 +97,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
     int64_t memory_size = 0;
     at::Tensor scores = {};  // [B, Hkv, capacity]; 0 from `length` on
     at::Tensor memory = {};
-    at::Tensor widening = {};
+    at::Tensor errors = {};
     bool has_scores = false;  // buffers alone are no state
     int64_t length = 0;
     int64_t last_chunk_begin = 0;

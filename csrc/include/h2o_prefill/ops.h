@@ -84,13 +84,22 @@ struct RecallLists {
   at::Tensor visible_from = {};
 };
 
+// What LayerState::errors holds for each KV head: how often errors have doubled its L and H, the sum
+// of its errors in the chunks where they were measured, and the number of these chunks. Doublings of
+// kDense: a layer whose errors were above max_error and that has been dense since.
+inline constexpr int64_t kDoublings = 0;
+inline constexpr int64_t kErrorSum = 1;
+inline constexpr int64_t kErrorCount = 2;
+inline constexpr int64_t kErrorFields = 3;
+inline constexpr float kDense = -1.0F;
+
 // The state that one layer carries from one call of a prompt to the next. Undefined tensors at
 // first.
 struct LayerState {
   at::Tensor scores = {};        // [B, Hkv, <= T_total]
   at::Tensor memory = {};        // int32 [B, Hkv, any], ascending, then -1
   int64_t last_chunk_begin = 0;  // position where the last sparse chunk began
-  at::Tensor widening = {};      // int32 [B, Hkv], the factor of L and H by errors; undefined: 1
+  at::Tensor errors = {};        // fp32 [B, Hkv, kErrorFields]; undefined: none so far
 };
 
 // One layer's whole sparse prefill. q [B, Hq, T, D] are the call's queries, k and v the whole
@@ -98,8 +107,7 @@ struct LayerState {
 // settings: of the layer (config.of_layer()); the fields that decide between dense and sparse are
 // ignored. recall: what lexical_recall returned for the call. The last dense_tail queries attend to
 // every key before them. Returns out [B, Hq, T, Dv] and the state: scores of all T_total positions,
-// the memory set that the last chunk attended to, [B, Hkv, settings.memory_size()], and the factor
-// of each head's L and H for the chunks to come.
+// the memory set that the last chunk attended to, [B, Hkv, settings.memory_size()], and errors.
 H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const LayerState& state,
     const PrefillConfig& settings, const RecallLists& recall = {},
@@ -123,8 +131,8 @@ struct PrefillBuffers {
   at::Tensor scores;  // [B, Hkv, capacity], contiguous, 0 at first; a dense layer needs none: empty
   // int32 [B, Hkv, memory_size() of the layer's settings or more], contiguous, -1 at first
   at::Tensor memory;
-  // int32 [B, Hkv], contiguous, 1 at first; needed where the settings have error_rows
-  at::Tensor widening = {};
+  // fp32 [B, Hkv, kErrorFields], contiguous, 0 at first; needed where the settings have error_rows
+  at::Tensor errors = {};
 };
 
 // One layer's attention of one call, in place: writes k [B, Hkv, T, D] and v [B, Hkv, T, Dv] of the

@@ -132,8 +132,8 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
       if (request.recalls()) attended = merge(attended, recall.attend_chunk(sets, row, rows));
     }
     out.narrow(2, row, rows).copy_(out_with_sinks(attended, options));
-    if (begin > 0 && request.settings.widens()) {
-      widen_by_errors(request, out, {.begin = row, .count = rows, .past = past});
+    if (begin > 0 && request.settings.error_rows > 0) {
+      measure_errors(request, out, {.begin = row, .count = rows, .past = past});
     }
     previous_begin = begin;
   }
@@ -148,7 +148,8 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
-  m.impl("chunked_sparse_attention", &chunked_sparse_attention_entry<chunked_sparse_attention>);
+  m.impl("chunked_sparse_attention",
+         &chunked_sparse_attention_entry<chunked_sparse_attention, dense_attention>);
   m.impl("prefill_attention", &prefill_attention_entry<chunked_sparse_attention, dense_attention>);
   m.impl("prefill_attention_",
          &prefill_attention_in_place_entry<chunked_sparse_attention, dense_attention>);

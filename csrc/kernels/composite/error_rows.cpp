@@ -8,7 +8,7 @@
 namespace h2o_prefill::composite {
 
 // No value is read back, so no device has to be waited for.
-void widen_by_errors(const PrefillRequest& request, const at::Tensor& out, const RowRange& rows) {
+void measure_errors(const PrefillRequest& request, const at::Tensor& out, const RowRange& rows) {
   const int64_t count = request.error_rows(rows);
   const int64_t end = rows.position() + rows.count;
   const auto positions = at::arange(end, request.query.options().dtype(at::kLong));
@@ -29,11 +29,12 @@ void widen_by_errors(const PrefillRequest& request, const at::Tensor& out, const
   const auto error = at::where(whole > 0, missed / whole, at::zeros_like(whole))
                          .view({request.key.size(0), request.key.size(1), -1})
                          .mean(-1);
-  auto widening = request.widening;
-  const auto grown = widening * 2;
-  const auto grows =
-      (error > request.settings.error_threshold).logical_and(grown <= request.settings.max_widen);
-  widening.copy_(at::where(grows, grown, widening));
+  auto doublings = request.errors.select(2, kDoublings);
+  const auto grows = (error > request.settings.error_threshold)
+                         .logical_and(doublings < request.most_doublings());
+  doublings.add_(grows);
+  request.errors.select(2, kErrorSum).add_(error);
+  request.errors.select(2, kErrorCount).add_(1);
 }
 
 }  // namespace h2o_prefill::composite

@@ -46,7 +46,7 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
                      {.rows = largest, .keys = {largest, updater ? updater->max_members() : 0}},
                      workspace);
   std::optional<ErrorRows> errors;
-  if (updater && request.settings.widens()) errors.emplace(request, workspace);
+  if (updater && request.settings.error_rows > 0) errors.emplace(request, workspace);
   const auto lse = workspace.add<float>(q.size(0) * q.size(1) * length);
   workspace.allocate();
   call.lse = workspace.get(lse);
@@ -64,7 +64,7 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
       updater->select(previous_begin, begin);
       attend.run(chunk_and_memory_pass(call, rows, chunk_sums, updater->sets(), updater->sums()));
       updater->accumulate();
-      if (errors) errors->widen(call, rows);
+      if (errors) errors->measure(call, rows);
     }
     previous_begin = begin;
   });
@@ -82,7 +82,8 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
-  m.impl("chunked_sparse_attention", &chunked_sparse_attention_entry<chunked_sparse_attention_cpu>);
+  m.impl("chunked_sparse_attention",
+         &chunked_sparse_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu>);
   m.impl("prefill_attention",
          &prefill_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu>);
   m.impl("prefill_attention_",

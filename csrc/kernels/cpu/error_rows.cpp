@@ -195,17 +195,15 @@ double ErrorRows::error(const AttendChunkArgs& call, int64_t unit, int64_t first
   return sum / static_cast<double>((end - first) * group_);
 }
 
-void ErrorRows::widen(const AttendChunkArgs& call, const RowRange& rows) const {
+void ErrorRows::measure(const AttendChunkArgs& call, const RowRange& rows) const {
   const auto measured = [&](int64_t row) {
     return std::lower_bound(rows_.begin(), rows_.end(), row) - rows_.begin();
   };
   const int64_t first = measured(rows.begin);
   const int64_t end = measured(rows.begin + rows.count);
-  int32_t* const widening = request_.widening.mutable_data_ptr<int32_t>();
+  float* const errors = request_.errors.mutable_data_ptr<float>();
   for_each_task(TaskRange{request_.units()}, threads_, [&](int64_t unit, int64_t) {
-    const auto wider = static_cast<int32_t>(request_.widened(widening[unit]));
-    if (wider == widening[unit]) return;
-    if (error(call, unit, first, end) > request_.settings.error_threshold) widening[unit] = wider;
+    request_.record_error(errors + unit * kErrorFields, error(call, unit, first, end));
   });
 }
 

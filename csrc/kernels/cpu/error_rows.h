@@ -10,8 +10,7 @@
 namespace h2o_prefill {
 
 // The rows of a call that error_row() names attend to every key before them, all of them before the
-// first chunk, so that keys are packed once. After each chunk, heads whose error in it is above the
-// threshold have their widening doubled.
+// first chunk, so that keys are packed once. After each chunk, its errors are recorded in the state.
 class ErrorRows {
  public:
   // Plans its part of the workspace, which is allocated before anything else is called.
@@ -21,7 +20,7 @@ class ErrorRows {
   void attend(const AttendChunkArgs& call) const;
 
   // rows: of a chunk whose sparse output is in call.out.
-  void widen(const AttendChunkArgs& call, const RowRange& rows) const;
+  void measure(const AttendChunkArgs& call, const RowRange& rows) const;
 
  private:
   // A share of the keys of a unit, whose partial results one task computes.

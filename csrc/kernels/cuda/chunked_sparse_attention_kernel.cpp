@@ -37,8 +37,11 @@ class MemorySets {
   void select(int64_t chunk_begin, int64_t chunk_end) {
     at::Tensor factors = by_head_;
     if (factors.defined()) {
-      const int64_t most = request_.settings.widens() ? request_.settings.max_widen : 1;
-      factors = factors.mul(request_.widening.clamp(1, most)).contiguous();
+      if (request_.errors.defined()) {
+        const auto doublings =
+            request_.errors.select(2, kDoublings).clamp(0, request_.most_doublings());
+        factors = factors.bitwise_left_shift(doublings.to(at::kInt)).contiguous();
+      }
     }
     const SelectMemoryParams params{
         .units = request_.units(),
@@ -132,7 +135,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
         sums = added_memory_sums(phase2, of_memory, scores, scores_stride);
         sums.reduce_max = request.reduce_max();
         stream.sum_columns(sums);
-        if (request.settings.widens()) composite::widen_by_errors(request, out, rows);
+        if (request.settings.error_rows > 0) composite::measure_errors(request, out, rows);
       }
       previous_begin = rows.position();
     }
@@ -151,7 +154,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {
   m.impl("chunked_sparse_attention",
-         &chunked_sparse_attention_entry<chunked_sparse_attention_cuda>);
+         &chunked_sparse_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
   m.impl("prefill_attention",
          &prefill_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
   m.impl("prefill_attention_",

@@ -164,11 +164,11 @@ TEST(MemorySetTracker, StateRoundTrips) {
   auto tracker = make_tracker(3);
   prefill_by_chunks(tracker, 1, x, 0, 40);
   auto state = tracker.state(1);
-  EXPECT_TRUE(same(state.widening, at::ones({2, 2}, at::kInt)));
-  state.widening.fill_(2);
+  EXPECT_TRUE(same(state.errors, at::ones({2, 2}, at::kInt)));
+  state.errors.fill_(2);
   tracker.update(1, state);
   const auto restored = MemorySetTracker::from_tensors(tracker.state_tensors());
-  EXPECT_TRUE(same(restored->widening(1), state.widening));
+  EXPECT_TRUE(same(restored->errors(1), state.errors));
   EXPECT_EQ(restored->num_layers(), 3);
   EXPECT_EQ(restored->local_window(), kLocal);
   EXPECT_EQ(restored->heavy_budget(), kHeavy);
@@ -188,7 +188,7 @@ TEST(MemorySetTracker, FromTensorsRefusesWhatIsNoState) {
   EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({}),
                           "tensors must begin with an int64 header");
   EXPECT_VALUE_ERROR_WITH(MemorySetTracker::from_tensors({good[0]}),
-                          "tensors must hold scores, memory and widening of layer 0");
+                          "tensors must hold scores, memory and errors of layer 0");
   const auto wrong = [&](size_t index, const at::Tensor& tensor) {
     auto tensors = good;
     tensors.at(index) = tensor;
@@ -198,9 +198,9 @@ TEST(MemorySetTracker, FromTensorsRefusesWhatIsNoState) {
       MemorySetTracker::from_tensors({good[0], good[1], good[2], good[3], good[3]}),
       "tensors must end");
   EXPECT_VALUE_ERROR_WITH(wrong(1, good[2]), "scores must be float32");
-  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].to(at::kLong)), "widening must be int32");
-  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].flatten()), "widening must have 2 dimensions");
-  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].narrow(1, 0, 1)), "widening must have batch and heads");
+  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].to(at::kLong)), "errors must be int32");
+  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].flatten()), "errors must have 2 dimensions");
+  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].narrow(1, 0, 1)), "errors must have batch and heads");
   EXPECT_VALUE_ERROR(
       wrong(0, at::tensor({kSinks, kLocal, kHeavy, int64_t{7}, int64_t{0}, int64_t{0}})),
       "the most members of a memory set must be in [8, 16777216], got 7");

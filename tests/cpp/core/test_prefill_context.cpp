@@ -84,8 +84,8 @@ TEST(PrefillContext, IsTheOperatorWithRecallOnEveryLayer) {
     EXPECT_TRUE(same(out[layer], expected));
     EXPECT_TRUE(same(context.tracker()->scores(layer), state.scores));
     EXPECT_TRUE(same(context.tracker()->indices(layer), state.memory));
-    EXPECT_TRUE(same(context.tracker()->widening(layer), state.widening));
-    EXPECT_EQ(state.widening.max().item<int>(), layer == 0 ? 1 : 4);
+    EXPECT_TRUE(same(context.tracker()->errors(layer), state.errors));
+    EXPECT_EQ(state.errors.max().item<int>(), layer == 0 ? 1 : 4);
   }
   EXPECT_EQ(context.length(), 90);
   EXPECT_TRUE(same(context.token_ids(), prompt.ids));
@@ -181,17 +181,17 @@ TEST(PrefillContext, UndoneWideningIsAsBeforeAndTruncateKeepsIt) {
   const LayeredPrompt prompt(90);
   auto context = new_context();
   prompt.run(context, 0, 48);
-  const auto widening = [&] { return context.tracker()->widening(1); };
-  const auto before = widening().clone();
+  const auto errors = [&] { return context.tracker()->errors(1); };
+  const auto before = errors().clone();
   EXPECT_GT(before.max().item<int>(), 1);
   context.begin(prompt.ids.slice(1, 48, 90));
   const auto x = prompt.qkv[1].tokens(48, 90);
   context.attend(1, x.q, x.k, x.v);
-  EXPECT_GT(widening().max().item<int>(), before.max().item<int>());
+  EXPECT_GT(errors().max().item<int>(), before.max().item<int>());
   context.truncate(48);
-  EXPECT_TRUE(same(widening(), before));
+  EXPECT_TRUE(same(errors(), before));
   context.truncate(5);
-  EXPECT_TRUE(same(widening(), before));
+  EXPECT_TRUE(same(errors(), before));
 }
 
 TEST(PrefillContext, ACallThatNoLayerAttendedInIsReplaced) {

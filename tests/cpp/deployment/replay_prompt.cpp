@@ -25,7 +25,7 @@ c10::impl::GenericDict read_dict(const char* path) {
   return torch::jit::pickle_load(bytes).toGenericDict();
 }
 
-// Keys, values, scores, memory set and widening of a layer, as the module changes them in place.
+// Keys, values, scores, memory set and errors of a layer, as the module changes them in place.
 using Buffers = std::array<at::Tensor, 5>;
 
 Buffers empty_buffers(const at::Tensor& key, int64_t capacity, int64_t memory_size) {
@@ -67,10 +67,10 @@ bool run(const char* path, const char* module_path) {
         buffers[layer] =
             empty_buffers(key, token_ids.size(1), settings.of_layer(layer).memory_size());
       }
-      const auto& [keys, values, scores, memory, widening] = buffers[layer];
+      const auto& [keys, values, scores, memory, errors] = buffers[layer];
       const auto scripted =
           module.run_method("attend_", query, key, value, keys, values, scores, memory, position,
-                            scale, recall, layer, c10::IValue(), /*softcap=*/0.0, widening);
+                            scale, recall, layer, c10::IValue(), /*softcap=*/0.0, errors);
       const auto out = context.attend(layer, query, key, value, scale);
       if (at::equal(out, expected) && at::equal(scripted.toTensor(), expected)) continue;
       ++different;

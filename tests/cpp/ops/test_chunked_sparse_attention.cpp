@@ -63,7 +63,7 @@ void expect_close(const State& got, const State& wanted, double tolerance = 2e-5
   EXPECT_TRUE(close(got.out, wanted.out, tolerance));
   EXPECT_TRUE(close(got.scores, wanted.scores, tolerance));
   EXPECT_TRUE(same(got.memory, wanted.memory));
-  EXPECT_TRUE(same(got.widening, wanted.widening));
+  EXPECT_TRUE(same(got.errors, wanted.errors));
   EXPECT_EQ(got.last_chunk_begin, wanted.last_chunk_begin);
 }
 
@@ -130,14 +130,14 @@ TEST(ChunkedSparseAttentionOp, BudgetsOfAHeadAndThoseThatErrorsDouble) {
     expect_close(got, wanted);
     begin = end;
   }
-  EXPECT_TRUE(same(got.widening, at::tensor({1, 4}, at::kInt).expand({2, 2})));
+  EXPECT_TRUE(same(got.errors, at::tensor({1, 4}, at::kInt).expand({2, 2})));
 }
 
 // The emulation leaves LongHistory out.
 TEST(ChunkedSparseAttentionOp, LongHistoryHasTheSameErrorsOnAnyNumberOfThreads) {
   const auto x = random_qkv(1100);
   const int threads = at::get_num_threads();
-  for (const auto& [budget, widening] : {std::pair{8, 4}, {600, 1}}) {
+  for (const auto& [budget, errors] : {std::pair{8, 4}, {600, 1}}) {
     const PrefillConfig config{.chunk_size = 100,
                                .local_window = budget,
                                .heavy_budget = budget,
@@ -148,13 +148,13 @@ TEST(ChunkedSparseAttentionOp, LongHistoryHasTheSameErrorsOnAnyNumberOfThreads) 
       return chunked_sparse_attention(x.q, x.k, x.v, {}, config);
     };
     const auto [out, state] = attend(1);
-    EXPECT_TRUE(same(state.widening, at::full({2, 2}, widening, at::kInt)));
+    EXPECT_TRUE(same(state.errors, at::full({2, 2}, errors, at::kInt)));
     for (const int number : {2, 5}) {
       const auto [again, other] = attend(number);
       EXPECT_TRUE(same(again, out));
       EXPECT_TRUE(same(other.scores, state.scores));
       EXPECT_TRUE(same(other.memory, state.memory));
-      EXPECT_TRUE(same(other.widening, state.widening));
+      EXPECT_TRUE(same(other.errors, state.errors));
     }
   }
   at::set_num_threads(threads);

@@ -25,7 +25,7 @@ struct Layer {
     buffers.value = at::full({2, 2, capacity, kValueDim}, std::nan(""), type);
     buffers.scores = at::zeros({2, 2, capacity}, scores_type);
     buffers.memory = at::full({2, 2, width}, -1, at::kInt);
-    buffers.widening = at::ones({2, 2}, at::kInt);
+    buffers.errors = at::ones({2, 2}, at::kInt);
   }
 
   at::Tensor attend(const Qkv& x, const std::string& settings = kSettings, int64_t layer = 0,
@@ -124,8 +124,8 @@ TEST(PrefillAttentionInPlace, WidensInItsBuffer) {
     EXPECT_TRUE(same(out, expected));
     EXPECT_TRUE(same(layer.scores(), state.scores));
     EXPECT_TRUE(same(layer.buffers.memory, state.memory));
-    EXPECT_TRUE(same(layer.buffers.widening, state.widening));
-    EXPECT_TRUE(same(state.widening, at::full({2, 2}, end == 16 ? 1 : 2, at::kInt)));
+    EXPECT_TRUE(same(layer.buffers.errors, state.errors));
+    EXPECT_TRUE(same(state.errors, at::full({2, 2}, end == 16 ? 1 : 2, at::kInt)));
   }
 }
 
@@ -193,7 +193,7 @@ TEST(PrefillAttentionInPlace, TheSecondPromptOfABufferEqualsTheFirst) {
   layer.position.zero_();
   layer.attend(x.tokens(0, 16), settings, 1);
   EXPECT_TRUE(same(layer.buffers.memory, at::full({2, 2, kWidestMemory}, -1, at::kInt)));
-  EXPECT_TRUE(same(layer.buffers.widening, at::ones({2, 2}, at::kInt)));
+  EXPECT_TRUE(same(layer.buffers.errors, at::ones({2, 2}, at::kInt)));
 }
 
 TEST(PrefillAttentionInPlace, KeysThatAreInTheBufferAlreadyStayWhereTheyAre) {
@@ -209,7 +209,7 @@ void expect_buffers_of_any_strides(int64_t length) {
   const auto x = random_qkv(length);
   Layer plain(1300), strided(1300);
   plain.attend(x);
-  auto& [key, value, scores, memory, widening] = strided.buffers;
+  auto& [key, value, scores, memory, errors] = strided.buffers;
   key = at::full({2, 1300, 2, 10}, std::nan("")).transpose(1, 2).narrow(3, 1, 8);
   value = at::full({2, 2, kValueDim, 1300}, std::nan("")).transpose(2, 3);
   strided.attend({x.q, by_token(x.k), by_dim(x.v)});
@@ -299,16 +299,16 @@ TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
   wrong("memory must be contiguous with room for K + L + H positions (8)",
         [](L& l, Qkv&, R&) { l.buffers.memory = l.buffers.memory.narrow(2, 0, 7).contiguous(); });
   wrong(
-      "widening must be given and contiguous where the settings have error_rows",
+      "errors must be given and contiguous where the settings have error_rows",
       [](L& l, Qkv&, R&) {
         l.buffers.memory = at::full({2, 2, kWidestMemory}, -1, at::kInt);
-        l.buffers.widening = at::Tensor();
+        l.buffers.errors = at::Tensor();
       },
       std::string(kSettings) + kWidening);
-  wrong("widening must be int32, got int64",
-        [](L& l, Qkv&, R&) { l.buffers.widening = l.buffers.widening.to(at::kLong); });
-  wrong("widening must have a factor for each KV head, [2, 2], got shape [2, 1]",
-        [](L& l, Qkv&, R&) { l.buffers.widening = l.buffers.widening.narrow(1, 0, 1); });
+  wrong("errors must be int32, got int64",
+        [](L& l, Qkv&, R&) { l.buffers.errors = l.buffers.errors.to(at::kLong); });
+  wrong("errors must have a factor for each KV head, [2, 2], got shape [2, 1]",
+        [](L& l, Qkv&, R&) { l.buffers.errors = l.buffers.errors.narrow(1, 0, 1); });
   wrong("position must be int64 [2] on the CPU",
         [](L& l, Qkv&, R&) { l.position = at::zeros({1}, at::kLong); });
   wrong("position must be int64, got int32",
@@ -379,10 +379,10 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
   refused("memory must not share memory with scores", [](S&, B& b) {
     b.memory = b.scores.view(at::kInt).flatten().narrow(0, 0, 32).view({2, 2, kMemory});
   });
-  refused("widening must not share memory with memory",
-          [](S&, B& b) { b.widening = b.memory.flatten().narrow(0, 0, 4).view({2, 2}); });
-  refused("q must not share memory with widening", [](S& s, B& b) {
-    b.widening = s.q.view(at::kInt).flatten().narrow(0, 0, 4).view({2, 2});
+  refused("errors must not share memory with memory",
+          [](S&, B& b) { b.errors = b.memory.flatten().narrow(0, 0, 4).view({2, 2}); });
+  refused("q must not share memory with errors", [](S& s, B& b) {
+    b.errors = s.q.view(at::kInt).flatten().narrow(0, 0, 4).view({2, 2});
   });
 }
 

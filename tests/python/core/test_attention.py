@@ -19,10 +19,10 @@ CONFIG = PrefillConfig(chunk_size=32, local_window=8, heavy_budget=8, sink_token
 
 def run(attention, q, k, v):
     """Two calls of one prompt."""
-    out_a, scores, memory, widening = attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
+    out_a, scores, memory, errors = attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
     begin = attention.last_chunk_begin(0, 64)
     state = (scores, memory, begin)
-    out_b, *state = attention(q[:, :, 64:], k, v, *state, widening=widening)
+    out_b, *state = attention(q[:, :, 64:], k, v, *state, errors=errors)
     return torch.cat([out_a, out_b], 2), *state
 
 
@@ -55,6 +55,7 @@ EVERY_FIELD = [
     (CONFIG, {"error_rows": 4}),
     (CONFIG.replace(error_rows=4, error_threshold=1.0), {"error_threshold": 0.0}),
     (CONFIG.replace(error_rows=4), {"max_widen": 2}),
+    (CONFIG.replace(error_rows=4), {"max_error": 1e-6}),
     (CONFIG, {"gqa_reduce": "max"}),
     (CONFIG, {"min_prefill": 200}),
     (CONFIG.replace(recall_block=8), {"recall": 3}),
@@ -133,7 +134,7 @@ def test_in_place_is_the_same(qkv, scripted):
     scores, memory = torch.zeros(1, 2, 160), torch.full((1, 2, 66), -1, dtype=torch.int32)
     position = torch.zeros(2, dtype=torch.int64)
     logits = {"sinks": torch.linspace(-1, 3, 4), "softcap": 1.5}
-    state, widening = (None, None, 0), None
+    state, errors = (None, None, 0), None
     for begin, end in ((0, 70), (70, 149), (149, 150)):
         new = slice(begin, end)
         recall = module.find_recalled(ids[:, :end], begin)
@@ -143,11 +144,11 @@ def test_in_place_is_the_same(qkv, scripted):
         )  # fmt: skip
         module.advance_(position, end - begin)
         history = (q[:, :, new], k[:, :, :end], v[:, :, :end])
-        given = {"token_ids": ids[:, :end], "layer": 1, **logits, "widening": widening}
+        given = {"token_ids": ids[:, :end], "layer": 1, **logits, "errors": errors}
         expected, *held = attention(*history, *state, **given)
         again = module(*history, *state, **given)
         assert all(torch.equal(x, y) for x, y in zip(again, (expected, *held), strict=True))
-        *held, widening = held
+        *held, errors = held
         state = (*held, attention.last_chunk_begin(begin, end - begin, state[2]))
         assert torch.equal(out, expected)
         assert torch.equal(scores[..., :end], state[0]) and not scores[..., end:].any()

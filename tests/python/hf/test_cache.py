@@ -140,13 +140,13 @@ def test_crop_below_the_state_leaves_nothing_that_was_removed(llama, ids, kept):
 
 
 def test_truncating_a_state_leaves_it_alone():
-    sets, widening = torch.arange(6).int().expand(1, 2, 6), torch.tensor([[1, 2]])
-    state = PrefillState(torch.rand(1, 2, 40), sets, 40, 32, widening)
+    sets, errors = torch.arange(6).int().expand(1, 2, 6), torch.ones(1, 2, 3)
+    state = PrefillState(torch.rand(1, 2, 40), sets, 40, 32, errors)
     assert state.truncated(40) is state
     assert state.truncated(0) is None
     inside, before = state.truncated(33), state.truncated(32)
     assert torch.equal(inside.memory, state.memory) and inside.last_chunk_begin == 32
-    assert inside.widening.tolist() == before.widening.tolist() == [[1, 2]]
+    assert inside.errors is before.errors is errors
     assert bool((before.memory == -1).all()) and before.last_chunk_begin == 0
     assert torch.equal(before.scores, state.scores[..., :32]) and state.length == 40
 

@@ -52,12 +52,12 @@ def test_what_a_package_says_of_itself(build):
     assert (info.layers, info.kv_heads, info.head_dim, info.vocabulary) == (2, 2, 32, 61)
     assert info.end_ids == (0, 2) and info.config == CONFIG
     assert PackageInfo.from_metadata(info.to_metadata()) == info
-    prompt, position, key, value, scores, memory, widening = info.new_state()[:7]
+    prompt, position, key, value, scores, memory, errors = info.new_state()[:7]
     assert prompt.shape == (1, 128) and position.tolist() == [0, 0]
     assert key.shape == value.shape == (1, 2, 128, 32) and key.dtype == torch.bfloat16
     assert scores.shape == (1, 2, 128) and scores.dtype == torch.float32
     assert memory.shape == (1, 2, 8) and info.new_state()[10].shape == (1, 2, 64)
-    assert widening.tolist() == [[1, 1]]
+    assert torch.equal(errors, torch.zeros(1, 2, 3))
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ WIDENING = {"error_rows": 4, "error_threshold": 0.01, "max_widen": 4}
 OPERATORS = (ops.chunked_sparse_attention, oracle.chunked_sparse_attention)
 
 
-def call(q, k, v, scores=None, memory=None, widening=None, recall=NO_RECALL, last=0, **fields):
+def call(q, k, v, scores=None, memory=None, errors=None, recall=NO_RECALL, last=0, **fields):
     """The arguments of a call."""
     settings = settings_text(**(SIZES | fields))
-    return (q, k, v, scores, memory, *recall, last, settings, None, None, 0.0, widening)
+    return (q, k, v, scores, memory, *recall, last, settings, None, None, 0.0, errors)
 
 
 def prefill(*arguments, **fields):
@@ -80,23 +80,37 @@ def test_budgets_grow_where_errors_are_large(device, dtype, sinks, softcap):
     logits = {"sinks": torch.randn(6, device=device) if sinks else None, "softcap": softcap}
     if sinks:  # they have no value, so they make errors of their own
         v[:, 0] = 0.0
-    *_, memory, widening = compare_with_oracle(*OPERATORS, *arguments, **logits)
-    assert widening.tolist() == [[1, 4]] * 2
+    *_, memory, errors = compare_with_oracle(*OPERATORS, *arguments, **logits)
+    assert errors[..., 0].tolist() == [[0, 2]] * 2
+    assert errors[..., 2].tolist() == [[5, 5]] * 2
     assert (memory >= 0).sum(-1).tolist() == [[3 + 3 * 16, 3 + 4 * 16]] * 2
 
 
 def test_a_head_has_the_budgets_of_its_factor_and_its_widening(device):
     q, k, v = make_qkv(Shape(1, 4, 2, 6 * S, 16, 16), device=device)
-    widening = torch.tensor([[2, 1]], dtype=torch.int32, device=device)
+    errors = torch.tensor([[[1.0, 0, 0], [0, 0, 0]]], device=device)
     options = {**WIDENING, **WIDE, "error_threshold": 1e9}
-    out, _, memory, after = check(q, k, v, widening=widening, **options)
-    assert torch.equal(after, widening)
+    out, _, memory, after = check(q, k, v, errors=errors, **options)
+    assert torch.equal(after[..., 0], errors[..., 0])
     assert (memory >= 0).sum(-1).tolist() == [[2 * 3 * 16, 16]]
     for head, factor in enumerate((6, 1)):
         rows = slice(2 * head, 2 * head + 2), slice(head, head + 1)
         alone = (q[:, rows[0]], k[:, rows[1]], v[:, rows[1]])
         one = prefill(*alone, local_window=8 * factor, heavy_budget=8 * factor)
         torch.testing.assert_close(out[:, rows[0]], one[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"dense_tail": 20}], ids=str)
+def test_layers_go_on_dense_where_errors_are_above_the_maximum(device, options):
+    """The first batch row, whose outputs are the same whatever it attends to, stays sparse."""
+    q, k, v = make_qkv(Shape(2, 4, 2, 6 * S + 3, 16, 16), device=device)
+    v[0] = 1.0
+    options |= {**WIDENING, "max_error": 0.01}
+    *state, errors = check(q, k, v, **options)[1:]
+    assert errors[..., 0].tolist() == [[0, 0], [-1, -1]]
+    assert errors[..., 2].tolist() == [[6, 6], [1, 1]]
+    more = make_qkv(Shape(2, 4, 2, 2 * S, 16, 16), device=device, past=6 * S + 3)
+    check(*more, *state, errors=errors, last=6 * S, recall=NO_RECALL, **options)
 
 
 @pytest.mark.parametrize("length", [0, 1, S - 1, S, S + 1, 2 * S - 1, 2 * S + 128])
@@ -209,8 +223,8 @@ def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
         ({"k": torch.randn(1, 2, 20, 16).double()}, r"k must have dtype and .* got float64"),
         ({"scores": torch.zeros(1, 2, 21)}, "scores must not be longer than k"),
         ({"memory": torch.zeros(1, 2, 4)}, "memory must be int32, got float32"),
-        ({"widening": torch.ones(1, 2)}, "widening must be int32, got float32"),
-        ({"widening": torch.ones(1, 3).int()}, "widening must have a factor for each KV head"),
+        ({"errors": torch.ones(1, 2, 3).int()}, "errors must be float32, got int32"),
+        ({"errors": torch.zeros(1, 3, 3)}, r"errors must have shape \[1, 2, 3\], got \[1, 3, 3"),
         ({"settings": "h2o,wide_heads=0.2x4"}, "wide_heads must name KV heads below 2, got 2"),
         ({"recall_offsets": torch.zeros(4, dtype=torch.int32)}, "must be given together"),
     ],

@@ -11,7 +11,7 @@ from h2o_prefill.functional import recall_lists
 VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 4, 2, 16, 2
 CONFIG = PrefillConfig.parse(
     "recommended,chunk_size=64,local_window=8,heavy_budget=8,sink_tokens=2,recall_block=16,"
-    "wide_layers=1,wide_factor=2"
+    "wide_layers=1,wide_factor=2,max_widen=1"
 )
 # Tokens of the calls over the prompt; single tokens are decoded after it.
 CALLS, NUM_DECODED = (150, 20, 64), 4
@@ -35,15 +35,16 @@ class Decoder(nn.Module):
         for layer, project in enumerate(self.layers):
             x = project(hidden).view(1, length, -1, HEAD_DIM).transpose(1, 2)
             new = x.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-            state = (*buffers[4 * layer : 4 * layer + 4], position)
-            out = self.attention.attend_(*new, *state, recall=recall, layer=layer)
+            *state, errors = buffers[5 * layer : 5 * layer + 5]
+            given = {"recall": recall, "layer": layer, "errors": errors}
+            out = self.attention.attend_(*new, *state, position, **given)
             hidden = hidden + out.transpose(1, 2).flatten(2)
         self.attention.advance_(position, length)
         return nn.functional.linear(hidden[:, -1], self.embed.weight)
 
 
 def new_buffers(capacity):
-    """Return keys, values, scores and memory of each layer, as at the beginning of a prompt."""
+    """Return keys, values, scores, memory and errors of each layer, as at the beginning of a prompt."""
     rows = (1, KV_HEADS, capacity)
     memory_sizes = [CONFIG.of_layer(layer).memory_size for layer in range(LAYERS)]
     return [
@@ -52,6 +53,7 @@ def new_buffers(capacity):
         for buffer in (
             *(torch.zeros(*rows, HEAD_DIM), torch.zeros(*rows, HEAD_DIM), torch.zeros(rows)),
             torch.full((1, KV_HEADS, size), -1, dtype=torch.int32),
+            torch.zeros(1, KV_HEADS, 3),
         )
     ]
 
@@ -103,7 +105,7 @@ def test_the_calls_recall_and_attend_sparsely(decoder, prompt):
     with torch.no_grad():
         run(decoder, prompt, buffers)
     for layer in range(2):
-        assert (buffers[4 * layer + 3] >= 0).all() and buffers[4 * layer + 2].any()
+        assert (buffers[5 * layer + 3] >= 0).all() and buffers[5 * layer + 2].any()
     assert recall_lists(prompt[:, : CALLS[0]], 0, CONFIG)[0][-1] > 0
 
 
@@ -135,7 +137,7 @@ def test_exports_for_any_number_of_tokens(decoder, prompt):
     tokens = torch.export.Dim("tokens", max=CAPACITY)
     example = (prompt[:, :100], new_buffers(CAPACITY), torch.zeros(2, dtype=torch.int64))
     recall = recall_lists(example[0], 0, CONFIG)
-    buffers = [{2: dynamic}, {2: dynamic}, {2: dynamic}, {}] * LAYERS
+    buffers = [{2: dynamic}, {2: dynamic}, {2: dynamic}, {}, {}] * LAYERS
     shapes = ({1: tokens}, buffers, {}, ({0: dynamic}, {0: entries}, {0: entries}))
     with torch.no_grad():
         program = torch.export.export(decoder, (*example, recall), dynamic_shapes=shapes)

@@ -113,12 +113,12 @@ def test_calls_in_place_equal_one_call(device, dtype, case):
     buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0]).contiguous()]
     buffers.append(torch.full((1, 2, 18), -1, dtype=torch.int32, device=device))
     position, outs = torch.zeros(2, dtype=torch.int64), ([], [])
-    state, widening = (None, None), None
+    state, errors = (None, None), None
     for begin, end in ((0, 2 * S), (2 * S, 5 * S), (5 * S, 5 * S + 5), (5 * S + 5, 5 * S + 6)):
         new = [x[:, :, begin:end] for x in (q, k, v)]
         past = (k[:, :, :end], v[:, :, :end], *state, *NO_STATE[:3], int(position[1]))
         call = (new[0], *past, 0, SETTINGS)
-        out, *state, widening = ops.prefill_attention(*call, **options, widening=widening)
+        out, *state, errors = ops.prefill_attention(*call, **options, errors=errors)
         outs[0].append(out)
         place = (*buffers, position, *NO_STATE[:3], 0, SETTINGS)
         outs[1].append(ops.prefill_attention_(*new, *place, **options))
