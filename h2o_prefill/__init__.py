@@ -23,7 +23,7 @@ from h2o_prefill.linear import (  # noqa: E402
     linear_attention,
 )
 from h2o_prefill.presets import PRESETS, preset_config  # noqa: E402
-from h2o_prefill.state import PrefillState  # noqa: E402
+from h2o_prefill.state import PrefillState, estimated_kl  # noqa: E402
 
 if TYPE_CHECKING:
     from h2o_prefill import reference as reference
@@ -66,6 +66,7 @@ __all__ = [
     "PrefillState",
     "build_info",
     "cmake_prefix_path",
+    "estimated_kl",
     "linear_attention",
     "ops",
     "preset_config",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.state import estimated_kl
 
 # Tensors of the state of a layer.
 STATE_OF_LAYER = 5
@@ -134,6 +135,11 @@ class PrefillPackage:
     def length(self) -> int:
         """Number of tokens so far."""
         return int(self.position[0])
+
+    @property
+    def estimated_kl(self) -> float:
+        """Estimated KL(dense || sparse) of the text so far (`h2o_prefill.estimated_kl`)."""
+        return float(estimated_kl(self._state[6::STATE_OF_LAYER]))
 
     def reset(self) -> None:
         """Start a new text; the contents of the buffers are ignored."""

@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+# Nats a token for each unit of relative error, summed over layers. Of SmolLM2-135M; the log of
+# experiments has the fit, and how far single prompts are from it.
+_KL_PER_ERROR = 1.0
+
+
+def estimated_kl(errors: Sequence[Tensor]) -> Tensor:
+    """Estimate what sparse prefill changes in the predictions of a prompt.
+
+    Parameters
+    ----------
+    errors : sequence of Tensor
+        float32 [B, Hkv, 3] of each layer, as `PrefillState.errors`.
+
+    Returns
+    -------
+    Tensor
+        float64 [B]: mean KL(dense || sparse) of the next-token distributions, nats a token; NaN
+        where no error was measured. The sum over layers of the mean error of their heads, times a
+        constant: errors add up along the residual stream. It was fitted on ordinary prose and one
+        model, is within a factor of 1.5 there, and reads low for prompts whose evicted passages
+        come again in another form.
+    """
+    totals, numbers = (
+        torch.stack([x[..., i].double().cpu().mean(1) for x in errors]) for i in (1, 2)
+    )
+    chunks = numbers.amax(0)
+    by_layer = totals / numbers.clamp(min=1)
+    # The first chunk of a prompt is exact.
+    return (
+        _KL_PER_ERROR * by_layer.sum(0) * torch.where(chunks > 0, chunks / (chunks + 1), torch.nan)
+    )
 
 
 def no_errors(key: Tensor) -> Tensor:

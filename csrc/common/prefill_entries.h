@@ -82,7 +82,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> prefill_attention_ent
   const bool is_sparse = request.settings.is_sparse(layer, request.past(), request.length());
   request.take_copies(scores, memory, errors, /*keep=*/!is_sparse);
   at::Tensor out = request.is_empty() ? request.empty_out()
-                   : is_sparse ? attend_up_to_max_error(request, attend, attend_densely)
+                   : is_sparse        ? attend_up_to_max_error(request, attend, attend_densely)
                                       : attend_densely(q, k, v, scale, sinks, softcap);
   return {std::move(out), std::move(request.scores), std::move(request.memory),
           std::move(request.errors)};

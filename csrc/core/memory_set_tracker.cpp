@@ -143,9 +143,7 @@ at::Tensor MemorySetTracker::scores(int64_t layer) const {
   return state.scores.narrow(2, 0, state.length);
 }
 
-at::Tensor MemorySetTracker::errors(int64_t layer) const {
-  return scored_layer_at(layer).errors;
-}
+at::Tensor MemorySetTracker::errors(int64_t layer) const { return scored_layer_at(layer).errors; }
 
 LayerState MemorySetTracker::state(int64_t layer) const {
   const Layer& state = layer_at(layer);
@@ -281,8 +279,7 @@ c10::intrusive_ptr<MemorySetTracker> MemorySetTracker::from_tensors(
     const at::Tensor& memory = tensors[next++];
     const at::Tensor& errors = tensors[next++];
     tracker->update(
-        i,
-        {.scores = scores, .memory = memory, .last_chunk_begin = fields[4], .errors = errors});
+        i, {.scores = scores, .memory = memory, .last_chunk_begin = fields[4], .errors = errors});
   }
   check_no_more(tensors, next);
   return tracker;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from math import isnan, nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,18 +88,21 @@ def generate(
         enabled: Any = contextlib.nullcontext()
         if package is None:
             enabled = enable(network, config, tokenizer=tokenizer)
-        with enabled:
+        with enabled as handle:
             timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)
+        kl = network.estimated_kl if handle is None else (handle.report().estimated_kl or (nan,))[0]
         console.print()
-        error_console().print(_summary(timing, config), style="dim", soft_wrap=True)
+        error_console().print(_summary(timing, config, kl), style="dim", soft_wrap=True)
 
 
-def _summary(timing: Any, config: Any) -> str:
+def _summary(timing: Any, config: Any, kl: float) -> str:
     mode = "sparse"
     if timing.prompt_tokens < config.sparse_from:
         mode = f"dense, since shorter than {config.sparse_from} tokens"
     elif not config.is_sparse_call(0, timing.prompt_tokens):
         mode = "dense, since the memory set is empty"
+    if not isnan(kl):
+        mode += f", estimated KL to dense {kl:.4f} nats a token"
     return (
         f"prefill {timing.prompt_tokens} tokens in {timing.prefill_seconds:.2f} s ({mode}), "
         f"then {timing.new_tokens} tokens in {timing.decode_seconds:.2f} s"

@@ -219,6 +219,8 @@ def _take_from_graph(context: ForwardContext, call: GraphCall) -> None:
         if reason is None and not call.is_sparse(number):
             reason = ""
         context.enabled.count(number, context.tokens.shape[0] * context.new, reason)
+        if reason is None and number < len(layers):
+            context.enabled.note_errors(number, getattr(layers[number], "errors", None))
         if reason and call.sparse:
             context.enabled.report(f"dense attention: {reason}")
 

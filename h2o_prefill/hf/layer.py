@@ -132,6 +132,11 @@ class ChunkedPrefillLayer(DynamicLayer):
         self.traced = scores, memory, errors
         return out
 
+    @property
+    def errors(self) -> Tensor | None:
+        """What `error_rows` measured so far, float32 [B, Hkv, 3]."""
+        return None if self._state is None else self._state.errors
+
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
         """Make the state that of a forward whose graph has attended to so many tokens."""
         assert self.traced is not None

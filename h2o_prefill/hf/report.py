@@ -13,6 +13,7 @@ from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.layer_kinds import can_be_sparse, is_attention, layer_type, window_of
 from h2o_prefill.hf.rules import NOT_ENABLED
 from h2o_prefill.hf.state import NAME, EnabledState, LayerCalls
+from h2o_prefill.state import estimated_kl
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LayerReport:
     sparse_rows: int
     dense_calls: int
     dense_rows: int
+    error: float | None = None  # relative squared error of the last prompt, mean of all heads
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,27 @@ class ModelReport:
     model: str
     settings: str  # the text of the settings, empty if the model is not enabled
     layers: tuple[LayerReport, ...] = ()
+    # Of each row of the last sparse prompt, nats a token (`estimated_kl`); None if nothing was
+    # measured: `error_rows` is 0, the prompt had one chunk, or the batch had padding.
+    estimated_kl: tuple[float, ...] | None = None
 
     def __iter__(self) -> Iterator[LayerReport]:
         return iter(self.layers)
 
     def __str__(self) -> str:
-        heads = ("layer", "kind", "calls", "sparse calls (rows)", "dense calls (rows)", "why dense")
-        rows = [heads]
+        heads = ("layer", "kind", "calls", "sparse calls (rows)", "dense calls (rows)")
+        rows: list[tuple[str, ...]] = [(*heads, "error", "why dense")]
         for x in self.layers:
             counts = f"{x.sparse_calls} ({x.sparse_rows})", f"{x.dense_calls} ({x.dense_rows})"
-            rows.append((str(x.layer), x.kind, x.mode, *counts, x.reason))
+            error = "" if x.error is None else f"{x.error:.4f}"
+            rows.append((str(x.layer), x.kind, x.mode, *counts, error, x.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{self.model}: {self.settings or 'not enabled'}"]
         for row in rows:
             lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+        if self.estimated_kl is not None:
+            values = ", ".join(f"{value:.4f}" for value in self.estimated_kl)
+            lines.append(f"estimated KL(dense || sparse) of the last prompt: {values} nats a token")
         return "\n".join(lines)
 
 
@@ -65,7 +74,13 @@ def explain(model: PreTrainedModel) -> ModelReport:
         type(model).__name__,
         "" if enabled is None else enabled.config.to_string(),
         tuple(_report(x, enabled) for x in attention_layers(model, enabled and NAME)),
+        None if enabled is None else _estimated_kl(enabled),
     )
+
+
+def _estimated_kl(enabled: EnabledState) -> tuple[float, ...] | None:
+    measured = [errors for errors in enabled.errors.values() if bool(errors[..., 2].any())]
+    return tuple(estimated_kl(measured).tolist()) if measured else None
 
 
 def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
@@ -87,7 +102,13 @@ def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
     calls = LayerCalls() if enabled is None else enabled.calls.get(module.layer_idx, LayerCalls())
     reason = NOT_ENABLED if enabled is None else _why_dense(module, enabled, calls)
     mode, counts = "dense" if reason else "sparse", {**asdict(calls), "reason": reason}
-    return LayerReport(layer=module.layer_idx, kind=layer_type(module), mode=mode, **counts)
+    error = None
+    if enabled is not None and (errors := enabled.errors.get(module.layer_idx)) is not None:
+        total, number = errors[..., 1:].double().sum((0, 1)).tolist()
+        error = total / number if number else None
+    return LayerReport(
+        layer=module.layer_idx, kind=layer_type(module), mode=mode, error=error, **counts
+    )
 
 
 def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
@@ -97,6 +118,9 @@ def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
     if not can_be_sparse(module, enabled.config):
         return "not causal" if kind == "full attention" else kind
     if calls.sparse_calls or calls.reason:
+        errors = enabled.errors.get(module.layer_idx)
+        if errors is not None and bool((errors[..., 0] < 0).any()):
+            return "errors above max_error"
         return "" if calls.sparse_calls else calls.reason
     window = window_of(module)
     return "" if window is None else f"{kind}, sparse for prompts of up to {window} tokens"

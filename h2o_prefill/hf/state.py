@@ -19,6 +19,8 @@ from h2o_prefill.presets import PRESETS
 # "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill"
 
+ABOVE_MAX_ERROR = "errors of some layers were above max_error: they go on dense (see `explain`)"
+
 # What Hugging Face configs are switched over by, under the configs' ids: several models may share
 # one config object, and then the switch of one reaches a model that nobody enabled.
 _switched: weakref.WeakValueDictionary[int, EnabledState] = weakref.WeakValueDictionary()
@@ -54,6 +56,8 @@ class EnabledState:
     leaves_window_masks: bool = False
     # What the calls of each layer were, by its number.
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
+    # What `error_rows` measured in each layer for the last prompt, as `PrefillState.errors` has it.
+    errors: dict[int, Tensor] = field(default_factory=dict)
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
 
@@ -67,6 +71,14 @@ class EnabledState:
             calls.dense_calls += 1
             calls.dense_rows += rows
             calls.reason = reason or calls.reason
+
+    def note_errors(self, layer: int, errors: Tensor | None) -> None:
+        """Keep the errors of a layer, [B, Hkv, 3], for reports; warn if it goes on dense."""
+        if errors is None:
+            return
+        self.errors[layer] = errors
+        if self.config.max_error > 0 and bool((errors[..., 0] < 0).any()):
+            self.report(ABOVE_MAX_ERROR)
 
     def owns(self, hf_config: Any) -> bool:
         """Return whether a Hugging Face config is one of this model's."""

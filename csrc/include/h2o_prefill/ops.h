@@ -84,9 +84,9 @@ struct RecallLists {
   at::Tensor visible_from = {};
 };
 
-// What LayerState::errors holds for each KV head: how often errors have doubled its L and H, the sum
-// of its errors in the chunks where they were measured, and the number of these chunks. Doublings of
-// kDense: a layer whose errors were above max_error and that has been dense since.
+// What LayerState::errors holds for each KV head: how often errors have doubled its L and H, the
+// sum of its errors in the chunks where they were measured, and the number of these chunks.
+// Doublings of kDense: a layer whose errors were above max_error and that has been dense since.
 inline constexpr int64_t kDoublings = 0;
 inline constexpr int64_t kErrorSum = 1;
 inline constexpr int64_t kErrorCount = 2;

@@ -40,8 +40,8 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
 at::Tensor chunked_sparse_attention(const PrefillRequest& request);
 
-// Measures the errors of a chunk's rows, whose output is in `out` [B, Hq, T, Dv], and records them in
-// the request's errors.
+// Measures the errors of a chunk's rows, whose output is in `out` [B, Hq, T, Dv], and records them
+// in the request's errors.
 void measure_errors(const PrefillRequest& request, const at::Tensor& out, const RowRange& rows);
 
 }  // namespace h2o_prefill::composite

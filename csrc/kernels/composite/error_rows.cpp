@@ -30,8 +30,8 @@ void measure_errors(const PrefillRequest& request, const at::Tensor& out, const 
                          .view({request.key.size(0), request.key.size(1), -1})
                          .mean(-1);
   auto doublings = request.errors.select(2, kDoublings);
-  const auto grows = (error > request.settings.error_threshold)
-                         .logical_and(doublings < request.most_doublings());
+  const auto grows =
+      (error > request.settings.error_threshold).logical_and(doublings < request.most_doublings());
   doublings.add_(grows);
   request.errors.select(2, kErrorSum).add_(error);
   request.errors.select(2, kErrorCount).add_(1);

@@ -10,7 +10,8 @@
 namespace h2o_prefill {
 
 // The rows of a call that error_row() names attend to every key before them, all of them before the
-// first chunk, so that keys are packed once. After each chunk, its errors are recorded in the state.
+// first chunk, so that keys are packed once. After each chunk, its errors are recorded in the
+// state.
 class ErrorRows {
  public:
   // Plans its part of the workspace, which is allocated before anything else is called.

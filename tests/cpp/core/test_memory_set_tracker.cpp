@@ -164,7 +164,7 @@ TEST(MemorySetTracker, StateRoundTrips) {
   auto tracker = make_tracker(3);
   prefill_by_chunks(tracker, 1, x, 0, 40);
   auto state = tracker.state(1);
-  EXPECT_TRUE(same(state.errors, at::ones({2, 2}, at::kInt)));
+  EXPECT_TRUE(same(state.errors, at::zeros({2, 2, kErrorFields})));
   state.errors.fill_(2);
   tracker.update(1, state);
   const auto restored = MemorySetTracker::from_tensors(tracker.state_tensors());
@@ -198,9 +198,11 @@ TEST(MemorySetTracker, FromTensorsRefusesWhatIsNoState) {
       MemorySetTracker::from_tensors({good[0], good[1], good[2], good[3], good[3]}),
       "tensors must end");
   EXPECT_VALUE_ERROR_WITH(wrong(1, good[2]), "scores must be float32");
-  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].to(at::kLong)), "errors must be int32");
-  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].flatten()), "errors must have 2 dimensions");
-  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].narrow(1, 0, 1)), "errors must have batch and heads");
+  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].to(at::kLong)), "errors must be float32");
+  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].flatten()),
+                          "errors must have shape [2, 2, 3], got [12]");
+  EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].narrow(1, 0, 1)),
+                          "errors must have shape [2, 2, 3], got [2, 1, 3]");
   EXPECT_VALUE_ERROR(
       wrong(0, at::tensor({kSinks, kLocal, kHeavy, int64_t{7}, int64_t{0}, int64_t{0}})),
       "the most members of a memory set must be in [8, 16777216], got 7");

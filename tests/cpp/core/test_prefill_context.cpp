@@ -85,7 +85,7 @@ TEST(PrefillContext, IsTheOperatorWithRecallOnEveryLayer) {
     EXPECT_TRUE(same(context.tracker()->scores(layer), state.scores));
     EXPECT_TRUE(same(context.tracker()->indices(layer), state.memory));
     EXPECT_TRUE(same(context.tracker()->errors(layer), state.errors));
-    EXPECT_EQ(state.errors.max().item<int>(), layer == 0 ? 1 : 4);
+    EXPECT_EQ(state.errors.select(2, kDoublings).max().item<float>(), layer == 0 ? 0 : 2);
   }
   EXPECT_EQ(context.length(), 90);
   EXPECT_TRUE(same(context.token_ids(), prompt.ids));
@@ -183,11 +183,11 @@ TEST(PrefillContext, UndoneWideningIsAsBeforeAndTruncateKeepsIt) {
   prompt.run(context, 0, 48);
   const auto errors = [&] { return context.tracker()->errors(1); };
   const auto before = errors().clone();
-  EXPECT_GT(before.max().item<int>(), 1);
+  EXPECT_GT(before.max().item<float>(), 0);
   context.begin(prompt.ids.slice(1, 48, 90));
   const auto x = prompt.qkv[1].tokens(48, 90);
   context.attend(1, x.q, x.k, x.v);
-  EXPECT_GT(errors().max().item<int>(), before.max().item<int>());
+  EXPECT_GT(errors().max().item<float>(), before.max().item<float>());
   context.truncate(48);
   EXPECT_TRUE(same(errors(), before));
   context.truncate(5);

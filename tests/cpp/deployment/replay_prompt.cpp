@@ -33,7 +33,8 @@ Buffers empty_buffers(const at::Tensor& key, int64_t capacity, int64_t memory_si
   return {at::zeros({1, heads, capacity, head_dim}, key.options()),
           at::zeros({1, heads, capacity, head_dim}, key.options()),
           at::zeros({1, heads, capacity}, at::kFloat),
-          at::full({1, heads, memory_size}, -1, at::kInt), at::ones({1, heads}, at::kInt)};
+          at::full({1, heads, memory_size}, -1, at::kInt),
+          at::zeros({1, heads, h2o_prefill::kErrorFields})};
 }
 
 // Returns whether all outputs are the same.

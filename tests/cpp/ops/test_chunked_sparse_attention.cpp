@@ -63,7 +63,7 @@ void expect_close(const State& got, const State& wanted, double tolerance = 2e-5
   EXPECT_TRUE(close(got.out, wanted.out, tolerance));
   EXPECT_TRUE(close(got.scores, wanted.scores, tolerance));
   EXPECT_TRUE(same(got.memory, wanted.memory));
-  EXPECT_TRUE(same(got.errors, wanted.errors));
+  EXPECT_TRUE(close(got.errors, wanted.errors, tolerance));
   EXPECT_EQ(got.last_chunk_begin, wanted.last_chunk_begin);
 }
 
@@ -130,14 +130,14 @@ TEST(ChunkedSparseAttentionOp, BudgetsOfAHeadAndThoseThatErrorsDouble) {
     expect_close(got, wanted);
     begin = end;
   }
-  EXPECT_TRUE(same(got.errors, at::tensor({1, 4}, at::kInt).expand({2, 2})));
+  EXPECT_TRUE(same(got.errors.select(2, kDoublings), at::tensor({0.0F, 2.0F}).expand({2, 2})));
 }
 
 // The emulation leaves LongHistory out.
 TEST(ChunkedSparseAttentionOp, LongHistoryHasTheSameErrorsOnAnyNumberOfThreads) {
   const auto x = random_qkv(1100);
   const int threads = at::get_num_threads();
-  for (const auto& [budget, errors] : {std::pair{8, 4}, {600, 1}}) {
+  for (const auto& [budget, doublings] : {std::pair{8, 2.0F}, {600, 0.0F}}) {
     const PrefillConfig config{.chunk_size = 100,
                                .local_window = budget,
                                .heavy_budget = budget,
@@ -148,7 +148,7 @@ TEST(ChunkedSparseAttentionOp, LongHistoryHasTheSameErrorsOnAnyNumberOfThreads) 
       return chunked_sparse_attention(x.q, x.k, x.v, {}, config);
     };
     const auto [out, state] = attend(1);
-    EXPECT_TRUE(same(state.errors, at::full({2, 2}, errors, at::kInt)));
+    EXPECT_TRUE(same(state.errors.select(2, kDoublings), at::full({2, 2}, doublings)));
     for (const int number : {2, 5}) {
       const auto [again, other] = attend(number);
       EXPECT_TRUE(same(again, out));

@@ -25,7 +25,7 @@ struct Layer {
     buffers.value = at::full({2, 2, capacity, kValueDim}, std::nan(""), type);
     buffers.scores = at::zeros({2, 2, capacity}, scores_type);
     buffers.memory = at::full({2, 2, width}, -1, at::kInt);
-    buffers.errors = at::ones({2, 2}, at::kInt);
+    buffers.errors = at::zeros({2, 2, kErrorFields});
   }
 
   at::Tensor attend(const Qkv& x, const std::string& settings = kSettings, int64_t layer = 0,
@@ -125,7 +125,8 @@ TEST(PrefillAttentionInPlace, WidensInItsBuffer) {
     EXPECT_TRUE(same(layer.scores(), state.scores));
     EXPECT_TRUE(same(layer.buffers.memory, state.memory));
     EXPECT_TRUE(same(layer.buffers.errors, state.errors));
-    EXPECT_TRUE(same(state.errors, at::full({2, 2}, end == 16 ? 1 : 2, at::kInt)));
+    EXPECT_TRUE(
+        same(state.errors.select(2, kDoublings), at::full({2, 2}, end == 16 ? 0.0F : 1.0F)));
   }
 }
 
@@ -193,7 +194,7 @@ TEST(PrefillAttentionInPlace, TheSecondPromptOfABufferEqualsTheFirst) {
   layer.position.zero_();
   layer.attend(x.tokens(0, 16), settings, 1);
   EXPECT_TRUE(same(layer.buffers.memory, at::full({2, 2, kWidestMemory}, -1, at::kInt)));
-  EXPECT_TRUE(same(layer.buffers.errors, at::ones({2, 2}, at::kInt)));
+  EXPECT_TRUE(same(layer.buffers.errors, at::zeros({2, 2, kErrorFields})));
 }
 
 TEST(PrefillAttentionInPlace, KeysThatAreInTheBufferAlreadyStayWhereTheyAre) {
@@ -305,9 +306,9 @@ TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
         l.buffers.errors = at::Tensor();
       },
       std::string(kSettings) + kWidening);
-  wrong("errors must be int32, got int64",
+  wrong("errors must be float32, got int64",
         [](L& l, Qkv&, R&) { l.buffers.errors = l.buffers.errors.to(at::kLong); });
-  wrong("errors must have a factor for each KV head, [2, 2], got shape [2, 1]",
+  wrong("errors must have shape [2, 2, 3], got [2, 1, 3]",
         [](L& l, Qkv&, R&) { l.buffers.errors = l.buffers.errors.narrow(1, 0, 1); });
   wrong("position must be int64 [2] on the CPU",
         [](L& l, Qkv&, R&) { l.position = at::zeros({1}, at::kLong); });
@@ -379,11 +380,11 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
   refused("memory must not share memory with scores", [](S&, B& b) {
     b.memory = b.scores.view(at::kInt).flatten().narrow(0, 0, 32).view({2, 2, kMemory});
   });
-  refused("errors must not share memory with memory",
-          [](S&, B& b) { b.errors = b.memory.flatten().narrow(0, 0, 4).view({2, 2}); });
-  refused("q must not share memory with errors", [](S& s, B& b) {
-    b.errors = s.q.view(at::kInt).flatten().narrow(0, 0, 4).view({2, 2});
+  refused("errors must not share memory with memory", [](S&, B& b) {
+    b.errors = b.memory.view(at::kFloat).flatten().narrow(0, 0, 12).view({2, 2, 3});
   });
+  refused("q must not share memory with errors",
+          [](S& s, B& b) { b.errors = s.q.flatten().narrow(0, 0, 12).view({2, 2, 3}); });
 }
 
 TEST(PrefillAttentionInPlace, BuffersMayBePartsOfOneTensor) {

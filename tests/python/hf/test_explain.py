@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hf_helpers import SPARSE
 
-from h2o_prefill import enable, explain
+from h2o_prefill import enable, estimated_kl, explain
 
 
 def test_calls_and_rows_are_counted(llama, make_ids):
@@ -19,6 +20,37 @@ def test_calls_and_rows_are_counted(llama, make_ids):
     assert (first.dense_calls, first.dense_rows) == (1, 5)
     assert (second.mode, second.reason) == ("dense", "one of dense_layers")
     assert (second.sparse_calls, second.dense_calls, second.dense_rows) == (0, 2, 149)
+
+
+def test_errors_and_the_estimate_of_the_last_prompt(llama, make_ids):
+    assert explain(llama).estimated_kl is None
+    with enable(llama, **SPARSE, error_rows=4) as handle:
+        llama(make_ids(2, 72))
+        report = handle.report()
+        measured = handle.state.errors[1]
+    assert report.layers[0].error is None  # not measured in the first layer
+    assert report.layers[1].error == pytest.approx((measured[..., 1] / 4).mean().item())
+    # Four of five chunks have others before them.
+    each = 0.8 * (measured[..., 1] / 4).mean(1)
+    whole = estimated_kl([torch.tensor([[[0, 1.0, 1]]])]).item() / 0.5  # of an error of 1
+    assert report.estimated_kl == pytest.approx((whole * each).tolist())
+    assert "of the last prompt: " + ", ".join(f"{x:.4f}" for x in report.estimated_kl) in str(report)
+    assert torch.isnan(estimated_kl([torch.zeros(1, 2, 3)])).all()
+
+
+def test_a_layer_above_the_maximum_says_so(llama, make_ids):
+    options = {**SPARSE, "error_rows": 4, "max_error": 1e-6}
+    with enable(llama, **options) as handle:
+        with pytest.warns(UserWarning, match="errors of some layers were above max_error"):
+            llama(make_ids(1, 72))
+        first, second = handle.report()
+    assert (first.mode, second.mode) == ("sparse", "dense")
+    assert second.reason == "errors above max_error"
+    with (
+        enable(llama, strict=True, **options),
+        pytest.raises(NotImplementedError, match="above max_error"),
+    ):
+        llama(make_ids(1, 72))
 
 
 def test_a_table_says_why(build, ids):
