@@ -94,7 +94,7 @@ Package::Package(const std::string& path) {
     state_.push_back(at::zeros(rows, at::kFloat));
     state_.push_back(
         at::full({1, info_.kv_heads, info_.settings.of_layer(layer).memory_size()}, -1, at::kInt));
-    state_.push_back(at::ones({1, info_.kv_heads}, at::kInt));
+    state_.push_back(at::zeros({1, info_.kv_heads, h2o_prefill::kErrorFields}));
   }
 }
 

@@ -99,7 +99,7 @@ def _empty_sparse(a: Any, memory_size: int) -> tuple[Tensor, Tensor, Tensor, Ten
     """Output, scores, memory set and errors of a sparse prefill."""
     scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
     memory = a.k.new_empty(*a.k.shape[:2], memory_size, dtype=torch.int32)
-    errors = a.k.new_empty((*a.k.shape[:2], 3), dtype=torch.float32)
+    errors = a.k.new_empty((*a.k.shape[:2], 4), dtype=torch.float32)
     return _empty_heads(a.q, a.v.shape[3]), scores, memory, errors
 
 

@@ -107,7 +107,7 @@ class ChunkedSparseAttention(nn.Module):
         -------
         tuple of Tensor
             Output [B, Hq, Tq, Dv], and the state: scores [B, Hkv, T_total], memory set int32
-            [B, Hkv, M], errors float32 [B, Hkv, 3].
+            [B, Hkv, M], errors float32 [B, Hkv, 4].
         """
         if recall is None and token_ids is not None and self.recalls:
             recall = self.find_recalled(token_ids, k.shape[2] - q.shape[2])

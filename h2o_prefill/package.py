@@ -73,7 +73,7 @@ class PackageInfo:
 
         They are token_ids int64 [1, capacity], position int64 [2], and for every layer keys and
         values [1, Hkv, capacity, D], scores float32 [1, Hkv, capacity], the memory set int32
-        [1, Hkv, M] and the errors float32 [1, Hkv, 3].
+        [1, Hkv, M] and the errors float32 [1, Hkv, 4].
         """
         config, dtype = self.config, getattr(torch, self.dtype)
         rows = (1, self.kv_heads, self.capacity)
@@ -88,7 +88,7 @@ class PackageInfo:
                 torch.zeros(*rows, self.head_dim, dtype=dtype),
                 torch.zeros(rows),
                 torch.full((1, self.kv_heads, memory_size), -1, dtype=torch.int32),
-                torch.zeros(1, self.kv_heads, 3),
+                torch.zeros(1, self.kv_heads, 4),
             ]
         return state
 

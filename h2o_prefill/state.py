@@ -19,7 +19,7 @@ def estimated_kl(errors: Sequence[Tensor]) -> Tensor:
     Parameters
     ----------
     errors : sequence of Tensor
-        float32 [B, Hkv, 3] of each layer, as `PrefillState.errors`.
+        float32 [B, Hkv, 4] of each layer, as `PrefillState.errors`.
 
     Returns
     -------
@@ -43,7 +43,7 @@ def estimated_kl(errors: Sequence[Tensor]) -> Tensor:
 
 def no_errors(key: Tensor) -> Tensor:
     """Return the errors of a layer with keys [B, Hkv, T, D] before any is measured."""
-    return key.new_zeros((*key.shape[:2], 3), dtype=torch.float32)
+    return key.new_zeros((*key.shape[:2], 4), dtype=torch.float32)
 
 
 @dataclass
@@ -63,8 +63,9 @@ class PrefillState:
         Where the last sparse chunk began. Its tokens and `memory` are the candidates for the next
         memory set.
     errors : Tensor
-        float32 [B, Hkv, 3]: what `error_rows` measured so far. For each head, how often its L and
-        H have doubled (-1: the layer is dense since), the sum of its errors, and their number.
+        float32 [B, Hkv, 4]: what `error_rows` measured so far. For each head, how often its L and
+        H have doubled (-1: the layer is dense since), the sum of its errors, their number, and the
+        sum of the factors of L and H in these chunks.
     """
 
     scores: Tensor

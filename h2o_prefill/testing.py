@@ -133,13 +133,13 @@ def assert_close_to_reference(
 
 
 def error_measures(errors: Tensor) -> tuple[Tensor, ...]:
-    """Return what to compare of errors [B, Hkv, 3], float64: doublings, size of an error, number.
+    """Return what to compare of errors [B, Hkv, 4], float64; an error becomes a size.
 
     An output rounded to 16 bits has a relative error of at most one eps, the size of an error as
     well.
     """
-    doublings, total, number = errors.double().unbind(2)
-    return doublings, (total / number.clamp(min=1)).sqrt(), number
+    doublings, total, number, factors = errors.double().unbind(2)
+    return doublings, (total / number.clamp(min=1)).sqrt(), number, factors
 
 
 def compare_with_oracle(

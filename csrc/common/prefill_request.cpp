@@ -7,6 +7,7 @@
 #include <ATen/ops/ones.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -214,6 +215,7 @@ void PrefillRequest::write_factors(int32_t* factors) const {
 
 void PrefillRequest::record_error(float* entry, double error) const {
   const auto most = static_cast<float>(most_doublings());
+  entry[kFactorSum] += std::exp2(entry[kDoublings]);
   if (error > settings.error_threshold && entry[kDoublings] < most) entry[kDoublings] += 1;
   entry[kErrorSum] += static_cast<float>(error);
   entry[kErrorCount] += 1;

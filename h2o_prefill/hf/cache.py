@@ -134,7 +134,7 @@ class StaticPrefillLayer(StaticLayer):
     scores: Tensor | None  # [B, Hkv, capacity], attention that each position received so far
     # int32 [B, Hkv, K + L + H or more], the set of the last sparse chunk, -1 where absent.
     memory: Tensor | None
-    errors: Tensor | None  # float32 [B, Hkv, 3], as the operators take them
+    errors: Tensor | None  # float32 [B, Hkv, 4], as the operators take them
     # Keys and values [B, Hkv, T, D] of a call between `update` and attention.
     added: tuple[Tensor, Tensor] | None
     attended: bool  # whether `attend` was called in the forward that is under way

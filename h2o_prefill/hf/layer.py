@@ -134,7 +134,7 @@ class ChunkedPrefillLayer(DynamicLayer):
 
     @property
     def errors(self) -> Tensor | None:
-        """What `error_rows` measured so far, float32 [B, Hkv, 3]."""
+        """What `error_rows` measured so far, float32 [B, Hkv, 4]."""
         return None if self._state is None else self._state.errors
 
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:

@@ -104,7 +104,7 @@ def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
     mode, counts = "dense" if reason else "sparse", {**asdict(calls), "reason": reason}
     error = None
     if enabled is not None and (errors := enabled.errors.get(module.layer_idx)) is not None:
-        total, number = errors[..., 1:].double().sum((0, 1)).tolist()
+        total, number = errors[..., 1:3].double().sum((0, 1)).tolist()
         error = total / number if number else None
     return LayerReport(
         layer=module.layer_idx, kind=layer_type(module), mode=mode, error=error, **counts

@@ -19,7 +19,7 @@ from h2o_prefill.presets import PRESETS
 # "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill"
 
-ABOVE_MAX_ERROR = "errors of some layers were above max_error: they go on dense (see `explain`)"
+ABOVE_MAX_ERROR = "errors of some layers were above max_error: they go on dense (see explain)"
 
 # What Hugging Face configs are switched over by, under the configs' ids: several models may share
 # one config object, and then the switch of one reaches a model that nobody enabled.
@@ -73,7 +73,7 @@ class EnabledState:
             calls.reason = reason or calls.reason
 
     def note_errors(self, layer: int, errors: Tensor | None) -> None:
-        """Keep the errors of a layer, [B, Hkv, 3], for reports; warn if it goes on dense."""
+        """Keep the errors of a layer, [B, Hkv, 4], for reports; warn if it goes on dense."""
         if errors is None:
             return
         self.errors[layer] = errors

@@ -48,8 +48,8 @@ class HeadBudgets:
         for _, head, factor in config.wide_heads:
             self.factors[head] = max(self.factors[head], factor)
         if errors is None:
-            errors = torch.zeros(batch, heads, 3)
-        # For each head: doublings of L and H, the sum of errors, and their number.
+            errors = torch.zeros(batch, heads, 4)
+        # For each head: doublings of L and H, the sum of errors, their number, the sum of factors.
         self.errors = errors.cpu().clone()
         widest = config.max_widen if config.error_rows > 0 else 1
         self.most_doublings = widest.bit_length() - 1
@@ -105,7 +105,8 @@ class HeadBudgets:
         ratio = torch.where(size > 0, missed / size, torch.zeros_like(size))
         error = ratio.mean(dim=(2, 3)).cpu()
         sparse = ~self.is_dense()
-        doublings, total, number = self.errors.unbind(2)
+        doublings, total, number, factors = self.errors.unbind(2)
+        factors[sparse] += doublings[sparse].exp2()
         large = (error > self.config.error_threshold) & (doublings < self.most_doublings)
         doublings[sparse] += large[sparse]
         total[sparse] += error[sparse]

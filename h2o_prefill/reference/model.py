@@ -41,7 +41,7 @@ class Prompt:
 
     cache: Tensor  # [num_layers, 2, Hkv, max_seq_len, D]: keys after RoPE, and values
     length: int = 0
-    # By layer: scores [1, Hkv, tokens], memory set [1, Hkv, M], errors [1, Hkv, 3].
+    # By layer: scores [1, Hkv, tokens], memory set [1, Hkv, M], errors [1, Hkv, 4].
     state: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     last_chunk_begin: int = 0
 

@@ -25,7 +25,7 @@ RECALL = ("recall_offsets", "recall_positions", "recall_visible_from")
 
 _PREFILL = (
     "q:xBHTD k:xBGSD v:xBGSE scores:aBG_ memory:iBG_ recall_offsets:i_ recall_positions:iR "
-    "recall_visible_from:iR sinks:fH errors:sBG3"
+    "recall_visible_from:iR sinks:fH errors:sBG4"
 )
 _LINEAR = "q:xBHTD k:xBGTD v:xBGTE log_decay:aBGT initial_state:aBGDE initial_normalizer:aBGD"
 # The tensors of each operator: a letter for the dtype, and one for each size. Sizes of one letter
@@ -50,7 +50,7 @@ TENSORS = {
         "prefill_attention": _PREFILL,
         "prefill_attention_": (
             "q:xBHTD k:xBGTD v:xBGTE cache_key:xBGCD cache_value:xBGCE scores:aBG_ memory:iBG_ "
-            "position:l2 sinks:fH errors:sBG3"
+            "position:l2 sinks:fH errors:sBG4"
         ),
         "recall_at_position": "token_ids:l__ token_text:i__ position:l2",
         "select_memory": "scores:aBG_ memory:iBG_",
@@ -152,10 +152,10 @@ class Problem:
         }
 
     def errors(self) -> Ints:
-        """Return doublings, sum and number of the errors of each head, float32 [B, Hkv, 3]."""
+        """Return the errors of each head so far, float32 [B, Hkv, 4]."""
         heads = self["B"] * self["G"]
-        values = (self.draw.choice([0, 0, 1, 2, 7]) for _ in range(3 * heads))
-        return Ints(tuple(values), (*self.per_head, 3), "float32")
+        values = (self.draw.choice([0, 0, 1, 2, 7]) for _ in range(4 * heads))
+        return Ints(tuple(values), (*self.per_head, 4), "float32")
 
     def position(self) -> Ints:
         """Return the tokens so far and where the last chunk began, int64 [2]."""

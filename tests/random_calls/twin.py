@@ -93,7 +93,7 @@ class Twin:
             heads = k.shape[:2]
             cached = (x.new_empty(*heads, self.capacity, x.shape[3]) for x in (k, v))
             memory = torch.full((*heads, config.memory_size), -1, dtype=torch.int32)
-            errors = torch.zeros(*heads, 3)
+            errors = torch.zeros(*heads, 4)
             self.buffers[layer] = (*cached, torch.zeros(*heads, self.capacity), memory, errors)
         *buffers, errors = self.buffers[layer]
         options = {"scale": scale, "recall": recall, "layer": layer}

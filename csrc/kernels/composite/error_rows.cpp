@@ -32,6 +32,7 @@ void measure_errors(const PrefillRequest& request, const at::Tensor& out, const 
   auto doublings = request.errors.select(2, kDoublings);
   const auto grows =
       (error > request.settings.error_threshold).logical_and(doublings < request.most_doublings());
+  request.errors.select(2, kFactorSum).add_(doublings.exp2());
   doublings.add_(grows);
   request.errors.select(2, kErrorSum).add_(error);
   request.errors.select(2, kErrorCount).add_(1);

@@ -200,9 +200,9 @@ TEST(MemorySetTracker, FromTensorsRefusesWhatIsNoState) {
   EXPECT_VALUE_ERROR_WITH(wrong(1, good[2]), "scores must be float32");
   EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].to(at::kLong)), "errors must be float32");
   EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].flatten()),
-                          "errors must have shape [2, 2, 3], got [12]");
+                          "errors must have shape [2, 2, 4], got [16]");
   EXPECT_VALUE_ERROR_WITH(wrong(3, good[3].narrow(1, 0, 1)),
-                          "errors must have shape [2, 2, 3], got [2, 1, 3]");
+                          "errors must have shape [2, 2, 4], got [2, 1, 4]");
   EXPECT_VALUE_ERROR(
       wrong(0, at::tensor({kSinks, kLocal, kHeavy, int64_t{7}, int64_t{0}, int64_t{0}})),
       "the most members of a memory set must be in [8, 16777216], got 7");

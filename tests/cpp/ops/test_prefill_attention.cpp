@@ -308,7 +308,7 @@ TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
       std::string(kSettings) + kWidening);
   wrong("errors must be float32, got int64",
         [](L& l, Qkv&, R&) { l.buffers.errors = l.buffers.errors.to(at::kLong); });
-  wrong("errors must have shape [2, 2, 3], got [2, 1, 3]",
+  wrong("errors must have shape [2, 2, 4], got [2, 1, 4]",
         [](L& l, Qkv&, R&) { l.buffers.errors = l.buffers.errors.narrow(1, 0, 1); });
   wrong("position must be int64 [2] on the CPU",
         [](L& l, Qkv&, R&) { l.position = at::zeros({1}, at::kLong); });
@@ -381,10 +381,10 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
     b.memory = b.scores.view(at::kInt).flatten().narrow(0, 0, 32).view({2, 2, kMemory});
   });
   refused("errors must not share memory with memory", [](S&, B& b) {
-    b.errors = b.memory.view(at::kFloat).flatten().narrow(0, 0, 12).view({2, 2, 3});
+    b.errors = b.memory.view(at::kFloat).flatten().narrow(0, 0, 16).view({2, 2, 4});
   });
   refused("q must not share memory with errors",
-          [](S& s, B& b) { b.errors = s.q.flatten().narrow(0, 0, 12).view({2, 2, 3}); });
+          [](S& s, B& b) { b.errors = s.q.flatten().narrow(0, 0, 16).view({2, 2, 4}); });
 }
 
 TEST(PrefillAttentionInPlace, BuffersMayBePartsOfOneTensor) {

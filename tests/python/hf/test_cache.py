@@ -140,7 +140,7 @@ def test_crop_below_the_state_leaves_nothing_that_was_removed(llama, ids, kept):
 
 
 def test_truncating_a_state_leaves_it_alone():
-    sets, errors = torch.arange(6).int().expand(1, 2, 6), torch.ones(1, 2, 3)
+    sets, errors = torch.arange(6).int().expand(1, 2, 6), torch.ones(1, 2, 4)
     state = PrefillState(torch.rand(1, 2, 40), sets, 40, 32, errors)
     assert state.truncated(40) is state
     assert state.truncated(0) is None

@@ -57,7 +57,7 @@ def test_what_a_package_says_of_itself(build):
     assert key.shape == value.shape == (1, 2, 128, 32) and key.dtype == torch.bfloat16
     assert scores.shape == (1, 2, 128) and scores.dtype == torch.float32
     assert memory.shape == (1, 2, 8) and info.new_state()[10].shape == (1, 2, 64)
-    assert torch.equal(errors, torch.zeros(1, 2, 3))
+    assert torch.equal(errors, torch.zeros(1, 2, 4))
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,13 @@ def test_budgets_grow_where_errors_are_large(device, dtype, sinks, softcap):
         v[:, 0] = 0.0
     *_, memory, errors = compare_with_oracle(*OPERATORS, *arguments, **logits)
     assert errors[..., 0].tolist() == [[0, 2]] * 2
-    assert errors[..., 2].tolist() == [[5, 5]] * 2
+    assert errors[..., 2:].tolist() == [[[5, 5], [5, 1 + 2 + 3 * 4]]] * 2
     assert (memory >= 0).sum(-1).tolist() == [[3 + 3 * 16, 3 + 4 * 16]] * 2
 
 
 def test_a_head_has_the_budgets_of_its_factor_and_its_widening(device):
     q, k, v = make_qkv(Shape(1, 4, 2, 6 * S, 16, 16), device=device)
-    errors = torch.tensor([[[1.0, 0, 0], [0, 0, 0]]], device=device)
+    errors = torch.tensor([[[1.0, 0, 0, 0], [0, 0, 0, 0]]], device=device)
     options = {**WIDENING, **WIDE, "error_threshold": 1e9}
     out, _, memory, after = check(q, k, v, errors=errors, **options)
     assert torch.equal(after[..., 0], errors[..., 0])
@@ -223,8 +223,8 @@ def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
         ({"k": torch.randn(1, 2, 20, 16).double()}, r"k must have dtype and .* got float64"),
         ({"scores": torch.zeros(1, 2, 21)}, "scores must not be longer than k"),
         ({"memory": torch.zeros(1, 2, 4)}, "memory must be int32, got float32"),
-        ({"errors": torch.ones(1, 2, 3).int()}, "errors must be float32, got int32"),
-        ({"errors": torch.zeros(1, 3, 3)}, r"errors must have shape \[1, 2, 3\], got \[1, 3, 3"),
+        ({"errors": torch.ones(1, 2, 4).int()}, "errors must be float32, got int32"),
+        ({"errors": torch.zeros(1, 3, 4)}, r"errors must have shape \[1, 2, 4\], got \[1, 3, 4"),
         ({"settings": "h2o,wide_heads=0.2x4"}, "wide_heads must name KV heads below 2, got 2"),
         ({"recall_offsets": torch.zeros(4, dtype=torch.int32)}, "must be given together"),
     ],

@@ -53,7 +53,7 @@ def new_buffers(capacity):
         for buffer in (
             *(torch.zeros(*rows, HEAD_DIM), torch.zeros(*rows, HEAD_DIM), torch.zeros(rows)),
             torch.full((1, KV_HEADS, size), -1, dtype=torch.int32),
-            torch.zeros(1, KV_HEADS, 3),
+            torch.zeros(1, KV_HEADS, 4),
         )
     ]
 
