@@ -55,7 +55,7 @@ def _attend_sparsely(call: Call) -> Tensor:
     assert call.context is not None  # Else it is dense.
     rows, total = call.prompt_rows, call.past + call.prompt_rows
     query, key, value = in_autocast_dtype(call.query, *call.held)
-    prompt, number = query[:, :, :rows], call.layer or 0  # No setting depends on a missing number.
+    prompt, number = query[:, :, :rows], call.number
     if isinstance(layer, StaticPrefillLayer):
         assert call.context.call is not None
         out = layer.attend(prompt, call.context.call, number, options)

@@ -65,6 +65,11 @@ class Call:
         return getattr(self.module, "config", None)
 
     @property
+    def number(self) -> int:
+        """The layer as operators take it. Where it is unknown, errors alone depend on it: not 0."""
+        return 1 if self.layer is None else self.layer
+
+    @property
     def is_causal(self) -> bool:
         """Whether the layer is causal in this call."""
         return is_causal(self.module, self.kwargs)

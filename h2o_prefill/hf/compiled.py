@@ -62,7 +62,7 @@ def attend_in_graph(call: Call, forward: GraphCall) -> Attended:
     graph.layer = None
     if layer is not None and layer.keys is not call.key:
         layer = None
-    number = call.layer or 0  # Where layers have no number, no setting depends on it.
+    number = call.number
     reason = _why_dense(call, forward, layer)
     forward.outcomes.append((number, reason))
     if reason is not None:

@@ -71,7 +71,7 @@ def attend_in_place(call: Call) -> Attended:
     """Attend as `PackagedModel` says, with the buffers of the layer."""
     given: tuple[Tensor, RecallLists, str] = call.kwargs["package_call"]
     position, recall, settings = given
-    number = call.layer or 0
+    number = call.number
     first = STATE_OF_LAYER * number
     key, value, scores, memory, errors = call.kwargs["package_state"][
         first : first + STATE_OF_LAYER

@@ -137,10 +137,10 @@ def test_wide_layers_have_their_own_sizes(llama, ids):
         first, second = ids.split([32, ids.shape[1] - 32], dim=1)
         llama(first, past_key_values=cache)
         in_calls = llama(second, past_key_values=cache).logits
-        size = handle.config.memory_size
+        size = handle.config.memory_size  # errors widen no set of the first layer
     assert not torch.equal(one_call, expected)
     assert_close(in_calls, one_call[:, 32:])
-    assert [layer.state.memory.shape[-1] for layer in cache.layers] == [size, 3 * size]
+    assert [layer.state.memory.shape[-1] for layer in cache.layers] == [size // 8, 3 * size]
 
 
 def with_a_4d_mask(model, ids, monkeypatch):

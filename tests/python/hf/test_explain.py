@@ -34,7 +34,9 @@ def test_errors_and_the_estimate_of_the_last_prompt(llama, make_ids):
     each = 0.8 * (measured[..., 1] / 4).mean(1)
     whole = estimated_kl([torch.tensor([[[0, 1.0, 1, 1]]])]).item() / 0.5  # of an error of 1
     assert report.estimated_kl == pytest.approx((whole * each).tolist())
-    assert "of the last prompt: " + ", ".join(f"{x:.4f}" for x in report.estimated_kl) in str(report)
+    assert "of the last prompt: " + ", ".join(f"{x:.4f}" for x in report.estimated_kl) in str(
+        report
+    )
     assert torch.isnan(estimated_kl([torch.zeros(1, 2, 4)])).all()
 
 

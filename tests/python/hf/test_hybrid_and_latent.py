@@ -164,5 +164,5 @@ def test_padded_rows_are_what_they_are_alone(model, sparse_layers):
         together = model(batch, attention_mask=mask).logits
         for row, first in ((0, 0), (1, 9)):
             alone = model(batch[row : row + 1, first:]).logits[0]
-            assert_close(together[row, first:], alone, 1e-4)
+            assert_close(together[row, first:], alone, 3e-4)
     assert set(sparse_layers) == {TOKENS, TOKENS - 9}
