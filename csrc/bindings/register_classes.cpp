@@ -210,8 +210,7 @@ void register_tracker(torch::Library& m) {
       .def("scores", &MemorySetTracker::scores, "Return a layer's scores, [B, Hkv, length].",
            {arg("layer")})
       .def("errors", &MemorySetTracker::errors,
-           "Return what errors of each KV head were measured, float32 [B, Hkv, 4].",
-           {arg("layer")})
+           "Return what errors of each KV head were measured, float32 [B, Hkv, 4].", {arg("layer")})
       .def("has_scores", &MemorySetTracker::has_scores, "Return whether a layer has scores.",
            {arg("layer")})
       .def("num_layers", &MemorySetTracker::num_layers, "Return the number of layers.")

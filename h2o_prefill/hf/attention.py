@@ -59,14 +59,14 @@ def _attend_sparsely(call: Call) -> Tensor:
     if isinstance(layer, StaticPrefillLayer):
         assert call.context.call is not None
         out = layer.attend(prompt, call.context.call, number, options)
-        call.enabled.note_errors(number, layer.errors)
+        call.enabled.note_errors(call.layer, layer.errors)
         return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
     recall = _recall_lists(call)
     if layer is not None:
         call.context.keep_state(layer)
     if layer is not None and layer.holds(key, value):
         out = layer.attend(prompt, total, recall, number, call.config, options)
-        call.enabled.note_errors(number, layer.errors)
+        call.enabled.note_errors(call.layer, layer.errors)
     else:
         state = None if layer is None else layer.state
         config = call.config.of_layer(call.layer)
@@ -75,7 +75,7 @@ def _attend_sparsely(call: Call) -> Tensor:
         )
         if layer is not None:
             layer.state = state
-        call.enabled.note_errors(number, state.errors)
+        call.enabled.note_errors(call.layer, state.errors)
     return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
 
 

@@ -72,9 +72,9 @@ class EnabledState:
             calls.dense_rows += rows
             calls.reason = reason or calls.reason
 
-    def note_errors(self, layer: int, errors: Tensor | None) -> None:
+    def note_errors(self, layer: int | None, errors: Tensor | None) -> None:
         """Keep the errors of a layer, [B, Hkv, 4], for reports; warn if it goes on dense."""
-        if errors is None:
+        if layer is None or errors is None:
             return
         self.errors[layer] = errors
         if self.config.max_error > 0 and bool((errors[..., 0] < 0).any()):

@@ -44,7 +44,7 @@ class Decoder(nn.Module):
 
 
 def new_buffers(capacity):
-    """Return keys, values, scores, memory and errors of each layer, as at the beginning of a prompt."""
+    """Return keys, values, scores, memory and errors of each layer, before a prompt."""
     rows = (1, KV_HEADS, capacity)
     memory_sizes = [CONFIG.of_layer(layer).memory_size for layer in range(LAYERS)]
     return [
