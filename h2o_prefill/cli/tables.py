@@ -40,6 +40,8 @@ def perplexity_table(result: PerplexityResult) -> Table:
     table.add_row("seconds of prefill", f"{dense.seconds:.1f}", f"{sparse.seconds:.1f}", faster)
     if result.recalled_keys is not None:
         table.add_row("recalled keys of a row", "", f"{result.recalled_keys:.0f}", "")
+    if result.widening is not None:
+        table.add_row("memory sets widened, mean", "", f"{result.widening:.2f}x", "")
     ratio = result.attention_flops_ratio
     table.add_row("attention flops", "1", f"{1 / ratio:.2f}", f"{ratio:.2f}x fewer")
     return table
@@ -54,6 +56,8 @@ def ablation_table(frame: pd.DataFrame) -> Table:
     with_recall = bool(frame["recalled_keys"].notna().any())
     measures = ["dense", "sparse", "difference", "KL", "same\ntop-1", "flops"]
     measures += ["recalled\nkeys"] if with_recall else []
+    with_widening = bool(frame["widening"].notna().any())
+    measures += ["widened"] if with_widening else []
     table = new_table(*(name.replace("_", "\n") for name in names), *measures)
     for row in frame.astype(object).where(frame.notna(), None).itertuples():
         table.add_row(
@@ -63,6 +67,7 @@ def ablation_table(frame: pd.DataFrame) -> Table:
             *(f"{row.kl_mean:.4f}", f"{100 * row.top1_agreement:.1f} %"),
             f"1/{row.attention_flops_ratio:.2f}",
             *([_numbers("{:.0f}", row.recalled_keys)] if with_recall else []),
+            *([_numbers("{:.2f}x", row.widening)] if with_widening else []),
         )
     return table
 

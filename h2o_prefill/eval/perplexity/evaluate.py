@@ -118,6 +118,7 @@ class PairedRuns:
         rows = scored_rows(self._protocol, context)
         scores: list[WindowScores] = []
         seconds: list[tuple[float, float]] = []
+        widening: list[float | None] = []
         for number, index in enumerate(self._selected):
             input_ids = self._batches[number].to(self._device)
             runs: dict[str, tuple[PromptLogits, float]] = {}
@@ -133,6 +134,7 @@ class PairedRuns:
             scores.append(score_window(dense[0], sparse[0], input_ids, rows))
             scores[-1].check_finite(index)
             seconds.append((dense[1], sparse[1]))
+            widening.append(sparse[0].widening)
         return summarize(
             scores,
             seconds,
@@ -141,6 +143,7 @@ class PairedRuns:
             protocol=self._protocol,
             context=context,
             windows=list(self._selected),
+            widening=widening,
             flops=count_attention_flops(
                 self._batches,
                 config,
