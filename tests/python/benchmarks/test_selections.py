@@ -1,0 +1,75 @@
+"""Rules of selection beside this library: exact where they keep everything, and causal or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_prefill.eval import count_attention_flops
+from h2o_prefill.eval.attention_flops import dense_dot_products
+
+LENGTH = 512
+IDS = torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(7))
+SETTINGS = "h2o,local_window=8,heavy_budget=8"
+WIDENED = f"{SETTINGS},error_rows=4,error_threshold=0.0001,max_widen=4"
+CAUSAL = ("snapkv=16", "quoka=16", SETTINGS, WIDENED)
+SEES_THE_FUTURE = ("snapkv-own=72", "quoka-own=16", "xattention=0.5")
+EVERYTHING = ("snapkv=512", "snapkv-own=512", "quoka=512", "quoka-own=512", "xattention=1.1")
+
+
+@pytest.fixture
+def run_variant(model: Any) -> Callable[..., Any]:
+    from common.benchmark import make_plan
+    from selections import run_of
+
+    plan = make_plan("selections", quick=True)
+    return lambda text: run_of(text, plan, model, None)
+
+
+@torch.no_grad()
+def _logits(run: Any) -> tuple[torch.Tensor, float]:
+    logits, products = run(IDS)
+    return logits.slice(0, LENGTH), products
+
+
+@pytest.mark.parametrize("variant", EVERYTHING)
+def test_a_rule_that_keeps_everything_is_dense_attention(run_variant: Any, variant: str) -> None:
+    dense, products = _logits(run_variant("dense"))
+    found, more = _logits(run_variant(variant))
+    torch.testing.assert_close(found, dense, rtol=1e-4, atol=1e-4)
+    assert more >= products  # and those of the selection
+
+
+@pytest.mark.parametrize("variant", [*CAUSAL, *SEES_THE_FUTURE])
+def test_what_a_rule_sees_of_the_future(run_variant: Any, variant: str) -> None:
+    from selections import leak
+
+    run = run_variant(variant)
+    assert (_logits(run)[0] - _logits(run_variant("dense"))[0]).abs().max() > 0.01
+    with torch.no_grad():
+        change = leak(run, IDS, 64)
+    assert change == 0 if variant in CAUSAL else change > 0.001
+
+
+@torch.no_grad()
+def test_products_of_settings_are_those_that_are_counted_elsewhere(run_variant: Any) -> None:
+    from h2o_prefill.config import PrefillConfig
+
+    config = PrefillConfig.parse(f"{SETTINGS},chunk_size=64,recall=2,recall_block=16,dense_tail=8")
+    products = run_variant(config.to_string())(IDS)[1]
+    dense = dense_dot_products(LENGTH) / LENGTH
+    assert products == pytest.approx(dense / count_attention_flops(IDS, config).ratio)
+    # Widened sets and the rows that measure errors are counted.
+    assert run_variant(SETTINGS)(IDS)[1] < run_variant(WIDENED)(IDS)[1]
+
+
+def test_rows_of_the_benchmark(run: Callable[..., Any]) -> None:
+    variants = ("h2o", "snapkv=16")
+    _, report = run("selections", *(word for name in variants for word in ("--variant", name)))
+    assert [row["variant"] for row in report["results"]] == list(variants)
+    for row in report["results"]:
+        assert row["leak"] == 0 and row["products"] > 0 and row["length"] == 256
+        assert row["kl"] >= 0 and 0 < row["top1_percent"] <= 100
