@@ -1,4 +1,4 @@
-"""`h2o-prefill visualize`: draw the memory sets of a prompt, and their error."""
+"""`h2o-prefill visualize`: draw memory sets, their errors and stability, and attention."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def visualize(
     threads: options.ThreadsOption = None,
     **sizes: int | None,
 ) -> None:
-    """Draw which positions memory sets keep, and the error of each layer, with a table by chunk.
+    """Draw which positions memory sets keep, their errors and stability, and dense attention.
 
-    Writes memory.png and errors.png.
+    Writes memory.png, errors.png, stability.png and attention.png.
     """
     from h2o_prefill.cli.tables import attention_table
     from h2o_prefill.eval import load_text, visualize_attention_patterns

@@ -1,10 +1,12 @@
-"""The figure of an ablation: perplexity against attention flops."""
+"""The figure of an ablation: perplexity against attention flops, or a heat map over L and H."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from h2o_prefill.eval.ablation.table import varied_settings
 from h2o_prefill.eval.plotting import DENSE, SPARSE, make_figure, save_figure
@@ -29,8 +31,10 @@ def plot_ablation(
     """Draw the perplexity of each cell against its attention flops, a panel for each text.
 
     The error bars are those of the difference to dense. The line joins the cells that no other cell
-    beats in both; these are numbered, and named below by the settings that vary. Takes a table of
-    `run_ablation`; the default title is what all rows have in common.
+    beats in both; these are numbered, and named below by the settings that vary. A panel with every
+    combination of some L and H, and nothing else that varies, is a heat map of the mean KL instead,
+    with the difference to dense in numbers. Takes a table of `run_ablation`; the default title is
+    what all rows have in common.
     """
     if frame.empty:
         raise ValueError("frame must hold at least one row, got none")
@@ -42,7 +46,10 @@ def plot_ablation(
     varied = varied_settings(frame)
     others = [name for name in ("model", "dtype", "protocol") if frame[name].nunique() > 1]
     for axes, (_, rows) in zip(all_axes, panels, strict=False):
-        _draw(axes, rows, varied)
+        if _is_grid(rows, varied):
+            _draw_grid(axes, rows)
+        else:
+            _draw(axes, rows, varied)
         row = rows.iloc[0]
         text = f"{row['dataset']}, windows {row['windows']} of {row['context']} tokens"
         axes.set_title(", ".join([text, *(str(row[name]) for name in others)]), fontsize=10)
@@ -91,6 +98,34 @@ def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
     percent = (lambda ppl: 100 * (ppl / dense - 1), lambda above: dense * (1 + above / 100))
     above = axes.secondary_yaxis("right", functions=percent)
     above.set_ylabel("above dense (%)")
+
+
+def _is_grid(rows: pd.DataFrame, varied: list[str]) -> bool:
+    sizes = rows["local_window"].nunique(), rows["heavy_budget"].nunique()
+    return {*varied} == {"local_window", "heavy_budget"} and len(rows) == sizes[0] * sizes[1]
+
+
+def _draw_grid(axes: Axes, rows: pd.DataFrame) -> None:
+    from matplotlib.colors import LogNorm
+
+    names = ("kl_mean", "delta_percent", "attention_flops_ratio")
+    kl, loss, ratio = (
+        rows.pivot(index="heavy_budget", columns="local_window", values=name) for name in names
+    )
+    dark = np.sqrt(kl.to_numpy().min() * kl.to_numpy().max())
+    image = axes.imshow(kl, cmap="YlOrRd", norm=LogNorm(), origin="lower", aspect="auto")
+    for (row, column), value in np.ndenumerate(kl.to_numpy()):
+        share = 100 / ratio.iat[row, column]
+        text = f"{loss.iat[row, column]:+.2f} %\n{value:.4f}\n{share:.0f} % flops"
+        color = "white" if value > dark else "black"
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
+    axes.set_xticks(range(len(kl.columns)), map(str, kl.columns))
+    axes.set_yticks(range(len(kl.index)), map(str, kl.index))
+    axes.set_xlabel(
+        "local window L\nperplexity above dense, mean KL, attention flops of dense", fontsize=8
+    )
+    axes.set_ylabel("heavy budget H")
+    axes.figure.colorbar(image, ax=axes, label="mean KL(dense || sparse), nats", aspect=40)
 
 
 def _label(row: pd.Series[Any], varied: list[str]) -> str:

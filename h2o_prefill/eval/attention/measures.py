@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
@@ -36,6 +37,9 @@ from h2o_prefill.state import PrefillState
 # The softmax weights of a block of rows hold at most this many numbers (16 MiB in fp32).
 _BLOCK_NUMBERS = 1 << 22
 
+# A pattern has at most this many bins of queries, and of keys.
+_PATTERN_BINS = 64
+
 
 @dataclass(frozen=True)
 class AttentionMeasures:
@@ -53,6 +57,9 @@ class AttentionMeasures:
     # int32 [chunks, layers, Hkv, K + L + H]: the set after each chunk, to which the next chunk
     # attends; ascending, -1 where absent.
     memory: Tensor
+    # fp32 [bins, layers, Hq, bins]: dense softmax mass of a bin of queries on a bin of keys, mean
+    # of the queries; NaN where a layer has no such head.
+    pattern: Tensor
     layers: tuple[int, ...]  # indices of the layers that a sparse prefill runs sparsely
     query_heads: tuple[int, ...]  # of each of these layers
     kv_heads: tuple[int, ...]
@@ -63,8 +70,22 @@ class AttentionMeasures:
     def jaccard(self) -> Tensor:
         """Jaccard index of the sets after chunks c and c + 1, fp32 [chunks - 1, layers, Hkv]."""
         held = held_positions(self.memory, self.chunk_ends[-1])
-        first, second = held[:-1], held[1:]
-        return (first & second).sum(-1) / (first | second).sum(-1)
+        return _jaccard(held[:-1], held[1:])
+
+    @property
+    def heavy_jaccard(self) -> Tensor:
+        """That of the sets without the last L positions, NaN where neither holds others."""
+        held = self._heavy()
+        return _jaccard(held[:-1], held[1:])
+
+    @property
+    def heavy_jaccard_of_layers(self) -> Tensor:
+        """Jaccard index of what any KV heads of two layers hold at the end, fp32 [layers, layers].
+
+        Without the last L positions.
+        """
+        held = self._heavy()[-1].any(1)
+        return _jaccard(held[:, None], held[None])
 
     def head_share(self, chunk: int) -> Tensor:
         """Return the share of KV heads that hold each position after a chunk, fp32 [layers, T]."""
@@ -107,6 +128,12 @@ class AttentionMeasures:
                 for row, (layer, count, kv_count) in enumerate(heads)
             ],
         }
+
+    def _heavy(self) -> Tensor:
+        """Mark the positions that sets hold before the local window, [chunks, layers, Hkv, T]."""
+        held = held_positions(self.memory, self.chunk_ends[-1])
+        window = torch.tensor(self.chunk_ends) - self.config.local_window
+        return held & (torch.arange(held.shape[-1]) < window[:, None])[:, None, None]
 
     def _summary(self, error: Tensor, recall: Tensor, stability: Tensor | None) -> dict[str, Any]:
         def mean(values: Tensor) -> float:
@@ -203,8 +230,8 @@ def measure_attention(
     ends = [*range(config.chunk_size, length, config.chunk_size), length]
     rows = torch.tensor(ends).diff(prepend=torch.tensor([0]))
     columns = zip(*found.values(), strict=True)
-    fills = (math.nan, math.nan, math.nan, math.nan, -1)
-    difference, size, mass, lowest, memory = (
+    fills = (math.nan, math.nan, math.nan, math.nan, -1, math.nan)
+    difference, size, mass, lowest, memory, pattern = (
         stack_layers(column, fill, dim=1) for column, fill in zip(columns, fills, strict=True)
     )
     return AttentionMeasures(
@@ -214,6 +241,7 @@ def measure_attention(
         l1_error_by_chunk=(difference / size).float(),
         mass_recall_by_chunk=(mass / rows[:, None, None]).float(),
         memory=memory,
+        pattern=pattern,
         layers=tuple(found),
         query_heads=tuple(layer.mass.shape[1] for layer in found.values()),
         kv_heads=tuple(layer.memory.shape[1] for layer in found.values()),
@@ -230,6 +258,7 @@ class LayerMeasures(NamedTuple):
     mass: Tensor  # fp64 [chunks, Hq]: dense softmax mass on visible keys, summed over rows
     lowest_mass: Tensor  # fp64 [chunks, Hq]: that of the row with the least
     memory: Tensor  # int32 [chunks, Hkv, K + L + H]: the set after each chunk, -1 where absent
+    pattern: Tensor  # fp32 [bins, Hq, bins]: dense mass of a bin's queries on a bin of keys
 
 
 def measure_layer(
@@ -246,6 +275,9 @@ def measure_layer(
     length = query.shape[2]
     state: PrefillState | None = None
     chunks: list[tuple[Tensor, ...]] = []
+    width = -(-length // _PATTERN_BINS)
+    pattern = query.new_zeros(-(-length // width), query.shape[1], -(-length // width))
+    bins = pattern, width
     for begin in range(0, length, config.chunk_size):
         end = min(begin + config.chunk_size, length)
         q, k, v = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
@@ -255,7 +287,7 @@ def measure_layer(
         call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
         sparse, state = sparse_attention(q, k, v, state, call, lists, *options)
         dense = ops.dense_attention(q, k, v, *options)
-        mass = _visible_mass(q[0], k[0], begin, state.memory[0], recalled, call, options)
+        mass = _visible_mass(q[0], k[0], begin, state.memory[0], recalled, call, options, bins)
         chunks.append(
             (
                 (sparse - dense)[0].abs().sum((1, 2), dtype=torch.float64),
@@ -265,7 +297,11 @@ def measure_layer(
                 next_memory(state, config)[0],
             )
         )
-    return LayerMeasures(*(torch.stack(column).cpu() for column in zip(*chunks, strict=True)))
+    rows = torch.full((len(pattern),), width)
+    rows[-1] -= len(pattern) * width - length
+    columns = [torch.stack(column).cpu() for column in zip(*chunks, strict=True)]
+    columns.append(pattern.cpu().float() / rows[:, None, None])
+    return LayerMeasures(*columns)
 
 
 def _visible_mass(
@@ -276,8 +312,11 @@ def _visible_mass(
     recalled: RecalledKeys | None,
     config: PrefillConfig,
     options: LogitOptions,
+    pattern: tuple[Tensor, int],
 ) -> Tensor:
     """Return the dense softmax mass on the keys that rows of one chunk see, fp64 [Hq, rows].
+
+    Adds all mass to a pattern's bins [bins, Hq, bins], each of so many rows and keys.
 
     q [Hq, rows, D] are the rows from `begin` on, k [Hkv, begin + rows, D] all keys up to them,
     memory [Hkv, M] the sets that they attend to. The last `config.dense_tail` rows see every key.
@@ -304,9 +343,23 @@ def _visible_mass(
             visible = visible | recalled.mask(first, last).to(q.device)
         visible = visible | held[:, :last].unsqueeze(1)
         weights = logits.masked_fill_(key > row, -torch.inf).softmax(-1)
+        _add_to_pattern(*pattern, weights.flatten(0, 1), first)
         weights.masked_fill_(~visible.unsqueeze(1), 0)
         masses.append(weights.sum(-1, dtype=torch.float64).flatten(0, 1))
     return torch.cat(masses, dim=1)
+
+
+def _add_to_pattern(pattern: Tensor, width: int, weights: Tensor, first: int) -> None:
+    """Add weights [Hq, rows, keys] of the rows from `first` on to bins [bins, Hq, bins]."""
+    last, bins = weights.shape[2], len(pattern)
+    by_bin = functional.pad(weights, (0, bins * width - last)).unflatten(2, (bins, width)).sum(-1)
+    row = torch.arange(first, last, device=weights.device)
+    pattern.index_add_(0, row // width, by_bin.transpose(0, 1))
+
+
+def _jaccard(first: Tensor, second: Tensor) -> Tensor:
+    """Return the Jaccard index of marked positions, bool [..., T]."""
+    return (first & second).sum(-1) / (first | second).sum(-1)
 
 
 def stack_layers(layers: Sequence[Tensor], fill: float, dim: int) -> Tensor:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FIGURES = ("memory.png", "errors.png")
+FIGURES = ("memory.png", "errors.png", "stability.png", "attention.png")
 
 _MAX_PANELS = 8
 _MAX_COLUMNS = 1024
@@ -43,7 +43,9 @@ def visualize_attention_patterns(
 
     `memory.png` shows which positions the KV heads of each layer hold after each chunk (eight of
     the chunks if there are more); `errors.png` the error of each layer and head against dense
-    attention, and the share of the dense softmax that falls on visible keys.
+    attention, and the share of the dense softmax that falls on visible keys; `stability.png` how
+    much the heavy hitters of a layer change from chunk to chunk and differ between layers;
+    `attention.png` the dense softmax of eight layers over the whole prompt.
 
     Parameters
     ----------
@@ -72,7 +74,8 @@ def visualize_attention_patterns(
         raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
     measures = measure_attention(model, input_ids, chunk_config, on_progress=on_progress)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, plot in zip(FIGURES, (plot_memory, plot_errors), strict=True):
+    plots = (plot_memory, plot_errors, plot_stability, plot_attention)
+    for name, plot in zip(FIGURES, plots, strict=True):
         plot(measures, folder / name, title)
     return measures
 
@@ -115,6 +118,54 @@ def plot_errors(measures: AttentionMeasures, path: str | os.PathLike[str], title
     left.set_title("relative L1 error of the output (%)", **_TITLE)
     _head_map(right, seen, 45 + 0.55 * least, cmap="YlOrRd_r", vmin=least, vmax=100)
     right.set_title("dense softmax mass on visible keys (%)", **_TITLE)
+    save_figure(figure, path, title, title_size=10)
+    return figure
+
+
+def plot_stability(measures: AttentionMeasures, path: str | os.PathLike[str], title: str) -> Figure:
+    """Draw Jaccard indices of heavy hitters: of following chunks by layer, and of two layers."""
+    figure = make_figure(1.5 + min(9.0, max(2.0, 0.16 * len(measures.layers))))
+    left, right = figure.subplots(1, 2)
+    by_chunk = measures.heavy_jaccard.nanmean(-1).T.numpy()
+    pairs = measures.heavy_jaccard_of_layers.numpy()
+    for axes, values in ((left, by_chunk), (right, pairs)):
+        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, **_MAP)
+        axes.set_facecolor(_ABSENT)
+        _layer_axis(axes, measures.layers, most=16)
+    left.set_title("heavy hitters after a chunk and after the one before", **_TITLE)
+    left.set_xlabel("chunk")
+    left.set_xticks(range(by_chunk.shape[1]), map(str, range(1, by_chunk.shape[1] + 1)))
+    right.set_title("heavy hitters of two layers after the last chunk, any KV head", **_TITLE)
+    right.set_xlabel("layer")
+    right.set_xticks(right.get_yticks(), [tick.get_text() for tick in right.get_yticklabels()])
+    figure.colorbar(image, ax=[left, right], label="Jaccard index", aspect=40)
+    save_figure(figure, path, title, title_size=10)
+    return figure
+
+
+def plot_attention(measures: AttentionMeasures, path: str | os.PathLike[str], title: str) -> Figure:
+    """Draw the dense softmax of layers over the prompt, mean of the query heads of each."""
+    from matplotlib.colors import LogNorm
+
+    layers = np.linspace(0, len(measures.layers) - 1, min(len(measures.layers), _MAX_PANELS))
+    columns = min(len(layers), _MAX_PANELS // 2)
+    lines = -(-len(layers) // columns)
+    figure = make_figure(0.8 + 2.9 * lines)
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    end = measures.chunk_ends[-1]
+    for row, axes in zip(layers.round().astype(int).tolist(), panels, strict=False):
+        share = measures.pattern[:, row].nanmean(1).numpy()
+        scale = LogNorm(1e-4, 1, clip=True)
+        style = {**_MAP, "origin": "upper", "extent": (0, end, end, 0)}
+        image = axes.imshow(np.ma.masked_equal(share, 0), cmap="magma_r", norm=scale, **style)
+        axes.set_facecolor(_ABSENT)
+        axes.set_title(f"layer {measures.layers[row]}", **_TITLE)
+    for axes in panels[len(layers) :]:
+        axes.set_visible(False)
+    figure.supxlabel("key (tokens)", fontsize=9)
+    figure.supylabel("query (tokens)", fontsize=9)
+    label = f"share of a query's attention on {-(-end // measures.pattern.shape[0])} keys"
+    figure.colorbar(image, ax=list(panels), label=label, aspect=40)
     save_figure(figure, path, title, title_size=10)
     return figure
 

@@ -136,9 +136,11 @@ def test_answers(report: Any, small_commands: Commands) -> None:
 def test_visualize(report: Any, small_commands: Commands, tmp_path: Path) -> None:
     options = ("--output", tmp_path / "out", "--window", 1, "--sink-tokens", 1)
     found, printed = report(*small_commands["visualize"], *options)
-    *lines, memory, errors, _ = printed.split("\n")
-    assert [memory, errors] == [str(tmp_path / "out" / f"{n}.png") for n in ("memory", "errors")]
-    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in (memory, errors))
+    *lines, memory, errors, stability, attention, _ = printed.split("\n")
+    figures = [memory, errors, stability, attention]
+    names = ("memory", "errors", "stability", "attention")
+    assert figures == [str(tmp_path / "out" / f"{name}.png") for name in names]
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in figures)
     assert "window 1 of 64 tokens, S=16 L=4 H=4 K=1" in " ".join(printed.split())
 
     assert all(len(line) <= 80 for line in lines[1:])

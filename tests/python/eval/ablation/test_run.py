@@ -187,3 +187,24 @@ def test_the_figure_shows_every_cell(ablate: Ablate, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="frame must hold at least one row"):
         plot_ablation(frame[:0], tmp_path / "q.png")
     assert front([3.0, 1.0, 2.0, 2.0, 4.0], [8.0, 10.0, 9.0, 8.5, 8.0]) == [1, 3, 0]
+
+
+def test_a_grid_of_both_budgets_is_a_heat_map(ablate: Ablate, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from h2o_prefill.eval.ablation.plot import plot_ablation
+
+    frame = ablate({"local_window": [2, 4, 8], "heavy_budget": [4, 2]})
+    panel, colours = plot_ablation(frame, tmp_path / "p.png").axes
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["2", "4", "8"]
+    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["2", "4"]
+    for text in panel.texts:
+        column, row = text.get_position()
+        cell = (frame["local_window"] == (2, 4, 8)[column]) & (frame["heavy_budget"] == (2, 4)[row])
+        (found,) = frame[cell].itertuples()
+        assert panel.images[0].get_array()[row, column] == found.kl_mean
+        assert text.get_text().startswith(f"{found.delta_percent:+.2f} %\n{found.kl_mean:.4f}\n")
+    assert len(panel.texts) == 6 and "KL" in colours.get_ylabel()
+    # Without one of the cells, or with another setting that varies, the panel is of points.
+    for rows in (frame[1:], frame.assign(sink_tokens=range(6))):
+        (panel,) = plot_ablation(rows, tmp_path / "p.png").axes
+        assert not panel.images

@@ -147,6 +147,12 @@ def test_a_model_against_softmaxes_over_all_pairs(
     measures = measure_attention(tiny_model, PROMPT, config)
     assert measures.layers == (0, 1) and measures.chunk_ends == ENDS
     assert measures.query_heads == (4, 4) and measures.kv_heads == (2, 2)
+    for layer, (q, k, _) in enumerate(layers):
+        unit = torch.eye(LENGTH, dtype=q.dtype).expand(1, k.shape[1], -1, -1)
+        weights = reference.ops.dense_attention(q, k, unit)[0]
+        # Bins of two tokens.
+        bins = weights.unflatten(2, (-1, 2)).sum(-1).unflatten(1, (-1, 2)).mean(2)
+        torch.testing.assert_close(measures.pattern[:, layer], bins.transpose(0, 1))
     assert measures.l1_error.shape == (2, 4) and measures.memory.shape == (5, 2, 2, 8)
     assert measures.l1_error.amin() > 0.001 and measures.mass_recall.amax() < 0.999
     rows = torch.tensor([16, 16, 16, 16, 8]).unsqueeze(1)
@@ -170,6 +176,18 @@ def test_a_model_against_softmaxes_over_all_pairs(
         )
         expected = len(ours & theirs) / len(ours | theirs)
         assert measures.jaccard[tuple(place)].item() == pytest.approx(expected)
+        # The local window is the last four positions.
+        ours, theirs = (
+            {p for p in held if p < ENDS[c] - 4} for c, held in ((chunk, ours), (chunk + 1, theirs))
+        )
+        expected = len(ours & theirs) / len(ours | theirs)
+        assert measures.heavy_jaccard[tuple(place)].item() == pytest.approx(expected)
+    final = [
+        {p for p in measures.memory[-1, n].flatten().tolist() if 0 <= p < LENGTH - 4}
+        for n in (0, 1)
+    ]
+    expected = len(final[0] & final[1]) / len(final[0] | final[1])
+    assert measures.heavy_jaccard_of_layers[0, 1].item() == pytest.approx(expected)
 
     values = measures.to_dict()
     worst = values["summary"]["mass_recall_worst"]

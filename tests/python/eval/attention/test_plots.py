@@ -31,7 +31,7 @@ def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     model = tiny.make_uneven_model()
     measures = visualize_attention_patterns(model, PROMPT[0], CONFIG, folder)
-    for name in ("memory.png", "errors.png"):
+    for name in ("memory.png", "errors.png", "stability.png", "attention.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     torch.testing.assert_close(
         measures.l1_error, measure_attention(model, PROMPT, CONFIG).l1_error, equal_nan=True
@@ -60,6 +60,21 @@ def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
         brightness = axes.images[0].to_rgba(cells)[..., :3].sum(-1)
         brightness[cells.mask] = 3
         assert brightness.argmin() == worst and axes.texts[int(worst)].get_color() == "white"
+
+
+def test_the_figures_of_stability_and_attention(tiny: Any, tmp_path: Path) -> None:
+    from h2o_prefill.eval.attention import plots
+
+    measures = measure_attention(tiny.make_uneven_model(), PROMPT, CONFIG)
+    chunks, pairs, _ = plots.plot_stability(measures, tmp_path / "s.png", "tiny").axes
+    torch.testing.assert_close(_shown(chunks), measures.heavy_jaccard.nanmean(-1).T)
+    torch.testing.assert_close(_shown(pairs), measures.heavy_jaccard_of_layers)
+    assert [tick.get_text() for tick in chunks.get_xticklabels()] == ["1", "2", "3", "4"]
+    first, second, _ = plots.plot_attention(measures, tmp_path / "a.png", "tiny").axes
+    for layer, axes in enumerate((first, second)):
+        torch.testing.assert_close(_shown(axes).nan_to_num(), measures.pattern[:, layer].nanmean(1))
+        assert axes.get_title(loc="left") == f"layer {layer}"
+        assert axes.images[0].get_extent() == [0, LENGTH, LENGTH, 0]
 
 
 def test_long_prompts_are_averaged_and_many_chunks_are_sampled(
