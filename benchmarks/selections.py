@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,6 +20,7 @@ from common.benchmark import (
     Plan,
     TextFileOption,
     benchmark,
+    dtype_name,
     load_with_text,
     new_app,
     read_corpus,
@@ -55,15 +56,17 @@ Run = Callable[[Tensor], tuple[PromptLogits, float]]
 
 DEFAULT_VARIANTS = (
     *("h2o", "recommended,error_rows=0", "recommended"),
-    # What H2O brings: without heavy hitters, without a window, without recall.
+    # What H2O brings: without heavy hitters, without recall, without both, recall alone.
     "h2o,local_window=512,heavy_budget=0",
     "h2o,local_window=768,heavy_budget=0",
     "recommended,error_rows=0,local_window=0,heavy_budget=0,block_diagonal=true",
     "recommended,error_rows=0,local_window=768,heavy_budget=0",
-    # Sinks and window, as StreamingLLM; then with the last rows dense, as Tri-shape.
-    "h2o,sink_tokens=4,local_window=1200,heavy_budget=0",
-    "h2o,sink_tokens=128,local_window=1076,heavy_budget=0,dense_tail=128",
-    *("snapkv=1140", "snapkv-own=1140", "quoka=1130", "quoka-own=1130", "xattention=0.9"),
+    # Other rules at the products of `recommended`: sinks and window (StreamingLLM), with the last
+    # rows dense (Tri-shape), and larger sets in all heads.
+    "recommended,error_rows=0,local_window=800,heavy_budget=400",
+    "h2o,sink_tokens=4,local_window=1352,heavy_budget=0",
+    "h2o,sink_tokens=128,local_window=1084,heavy_budget=0,dense_tail=128",
+    *("snapkv=1100", "snapkv-own=1100", "quoka=1290", "quoka-own=1290", "xattention=0.9"),
 )
 
 
@@ -271,49 +274,45 @@ def selections(
     a row, mean of layers and heads, with those of the selection itself; the leak is the largest
     change of a logit when only tokens after its row change, in a prompt of three chunks.
     """
-    corpus = read_corpus(text_file)
-    chunk = plan.config().chunk_size
+    corpus, chunk = read_corpus(text_file), plan.config().chunk_size
     title = "selections of keys beside dense attention"
-    with Report(plan, title, model=model, text=corpus.source, windows=windows) as report:
-        for dtype, network, tokenizer, tokens in load_with_text(plan, model, corpus, 1):
-            for length in plan.lengths:
-                batches = select_windows(tokens, length, windows)[1]
-                case = {"length": length, "dtype": str(dtype).removeprefix("torch.")}
-                with torch.no_grad():
-                    _measure(report, plan, network, tokenizer, batches, variants, case, chunk)
+    with (
+        torch.no_grad(),
+        Report(plan, title, model=model, text=corpus.source, windows=windows) as report,
+    ):
+        ((dtype, network, tokenizer, tokens),) = load_with_text(plan, model, corpus, 1)
+        for length in plan.lengths:
+            prompts = [ids[None] for ids in select_windows(tokens, length, windows)[1]]
+            dense = [run_of(DENSE, plan, network, tokenizer)(prompt)[0] for prompt in prompts]
+            for variant in variants:
+                run = run_of(variant, plan, network, tokenizer)
+                found, products = zip(*map(run, prompts), strict=True)
+                report.add(
+                    variant=variant,
+                    length=length,
+                    dtype=dtype_name(dtype),
+                    **_losses(prompts, dense, found),
+                    products=sum(products) / len(products),
+                    leak=leak(run, prompts[0][:, : 3 * chunk], chunk),
+                )
 
 
-def _measure(
-    report: Report,
-    plan: Plan,
-    model: Any,
-    tokenizer: Any,
-    batches: Tensor,
-    variants: list[str],
-    case: Row,
-    chunk: int,
-) -> None:
-    dense = [run_of(DENSE, plan, model, tokenizer)(ids[None])[0] for ids in batches]
-    for variant in variants:
-        run = run_of(variant, plan, model, tokenizer)
-        scores, products = [], 0.0
-        for ids, exact in zip(batches, dense, strict=True):
-            logits, count = run(ids[None])
-            scores.append(score_window(exact, logits, ids, scored_rows("gptq", len(ids))))
-            products += count / len(batches)
-        all_scores = WindowScores(*map(torch.stack, zip(*scores, strict=True)))
-        loss, error = relative_difference(all_scores.dense_nll, all_scores.sparse_nll)
-        report.add(
-            **case,
-            variant=variant,
-            perplexity=perplexity(all_scores.sparse_nll),
-            loss_percent=loss,
-            loss_error=error,
-            kl=all_scores.kl.mean().item(),
-            top1_percent=100 * all_scores.same_top1.double().mean().item(),
-            products=products,
-            leak=leak(run, batches[:1, : 3 * chunk], chunk),
-        )
+def _losses(
+    prompts: list[Tensor], dense: Sequence[PromptLogits], sparse: Sequence[PromptLogits]
+) -> Row:
+    windows = [
+        score_window(exact, found, ids[0], scored_rows("gptq", ids.shape[1]))
+        for exact, found, ids in zip(dense, sparse, prompts, strict=True)
+    ]
+    scores = WindowScores(*map(torch.stack, zip(*windows, strict=True)))
+    loss, error = relative_difference(scores.dense_nll, scores.sparse_nll)
+    return {
+        "perplexity": perplexity(scores.sparse_nll),
+        "loss_percent": loss,
+        "loss_error": error,
+        "kl": scores.kl.mean().item(),
+        "top1_percent": 100 * scores.same_top1.double().mean().item(),
+    }
 
 
 if __name__ == "__main__":
