@@ -29,16 +29,14 @@ from common.report import Report, Row
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_prefill import ChunkedPrefillCache, enable
+from h2o_prefill import enable
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.attention_flops import recalled_dot_products, sparse_dot_products
+from h2o_prefill.eval.attention_flops import count_attention_flops, dense_dot_products
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.perplexity.estimates import perplexity, relative_difference
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
-from h2o_prefill.eval.recalled_keys import find_recalled
-from h2o_prefill.eval.runs import DENSE
-from h2o_prefill.hf.cache import cache_argument
+from h2o_prefill.eval.runs import DENSE, count_kv_heads, count_layers
 from h2o_prefill.hf.token_text import text_for
 
 app = new_app()
@@ -221,28 +219,13 @@ def run_of(text: str, plan: Plan, model: Any, tokenizer: Any) -> Run:
 def run_settings(
     model: Any, tokenizer: Any, config: PrefillConfig, ids: Tensor
 ) -> tuple[PromptLogits, float]:
-    """Prefill with this library, and count what it computes; no layers or heads may be wide.
-
-    As `sparse_dot_products` counts, and beside it the rows that measure errors, and the sets that
-    they have widened by then: with such rows, a call takes one chunk, which changes no result.
-    """
-    cache = ChunkedPrefillCache(config=model.config)
-    length, size = ids.shape[1], config.local_window + config.heavy_budget
-    recalled = find_recalled(ids, config, text_for(tokenizer, config))
-    products = float(sparse_dot_products(length, config)) + recalled_dot_products(length, recalled)
-    rows, widening = [], torch.ones(1)
-    step = config.chunk_size if config.error_rows else length
-    with enable(model, config, tokenizer=tokenizer):
-        for begin in range(0, length, step):
-            chunk = ids[:, begin : begin + step]
-            output = model.base_model(chunk, **cache_argument(model, cache), use_cache=True)
-            rows.append(output.last_hidden_state[0])
-            room = begin - config.sink_tokens
-            wider = (widening * size).clamp(max=room) - min(size, room)
-            products += chunk.shape[1] * max(0.0, wider.mean().item()) + config.error_rows * begin
-            states = [layer.state for layer in cache.layers]
-            widening = torch.stack([state.widening[0] for state in states if state]).double()
-    return PromptLogits(torch.cat(rows), PromptForward(model).head), products / length
+    """Prefill with this library, and count what it computes."""
+    with enable(model, config, tokenizer=tokenizer) as handle:
+        logits, _ = PromptForward(model)(ids)
+    heads = count_layers(model), count_kv_heads(model)
+    text, errors = text_for(tokenizer, config), [handle.state.errors]
+    flops = count_attention_flops(ids, config, *heads, text, errors)
+    return logits, dense_dot_products(ids.shape[1]) / flops.ratio / ids.shape[1]
 
 
 def leak(run: Run, ids: Tensor, chunk: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ class AttentionFlops:
     ratio: float  # query-key products, dense over sparse
     # Upper bound of the recalled keys that a row sees, mean of all rows; None if recall is off.
     recalled_keys: float | None
+    # By which errors multiplied L and H, mean of chunks and KV heads; None if none were measured.
+    widening: float | None = None
 
 
 def count_attention_flops(
@@ -26,11 +29,14 @@ def count_attention_flops(
     num_layers: int = 1,
     kv_heads: int = 1,
     token_text: Tensor | None = None,
+    errors: Sequence[Mapping[int, Tensor]] = (),
 ) -> AttentionFlops:
     """Count the attention flops of prompts [prompts, T], each prefilled in one call.
 
     Dense layers and prompts that are too short for a sparse call count as dense, wide layers and
-    heads with their own memory sets. Lexical recall is run on every prompt.
+    heads with their own memory sets. Lexical recall is run on every prompt. `errors` are those of
+    the layers after each prompt, `PrefillState.errors`: without them memory sets count as they are
+    before errors widen them.
     """
     count, length = prompts.shape
     if not config.is_sparse_call(0, length):
@@ -40,16 +46,26 @@ def count_attention_flops(
         recalled_dot_products(length, find_recalled(prompt.unsqueeze(0), config, token_text))
         for prompt in prompts
     )
+    # Of every prompt and layer, by KV head.
+    factors = [
+        {layer: x[0, :, 3].double() / x[0, :, 2] for layer, x in found.items() if x[0, 0, 2] > 0}
+        for found in errors
+    ]
+
+    def sparse(layer: int) -> int:
+        settings = config.of_layer(layer)
+        each = [found.get(layer) for found in factors] or [None] * count
+        return sum(sparse_dot_products(length, settings, None, kv_heads, x) for x in each)
+
     all_layers = sum(
-        dense
-        if layer in config.dense_layers
-        else recalled
-        + count * sparse_dot_products(length, config.of_layer(layer), kv_heads=kv_heads)
+        dense if layer in config.dense_layers else recalled + sparse(layer)
         for layer in range(num_layers)
     )
+    measured = [factor for found in factors for factor in found.values()]
     return AttentionFlops(
         ratio=num_layers * dense / all_layers,
         recalled_keys=recalled / (count * length) if config.recall else None,
+        widening=torch.cat(measured).mean().item() if measured else None,
     )
 
 
@@ -63,21 +79,29 @@ def sparse_dot_products(
     config: PrefillConfig,
     recalled: RecalledKeys | None = None,
     kv_heads: int = 1,
+    widening: Tensor | None = None,
 ) -> int:
     """Count the query-key products of one head when a prompt is prefilled sparsely in one call.
 
     Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| the most that a
-    memory set can hold by then, as a mean of the heads, before errors widen it. Recalled keys are
-    added, and all keys of the rows of a dense tail, whose sparse attention is computed too, because
-    it updates the scores.
+    memory set can hold by then, as a mean of the heads. `widening` [Hkv] are the factors of L and H
+    by errors, as a mean of the chunks; rows that measure errors see all keys before them. Recalled
+    keys are added, and all keys of the rows of a dense tail, whose sparse attention is computed
+    too, because it updates the scores.
     """
-    wider = sum(factor - 1 for *_, factor in config.wide_heads) / kv_heads
+    factors = torch.ones(kv_heads, dtype=torch.float64)
+    for _, head, factor in config.wide_heads:
+        factors[head] = max(factor, int(factors[head]))
+    if widening is not None:
+        factors *= widening.cpu()
     budget = config.local_window + config.heavy_budget
-    memory_size = config.sink_tokens + round(budget * (1 + wider))
+    memory_size = config.sink_tokens + round(budget * factors.mean().item())
     total = recalled_dot_products(num_tokens, recalled)
     for begin in range(0, num_tokens, config.chunk_size):
         rows = min(config.chunk_size, num_tokens - begin)
         total += dense_dot_products(rows) + rows * min(memory_size, begin)
+        if begin > 0:
+            total += min(config.error_rows, rows) * (begin + rows // 2)
     tail = min(config.dense_tail, num_tokens)
     return total + dense_dot_products(num_tokens) - dense_dot_products(num_tokens - tail)
 

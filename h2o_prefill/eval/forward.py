@@ -15,20 +15,11 @@ _PROBE_TOKENS = 8
 
 
 class PromptLogits:
-    """Logits made on demand from rows [T, C] by an output layer; without one, the rows.
+    """Logits made on demand from rows [T, C] by an output layer; without one, the rows."""
 
-    `widening` is the mean factor of the KV heads of a sparse run, see `PrefillState`.
-    """
-
-    def __init__(
-        self,
-        rows: Tensor,
-        head: Callable[[Tensor], Tensor] | None,
-        widening: float | None = None,
-    ) -> None:
+    def __init__(self, rows: Tensor, head: Callable[[Tensor], Tensor] | None) -> None:
         self.rows = rows
         self.head = head
-        self.widening = widening
 
     def slice(self, begin: int, end: int) -> Tensor:
         """Return the fp32 logits of rows begin .. end - 1, [end - begin, vocabulary]."""
@@ -58,9 +49,9 @@ class PromptForward:
         """Run a prompt, int64 [1, T]; return its logits and the seconds of the call."""
         if self.head is None:
             output, seconds = self._timed(input_ids)
-            return PromptLogits(_logits(output)[0], None, _widening(output)), seconds
-        hidden, output, seconds = self._hidden_states(input_ids, logits_to_keep=1)
-        return PromptLogits(hidden, self.head, _widening(output)), seconds
+            return PromptLogits(_logits(output)[0], None), seconds
+        hidden, _, seconds = self._hidden_states(input_ids, logits_to_keep=1)
+        return PromptLogits(hidden, self.head), seconds
 
     def _timed(self, input_ids: Tensor, **options: Any) -> tuple[Any, float]:
         _synchronize(input_ids.device)
@@ -94,15 +85,6 @@ class PromptForward:
 
 def _logits(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
-
-
-def _widening(output: Any) -> float | None:
-    from h2o_prefill.hf.cache import CACHE_NAMES
-
-    cache = next((found for name in CACHE_NAMES if (found := getattr(output, name, None))), None)
-    states = (getattr(layer, "state", None) for layer in getattr(cache, "layers", ()))
-    factors = [state.widening.flatten().double() for state in states if state is not None]
-    return torch.cat(factors).mean().item() if factors else None
 
 
 def _synchronize(device: torch.device) -> None:

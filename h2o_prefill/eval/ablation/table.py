@@ -49,7 +49,7 @@ COLUMNS: dict[str, str] = {
     "kl_mean": _REAL,  # mean KL(dense || sparse) of the next-token distributions, nats
     "top1_agreement": _REAL,  # share of tokens whose most likely token is the same in both runs
     "attention_flops_ratio": _REAL,  # dense over sparse, of all windows (`count_attention_flops`)
-    "widening": _REAL,  # of L and H of a KV head at the end, mean; empty if error_rows is 0
+    "widening": _REAL,  # factor of L and H by errors, mean; empty if error_rows is 0
     "recalled_keys": _REAL,  # that a row sees, mean of all rows; empty if recall is 0
     "dense_seconds": _REAL,  # of the forward calls of all windows
     "sparse_seconds": _REAL,  # the same; `benchmark_throughput` measures times better

@@ -118,7 +118,7 @@ class PairedRuns:
         rows = scored_rows(self._protocol, context)
         scores: list[WindowScores] = []
         seconds: list[tuple[float, float]] = []
-        widening: list[float | None] = []
+        errors: list[dict[int, Tensor]] = []
         for number, index in enumerate(self._selected):
             input_ids = self._batches[number].to(self._device)
             runs: dict[str, tuple[PromptLogits, float]] = {}
@@ -128,13 +128,13 @@ class PairedRuns:
                     runs[name] = self._run_dense(index, input_ids, step)
                 else:
                     step(index, name)
-                    with prefill_mode(self._model, config, tokenizer=self._tokenizer):
+                    with prefill_mode(self._model, config, tokenizer=self._tokenizer) as handle:
                         runs[name] = self._forward(input_ids.unsqueeze(0))
+                    errors.append(dict(handle.state.errors))
             dense, sparse = runs["dense"], runs["sparse"]
             scores.append(score_window(dense[0], sparse[0], input_ids, rows))
             scores[-1].check_finite(index)
             seconds.append((dense[1], sparse[1]))
-            widening.append(sparse[0].widening)
         return summarize(
             scores,
             seconds,
@@ -143,13 +143,13 @@ class PairedRuns:
             protocol=self._protocol,
             context=context,
             windows=list(self._selected),
-            widening=widening,
             flops=count_attention_flops(
                 self._batches,
                 config,
                 count_layers(self._model),
                 count_kv_heads(self._model),
                 self._text_for(config),
+                errors,
             ),
         )
 

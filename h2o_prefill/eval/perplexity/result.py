@@ -51,11 +51,10 @@ class PerplexityResult:
     stderr_percent: float
     kl_mean: float  # mean KL(dense || sparse) of the next-token distributions, nats
     top1_agreement: float  # share of rows for which both runs have the same most likely token
-    # Query-key products of dense attention over those of the sparse one, in all windows, before
-    # errors widen memory sets.
+    # Query-key products of dense attention over those of the sparse one, in all windows.
     attention_flops_ratio: float
-    # By which errors have multiplied L and H of a KV head at the end of a window, mean of heads and
-    # windows; None where `error_rows` is 0.
+    # By which errors have multiplied L and H, mean of chunks, KV heads and windows; None where
+    # `error_rows` is 0.
     widening: float | None
     recalled_keys: float | None  # that a row sees, mean of all rows; None where recall is off
     by_position: PositionCurve  # along the window
@@ -86,7 +85,6 @@ def summarize(
     rows: range,
     config: PrefillConfig,
     flops: AttentionFlops,
-    widening: list[float | None],
     context: int,
     **settings: Any,
 ) -> PerplexityResult:
@@ -126,7 +124,7 @@ def summarize(
         top1_agreement=scores.same_top1.double().mean().item(),
         attention_flops_ratio=flops.ratio,
         recalled_keys=flops.recalled_keys,
-        widening=_mean(widening) if config.error_rows else None,
+        widening=flops.widening,
         by_position=curve(row, context),
         by_chunk_position=curve(in_chunk, chunk_size),
         config=config,
@@ -134,8 +132,3 @@ def summarize(
         scored_tokens=dense.numel(),
         **settings,
     )
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -103,6 +103,19 @@ def test_wide_layers_count_with_their_own_sizes(options: dict[str, Any]) -> None
     assert 1 / mixed.ratio == pytest.approx((2 / ratios[0] + 1 / ratios[1]) / 3)
 
 
+def test_factors_by_errors_and_their_rows_count() -> None:
+    config = CONFIG.replace(local_window=2, heavy_budget=2, error_rows=3)
+    chunks = range(CONFIG.chunk_size, LENGTH, CONFIG.chunk_size)
+    rows = [min(CONFIG.chunk_size, LENGTH - begin) for begin in chunks]
+    exact = sum(3 * (begin + count // 2) for begin, count in zip(chunks, rows, strict=True))
+    plain = sparse_dot_products(LENGTH, config.replace(error_rows=0), kv_heads=2)
+    assert sparse_dot_products(LENGTH, config, kv_heads=2) == plain + exact
+    # Twice and four times 2 + 2 keys: 8 more on average.
+    factors = torch.tensor([2.0, 4.0])
+    widened = sparse_dot_products(LENGTH, config, None, 2, factors)
+    assert widened == plain + exact + 8 * sum(rows)
+
+
 def test_rows_of_the_lists_are_those_of_a_call() -> None:
     prompt = torch.randint(1, 9, (1, 72), generator=torch.Generator().manual_seed(5))
     config = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall=2, recall_block=8)

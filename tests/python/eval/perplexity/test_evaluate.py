@@ -130,14 +130,20 @@ def test_attention_is_counted_over_the_windows(tiny_model: Any) -> None:
         assert result.recalled_keys == flops.recalled_keys
 
 
-def test_the_factor_of_memory_sets_is_that_of_the_last_state(tiny_model: Any) -> None:
+def test_memory_sets_count_as_errors_have_widened_them(tiny_model: Any) -> None:
     config = CONFIG.replace(error_rows=4, error_threshold=0.05, max_widen=4)
     result = evaluate_perplexity(tiny_model, TOKENS, config, context=CONTEXT, windows="1:2")
     cache = h2o_prefill.ChunkedPrefillCache(config=tiny_model.config)
     window = TOKENS[None, CONTEXT : 2 * CONTEXT]
     h2o_prefill.chunked_prefill(tiny_model, window, config, cache=cache)
-    factors = torch.stack([layer.state.widening for layer in cache.layers]).double()
-    assert result.widening == factors.mean() > 1
+    # The first layer measures no errors. The first chunk has none before it.
+    (widened,) = (layer.state.errors for layer in cache.layers[1:])
+    factors = widened[0, :, 3].double() / (-(-CONTEXT // config.chunk_size) - 1)
+    assert result.widening == pytest.approx(factors.mean().item()) and result.widening > 1
+    errors = [{1: widened}]
+    flops = count_attention_flops(window, config, 2, len(factors), errors=errors)
+    assert result.attention_flops_ratio == flops.ratio
+    assert flops.ratio < count_attention_flops(window, config, 2, len(factors)).ratio
     plain = evaluate_perplexity(tiny_model, TOKENS, CONFIG, context=CONTEXT, windows="1:2")
     assert plain.widening is None
 
