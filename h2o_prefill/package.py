@@ -139,7 +139,7 @@ class PrefillPackage:
     @property
     def estimated_kl(self) -> float:
         """Estimated KL(dense || sparse) of the text so far (`h2o_prefill.estimated_kl`)."""
-        return float(estimated_kl(self._state[6::STATE_OF_LAYER]))
+        return float(estimated_kl(self._state[6::STATE_OF_LAYER], self.info.config))
 
     def reset(self) -> None:
         """Start a new text; the contents of the buffers are ignored."""

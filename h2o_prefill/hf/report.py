@@ -80,7 +80,7 @@ def explain(model: PreTrainedModel) -> ModelReport:
 
 def _estimated_kl(enabled: EnabledState) -> tuple[float, ...] | None:
     measured = [errors for errors in enabled.errors.values() if bool(errors[..., 2].any())]
-    return tuple(estimated_kl(measured).tolist()) if measured else None
+    return tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None
 
 
 def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:

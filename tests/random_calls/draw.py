@@ -89,6 +89,7 @@ def _draw_settings(
     dense, wide = ([x for x in range(layers) if draw.chance(0.15)] for _ in range(2))
     # Blocks of a few rows make as many lists; the largest item needs no more than the others.
     blocks = [x for x in range(1, min(chunk_size, 64) + 1) if chunk_size % x == 0]
+    error_rows = draw.integer(1, 8) if draw.chance(0.3) else 0
     return PrefillConfig(
         chunk_size=chunk_size,
         sink_tokens=sinks,
@@ -110,9 +111,10 @@ def _draw_settings(
         character_matches=draw.integer(1, 4),
         character_span=draw.integer(1, 7),
         block_diagonal=draw.chance(0.5),
-        error_rows=draw.integer(1, 8) if draw.chance(0.3) else 0,
+        error_rows=error_rows,
         error_threshold=draw.choice(ERROR_THRESHOLDS),
         max_widen=draw.integer(1, 9),
+        max_error=draw.choice([1e-3, 10.0]) if error_rows and draw.chance(0.3) else 0.0,
     )
 
 

@@ -32,12 +32,12 @@ def test_errors_and_the_estimate_of_the_last_prompt(llama, make_ids):
     assert report.layers[1].error == pytest.approx((measured[..., 1] / 4).mean().item())
     # Four of five chunks have others before them.
     each = 0.8 * (measured[..., 1] / 4).mean(1)
-    whole = estimated_kl([torch.tensor([[[0, 1.0, 1, 1]]])]).item() / 0.5  # of an error of 1
+    whole = estimated_kl([torch.tensor([[[0, 1.0, 1, 1]]])], handle.config).item() / 0.5
     assert report.estimated_kl == pytest.approx((whole * each).tolist())
     assert "of the last prompt: " + ", ".join(f"{x:.4f}" for x in report.estimated_kl) in str(
         report
     )
-    assert torch.isnan(estimated_kl([torch.zeros(1, 2, 4)])).all()
+    assert torch.isnan(estimated_kl([torch.zeros(1, 2, 4)], handle.config)).all()
 
 
 def test_a_layer_above_the_maximum_says_so(llama, make_ids):
