@@ -51,8 +51,9 @@ def retrieve(
 
     Facts (needles) are hidden in a text (the haystack), and the model is asked for them. The tasks
     have the form of RULER's; paraphrased asks in words that the text does not use. In the table,
-    accuracy is the mean score, and kept is the share of the prompts solved after dense prefill that
-    are also solved after sparse prefill.
+    accuracy is the mean score, and kept is how many of the prompts solved after dense prefill are
+    also solved after sparse prefill. The last column has the mean log-probability per token of the
+    expected answer after dense prefill, and its change after sparse prefill.
     """
     from h2o_prefill.eval import evaluate_retrieval, load_text
     from h2o_prefill.eval.retrieval.evaluate import check_retrieval

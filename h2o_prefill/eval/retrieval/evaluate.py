@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.models import resolve_model
@@ -59,7 +59,9 @@ def evaluate_retrieval(
 
     Every prompt is prefilled in one call, densely and then with each variant, and answered
     greedily; decoding is dense over the whole cache. The tasks have the form of RULER
-    (NVIDIA/RULER); the score of an answer is the share of the expected strings in it.
+    (NVIDIA/RULER); the score of an answer is the share of the expected strings in it. The
+    log-probability of the expected answer, with dense attention after the same prefill, also tells
+    prompts apart of which the greedy answers are equal.
 
     Parameters
     ----------
@@ -74,7 +76,7 @@ def evaluate_retrieval(
         formatted with it.
     tasks : sequence of str
         Of `tasks.TASKS`: "single", "multi_key", "multi_value", "variable_tracking",
-        "paraphrased".
+        "common_words", "repeated_span", "paraphrased".
     lengths : sequence of int
         Tokens of prompt and answer together: at least two chunks of every variant.
     depths : sequence of float
@@ -121,16 +123,23 @@ def evaluate_retrieval(
     with torch.no_grad(), eval_mode(network):
         for task, length, depth, index in cells:
             own_seed = prompt_seed(seed, task, length, depth, index)
-            ids, new_tokens, answers = build(task, length, depth, own_seed)
+            ids, new_tokens, answers, expected = build(task, length, depth, own_seed)
             said: dict[str, str] = {}
+            log_probs: dict[str, float] = {}
             for name, config in runs.items():
                 step(f"{task} {length} {depth:g} % {name}")
                 with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
-                    made = generate_greedily(network, ids, new_tokens)[0, ids.shape[1] :]
+                    options = {"output_logits": True, "return_dict_in_generate": True}
+                    output = generate_greedily(network, ids, new_tokens, **options)
+                    log_probs[name] = _answer_log_prob(network, output, ids.shape[1], expected)
+                made = output.sequences[0, ids.shape[1] :]
                 said[name] = str(tokenizer.decode(made, skip_special_tokens=True))
             scores = {name: substring_score(answer, answers) for name, answer in said.items()}
             outcomes.append(
-                PromptOutcome(task, length, depth, own_seed, ids.shape[1], answers, said, scores)
+                PromptOutcome(
+                    *(task, length, depth, own_seed, ids.shape[1]),
+                    *(answers, said, scores, log_probs),
+                )
             )
     step("done")
     return RetrievalResult(
@@ -142,6 +151,24 @@ def evaluate_retrieval(
         seed=seed,
         text_source=corpus.source,
     )
+
+
+def _answer_log_prob(model: Any, output: Any, prompt_tokens: int, expected: Tensor) -> float:
+    """Return the mean log-probability per token of an answer after a prompt, in nats.
+
+    `output` is that of `generate` for the prompt; what it decoded is removed from its cache. The
+    tokens of the answer, int64 [1, A], attend densely, as decoded ones do.
+    """
+    from h2o_prefill.hf.cache import CACHE_NAMES, cache_argument
+
+    found = (getattr(output, name, None) for name in CACHE_NAMES)
+    cache: Any = next(one for one in found if one is not None)
+    cache.crop(prompt_tokens - cache.get_seq_length())
+    expected = expected.to(output.sequences.device)
+    rows = model(input_ids=expected, use_cache=True, **cache_argument(model, cache)).logits[0]
+    # The first token follows the prompt, the others each other.
+    log_probs = torch.cat([output.logits[0], rows[:-1]]).float().log_softmax(dim=-1)
+    return float(log_probs.gather(1, expected.T).mean())
 
 
 def check_retrieval(

@@ -68,6 +68,7 @@ class RetrievalPrompt(NamedTuple):
     input_ids: Tensor  # int64 [1, T]: all tokens but those of the answer, or a word less
     new_tokens: int  # tokens of the answer, at most
     answers: tuple[str, ...]
+    expected: Tensor  # int64 [1, A]: the tokens of the answers, with commas between
 
 
 def prompt_seed(seed: int, task: str, length: int, depth: float, index: int) -> int:
@@ -120,7 +121,8 @@ def build_prompt(
         raise ValueError(
             f"text must be longer for lengths of {length} tokens: {available} words are too few"
         )
-    return RetrievalPrompt(encoded(words), kind.new_tokens, riddle.answers)
+    expected = _continuation(tokenizer, f" {', '.join(riddle.answers)}")
+    return RetrievalPrompt(encoded(words), kind.new_tokens, riddle.answers, expected)
 
 
 def _encode(tokenizer: Any, riddle: Riddle, text: str, question: str) -> Tensor:
@@ -132,5 +134,11 @@ def _encode(tokenizer: Any, riddle: Riddle, text: str, question: str) -> Tensor:
     if not getattr(tokenizer, "chat_template", None):
         return encode_prompt(tokenizer, f"{message}{gap}{lead}", chat=False)
     asked = encode_prompt(tokenizer, message, chat=True)
-    begun = tokenizer(lead, add_special_tokens=False, return_tensors="pt", verbose=False)
-    return torch.cat([asked, begun["input_ids"]], dim=1)
+    return torch.cat([asked, _continuation(tokenizer, lead)], dim=1)
+
+
+def _continuation(tokenizer: Any, text: str) -> Tensor:
+    """Return the tokens of a text that goes on, int64 [1, T]."""
+    encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)
+    ids: Tensor = encoded["input_ids"]
+    return ids

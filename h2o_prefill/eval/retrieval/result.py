@@ -31,6 +31,8 @@ class PromptOutcome:
     answers: tuple[str, ...]
     outputs: dict[str, str]
     scores: dict[str, float]  # `substring_score` of the outputs
+    # Mean log-probability per token of the answers, in nats, whatever was said.
+    log_probs: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class RetrievalSummary:
     # prompt that the model fails with dense attention says nothing about the variant.
     kept: float
     kept_interval: tuple[float, float]
+    log_prob: float  # of the answers, per token, mean of the prompts, nats
+    log_prob_change: float  # from dense, mean of the prompts
+    log_prob_stderr: float  # its standard error, of paired differences; NaN for one prompt
 
 
 @dataclass(frozen=True)
@@ -101,10 +106,14 @@ def summarize_retrieval(
     """Return the accuracy of each variant by task and length, whose outcomes follow each other."""
     rows = []
     for (task, length), group in itertools.groupby(outcomes, lambda o: (o.task, o.length)):
-        scores = [outcome.scores for outcome in group]
+        outcomes_here = list(group)
+        scores = [outcome.scores for outcome in outcomes_here]
+        log_probs = [outcome.log_probs for outcome in outcomes_here]
         for variant in variants:
             accuracy = statistics.fmean(score[variant] for score in scores)
             solved = [score[variant] == 1 for score in scores if score[DENSE] == 1]
+            changes = [one[variant] - one[DENSE] for one in log_probs]
+            deviation = statistics.stdev(changes) if len(changes) > 1 else math.nan
             kept = sum(solved) / len(solved) if solved else math.nan
             rows.append(
                 RetrievalSummary(
@@ -117,6 +126,9 @@ def summarize_retrieval(
                     dense_solved=len(solved),
                     kept=kept,
                     kept_interval=wilson_interval(kept, len(solved)),
+                    log_prob=statistics.fmean(one[variant] for one in log_probs),
+                    log_prob_change=statistics.fmean(changes),
+                    log_prob_stderr=deviation / math.sqrt(len(changes)),
                 )
             )
     return rows

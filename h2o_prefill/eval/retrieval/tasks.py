@@ -9,10 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-# RULER's niah_multikey_1, niah_multivalue and vt.
+# RULER's niah_multikey_1, niah_multivalue and vt; its cwe with fewer words.
 _KEYS = 4
 _VALUES = 4
 _HOPS = 4
+_COMMON, _TIMES, _RARE = 3, 5, 9
+
+# Words of a repeated span, and how many of them the question has.
+_SPAN, _GIVEN = 12, 4
 
 # A key is an adjective and a noun joined by a hyphen, as RULER's are.
 _ADJECTIVES = """
@@ -101,6 +105,34 @@ def _variable_tracking(rng: random.Random, text: str) -> Riddle:
     )
 
 
+def _common_words(rng: random.Random, text: str) -> Riddle:
+    names = _names(rng, text, _COMMON + _RARE)
+    common = names[:_COMMON]
+    entries = rng.sample([*names[_COMMON:], *common * _TIMES], _RARE + _COMMON * _TIMES)
+    return Riddle(
+        intro="A list of numbered words is hidden within the following text. Some of the words "
+        "appear more often than others. Memorize the ones that appear most often.",
+        question=f"What are the {_COMMON} most common words in the list?",
+        lead=f"The {_COMMON} most common words in the list are",
+        answers=tuple(common),
+        needles=tuple(f"Word {i} is {name}." for i, name in enumerate(entries, 1)),
+    )
+
+
+def _repeated_span(rng: random.Random, text: str) -> Riddle:
+    words = [*_ADJECTIVES.split(), *_NOUNS.split()]
+    (span,) = _distinct(lambda: " ".join(rng.sample(words, _SPAN)), 1, text)
+    given = " ".join(span.split()[:_GIVEN])
+    return Riddle(
+        intro="A row of words is hidden within the following text. Make sure to memorize it. I "
+        "will ask you to go on with it afterwards.",
+        question=f'How does the row of words go on that begins with "{given}"?',
+        lead=given,
+        answers=(span.removeprefix(f"{given} "),),
+        needles=(f"The row of words: {span}.",),
+    )
+
+
 def _paraphrased(rng: random.Random, text: str) -> Riddle:
     facts = {fact.split()[0]: fact for fact in FACTS}
     # A name that the text has already would be a second answer.
@@ -145,5 +177,7 @@ TASKS = {
     "multi_key": Task(partial(_magic_numbers, keys=_KEYS), new_tokens=24),
     "multi_value": Task(partial(_magic_numbers, values=_VALUES), new_tokens=64),
     "variable_tracking": Task(_variable_tracking, new_tokens=48),
+    "common_words": Task(_common_words, new_tokens=24),
+    "repeated_span": Task(_repeated_span, new_tokens=32),
     "paraphrased": Task(_paraphrased, new_tokens=24),
 }

@@ -26,6 +26,7 @@ from h2o_prefill.eval.retrieval.result import (
     summarize_retrieval,
     wilson_interval,
 )
+from h2o_prefill.hf.cache import cache_argument
 
 TEXT = "A quick brown fox did jump over it. The lazy dog sat still all day. " * 60
 CORPUS = Corpus("foxes", TEXT, "foxes.txt")
@@ -41,15 +42,18 @@ def model(tiny: Any) -> Any:
 @pytest.fixture
 def reader(model: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the model with answers read off the prompt; sparse, it has only the second half."""
+    random_answer = model.generate
 
-    def generate(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    def generate(input_ids: torch.Tensor, **options: Any) -> Any:
         text = tiny_tokenizer.decode(input_ids[0])
         key = re.findall(r"for (\w+-\w+) mentioned", text)[-1]
         if model.config._attn_implementation == "h2o_prefill":
             text = text[len(text) // 2 :]
         found = re.findall(rf"numbers for {key} is: (\d+)", text)
         answer = tiny_tokenizer(f" {', '.join(found)}.", return_tensors="pt")["input_ids"]
-        return torch.cat([input_ids, answer[:, : options["max_new_tokens"]]], dim=1)
+        output = random_answer(input_ids, **options)
+        output.sequences = torch.cat([input_ids, answer[:, : options["max_new_tokens"]]], dim=1)
+        return output
 
     monkeypatch.setattr(model, "generate", generate, raising=False)
     return model
@@ -109,6 +113,8 @@ def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_
 def test_answers_are_what_the_model_generates_after_each_prefill(
     model: Any, tiny_tokenizer: Any
 ) -> None:
+    from transformers import DynamicCache
+
     calls: list[tuple[int, int, bool]] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -121,10 +127,15 @@ def test_answers_are_what_the_model_generates_after_each_prefill(
     handle.remove()
     assert model.training and model.config._attn_implementation == "sdpa"
     (outcome,) = result.outcomes
-    # One call for the prompt, with the logits of one token, and one for each token of the answer.
-    prefills = [call for call in calls if call[0] > 1]
-    assert prefills == [(outcome.prompt_tokens, 1, sparse) for sparse in (False, True, True)]
-    assert len(calls) == 3 * 24 and {call[1] for call in calls} == {1}
+    # One call for the prompt, with the logits of one token, one for each token of the answer, and
+    # one for those of the expected answer: a space and seven digits.
+    longer = [call for call in calls if call[0] > 1]
+    assert longer == [
+        call
+        for sparse in (False, True, True)
+        for call in ((outcome.prompt_tokens, 1, sparse), (8, 8, sparse))
+    ]
+    assert len(calls) == 3 * 25
 
     model.eval()
     prompt = build_prompt(
@@ -139,6 +150,24 @@ def test_answers_are_what_the_model_generates_after_each_prefill(
         for name, ids in spoken.items()
     }
     assert outcome.outputs["dense"] != outcome.outputs["small"], "the variant was not sparse"
+
+    # The log-probability of the expected answer is that of one call over prompt and answer.
+    answer = tiny_tokenizer(f" {outcome.answers[0]}", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits = model(torch.cat([prompt, answer], dim=1)).logits[0, -answer.shape[1] - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, answer.T).mean()
+    assert outcome.log_probs["dense"] == pytest.approx(float(expected), rel=1e-4)
+    for name, config in VARIANTS.items():
+        # Decoding appends token by token to what the sparse call left.
+        options = {"use_cache": True, **cache_argument(model, DynamicCache(config=model.config))}
+        with h2o_prefill.enable(model, config), torch.no_grad():
+            rows = [
+                model(ids, logits_to_keep=1, **options).logits[0]
+                for ids in (prompt, *answer[:, :-1].split(1, dim=1))
+            ]
+        expected = torch.cat(rows).log_softmax(-1).gather(1, answer.T).mean()
+        assert outcome.log_probs[name] == pytest.approx(float(expected), rel=1e-4)
+    assert outcome.log_probs["dense"] != pytest.approx(outcome.log_probs["small"], abs=1e-3)
     # A random model solves nothing.
     assert all(row.dense_solved == 0 and math.isnan(row.kept) for row in result.summary)
 
@@ -161,8 +190,12 @@ def test_scores_and_intervals() -> None:
 def test_the_summary_counts_only_what_dense_solves() -> None:
     scores = [(1.0, 1.0), (1.0, 0.5), (0.75, 1.0), (0.0, 0.0), (1.0, 1.0)]
     outcomes = [
-        PromptOutcome("multi_value", 2048, 0, 1, 2000, ("1",), {}, {"dense": dense, "x": sparse})
-        for dense, sparse in scores
+        PromptOutcome(
+            *("multi_value", 2048, 0, 1, 2000, ("1",), {}),
+            {"dense": dense, "x": sparse},
+            {"dense": -dense, "x": -dense - change},
+        )
+        for (dense, sparse), change in zip(scores, (0.1, 0.2, 0.3, 0.4, 0.5), strict=True)
     ]
     dense, x = summarize_retrieval(outcomes, ["dense", "x"])
     assert (dense.accuracy, x.accuracy) == (0.75, 0.7)
@@ -170,3 +203,10 @@ def test_the_summary_counts_only_what_dense_solves() -> None:
     assert x.kept_interval == wilson_interval(2 / 3, 3)
     assert x.accuracy_interval == wilson_interval(0.7, 5)
     assert (dense.dense_solved, dense.kept) == (3, 1)
+    assert (dense.log_prob, x.log_prob) == pytest.approx((-0.75, -1.05))
+    assert (dense.log_prob_change, dense.log_prob_stderr) == (0, 0)
+    # Sample deviation of 0.1 .. 0.5: sqrt(0.025), over five prompts.
+    assert x.log_prob_change == pytest.approx(-0.3)
+    assert x.log_prob_stderr == pytest.approx(math.sqrt(0.025 / 5))
+    (one,) = summarize_retrieval(outcomes[:1], ["dense"])
+    assert math.isnan(one.log_prob_stderr)
