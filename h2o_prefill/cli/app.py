@@ -18,6 +18,7 @@ from h2o_prefill.cli import (
     info,
     ppl,
     retrieve,
+    variations,
     visualize,
 )
 from h2o_prefill.cli.errors import OneLineErrors
@@ -64,6 +65,7 @@ for _command in (
     bench.bench,
     retrieve.retrieve,
     answers.answers,
+    variations.variations,
     visualize.visualize,
     generate.generate,
     export.export,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
 from h2o_prefill.cli.options import load_network, parse_variant
@@ -23,6 +25,14 @@ def ppl(
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "float32",
     protocol: options.ProtocolOption = "gptq",
+    long: Annotated[
+        bool,
+        typer.Option(
+            "--long",
+            help="Also measure on the tokens that need the long context (LongPPL). Takes dense "
+            "runs of 2048 tokens over the whole window.",
+        ),
+    ] = False,
     json_file: options.JsonOption = None,
     plot: Annotated[Path | None, options.plot_file("perplexity by position")] = None,
     threads: options.ThreadsOption = None,
@@ -49,6 +59,7 @@ def ppl(
                 context=context,
                 windows=windows,
                 protocol=protocol,
+                key_tokens=long,
                 on_progress=show,
             )
         title = (

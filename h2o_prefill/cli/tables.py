@@ -11,6 +11,7 @@ from rich.table import Table
 from h2o_prefill.cli.result_table import new_table
 from h2o_prefill.config import format_value
 from h2o_prefill.eval.ablation.table import varied_settings
+from h2o_prefill.eval.runs import DENSE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.calibration import LayerCalibration
     from h2o_prefill.eval.perplexity.result import PerplexityResult
     from h2o_prefill.eval.retrieval.result import RetrievalResult
+    from h2o_prefill.eval.variations import Loss, VariationsResult
 
 
 def perplexity_table(result: PerplexityResult) -> Table:
@@ -34,6 +36,10 @@ def perplexity_table(result: PerplexityResult) -> Table:
         if before is not None and after is not None:
             change = _change(100 * (after / before - 1))
             table.add_row(f"  chunk {chunk}", f"{before:.3f}", f"{after:.3f}", change)
+    if (keys := result.key_tokens) is not None:
+        ppls = (f"{value:.3f}" for value in (keys.dense_ppl, keys.sparse_ppl))
+        change = _change(keys.delta_percent, keys.stderr_percent)
+        table.add_row(f"{keys.count} key tokens (LongPPL)", *ppls, change)
     table.add_row("mean KL(dense || sparse)", "", "", f"{result.kl_mean:.4f} nats")
     table.add_row("same most likely token", "", "", f"{100 * result.top1_agreement:.1f} %")
     faster = f"{dense.seconds / sparse.seconds:.2f}x as fast"
@@ -113,11 +119,13 @@ def throughput_table(frame: pd.DataFrame) -> Table:
 
 
 def retrieval_table(result: RetrievalResult) -> Table:
-    """Return the accuracy of each variant by task and length, with 95 % intervals."""
-    headings = ("tokens", "prefill", "accuracy %\n(95 %)", "kept of\nsolved", "kept %\n(95 %)")
+    """Return accuracy with 95 % intervals, and log-probability of the answer with its error."""
+    shares = ("accuracy %\n(95 %)", "kept of\nsolved")
+    headings = ("tokens", "prefill", *shares, "log-prob,\nchange")
     table = new_table("task", *headings, folding=("prefill",))
     for row in result.summary:
-        first = row.variant == result.summary[0].variant
+        first = row.variant == DENSE
+        change = row.log_prob_change, row.log_prob_stderr
         if first:
             table.add_section()
         table.add_row(
@@ -126,7 +134,7 @@ def retrieval_table(result: RetrievalResult) -> Table:
             row.variant,
             _with_interval(row.accuracy, row.accuracy_interval),
             _numbers("{:.0f}/{:.0f}", row.kept * row.dense_solved, row.dense_solved),
-            _with_interval(row.kept, row.kept_interval),
+            f"{row.log_prob:.3f}" if first else _numbers("{:+.3f} ± {:.3f}", *change),
         )
     return table
 
@@ -142,6 +150,23 @@ def answers_table(result: AnswersResult) -> Table:
             " ".join(map(str, found["parting_tokens"])) or "-",
             f"{statistics.median_high(found['gaps']):.2f}" if found["gaps"] else "-",
         )
+    return table
+
+
+def variations_table(result: VariationsResult) -> Table:
+    """Return the loss of each variant on each window, and on the changed passage of it."""
+    parts = ("whole window", "KL", "changed passage", "KL")
+    table = new_table("variation", "prefill", *parts, folding=("prefill",))
+
+    def cells(loss: Loss) -> tuple[str, str]:
+        return _change(loss.delta_percent, loss.stderr_percent), f"{loss.kl_mean:.4f}"
+
+    for row in result.rows:
+        first = row.variant == result.rows[0].variant
+        if first:
+            table.add_section()
+        name = row.variation if first else ""
+        table.add_row(name, row.variant, *cells(row.window), *cells(row.changed))
     return table
 
 

@@ -19,3 +19,4 @@ from h2o_prefill.eval.perplexity.windows import PROTOCOLS
 from h2o_prefill.eval.retrieval.evaluate import evaluate_retrieval
 from h2o_prefill.eval.timing.memory_profile import profile_memory
 from h2o_prefill.eval.timing.throughput import benchmark_throughput
+from h2o_prefill.eval.variations import measure_variations

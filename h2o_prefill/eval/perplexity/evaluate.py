@@ -13,6 +13,7 @@ from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.inputs.models import resolve_model
 from h2o_prefill.eval.inputs.text import Corpus
+from h2o_prefill.eval.perplexity.key_tokens import find_key_tokens
 from h2o_prefill.eval.perplexity.result import PerplexityResult, summarize
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.perplexity.windows import model_windows, parse_windows, scored_rows
@@ -36,6 +37,7 @@ def evaluate_perplexity(
     context: int = 4096,
     windows: str = "0:6",
     protocol: str = "gptq",
+    key_tokens: bool = False,
     on_progress: Progress | None = None,
 ) -> PerplexityResult:
     """Measure a model's perplexity dense and sparse on the same windows of a text.
@@ -62,6 +64,9 @@ def evaluate_perplexity(
         Which tokens are scored: all but the first of a window, or those of its second half.
         "llamacpp" also replaces each window's first token by the BOS token, if the tokenizer adds
         one.
+    key_tokens : bool
+        Whether to measure also on the tokens that need the long context (LongPPL), which takes
+        dense runs of 2,048 tokens: about as long as the window again.
     on_progress : callable, optional
         Called with (forward passes done, passes in all, what runs next).
 
@@ -82,9 +87,11 @@ def evaluate_perplexity(
     check_settings(config, context, windows, protocol)
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
     selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
-    step = count_steps(on_progress, 2 * len(batches))
+    step = count_steps(on_progress, (3 if key_tokens else 2) * len(batches))
     with torch.no_grad(), eval_mode(network):
-        runs = PairedRuns(network, tokenizer, selected, batches, protocol)
+        runs = PairedRuns(
+            network, tokenizer, selected, batches, protocol, wants_key_tokens=key_tokens
+        )
         result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"))
     step("done")
     return result
@@ -101,6 +108,7 @@ class PairedRuns:
         batches: Tensor,
         protocol: str,
         keep_dense: bool = False,
+        wants_key_tokens: bool = False,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -109,16 +117,21 @@ class PairedRuns:
         self._selected = selected
         self._batches = batches
         self._protocol = protocol
+        self._wants_key_tokens = wants_key_tokens
         # For several evaluations: rows on the CPU, and seconds, by window.
         self._dense: dict[int, tuple[Tensor, float]] | None = {} if keep_dense else None
 
     def evaluate(self, config: PrefillConfig, step: Callable[[int, str], None]) -> PerplexityResult:
-        """Run all windows; `step` gets a window and "dense" or "sparse" before each forward."""
+        """Run all windows; `step` gets a window, and "dense" or "sparse" before each forward.
+
+        Before the short forwards that find key tokens, it gets "short".
+        """
         context = self._batches.shape[1]
         rows = scored_rows(self._protocol, context)
         scores: list[WindowScores] = []
         seconds: list[tuple[float, float]] = []
         errors: list[dict[int, Tensor]] = []
+        is_key: list[Tensor] = []
         for number, index in enumerate(self._selected):
             input_ids = self._batches[number].to(self._device)
             runs: dict[str, tuple[PromptLogits, float]] = {}
@@ -135,6 +148,10 @@ class PairedRuns:
             scores.append(score_window(dense[0], sparse[0], input_ids, rows))
             scores[-1].check_finite(index)
             seconds.append((dense[1], sparse[1]))
+            if self._wants_key_tokens:
+                step(index, "short")
+                nll = scores[-1].dense_nll
+                is_key.append(find_key_tokens(self._forward, input_ids, nll, rows))
         return summarize(
             scores,
             seconds,
@@ -143,6 +160,7 @@ class PairedRuns:
             protocol=self._protocol,
             context=context,
             windows=list(self._selected),
+            is_key=is_key,
             flops=count_attention_flops(
                 self._batches,
                 config,

@@ -41,6 +41,17 @@ class PositionCurve:
 
 
 @dataclass(frozen=True)
+class KeyTokens:
+    """Perplexity on the tokens that need the long context (`key_tokens.find_key_tokens`)."""
+
+    count: int
+    dense_ppl: float  # LongPPL; NaN if there are no such tokens
+    sparse_ppl: float
+    delta_percent: float  # sparse above dense
+    stderr_percent: float  # its standard error, from blocks of these tokens
+
+
+@dataclass(frozen=True)
 class PerplexityResult:
     """Perplexity sparse and dense on the same windows; as a float, the sparse one."""
 
@@ -65,6 +76,7 @@ class PerplexityResult:
     context: int  # tokens of a window
     windows: list[int]  # their indices in the text
     scored_tokens: int
+    key_tokens: KeyTokens | None  # None if they were not asked for
 
     def __float__(self) -> float:
         return self.sparse.ppl
@@ -86,9 +98,13 @@ def summarize(
     config: PrefillConfig,
     flops: AttentionFlops,
     context: int,
+    is_key: list[Tensor],
     **settings: Any,
 ) -> PerplexityResult:
-    """Return the result of windows with these scores and (dense, sparse) seconds."""
+    """Return the result of windows with these scores and (dense, sparse) seconds.
+
+    `is_key` has the rows of each window that predict a key token, bool [rows], or no windows.
+    """
     scores = WindowScores(*map(torch.stack, zip(*scored, strict=True)))
     dense, sparse = scores.dense_nll, scores.sparse_nll
     chunk_size, row = config.chunk_size, torch.arange(rows.start, rows.stop)
@@ -130,5 +146,16 @@ def summarize(
         config=config,
         context=context,
         scored_tokens=dense.numel(),
+        key_tokens=_key_tokens(dense, sparse, torch.stack(is_key)) if is_key else None,
         **settings,
+    )
+
+
+def _key_tokens(dense: Tensor, sparse: Tensor, is_key: Tensor) -> KeyTokens:
+    before, after = dense[is_key], sparse[is_key]
+    return KeyTokens(
+        len(before),
+        estimates.perplexity(before),
+        estimates.perplexity(after),
+        *estimates.relative_difference(before.unsqueeze(0), after.unsqueeze(0)),
     )

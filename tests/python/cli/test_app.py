@@ -23,6 +23,7 @@ COMMANDS = (
     "bench",
     "retrieve",
     "answers",
+    "variations",
     "visualize",
     "generate",
     "export",

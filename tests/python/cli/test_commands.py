@@ -76,6 +76,24 @@ def test_options_of_ppl_reach_the_run(report: Any, small_commands: Commands) -> 
     assert line.split()[-1] == f"{found['recalled_keys']:.0f}" and found["recalled_keys"] > 0
 
 
+def test_ppl_of_key_tokens(
+    report: Any, small_commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from h2o_prefill.eval.perplexity import key_tokens
+
+    # A random model finds no token likely.
+    for name, value in {"SHORT_CONTEXT": 16, "_LEAST_GAIN": 0.5, "_MOST_NLL": 99.0}.items():
+        monkeypatch.setattr(key_tokens, name, value)
+    found, table = report(*small_commands["ppl"], "--long")
+    keys = found["key_tokens"]
+    assert keys["count"] > 0
+    shown = _row(table, f"{keys['count']} key tokens (LongPPL)")
+    expected = [keys["dense_ppl"], keys["sparse_ppl"], keys["delta_percent"]]
+    assert shown[:3] == pytest.approx(expected, abs=5e-3)
+    without, table = report(*small_commands["ppl"])
+    assert without["key_tokens"] is None and "LongPPL" not in table
+
+
 def test_a_memory_set_as_large_as_a_chunk_is_a_warning_once(
     run: Run, small_commands: Commands
 ) -> None:
@@ -122,6 +140,10 @@ def test_retrieve(report: Any, small_commands: Commands, tmp_path: Path) -> None
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "needles in long.txt, question first" in table
     assert len(re.findall(r" 0 \(0-49\)", table)) == 3
+    dense, small, _ = found["summary"]
+    change = small["log_prob_change"], small["log_prob_stderr"]
+    assert f" {dense['log_prob']:.3f} " in table
+    assert " {:+.3f} ± {:.3f} ".format(*change) in table and change[0] != 0
 
 
 def test_answers(report: Any, small_commands: Commands) -> None:
@@ -131,6 +153,21 @@ def test_answers(report: Any, small_commands: Commands) -> None:
     assert found["config"].items() >= expected.items()
     assert f" {found['summary'][SMALL]['equal']}/2 " in table
     assert "2 prompts of 300 tokens of long.txt" in table
+
+
+def test_variations(report: Any, small_commands: Commands) -> None:
+    found, table = report(*small_commands["variations"], "--variant", RECALL)
+    names = [(row["variation"], row["variant"]) for row in found["rows"]]
+    assert names == [(name, one) for name in ("same", "capitals") for one in (SMALL, RECALL)]
+    assert found["config"]["dataset"] == "long.txt" and found["config"]["context"] == 256
+    losses = [row[part] for row in found["rows"] for part in ("window", "changed")]
+    printed = re.findall(r"([+-]\d+\.\d+) %(?: ± \d+\.\d+)?\s+(\d+\.\d+)", table)
+    assert [float(loss) for loss, _ in printed] == pytest.approx(
+        [loss["delta_percent"] for loss in losses], abs=6e-3
+    )
+    assert [float(kl) for _, kl in printed] == pytest.approx(
+        [loss["kl_mean"] for loss in losses], abs=6e-5
+    )
 
 
 def test_visualize(report: Any, small_commands: Commands, tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ import pytest
 pytest.importorskip("typer")
 
 Run = Callable[..., Any]
-COMMANDS = ("ppl", "calibrate", "bench", "ablate", "retrieve", "answers", "visualize", "info")
+COMMANDS = (
+    *("ppl", "calibrate", "bench", "ablate", "retrieve", "answers", "variations", "visualize"),
+    "info",
+)
 
 
 def _words(table: Any) -> set[str]:

@@ -15,6 +15,7 @@ from torch.nn import functional
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops, evaluate_perplexity
+from h2o_prefill.eval.perplexity import key_tokens
 from h2o_prefill.eval.perplexity.result import perplexity_report
 from h2o_prefill.eval.report import format_json
 
@@ -103,6 +104,57 @@ def test_a_memory_set_of_everything_changes_nothing(tiny_model: Any) -> None:
     assert result.delta_percent == pytest.approx(0, abs=1e-3)
     assert result.kl_mean == pytest.approx(0, abs=1e-5)
     assert result.top1_agreement == 1
+
+
+@pytest.mark.parametrize("protocol", ["gptq", "llamacpp"])
+def test_key_tokens_are_those_that_gain_from_the_long_context(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    short, gain, most = 8, 0.5, 9.0
+    changes = {"SHORT_CONTEXT": short, "_LEAST_GAIN": gain, "_MOST_NLL": most}
+    for name, value in changes.items():
+        monkeypatch.setattr(key_tokens, name, value)
+    steps: list[str] = []
+    result = evaluate_perplexity(
+        tiny_model,
+        TOKENS,
+        CONFIG,
+        context=CONTEXT,
+        windows="0:3",
+        protocol=protocol,
+        key_tokens=True,
+        on_progress=lambda done, total, what: steps.append(f"{done}/{total} {what}"),
+    )
+    assert steps[2:4] == ["2/9 window 0 short", "3/9 window 1 sparse"] and steps[-1] == "9/9 done"
+
+    # Every token from its own definition: the short context of token i begins at a multiple of
+    # `short` and has `short` to 2 `short` - 1 tokens.
+    dense: list[float] = []
+    sparse: list[float] = []
+    first = CONTEXT // 2 + 1 if protocol == "llamacpp" else 1
+    for window in TOKENS[: 3 * CONTEXT].view(3, CONTEXT):
+        whole = _direct_nll(tiny_model, window)
+        with h2o_prefill.enable(tiny_model, CONFIG):
+            approximate = _direct_nll(tiny_model, window)
+        for i in range(max(first, 2 * short), CONTEXT):
+            begin = (i // short - 1) * short
+            less = _direct_nll(tiny_model, window[begin : i + 1])[-1]
+            if less - whole[i - 1] > gain and whole[i - 1] < most:
+                dense.append(float(whole[i - 1]))
+                sparse.append(float(approximate[i - 1]))
+    found = result.key_tokens
+    assert found is not None and 3 < found.count == len(dense) < 3 * (CONTEXT - 2 * short)
+    means = [math.exp(sum(values) / len(values)) for values in (dense, sparse)]
+    assert [found.dense_ppl, found.sparse_ppl] == pytest.approx(means, rel=1e-4)
+    assert found.delta_percent == pytest.approx(100 * (means[1] / means[0] - 1), rel=1e-3)
+
+
+def test_without_key_tokens_their_perplexity_is_not_a_number(tiny_model: Any) -> None:
+    options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1"}
+    result = evaluate_perplexity(tiny_model, TOKENS, CONFIG, **options, key_tokens=True)
+    assert result.key_tokens is not None and result.key_tokens.count == 0
+    assert math.isnan(result.key_tokens.dense_ppl)
+    assert evaluate_perplexity(tiny_model, TOKENS, CONFIG, **options).key_tokens is None
 
 
 def test_llamacpp_puts_bos_first(tiny: ModuleType, tiny_model: Any) -> None:
