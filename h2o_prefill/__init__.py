@@ -43,7 +43,7 @@ _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
     "PrefillPackage": "h2o_prefill.package",
     "benchmark_throughput": "h2o_prefill.eval",
-    "calibrate_layers": "h2o_prefill.eval",
+    "calibrate_heads": "h2o_prefill.eval",
     "chunked_prefill": "h2o_prefill.hf",
     "disable": "h2o_prefill.hf",
     "enable": "h2o_prefill.hf",

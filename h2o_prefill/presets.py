@@ -12,7 +12,7 @@ _Native = torch.classes.h2o_prefill.PrefillConfig
 
 PRESETS = {name: PrefillConfig.parse(name) for name in _Native.preset_names()}
 
-# The settings of `enable`, and of all that builds on it, if none are given.
+# The settings of evaluations if none are given, and of `enable` if there is no profile either.
 DEFAULT_PRESET = "recommended"
 
 

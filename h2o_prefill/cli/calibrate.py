@@ -1,16 +1,17 @@
-"""`h2o-prefill calibrate`: the layers of a model that need larger memory sets."""
+"""`h2o-prefill calibrate`: the KV heads of a model that need larger memory sets."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import output_console, quiet_libraries, show_progress
+from h2o_prefill.cli.console import output_console, quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.options import load_network, parse_variant
-from h2o_prefill.cli.outputs import json_output, text_origin
+from h2o_prefill.cli.outputs import check_output_folder, json_output, plot_output, text_origin
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.presets import DEFAULT_PRESET
 
@@ -21,51 +22,66 @@ def calibrate(
     text_file: options.TextFileOption = None,
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:1",
-    layers: Annotated[int, options.count("--layers", "Number of layers to choose.")] = 6,
-    keep: Annotated[
-        str,
+    budget: Annotated[
+        float,
         typer.Option(
-            "--keep",
-            help="What the chosen layers become: wide gives them larger memory sets, dense keeps "
-            "their attention exact, at a cost quadratic in the prompt length.",
+            "--budget", help="Attention flops of the result, relative to those of --preset."
         ),
-    ] = "wide",
+    ] = 1.1,
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "bfloat16",
+    save: Annotated[
+        bool,
+        typer.Option(
+            "--save",
+            help="Write h2o_prefill.json, from which enable(model) takes the settings, into the "
+            "model's folder, or into the user's cache.",
+        ),
+    ] = False,
     json_file: options.JsonOption = None,
+    plot: Annotated[
+        Path | None, options.plot_file("the error and the factor of every head")
+    ] = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Find the layers whose sparse attention changes the model's predictions most.
+    """Find the KV heads whose sparse attention changes the model's residual stream most.
 
-    Each layer in turn is made dense while all others stay sparse, and the predictions are compared
-    with those of the dense model: one forward pass per layer and window. Use a text of the kind
-    that the model will read. Prints the settings in the form that --preset takes.
+    The model runs once and densely, and beside it each layer sparsely with memory sets of several
+    sizes. The heads that gain most by larger sets get them, until the budget is spent. Use a text
+    of the kind that the model will read. Prints the settings in the form that --preset takes.
     """
     from h2o_prefill.cli.tables import calibration_table
-    from h2o_prefill.eval import calibrate_layers, load_text
-    from h2o_prefill.eval.calibration import KEPT
+    from h2o_prefill.eval import calibrate_heads, load_text
+    from h2o_prefill.eval.calibration import plot_calibration
     from h2o_prefill.eval.environment import environment
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset)
+        save_plot = plot_output(plot)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
+        if save:
+            from h2o_prefill.hf.profile import profile_path
+
+            path = profile_path(network)
+            check_output_folder(path.parent, [path.name], figures=False, option="--save")
         with show_progress("calibrate") as show:
-            result = calibrate_layers(
+            result = calibrate_heads(
                 network,
                 corpus,
                 config,
-                layers=layers,
-                keep=keep,
+                budget=budget,
                 tokenizer=tokenizer,
                 context=context,
                 windows=windows,
                 on_progress=show,
             )
-        chosen = getattr(result.config, KEPT[keep])
-        variant = f"{preset},{KEPT[keep]}={'+'.join(map(str, chosen))}"
+        variant = result.config.to_string()
         title = f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {preset}"
-        origin = text_origin(model, dtype, corpus, preset=preset, variant=variant)
+        origin = text_origin(model, dtype, corpus, preset=preset, variant=variant, budget=budget)
         save_json(lambda: {"environment": environment(), **origin, **dataclasses.asdict(result)})
-        print_result(title, calibration_table(result, chosen, keep))
+        save_plot(plot_calibration, result, title)
+        if save:
+            say_written(result.save(network))
+        print_result(title, calibration_table(result))
         output_console().print(f"--preset {variant}", markup=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from h2o_prefill._cache import cache_dir
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries
 from h2o_prefill.cli.outputs import json_output
@@ -16,7 +17,6 @@ def info(json_file: options.JsonOption = None) -> None:
     from h2o_prefill.cli.tables import info_table
     from h2o_prefill.eval import DATASETS, DEFAULT_MODEL, DTYPES, PROTOCOLS
     from h2o_prefill.eval.environment import cuda_kernels, environment, linear_attention, operators
-    from h2o_prefill.eval.inputs.gguf import cache_dir
 
     with quiet_libraries(), json_output(json_file) as save_json:
         facts = environment()

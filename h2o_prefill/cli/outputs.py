@@ -69,17 +69,19 @@ def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -
         raise ValueError(f"{option} must end in one of {suffixes}, got {str(path)!r}")
 
 
-def check_output_folder(path: Path | None, names: Iterable[str], figures: bool = True) -> None:
+def check_output_folder(
+    path: Path | None, names: Iterable[str], figures: bool = True, option: str = "--output"
+) -> None:
     """Raise ValueError if files could not be written into a folder, which may be new."""
     if path is None:
         return
     folder = path.expanduser()
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output must be a folder, got the file {str(path)!r}")
+        raise ValueError(f"{option} must be a folder, got the file {str(path)!r}")
     while not folder.exists():
         folder = folder.absolute().parent
     for name in ("new", *names):
-        _check_writable(folder / name, "--output")
+        _check_writable(folder / name, option)
     if figures:
         importlib.import_module("matplotlib")
 

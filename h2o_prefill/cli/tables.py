@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.answers import AnswersResult
     from h2o_prefill.eval.attention.measures import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
-    from h2o_prefill.eval.calibration import LayerCalibration
+    from h2o_prefill.eval.calibration import HeadCalibration
     from h2o_prefill.eval.perplexity.result import PerplexityResult
     from h2o_prefill.eval.retrieval.result import RetrievalResult
     from h2o_prefill.eval.variations import Loss, VariationsResult
@@ -78,23 +78,26 @@ def ablation_table(frame: pd.DataFrame) -> Table:
     return table
 
 
-def calibration_table(result: LayerCalibration, chosen: tuple[int, ...], keep: str) -> Table:
-    """Return the KL with each layer dense, the lowest first, and with the chosen layers `keep`."""
-    table = new_table("", "mean KL(dense || sparse)", "change", "attention flops", folding=("",))
+def calibration_table(result: HeadCalibration) -> Table:
+    """Return the error of all heads, and of each that is found, and how larger sets change it."""
+    table = new_table("heads", "error\nx 10⁶", "change", "attention\nflops", folding=("heads",))
 
-    def add(name: str, kl: float, flops: str = "", style: str | None = None) -> None:
-        change = _change(100 * (kl / result.kl_before - 1)) if result.kl_before else ""
-        table.add_row(name, f"{kl:.4f} nats", change, flops, style=style)
+    def add(name: str, error: float, change: str, *flops: str, **row: Any) -> None:
+        table.add_row(name, f"{1e6 * error:.1f}", change, *flops, **row)
+
+    def change(before: float, after: float) -> str:
+        return _change(100 * (after / before - 1)) if before else ""
 
     def share(flops: AttentionFlops) -> str:
         return f"{100 / flops.ratio:.1f} %"
 
-    add("the settings", result.kl_before, share(result.flops_before))
-    for layer in result.ranking:
-        style = "bold" if layer in chosen else None
-        add(f"  layer {layer} dense", result.kl_by_layer[layer], style=style)
-    names = ", ".join(map(str, chosen))
-    add(f"layers {names} {keep}", result.kl_after, share(result.flops_after), style="bold")
+    before, after = result.error_before, result.error_after
+    add("all", before, "", share(result.flops_before))
+    for layer, head, factor in result.chosen:
+        old, new = (result.error(layer, head, size) for size in (1, factor))
+        add(f"  {layer}.{head}x{factor}", new, change(old, new))
+    found = f"all, {len(result.chosen)} wider"
+    add(found, after, change(before, after), share(result.flops_after), style="bold")
     return table
 
 

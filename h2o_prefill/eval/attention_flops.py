@@ -83,27 +83,31 @@ def sparse_dot_products(
 ) -> int:
     """Count the query-key products of one head when a prompt is prefilled sparsely in one call.
 
-    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 s * |M|, with |M| the most that a
-    memory set can hold by then, as a mean of the heads. `widening` [Hkv] are the factors of L and H
-    by errors, as a mean of the chunks; rows that measure errors see all keys before them. Recalled
-    keys are added, and all keys of the rows of a dense tail, whose sparse attention is computed
-    too, because it updates the scores.
+    Phase 1 takes s (s + 1) / 2 for a chunk of s tokens, phase 2 `memory_dot_products`, as a mean of
+    the heads. `widening` [Hkv] are the factors of L and H by errors, as a mean of the chunks; rows
+    that measure errors see all keys before them. Recalled keys are added, and all keys of the rows
+    of a dense tail, whose sparse attention is computed too, because it updates the scores.
     """
-    factors = torch.ones(kv_heads, dtype=torch.float64)
+    factors = torch.ones(kv_heads, dtype=torch.float64) if widening is None else widening.clone()
     for _, head, factor in config.wide_heads:
-        factors[head] = max(factor, int(factors[head]))
-    if widening is not None:
-        factors *= widening.cpu()
+        factors[head] *= factor
     budget = config.local_window + config.heavy_budget
-    memory_size = config.sink_tokens + round(budget * factors.mean().item())
-    total = recalled_dot_products(num_tokens, recalled)
+    sizes = [config.sink_tokens + round(budget * factor) for factor in factors.tolist()]
+    memory = [memory_dot_products(num_tokens, config.chunk_size, size) for size in sizes]
+    total = recalled_dot_products(num_tokens, recalled) + round(sum(memory) / kv_heads)
     for begin in range(0, num_tokens, config.chunk_size):
         rows = min(config.chunk_size, num_tokens - begin)
-        total += dense_dot_products(rows) + rows * min(memory_size, begin)
+        total += dense_dot_products(rows)
         if begin > 0:
             total += min(config.error_rows, rows) * (begin + rows // 2)
     tail = min(config.dense_tail, num_tokens)
     return total + dense_dot_products(num_tokens) - dense_dot_products(num_tokens - tail)
+
+
+def memory_dot_products(num_tokens: int, chunk_size: int, memory_size: int) -> int:
+    """Count those of one head with its memory sets: s |M| for a chunk of s tokens, M filled."""
+    chunks = range(0, num_tokens, chunk_size)
+    return sum(min(chunk_size, num_tokens - x) * min(memory_size, x) for x in chunks)
 
 
 def recalled_dot_products(num_tokens: int, recalled: RecalledKeys | None) -> int:

@@ -1,68 +1,126 @@
-"""The layers of a model that cause most of the loss and need larger memory sets."""
+"""The KV heads of a model that cause most of the error and need larger memory sets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
-from h2o_prefill.eval.inputs.text import Corpus
-from h2o_prefill.eval.perplexity.evaluate import PairedRuns, check_settings
+from h2o_prefill.eval.attention.plots import TITLE, head_map, layer_axis
+from h2o_prefill.eval.attention_flops import (
+    AttentionFlops,
+    count_attention_flops,
+    dense_dot_products,
+    memory_dot_products,
+)
+from h2o_prefill.eval.inputs.text import Corpus, as_corpus
+from h2o_prefill.eval.perplexity.evaluate import check_settings
 from h2o_prefill.eval.perplexity.windows import model_windows
-from h2o_prefill.eval.runs import Progress, count_kv_heads, count_layers, count_steps, eval_mode
+from h2o_prefill.eval.plotting import make_figure, save_figure
+from h2o_prefill.eval.recalled_keys import find_recalled
+from h2o_prefill.eval.report import write_json
+from h2o_prefill.eval.runs import (
+    Progress,
+    count_kv_heads,
+    count_layers,
+    eval_mode,
+    last_logits_only,
+    report_progress,
+)
+from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.presets import chosen_config
 
-# What the chosen layers become, and the field of `PrefillConfig` that names them.
-KEPT = {"wide": "wide_layers", "dense": "dense_layers"}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# By what L and H of every head are multiplied, one after the other.
+FACTORS = (1, 2, 4, 8)
 
 _PROTOCOL = "gptq"
 
 
 @dataclass(frozen=True)
-class LayerCalibration:
-    """The loss of a model due to the sparse attention of each layer."""
+class HeadCalibration:
+    """The error of each KV head of a model with memory sets of several sizes."""
 
-    # The settings measured, with the layers found among its `wide_layers` or `dense_layers`.
+    # The settings measured, with the heads found among its `wide_heads`.
     config: PrefillConfig
-    # Mean KL(dense || sparse) in nats a token, of the settings as given and of `config`.
-    kl_before: float
-    kl_after: float
-    # The same with one more layer dense; without the layers that were dense, or wide, already.
-    kl_by_layer: dict[int, float]
+    # Error of each KV head with each of `FACTORS`, by layer; `calibrate_heads` says of what.
+    errors: dict[int, list[list[float]]]
+    factors: dict[int, list[int]]  # what was chosen for each KV head, by layer
+    error_before: float  # sums over all heads, of the settings as given and of `config`
+    error_after: float
     flops_before: AttentionFlops  # of both on the windows measured
     flops_after: AttentionFlops
+    text: str  # name of the text
     context: int  # tokens of a window
     windows: list[int]
 
     @property
-    def ranking(self) -> list[int]:
-        """Layers by their KL when they are dense, the lowest first."""
-        return sorted(self.kl_by_layer, key=self.kl_by_layer.__getitem__)
+    def chosen(self) -> list[tuple[int, int, int]]:
+        """Layer, KV head and factor of the heads found, the largest fall of the error first."""
+        found = [
+            (layer, head, factor)
+            for layer, factors in self.factors.items()
+            for head, factor in enumerate(factors)
+            if factor > 1
+        ]
+        return sorted(found, key=lambda head: self.error(*head) - self.errors[head[0]][head[1]][0])
+
+    def error(self, layer: int, head: int, factor: int) -> float:
+        """Return the error of a KV head with one of `FACTORS`."""
+        return self.errors[layer][head][FACTORS.index(factor)]
+
+    def save(self, model: nn.Module) -> Path:
+        """Write the settings where `enable(model)` finds them without any; return the file.
+
+        That is `h2o_prefill.json` in the folder that the model was loaded from, or else a file in
+        the user's cache under the hash of the model's architecture. Raises OSError.
+        """
+        from h2o_prefill.hf.profile import build_profile, profile_path
+
+        names = ("error_before", "error_after", "flops_before", "flops_after", "context", "windows")
+        whole = asdict(self)
+        path = profile_path(model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        measured = {name: whole[name] for name in names}
+        write_json(build_profile(model, self.config, self.text, measured), path)
+        return path
 
 
-def calibrate_layers(
+def calibrate_heads(
     model: nn.Module,
     dataset: Tensor | Sequence[int] | Corpus | str,
     chunk_config: PrefillConfig | str | None = None,
     *,
-    layers: int = 6,
-    keep: str = "wide",
+    budget: float = 1.1,
     tokenizer: Any = None,
     context: int = 4096,
     windows: str = "0:1",
     on_progress: Progress | None = None,
-) -> LayerCalibration:
-    """Find the layers whose sparse attention changes a model's predictions most.
+) -> HeadCalibration:
+    """Find the KV heads whose sparse attention changes the residual stream most.
 
-    Most of the loss of sparse prefill comes from a few layers, whose heads retrieve distant tokens.
-    One layer after another is made dense while all others stay sparse, and the layers with the
-    lowest mean KL(dense || sparse) are chosen. This takes one dense and `num_layers + 2` sparse
-    forward passes a window.
+    Most of the loss of sparse prefill comes from a few heads, which retrieve distant tokens. The
+    model runs once and densely over each window. In every layer but the first, whose small inputs
+    inflate the error, sparse attention to the same q, k and v is computed as well, with L and H
+    multiplied by each of 1, 2, 4 and 8, and compared with dense attention. With d the difference of
+    the outputs of a KV head's query heads, W their part of the output projection and x the inputs
+    of the decoder layer, the error of the head is
+
+        sum over rows |W d|^2 / sum over rows |x|^2
+
+    or sum |d|^2 / sum |dense output|^2 in layers without such a projection. The head whose larger
+    memory set lowers the error most for each query-key product gets it, until the budget is spent.
 
     Parameters
     ----------
@@ -71,12 +129,10 @@ def calibrate_layers(
     dataset : Tensor, sequence of int, Corpus or str
         As `evaluate_perplexity` takes it. Use another text than for the evaluation.
     chunk_config : PrefillConfig or str, optional
-        Settings of the other layers. Default: those of `enable`.
-    layers : int
-        Number of layers to choose, in addition to those of the settings.
-    keep : {"wide", "dense"}
-        What the chosen layers become. Wide layers have larger memory sets, dense ones exact
-        attention, at a cost quadratic in the length of the prompt.
+        Settings to widen heads of. Default: the preset "recommended". They are measured without
+        widening at run time.
+    budget : float
+        Attention flops of the result relative to those of the settings as given, more than 1.
     tokenizer : optional
         The model's tokenizer, needed where `dataset` is a text.
     context : int
@@ -84,63 +140,244 @@ def calibrate_layers(
     windows : str
         A slice "begin:end" of the windows.
     on_progress : callable, optional
-        Called with (forward passes done, passes in all, what runs next).
+        Called with (layers done, layers of all windows, what runs next).
 
     Returns
     -------
-    LayerCalibration
-        `enable(model, calibration.config)` uses the chosen layers.
+    HeadCalibration
+        `enable(model, calibration.config)` uses the heads found; after `calibration.save(model)`,
+        so does `enable(model)`.
 
     Raises
     ------
     ValueError
-        As `evaluate_perplexity` does, or if `layers` is not less than the number of candidates.
-    ArithmeticError
-        If a run gives logits that are not finite.
+        As `evaluate_perplexity` does, if `budget` is not more than 1, or if no layer after the
+        first is sparse.
+    NotImplementedError
+        If the model cannot be prefilled sparsely.
     """
     config = chosen_config(chunk_config)
     check_settings(config, context, windows, _PROTOCOL)
-    if keep not in KEPT:
-        raise ValueError(f"keep must be one of {tuple(KEPT)}, got {keep!r}")
-    settled = {*config.dense_layers, *getattr(config, KEPT[keep])}
-    num_layers, kv_heads = count_layers(model), count_kv_heads(model)
-    candidates = [i for i in range(num_layers) if i not in settled]
-    if not 1 <= layers < len(candidates):
-        raise ValueError(
-            f"layers must be at least 1 and fewer than the {len(candidates)} that there are to "
-            f"choose from, got {layers}"
-        )
+    if not budget > 1:
+        raise ValueError(f"budget must be more than 1, got {budget}")
+    if isinstance(dataset, str):
+        dataset = as_corpus(dataset, "dataset")
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
-    step = count_steps(on_progress, len(batches) * (len(candidates) + 3))
+    from h2o_prefill.hf.token_text import text_for
+
+    token_text = text_for(tokenizer, config)
+    total, kv_heads = count_layers(model), count_kv_heads(model)
+    measured = _Errors(model, config)
     with torch.no_grad(), eval_mode(model):
-        runs = PairedRuns(model, tokenizer, selected, batches, _PROTOCOL, keep_dense=True)
+        for number, index in enumerate(selected):
 
-        def measure(tried: PrefillConfig, what: str) -> float:
-            def tell(index: int, mode: str) -> None:
-                step(f"window {index} {mode if mode == 'dense' else what}")
+            def show(layer: int, index: int = index, done: int = number * total) -> None:
+                what = f"window {index} layer {layer}"
+                report_progress(on_progress, done + layer, len(selected) * total, what)
 
-            return runs.evaluate(tried, tell).kl_mean
-
-        before = measure(config, "sparse")
-        by_layer = {
-            layer: measure(_with_layers(config, KEPT["dense"], [layer]), f"layer {layer} dense")
-            for layer in candidates
-        }
-        ranking = sorted(by_layer, key=by_layer.__getitem__)
-        chosen = _with_layers(config, KEPT[keep], ranking[:layers])
-        after = measure(chosen, f"chosen layers {keep}")
-    step("done")
-    return LayerCalibration(
+            measured.add(batches[number : number + 1], token_text, show)
+    report_progress(on_progress, len(selected) * total, len(selected) * total, "done")
+    errors = measured.by_layer()
+    if not errors:
+        raise ValueError(
+            f"dense_layers must leave a layer after the first sparse, got {config.dense_layers}"
+        )
+    before = count_attention_flops(batches, config, total, kv_heads, token_text)
+    products = kv_heads * total * dense_dot_products(context) / before.ratio
+    factors = _spend((budget - 1) * products, errors, config, context)
+    found = {(layer, head): x for layer, row in factors.items() for head, x in enumerate(row)}
+    chosen = _with_factors(config, {head: factor for head, factor in found.items() if factor > 1})
+    return HeadCalibration(
         config=chosen,
-        kl_before=before,
-        kl_after=after,
-        kl_by_layer=by_layer,
-        flops_before=count_attention_flops(batches, config, num_layers, kv_heads),
-        flops_after=count_attention_flops(batches, chosen, num_layers, kv_heads),
+        errors=errors,
+        factors=factors,
+        error_before=sum(head[0] for heads in errors.values() for head in heads),
+        error_after=sum(
+            errors[layer][head][FACTORS.index(factor)] for (layer, head), factor in found.items()
+        ),
+        flops_before=before,
+        flops_after=count_attention_flops(batches, chosen, total, kv_heads, token_text),
+        text=dataset.name if isinstance(dataset, Corpus) else "tokens",
         context=context,
         windows=list(selected),
     )
 
 
-def _with_layers(config: PrefillConfig, field: str, layers: list[int]) -> PrefillConfig:
-    return config.replace(**{field: tuple(sorted({*getattr(config, field), *layers}))})
+class _Errors:
+    """Sums of the errors of all KV heads over the windows of a text."""
+
+    def __init__(self, model: Any, config: PrefillConfig) -> None:
+        self._model = model
+        self._config = config
+        # fp64, by layer: [FACTORS, Hkv] and, one for all heads or for each, [1] or [Hkv].
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, prompt: Tensor, token_text: Tensor | None, show: Any) -> None:
+        """Run a window, int64 [1, T], densely; `show` gets each layer before its attention."""
+        from h2o_prefill.eval.attention.observe import observe_attention
+
+        recalled = find_recalled(prompt, self._config, token_text)
+        device = next(self._model.parameters()).device
+        length = prompt.shape[1]
+        lists = NO_RECALL if recalled is None else recalled.of_rows(0, length, device)
+
+        def observe(call: Any, dense: Tensor) -> None:
+            layer = call.module.layer_idx
+            show(layer)
+            if layer > 0:
+                size = residuals.get(id(call.module))
+                sums = self._compare(call, dense.transpose(1, 2), size, lists)
+                old = self._sums.get(layer, (0, 0))
+                self._sums[layer] = (old[0] + sums[0], old[1] + sums[1])
+
+        last = last_logits_only(self._model)
+        layers = self._config.dense_layers
+        with (
+            _sizes_of_residuals(self._model) as residuals,
+            observe_attention(self._model, observe, layers),
+        ):
+            self._model(prompt.to(device), use_cache=False, **last)
+
+    def _compare(
+        self, call: Any, dense: Tensor, size: Tensor | None, recall: RecallLists
+    ) -> tuple[Tensor, Tensor]:
+        """Return what one layer adds to the sums; `dense` is its output, [1, Hq, T, Dv]."""
+        kv_heads, columns = call.key.shape[1], dense.shape[1] * dense.shape[3]
+        weight = None if size is None else _output_projection(call.module, columns)
+        if weight is None:
+            gram = torch.eye(columns // kv_heads, device=dense.device).expand(kv_heads, -1, -1)
+            size = _squares(dense, gram)
+        else:
+            parts = weight.float().unflatten(1, (kv_heads, -1)).transpose(0, 1)
+            gram = parts.transpose(1, 2) @ parts
+        assert size is not None
+        layer = self._config.of_layer(call.module.layer_idx)
+        errors = []
+        key, value = call.held
+        for factor in FACTORS:
+            settings = _multiplied(layer, factor)
+            state = None, None, *recall, 0, settings  # of a prompt that begins
+            sparse, *_ = ops.chunked_sparse_attention(
+                call.query, key, value, *state, *call.logit_options
+            )
+            errors.append(_squares(sparse - dense, gram))
+        return torch.stack(errors).cpu(), size.reshape(-1).double().cpu()
+
+    def by_layer(self) -> dict[int, list[list[float]]]:
+        """Return the errors by layer, KV head and factor."""
+        return {
+            layer: (error / size).T.tolist() for layer, (error, size) in sorted(self._sums.items())
+        }
+
+
+@contextlib.contextmanager
+def _sizes_of_residuals(model: nn.Module) -> Iterator[dict[int, Tensor]]:
+    """Yield sum |x|^2 of what enters each decoder layer, under the id of its attention module."""
+    from h2o_prefill.hf.report import attention_layers
+
+    sizes: dict[int, Tensor] = {}
+    attention = {id(module) for module in attention_layers(model, None)}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entering = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(entering, Tensor):
+            size = entering.float().square().sum()
+            sizes.update((id(x), size) for x in module.children() if id(x) in attention)
+
+    hooks = [
+        module.register_forward_pre_hook(note, with_kwargs=True)
+        for module in model.modules()
+        if any(id(child) in attention for child in module.children())
+    ]
+    try:
+        yield sizes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _output_projection(module: nn.Module, columns: int) -> Tensor | None:
+    """Return the weights [any, columns] of the last linear layer that takes all heads, if any."""
+    linear = [child for child in module.children() if isinstance(child, nn.Linear)]
+    return linear[-1].weight if linear and linear[-1].in_features == columns else None
+
+
+def _squares(difference: Tensor, gram: Tensor) -> Tensor:
+    """Return sum |W d|^2 over the rows d of [1, Hq, T, Dv] by KV head; gram is W^T W of each."""
+    groups = difference[0].float().unflatten(0, (gram.shape[0], -1))
+    rows = groups.transpose(1, 2).flatten(2)
+    return ((rows.transpose(1, 2) @ rows) * gram).sum((1, 2), dtype=torch.float64)
+
+
+def _multiplied(layer: PrefillConfig, factor: int) -> str:
+    """Return the settings of a layer with larger sets, which errors do not widen."""
+    local, heavy = factor * layer.local_window, factor * layer.heavy_budget
+    fields = f"local_window={local},heavy_budget={heavy},error_rows=0"
+    text: str = layer.native.with_fields(fields).to_string()
+    return text
+
+
+def _spend(
+    budget: float, errors: dict[int, list[list[float]]], config: PrefillConfig, context: int
+) -> dict[int, list[int]]:
+    """Choose a factor for each KV head by layer, for at most `budget` query-key products more.
+
+    Greedily: next comes the head and factor with the largest fall of the error for each product.
+    """
+    given = {(layer, head): factor for layer, head, factor in config.wide_heads}
+    chosen = {(layer, head): 0 for layer, row in errors.items() for head in range(len(row))}
+
+    def products(layer: int, head: int) -> list[int]:
+        sizes = config.of_layer(layer)
+        keys = given.get((layer, head), 1) * (sizes.local_window + sizes.heavy_budget)
+        sets = (config.sink_tokens + factor * keys for factor in FACTORS)
+        return [memory_dot_products(context, config.chunk_size, size) for size in sets]
+
+    costs = {head: products(*head) for head in chosen}
+
+    def steps() -> Iterator[tuple[float, int, tuple[int, int], int]]:
+        for (layer, head), level in chosen.items():
+            error, cost = errors[layer][head], costs[layer, head]
+            for larger in range(level + 1, len(FACTORS)):
+                added, fall = cost[larger] - cost[level], error[level] - error[larger]
+                if 0 < added <= budget and fall > 0:
+                    yield fall / added, added, (layer, head), larger
+
+    while (best := max(steps(), default=None)) is not None:
+        _, added, head, chosen[head] = best
+        budget -= added
+    return {
+        layer: [FACTORS[chosen[layer, head]] for head in range(len(row))]
+        for layer, row in errors.items()
+    }
+
+
+def _with_factors(config: PrefillConfig, factors: dict[tuple[int, int], int]) -> PrefillConfig:
+    """Return settings with some heads wider than before."""
+    wide = {(layer, head): factor for layer, head, factor in config.wide_heads}
+    for head, factor in factors.items():
+        wide[head] = wide.get(head, 1) * factor
+    return config.replace(wide_heads=tuple((*head, wide[head]) for head in sorted(wide)))
+
+
+def plot_calibration(result: HeadCalibration, path: str | os.PathLike[str], title: str) -> Figure:
+    """Draw the error of every layer and KV head, and the factors chosen."""
+    layers = tuple(result.errors)
+    shape = len(layers), max(len(heads) for heads in result.errors.values())
+    error, factor = np.full(shape, np.nan), np.full(shape, np.nan)
+    for row, layer in enumerate(layers):
+        error[row, : len(result.errors[layer])] = [1e6 * head[0] for head in result.errors[layer]]
+        factor[row, : len(result.factors[layer])] = result.factors[layer]
+    figure = make_figure(1.5 + min(9.0, max(2.0, 0.2 * len(layers))))
+    left, right = figure.subplots(1, 2, sharey=True)
+    layer_axis(left, layers, most=32)
+    worst = max(1.0, np.nanmax(error))
+    style: dict[str, Any] = {"form": ".0f", "cmap": "YlOrRd"}
+    head_map(left, error, 0.55 * worst, vmin=0, vmax=worst, **style)
+    left.set_title("error, millionths of the residual", **TITLE)
+    head_map(right, factor, 0.55 * FACTORS[-1], vmin=1, vmax=FACTORS[-1], **style)
+    right.set_title("factor of L and H", **TITLE)
+    for axes in (left, right):
+        axes.set_xlabel("KV head")
+    save_figure(figure, path, title, title_size=10)
+    return figure

@@ -46,7 +46,7 @@ def prefill_mode(
 
 
 def chosen_variants(variants: Mapping[str, PrefillConfig] | None) -> dict[str, PrefillConfig]:
-    """Return the settings to compare with dense prefill by name, by default those of `enable`."""
+    """Return the settings to compare with dense prefill by name, by default the preset."""
     if variants is None:
         return {DEFAULT_PRESET: chosen_config(None)}
     if DENSE in variants:

@@ -15,6 +15,7 @@
 | cache.py, layer.py | caches that calls of one prompt share, and their layers |
 | state.py | the state of one enabled model, and what its compiled graph is told |
 | report.py | which layers are and were sparse |
+| profile.py | settings found for an architecture, and where they are kept |
 | token_text.py | the text of a vocabulary, for recall by characters |
 | export.py | a whole model as one graph |
 """

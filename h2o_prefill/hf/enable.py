@@ -21,10 +21,10 @@ from h2o_prefill.hf.layer_kinds import (
     window_of,
 )
 from h2o_prefill.hf.masks import h2o_prefill_mask
+from h2o_prefill.hf.profile import settings_of
 from h2o_prefill.hf.report import ModelReport, attention_layers, explain
 from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
 from h2o_prefill.hf.token_text import text_for
-from h2o_prefill.presets import chosen_config
 
 
 class PrefillHandle:
@@ -36,6 +36,7 @@ class PrefillHandle:
         config: PrefillConfig,
         strict: bool,
         token_text: Tensor | None = None,
+        profile: str = "",
     ) -> None:
         self.model = model
         self.config = config
@@ -43,6 +44,7 @@ class PrefillHandle:
         self.active = False
         self._entered = False
         self.token_text = token_text
+        self.profile = profile
         self.state = EnabledState(config, strict)
         self._hooks: list[Any] = []
 
@@ -81,7 +83,13 @@ class PrefillHandle:
         by_mask = _causal_by_mask(self.model, configs, self.config)
         reported = self.state.reported
         return EnabledState(
-            self.config, self.strict, previous, reported, by_mask, token_text=self.token_text
+            self.config,
+            self.strict,
+            previous,
+            reported,
+            by_mask,
+            token_text=self.token_text,
+            profile=self.profile,
         )
 
     def _switch_on(self) -> None:
@@ -168,8 +176,10 @@ def enable(
         A causal decoder. It is enabled when this function returns; a `with` block disables it at
         its end.
     config : PrefillConfig or str, optional
-        Settings, or the name of a preset. Default: "recommended"; "h2o" is the algorithm as
-        specified.
+        Settings, or the name of a preset; "h2o" is the algorithm as specified. Default: the
+        profile of the model, which `h2o-prefill calibrate --save` writes, or else "recommended". A
+        profile is `h2o_prefill.json` in the folder that the model was loaded from, or a file for
+        its architecture in the user's cache or in this package.
     tokenizer : optional
         The model's tokenizer: with `recall_characters`, lexical recall compares the text of the
         tokens too.
@@ -186,7 +196,8 @@ def enable(
     Raises
     ------
     ValueError
-        If an argument is wrong, or the model does not use transformers' attention interface.
+        If an argument is wrong, the model does not use transformers' attention interface, or its
+        profile cannot be read or is of another architecture.
     NotImplementedError
         If `strict` and no layer of the model can be sparse.
     RuntimeError
@@ -199,14 +210,14 @@ def enable(
     """
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"model must be a transformers PreTrainedModel, got {_name(model)}")
-    chosen = chosen_config(config, overrides)
+    chosen, profile = settings_of(model, config, overrides)
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     for name in LAYER_FIELDS:
         given = getattr(chosen, name)
         numbers = [item if isinstance(item, int) else item[0] for item in given]
         if layers is not None and any(number >= layers for number in numbers):
             raise ValueError(f"layers of {name} must be < {layers}, got {given}")
-    return PrefillHandle(model, chosen, strict, text_for(tokenizer, chosen)).enable()
+    return PrefillHandle(model, chosen, strict, text_for(tokenizer, chosen), profile).enable()
 
 
 def disable(model: PreTrainedModel) -> None:

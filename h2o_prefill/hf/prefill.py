@@ -16,7 +16,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
 from h2o_prefill.hf.enable import enable
 from h2o_prefill.hf.hooks import handle_of
-from h2o_prefill.presets import chosen_config
+from h2o_prefill.hf.profile import settings_of
 
 
 def chunked_prefill(
@@ -72,7 +72,7 @@ def chunked_prefill(
     """
     if any(handle_of(module) is not None for module in model.modules()):
         raise ValueError("the model is enabled already: disable(model), or call it without this")
-    chosen = chosen_config(config, overrides)
+    chosen, _ = settings_of(model, config, overrides)
     if chunks_per_call < 1:
         raise ValueError(f"chunks_per_call must be >= 1, got {chunks_per_call}")
     if cache is None:

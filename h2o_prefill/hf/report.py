@@ -38,6 +38,7 @@ class ModelReport:
 
     model: str
     settings: str  # the text of the settings, empty if the model is not enabled
+    profile: str  # the file that they are from; empty if the user gave them
     layers: tuple[LayerReport, ...] = ()
     # Of each row of the last sparse prompt, nats a token (`estimated_kl`); None if nothing was
     # measured: `error_rows` is 0, the prompt had one chunk, or the batch had padding.
@@ -54,7 +55,8 @@ class ModelReport:
             error = "" if x.error is None else f"{x.error:.4f}"
             rows.append((str(x.layer), x.kind, x.mode, *counts, error, x.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [f"{self.model}: {self.settings or 'not enabled'}"]
+        source = f" (profile {self.profile})" if self.profile else ""
+        lines = [f"{self.model}: {self.settings or 'not enabled'}{source}"]
         for row in rows:
             lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
         if self.estimated_kl is not None:
@@ -73,6 +75,7 @@ def explain(model: PreTrainedModel) -> ModelReport:
     return ModelReport(
         type(model).__name__,
         "" if enabled is None else enabled.config.to_string(),
+        "" if enabled is None else enabled.profile,
         tuple(_report(x, enabled) for x in attention_layers(model, enabled and NAME)),
         None if enabled is None else _estimated_kl(enabled),
     )

@@ -60,6 +60,7 @@ class EnabledState:
     errors: dict[int, Tensor] = field(default_factory=dict)
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
+    profile: str = ""  # the file that the settings are from, if they are from one
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""

@@ -187,7 +187,7 @@ def measure_attention(
     input_ids : Tensor
         int64 [1, T] or [T], at least two tokens.
     chunk_config : PrefillConfig or str, optional
-        Default: that of `enable`. `min_prefill` has no effect.
+        Default: the preset "recommended". `min_prefill` has no effect.
     on_progress : callable, optional
         Called with (layers begun, number of layers, description of the next step).
 
@@ -214,7 +214,7 @@ def measure_attention(
     total = count_layers(model)
     found: dict[int, LayerMeasures] = {}
 
-    def observe(call: Any) -> None:
+    def observe(call: Any, _: Tensor) -> None:
         index = call.module.layer_idx
         report_progress(on_progress, index, total, f"attention of layer {index}")
         qkv = call.query, call.key, call.value

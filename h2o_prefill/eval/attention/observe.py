@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from h2o_prefill.config import PrefillConfig
@@ -20,7 +21,8 @@ from h2o_prefill.hf.state import NAME as SPARSE_NAME
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill_observed"
 
-Observer = Callable[[Call], None]
+# Called with a call and its dense output, [B, T, Hq, Dv].
+Observer = Callable[[Call, Tensor], None]
 
 _observer: ContextVar[Observer | None] = ContextVar("h2o_prefill_observer", default=None)
 
@@ -29,7 +31,7 @@ _observer: ContextVar[Observer | None] = ContextVar("h2o_prefill_observer", defa
 def observe_attention(
     model: PreTrainedModel, observe: Observer, dense_layers: tuple[int, ...] = ()
 ) -> Iterator[None]:
-    """Call `observe(call)` for every layer that could be prefilled sparsely.
+    """Call `observe(call, output)` for every layer that could be prefilled sparsely.
 
     The model's outputs do not change: attention stays dense. Layers that would be dense by design
     (sliding windows, `dense_layers`) are skipped. Raises what `enable` raises.
@@ -56,10 +58,11 @@ def observe_attention(
 @as_attention_function
 def _observed_attention(call: Call) -> Attended:
     observe = _observer.get()
+    attended = dense_attention(call)
     if call.context is not None and observe is not None:
         reason = dense_reason(call)
         if reason is None:
-            observe(call)
+            observe(call, attended[0])
         elif reason:
             call.enabled.report(f"dense attention: {reason}")
-    return dense_attention(call)
+    return attended

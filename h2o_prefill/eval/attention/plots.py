@@ -27,7 +27,7 @@ _MAX_NUMBERED_CELLS = 300
 # The background shows where there is no value.
 _MAP: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest"}
 _ABSENT = "0.88"
-_TITLE: dict[str, Any] = {"fontsize": 9, "loc": "left"}
+TITLE: dict[str, Any] = {"fontsize": 9, "loc": "left"}
 
 
 def visualize_attention_patterns(
@@ -94,8 +94,8 @@ def plot_memory(measures: AttentionMeasures, path: str | os.PathLike[str], title
         for boundary in ends[:-1]:
             axes.axvline(boundary, color="0.35", linewidth=0.8, linestyle=":")
         axes.set_facecolor(_ABSENT)
-        axes.set_title(f"memory set after chunk {chunk} ({end} tokens)", **_TITLE)
-        _layer_axis(axes, measures.layers, most=8)
+        axes.set_title(f"memory set after chunk {chunk} ({end} tokens)", **TITLE)
+        layer_axis(axes, measures.layers, most=8)
     panels[-1].set_xlim(0, ends[-1])
     window = "; black at the end: local window" if measures.config.local_window else ""
     panels[-1].set_xlabel(
@@ -110,14 +110,14 @@ def plot_errors(measures: AttentionMeasures, path: str | os.PathLike[str], title
     """Draw the error and the recalled softmax mass of every layer and query head."""
     figure = make_figure(1.5 + min(9.0, max(2.0, 0.2 * len(measures.layers))))
     left, right = figure.subplots(1, 2, sharey=True)
-    _layer_axis(left, measures.layers, most=32)
+    layer_axis(left, measures.layers, most=32)
     error, seen = 100 * measures.l1_error.numpy(), 100 * measures.mass_recall.numpy()
     # Dark is worse in both maps, and a run without errors still needs a colour scale.
     worst, least = max(0.1, np.nanmax(error)), min(99.9, np.nanmin(seen))
-    _head_map(left, error, 0.55 * worst, cmap="YlOrRd", vmin=0, vmax=worst)
-    left.set_title("relative L1 error of the output (%)", **_TITLE)
-    _head_map(right, seen, 45 + 0.55 * least, cmap="YlOrRd_r", vmin=least, vmax=100)
-    right.set_title("dense softmax mass on visible keys (%)", **_TITLE)
+    head_map(left, error, 0.55 * worst, cmap="YlOrRd", vmin=0, vmax=worst)
+    left.set_title("relative L1 error of the output (%)", **TITLE)
+    head_map(right, seen, 45 + 0.55 * least, cmap="YlOrRd_r", vmin=least, vmax=100)
+    right.set_title("dense softmax mass on visible keys (%)", **TITLE)
     save_figure(figure, path, title, title_size=10)
     return figure
 
@@ -170,7 +170,7 @@ def plot_attention(measures: AttentionMeasures, path: str | os.PathLike[str], ti
     return figure
 
 
-def _head_map(axes: Axes, values: Any, middle: float, **style: Any) -> None:
+def head_map(axes: Axes, values: Any, middle: float, form: str = ".1f", **style: Any) -> None:
     """Draw [layers, heads]; numbers on the dark side of `middle` are white."""
     image = axes.imshow(values, **style, **_MAP)
     axes.set_facecolor(_ABSENT)
@@ -183,10 +183,13 @@ def _head_map(axes: Axes, values: Any, middle: float, **style: Any) -> None:
     for (row, head), value in np.ndenumerate(values):
         if not np.isnan(value):
             color = "white" if (value < middle) == low_is_dark else "black"
-            axes.text(head, row, f"{value:.1f}", ha="center", va="center", color=color, fontsize=7)
+            axes.text(
+                head, row, f"{value:{form}}", ha="center", va="center", color=color, fontsize=7
+            )
 
 
-def _layer_axis(axes: Axes, layers: tuple[int, ...], most: int) -> None:
+def layer_axis(axes: Axes, layers: tuple[int, ...], most: int) -> None:
+    """Name the rows of a figure, at most `most` of them."""
     step = next(n for n in (1, 2, 5, 10, 20, 50, len(layers)) if len(layers) <= n * most)
     axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
     axes.set_ylabel("layer")

@@ -6,24 +6,15 @@ import contextlib
 import hashlib
 import importlib.util
 import io
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from h2o_prefill._cache import cache_dir
 from h2o_prefill.eval.inputs.hub import first_line
 
 # Part of the folder's name: a change of what is written must not find an older folder.
 FORMAT = 1
-
-
-def cache_dir() -> Path:
-    """Return H2O_PREFILL_CACHE, else the folder h2o_prefill in XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("H2O_PREFILL_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "h2o_prefill"
 
 
 def convert_gguf(path: Path) -> Path:

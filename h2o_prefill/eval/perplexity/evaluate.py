@@ -53,7 +53,7 @@ def evaluate_perplexity(
         Tokens of a text; or a text, or the name of one that `load_text` knows, which need a
         tokenizer.
     chunk_config : PrefillConfig or str, optional
-        Settings of the sparse run. Default: that of `enable`.
+        Settings of the sparse run. Default: the preset "recommended".
     tokenizer : optional
         The model's. A model given by name brings its own.
     context : int

@@ -70,7 +70,7 @@ def evaluate_retrieval(
     haystack : Corpus or str
         A text, or the name of one that `load_text` knows.
     variants : mapping of str to PrefillConfig, optional
-        Names and settings of the sparse runs. Default: that of `enable`, by its name.
+        Names and settings of the sparse runs. Default: the preset "recommended".
     tokenizer : optional
         The model's; default: that of a model given by name. If it has a chat template, prompts are
         formatted with it.

@@ -54,7 +54,7 @@ def benchmark_throughput(
     num_runs : int
         Timed runs of each mode at each length.
     chunk_config : PrefillConfig or str, optional
-        Settings of the sparse runs. Default: that of `enable`.
+        Settings of the sparse runs. Default: the preset "recommended".
     seed : int
         Seed of the random tokens.
     on_progress : callable, optional

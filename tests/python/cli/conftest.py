@@ -65,7 +65,7 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
     variant = ("--variant", "h2o,chunk_size=64,local_window=16,heavy_budget=16")
     return {
         "ppl": ("ppl", *text, "--windows", "0:2", "--preset", PRESET),
-        "calibrate": ("calibrate", *text, "--layers", "1", "--preset", PRESET),
+        "calibrate": ("calibrate", *text, "--preset", PRESET),
         "bench": ("bench", *model, "--lengths", "16,48", "--runs", "1", "--preset", PRESET),
         "ablate": ("ablate", *text, "--windows", "0:2", "--preset", "h2o", *sizes),
         "retrieve": ("retrieve", *haystack, "--depths", "0,100", *variant),

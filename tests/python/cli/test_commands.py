@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,26 +105,39 @@ def test_a_memory_set_as_large_as_a_chunk_is_a_warning_once(
     assert "perplexity" in done.stdout
 
 
-@pytest.mark.parametrize("keep", ["wide", "dense"])
 def test_calibrate_ends_with_settings_that_other_commands_take(
-    report: Any, small_commands: Commands, keep: str
+    report: Any, small_commands: Commands, tmp_path: Path
 ) -> None:
-    model = ("--dtype", "float32", "--windows", "0:1")
-    found, table = report(*small_commands["calibrate"], *model, "--keep", keep)
-    kl = {int(layer): value for layer, value in found["kl_by_layer"].items()}
-    (chosen,) = found["config"][f"{keep}_layers"]
-    assert kl[chosen] == min(kl.values()) and set(kl) == {0, 1}
-    layers = re.findall(r"layer (\d) dense\s+(\d\.\d+) nats", table)
-    assert [int(layer) for layer, _ in layers] == sorted(kl, key=lambda layer: kl[layer])
-    assert [float(value) for _, value in layers] == pytest.approx(sorted(kl.values()), abs=5e-5)
+    text = ("--windows", "0:1", "--dtype", "float32")
+    figure = tmp_path / "p.png"
+    found, table = report(*small_commands["calibrate"], *text, "--budget", 1.3, "--plot", figure)
+    heads = [(layer, head, x) for layer, head, x in found["config"]["wide_heads"]]
+    rows = re.findall(r"(\d)\.(\d)x(\d) +(\d+\.\d) ", table)
+    assert sorted((int(a), int(b), int(x)) for a, b, x, _ in rows) == sorted(map(tuple, heads))
+    errors = [found["errors"][str(a)][b][[1, 2, 4, 8].index(x)] for a, b, x in heads]
+    assert sorted(float(row[3]) for row in rows) == pytest.approx(
+        sorted(1e6 * error for error in errors), abs=0.06
+    )
+    assert figure.read_bytes().startswith(b"\x89PNG")
 
-    variant = f"{PRESET},{keep}_layers={chosen}"
+    variant = f"{PRESET},wide_heads={'+'.join(f'{a}.{b}x{x}' for a, b, x in heads)}"
     assert table.splitlines()[-1] == f"--preset {variant}"
-    assert found["variant"] == variant
+    assert found["variant"] == variant and found["budget"] == 1.3
     assert found["text_source"].startswith("text.txt sha256:")
-    after, _ = report(*small_commands["ppl"], *model, "--preset", variant)
-    assert after["kl_mean"] == pytest.approx(found["kl_after"], rel=1e-4)
+    after, _ = report(*small_commands["ppl"], *text, "--preset", variant)
     assert after["attention_flops_ratio"] == pytest.approx(found["flops_after"]["ratio"])
+
+
+def test_calibrate_saves_beside_the_model(
+    run: Run, small_commands: Commands, model_folder: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    command = ["calibrate", "--model", folder, *small_commands["calibrate"][3:]]
+    done = run(*command, "--save")
+    assert done.exit_code == 0, done.output
+    saved = json.loads((folder / "h2o_prefill.json").read_text())
+    assert done.stdout.splitlines()[-1] == f"--preset {saved['settings']}"
+    assert (saved["text"], saved["measured"]["context"]) == ("text.txt", 64)
 
 
 def test_retrieve(report: Any, small_commands: Commands, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ Refused = Callable[[Any, str], None]
 ROOT = Path(__file__).parents[3]
 JSON = ("ppl", "calibrate", "bench", "retrieve", "answers", "variations", "visualize", "info")
 FOLDER = ("bench", "ablate", "visualize")
-PLOT = ("ppl", "retrieve")
+PLOT = ("ppl", "calibrate", "retrieve")
 
 
 # The folder of processes takes no files, from nobody.

@@ -39,7 +39,7 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--output", __file__): "output must be a folder, got the file",
     },
     "calibrate": {
-        ("--layers", 2): "layers must be at least 1 and fewer than the 2",
+        ("--budget", 1): "budget must be more than 1, got 1.0",
         ("--context", 16): "at least two chunks",
     },
     "retrieve": {

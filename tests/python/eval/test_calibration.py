@@ -1,21 +1,28 @@
-"""Calibration of layers, against perplexity measured with each of them dense."""
+"""Calibration of heads, against errors that are computed head by head."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import h2o_prefill
+from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import calibrate_layers, count_attention_flops, evaluate_perplexity
+from h2o_prefill.eval import calibrate_heads, count_attention_flops, evaluate_perplexity
+from h2o_prefill.eval.attention.observe import observe_attention
+from h2o_prefill.eval.calibration import FACTORS
 
 CONTEXT = 64
-LAYERS = 4
-
+LAYERS = 3
+KV_HEADS = 2
 
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
+# Errors would widen the sets of every head.
+WIDENING = CONFIG.replace(error_rows=4, error_threshold=0.0, max_widen=8)
 TOKENS = torch.randint(1, 257, (2 * CONTEXT,), generator=torch.Generator().manual_seed(3))
 
 
@@ -24,54 +31,132 @@ def model(tiny: Any) -> Any:
     return tiny.make_model(num_hidden_layers=LAYERS)
 
 
-def _kl(model: Any, config: PrefillConfig, windows: str) -> float:
-    return evaluate_perplexity(model, TOKENS, config, context=CONTEXT, windows=windows).kl_mean
+def _sparse(call: Any, config: PrefillConfig, factor: int) -> Tensor:
+    local, heavy = factor * config.local_window, factor * config.heavy_budget
+    sizes = PrefillConfig(chunk_size=16, local_window=local, heavy_budget=heavy)
+    qkv = call.query, call.key, call.value
+    return ops.chunked_sparse_attention(*qkv, *[None] * 5, 0, sizes)[0]
 
 
-@pytest.mark.parametrize("keep", ["wide", "dense"])
-def test_every_layer_is_measured_as_by_perplexity(model: Any, keep: str) -> None:
+def _expected(model: Any, prompt: Tensor, factor: int) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Return error and size by layer and KV head, each head's through the layer's projection."""
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    hidden = model(prompt, output_hidden_states=True).hidden_states
+
+    def observe(call: Any, dense: Tensor) -> None:
+        layer = call.module.layer_idx
+        difference = (_sparse(call, CONFIG, factor).transpose(1, 2) - dense).detach()
+        group = dense.shape[2] // KV_HEADS
+        for head in range(KV_HEADS):
+            alone = torch.zeros_like(dense)
+            mine = slice(head * group, (head + 1) * group)
+            alone[:, :, mine] = difference[:, :, mine]
+            if hasattr(call.module, "o_proj"):
+                through, size = call.module.o_proj(alone.flatten(2)), hidden[layer]
+            else:
+                through, size = alone, dense[:, :, mine]
+            pair = through.square().sum(), size.square().sum()
+            found.setdefault(layer, []).append(pair)
+
+    with observe_attention(model, observe):
+        model(prompt)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:the memory set")
+@pytest.mark.parametrize("kind", ["projection", "none"])
+def test_errors_are_those_of_each_head(model: Any, kind: str, monkeypatch: Any) -> None:
+    if kind == "none":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        # Its projection is no linear layer of PyTorch.
+        sizes = {"n_embd": 64, "n_layer": LAYERS, "n_head": KV_HEADS, "n_positions": 128}
+        rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+        config = GPT2Config(vocab_size=257, initializer_range=0.3, **sizes, **rates)
+        model = GPT2LMHeadModel(config).eval()
     done: list[tuple[int, int, str]] = []
-    options: dict[str, Any] = {"layers": 2, "keep": keep, "context": CONTEXT, "windows": "0:2"}
-    options["on_progress"] = lambda *report: done.append(report)
-    result = calibrate_layers(model, TOKENS, CONFIG, **options)
-    assert result.kl_before == pytest.approx(_kl(model, CONFIG, "0:2"), rel=1e-4)
-    assert list(result.kl_by_layer) == list(range(LAYERS))
-    for layer, kl in result.kl_by_layer.items():
-        config = CONFIG.replace(dense_layers=(layer,))
-        assert kl == pytest.approx(_kl(model, config, "0:2"), rel=1e-4)
-    chosen = tuple(sorted(result.ranking[:2]))
-    assert result.config == CONFIG.replace(**{f"{keep}_layers": chosen})
-    assert result.kl_after == pytest.approx(_kl(model, result.config, "0:2"), rel=1e-4)
-    assert (result.context, result.windows) == (CONTEXT, [0, 1])
-
-    passes = 2 * (LAYERS + 3)
-    assert [report[0] for report in done] == list(range(passes + 1))
-    assert {report[1] for report in done} == {passes}
-    assert done[0][2] == "window 0 dense" and done[-1][2] == "done"
-
-
-def test_the_layer_that_needs_it_is_chosen(model: Any) -> None:
-    # The output of the other layers' attention is dropped.
-    for index in (0, 1, 3):
-        torch.nn.init.zeros_(model.model.layers[index].self_attn.o_proj.weight)
-    result = calibrate_layers(model, TOKENS, CONFIG, layers=1, keep="dense", context=CONTEXT)
-    assert result.config == CONFIG.replace(dense_layers=(2,))
-    assert result.ranking[0] == 2
-    assert result.kl_before > 0.01 and result.kl_after == pytest.approx(0, abs=1e-6)
-    batches = TOKENS[:CONTEXT].view(1, CONTEXT)
-    assert result.flops_before == count_attention_flops(batches, CONFIG, LAYERS)
-    assert result.flops_after == count_attention_flops(batches, result.config, LAYERS)
     with torch.no_grad():
-        dense = model(batches).logits
-        with h2o_prefill.enable(model, result.config):
-            torch.testing.assert_close(model(batches).logits, dense, atol=1e-4, rtol=1e-4)
+        result = calibrate_heads(
+            model,
+            TOKENS,
+            WIDENING,
+            context=CONTEXT,
+            windows="0:2",
+            on_progress=lambda *report: done.append(report),
+        )
+        for index, factor in enumerate(FACTORS):
+            windows = [_expected(model, prompt[None], factor) for prompt in TOKENS.view(2, -1)]
+            for layer in range(1, LAYERS):
+                for head in range(KV_HEADS):
+                    pairs = [window[layer][head] for window in windows]
+                    error, size = (sum(column) for column in zip(*pairs, strict=True))
+                    found = result.errors[layer][head][index]
+                    assert found == pytest.approx(float(error / size), rel=1e-4, abs=1e-9)
+    assert list(result.errors) == list(range(1, LAYERS)), "the first layer is left out"
+    assert (result.context, result.windows, result.text) == (CONTEXT, [0, 1], "tokens")
+    assert [report[0] for report in done] == list(range(2 * LAYERS + 1))
+    assert {report[1] for report in done} == {2 * LAYERS} and done[-1][2] == "done"
 
 
-def test_layers_of_the_settings_stay_what_they_are(model: Any) -> None:
-    config = CONFIG.replace(dense_layers=(2,), wide_layers=(1,), wide_factor=2)
-    wide = calibrate_layers(model, TOKENS, config, layers=1, context=CONTEXT)
-    assert list(wide.kl_by_layer) == [0, 3]
-    assert wide.config == config.replace(wide_layers=tuple(sorted((1, wide.ranking[0]))))
-    dense = calibrate_layers(model, TOKENS, config, layers=2, keep="dense", context=CONTEXT)
-    assert list(dense.kl_by_layer) == [0, 1, 3]
-    assert dense.config == config.replace(dense_layers=tuple(sorted((2, *dense.ranking[:2]))))
+def test_a_set_that_holds_everything_has_no_error(model: Any) -> None:
+    result = calibrate_heads(model, TOKENS, CONFIG, context=CONTEXT)
+    for heads in result.errors.values():
+        for errors in heads:
+            # 8 x (4 + 4) keys: the whole window.
+            assert errors[0] > 1e-3 and errors[-1] < 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:the memory set")
+@pytest.mark.parametrize("given", [(), ((2, 1, 2),)])
+def test_the_head_that_needs_far_keys_is_found(
+    model: Any, given: tuple[tuple[int, int, int], ...]
+) -> None:
+    # Of the query heads of each layer two share a KV head; the outputs of the others are dropped.
+    for index, layer in enumerate(model.model.layers):
+        kept = slice(32, 64) if index == 2 else slice(0)
+        weight = torch.zeros_like(layer.self_attn.o_proj.weight)
+        weight[:, kept] = layer.self_attn.o_proj.weight[:, kept]
+        layer.self_attn.o_proj.weight = torch.nn.Parameter(weight)
+    config = CONFIG.replace(wide_heads=given)
+    result = calibrate_heads(model, TOKENS, config, budget=1.2, context=CONTEXT)
+    assert [head[:2] for head in result.chosen] == [(2, 1)]
+    factor = result.chosen[0][2]
+    assert result.config == config.replace(wide_heads=((2, 1, factor * (2 if given else 1)),))
+    assert result.error_before == pytest.approx(result.error(2, 1, 1), abs=1e-12)
+    assert result.error_after == pytest.approx(result.error(2, 1, factor), abs=1e-12)
+    if not given:
+        before, after = (
+            evaluate_perplexity(model, TOKENS, each, context=CONTEXT, windows="0:1").kl_mean
+            for each in (config, result.config)
+        )
+        assert after < before
+
+
+@pytest.mark.parametrize("budget", [1.02, 1.1, 1.4, 9.0])
+def test_the_budget_is_spent_and_kept(model: Any, budget: float) -> None:
+    result = calibrate_heads(model, TOKENS, CONFIG, budget=budget, context=CONTEXT)
+    batch = TOKENS[None, :CONTEXT]
+    for flops, config in ((result.flops_before, CONFIG), (result.flops_after, result.config)):
+        assert flops == count_attention_flops(batch, config, LAYERS, KV_HEADS)
+    spent = result.flops_before.ratio / result.flops_after.ratio
+    assert spent <= budget
+    for layer in result.errors:
+        for head in range(KV_HEADS):
+            wide = {(a, b): factor for a, b, factor in result.config.wide_heads}
+            factor = wide.get((layer, head), 1)
+            if factor < FACTORS[-1]:
+                wide[layer, head] = 2 * factor
+                wider = CONFIG.replace(wide_heads=tuple((*key, x) for key, x in wide.items()))
+                more = count_attention_flops(batch, wider, LAYERS, KV_HEADS)
+                assert result.flops_before.ratio / more.ratio > budget
+
+
+@pytest.mark.filterwarnings("ignore:the memory set")
+def test_what_was_saved_is_what_enable_takes(model: Any, tmp_path: Path) -> None:
+    model.config._name_or_path = str(tmp_path)
+    result = calibrate_heads(model, TOKENS, CONFIG, context=CONTEXT)
+    path = result.save(model)
+    assert path == tmp_path / "h2o_prefill.json"
+    with h2o_prefill.enable(model) as handle:
+        assert handle.config == result.config
+        assert handle.report().profile == str(path)

@@ -34,7 +34,7 @@ RUNS: dict[str, Any] = {"seq_lengths": [32], "chunk_config": CONFIG}
 EVALUATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "perplexity": (evaluation.evaluate_perplexity, ONE),
     "ablation": (evaluation.run_ablation, GRID),
-    "calibration": (evaluation.calibrate_layers, {**ONE, "layers": 1}),
+    "calibration": (evaluation.calibrate_heads, ONE),
     "retrieval": (evaluation.evaluate_retrieval, NEEDLES),
     "answers": (evaluation.compare_answers, ASKED),
     "variations": (evaluation.measure_variations, VARIED),
@@ -78,9 +78,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tokenizer": None}, "tokenizer must be given"),
     ],
     "calibration": [
-        ({"layers": 0}, "layers must be at least 1"),
-        ({"layers": 2}, "fewer than the 2 that there are to choose from, got 2"),
-        ({"keep": "sparse"}, r"keep must be one of \('wide', 'dense'\), got 'sparse'"),
+        ({"budget": 1.0}, "budget must be more than 1, got 1.0"),
+        (
+            {"chunk_config": CONFIG.replace(dense_layers=(1,))},
+            r"dense_layers must leave a layer after the first sparse, got \(1,\)",
+        ),
         ({"context": 16}, "context must be at least two chunks"),
         ({"windows": "0:99"}, "windows must be a slice within 0:28"),
     ],
@@ -173,7 +175,7 @@ def test_models_that_are_sparse_or_cannot_be_are_refused(
     for layer in tiny_model.model.layers:
         layer.self_attn.is_causal = False
     message = "no layer of LlamaForCausalLM can be sparse"
-    warns = name in ("perplexity", "ablation", "calibration")
+    warns = name in ("perplexity", "ablation")
     refused: Any = pytest.raises(NotImplementedError, match=message)
     with pytest.warns(UserWarning, match=message) if warns else refused:
         evaluate(name)

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from h2o_prefill._cache import cache_dir
 from h2o_prefill.eval import load_model
 from h2o_prefill.eval.inputs import models
-from h2o_prefill.eval.inputs.gguf import cache_dir
 
 
 @pytest.fixture

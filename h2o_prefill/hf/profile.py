@@ -1,0 +1,157 @@
+"""Profiles: settings that calibration found for an architecture, which `enable` takes by itself."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from h2o_prefill._cache import cache_dir
+from h2o_prefill._library import build_info
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.presets import chosen_config
+
+# A profile beside a model.
+FILE = "h2o_prefill.json"
+
+_SHIPPED = Path(__file__).parents[1] / "profiles"
+
+# Fields of a config that decide which layers and heads there are, and what positions are to them.
+_ARCHITECTURE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "rope_parameters",
+)
+
+_logger = logging.getLogger("h2o_prefill")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Settings of a model, and the file that they are from."""
+
+    config: PrefillConfig
+    source: str
+
+
+def architecture_hash(model: Any) -> str:
+    """Return 16 hex digits of the SHA-256 of a model's architecture, as its config describes it.
+
+    That is its type, sizes, heads, vocabulary and RoPE parameters. A fine-tuned model has that of
+    the model it comes from: weights, dtype, names and versions are no part of it.
+    """
+    config = model.config.get_text_config(decoder=True)
+    values = {name: _plain(getattr(config, name, None)) for name in _ARCHITECTURE}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; the same number is an int in one file, a float in another."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (str, bool)) else float(value)
+
+
+def build_profile(
+    model: Any, config: PrefillConfig, text: str, measured: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the content of a profile, which is a JSON file."""
+    return {
+        "settings": config.to_string(),
+        "architecture": architecture_hash(model),
+        "version": build_info()["version"],
+        "text": text,
+        "measured": measured,
+    }
+
+
+def profile_path(model: Any) -> Path:
+    """Return where a profile of a model is saved: beside it, or in the user's cache."""
+    return next(_own_paths(model))
+
+
+def _own_paths(model: Any) -> Iterator[Path]:
+    """Yield where profiles that a user saved may be, the first to look at first."""
+    folder = getattr(model.config, "_name_or_path", "")
+    if folder and Path(folder).is_dir():
+        yield Path(folder) / FILE
+    yield cache_dir() / "profiles" / f"{architecture_hash(model)}.json"
+
+
+def settings_of(
+    model: Any, config: PrefillConfig | str | None, overrides: dict[str, Any]
+) -> tuple[PrefillConfig, str]:
+    """Return settings as a user passes them, of the model's profile if none, and its file or ""."""
+    profile = find_profile(model) if config is None else None
+    if profile is None:
+        return chosen_config(config, overrides), ""
+    return profile.config.with_fields(**overrides), profile.source
+
+
+def find_profile(model: Any) -> Profile | None:
+    """Return the profile beside a model, in the user's cache or of this package, in this order.
+
+    Logs once in a process which file was taken. Raises ValueError if it cannot be read or is of
+    another architecture.
+    """
+    architecture = architecture_hash(model)
+    own = [path for path in _own_paths(model) if path.exists()]
+    for path in own or _shipped(architecture):
+        found = Profile(_read(path, architecture), str(path))
+        _say_once(found)
+        return found
+    return None
+
+
+def _shipped(architecture: str) -> list[Path]:
+    paths = sorted(_SHIPPED.glob("*.json"))
+    return [path for path in paths if json.loads(path.read_text())["architecture"] == architecture]
+
+
+def _read(path: Path, architecture: str) -> PrefillConfig:
+    advice = "calibrate again, delete the file, or name a preset"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        config, found = PrefillConfig.parse(str(values["settings"])), values["architecture"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        raise ValueError(f"the profile {str(path)!r} cannot be read: {why}; {advice}") from error
+    if found != architecture:
+        raise ValueError(
+            f"the profile {str(path)!r} must be of the model's architecture, {architecture}, got "
+            f"one of {found}; {advice}"
+        )
+    return config
+
+
+@functools.cache
+def _say_once(profile: Profile) -> None:
+    """Log which profile was taken.
+
+    It is news, not a warning, and Python shows nobody what is below a warning. So it goes to stderr
+    as messages of transformers do, through a handler of the library's own, unless the program has
+    set up logging or given this logger a level: then that decides.
+    """
+    if not _logger.hasHandlers() and _logger.level == logging.NOTSET:
+        _logger.addHandler(logging.StreamHandler())
+        _logger.setLevel(logging.INFO)
+    _logger.info(
+        'h2o_prefill: settings from the profile %s: %s (enable(model, "recommended") takes none)',
+        profile.source,
+        profile.config.to_string(),
+    )

@@ -1,0 +1,148 @@
+"""Profiles: where they are found, what is said of them, and which are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hf_helpers import RECOMMENDED, SPARSE
+
+from h2o_prefill import chunked_prefill, enable, explain, preset_config
+from h2o_prefill.hf import profile
+from h2o_prefill.hf.profile import architecture_hash, build_profile, find_profile, profile_path
+
+CONFIG = preset_config("recommended", **SPARSE, recall_block=8, wide_heads=((1, 0, 2),))
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Empty folders in which profiles are looked for."""
+    folders = {name: tmp_path / name for name in ("model", "cache", "shipped")}
+    for folder in folders.values():
+        folder.mkdir()
+    monkeypatch.setenv("H2O_PREFILL_CACHE", str(folders["cache"]))
+    monkeypatch.setattr(profile, "_SHIPPED", folders["shipped"])
+    profile._say_once.cache_clear()
+    return folders
+
+
+def _write(path: Path, model: Any, config: Any = CONFIG, **changes: Any) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(build_profile(model, config, "a text", {}) | changes))
+    return str(path)
+
+
+def test_a_profile_beside_the_model_comes_before_others(
+    llama: Any, places: dict[str, Path]
+) -> None:
+    assert find_profile(llama) is None
+    found = [_write(places["shipped"] / "any_name.json", llama)]
+    assert find_profile(llama).source == found[-1]
+    found.append(_write(profile_path(llama), llama))
+    assert Path(found[-1]).is_relative_to(places["cache"])
+    assert find_profile(llama).source == found[-1]
+    llama.config._name_or_path = str(places["model"])
+    assert find_profile(llama).source == found[-1]
+    found.append(_write(profile_path(llama), llama))
+    assert found[-1] == str(places["model"] / "h2o_prefill.json")
+    assert find_profile(llama).source == found[-1]
+
+
+def test_enable_takes_a_profile_where_no_settings_are_given(
+    llama: Any, ids: Any, sparse_layers: list[int]
+) -> None:
+    source = _write(profile_path(llama), llama)
+    with enable(llama) as handle:
+        assert handle.config == CONFIG
+        report = explain(llama)
+    assert report.profile == source and f"(profile {source})" in str(report).splitlines()[0]
+    with enable(llama, heavy_budget=2) as handle:
+        assert handle.config == CONFIG.replace(heavy_budget=2)
+    with enable(llama, **RECOMMENDED) as handle:
+        assert handle.config == CONFIG.replace(wide_heads=())
+        assert explain(llama).profile == "" and "profile" not in str(explain(llama))
+    chunked_prefill(llama, ids)
+    assert sparse_layers, "the chunks of the profile are shorter than the prompt"
+
+
+def test_it_is_said_once(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    source = _write(profile_path(llama), llama)
+    with caplog.at_level(logging.INFO, "h2o_prefill"):
+        for _ in range(2):
+            with enable(llama):
+                pass
+    (record,) = caplog.records
+    assert source in record.getMessage() and CONFIG.to_string() in record.getMessage()
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING])
+def test_it_is_seen_unless_the_program_decides_otherwise(
+    llama: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str], level: int
+) -> None:
+    # A logger without parents: that of pytest has handlers.
+    monkeypatch.setattr(profile, "_logger", logging.Logger("h2o_prefill", level))
+    source = _write(profile_path(llama), llama)
+    find_profile(llama)
+    assert (source in capsys.readouterr().err) == (level == logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "indices must be integers"),
+        ('{"architecture": "0"}', "it has no 'settings'"),
+        ('{"settings": "best", "architecture": "0"}', "preset must be one of"),
+        (
+            '{"settings": "h2o", "architecture": "0"}',
+            "must be of the model's architecture.*got .*0",
+        ),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_refused(
+    llama: Any, places: dict[str, Path], content: str, reason: str
+) -> None:
+    llama.config._name_or_path = str(places["model"])
+    profile_path(llama).write_text(content)
+    with pytest.raises(ValueError, match=f"(?s)model/h2o_prefill.json.*{reason}"):
+        enable(llama)
+    with enable(llama, "h2o"):
+        pass
+
+
+def _hash(**changes: Any) -> str:
+    from transformers import LlamaConfig
+
+    # Those of SmolLM2-135M.
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30}
+    rope = {"rope_parameters": {"rope_theta": 100000, "rope_type": "default"}}
+    config = LlamaConfig(**{**sizes, **heads, **rope, **changes})
+    return architecture_hash(SimpleNamespace(config=config))
+
+
+def test_fine_tuned_models_share_a_hash() -> None:
+    theta = {"rope_type": "default", "rope_theta": 100000.0}
+    for same in ({"dtype": "bfloat16"}, {"name_or_path": "a/b"}, {"rope_parameters": theta}):
+        assert _hash(**same) == _hash()
+    yarn = {**theta, "rope_type": "yarn", "factor": 2.0}
+    others: list[dict[str, Any]] = [
+        {"num_key_value_heads": 9},
+        {"hidden_size": 1152},
+        {"vocab_size": 50000},
+        {"rope_parameters": yarn},
+    ]
+    assert len({_hash(), *(_hash(**other) for other in others)}) == 1 + len(others)
+
+
+def test_the_package_has_a_profile_of_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    (path,) = profile._shipped(_hash())
+    config = profile._read(path, _hash())
+    assert config.wide_heads and all(
+        0 < layer < 30 and head < 3 for layer, head, _ in config.wide_heads
+    )
