@@ -298,8 +298,10 @@ def _sizes_of_residuals(model: nn.Module) -> Iterator[dict[int, Tensor]]:
 
 def _output_projection(module: nn.Module, columns: int) -> Tensor | None:
     """Return the weights [any, columns] of the last linear layer that takes all heads, if any."""
-    linear = [child for child in module.children() if isinstance(child, nn.Linear)]
-    return linear[-1].weight if linear and linear[-1].in_features == columns else None
+    weights = [child.weight for child in module.children() if isinstance(child, nn.Linear)]
+    # Packed weights of quantised models have other shapes or dtypes.
+    fits = weights and weights[-1].shape[1] == columns and weights[-1].is_floating_point()
+    return weights[-1] if fits else None
 
 
 def _squares(difference: Tensor, gram: Tensor) -> Tensor:

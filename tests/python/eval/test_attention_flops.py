@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -114,6 +115,18 @@ def test_factors_by_errors_and_their_rows_count() -> None:
     factors = torch.tensor([2.0, 4.0])
     widened = sparse_dot_products(LENGTH, config, None, 2, factors)
     assert widened == plain + exact + 8 * sum(rows)
+
+
+@pytest.mark.parametrize("factor", [2, 50])
+def test_wide_heads_count_with_their_own_sets(factor: int) -> None:
+    # With the larger factor the set holds everything before a chunk, and no more.
+    sizes = {"local_window": 4 * factor, "heavy_budget": 4 * factor}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is as large as a chunk
+        wide = sparse_dot_products(LENGTH, CONFIG.replace(**sizes))
+    mixed = CONFIG.replace(wide_heads=((0, 2, factor),))
+    given = sparse_dot_products(LENGTH, CONFIG)
+    assert sparse_dot_products(LENGTH, mixed, kv_heads=4) == round((3 * given + wide) / 4)
 
 
 def test_rows_of_the_lists_are_those_of_a_call() -> None:

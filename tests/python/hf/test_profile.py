@@ -140,7 +140,7 @@ def test_fine_tuned_models_share_a_hash() -> None:
 
 
 def test_the_package_has_a_profile_of_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.undo()  # look into the package's own folder
     (path,) = profile._shipped(_hash())
     config = profile._read(path, _hash())
     assert config.wide_heads and all(
