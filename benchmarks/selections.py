@@ -54,17 +54,16 @@ Run = Callable[[Tensor], tuple[PromptLogits, float]]
 
 DEFAULT_VARIANTS = (
     *("h2o", "recommended,error_rows=0", "recommended"),
-    # What H2O brings: without heavy hitters, without recall, without both, recall alone.
-    "h2o,local_window=512,heavy_budget=0",
-    "h2o,local_window=768,heavy_budget=0",
+    # What H2O brings: recall alone, a window alone, with recall, and with sinks as well.
     "recommended,error_rows=0,local_window=0,heavy_budget=0,block_diagonal=true",
+    "h2o,local_window=768,heavy_budget=0",
     "recommended,error_rows=0,local_window=768,heavy_budget=0",
-    # Other rules at the products of `recommended`: sinks and window (StreamingLLM), with the last
-    # rows dense (Tri-shape), and larger sets in all heads.
-    "recommended,error_rows=0,local_window=800,heavy_budget=400",
-    "h2o,sink_tokens=4,local_window=1352,heavy_budget=0",
-    "h2o,sink_tokens=128,local_window=1084,heavy_budget=0,dense_tail=128",
-    *("snapkv=1100", "snapkv-own=1100", "quoka=1290", "quoka-own=1290", "xattention=0.9"),
+    "recommended,error_rows=0,local_window=764,heavy_budget=0,sink_tokens=4",
+    # Others at the products of `recommended` on prose of 8,192 tokens: sinks and window, as
+    # StreamingLLM, and with the last rows dense, as Tri-shape.
+    "h2o,sink_tokens=4,local_window=1456,heavy_budget=0",
+    "h2o,sink_tokens=128,local_window=1188,heavy_budget=0,dense_tail=128",
+    *("snapkv=1204", "snapkv-own=1204", "quoka=1396", "quoka-own=1396", "xattention=0.9"),
 )
 
 

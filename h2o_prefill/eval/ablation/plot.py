@@ -122,7 +122,7 @@ def _draw_grid(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_xticks(range(len(kl.columns)), map(str, kl.columns))
     axes.set_yticks(range(len(kl.index)), map(str, kl.index))
     axes.set_xlabel(
-        "local window L\nin a cell: perplexity above dense, mean KL, attention flops over dense",
+        "local window L\nin a cell: perplexity above dense, mean KL, attention flops of dense",
         fontsize=8,
     )
     axes.set_ylabel("heavy budget H")
