@@ -131,11 +131,11 @@ def plot_stability(measures: AttentionMeasures, path: str | os.PathLike[str], ti
     for axes, values in ((left, by_chunk), (right, pairs)):
         image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, **_MAP)
         axes.set_facecolor(_ABSENT)
-        _layer_axis(axes, measures.layers, most=16)
-    left.set_title("heavy hitters after a chunk and after the one before", **_TITLE)
+        layer_axis(axes, measures.layers, most=16)
+    left.set_title("heavy hitters after a chunk and after the one before", **TITLE)
     left.set_xlabel("chunk")
     left.set_xticks(range(by_chunk.shape[1]), map(str, range(1, by_chunk.shape[1] + 1)))
-    right.set_title("heavy hitters of two layers after the last chunk, any KV head", **_TITLE)
+    right.set_title("heavy hitters of two layers after the last chunk, any KV head", **TITLE)
     right.set_xlabel("layer")
     right.set_xticks(right.get_yticks(), [tick.get_text() for tick in right.get_yticklabels()])
     figure.colorbar(image, ax=[left, right], label="Jaccard index", aspect=40)
@@ -159,7 +159,7 @@ def plot_attention(measures: AttentionMeasures, path: str | os.PathLike[str], ti
         style = {**_MAP, "origin": "upper", "extent": (0, end, end, 0)}
         image = axes.imshow(np.ma.masked_equal(share, 0), cmap="magma_r", norm=scale, **style)
         axes.set_facecolor(_ABSENT)
-        axes.set_title(f"layer {measures.layers[row]}", **_TITLE)
+        axes.set_title(f"layer {measures.layers[row]}", **TITLE)
     for axes in panels[len(layers) :]:
         axes.set_visible(False)
     figure.supxlabel("key (tokens)", fontsize=9)
