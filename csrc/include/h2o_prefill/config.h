@@ -41,8 +41,8 @@ struct H2O_API PrefillConfig {
   int64_t max_widen = 4;          // the most that L and H grow by during a prompt
   double max_error = 0.0;         // a layer with a larger error goes on dense; 0: none does
 
-  // The settings of a preset: "h2o", or "recommended", which had the smallest loss at up to 1.45
-  // times the attention flops of "h2o". Throws c10::ValueError for other names.
+  // The settings of a preset: "h2o", or "recommended", which adds recall, and memory sets that grow
+  // where errors are large. Throws c10::ValueError for other names.
   static PrefillConfig preset(std::string_view name);
   static const std::vector<std::string>& preset_names();
 
