@@ -90,7 +90,8 @@ def generate(
             enabled = enable(network, config, tokenizer=tokenizer)
         with enabled as handle:
             timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)
-        kl = network.estimated_kl if handle is None else (handle.report().estimated_kl or (nan,))[0]
+            measured = () if handle is None else handle.report().estimated_kl or ()
+        kl = network.estimated_kl if handle is None else next(iter(measured), nan)
         console.print()
         error_console().print(_summary(timing, config, kl), style="dim", soft_wrap=True)
 

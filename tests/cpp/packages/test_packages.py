@@ -19,7 +19,10 @@ from h2o_prefill.eval import evaluate_perplexity, load_model
 from h2o_prefill.eval.inputs.packages import load_package
 from h2o_prefill.package import PrefillPackage
 
-SETTINGS = "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8"
+SETTINGS = (
+    "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,"
+    "error_rows=2,error_threshold=0.05,max_widen=2"
+)
 CAPACITY, PROMPT, NEW = 256, 150, 12
 
 
@@ -73,9 +76,11 @@ def test_python_runs_a_package(package, model, ids):
         runner.reset()
     assert tokens == greedy(model, ids, SETTINGS) * 2
     rows = torch.tensor([0, 70, 149])
-    with torch.no_grad(), enable(model, SETTINGS):
+    with torch.no_grad(), enable(model, SETTINGS) as handle:
         expected = model(ids).logits[0, rows]
+        estimated = handle.report().estimated_kl
     torch.testing.assert_close(runner.forward(ids, rows), expected, atol=1e-4, rtol=1e-4)
+    assert (runner.estimated_kl,) == pytest.approx(estimated, rel=1e-3)
 
 
 def test_the_command_line_continues_a_text(package, folder, tmp_path):
@@ -86,7 +91,7 @@ def test_the_command_line_continues_a_text(package, folder, tmp_path):
     theirs = command(*arguments, "--model", folder, "--preset", SETTINGS)
     assert ours.exit_code == theirs.exit_code == 0, ours.output
     assert ours.stdout == theirs.stdout
-    assert "(sparse)" in ours.stderr
+    assert "(sparse, estimated KL to dense 0." in ours.stderr.replace("\n", " ")
     settings = command(*arguments, "--package", package, "--preset", "h2o")
     assert settings.exit_code == 2 and "leave out --preset and the sizes" in settings.stderr
 

@@ -228,6 +228,10 @@ def test_generate_prints_what_the_sparse_model_says(
             out = model.generate(ids, max_new_tokens=5, do_sample=False)
         new = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert done.stdout == new + "\n"
+    measuring = run(
+        *small_commands["generate"], "--preset", f"{PRESET},error_rows=2", tiny.SENTENCE
+    )
+    assert "(sparse, estimated KL to dense 0." in measuring.stderr.replace("\n", " ")
 
 
 def test_info_names_the_build(report: Any) -> None:
