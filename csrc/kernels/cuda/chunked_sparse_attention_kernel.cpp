@@ -37,11 +37,13 @@ class MemorySets {
   void select(int64_t chunk_begin, int64_t chunk_end) {
     at::Tensor factors = by_head_;
     if (factors.defined()) {
+      factors = factors.expand({request_.key.size(0), request_.key.size(1)});
       if (request_.errors.defined()) {
         const auto doublings =
             request_.errors.select(2, kDoublings).clamp(0, request_.most_doublings());
-        factors = factors.bitwise_left_shift(doublings.to(at::kInt)).contiguous();
+        factors = factors.bitwise_left_shift(doublings.to(at::kInt));
       }
+      factors = factors.contiguous();
     }
     const SelectMemoryParams params{
         .units = request_.units(),
