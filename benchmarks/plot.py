@@ -250,8 +250,10 @@ def draw_peers(report: Row, path: Path) -> Path | None:
         for row in chosen:
             style = styles[row["variant"]]
             point = (row["seconds"], row["delta_percent"])
-            # Settings texts are long and have no blanks: they break after a comma.
-            label = re.sub(r"(.{24,44}?,)(?=\S)", r"\1\n", row["variant"])
+            # Settings texts are long and have no blanks: they break after a comma. A profile names
+            # many heads.
+            label = re.sub(r"(?<=wide_heads=)\S+", _count_heads, row["variant"])
+            label = re.sub(r"(.{24,44}?,)(?=\S)", r"\1\n", label)
             axes.plot(*point, linestyle="none", label=label, **style)
             if error := row.get("stderr_percent"):
                 axes.errorbar(*point, error, color=style["color"], elinewidth=1, capsize=2)
@@ -260,6 +262,10 @@ def draw_peers(report: Row, path: Path) -> Path | None:
     _add_legend(figure, grid[0], 3)
     title = "What prefill loses beside its time: lower left is better"
     return _save_figure(figure, title, report, path)
+
+
+def _count_heads(heads: re.Match[str]) -> str:
+    return f"({heads[0].count('x')} heads)"
 
 
 def _peer_styles(rows: list[Row]) -> dict[str, Style]:
