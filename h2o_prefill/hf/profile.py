@@ -53,8 +53,9 @@ def architecture_hash(model: Any) -> str:
     That is its type, sizes, heads, vocabulary and RoPE parameters. A fine-tuned model has that of
     the model it comes from: weights, dtype, names and versions are no part of it.
     """
-    config = model.config.get_text_config(decoder=True)
-    values = {name: _plain(getattr(config, name, None)) for name in _ARCHITECTURE}
+    # Attributes of configs whose layers differ cannot all be read.
+    config = model.config.get_text_config(decoder=True).to_dict()
+    values = {name: _plain(config.get(name)) for name in _ARCHITECTURE}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
