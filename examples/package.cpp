@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <h2o_prefill/library.h>
+#include <h2o_prefill/ops.h>
 #include <sys/utsname.h>
 #include <torch/version.h>
 
