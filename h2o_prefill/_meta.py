@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o_prefill.state import no_errors
+
 _Native = torch.classes.h2o_prefill.PrefillConfig
 
 
@@ -99,8 +101,7 @@ def _empty_sparse(a: Any, memory_size: int) -> tuple[Tensor, Tensor, Tensor, Ten
     """Output, scores, memory set and errors of a sparse prefill."""
     scores = a.k.new_empty(a.k.shape[:3], dtype=_accumulate_dtype(a.q))
     memory = a.k.new_empty(*a.k.shape[:2], memory_size, dtype=torch.int32)
-    errors = a.k.new_empty((*a.k.shape[:2], 4), dtype=torch.float32)
-    return _empty_heads(a.q, a.v.shape[3]), scores, memory, errors
+    return _empty_heads(a.q, a.v.shape[3]), scores, memory, no_errors(a.k)
 
 
 @_fake("intra_chunk_attention")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.state import estimated_kl
+from h2o_prefill.state import estimated_kl, no_errors
 
 # Tensors of the state of a layer.
 STATE_OF_LAYER = 5
@@ -83,13 +83,9 @@ class PackageInfo:
         ]
         for layer in range(self.layers):
             memory_size = config.of_layer(layer).memory_size
-            state += [
-                torch.zeros(*rows, self.head_dim, dtype=dtype),
-                torch.zeros(*rows, self.head_dim, dtype=dtype),
-                torch.zeros(rows),
-                torch.full((1, self.kv_heads, memory_size), -1, dtype=torch.int32),
-                torch.zeros(1, self.kv_heads, 4),
-            ]
+            key, value = (torch.zeros(*rows, self.head_dim, dtype=dtype) for _ in range(2))
+            memory = torch.full((1, self.kv_heads, memory_size), -1, dtype=torch.int32)
+            state += [key, value, torch.zeros(rows), memory, no_errors(key)]
         return state
 
 

@@ -5,10 +5,10 @@
 namespace h2o_prefill {
 namespace {
 
-// Rows of one batch row, a chunk, as a request of their own. `earlier`: whether the memory set in
-// the request is that of a chunk before.
+// Rows of one batch row, a chunk, as a request of their own. The chunks before have left their
+// memory set in the request.
 PrefillRequest of_chunk(const PrefillRequest& request, int64_t b, const RowRange& rows,
-                        int64_t last_chunk_begin, bool earlier) {
+                        int64_t last_chunk_begin) {
   const auto row = [&](const at::Tensor& x) {
     return x.defined() ? x.narrow(0, b, 1) : at::Tensor();
   };
@@ -18,7 +18,7 @@ PrefillRequest of_chunk(const PrefillRequest& request, int64_t b, const RowRange
   part.value = row(request.value).narrow(2, 0, rows.position() + rows.count);
   part.scores = row(request.scores);
   part.memory = row(request.memory);
-  part.start = earlier ? part.memory : row(request.start);
+  part.start = rows.begin > 0 ? part.memory : row(request.start);
   part.errors = row(request.errors);
   part.last_chunk_begin = last_chunk_begin;
   if (request.recalls()) {
@@ -41,25 +41,23 @@ void attend_row(const PrefillRequest& request, int64_t b, at::Tensor out, Sparse
                 DenseAttention dense) {
   const at::Tensor errors = request.errors.narrow(0, b, 1);
   bool goes_on = !is_dense(errors);
-  bool any = false;
-  int64_t row = 0;
+  int64_t row = 0;  // where the next sparse chunk begins, in the end the dense rows
   int64_t last_chunk_begin = request.last_chunk_begin;
   for_each_chunk(request, [&](const RowRange& rows) {
     if (!goes_on) return;
     const at::Tensor before = errors.select(2, kErrorSum).clone();
     out.narrow(2, rows.begin, rows.count)
-        .copy_(sparse(of_chunk(request, b, rows, last_chunk_begin, any)));
+        .copy_(sparse(of_chunk(request, b, rows, last_chunk_begin)));
     const at::Tensor error = (errors.select(2, kErrorSum) - before).mean();
     if (error.item<double>() > request.settings.max_error) {
       errors.select(2, kDoublings).fill_(kDense);
       goes_on = false;
     }
-    any = true;
     row = rows.begin + rows.count;
     last_chunk_begin = rows.position();
   });
   const at::Tensor memory = request.memory.narrow(0, b, 1);
-  if (!any && !request.memory.is_same(request.start)) {
+  if (row == 0 && !request.memory.is_same(request.start)) {
     memory.fill_(-1);
     if (request.start.defined()) {
       const int64_t width = std::min(memory.size(2), request.start.size(2));
@@ -79,7 +77,7 @@ void attend_row(const PrefillRequest& request, int64_t b, at::Tensor out, Sparse
 
 at::Tensor attend_up_to_max_error(const PrefillRequest& request, SparseAttention sparse,
                                   DenseAttention dense) {
-  if (request.settings.max_error == 0.0 || request.settings.error_rows == 0) return sparse(request);
+  if (request.settings.max_error == 0.0) return sparse(request);
   at::Tensor out = request.empty_out();
   for (int64_t b = 0; b < request.query.size(0); ++b) {
     attend_row(request, b, out.narrow(0, b, 1), sparse, dense);

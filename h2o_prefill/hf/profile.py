@@ -83,15 +83,15 @@ def build_profile(
 
 def profile_path(model: Any) -> Path:
     """Return where a profile of a model is saved: beside it, or in the user's cache."""
-    return next(_own_paths(model))
+    return next(_own_paths(model, architecture_hash(model)))
 
 
-def _own_paths(model: Any) -> Iterator[Path]:
+def _own_paths(model: Any, architecture: str) -> Iterator[Path]:
     """Yield where profiles that a user saved may be, the first to look at first."""
     folder = getattr(model.config, "_name_or_path", "")
     if folder and Path(folder).is_dir():
         yield Path(folder) / FILE
-    yield cache_dir() / "profiles" / f"{architecture_hash(model)}.json"
+    yield cache_dir() / "profiles" / f"{architecture}.json"
 
 
 def settings_of(
@@ -111,7 +111,7 @@ def find_profile(model: Any) -> Profile | None:
     another architecture.
     """
     architecture = architecture_hash(model)
-    own = [path for path in _own_paths(model) if path.exists()]
+    own = [path for path in _own_paths(model, architecture) if path.exists()]
     for path in own or _shipped(architecture):
         found = Profile(_read(path, architecture), str(path))
         _say_once(found)
