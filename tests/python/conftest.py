@@ -1,5 +1,6 @@
 """Shared fixtures: poisoned memory, one thread unless a test sets more, --runslow."""
 
+import hashlib
 import importlib
 import os
 
@@ -17,6 +18,15 @@ hypothesis.settings.load_profile("any-load")
 
 # cuBLAS is deterministic with a workspace of a fixed size, which it asks for when it is loaded.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# Inductor finds what it kept on disk by the names of operators, whatever their arguments were then.
+SCHEMAS = [
+    str(schema)
+    for schema in torch._C._jit_get_all_schemas()
+    if schema.name.startswith("h2o_prefill::")
+]
+CACHE_TAG = hashlib.sha256("".join(SCHEMAS).encode()).hexdigest()
+os.environ.setdefault("TORCH_COMPILE_CACHE_KEY_TAG", CACHE_TAG)
 
 
 def pytest_addoption(parser):
