@@ -25,8 +25,7 @@ SCHEMAS = [
     for schema in torch._C._jit_get_all_schemas()
     if schema.name.startswith("h2o_prefill::")
 ]
-CACHE_TAG = hashlib.sha256("".join(SCHEMAS).encode()).hexdigest()
-os.environ.setdefault("TORCH_COMPILE_CACHE_KEY_TAG", CACHE_TAG)
+torch.compiler.config.cache_key_tag = hashlib.sha256("".join(SCHEMAS).encode()).hexdigest()
 
 
 def pytest_addoption(parser):
