@@ -33,8 +33,8 @@ struct H2O_API PrefillConfig {
   int64_t recall_span = 2;        // keys recalled for each match
   int64_t recall_max_count = 16;  // a single token is looked up if it occurs at most this often
   int64_t recall_characters = 0;  // characters that recall looks up besides; 0: tokens alone
-  int64_t character_matches = 3;  // earlier matches recalled for a token's characters
-  int64_t character_span = 6;     // keys recalled for each of them
+  int64_t character_matches = 1;  // earlier matches recalled for a token's characters
+  int64_t character_span = 32;    // keys recalled for each of them
   bool block_diagonal = false;    // with K + L + H = 0: attend inside chunks alone, not densely
   int64_t error_rows = 0;         // rows of a chunk whose error is measured; 0: no widening
   double error_threshold = 0.01;  // relative squared error above which a head's L and H double

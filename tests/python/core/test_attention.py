@@ -39,7 +39,7 @@ def test_is_the_operator(qkv):
 
 RECALLING = CONFIG.replace(recall=3, recall_block=8, wide_layers=(1,))
 TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.int32)
-BY_CHARACTERS = RECALLING.replace(recall_characters=2)
+BY_CHARACTERS = RECALLING.replace(recall_characters=2, character_matches=3, character_span=6)
 EMPTY = {"sink_tokens": 0, "local_window": 0, "heavy_budget": 0}
 # Settings, and a change that the module's output must show.
 EVERY_FIELD = [
@@ -67,7 +67,7 @@ EVERY_FIELD = [
         {"recall_max_count": 1},
     ),
     (EMPTY, {"block_diagonal": True}),
-    (RECALLING, {"recall_characters": 2}),
+    (BY_CHARACTERS.replace(recall_characters=0), {"recall_characters": 2}),
     (BY_CHARACTERS, {"character_matches": 1}),
     (BY_CHARACTERS, {"character_span": 1}),
 ]
