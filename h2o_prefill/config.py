@@ -144,6 +144,9 @@ class PrefillConfig:
         "Mean error of the heads of a layer in a chunk, above which the chunks of the layer that "
         "follow are dense; needs `error_rows`. 0 turns this off.",
     )
+    exact: bool = _setting(
+        "exact", "Whether every call is dense, by this library's kernels, and nothing is lost."
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

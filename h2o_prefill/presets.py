@@ -12,6 +12,8 @@ _Native = torch.classes.h2o_prefill.PrefillConfig
 
 PRESETS = {name: PrefillConfig.parse(name) for name in _Native.preset_names()}
 
+SPARSE_PRESETS = [name for name, config in PRESETS.items() if not config.exact]
+
 # The settings of evaluations if none are given, and of `enable` if there is no profile either.
 DEFAULT_PRESET = "recommended"
 

@@ -13,7 +13,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.runs import count_layers
 from h2o_prefill.hf.cache import cache_argument
 
 _NO_ATTENTION = "benchmark_no_attention"
@@ -24,7 +23,7 @@ def prefill_variants(
 ) -> dict[str, Callable[[], Tensor]]:
     """Return what prefills a prompt, each a callable that gives the last token's logits."""
     sparse, exact, bare = enabled_twin(model, config, len(input_ids[0])), twin(model), twin(model)
-    h2o_prefill.enable(exact, config.replace(dense_layers=tuple(range(count_layers(model)))))
+    h2o_prefill.enable(exact, "exact")
     _remove_attention(bare)
     pieces = input_ids.split(config.chunk_size, dim=1)
     return {

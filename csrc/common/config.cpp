@@ -21,7 +21,7 @@ struct Preset {
 
 const std::vector<Preset>& presets() {
   static const std::vector<Preset> all = {
-      {"h2o", {}},
+      {"exact", {.exact = true}},
       {"recommended",
        {.local_window = 512,
         .heavy_budget = 256,
@@ -35,6 +35,7 @@ const std::vector<Preset>& presets() {
         .error_rows = 8,
         .error_threshold = 0.003,
         .max_widen = 8}},
+      {"h2o", {}},
   };
   return all;
 }
@@ -306,6 +307,7 @@ void PrefillConfig::check() const {
 
 std::vector<std::string> PrefillConfig::advice() const {
   std::vector<std::string> all;
+  if (exact) return all;
   const int64_t positions = sink_tokens + local_window + heavy_budget;
   if (positions >= chunk_size) {
     all.push_back("the memory set (" + std::to_string(positions) +
@@ -351,6 +353,7 @@ int64_t PrefillConfig::factor_of_head(int64_t head) const {
 }
 
 int64_t PrefillConfig::memory_size() const {
+  if (exact) return 0;
   int64_t factor = 1;
   for (const auto& head : wide_heads) factor = std::max(factor, head[2]);
   if (widens()) factor *= max_widen;
@@ -365,7 +368,7 @@ bool PrefillConfig::is_long_call(int64_t past, int64_t num_tokens) const {
 }
 
 bool PrefillConfig::is_sparse_call(int64_t past, int64_t num_tokens) const {
-  return is_long_call(past, num_tokens) && (memory_size() > 0 || block_diagonal);
+  return !exact && is_long_call(past, num_tokens) && (memory_size() > 0 || block_diagonal);
 }
 
 bool PrefillConfig::is_sparse(int64_t layer, int64_t past, int64_t num_tokens) const {

@@ -14,7 +14,7 @@ from h2o_prefill.cli.outputs import json_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import answers_table
 from h2o_prefill.eval.answers import QUESTION
-from h2o_prefill.presets import PRESETS
+from h2o_prefill.presets import SPARSE_PRESETS
 
 
 def answers(
@@ -27,7 +27,7 @@ def answers(
     question: Annotated[
         str, typer.Option(help="Question after every text; if empty, the text is continued.")
     ] = QUESTION,
-    variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
+    variants: options.VariantsOption = SPARSE_PRESETS,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,

@@ -98,7 +98,9 @@ def generate(
 
 def _summary(timing: Any, config: Any, kl: float) -> str:
     mode = "sparse"
-    if timing.prompt_tokens < config.sparse_from:
+    if config.exact:
+        mode = "exact"
+    elif timing.prompt_tokens < config.sparse_from:
         mode = f"dense, since shorter than {config.sparse_from} tokens"
     elif not config.is_sparse_call(0, timing.prompt_tokens):
         mode = "dense, since the memory set is empty"

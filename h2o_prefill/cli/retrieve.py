@@ -15,7 +15,7 @@ from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
 from h2o_prefill.eval.retrieval.evaluate import DEPTHS, LENGTHS
 from h2o_prefill.eval.retrieval.tasks import TASKS
-from h2o_prefill.presets import PRESETS
+from h2o_prefill.presets import SPARSE_PRESETS
 
 
 def retrieve(
@@ -38,7 +38,7 @@ def retrieve(
     ] = ",".join(map(str, DEPTHS)),
     prompts: Annotated[int, options.count("--prompts", "Prompts per task, length and depth.")] = 1,
     question: Annotated[str, typer.Option(help="Put the question last or first.")] = "last",
-    variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
+    variants: options.VariantsOption = SPARSE_PRESETS,
     seed: Annotated[
         int, typer.Option(help="Random seed of needles and texts; equal seeds give equal prompts.")
     ] = 0,

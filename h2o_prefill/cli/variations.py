@@ -13,7 +13,7 @@ from h2o_prefill.cli.outputs import json_output, text_origin
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import variations_table
 from h2o_prefill.eval.inputs.variations import VARIATIONS
-from h2o_prefill.presets import PRESETS
+from h2o_prefill.presets import SPARSE_PRESETS
 
 
 def variations(
@@ -29,7 +29,7 @@ def variations(
         ),
     ] = ",".join(VARIATIONS),
     context: options.ContextOption = 4096,
-    variants: options.VariantsOption = list(PRESETS),  # noqa: B006 (typer takes a list)
+    variants: options.VariantsOption = SPARSE_PRESETS,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,

@@ -24,6 +24,7 @@ from h2o_prefill.eval.runs import (
     eval_mode,
     generate_greedily,
     prefill_mode,
+    with_dense,
 )
 
 QUESTION = "Summarize the text above in one sentence."
@@ -119,7 +120,7 @@ def compare_answers(
     longest = max(ids.shape[1] for _, _, ids in asked)
     check_length(network, longest + new_tokens, "prompt_tokens with question and answer")
 
-    runs = {DENSE: None, **chosen}
+    runs = with_dense(chosen)
     step = count_steps(on_progress, len(asked) * len(runs))
     found: list[PromptAnswers] = []
     with torch.no_grad(), eval_mode(network):
@@ -129,11 +130,11 @@ def compare_answers(
             logits: Sequence[Tensor] = ()
             for name, config in runs.items():
                 step(f"prompt {number} {name}")
-                options = {"output_logits": config is None, "return_dict_in_generate": True}
+                options = {"output_logits": name == DENSE, "return_dict_in_generate": True}
                 with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
                     made = generate_greedily(network, ids, new_tokens, **options)
                 tokens[name] = made.sequences[0, length:].tolist()
-                if config is None:
+                if name == DENSE:
                     logits = made.logits
             dense = tokens[DENSE]
             answers = {name: _compare(tokenizer, tokens[name], dense, logits) for name in chosen}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.presets import DEFAULT_PRESET, chosen_config
+from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, chosen_config
 
 # Called with (steps done, steps in all, what runs next).
 Progress = Callable[[int, int, str], None]
@@ -52,6 +52,11 @@ def chosen_variants(variants: Mapping[str, PrefillConfig] | None) -> dict[str, P
     if DENSE in variants:
         raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
     return dict(variants)
+
+
+def with_dense(variants: Mapping[str, PrefillConfig]) -> dict[str, PrefillConfig]:
+    """Return the runs of a comparison without times: the baseline, lossless and faster, first."""
+    return {DENSE: PRESETS["exact"], **variants}
 
 
 def last_logits_only(model: nn.Module) -> dict[str, int]:

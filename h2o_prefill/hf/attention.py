@@ -36,15 +36,25 @@ def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
 @torch.compiler.disable
 @as_attention_function
 def _attend(call: Call) -> Attended:
-    reason = dense_reason(call)
+    reason, exact = dense_reason(call), call.config.exact
     if call.context is not None:
         rows = call.query.shape[0] * call.new
-        call.enabled.count(getattr(call.module, "layer_idx", None), rows, reason)
-    if reason is None:
+        call.enabled.count(getattr(call.module, "layer_idx", None), rows, "" if exact else reason)
+    if exact and reason is None and call.query.device.type == "cpu":
+        return _attend_exactly(call), None
+    if reason is None and not exact:
         return _attend_sparsely(call), None
-    if reason:
+    if reason and not exact:
         call.enabled.report(f"dense attention: {reason}")
     return dense_attention(call)
+
+
+def _attend_exactly(call: Call) -> Tensor:
+    """Prefill one layer densely, with sinks, softcap and padded rows, by our kernels."""
+    if call.padding is not None:
+        return _attend_padded(call, call.padding)
+    query, key, value = in_autocast_dtype(call.query, *call.held)
+    return ops.dense_attention(query, key, value, *call.logit_options).transpose(1, 2)
 
 
 def _attend_sparsely(call: Call) -> Tensor:
@@ -97,7 +107,7 @@ def _attend_padded(call: Call, padding: Padding) -> Tensor:
             continue
         q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
         length = min(end, call.prompt_rows) - first
-        if is_long_row(length, call.config):
+        if not call.config.exact and is_long_row(length, call.config):
             recall = _recall_lists(call, (first, end), rows)
             prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
             attended, _ = sparse_attention(prompt, keys, values, None, config, recall, *options)

@@ -115,6 +115,8 @@ def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
 
 
 def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
+    if enabled.config.exact:
+        return "exact"
     if module.layer_idx in enabled.config.dense_layers:
         return "one of dense_layers"
     kind = layer_type(module).replace("_", " ")

@@ -181,7 +181,9 @@ RULES = (
     Rule(_is_short),
     Rule(lambda call: call.layer in call.config.dense_layers),
     Rule(
-        lambda call: not call.config.is_sparse_call(call.past, call.prompt_rows),
+        lambda call: (
+            not call.config.exact and not call.config.is_sparse_call(call.past, call.prompt_rows)
+        ),
         "the memory set is empty (K + L + H = 0); block_diagonal=True attends inside chunks alone",
     ),
     *LAYER_RULES,

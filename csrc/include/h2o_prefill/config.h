@@ -40,9 +40,10 @@ struct H2O_API PrefillConfig {
   double error_threshold = 0.01;  // relative squared error above which a head's L and H double
   int64_t max_widen = 4;          // the most that L and H grow by during a prompt
   double max_error = 0.0;         // a layer with a larger error goes on dense; 0: none does
+  bool exact = false;             // every call is dense, whatever the other settings
 
-  // The settings of a preset: "h2o", or "recommended", which adds recall, and memory sets that grow
-  // where errors are large. Throws c10::ValueError for other names.
+  // The settings of a preset: "exact", dense attention; "recommended", with recall and with memory
+  // sets that grow where errors are large; or "h2o". Throws c10::ValueError for other names.
   static PrefillConfig preset(std::string_view name);
   static const std::vector<std::string>& preset_names();
 
@@ -92,7 +93,8 @@ struct H2O_API PrefillConfig {
 
   // For a call with num_tokens new tokens after `past` earlier ones: whether it is long enough to
   // be sparse and not decoding, whether it is sparse in the layers that are not dense, and whether
-  // it is sparse in one layer. Without a memory set every call is dense unless block_diagonal.
+  // it is sparse in one layer. With `exact`, and without a memory set unless block_diagonal, every
+  // call is dense.
   bool is_long_call(int64_t past, int64_t num_tokens) const;
   bool is_sparse_call(int64_t past, int64_t num_tokens) const;
   bool is_sparse(int64_t layer, int64_t past, int64_t num_tokens) const;

@@ -27,7 +27,6 @@ from h2o_prefill.eval.retrieval.result import (
 )
 from h2o_prefill.eval.retrieval.tasks import TASKS
 from h2o_prefill.eval.runs import (
-    DENSE,
     Progress,
     check_model,
     chosen_variants,
@@ -35,6 +34,7 @@ from h2o_prefill.eval.runs import (
     eval_mode,
     generate_greedily,
     prefill_mode,
+    with_dense,
 )
 
 LENGTHS = (2048, 4096, 8192)
@@ -116,7 +116,7 @@ def evaluate_retrieval(
     for task, length in itertools.product(tasks, (min(lengths), max(lengths))):
         build(task, length, depths[0], prompt_seed(seed, task, length, depths[0], 0))
 
-    runs = {DENSE: None, **chosen}
+    runs = with_dense(chosen)
     cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
     step = count_steps(on_progress, len(cells) * len(runs))
     outcomes: list[PromptOutcome] = []

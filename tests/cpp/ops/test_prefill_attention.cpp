@@ -321,7 +321,7 @@ TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
   wrong("k must have the length of q (40)",
         [](L&, Qkv& t, R&) { t.k = t.k.narrow(2, 0, 9), t.v = t.v.narrow(2, 0, 9); });
   wrong("must be given together", [](L&, Qkv&, R& r) { r.offsets = at::zeros({1}, at::kInt); });
-  wrong("preset must be one of h2o, recommended, got \"best\"", [](L&, Qkv&, R&) {}, "best");
+  wrong("preset must be one of exact, recommended, h2o, got \"best\"", [](L&, Qkv&, R&) {}, "best");
   EXPECT_VALUE_ERROR(layer.attend(x, kSettings, -1), "layer must be >= 0, got -1");
   EXPECT_VALUE_ERROR(advance_position_(layer.position, -1, kSettings),
                      "num_tokens must be >= 0, got -1");

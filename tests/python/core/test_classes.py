@@ -61,12 +61,15 @@ CONFIG_FIELDS = [field.name for field in dataclasses.fields(h2o_prefill.PrefillC
 
 # All different from the default.
 CONFIG_VALUES = [32, 3, 4, 5, 6, [7, 8], [1], 2, [[1, 0, 3]], "max", 9, 2, 16, 4, 5, 7, 8, 2, 5]
-CONFIG_VALUES += [True, 8, 0.5, 2, 0.25]
+CONFIG_VALUES += [True, 8, 0.5, 2, 0.25, True]
 
 
 def test_config_takes_every_field_by_name() -> None:
-    config = classes.PrefillConfig(**dict(zip(CONFIG_FIELDS, CONFIG_VALUES, strict=True)))
+    values = dict(zip(CONFIG_FIELDS, CONFIG_VALUES, strict=True))
+    config = classes.PrefillConfig(**values)
     assert [getattr(config, name) for name in CONFIG_FIELDS] == CONFIG_VALUES
+    assert config.memory_size() == 0
+    config = classes.PrefillConfig(**(values | {"exact": False}))
     assert config.memory_size() == 5 + 3 * 2 * 7
     assert config.of_layer(1).memory_size() == 5 + 2 * 3 * 2 * 7
     assert config.sparse_from() == 9

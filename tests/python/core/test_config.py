@@ -86,7 +86,7 @@ def test_texts_stand_for_all_settings(data):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", 'preset must be one of h2o, recommended, got ""'),
+        ("", 'preset must be one of exact, recommended, h2o, got ""'),
         ("h2o,recall", 'settings must be a preset and fields like .*, got "recall" where'),
         ("h2o,recalls=1", '"recalls" is no setting of PrefillConfig, whose settings are chunk'),
         ("h2o,recall=1.5", 'recall must be an int, got "1.5"'),

@@ -9,7 +9,7 @@ from h2o_prefill.presets import chosen_config
 
 
 def test_h2o_is_the_default_config():
-    assert list(PRESETS) == ["h2o", "recommended"]
+    assert list(PRESETS) == ["exact", "recommended", "h2o"]
     assert PRESETS["h2o"] == PrefillConfig()
     assert PRESETS["recommended"].recall > 0
 
@@ -35,7 +35,9 @@ def test_the_recall_block_suits_another_chunk_size(chunk_size, block):
 
 
 def test_wrong_settings():
-    with pytest.raises(ValueError, match='preset must be one of h2o, recommended, got "best"'):
+    with pytest.raises(
+        ValueError, match='preset must be one of exact, recommended, h2o, got "best"'
+    ):
         preset_config("best")
     with pytest.raises(
         ValueError,

@@ -118,7 +118,7 @@ def test_a_block_that_sees_what_its_later_rows_recall_is_caught(
 
 
 # Settings that are the same in all options.
-ONE_VALUE = ("chunk_size", "character_matches")
+ONE_VALUE = ("chunk_size", "character_matches", "exact")
 
 
 def test_every_setting_is_among_the_options():

@@ -119,7 +119,7 @@ def test_a_model_that_does_not_use_the_interface_is_named(build, ids):
         ({"dense_layers": (2,)}, r"layers of dense_layers must be < 2, got \(2,\)"),
         ({"wide_layers": (0, 5)}, r"layers of wide_layers must be < 2, got \(0, 5\)"),
         ({"wide_heads": ((2, 0, 4),)}, r"layers of wide_heads must be < 2, got \(\(2, 0, 4\),\)"),
-        ({"config": "sp"}, 'preset must be one of h2o, recommended, got "sp"'),
+        ({"config": "sp"}, 'preset must be one of exact, recommended, h2o, got "sp"'),
     ],
 )
 def test_wrong_arguments(llama, arguments, message):

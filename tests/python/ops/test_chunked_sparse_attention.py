@@ -212,7 +212,7 @@ def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
     [
         ({"settings": "h2o,chunk_size=0"}, "chunk_size must be >= 1, got 0"),
         ({"settings": "h2o,gqa_reduce=mean"}, 'gqa_reduce must be "sum" or "max", got "mean"'),
-        ({"settings": "h3o"}, 'preset must be one of h2o, recommended, got "h3o"'),
+        ({"settings": "h3o"}, 'preset must be one of exact, recommended, h2o, got "h3o"'),
         ({"last_chunk_begin": 1}, r"last_chunk_begin must be in \[0, 0\].*got 1"),
         ({"q": torch.randint(0, 5, (1, 4, 20, 16))}, "q must be float32, .* got int64"),
         ({"q": torch.randn(4, 20, 16)}, "q must have 4 dimensions"),

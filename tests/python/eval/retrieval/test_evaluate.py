@@ -27,6 +27,7 @@ from h2o_prefill.eval.retrieval.result import (
     wilson_interval,
 )
 from h2o_prefill.hf.cache import cache_argument
+from h2o_prefill.hf.state import enabled_of
 
 TEXT = "A quick brown fox did jump over it. The lazy dog sat still all day. " * 60
 CORPUS = Corpus("foxes", TEXT, "foxes.txt")
@@ -47,7 +48,7 @@ def reader(model: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> 
     def generate(input_ids: torch.Tensor, **options: Any) -> Any:
         text = tiny_tokenizer.decode(input_ids[0])
         key = re.findall(r"for (\w+-\w+) mentioned", text)[-1]
-        if model.config._attn_implementation == "h2o_prefill":
+        if _is_sparse(model):
             text = text[len(text) // 2 :]
         found = re.findall(rf"numbers for {key} is: (\d+)", text)
         answer = tiny_tokenizer(f" {', '.join(found)}.", return_tensors="pt")["input_ids"]
@@ -57,6 +58,11 @@ def reader(model: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(model, "generate", generate, raising=False)
     return model
+
+
+def _is_sparse(model: Any) -> bool:
+    enabled = enabled_of(model.config)
+    return enabled is not None and not enabled.config.exact
 
 
 def _run(model: Any, tokenizer: Any, **changes: Any) -> Any:
@@ -118,8 +124,8 @@ def test_answers_are_what_the_model_generates_after_each_prefill(
     calls: list[tuple[int, int, bool]] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        sparse = module.config._attn_implementation == "h2o_prefill"
-        calls.append((kwargs["input_ids"].shape[1], output.logits.shape[1], sparse))
+        sizes = (kwargs["input_ids"].shape[1], output.logits.shape[1])
+        calls.append((*sizes, _is_sparse(module)))
 
     model.train()
     handle = model.register_forward_hook(note, with_kwargs=True)
