@@ -50,8 +50,7 @@ $(BIN)/.model: | build
 # WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, otherwise text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 demo: build $(BIN)/.model
-	mkdir -p demo && h2o-prefill ppl --dataset $(DEMO_DATASET) --windows 0:2 --json demo/perplexity.json \
-	  --plot demo/perplexity.png
+	h2o-prefill ablate --preset exact --preset recommended --dataset $(DEMO_DATASET) --windows 0:2 --dtype auto --output demo
 demo-cpp: build $(BIN)/.model
 	examples/demo.sh demo $(DEMO_DATASET) $(H2O_BUILD_DIR)
 BENCHMARKS := operators.py\ {cpu_peak,intra_chunk,memory,colsum,select,scores,gather,dense} linear.py\ {linear,linear_decode} \

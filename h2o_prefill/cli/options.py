@@ -118,8 +118,24 @@ VariantsOption = Annotated[
         "may be repeated.",
     ),
 ]
+
+
+def _dtype_of_cpu(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    multiplies = torch.ops.h2o_prefill.cpu_isa() in ("amx", "avx512_bf16")
+    return "bfloat16" if multiplies else "float32"
+
+
 DtypeOption = Annotated[
-    str, typer.Option(help=f"Data type of the model's weights: {', '.join(DTYPES)}.")
+    str,
+    typer.Option(
+        callback=_dtype_of_cpu,
+        help=f"Data type of the model's weights: {', '.join(DTYPES)}, or auto: bfloat16 where the "
+        "CPU multiplies it, else float32.",
+    ),
 ]
 ThreadsOption = Annotated[
     int | None,

@@ -59,21 +59,15 @@ def ablation_table(frame: pd.DataFrame) -> Table:
     if frame["preset"].isna().any():
         names[-1:] = varied_settings(frame)
     names = [name for name in names if frame[name].nunique(dropna=False) > 1]
-    with_recall = bool(frame["recalled_keys"].notna().any())
-    measures = ["dense", "sparse", "difference", "KL", "same\ntop-1", "flops"]
-    measures += ["recalled\nkeys"] if with_recall else []
-    with_widening = bool(frame["widening"].notna().any())
-    measures += ["widened"] if with_widening else []
+    measures = ["dense", "sparse", "difference", "KL", "flops", "dense\ns", "sparse\ns"]
     table = new_table(*(name.replace("_", "\n") for name in names), *measures)
     for row in frame.astype(object).where(frame.notna(), None).itertuples():
         table.add_row(
             *(format_value(getattr(row, name)) for name in names),
             *(f"{row.dense_ppl:.3f}", f"{row.sparse_ppl:.3f}"),
             _change(row.delta_percent, row.stderr_percent),
-            *(f"{row.kl_mean:.4f}", f"{100 * row.top1_agreement:.1f} %"),
-            f"1/{row.attention_flops_ratio:.2f}",
-            *([_numbers("{:.0f}", row.recalled_keys)] if with_recall else []),
-            *([_numbers("{:.2f}x", row.widening)] if with_widening else []),
+            *(f"{row.kl_mean:.4f}", f"1/{row.attention_flops_ratio:.2f}"),
+            *(f"{row.dense_seconds:.1f}", f"{row.sparse_seconds:.1f}"),
         )
     return table
 

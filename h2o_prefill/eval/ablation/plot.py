@@ -31,10 +31,10 @@ def plot_ablation(
     """Draw the perplexity of each cell against its attention flops, a panel for each text.
 
     The error bars are those of the difference to dense. The line joins the cells that no other cell
-    beats in both; these are numbered, and named below by the settings that vary. A panel with every
-    combination of some L and H, and nothing else that varies, is a heat map of the mean KL instead,
-    with the difference to dense in numbers. Takes a table of `run_ablation`; the default title is
-    what all rows have in common.
+    beats in both; these are numbered, and named below by the settings that vary. Presets have their
+    names. A panel with every combination of some L and H, and nothing else that varies, is a heat
+    map of the mean KL instead, with the difference to dense in numbers. Takes a table of
+    `run_ablation`; the default title is what all rows have in common.
     """
     if frame.empty:
         raise ValueError("frame must hold at least one row, got none")
@@ -84,11 +84,10 @@ def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
     axes.plot(
         [flops[i] for i in best], [sparse[i] for i in best], color="0.5", linewidth=0.8, zorder=0
     )
-    named = []
-    for number, i in enumerate(best if varied else [], start=1):
-        place: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 3), "fontsize": 8}
-        axes.annotate(str(number), (flops[i], sparse[i]), fontweight="bold", **place)
-        named.append(f"{number}: {_label(rows.iloc[i], varied)}")
+    named: list[str] = []
+    for i, (_, row) in enumerate(rows.iterrows()):
+        if varied and (isinstance(row["preset"], str) or i in best):
+            _annotate(axes, (flops[i], sparse[i]), row, varied, named)
     axes.set_xlabel("\n".join(["attention flops (% of dense)", *named]), fontsize=8)
     axes.set_ylabel("perplexity")
     axes.set_axisbelow(True)
@@ -129,7 +128,15 @@ def _draw_grid(axes: Axes, rows: pd.DataFrame) -> None:
     axes.figure.colorbar(image, ax=axes, label="mean KL(dense || sparse), nats", aspect=40)
 
 
-def _label(row: pd.Series[Any], varied: list[str]) -> str:
-    if isinstance(row["preset"], str):
-        return row["preset"]
-    return " ".join(f"{_LETTERS.get(name, name)}={row[name]}" for name in varied)
+def _annotate(
+    axes: Axes, point: tuple[float, float], row: pd.Series[Any], varied: list[str], named: list[str]
+) -> None:
+    """Name a preset at its point; other settings get a number there, explained in `named`."""
+    label = row["preset"]
+    if not isinstance(label, str):
+        settings = " ".join(f"{_LETTERS.get(name, name)}={row[name]}" for name in varied)
+        label = str(len(named) + 1)
+        named.append(f"{label}: {settings}")
+    right = point[0] > 90  # where a name would leave the figure
+    place: dict[str, Any] = {"xytext": (-5 if right else 5, 3), "ha": "right" if right else "left"}
+    axes.annotate(label, point, fontweight="bold", fontsize=8, textcoords="offset points", **place)
