@@ -54,6 +54,7 @@ TENSORS = {
         ),
         "recall_at_position": "token_ids:l__ token_text:i__ position:l2",
         "select_memory": "scores:aBG_ memory:iBG_",
+        "sliding_window_attention": "q:xBHTD k:xBGSD v:xBGSE sinks:fH",
     }.items()
 }
 
@@ -283,6 +284,9 @@ VALUES: dict[str, Callable[[Problem], Any]] = {
     "token_ids": _token_ids,
     "token_text": _token_text,
     "errors": lambda p: p.errors() if p.draw.chance(0.5) else None,
+    "window": lambda p: (
+        INT32_MAX if p.draw.chance(0.2) else p.draw.integer(1, p.draw.choice([9, 250]))
+    ),
 }
 # Arguments that depend on each other.
 GROUPS: dict[str, Callable[[Problem], Arguments]] = {

@@ -50,6 +50,15 @@ H2O_API at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, con
                                    const std::optional<at::Tensor>& sinks = std::nullopt,
                                    double softcap = 0.0);
 
+// The same with a window: the row at position p sees the keys of positions (p - window, p]. k and v
+// may hold only the last part of the history, as caches of such layers do: their last key is that
+// of the last row. window >= 1. Returns out [B, Hq, Tq, Dv] and lse [B, Hq, Tq], which includes
+// sinks. Time is linear in the tokens.
+H2O_API std::tuple<at::Tensor, at::Tensor> sliding_window_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
+    std::optional<double> scale = std::nullopt,
+    const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
+
 // Fuses two partial results over disjoint key sets. out_* [B, H, T, Dv], lse_* [B, H, T]; a row
 // with lse -inf contributes nothing; both -inf give out 0 and lse -inf.
 H2O_API std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a,
