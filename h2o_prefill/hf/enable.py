@@ -315,6 +315,8 @@ def _look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     windows = [window_of(layer) for layer in candidates]
     enabled.only_windows = bool(windows) and None not in windows
     enabled.leaves_window_masks = all(attends_to_tokens_alone(layer) for layer in layers)
+    if enabled.leaves_window_masks:
+        enabled.windows = {window_of(layer) for layer in layers} - {None}
     why = None
     if layers:
         kinds = why_none_sparse(layers, enabled.config, bool(model.config.is_encoder_decoder))
