@@ -323,6 +323,7 @@ def prefill_attention_(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     errors: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attend with one layer's queries of a call, and update its cache and state in place.
 
@@ -352,6 +353,9 @@ def prefill_attention_(
         Settings of the whole model.
     errors : Tensor, optional
         float32 [B, Hkv, 4], contiguous, 0 at first; needed where the settings have `error_rows`.
+    window : int, optional
+        Of a layer with a sliding window, at least 1: calls whose history is longer are exact, as
+        `sliding_window_attention` computes them.
 
     Returns
     -------

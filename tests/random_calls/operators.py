@@ -205,6 +205,7 @@ def _prefill_in_place(p: Problem) -> Arguments:
         "position": position,
         "layer": layer,
         "errors": p.errors() if p.config.error_rows or p.draw.chance(0.5) else None,
+        "window": VALUES["window"](p) if p.draw.chance(0.3) else None,
         **p.recall(),
     }
 

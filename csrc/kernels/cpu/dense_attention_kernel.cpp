@@ -118,6 +118,8 @@ at::Tensor attend_in_window(const at::Tensor& q_argument, const at::Tensor& k_ar
   return out;
 }
 
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cpu(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
     std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
@@ -128,8 +130,6 @@ std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cpu(
   const auto lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
   return {attend_in_window(q, k, v, window, scale, sinks, softcap, lse), lse};
 }
-
-}  // namespace
 
 at::Tensor dense_attention_cpu(const at::Tensor& q_argument, const at::Tensor& k_argument,
                                const at::Tensor& v_argument, std::optional<double> scale,

@@ -38,8 +38,6 @@ at::Tensor dense_attention_cuda(const at::Tensor& q_argument, const at::Tensor& 
   return out;
 }
 
-namespace {
-
 std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cuda(
     const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
     int64_t window, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
@@ -60,8 +58,6 @@ std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cuda(
   AttentionStream(q).attend(dense_pass(call, call.rows(), std::min(window, k.size(2))));
   return {out, lse};
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {
   m.impl("dense_attention", &dense_attention_cuda);

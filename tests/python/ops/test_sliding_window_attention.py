@@ -103,3 +103,33 @@ def test_wrong_arguments(device):
         ops.sliding_window_attention(q, k, v, 0)
     with pytest.raises(ValueError, match="the call's 9 tokens, got length 8"):
         ops.sliding_window_attention(q, k[:, :, :8], v[:, :, :8], 4)
+
+
+SETTINGS = "h2o,chunk_size=16,local_window=4,heavy_budget=4,min_prefill=2"
+CALLS = (40, 30, 1, 9, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("window", [30, 55])
+def test_calls_in_place(device, dtype, window):
+    """Exact from the first call on that the window does not hold; sparse before, as without it."""
+    q, k, v = make_qkv(Shape(1, 4, 2, sum(CALLS), 16, 24), dtype, device)
+    buffers = [torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(k[..., 0]).contiguous()]
+    buffers.append(torch.full((1, 2, 8), -1, dtype=torch.int32, device=device))
+    position, begin = torch.zeros(2, dtype=torch.int64), 0
+    for rows in CALLS:
+        end = begin + rows
+        new = [x[:, :, begin:end] for x in (q, k, v)]
+        place = (*buffers, position, None, None, None, 0, SETTINGS)
+        out = ops.prefill_attention_(*new, *place, window=window)
+        if end <= window:
+            args = (*new, None, None, None, None, None, 0, SETTINGS)
+            expected = ops.chunked_sparse_attention(*args)[0]
+        else:
+            expected, _ = ops.sliding_window_attention(new[0], k[:, :, :end], v[:, :, :end], window)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+        assert buffers[2][..., begin:end].any() == (end <= window)
+        ops.advance_position_(position, rows, SETTINGS)
+        begin = end
+    with pytest.raises(ValueError, match="window must be >= 1, got 0"):
+        ops.prefill_attention_(*new, *place, window=0)
