@@ -40,11 +40,11 @@ EAGER_ONLY = ("s_aux", "softcap")
 def dense_attention(call: Call) -> Attended:
     """Attend to every key that the mask shows, as the model would without this library."""
     window = call.window
-    if window is not None and _suits_our_operators(call):
+    if window is not None and suits_our_operators(call):
         return _attend_in_window(call, window), None
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-    if function is sdpa_attention_forward and _is_plain(call) and _suits_our_operators(call):
+    if function is sdpa_attention_forward and _is_plain(call) and suits_our_operators(call):
         return ops.dense_attention(call.query, *call.held, call.scaling).transpose(1, 2), None
     mask = _mask(call, name)
     if name in ("eager", "sdpa") and call.given(*INDEX_ARGUMENTS):
@@ -124,7 +124,7 @@ def _is_plain(call: Call) -> bool:
     return call.mask is None and call.window is None and call.padding is None and reads_as_causal
 
 
-def _suits_our_operators(call: Call) -> bool:
+def suits_our_operators(call: Call) -> bool:
     """Return whether our operators do what a causal call asks for, on CPU, without gradients."""
     return (
         call.query.device.type == "cpu"
