@@ -58,14 +58,17 @@ def prefill(plan: Plan, model: ModelOption = MODEL) -> None:
 
     "exact" has every layer dense, by our dense kernel alone: how much of the factor is that kernel.
     "no_attention" runs everything but attention: the ceiling of what sparse attention can reach.
-    Lengths go up until the next one would take longer than --seconds.
+    Lengths go up until the next one would take longer than --seconds. --model gemma3-1b-layers and
+    gpt-oss-20b-layers are a few layers of these, with random weights: what windows cost.
     """
+    from common.random_models import RANDOM_MODELS, random_model
     from common.variants import prefill_variants
 
     title = f"prefill of {model}, preset {plan.preset}; no_attention is the ceiling"
     with Report(plan, title, **_options(plan, model)) as report:
         for kind in plan.dtypes:
-            network, _ = load_model(model, kind)
+            known = model in RANDOM_MODELS
+            network = random_model(model, kind) if known else load_model(model, kind)[0]
             for count in plan.each_threads():
                 last: tuple[int, float] | None = None
                 for length in plan.lengths:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from common import native
-from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls
+from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls, window_calls
 from common.benchmark import Case, Plan, benchmark, new_app
 from common.machine import kernel_seconds
 from common.report import Report, Row, speedup_fields
@@ -32,6 +32,10 @@ DENSE_SIZES = [
 # Index sets and windows that gathers and copies go through, so that both find about as much of
 # what they read in the caches.
 GATHERED_SETS = 16
+# Sliding windows, and tokens of a dense call whose flop/s theirs are a share of.
+WINDOWS = (512, 1024, 4096)
+DENSE_TOKENS = 4096
+MOST_BYTES = 2 << 30  # that a baseline may take for a mask, or for logits
 
 
 @benchmark(app, "cpu_peak", seconds=3.0)
@@ -301,6 +305,54 @@ def _dense_row(q: Tensor, k: Tensor, v: Tensor, seconds: float) -> Row:
         **speedup_fields(timings, "kernel", "sdpa"),
         **through_context.ratio("context", "kernel").fields("context"),
     }
+
+
+@benchmark(
+    app,
+    "windows",
+    "dtype",
+    "shape",
+    lengths=((4096, 8192, 16384, 32768, 65536, 131072), (200,)),
+    seconds=10.0,
+)
+def windows(plan: Plan) -> None:
+    """Time sliding_window_attention against SDPA with a mask, eager, and FlexAttention compiled.
+
+    "dense percent" is its rate, in flops of visible pairs, in that of dense_attention of 4,096
+    tokens.
+    """
+    sizes = (16, 100) if plan.quick else WINDOWS
+    title = "sliding_window_attention: beside PyTorch's attention with the mask of the window"
+    with Report(plan, title, windows=sizes, dense_tokens=DENSE_TOKENS) as report:
+        for case in plan.cases():
+            for window, length in itertools.product(sizes, plan.lengths):
+                row = _window_row(case, window, length, plan)
+                report.add(**case.fields, window=window, tokens=length, **row)
+
+
+def _window_row(case: Case, window: int, length: int, plan: Plan) -> Row:
+    q, k, v = case.qkv(length)
+    short = min(length, DENSE_TOKENS)
+    beside = window_calls(q, k, v, window, MOST_BYTES, compiled=not plan.quick)
+    calls = {
+        "kernel": partial(ops.sliding_window_attention, q, k, v, window),
+        "dense": partial(ops.dense_attention, *(x[:, :, :short] for x in (q, k, v))),
+        **beside,
+    }
+    timings = compare(calls, plan.seconds)
+    seconds = timings.median("kernel")
+    products = dense_dot_products(length) - dense_dot_products(max(length - window, 0))
+    row: Row = {
+        "milliseconds": 1e3 * seconds,
+        "nanoseconds_a_token": 1e9 * seconds / length,
+        "gflops": case.heads.attention_flops(products) / seconds / 1e9,
+        "rounds": timings.rounds,
+    }
+    share = 100 * products / dense_dot_products(short)
+    row |= timings.ratio("dense", "kernel").fields("dense_percent", share)
+    for name in beside:
+        row |= timings.ratio(name, "kernel").fields(f"speedup_over_{name}")
+    return row
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ set(H2O_HOST_SOURCES
     ops/merge_states.cpp
     ops/prefill_attention.cpp
     ops/recall_at_position.cpp
-    ops/select_memory.cpp)
+    ops/select_memory.cpp
+    ops/sliding_window_attention.cpp)
 
 set(H2O_CPU_SOURCES
     kernels/cpu/accumulate_scores_kernel.cpp

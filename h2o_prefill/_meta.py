@@ -125,6 +125,12 @@ def _(a: Any) -> Tensor:
     return _empty_heads(a.q, a.v.shape[3])
 
 
+@_fake("sliding_window_attention")
+def _(a: Any) -> tuple[Tensor, Tensor]:
+    _check_attention(a)
+    return _empty_heads(a.q, a.v.shape[3]), _empty_lse(a.q)
+
+
 @_fake("merge_states")
 def _(a: Any) -> tuple[Tensor, Tensor]:
     return _empty_heads(a.out_a, a.out_a.shape[3]), a.lse_a.new_empty(a.lse_a.shape)

@@ -149,6 +149,7 @@ class ChunkedSparseAttention(nn.Module):
         sinks: Optional[Tensor] = None,  # noqa: UP045
         softcap: float = 0.0,
         errors: Optional[Tensor] = None,  # noqa: UP045
+        window: Optional[int] = None,  # noqa: UP045
     ) -> Tensor:
         """Call `ops.prefill_attention_`: attention in buffers that are allocated once.
 
@@ -175,6 +176,7 @@ class ChunkedSparseAttention(nn.Module):
             sinks,
             softcap,
             errors,
+            window,
         )
 
     @torch.jit.export

@@ -129,6 +129,36 @@ def dense_attention(
 
 
 @_operator
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attend causally to the last `window` keys of each query, its own included: exact.
+
+    The query at position p sees the keys of positions (p - window, p]. Time is linear in the
+    tokens: on the CPU no key outside of a window is multiplied, but for the edges of blocks.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        Queries of the call, and keys and values of the history, or of its end alone, as a cache
+        that keeps the window holds it; the last key is that of the last query.
+    window : int
+        At least 1; one that is longer than the history is full attention.
+
+    Returns
+    -------
+    out, lse : Tensor
+        [B, Hq, T, Dv] and [B, Hq, T]; lse includes the sinks.
+    """
+
+
+@_operator
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -293,6 +323,7 @@ def prefill_attention_(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     errors: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attend with one layer's queries of a call, and update its cache and state in place.
 
@@ -322,6 +353,9 @@ def prefill_attention_(
         Settings of the whole model.
     errors : Tensor, optional
         float32 [B, Hkv, 4], contiguous, 0 at first; needed where the settings have `error_rows`.
+    window : int, optional
+        Of a layer with a sliding window, at least 1: calls whose history is longer are exact, as
+        `sliding_window_attention` computes them.
 
     Returns
     -------

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from common.benchmark import Row
 from h2o_prefill.eval.timing.compare import Timings
@@ -53,6 +54,40 @@ def sdpa_calls(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Atten
         found["FlashAttention-3"] = flash_3
     if not found:
         raise RuntimeError(f"no backend of PyTorch takes {q.dtype} with head dim {q.shape[3]}")
+    return found
+
+
+def window_calls(
+    q: Tensor, k: Tensor, v: Tensor, window: int, most_bytes: int, compiled: bool
+) -> dict[str, Attention]:
+    """Return attention in a sliding window by PyTorch, by name: SDPA and eager with a mask, flex.
+
+    Masks are made beforehand, as a model makes one for all of its layers. Left out is what needs
+    more than `most_bytes` for its mask or its logits, and FlexAttention unless `compiled`.
+    """
+    heads, length = q.shape[1:3]
+    group = heads // k.shape[1]
+    found: dict[str, Attention] = {}
+    if length**2 <= most_bytes:
+        mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+        found["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    if heads * length**2 * 4 <= most_bytes:
+        added = torch.zeros(length, length, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+
+        def eager() -> Tensor:  # as the eager functions of transformers
+            keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            logits = q @ keys.transpose(2, 3) * q.shape[3] ** -0.5 + added
+            return logits.softmax(-1, dtype=torch.float32).to(q.dtype) @ values
+
+        found["eager"] = eager
+    if compiled:
+
+        def visible(_b: Tensor, _h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return (key <= row) & (key > row - window)
+
+        blocks = create_block_mask(visible, None, None, length, length, device="cpu")
+        flex = torch.compile(flex_attention, dynamic=False)
+        found["flex"] = lambda: flex(q, k, v, block_mask=blocks, enable_gqa=group > 1)
     return found
 
 

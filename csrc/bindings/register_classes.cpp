@@ -260,14 +260,17 @@ void register_attention(torch::Library& m) {
       .def("forward",
            [](const Attention& self, int64_t layer, const at::Tensor& query, const at::Tensor& key,
               const at::Tensor& value, const Cache& cache, const Tracker& tracker,
-              std::optional<double> scale, const std::optional<Lists>& recall) {
+              std::optional<double> scale, const std::optional<Lists>& recall,
+              std::optional<int64_t> window) {
              return self->forward(layer, query, key, value, cache, tracker, scale,
-                                  recall_lists(recall));
+                                  recall_lists(recall), window);
            },
            "Append key and value to the cache and attend with the call's queries [B, Hq, T, D], "
-           "sparsely or densely as the settings say; return [B, Hq, T, Dv].",
+           "sparsely or densely as the settings say, or exactly in a window that the history does "
+           "not fit into; return [B, Hq, T, Dv].",
            {arg("layer"), arg("query"), arg("key"), arg("value"), arg("cache"), arg("tracker"),
-            arg("scale") = std::optional<double>(), arg("recall") = std::optional<Lists>()})
+            arg("scale") = std::optional<double>(), arg("recall") = std::optional<Lists>(),
+            arg("window") = std::optional<int64_t>()})
       .def(
           "config", [](const Attention& self) { return hold(self->config()); },
           "Return the settings.")

@@ -140,6 +140,13 @@ void check_dense_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                     " tokens, got length ", k.size(2));
 }
 
+void check_sliding_window_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                    int64_t window, std::optional<double> scale,
+                                    const std::optional<Tensor>& sinks, double softcap) {
+  check_dense_attention(q, k, v, scale, sinks, softcap);
+  check_at_least("window", window, 1);
+}
+
 void check_merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                         const Tensor& lse_b) {
   check_dims("out_a", out_a, 4);

@@ -38,6 +38,10 @@ void check_dense_attention(const at::Tensor& q, const at::Tensor& k, const at::T
                            std::optional<double> scale, const std::optional<at::Tensor>& sinks,
                            double softcap);
 
+void check_sliding_window_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                    int64_t window, std::optional<double> scale,
+                                    const std::optional<at::Tensor>& sinks, double softcap);
+
 void check_merge_states(const at::Tensor& out_a, const at::Tensor& lse_a, const at::Tensor& out_b,
                         const at::Tensor& lse_b);
 

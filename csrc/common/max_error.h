@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <tuple>
 
 #include "common/prefill_request.h"
 
@@ -16,6 +17,11 @@ using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
 using DenseAttention = at::Tensor (*)(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       std::optional<double> scale,
                                       const std::optional<at::Tensor>& sinks, double softcap);
+
+// The implementation of sliding_window_attention.
+using WindowAttention = std::tuple<at::Tensor, at::Tensor> (*)(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
+    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap);
 
 // Attends chunk by chunk while the error of each chunk, its mean over the KV heads, is at most the
 // settings' max_error. All rows after that, of later calls too, are dense: their scores are 0, and

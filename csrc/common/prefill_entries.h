@@ -89,7 +89,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> prefill_attention_ent
 }
 
 // h2o_prefill::prefill_attention_
-template <SparseAttention attend, DenseAttention attend_densely>
+template <SparseAttention attend, DenseAttention attend_densely, WindowAttention attend_in_window>
 at::Tensor prefill_attention_in_place_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& cache_key,
     at::Tensor& cache_value, at::Tensor& scores, at::Tensor& memory, const at::Tensor& position,
@@ -97,16 +97,26 @@ at::Tensor prefill_attention_in_place_entry(
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t layer, std::string_view settings,
     std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap,
-    const std::optional<at::Tensor>& errors) {
+    const std::optional<at::Tensor>& errors, std::optional<int64_t> window) {
   const PlacedCall call =
       place_call(q, k, v, {cache_key, cache_value, scores, memory, errors.value_or(at::Tensor())},
                  position, recall_lists(recall_offsets, recall_positions, recall_visible_from),
-                 layer, settings, scale, sinks, softcap);
+                 layer, settings, scale, sinks, softcap, window);
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
-  return call.is_sparse
-             ? attend_up_to_max_error(request, attend, attend_densely)
-             : attend_densely(request.query, request.key, request.value, scale, sinks, softcap);
+  if (call.is_sparse) return attend_up_to_max_error(request, attend, attend_densely);
+  const at::Tensor& key = request.key;
+  const at::Tensor& value = request.value;
+  if (fits_window(window, request.total())) {
+    return attend_densely(q, key, value, scale, sinks, softcap);
+  }
+  if (request.length() > 1) {
+    return std::get<0>(attend_in_window(q, key, value, *window, scale, sinks, softcap));
+  }
+  // One row sees all keys of its window.
+  const int64_t first = request.total() - *window;
+  return attend_densely(q, key.narrow(2, first, *window), value.narrow(2, first, *window), scale,
+                        sinks, softcap);
 }
 
 }  // namespace h2o_prefill

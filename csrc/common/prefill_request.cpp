@@ -288,25 +288,27 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                       const PrefillBuffers& buffers, const at::Tensor& position,
                       const RecallLists& recall, int64_t layer, std::string_view settings,
                       std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-                      double softcap) {
+                      double softcap, std::optional<int64_t> window) {
   check_at_least("layer", layer, 0);
+  if (window) check_at_least("window", *window, 1);
   const auto config = read_settings(settings);
   const auto [past, last_chunk_begin] = Position::read(position);
   check_buffers(q, k, v, buffers, past, scale);
   check_logit_options(sinks, softcap, q);
   check_overlaps(q, k, v, buffers, position, recall, sinks);
   const int64_t length = q.size(2);
-  PlacedCall call{.is_sparse = config->is_sparse(layer, past, length),
-                  .request = {.query = q,
-                              .key = buffers.key.narrow(2, 0, past + length),
-                              .value = buffers.value.narrow(2, 0, past + length),
-                              .scores = buffers.scores,
-                              .memory = buffers.memory,
-                              .errors = buffers.errors,
-                              .last_chunk_begin = last_chunk_begin,
-                              .softmax_scale = scale,
-                              .sinks = sinks,
-                              .softcap = softcap}};
+  PlacedCall call{
+      .is_sparse = config->is_sparse(layer, past, length) && fits_window(window, past + length),
+      .request = {.query = q,
+                  .key = buffers.key.narrow(2, 0, past + length),
+                  .value = buffers.value.narrow(2, 0, past + length),
+                  .scores = buffers.scores,
+                  .memory = buffers.memory,
+                  .errors = buffers.errors,
+                  .last_chunk_begin = last_chunk_begin,
+                  .softmax_scale = scale,
+                  .sinks = sinks,
+                  .softcap = softcap}};
   if (call.is_sparse) {
     call.request.settings = config->of_layer(layer);
     call.request.recall = recall;

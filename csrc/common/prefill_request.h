@@ -118,13 +118,18 @@ struct PlacedCall {
   PrefillRequest request;
 };
 
+// Whether a layer's sliding window, if it has one, hides nothing of a history of `total` tokens.
+inline bool fits_window(std::optional<int64_t> window, int64_t total) {
+  return !window || *window >= total;
+}
+
 // Checks the arguments, writes k and v into the buffers, and sets the scores of a dense call's
-// tokens to 0.
+// tokens to 0. A call whose window hides some keys is dense.
 PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                       const PrefillBuffers& buffers, const at::Tensor& position,
                       const RecallLists& recall, int64_t layer, std::string_view settings,
                       std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-                      double softcap);
+                      double softcap, std::optional<int64_t> window);
 
 // What the position of prefill_attention_ holds: int64 [2] on the CPU.
 struct Position {

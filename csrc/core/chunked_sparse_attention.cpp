@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "common/prefill_request.h"
 #include "common/rules.h"
 #include "common/tensors.h"
 #include "h2o_prefill/library.h"
@@ -47,8 +48,8 @@ at::Tensor ChunkedSparseAttention::forward(int64_t layer, const at::Tensor& quer
                                            const at::Tensor& key, const at::Tensor& value,
                                            const c10::intrusive_ptr<ChunkedKVCache>& cache,
                                            const c10::intrusive_ptr<MemorySetTracker>& tracker,
-                                           std::optional<double> scale,
-                                           const RecallLists& recall) const {
+                                           std::optional<double> scale, const RecallLists& recall,
+                                           std::optional<int64_t> window) const {
   TORCH_CHECK_VALUE(cache && tracker, "cache and tracker must be given, got none");
   TORCH_CHECK_VALUE(tracker->num_layers() == cache->num_layers(),
                     "tracker must have the layers of cache (", cache->num_layers(), "), got ",
@@ -56,7 +57,8 @@ at::Tensor ChunkedSparseAttention::forward(int64_t layer, const at::Tensor& quer
   check_query(query, key);
   const int64_t past = cache->length(layer);
   const int64_t length = query.size(2);
-  const bool sparse = length > 0 && config_.is_sparse(layer, past, length);
+  const bool sparse =
+      length > 0 && config_.is_sparse(layer, past, length) && fits_window(window, past + length);
   TORCH_CHECK_VALUE(tracker->length(layer) <= past,
                     "tracker must belong to the prompt of cache, which holds ", past,
                     " tokens of layer ", layer, ", got scores of ", tracker->length(layer));
@@ -77,7 +79,8 @@ at::Tensor ChunkedSparseAttention::forward(int64_t layer, const at::Tensor& quer
   position.mutable_data_ptr<int64_t>()[0] = past;
   position.mutable_data_ptr<int64_t>()[1] = tracker->last_chunk_begin(layer);
   auto out =
-      prefill_attention_(query, key, value, buffers, position, layer, settings_, recall, scale);
+      prefill_attention_(query, key, value, buffers, position, layer, settings_, recall, scale,
+                         /*sinks=*/std::nullopt, /*softcap=*/0.0, window);
   cache->commit(layer, length);
   if (sparse) {
     tracker->commit(layer, past + length, config_.last_chunk_begin(past, length));

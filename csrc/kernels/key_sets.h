@@ -35,12 +35,21 @@ H2O_HOST_DEVICE int64_t error_row(const RowRange& rows, int64_t count, int64_t i
 }
 
 // Keys [begin, begin + count) of the history, of which a row sees those up to its own position. In
-// chunks of chunk_size keys, if that is not 0: a row sees those of its own chunk alone.
+// chunks of chunk_size keys, if that is not 0: a row sees those of its own chunk alone. With a
+// window: a row sees the last `window` keys up to its own position.
 struct CausalRange {
+  static constexpr int64_t kNoWindow = INT32_MAX;  // no history is longer
+
   int64_t begin;
   int64_t count;
   int64_t chunk_size = 0;
+  int64_t window = kNoWindow;
 
+  // Of the keys that visible_from() counts, the first ones that lie before the row's window.
+  H2O_HOST_DEVICE int64_t hidden_from(int64_t position) const {
+    const int64_t hidden = position + 1 - window - begin;
+    return hidden < 0 ? 0 : hidden < count ? hidden : count;
+  }
   // Number of the keys that a row at `position` sees, if the range is one chunk.
   H2O_HOST_DEVICE int64_t visible_from(int64_t position) const {
     const int64_t visible = position + 1 - begin;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,15 +98,11 @@ def _attend_padded(call: Call, padding: Padding) -> Tensor:
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     for (first, end), rows in padding.groups().items():
-        if not padding.fits((first, end)):
-            assert padding.mask is not None
-            parts = {name: getattr(call, name)[rows] for name in ("query", "key", "value", "mask")}
-            dense = dense_attention(replace(call, **parts))[0]
-            out[rows, first:end] = dense[:, first:end].to(out.dtype)
-            continue
         q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
         length = min(end, call.prompt_rows) - first
-        if not call.config.exact and is_long_row(length, call.config):
+        if not padding.fits((first, end)):
+            attended = call.attend_in_window(q, k, v, end - first)
+        elif not call.config.exact and is_long_row(length, call.config):
             recall = _recall_lists(call, (first, end), rows)
             prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
             attended, _ = sparse_attention(prompt, keys, values, None, config, recall, *options)

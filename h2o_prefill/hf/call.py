@@ -13,9 +13,10 @@ from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.forward import ForwardContext, current_context
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.layer_kinds import is_causal, window_of
+from h2o_prefill.hf.layer_kinds import is_causal, layer_type, window_of
 from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.state import DEFAULT_STATE, EnabledState, call_in_graph
+from h2o_prefill.hf.windows import Window, attend_in_chunks, attend_in_window
 
 # What attention functions return: output [B, Tq, Hq, Dv], and the weights where they are made.
 Attended = tuple[Tensor, Tensor | None]
@@ -145,13 +146,34 @@ class Call:
         """
         if self.context is None:
             return None
-        cut = self.context.window_paddings.get(window_of(self.module) or 0)
-        by_row = cut is not None and cut.mask is self.mask
-        padding = cut if by_row else self.context.paddings.get(self.new)
+        window, padding = self.window, self.context.paddings.get(self.new)
+        if window is not None:
+            padding = window.padding
+            # Of a window that cuts every long row, no row is sparse.
+            if padding is None or not padding.has_long_row(self.config):
+                return None
         sizes = (self.query.shape[0], self.new, self.key.shape[2])
         if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
             return None
         return padding if is_causal(self.module, {}) else None
+
+    @property
+    def window(self) -> Window | None:
+        """What the layer's window hides, if its mask was left out."""
+        if self.context is None or self.mask is not None or not self.context.windows:
+            return None
+        window = self.context.windows.get(window_of(self.module) or 0)
+        if window is None or window.keys != self.key.shape[2] or window.queries < self.new:
+            return None
+        return window
+
+    def attend_in_window(self, query: Tensor, key: Tensor, value: Tensor, end: int) -> Tensor:
+        """Attend as the layer's window, or its chunks, say; `end` is the position after `key`."""
+        size = window_of(self.module)
+        assert size is not None
+        if layer_type(self.module) == "chunked_attention":
+            return attend_in_chunks(query, key, value, size, end, self.logit_options)
+        return attend_in_window(query, key, value, size, self.logit_options)
 
     @property
     def sinks(self) -> Tensor | None:

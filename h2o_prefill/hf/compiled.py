@@ -24,14 +24,18 @@ from h2o_prefill.hf.dense import (
     call_function,
     eager_function,
     in_autocast_dtype,
+    suits_our_operators,
     with_candidates,
 )
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.layer_kinds import layer_type, window_of
 from h2o_prefill.hf.rules import LAYER_RULES, MASKED, OTHER_VALUES, dense_reason
 from h2o_prefill.hf.state import GraphCall, graph
 
 # The attribute of masks that are plain causal. A graph that needs no mask does not compute it.
 _PLAIN = "_h2o_prefill_plain"
+# That of masks of a sliding window: its length. The last key is that of the last query.
+_WINDOW = "_h2o_prefill_window"
 
 Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
 
@@ -50,9 +54,12 @@ def mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
     changed = {"attention_mask": given, "allow_is_causal_skip": False}
     mask = sdpa_mask(**{**arguments, **changed})
     assert mask is not None
-    plain = arguments["mask_function"] is causal_mask_function and given is None
-    if plain and arguments.get("local_size") is None and may_be_left_out(arguments):
-        setattr(mask, _PLAIN, True)
+    if given is None and may_be_left_out(arguments):
+        window = arguments.get("local_size")
+        if window is not None and forward.position is None:
+            setattr(mask, _WINDOW, window)
+        elif window is None and arguments["mask_function"] is causal_mask_function:
+            setattr(mask, _PLAIN, True)
     return mask
 
 
@@ -128,8 +135,23 @@ def _mask_of(call: Call, layer: Layer) -> Tensor:
     return mask
 
 
+def _is_in_window(call: Call) -> bool:
+    """Return whether a call, whose mask is known to be that of a window, goes to the operator."""
+    window = getattr(call.mask, _WINDOW, None)
+    sliding = layer_type(call.module) in ("sliding_attention", "hybrid_sliding")
+    # One row sees every key of its window: PyTorch's attention needs no packed ones.
+    several = call.new > 1
+    return several and sliding and window_of(call.module) == window and suits_our_operators(call)
+
+
 def _attend_densely(call: Call, forward: GraphCall, layer: Layer) -> Attended:
     """Attend as the model did before; an implementation that has its own masks becomes sdpa."""
+    if _is_in_window(call):
+        window = getattr(call.mask, _WINDOW)
+        out, _ = ops.sliding_window_attention(
+            call.query, call.key, call.value, window, *call.logit_options
+        )
+        return out.transpose(1, 2), None
     mask = _mask_of(call, layer)
     if forward.previous == "eager" or call.given(*EAGER_ONLY):
         function, mask = eager_function(call.module), as_additive(mask, call.query.dtype)

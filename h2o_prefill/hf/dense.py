@@ -2,7 +2,8 @@
 
 On CPU, plain causal calls that would go to transformers' sdpa function go to `ops.dense_attention`
 instead. It gives the same but for rounding, and is faster in 16-bit, where PyTorch has no fast path
-for one row or for float16, and with many rows.
+for one row or for float16, and with many rows. Layers with a sliding window, or chunks, whatever
+their function, go to operators that visit no key outside of it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
 from h2o_prefill.hf.state import NAME, enabled_of
+from h2o_prefill.hf.windows import Window
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")
@@ -37,9 +39,12 @@ EAGER_ONLY = ("s_aux", "softcap")
 
 def dense_attention(call: Call) -> Attended:
     """Attend to every key that the mask shows, as the model would without this library."""
+    window = call.window
+    if window is not None and suits_our_operators(call):
+        return _attend_in_window(call, window), None
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-    if function is sdpa_attention_forward and _suits_our_operator(call):
+    if function is sdpa_attention_forward and _is_plain(call) and suits_our_operators(call):
         return ops.dense_attention(call.query, *call.held, call.scaling).transpose(1, 2), None
     mask = _mask(call, name)
     if name in ("eager", "sdpa") and call.given(*INDEX_ARGUMENTS):
@@ -96,20 +101,35 @@ def _default_implementation(module: nn.Module) -> str:
     return "sdpa" if any(model._supports_sdpa for model in models) else "eager"
 
 
-def _suits_our_operator(call: Call) -> bool:
-    """Return whether the operator does what sdpa's function would, on CPU and without gradients.
+def _attend_in_window(call: Call, window: Window) -> Tensor:
+    """Attend in a window; rows of a padded batch as if they were alone."""
+    tensors = (call.query, call.key, call.value)
+    if window.padding is None:
+        return call.attend_in_window(*tensors, window.end).transpose(1, 2)
+    batch, heads, length = call.query.shape[:3]
+    out = call.query.new_zeros(batch, length, heads, call.value.shape[3])
+    for (first, end), rows in window.padding.groups().items():
+        q, k, v = (x[:, :, first:end][rows] for x in tensors)
+        out[rows, first:end] = call.attend_in_window(q, k, v, end - first).transpose(1, 2)
+    return out
+
+
+def _is_plain(call: Call) -> bool:
+    """Return whether sdpa's function would read the call as plain causal.
 
     Without a mask that function lets one query see every key, and is causal from the first key on
     for more; after a history that means something else than ours, unless we made the masks.
     """
     reads_as_causal = call.new == 1 or call.past == 0 or _needs_causal_mask(call)
+    return call.mask is None and call.window is None and call.padding is None and reads_as_causal
+
+
+def suits_our_operators(call: Call) -> bool:
+    """Return whether our operators do what a causal call asks for, on CPU, without gradients."""
     return (
         call.query.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")  # which casts for PyTorch's operator
-        and call.mask is None
-        and call.padding is None
         and call.is_causal
-        and reads_as_causal
         and call.dropout == 0
         and not call.given("position_bias", "cache", *INDEX_ARGUMENTS)
         and not wants_weights(call)  # of which the function warns
@@ -121,8 +141,12 @@ def _suits_our_operator(call: Call) -> bool:
 
 def _mask(call: Call, name: str) -> Any:
     """Return the call's mask in the format of the implementation."""
-    mask, padding = call.mask, call.padding
-    if mask is None and padding is not None:
+    mask, padding, window = call.mask, call.padding, call.window
+    if window is not None:
+        mask = call.shared(window, window.make_mask)
+        if isinstance(mask, Tensor):
+            mask = mask[..., -call.new :, :]
+    elif mask is None and padding is not None:
         mask = call.shared(padding, padding.make_mask)
         if hasattr(mask, "to"):
             device = call.query.device

@@ -163,9 +163,11 @@ def enable(
     """Make a Hugging Face model prefill sparsely, until `disable` or the end of the `with` block.
 
     Calls with at least one chunk of new tokens are sparse. Decoding, short calls and everything
-    that is not supported stay dense, with one warning for each reason. Plain causal calls on CPUs
-    that PyTorch's attention would compute go through `ops.dense_attention`, with the same results
-    up to rounding; other dense calls through the attention that the model had before.
+    that is not supported stay dense, with one warning for each reason. On CPUs, plain causal calls
+    that PyTorch's attention would compute go through `ops.dense_attention`, and layers whose
+    window, or chunk, is shorter than the prompt through operators that visit no key outside of it,
+    with the same results up to rounding; other dense calls through the attention that the model had
+    before.
 
     In a batch with padding, left, right or both, every row is computed as if it were alone: it is
     sparse if it has more than one chunk of tokens itself, in the first call of such a batch only.
@@ -315,6 +317,8 @@ def _look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     windows = [window_of(layer) for layer in candidates]
     enabled.only_windows = bool(windows) and None not in windows
     enabled.leaves_window_masks = all(attends_to_tokens_alone(layer) for layer in layers)
+    if enabled.leaves_window_masks:
+        enabled.windows = {window_of(layer) for layer in layers} - {None}
     why = None
     if layers:
         kinds = why_none_sparse(layers, enabled.config, bool(model.config.is_encoder_decoder))

@@ -90,6 +90,7 @@ def attend_in_place(call: Call) -> Attended:
         settings,
         call.scaling,
         errors=errors,
+        window=window_of(call.module),
     )
     return out.transpose(1, 2), None
 
@@ -109,12 +110,6 @@ def describe_package(
         )
     layers = attention_layers(model, None)
     for layer in layers:
-        window = window_of(layer)
-        if window is not None and window < capacity:
-            raise ValueError(
-                f"capacity must be <= {window}, the sliding window of the model's layers, got "
-                f"{capacity}"
-            )
         if not is_causal(layer, {}):
             raise ValueError("model must be causal to be exported")
     rope = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")

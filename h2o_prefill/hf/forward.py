@@ -17,6 +17,7 @@ from h2o_prefill.hf.cache import CacheSnapshot, KeepsTokenIds, adopt, check_usab
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Span
 from h2o_prefill.hf.state import NAME, EnabledState, GraphCall, graph
+from h2o_prefill.hf.windows import Window
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
@@ -49,8 +50,8 @@ class ForwardContext:
         self.plain: set[tuple[int, int]] = set()
         # Spans of the rows, by length, where padding alone kept a mask from being plain causal.
         self.paddings: dict[int, Padding] = {}
-        # The same for windows that hold some rows whole but not all, by window length.
-        self.window_paddings: dict[int, Padding] = {}
+        # Windows that hide some keys, by length, whose masks our mask function has left out.
+        self.windows: dict[int, Window] = {}
         # Static caches: number of filled slots, by number of slots.
         self.filled: dict[int, int] = {}
         self.mask_reason: str | None = None  # why a mask was not plain causal

@@ -1,10 +1,11 @@
-"""The mask function named `h2o_prefill`: no mask where attention is plain causal.
+"""The mask function named `h2o_prefill`: no mask where attention is plain causal, or in a window.
 
 A sliding window, or a chunk, that holds all keys counts as plain causal.
 
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
 keys up to T - Tq + i, where T is the number of keys without the unused slots of a static cache, and
 all of them, or, if `ForwardContext.paddings` has that length, those of its row that are no padding.
+In a layer whose window `ForwardContext.windows` has, it means what that says.
 Everything else is the mask that the model's own implementation would have got.
 """
 
@@ -15,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
 from h2o_prefill.hf.cache import StaticPrefillCache
@@ -24,6 +24,7 @@ from h2o_prefill.hf.forward import ForwardContext, current_context, is_traced
 from h2o_prefill.hf.padding import Padding, is_unpadded, row_spans
 from h2o_prefill.hf.rules import CONTINUES
 from h2o_prefill.hf.state import NAME, call_in_graph, enabled_of
+from h2o_prefill.hf.windows import Window
 
 HOLES = "attention_mask has holes; padding is supported at the ends of rows only"
 GRADIENTS = (
@@ -87,9 +88,12 @@ def _mask(arguments: dict[str, Any]) -> Any:
                 return None
     elif context is not None and shows_all and changed:
         context.mask_reason = NOT_CAUSAL
-    mask = make(**arguments)
     if context is not None and window is not None and not shows_all and not ends_differ:
-        _note_rows_in_window(context, arguments, window, mask)
+        left_out = _window(context, arguments, window, make)
+        if left_out is not None:
+            context.windows[window] = left_out
+            return None
+    mask = make(**arguments)
     if mask is None and ends_differ:
         # A static cache with unused slots: this None is top-left causal, which ours is not.
         mask = make(**{**arguments, "allow_is_causal_skip": False})
@@ -145,26 +149,28 @@ def _padding(
     return padding
 
 
-def _note_rows_in_window(
-    context: ForwardContext, arguments: dict[str, Any], window: int, mask: Any
-) -> None:
-    """Keep the padding of a forward if a window contains some of its rows whole, but not all."""
-    context.window_paddings.pop(window, None)
-    attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
+def _window(
+    context: ForwardContext, arguments: dict[str, Any], window: int, make: Callable[..., Any]
+) -> Window | None:
+    """Return what the mask of a window says, if it may be left out."""
+    # Checkpointed layers run again in the backward pass, where no context knows of the window.
     if (
-        isinstance(mask, Tensor)
-        and mask.ndim == 4
-        and attention_mask is not None
-        and len(mask) == len(attention_mask)
-        and arguments["q_offset"] == 0
-        and arguments["q_length"] > 1
-        and not torch.is_grad_enabled()
-        and context.enabled.leaves_window_masks
+        window not in context.enabled.windows
+        or not may_be_left_out(arguments)
+        or torch.is_grad_enabled()
     ):
-        spans = row_spans(attention_mask, length)
-        padding = Padding(length, spans or (), lambda: mask, window, mask)
-        if padding.has_long_row(context.enabled.config):
-            context.window_paddings[window] = padding
+        return None
+    attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
+    offset, padding = arguments["kv_offset"], None
+    remake = partial(make, **arguments)
+    if not is_unpadded(attention_mask, offset + length):
+        whole = offset == 0 and arguments["q_offset"] == 0
+        same_batch = len(attention_mask) == arguments["batch_size"]
+        spans = row_spans(attention_mask, length) if whole and same_batch else None
+        if spans is None:
+            return None
+        padding = Padding(length, spans, remake, window)
+    return Window(arguments["q_length"], length, offset + length, padding, remake)
 
 
 def _previous_mask_function(context: ForwardContext | None, hf_config: Any) -> Callable[..., Any]:

@@ -22,9 +22,8 @@ class Padding:
     spans: tuple[Span, ...]  # first token and end of every row; equal where a row is all padding
     # Makes the mask that the model's own attention implementation takes.
     make_mask: Callable[[], Any]
-    # The window of a sliding or chunked layer that longer rows do not fit into, and their mask.
+    # The window of a sliding or chunked layer that longer rows do not fit into.
     window: int | None = None
-    mask: Tensor | None = None
 
     def fits(self, span: Span) -> bool:
         """Return whether a row attends to all of its tokens: no window cuts it."""

@@ -119,7 +119,9 @@ def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
         return "exact"
     if module.layer_idx in enabled.config.dense_layers:
         return "one of dense_layers"
-    kind = layer_type(module).replace("_", " ")
+    kind, window = layer_type(module).replace("_", " "), window_of(module)
+    if window is not None:
+        kind += ", exact"
     if not can_be_sparse(module, enabled.config):
         return "not causal" if kind == "full attention" else kind
     if calls.sparse_calls or calls.reason:
@@ -127,5 +129,4 @@ def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
         if errors is not None and bool((errors[..., 0] < 0).any()):
             return "errors above max_error"
         return "" if calls.sparse_calls else calls.reason
-    window = window_of(module)
-    return "" if window is None else f"{kind}, sparse for prompts of up to {window} tokens"
+    return "" if window is None else f"{kind}; sparse for prompts of up to {window} tokens"

@@ -192,7 +192,7 @@ RULES = (
         _is_repeated, "layers that attend several times to the same cached keys are not supported"
     ),
     Rule(_is_static_elsewhere, STATIC),
-    Rule(lambda call: call.mask is not None and not _is_windowed_by_row(call), _mask_reason),
+    Rule(lambda call: call.mask is not None, _mask_reason),
     Rule(lambda call: not _is_plain(call), OWN_MASKS),
     Rule(lambda call: call.past > 0 and call.cache_layer is None, _history_reason),
     Rule(_goes_on_from_padding, CONTINUES),

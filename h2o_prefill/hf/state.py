@@ -54,6 +54,8 @@ class EnabledState:
     only_windows: bool = False
     # Whether layers with a window take no mask where it holds all keys.
     leaves_window_masks: bool = False
+    # The windows of layers that take no mask where it hides some.
+    windows: set[int | None] = field(default_factory=set)
     # What the calls of each layer were, by its number.
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
     # What `error_rows` measured in each layer for the last prompt, as `PrefillState.errors` has it.

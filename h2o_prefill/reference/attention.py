@@ -68,13 +68,16 @@ def populate_kv_cache(
     cache[1, :, start : start + length] = v
 
 
-def causal_mask(num_queries: int, num_keys: int | None = None) -> Tensor:
-    """Return bool [num_queries, num_keys], True where visible; the last query sees every key.
+def causal_mask(num_queries: int, num_keys: int | None = None, window: int | None = None) -> Tensor:
+    """Return bool [num_queries, num_keys], True where visible; the last query sees the last key.
 
-    By default there are as many keys as queries: lower triangular.
+    By default there are as many keys as queries: lower triangular. With a window, a query sees the
+    last `window` keys up to its own.
     """
     keys = num_queries if num_keys is None else num_keys
-    return torch.ones(num_queries, keys, dtype=torch.bool).tril(diagonal=keys - num_queries)
+    past = keys - num_queries
+    mask = torch.ones(num_queries, keys, dtype=torch.bool).tril(diagonal=past)
+    return mask if window is None else mask.triu(diagonal=max(past - window + 1, -num_queries))
 
 
 def masked_logits(

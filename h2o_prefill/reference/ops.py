@@ -73,6 +73,23 @@ def dense_attention(
     return _ungrouped(out, q)
 
 
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attend causally in a window: query i of Tq sees T - Tq + i - window < j <= T - Tq + i."""
+    queries, keys, values = _grouped(q, k, v)
+    mask = causal_mask(q.shape[2], k.shape[2], window)
+    logits = masked_logits(queries, keys, mask, scale, softcap)
+    weights, lse = softmax_weights(logits, _grouped_sinks(sinks, q, k))
+    return _ungrouped(weights @ values, q), lse.flatten(1, 2)
+
+
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ import transformers
 from compatibility.examine import CHUNK_SIZE, TOKENS, TOLERANCE, Finding, sweep
 from rich.progress import Progress
 
+from h2o_prefill.hf.layer_kinds import WINDOWED
+
 PAGE = Path(__file__).parents[2] / "MODELS.md"
 HEADINGS = {
     "sparse": ("Sparse", "At least one layer is sparse when a prompt comes in one call."),
@@ -62,7 +64,8 @@ def reason_text(finding: Finding) -> str:
         return "not examined"
     parts = [finding.reason.replace(f"of {finding.name} ", "").replace(f"{finding.name} ", "it ")]
     if finding.sparse:
-        parts.append("; ".join(f"{kind.replace('_', ' ')} layers dense" for kind in finding.kinds))
+        how = {kind: "exact" if kind in WINDOWED else "dense" for kind in finding.kinds}
+        parts.append("; ".join(f"{kind.replace('_', ' ')} layers {x}" for kind, x in how.items()))
     parts += [f"WRONG: {text}" for text in finding.wrong]
     text = "; ".join(part for part in parts if part) or "all attention layers"
     return text.replace("|", "\\|").replace("<", "&lt;")

@@ -59,6 +59,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "sink_tokens": (-1, -INT64_MAX - 1, INT64_MAX),
     "softcap": (-1.0, float("inf"), float("nan")),
     "span": (0, 1025, INT64_MAX),
+    "window": (0, -1, -INT64_MAX - 1),
 }
 
 
@@ -255,4 +256,5 @@ OTHERS: dict[str, Callable[[Arguments], Changes]] = {
         "token_ids has no room": {"num_tokens": a["token_ids"].shape[1] + 1}
     },
     "select_memory": lambda a: _positions(a, "memory", a["chunk_end"]),
+    "sliding_window_attention": lambda a: _attention(a) | _longer_query(a),
 }

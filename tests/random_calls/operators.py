@@ -54,6 +54,7 @@ TENSORS = {
         ),
         "recall_at_position": "token_ids:l__ token_text:i__ position:l2",
         "select_memory": "scores:aBG_ memory:iBG_",
+        "sliding_window_attention": "q:xBHTD k:xBGSD v:xBGSE sinks:fH",
     }.items()
 }
 
@@ -204,6 +205,7 @@ def _prefill_in_place(p: Problem) -> Arguments:
         "position": position,
         "layer": layer,
         "errors": p.errors() if p.config.error_rows or p.draw.chance(0.5) else None,
+        "window": VALUES["window"](p) if p.draw.chance(0.3) else None,
         **p.recall(),
     }
 
@@ -283,6 +285,9 @@ VALUES: dict[str, Callable[[Problem], Any]] = {
     "token_ids": _token_ids,
     "token_text": _token_text,
     "errors": lambda p: p.errors() if p.draw.chance(0.5) else None,
+    "window": lambda p: (
+        INT32_MAX if p.draw.chance(0.2) else p.draw.integer(1, p.draw.choice([9, 250]))
+    ),
 }
 # Arguments that depend on each other.
 GROUPS: dict[str, Callable[[Problem], Arguments]] = {

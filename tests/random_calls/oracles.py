@@ -129,8 +129,8 @@ def _prefill(judge: Judge, after: Arguments, before: Arguments, result: Any) -> 
 
 
 def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result: Any) -> None:
-    q, k, v, cache_key, cache_value, scores, memory, position, *recall, layer, text = before[:-4]
-    *options, errors = before[-4:]
+    q, k, v, cache_key, cache_value, scores, memory, position, *recall, layer, text = before[:-5]
+    *options, errors, window = before[-5:]
     if q.shape[2] and not position[0] and errors is not None:
         errors = torch.zeros_like(errors)
     past, last_chunk_begin = position.tolist()
@@ -141,12 +141,14 @@ def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result:
     judge.same("cached values", after[4][:, :, :end], values)
     for index in (3, 4, 5):
         judge.same("what follows", after[index][:, :, end:], before[index][:, :, end:])
-    if not q.shape[2] or not config.is_sparse(layer, past, q.shape[2]):
-        expected = reference.dense_attention(*widened([q, keys, values, *options]))
+    fits = window is None or window >= end
+    if not q.shape[2] or not fits or not config.is_sparse(layer, past, q.shape[2]):
+        wide = widened([q, keys, values, *options])
+        expected, _ = reference.sliding_window_attention(*wide[:3], window or end + 1, *wide[3:])
         judge.near("output", result, expected)
         none_yet = q.shape[2] and not past
         judge.same("memory set", after[6], torch.full_like(memory, -1) if none_yet else memory)
-        judge.same("errors", after[-1], errors)
+        judge.same("errors", after[-2], errors)
         judge.same("scores", after[5][..., :past], scores[..., :past])
         return
     state = (scores[..., :past], memory) if past else (None, None)
@@ -159,7 +161,7 @@ def _prefill_in_place(judge: Judge, after: Arguments, before: Arguments, result:
     width = expected[2].shape[2]
     judge.same("memory set", after[6][..., :width], expected[2])
     judge.true("-1 after the memory set", bool((after[6][..., width:] == -1).all()))
-    judge.same("errors", after[-1], expected[3] if errors is not None else None)
+    judge.same("errors", after[-2], expected[3] if errors is not None else None)
 
 
 CHECKS = {

@@ -27,13 +27,14 @@ class H2O_API ChunkedSparseAttention : public torch::CustomClassHolder {
   // or dense as config.is_sparse() decides for the layer and the call; a dense call attends to
   // the whole cache, exactly, and does not change the tracker. scale: the softmax scale, default
   // D^-0.5. recall: what lexical_recall returned for the call; a dense call does not need it, and
-  // without it a sparse call recalls nothing. Cache and tracker belong to one prompt. A call that
-  // throws leaves both as they were, except that buffers may have grown.
+  // without it a sparse call recalls nothing. window: of a layer with a sliding window, >= 1; calls
+  // whose history is longer are exact in it, and dense to the tracker. Cache and tracker belong to
+  // one prompt. A call that throws leaves both as they were, except that buffers may have grown.
   at::Tensor forward(int64_t layer, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const c10::intrusive_ptr<ChunkedKVCache>& cache,
                      const c10::intrusive_ptr<MemorySetTracker>& tracker,
-                     std::optional<double> scale = std::nullopt,
-                     const RecallLists& recall = {}) const;
+                     std::optional<double> scale = std::nullopt, const RecallLists& recall = {},
+                     std::optional<int64_t> window = std::nullopt) const;
 
   const PrefillConfig& config() const { return config_; }
 

@@ -50,6 +50,15 @@ H2O_API at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, con
                                    const std::optional<at::Tensor>& sinks = std::nullopt,
                                    double softcap = 0.0);
 
+// The same with a window: the row at position p sees the keys of positions (p - window, p]. k and v
+// may hold only the last part of the history, as caches of such layers do: their last key is that
+// of the last row. window >= 1. Returns out [B, Hq, Tq, Dv] and lse [B, Hq, Tq], which includes
+// sinks. Time is linear in the tokens.
+H2O_API std::tuple<at::Tensor, at::Tensor> sliding_window_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
+    std::optional<double> scale = std::nullopt,
+    const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0);
+
 // Fuses two partial results over disjoint key sets. out_* [B, H, T, Dv], lse_* [B, H, T]; a row
 // with lse -inf contributes nothing; both -inf give out 0 and lse -inf.
 H2O_API std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a,
@@ -142,15 +151,17 @@ struct PrefillBuffers {
 // say, and updates scores and memory. position: int64 [2] on the CPU, the tokens before the call
 // and where the last sparse chunk began (0 and 0 at first), the same for all layers of a model;
 // advance_position_() moves it past a call. settings and recall: as above; a dense call
-// ignores recall. Returns [B, Hq, T, Dv]. A call that throws because of its arguments changes
-// nothing.
+// ignores recall. window: of a layer with a sliding window, >= 1; calls whose history is longer are
+// exact, as sliding_window_attention() computes them. Returns [B, Hq, T, Dv]. A call that throws
+// because of its arguments changes nothing.
 H2O_API at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                       PrefillBuffers& buffers, const at::Tensor& position,
                                       int64_t layer, std::string_view settings,
                                       const RecallLists& recall = {},
                                       std::optional<double> scale = std::nullopt,
                                       const std::optional<at::Tensor>& sinks = std::nullopt,
-                                      double softcap = 0.0);
+                                      double softcap = 0.0,
+                                      std::optional<int64_t> window = std::nullopt);
 
 // Advances a position past a call of num_tokens tokens.
 H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings);

@@ -27,6 +27,10 @@ at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::T
                            std::optional<double> scale, const std::optional<at::Tensor>& sinks,
                            double softcap);
 
+std::tuple<at::Tensor, at::Tensor> sliding_window_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
+    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap);
+
 std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a, const at::Tensor& lse_a,
                                                 const at::Tensor& out_b, const at::Tensor& lse_b);
 

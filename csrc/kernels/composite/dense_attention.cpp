@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "common/checks.h"
 #include "common/tensors.h"
@@ -21,25 +22,34 @@ std::tuple<at::Tensor, std::optional<double>> with_positive_scale(const at::Tens
   return {at::zeros_like(q), 1.0};
 }
 
-// Attention with sinks or a softcap, which PyTorch's attention does not support; some rows at a
-// time, so that logits stay small.
-at::Tensor attend_by_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          double scale, const LogitOptions& options) {
+// Attention with what PyTorch's does not support: sinks, a softcap, a window, and lse. Some rows at
+// a time, so that logits stay small, and for a window as many as it has keys.
+std::tuple<at::Tensor, at::Tensor> attend_by_rows(const at::Tensor& q, const at::Tensor& k,
+                                                  const at::Tensor& v, int64_t window, double scale,
+                                                  const LogitOptions& options) {
   constexpr int64_t kMostLogits = 1 << 26;
+  constexpr int64_t kFewestRows = 64;
   const int64_t rows = q.size(2);
   const int64_t past = k.size(2) - rows;
-  const int64_t step =
-      std::max<int64_t>(1, kMostLogits / std::max<int64_t>(1, q.size(0) * q.size(1) * k.size(2)));
+  const int64_t fitting = kMostLogits / std::max<int64_t>(1, q.size(0) * q.size(1) * k.size(2));
+  const int64_t step = std::clamp<int64_t>(fitting, 1, std::max(window, kFewestRows));
   auto out = empty_heads(q.size(0), q.size(1), rows, v.size(3), q);
+  auto lse = at::empty({q.size(0), q.size(1), rows}, q.options().dtype(accumulate_type(q)));
   for (int64_t row = 0; row < rows; row += step) {
     const int64_t count = std::min(step, rows - row);
     const int64_t end = past + row + count;
-    const auto visible = at::ones({count, end}, q.options().dtype(at::kBool)).tril(end - count);
-    const auto attended = attend(q.narrow(2, row, count), k.narrow(2, 0, end), v.narrow(2, 0, end),
-                                 visible, scale, options);
+    const int64_t begin = std::max<int64_t>(0, past + row - window + 1);
+    const int64_t first = past + row - begin;  // key of the first row, in [begin, end)
+    const auto visible = at::ones({count, end - begin}, q.options().dtype(at::kBool))
+                             .tril(first)
+                             .triu(std::max(first - window + 1, -count));
+    const auto keys = [&](const at::Tensor& t) { return t.narrow(2, begin, end - begin); };
+    const auto attended =
+        attend(q.narrow(2, row, count), keys(k), keys(v), visible, scale, options);
     out.narrow(2, row, count).copy_(out_with_sinks(attended, options));
+    lse.narrow(2, row, count).copy_(lse_with_sinks(attended, options));
   }
-  return out;
+  return {out, lse};
 }
 
 }  // namespace
@@ -49,8 +59,9 @@ at::Tensor dense_attention(const at::Tensor& q_argument, const at::Tensor& k, co
                            const std::optional<at::Tensor>& sinks, double softcap) {
   check_dense_attention(q_argument, k, v, scale_argument, sinks, softcap);
   if (sinks || softcap > 0.0) {
-    return attend_by_rows(q_argument, k, v, scale_or_default(scale_argument, q_argument.size(3)),
-                          {.sinks = sinks, .softcap = softcap});
+    return std::get<0>(attend_by_rows(q_argument, k, v, /*window=*/k.size(2),
+                                      scale_or_default(scale_argument, q_argument.size(3)),
+                                      {.sinks = sinks, .softcap = softcap}));
   }
   const auto [q, scale] = with_positive_scale(q_argument, scale_argument);
   const int64_t rows = q.size(2);
@@ -65,8 +76,17 @@ at::Tensor dense_attention(const at::Tensor& q_argument, const at::Tensor& k, co
   return out.transpose(1, 2).contiguous().transpose(1, 2);
 }
 
+std::tuple<at::Tensor, at::Tensor> sliding_window_attention(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
+    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
+  check_sliding_window_attention(q, k, v, window, scale, sinks, softcap);
+  return attend_by_rows(q, k, v, window, scale_or_default(scale, q.size(3)),
+                        {.sinks = sinks, .softcap = softcap});
+}
+
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
   m.impl("dense_attention", &dense_attention);
+  m.impl("sliding_window_attention", &sliding_window_attention);
 }
 
 }  // namespace h2o_prefill::composite

@@ -157,6 +157,7 @@ struct AttendChunk::Impl {
     Workspace::Part<float> recalled;     // [threads, recalled_floats]: packed keys and values
     Workspace::Part<int32_t> positions;  // [threads, max_recalled]
     Workspace::Part<int32_t> limits[3];  // [threads, kTaskRows]: of each set, of what is recalled
+    Workspace::Part<int32_t> begins[2];  // [threads, kTaskRows]: of each set
   };
   ThreadParts thread_parts;
 
@@ -210,6 +211,7 @@ AttendChunk::AttendChunk(const HeadsView& query, const HeadsView& key, const Hea
   parts.recalled = workspace.add<float>(m.threads * parts.recalled_floats);
   parts.positions = workspace.add<int32_t>(m.threads * m.max_recalled);
   for (auto& part : parts.limits) part = workspace.add<int32_t>(m.threads * kTaskRows);
+  for (auto& part : parts.begins) part = workspace.add<int32_t>(m.threads * kTaskRows);
 }
 
 AttendChunk::~AttendChunk() = default;
@@ -330,19 +332,27 @@ void AttendChunk::Impl::attend_part(const AttendChunkArgs& args, const AttendGri
   for (; num_sets < args.num_sets; ++num_sets) {
     const KeySource& set = args.sets[num_sets];
     const SetParts& parts = sets[num_sets];
+    const bool is_range = set.kind == KeySource::Kind::kRange;
     int32_t* limits = nullptr;
-    if (set.kind == KeySource::Kind::kRange &&
-        set.range.visible_from(rows.position()) < set.range.count) {
+    if (is_range && set.range.visible_from(rows.position()) < set.range.count) {
       limits = workspace.get(thread_parts.limits[num_sets]) + thread * kTaskRows;
       for (int64_t r = 0; r < rows.count; ++r) {
         limits[r] = static_cast<int32_t>(set.range.visible_from(rows.position() + r));
+      }
+    }
+    int32_t* begins = nullptr;
+    if (is_range && set.range.hidden_from(rows.position() + rows.count - 1) > 0) {
+      begins = workspace.get(thread_parts.begins[num_sets]) + thread * kTaskRows;
+      for (int64_t r = 0; r < rows.count; ++r) {
+        begins[r] = static_cast<int32_t>(set.range.hidden_from(rows.position() + r));
       }
     }
     packed[num_sets] = {.keys = workspace.get(parts.keys) + task.unit * parts.key_floats,
                         .values = workspace.get(parts.values) + task.unit * parts.value_floats,
                         .count = set.count(task.unit),
                         .limits = limits,
-                        .colsum = nullptr};
+                        .colsum = nullptr,
+                        .begins = begins};
   }
   if (args.recall.offsets) {
     packed[num_sets] = pack_recalled(args, task.unit, rows, thread);

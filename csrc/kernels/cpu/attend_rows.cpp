@@ -49,22 +49,26 @@ void cap_row(float* z, float scale, int64_t limit) {
 }
 
 // Turns a row of products z into p = exp2(z scale - m), m their maximum, and into words of p, which
-// may be the same memory; keys from `limit` on get 0. Returns m and the sum. The maximum is
-// subtracted before scaling: one fused operation that rounds m alone is above 0 for large logits.
+// may be the same memory; keys before `begin` and from `limit` on get 0. Returns m and the sum. The
+// maximum is subtracted before scaling: one fused operation that rounds m alone is above 0 for
+// large logits.
 template <typename Products>
-void exponentiate_row(float* z, float* words, float scale, int64_t limit, int64_t padded,
-                      float* m_out, float* l_out) {
+void exponentiate_row(float* z, float* words, float scale, int64_t begin, int64_t limit,
+                      int64_t padded, float* m_out, float* l_out) {
   constexpr int kVectors = Products::kPerWord;
+  if (begin >= limit) begin = limit = 0;
+  const int64_t first = begin / (kVectors * kLanes) * (kVectors * kLanes);
   const int64_t visible = pad_to(limit, kVectors * kLanes);
+  for (int64_t j = first; j < begin; ++j) z[j] = kNegInf;
   for (int64_t j = limit; j < visible; ++j) z[j] = kNegInf;
   Vec highest = broadcast(kNegInf);
-  for (int64_t j = 0; j < visible; j += kLanes) highest = max(highest, load(z + j));
+  for (int64_t j = first; j < visible; j += kLanes) highest = max(highest, load(z + j));
   const float top = reduce_max(highest);
   const float m = top * scale;
   const Vec subtrahend = broadcast(top);
   const Vec factor = broadcast(scale);
   Vec sum = Vec{};
-  for (int64_t j = 0; j < visible; j += kVectors * kLanes) {
+  for (int64_t j = first; j < visible; j += kVectors * kLanes) {
     Vec p[kVectors];
     for (int i = 0; i < kVectors; ++i) {
       p[i] = exp2_nonpositive((load(z + j + i * kLanes) - subtrahend) * factor);
@@ -73,14 +77,17 @@ void exponentiate_row(float* z, float* words, float scale, int64_t limit, int64_
     }
     store(words + j / kVectors, Products::join(p));
   }
-  // Words after the limit have added at most 2^-126 a key to a sum that is at least 1.
-  for (int64_t j = limit; j < padded; ++j) z[j] = 0.0F;
-  if (kVectors > 1) {
-    for (int64_t j = limit / kPanel * kPanel; j < padded; j += kPanel) {
+  // Hidden keys have added at most 2^-126 each to a sum that is at least 1.
+  const auto clear = [&](int64_t from, int64_t to) {
+    for (int64_t j = from; j < to; ++j) z[j] = 0.0F;
+    if (kVectors == 1) return;
+    for (int64_t j = from / kPanel * kPanel; j < to; j += kPanel) {
       const Vec p[] = {load(z + j), load(z + j + kLanes)};
       store(words + j / kVectors, Products::join(p));
     }
-  }
+  };
+  clear(0, begin);
+  clear(limit, padded);
   *m_out = m;
   *l_out = reduce_add(sum);
 }
@@ -102,16 +109,17 @@ void add_column_sums(const float* p, int64_t stride, const float* inverse_l, int
 }
 
 // acc[r, :] = sum over keys of p[r, j] value[j]; acc has rows of padded value dims. limits: as of a
-// KeySet, from the block's first row on. Counts words of keys.
+// KeySet, from the block's first row on. Counts words of keys, from the first of p on, which is
+// word `first` of the set.
 template <typename Products>
 void multiply_values(BFloat16Gemm gemm, const float* p, int64_t stride, int rows,
-                     const int32_t* limits, const float* values, int64_t key_words,
+                     const int32_t* limits, const float* values, int64_t first, int64_t key_words,
                      int64_t packed_words, int64_t acc_stride, float* acc) {
   for (int64_t j = 0; j < key_words; j += kKeyWords) {
     const int64_t depth = key_words - j < kKeyWords ? key_words - j : kKeyWords;
-    const RowEnds ends{limits, j};
+    const RowEnds ends{limits, first + j};
     for (int64_t d = 0; d < acc_stride; d += kPanel) {
-      const float* b = values + d * packed_words + j * kPanel;
+      const float* b = values + d * packed_words + (first + j) * kPanel;
       if (j == 0) {
         multiply_panel<Products, false>(gemm, p + j, stride, rows, ends, b, depth, acc + d,
                                         acc_stride);
@@ -144,11 +152,16 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
                     float* scores, float* acc, RowBlockState& state) {
   const int rows = block.rows;
   const int64_t stride = score_stride(set.count);
-  const int64_t num_keys = set.limits ? set.limits[block.first + rows - 1] : set.count;
+  const int64_t first_key = set.begins ? set.begins[block.first] : 0;
+  const int64_t last_key = set.limits ? set.limits[block.first + rows - 1] : set.count;
+  // What no row sees is left out, in whole panels.
+  const int64_t begin = first_key / kPanel * kPanel;
+  const int64_t num_keys = last_key - begin;
   const int64_t padded = pad_to(num_keys, kPanel);
   const int64_t acc_stride = pad_to(args.value_dim, kPanel);
+  const int64_t query_words = words_of<Products>(args.head_dim);
   const float sink = args.sink * kLog2E;
-  if (num_keys == 0) {
+  if (first_key >= last_key) {
     for (int r = 0; r < rows; ++r) state.m[r] = kNegInf, state.l[r] = 0.0F;
     for (int64_t i = 0; i < rows * acc_stride; ++i) acc[i] = 0.0F;
     return;
@@ -156,32 +169,33 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
   // Single words of probabilities replace the logits, pairs follow all of them.
   float* words = Products::kPerWord == 1 ? scores : scores + kRowBlock * stride;
   const int64_t word_stride = Products::kPerWord == 1 ? stride : word_pair_stride(set.count);
-  multiply_queries<Products>(args.gemm, block.query, words_of<Products>(args.head_dim), rows,
-                             set.keys, num_keys, scores, stride);
+  multiply_queries<Products>(args.gemm, block.query, query_words, rows,
+                             set.keys + begin * query_words, num_keys, scores, stride);
   for (int first = 0; first < rows; first += kSumRows) {
     const int count = rows - first < kSumRows ? rows - first : kSumRows;
     float* p = scores + first * stride;
     float inverse_l[kSumRows];
     for (int r = 0; r < count; ++r) {
       const int row = first + r;
-      const int64_t limit = set.limits ? set.limits[block.first + row] : set.count;
+      const int64_t hidden = set.begins ? set.begins[block.first + row] - begin : 0;
+      const int64_t limit = (set.limits ? set.limits[block.first + row] : set.count) - begin;
       if (block.cap_scale > 0.0F) cap_row(p + r * stride, block.cap_scale, limit);
-      exponentiate_row<Products>(p + r * stride, words + row * word_stride, block.scale, limit,
-                                 padded, &state.m[row], &state.l[row]);
+      exponentiate_row<Products>(p + r * stride, words + row * word_stride, block.scale, hidden,
+                                 limit, padded, &state.m[row], &state.l[row]);
       inverse_l[r] = finish_row(state.m[row], state.l[row], sink).weight;
     }
     if (!set.colsum) continue;
     if (count == kSumRows) {
-      add_column_sums<kSumRows>(p, stride, inverse_l, padded, set.colsum);
+      add_column_sums<kSumRows>(p, stride, inverse_l, padded, set.colsum + begin);
     } else {
       for (int r = 0; r < count; ++r) {
-        add_column_sums<1>(p + r * stride, stride, inverse_l + r, padded, set.colsum);
+        add_column_sums<1>(p + r * stride, stride, inverse_l + r, padded, set.colsum + begin);
       }
     }
   }
   multiply_values<Products>(args.gemm, words, word_stride, rows,
                             set.limits ? set.limits + block.first : nullptr, set.values,
-                            key_words_of<Products>(num_keys),
+                            begin / Products::kPerWord, key_words_of<Products>(num_keys),
                             pad_to(set.count, kPanel) / Products::kPerWord, acc_stride, acc);
 }
 

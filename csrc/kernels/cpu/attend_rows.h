@@ -36,6 +36,8 @@ struct KeySet {
       limits;     // row r sees keys [0, limits[r]), never falling with r; null: every row sees all
   float* colsum;  // fp32 [padded(count)], added to: sum over rows of the softmax over this set;
                   // null: not wanted
+  const int32_t* begins = nullptr;  // of these, row r sees those from begins[r] on, never falling
+                                    // with r; null: all
 };
 
 // c[m, n] = a[m, k] b[k, n], or added to c; a and b bfloat16, c float32. Row strides in elements; b

@@ -87,7 +87,8 @@ TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
   m.impl("prefill_attention",
          &prefill_attention_entry<chunked_sparse_attention_cpu, dense_attention_cpu>);
   m.impl("prefill_attention_",
-         &prefill_attention_in_place_entry<chunked_sparse_attention_cpu, dense_attention_cpu>);
+         &prefill_attention_in_place_entry<chunked_sparse_attention_cpu, dense_attention_cpu,
+                                           sliding_window_attention_cpu>);
 }
 
 }  // namespace

@@ -27,37 +27,46 @@ bool packing_pays(const at::Tensor& q, const at::Tensor& k) {
   return rows >= (group > 1 ? 16 : 64);
 }
 
-// The key ranges of a step's rows: their own first, then the earlier ones, nearest first.
+// The key ranges of a step's rows, as far as a row's window reaches: their own first, then the
+// earlier ones, nearest first.
 class KeyRanges {
  public:
-  explicit KeyRanges(const RowRange& rows)
-      : own_{.begin = rows.position(), .count = rows.count}, left_(rows.position()) {}
+  KeyRanges(const RowRange& rows, int64_t window)
+      : own_{.begin = rows.position(), .count = rows.count, .window = window},
+        first_(std::max<int64_t>(0, rows.position() - window + 1)),
+        end_(rows.position()),
+        window_(window) {}
 
-  bool empty() const { return own_.count == 0 && left_ == 0; }
+  bool empty() const { return own_.count == 0 && end_ == first_; }
+  int64_t earlier() const { return end_ - first_; }
 
   // The next range; none has count 0.
   CausalRange next() {
     if (own_.count > 0) return std::exchange(own_, {});
-    const int64_t count = std::min(left_, kStep);
-    left_ -= count;
-    return {.begin = left_, .count = count};
+    const int64_t count = std::min(earlier(), kStep);
+    end_ -= count;
+    return {.begin = end_, .count = count, .window = window_};
   }
 
  private:
   CausalRange own_;
-  int64_t left_;  // keys before the rows that have not been visited
+  int64_t first_;  // keys [first_, end_) before the rows have not been visited
+  int64_t end_;
+  int64_t window_;
 };
 
-// Attends with rows of the call. Two ranges of keys at a time; partial results are merged in
-// float32.
-void attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Tensor& k,
-                         const at::Tensor& v, const at::Tensor& out, const RowRange& rows,
-                         double scale, const at::Tensor& sinks, double softcap) {
+// Attends with rows of the call, and returns their lse. Two ranges of keys at a time; partial
+// results are merged in float32.
+at::Tensor attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Tensor& k,
+                               const at::Tensor& v, const at::Tensor& out, const RowRange& rows,
+                               int64_t window, double scale, const at::Tensor& sinks,
+                               double softcap) {
   const auto part_like = at::empty({0}, q.options().dtype(at::kFloat));
-  const bool one_pass = rows.position() <= kStep;
+  KeyRanges ranges(rows, window);
+  const bool one_pass = ranges.earlier() <= kStep;
   at::Tensor total;
   at::Tensor total_lse;
-  for (KeyRanges ranges(rows); !ranges.empty();) {
+  while (!ranges.empty()) {
     const auto part =
         one_pass ? out : empty_heads(q.size(0), q.size(1), rows.count, out.size(3), part_like);
     const auto lse = at::empty({q.size(0), q.size(1), rows.count}, part_like.options());
@@ -66,7 +75,7 @@ void attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Ten
                                                 total.defined() ? at::Tensor() : sinks, softcap);
     const CausalRange first = ranges.next();
     attend.run(range_pass(call, rows, first, ranges.next()));
-    if (one_pass) return;
+    if (one_pass) return lse;
     if (total.defined()) {
       std::tie(total, total_lse) = merge_states_cpu(total, total_lse, part, lse);
     } else {
@@ -75,20 +84,16 @@ void attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Ten
     }
   }
   out.copy_(total);
+  return total_lse;
 }
 
-}  // namespace
-
-at::Tensor dense_attention_cpu(const at::Tensor& q_argument, const at::Tensor& k_argument,
-                               const at::Tensor& v_argument, std::optional<double> scale,
-                               const std::optional<at::Tensor>& sinks_argument, double softcap) {
-  check_dense_attention(q_argument, k_argument, v_argument, scale, sinks_argument, softcap);
-  const bool pytorch_has_it = !sinks_argument && softcap == 0.0;
-  if (q_argument.scalar_type() == at::kDouble || q_argument.numel() == 0 ||
-      (pytorch_has_it && !packing_pays(q_argument, k_argument))) {
-    return composite::dense_attention(q_argument, k_argument, v_argument, scale, sinks_argument,
-                                      softcap);
-  }
+// Attends causally, with a window of at least 1 key for each row. lse [B, Hq, T], float32, is
+// written if it is defined.
+at::Tensor attend_in_window(const at::Tensor& q_argument, const at::Tensor& k_argument,
+                            const at::Tensor& v_argument, int64_t window,
+                            std::optional<double> scale,
+                            const std::optional<at::Tensor>& sinks_argument, double softcap,
+                            const at::Tensor& lse) {
   const auto q = with_contiguous_rows(q_argument);
   const auto k = with_contiguous_rows(k_argument);
   const auto v = with_contiguous_rows(v_argument);
@@ -104,13 +109,45 @@ at::Tensor dense_attention_cpu(const at::Tensor& q_argument, const at::Tensor& k
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
   for (int64_t row = 0; row < length; row += step) {
     const int64_t rows = std::min(step, length - row);
-    attend_rows_of_step(attend, q.narrow(2, row, rows), k, v, out.narrow(2, row, rows),
-                        {.begin = 0, .count = rows, .past = past + row},
-                        scale_or_default(scale, q.size(3)), sinks, softcap);
+    const auto part =
+        attend_rows_of_step(attend, q.narrow(2, row, rows), k, v, out.narrow(2, row, rows),
+                            {.begin = 0, .count = rows, .past = past + row}, window,
+                            scale_or_default(scale, q.size(3)), sinks, softcap);
+    if (lse.defined()) lse.narrow(2, row, rows).copy_(part);
   }
   return out;
 }
 
-TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) { m.impl("dense_attention", &dense_attention_cpu); }
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cpu(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
+    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
+  check_sliding_window_attention(q, k, v, window, scale, sinks, softcap);
+  if (q.scalar_type() == at::kDouble || q.numel() == 0) {
+    return composite::sliding_window_attention(q, k, v, window, scale, sinks, softcap);
+  }
+  const auto lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+  return {attend_in_window(q, k, v, window, scale, sinks, softcap, lse), lse};
+}
+
+at::Tensor dense_attention_cpu(const at::Tensor& q_argument, const at::Tensor& k_argument,
+                               const at::Tensor& v_argument, std::optional<double> scale,
+                               const std::optional<at::Tensor>& sinks_argument, double softcap) {
+  check_dense_attention(q_argument, k_argument, v_argument, scale, sinks_argument, softcap);
+  const bool pytorch_has_it = !sinks_argument && softcap == 0.0;
+  if (q_argument.scalar_type() == at::kDouble || q_argument.numel() == 0 ||
+      (pytorch_has_it && !packing_pays(q_argument, k_argument))) {
+    return composite::dense_attention(q_argument, k_argument, v_argument, scale, sinks_argument,
+                                      softcap);
+  }
+  return attend_in_window(q_argument, k_argument, v_argument, /*window=*/k_argument.size(2), scale,
+                          sinks_argument, softcap, /*lse=*/{});
+}
+
+TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
+  m.impl("dense_attention", &dense_attention_cpu);
+  m.impl("sliding_window_attention", &sliding_window_attention_cpu);
+}
 
 }  // namespace h2o_prefill

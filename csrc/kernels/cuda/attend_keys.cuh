@@ -25,22 +25,24 @@ struct alignas(16) RowTile {
   int first;  // row of the call
   int count;
   int position;   // absolute, of the first row
-  int key_begin;  // of a causal row's range
+  int key_begin;  // the first key of a causal range that a row of the tile sees
 };
 
-// Keys of a range that ends at the row itself.
+// Keys of a range that ends at the row itself, the last `window` of them.
 template <int kPartRows, int kKeys>
 struct CausalKeys {
   struct Lookup {};
   static constexpr int kSharedBytes = 0;
 
-  int diagonal;  // row r sees keys [0, r + diagonal]
-  int count;     // keys from the begin of the range to the last row
+  int diagonal;  // row r sees keys (r + diagonal - window, r + diagonal]
+  int window;
+  int count;  // keys from the begin of the range to the last row
   int tiles;
 
-  __device__ __forceinline__ CausalKeys(const AttendForwardParams& /*p*/, const RowTile& rows,
+  __device__ __forceinline__ CausalKeys(const AttendForwardParams& p, const RowTile& rows,
                                         void* /*shared*/)
       : diagonal(rows.position - rows.key_begin),
+        window(static_cast<int>(p.causal.window)),
         count(diagonal + rows.count),
         tiles(tile::divide_up(count, kKeys)) {}
 
@@ -51,13 +53,16 @@ struct CausalKeys {
     return key < count ? key : -1;
   }
   __device__ __forceinline__ bool fully_masked(int j, int w) const {
-    return j * kKeys > w + kPartRows - 1 + diagonal;
+    const int last = w + kPartRows - 1 + diagonal;
+    return j * kKeys > last || j * kKeys + kKeys - 1 <= w + diagonal - window;
   }
   __device__ __forceinline__ bool unmasked(int j, int w) const {
-    return j * kKeys + kKeys - 1 <= w + diagonal;
+    const int last = w + kPartRows - 1 + diagonal;
+    return j * kKeys + kKeys - 1 <= w + diagonal && j * kKeys > last - window;
   }
   __device__ __forceinline__ bool is_visible(int j, int r, int row) const {
-    return j * kKeys + r <= row + diagonal;
+    const int key = j * kKeys + r;
+    return key <= row + diagonal && key > row + diagonal - window;
   }
 };
 

@@ -94,9 +94,9 @@ AttendForwardParams merged_memory_pass(const AttentionCall& call, const RowRange
   return params;
 }
 
-AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows) {
+AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows, int64_t window) {
   AttendForwardParams params = pass_of(call, rows);
-  params.causal = {.begin = 0, .count = rows.position() + rows.count};
+  params.causal = {.begin = 0, .count = rows.position() + rows.count, .window = window};
   return params;
 }
 

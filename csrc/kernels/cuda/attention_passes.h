@@ -60,8 +60,9 @@ AttendForwardParams merged_memory_pass(const AttentionCall& call, const RowRange
                                        const MemorySetView& sets, const RecallView& recall,
                                        float* memory_lse);
 
-// Dense attention: rows attend to every key up to themselves.
-AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows);
+// Dense attention: rows attend to every key up to themselves, or to the last `window` of these.
+AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows,
+                               int64_t window = CausalRange::kNoWindow);
 
 // Column sums of a chunk_pass() with its lse: element [b, h, p] of [B, Hkv, stride] for the key at
 // position p.

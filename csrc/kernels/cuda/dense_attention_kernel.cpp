@@ -1,4 +1,7 @@
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 #include "common/checks.h"
 #include "common/tensors.h"
@@ -35,6 +38,30 @@ at::Tensor dense_attention_cuda(const at::Tensor& q_argument, const at::Tensor& 
   return out;
 }
 
-TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) { m.impl("dense_attention", &dense_attention_cuda); }
+std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cuda(
+    const at::Tensor& q_argument, const at::Tensor& k_argument, const at::Tensor& v_argument,
+    int64_t window, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
+    double softcap) {
+  check_sliding_window_attention(q_argument, k_argument, v_argument, window, scale, sinks, softcap);
+  if (!has_attention_kernel(q_argument, v_argument) || !has_attention_kernel(sinks, softcap) ||
+      q_argument.numel() == 0) {
+    return composite::sliding_window_attention(q_argument, k_argument, v_argument, window, scale,
+                                               sinks, softcap);
+  }
+  const c10::cuda::CUDAGuard guard(q_argument.device());
+  const auto q = with_aligned_rows(q_argument);
+  const auto k = with_aligned_rows(k_argument);
+  const auto v = with_aligned_rows(v_argument);
+  auto out = empty_heads(q.size(0), q.size(1), q.size(2), v.size(3), q);
+  auto lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+  const AttentionCall call(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
+  AttentionStream(q).attend(dense_pass(call, call.rows(), std::min(window, k.size(2))));
+  return {out, lse};
+}
+
+TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {
+  m.impl("dense_attention", &dense_attention_cuda);
+  m.impl("sliding_window_attention", &sliding_window_attention_cuda);
+}
 
 }  // namespace h2o_prefill

@@ -146,6 +146,9 @@ __device__ __forceinline__ RowTile row_tile(const ForwardGrid& grid, uint32_t nu
   rows.count = min(end - rows.first, kRows);
   rows.position = static_cast<int>(p.rows.past) + rows.first;
   rows.key_begin = kGathered ? 0 : static_cast<int>(p.causal.begin) + chunk * chunk_size;
+  if (!kGathered) {
+    rows.key_begin = max(rows.key_begin, rows.position + 1 - static_cast<int>(p.causal.window));
+  }
   return rows;
 }
 

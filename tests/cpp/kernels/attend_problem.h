@@ -14,6 +14,7 @@ struct SetSpec {
   std::vector<int32_t> limits = {};  // empty: every row sees all
   bool gathered = false;             // by a list of positions in no order, with repetitions
   bool wants_colsum = true;
+  std::vector<int32_t> begins = {};  // empty: every row sees all up to its limit
 };
 
 struct ProblemSpec {
@@ -40,6 +41,7 @@ struct ProblemSet {
 
   int64_t source_row(int64_t j) const { return positions.empty() ? j : positions[j]; }
   int64_t limit(int64_t row) const { return spec.limits.empty() ? spec.count : spec.limits[row]; }
+  int64_t begin(int64_t row) const { return spec.begins.empty() ? 0 : spec.begins[row]; }
 };
 
 struct Problem {
@@ -112,7 +114,8 @@ struct Answer {
   std::vector<std::vector<double>> colsum;  // [sets][count]
 };
 
-// exp(scale query[row] . key[j]) of all keys that the row sees, under the cap.
+// exp(scale query[row] . key[j]) of all keys up to the row's limit, under the cap; 0 of those
+// before its first one.
 inline std::vector<double> exponentials(const Problem& problem, const std::vector<double>& query,
                                         const ProblemSet& set, const std::vector<double>& keys,
                                         int64_t row) {
@@ -120,6 +123,10 @@ inline std::vector<double> exponentials(const Problem& problem, const std::vecto
   std::vector<double> result;
   for (int64_t j = 0; j < set.limit(row); ++j) {
     double sum = 0.0;
+    if (j < set.begin(row)) {
+      result.push_back(0.0);
+      continue;
+    }
     for (int64_t d = 0; d < dim; ++d) {
       sum += query[row * dim + d] * keys[set.source_row(j) * dim + d];
     }
@@ -147,6 +154,7 @@ inline Answer solve(const Problem& problem) {
       const std::vector<double> e = exponentials(problem, query, set, keys, r);
       double sum = 0.0;
       for (const double x : e) sum += x;
+      if (sum == 0.0) continue;  // the row sees no key of the set
       for (size_t j = 0; j < e.size(); ++j) {
         colsum[j] += e[j] / (sum + sink);
         for (int64_t d = 0; d < dim; ++d) {

@@ -73,7 +73,8 @@ inline Outcome run(const CpuKernels& kernels, const Problem& problem, BFloat16Ge
     const ProblemSet& set = problem.sets[s];
     sets.push_back({keys[s].data(), values[s].data(), set.spec.count,
                     set.spec.limits.empty() ? nullptr : set.spec.limits.data(),
-                    set.spec.wants_colsum ? result.colsum[s].data() : nullptr});
+                    set.spec.wants_colsum ? result.colsum[s].data() : nullptr,
+                    set.spec.begins.empty() ? nullptr : set.spec.begins.data()});
   }
   Buffer scratch(kernels.scratch_floats(spec.head_dim, spec.value_dim, max_count));
   AttendRowsArgs args{};

@@ -118,6 +118,22 @@ void test_sets() {
   for (const std::vector<SetSpec>& sets : merged) check_usual("merged", sets);
 }
 
+// Windows shorter than a vector, a panel and a block of rows, and longer: over the rows' own keys,
+// and over earlier ones, of which the last rows may see none.
+void test_windows() {
+  for (const int32_t window : {1, 5, 16, 31, 32, 50, 200}) {
+    SetSpec own = causal(300), earlier{130};
+    for (int32_t row = 0; row < 70; ++row) {
+      own.begins.push_back(std::max(0, own.limits[row] - window));
+      earlier.begins.push_back(std::min(130, std::max(0, 130 + row - window)));
+    }
+    const std::string name = "window " + std::to_string(window);
+    check_usual(name, {own});
+    check_usual(name, {own, earlier});
+    check_usual(name, {earlier, gathered(45)});
+  }
+}
+
 void test_scales() {
   for (const float scale : {-0.3F, 0.0F, 1.0F}) {
     check_usual("scale " + std::to_string(scale), {causal(50), gathered(40)},
@@ -249,6 +265,7 @@ int main() {
   test_shapes();
   test_row_counts();
   test_sets();
+  test_windows();
   test_scales();
   test_large_logits();
   test_sinks();

@@ -29,6 +29,7 @@ FIELDS = {
     "operators gather": ["gigabytes", "copy_gigabytes", "percent"],
     "operators scores": ["microseconds", "pytorch_microseconds", "speedup"],
     "operators dense": ["milliseconds", "sdpa_milliseconds", "speedup", "context"],
+    "operators windows": ["milliseconds", "gflops", "dense_percent", "speedup_over_sdpa"],
     "linear linear_decode": ["microseconds", "pytorch_microseconds", "speedup"],
     "linear linear": ["milliseconds", "gflops", "percent", "both_milliseconds"],
     "layer prefill": ["dense_milliseconds", "sparse_milliseconds", "speedup", "flop_ratio"],

@@ -188,3 +188,20 @@ def test_scripted_module_is_saved_with_the_classes() -> None:
 def test_wrong_arguments_are_value_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
+
+
+def test_calls_in_a_window_are_exact_and_leave_the_tracker_alone() -> None:
+    text, calls = "h2o,chunk_size=16,local_window=4,heavy_budget=4,min_prefill=2", (40, 30, 1, 9)
+    q, k, v = make_qkv(Shape(1, 4, 2, sum(calls), 16, 16))
+    config = classes.PrefillConfig.parse(text)
+    attention = classes.ChunkedSparseAttention(config)
+    cache, tracker = classes.ChunkedKVCache(1, 8, 128), classes.MemorySetTracker(1, 4, 4, 0)
+    begin = 0
+    for rows in calls:
+        new = [x[:, :, begin : begin + rows] for x in (q, k, v)]
+        begin += rows
+        out = attention.forward(0, *new, cache, tracker, window=30)
+        keys, values = (x[:, :, :begin] for x in (k, v))
+        expected, _ = ops.sliding_window_attention(new[0], keys, values, 30)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+        assert tracker.length(0) == 0

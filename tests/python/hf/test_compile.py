@@ -6,7 +6,15 @@ import functools
 
 import pytest
 import torch
-from hf_helpers import RECALL, SPARSE, assert_close, assert_same_state, in_calls, new_cache
+from hf_helpers import (
+    RECALL,
+    SPARSE,
+    assert_close,
+    assert_same_state,
+    in_calls,
+    new_cache,
+    watch,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
@@ -80,6 +88,17 @@ def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implem
     assert torch.equal(again, ours)
     if name == "llama":
         assert_same_cache(caches[1], caches[0])
+
+
+@pytest.mark.parametrize("name", ["gemma3", slow("gpt-oss")])
+def test_sliding_windows_have_no_masks(build, prompt, monkeypatch, name):
+    note = lambda q, k, _v, window, *_: window  # noqa: E731
+    model, windows = build(name), watch(monkeypatch, "sliding_window_attention", note)
+    stock = model(prompt).logits
+    with enable(model, chunk_size=16, local_window=64, heavy_budget=64):
+        ours = in_calls(compiled(model), new_cache(model), prompt, CALLS)
+    assert_close(ours, stock)
+    assert set(windows) == {24}
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_a_table_says_why(build, ids):
             model(ids, output_attentions=True)
         sliding, full = explain(model)
         table = str(explain(model)).splitlines()
-    assert sliding.reason.startswith("sliding attention, sparse for")
+    assert sliding.reason.startswith("sliding attention, exact; sparse for")
     assert "output_attentions" in full.reason
     assert table[0].startswith("Gemma3ForCausalLM: ") and "chunk_size=16" in table[0]
     assert len(table) == 4 and table[3].endswith(full.reason)

@@ -1,4 +1,7 @@
-"""Sliding windows and attention chunks that hold the whole prompt are full attention."""
+"""Sliding windows and attention chunks: full attention if they hold the whole prompt, else exact.
+
+A layer whose window hides some keys goes through operators that never see a mask.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import warnings
 
 import pytest
 import torch
-from hf_helpers import EXACT, SPARSE, assert_close, in_calls, new_cache
+from hf_helpers import EXACT, GREEDY, SPARSE, assert_close, in_calls, new_cache, watch
+from transformers import DynamicCache
 
 from h2o_prefill import enable
+from h2o_prefill.hf import masks
 
 TOKENS = 40
 HALF = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -121,5 +126,111 @@ def test_a_window_that_no_sparse_call_fits_is_told_of(build, window, least):
     model = build("mistral", sliding_window=window)
     with pytest.warns(UserWarning, match="no layer of .* can be sparse: its attention is sliding"):
         handle = enable(model, min_prefill=least, **SPARSE)
-    assert {layer.reason for layer in handle.report()} == {"sliding attention"}
+    assert {layer.reason for layer in handle.report()} == {"sliding attention, exact"}
     enable(build("mistral", sliding_window=window + 1), min_prefill=least, **SPARSE)
+
+
+CUT = 12  # a window that hides keys of every call of these tests but decoded tokens of few
+
+
+@pytest.fixture
+def window_calls(monkeypatch):
+    """Return a list that gets queries, keys and window of each layer that the operator computes."""
+    note = lambda q, k, _v, window, *_: (q.shape[2], k.shape[2], window)  # noqa: E731
+    return watch(monkeypatch, "sliding_window_attention", note)
+
+
+def without_masks(monkeypatch):
+    """Let the making of any mask fail."""
+
+    def refuse(**arguments):
+        raise AssertionError(f"a mask of {arguments['q_length']} x {arguments['kv_length']}")
+
+    monkeypatch.setattr(masks, "_previous_mask_function", lambda *_: refuse)
+
+
+WITH_LOGITS = {  # of other logits than the operators make by default
+    "gemma2": {"attn_logit_softcapping": 0.5},
+    "gpt-oss": {},
+}
+
+
+@pytest.fixture
+def cut(build, request):
+    """A model whose window cuts the prompt, with sinks that take their share."""
+    name, implementation = request.param
+    if name in MODELS:
+        return windowed(build, name, CUT, implementation)
+    model = build(name, implementation, sliding_window=CUT, **WITH_LOGITS[name])
+    if name == "gpt-oss":
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.tensor([-2.0, 0.5, 2.0, 4.0]))
+    return model
+
+
+CUT_MODELS = [
+    *((name, implementation) for name in MODELS for implementation in ("sdpa", "eager")),
+    *((name, "eager") for name in WITH_LOGITS),
+]
+
+
+@pytest.mark.parametrize("cut", CUT_MODELS, indirect=True, ids="-".join)
+def test_layers_whose_window_hides_keys_equal_stock_without_masks(cut, prompt, monkeypatch):
+    """In one call, in several with caches that keep the window alone, and token by token."""
+    stock, text = cut(prompt).logits, cut.generate(prompt, pad_token_id=0, **GREEDY)
+    calls = (20, 1, 14, 5)
+    warnings.filterwarnings("ignore", message="h2o_prefill: no layer of")
+    with enable(cut, **EXACT, min_prefill=64):
+        without_masks(monkeypatch)
+        assert_close(cut(prompt).logits, stock)
+        assert_close(cut(prompt, use_cache=False).logits, stock)
+        for cache in (new_cache(cut), DynamicCache(config=cut.config), DynamicCache()):
+            assert_close(in_calls(cut, cache, prompt, calls), stock)
+        assert torch.equal(cut.generate(prompt, pad_token_id=0, **GREEDY), text)
+
+
+def test_only_rows_that_see_different_first_keys_need_the_operator_of_windows(
+    build, prompt, window_calls
+):
+    model = windowed(build, "gemma3", CUT)
+    with enable(model, **EXACT):
+        in_calls(model, new_cache(model), prompt, (CUT, 20, 1, 7))
+    kept = CUT - 1
+    assert window_calls == [(20, kept + 20, CUT), (7, kept + 7, CUT)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "gpt-oss"])
+def test_rows_of_a_padded_batch_that_the_window_cuts(build, make_ids, monkeypatch, name, side):
+    model = windowed(build, name, CUT) if name in MODELS else build(name, sliding_window=CUT)
+    batch, tokens = make_ids(2, TOKENS), slice(7, None) if side == "left" else slice(None, -7)
+    mask = torch.zeros_like(batch)
+    mask[0], mask[1, tokens] = 1, 1
+    stock = model(batch, attention_mask=mask).logits
+    text = model.generate(batch, attention_mask=mask, **GREEDY)
+    with enable(model, **EXACT):
+        ours = model(batch, attention_mask=mask).logits
+        if side == "left":
+            assert torch.equal(model.generate(batch, attention_mask=mask, **GREEDY), text)
+        without_masks(monkeypatch)
+        assert_close(model(batch, attention_mask=mask).logits, ours)
+    assert_close(ours[mask.bool()], stock[mask.bool()])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: {"output_attentions": True},
+        lambda model: model.train() and {},
+        lambda model: torch.set_grad_enabled(True) and {},
+    ],
+    ids=["output_attentions", "dropout", "gradients"],
+)
+def test_calls_that_the_operator_does_not_take_get_their_mask(build, prompt, window_calls, change):
+    model = build("gemma3", "eager", **ROPES, sliding_window=CUT, attention_dropout=1e-9)
+    arguments = change(model) or {}
+    stock = model(prompt, **arguments).logits
+    with warnings.catch_warnings(), enable(model, **EXACT):
+        warnings.filterwarnings("ignore", message="h2o_prefill: ")
+        assert_close(model(prompt, **arguments).logits, stock)
+    assert window_calls == []

@@ -60,6 +60,9 @@ def every_operator(dtype, head_dim=64, value_dim=64):
         "intra_chunk_attention": lambda: ops.intra_chunk_attention(q, k, v, S),
         "memory_attention": lambda: ops.memory_attention(long_q, long_k, long_v, indices),
         "dense_attention": lambda: ops.dense_attention(long_q, long_k, long_v),
+        "sliding_window_attention": lambda: ops.sliding_window_attention(
+            long_q, long_k, long_v, 33
+        ),
         "merge_states": lambda: ops.merge_states(q, lse, q.flip(2), lse.flip(2)),
         "select_memory": lambda: ops.select_memory(scores, indices, 50, 190, 16, 16, 2),
         "gather_rows": lambda: ops.gather_rows(long_k, indices),

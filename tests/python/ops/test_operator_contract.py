@@ -48,6 +48,7 @@ def samples(dtype=torch.float32, layout="transposed", length=40):
         "intra_chunk_attention": (q, k, v, 16),
         "memory_attention": (long_q, long_k, long_v, indices),
         "dense_attention": (long_q, long_k, long_v),
+        "sliding_window_attention": (long_q, long_k, long_v, 7),
         "merge_states": (q, lse, q.flip(2), lse.flip(2)),
         "select_memory": (scores, memory, 5, max(length, 5), 3, 4, 1),
         "gather_rows": (long_k, indices),

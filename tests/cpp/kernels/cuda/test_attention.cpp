@@ -77,6 +77,22 @@ TEST_P(Attention, Chunks) {
   }
 }
 
+// Shorter than the tiles of rows and of keys, at their edges, and longer than the history.
+TEST_P(Attention, Windows) {
+  for (const DType dtype : kernels.few_dtypes) {
+    for (const int64_t window : {1, 5, 64, 100, 129, 1000}) {
+      for (const int64_t past : {0, 145}) {
+        Call call({dtype, 150, 150 + past, 64, 64, 2});
+        call.params.causal.window = window;
+        call.run();
+        call.expect_close(attend(call.in, [&](int64_t, int64_t, int64_t t) {
+          return range(std::max<int64_t>(0, past + t + 1 - window), past + t + 1);
+        }));
+      }
+    }
+  }
+}
+
 TEST_P(Attention, GroupsBatchesAndTransposedViews) {
   for (const DType dtype : kernels.few_dtypes) {
     for (const int64_t group : {1, 3, 4}) {

@@ -1,0 +1,46 @@
+"""Models with the layers of known ones, few of them and with random weights, for timing alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+# A layer of full attention, and those with windows before it. Small vocabularies: the embedding
+# of a prompt costs the same, and a model in memory less.
+_SHARED = {"vocab_size": 4096, "pad_token_id": 0, "max_position_embeddings": 131072}
+_GEMMA3_1B = {
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+}
+_GPT_OSS_20B = {
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 4,
+}
+RANDOM_MODELS = {
+    "gemma3-1b-layers": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA3_1B),
+    "gpt-oss-20b-layers": ("GptOssConfig", "GptOssForCausalLM", _GPT_OSS_20B),
+}
+
+
+def random_model(name: str, dtype: torch.dtype) -> Any:
+    """Return one of `RANDOM_MODELS`."""
+    config, model, sizes = RANDOM_MODELS[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, model)(getattr(transformers, config)(**_SHARED, **sizes))
+    return made.to(dtype).eval()
