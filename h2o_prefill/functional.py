@@ -6,7 +6,7 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.state import PrefillState
+from h2o_prefill.state import DOUBLINGS, PrefillState
 
 RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -66,7 +66,7 @@ def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
     most = config.max_widen.bit_length() - 1 if config.error_rows else 0
     for b in range(batch):
         for h in range(heads):
-            doublings = min(max(int(state.errors[b, h, 0]), 0), most)
+            doublings = min(max(int(state.errors[b, h, DOUBLINGS]), 0), most)
             factor = by_head.get(h, 1) << doublings
             one = slice(b, b + 1), slice(h, h + 1)
             selected = ops.select_memory(

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 
+# Columns of the errors of a layer, see `PrefillState.errors`.
+DOUBLINGS, ERROR_SUM, CHUNKS, FACTOR_SUM = range(4)
+
 # Nats a token for each unit of relative error, summed over layers, with and without recall, which
 # leaves less important keys to be missed. Of SmolLM2-135M: the log of experiments has the fit.
 _KL_PER_ERROR = {True: 0.062, False: 0.17}
@@ -37,12 +40,17 @@ def estimated_kl(errors: Sequence[Tensor], config: PrefillConfig) -> Tensor:
         where no error was measured.
     """
     means = torch.stack([x.double().cpu().mean(1) for x in errors])  # [layers, B, 4]
-    chunks = means[..., 2]
-    error = (means[..., 1] / chunks.clamp(min=1)).sum(0)
+    chunks = means[..., CHUNKS]
+    error = (means[..., ERROR_SUM] / chunks.clamp(min=1)).sum(0)
     most = chunks.amax(0)
     # The first chunk of a prompt is exact.
     share = torch.where(most > 0, most / (most + 1), torch.nan)
     return _KL_PER_ERROR[config.recall > 0] * share * error
+
+
+def has_gone_dense(errors: Tensor) -> bool:
+    """Return whether errors above `max_error` have made a layer dense, in some row of a batch."""
+    return bool((errors[..., DOUBLINGS] < 0).any())
 
 
 def no_errors(key: Tensor) -> Tensor:

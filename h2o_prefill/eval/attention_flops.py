@@ -10,6 +10,7 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
+from h2o_prefill.state import CHUNKS, FACTOR_SUM
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,11 @@ def count_attention_flops(
     )
     # Of every prompt and layer, by KV head.
     factors = [
-        {layer: x[0, :, 3].double() / x[0, :, 2] for layer, x in found.items() if x[0, 0, 2] > 0}
+        {
+            layer: x[0, :, FACTOR_SUM].double() / x[0, :, CHUNKS]
+            for layer, x in found.items()
+            if x[0, 0, CHUNKS] > 0
+        }
         for found in errors
     ]
 

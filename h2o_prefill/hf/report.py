@@ -13,7 +13,7 @@ from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.layer_kinds import can_be_sparse, is_attention, layer_type, window_of
 from h2o_prefill.hf.rules import NOT_ENABLED
 from h2o_prefill.hf.state import NAME, EnabledState, LayerCalls
-from h2o_prefill.state import estimated_kl
+from h2o_prefill.state import CHUNKS, ERROR_SUM, estimated_kl, has_gone_dense
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def explain(model: PreTrainedModel) -> ModelReport:
 
 
 def _estimated_kl(enabled: EnabledState) -> tuple[float, ...] | None:
-    measured = [errors for errors in enabled.errors.values() if bool(errors[..., 2].any())]
+    measured = [errors for errors in enabled.errors.values() if bool(errors[..., CHUNKS].any())]
     return tuple(estimated_kl(measured, enabled.config).tolist()) if measured else None
 
 
@@ -107,7 +107,7 @@ def _report(module: Any, enabled: EnabledState | None) -> LayerReport:
     mode, counts = "dense" if reason else "sparse", {**asdict(calls), "reason": reason}
     error = None
     if enabled is not None and (errors := enabled.errors.get(module.layer_idx)) is not None:
-        total, number = errors[..., 1:3].double().sum((0, 1)).tolist()
+        total, number = errors.double().sum((0, 1))[[ERROR_SUM, CHUNKS]].tolist()
         error = total / number if number else None
     return LayerReport(
         layer=module.layer_idx, kind=layer_type(module), mode=mode, error=error, **counts
@@ -126,7 +126,7 @@ def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
         return "not causal" if kind == "full attention" else kind
     if calls.sparse_calls or calls.reason:
         errors = enabled.errors.get(module.layer_idx)
-        if errors is not None and bool((errors[..., 0] < 0).any()):
+        if errors is not None and has_gone_dense(errors):
             return "errors above max_error"
         return "" if calls.sparse_calls else calls.reason
     return "" if window is None else f"{kind}; sparse for prompts of up to {window} tokens"

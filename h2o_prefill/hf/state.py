@@ -14,6 +14,7 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.presets import PRESETS
+from h2o_prefill.state import has_gone_dense
 
 # The name under which transformers finds our attention function and mask function. No "flash",
 # "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
@@ -80,7 +81,7 @@ class EnabledState:
         if layer is None or errors is None:
             return
         self.errors[layer] = errors
-        if self.config.max_error > 0 and bool((errors[..., 0] < 0).any()):
+        if self.config.max_error > 0 and has_gone_dense(errors):
             self.report(ABOVE_MAX_ERROR)
 
     def owns(self, hf_config: Any) -> bool:
