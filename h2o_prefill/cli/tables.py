@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.table import Table
 
 from h2o_prefill.cli.result_table import new_table
-from h2o_prefill.config import format_value
-from h2o_prefill.eval.ablation.table import varied_settings
+from h2o_prefill.eval.ablation.table import short_value, varied_settings
 from h2o_prefill.eval.runs import DENSE
 
 if TYPE_CHECKING:
@@ -63,11 +62,11 @@ def ablation_table(frame: pd.DataFrame) -> Table:
     table = new_table(*(name.replace("_", "\n") for name in names), *measures)
     for row in frame.astype(object).where(frame.notna(), None).itertuples():
         table.add_row(
-            *(format_value(getattr(row, name)) for name in names),
+            *(short_value(getattr(row, name)) for name in names),
             *(f"{row.dense_ppl:.3f}", f"{row.sparse_ppl:.3f}"),
             _change(row.delta_percent, row.stderr_percent),
             *(f"{row.kl_mean:.4f}", f"1/{row.attention_flops_ratio:.2f}"),
-            *(f"{row.dense_seconds:.1f}", f"{row.sparse_seconds:.1f}"),
+            *(f"{row.dense_seconds:.3g}", f"{row.sparse_seconds:.3g}"),
         )
     return table
 

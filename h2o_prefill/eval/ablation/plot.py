@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o_prefill.eval.ablation.table import varied_settings
+from h2o_prefill.eval.ablation.table import short_value, varied_settings
 from h2o_prefill.eval.plotting import DENSE, SPARSE, make_figure, save_figure
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ def _annotate(
     """Name a preset at its point; other settings get a number there, explained in `named`."""
     label = row["preset"]
     if not isinstance(label, str):
-        settings = " ".join(f"{_LETTERS.get(name, name)}={row[name]}" for name in varied)
+        settings = " ".join(
+            f"{_LETTERS.get(name, name)}={short_value(row[name])}" for name in varied
+        )
         label = str(len(named) + 1)
         named.append(f"{label}: {settings}")
     right = point[0] > 90  # where a name would leave the figure

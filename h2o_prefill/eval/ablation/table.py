@@ -87,6 +87,12 @@ def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     return frame.sort_values(order, ignore_index=True)
 
 
+def short_value(value: Any) -> str:
+    """Return a setting for a table or a label: lists of many heads are cut."""
+    text = format_value(value)
+    return text if len(text) <= 12 else f"{text[:11]}…"
+
+
 def varied_settings(frame: pd.DataFrame) -> list[str]:
     """Return the settings that distinguish rows; those of recall only if it is on."""
     with_recall = frame[frame["recall"] > 0]
