@@ -30,6 +30,8 @@ def perplexity_table(result: PerplexityResult) -> Table:
     table = new_table("", "dense", "sparse", "difference", folding=("",))
     difference = _change(result.delta_percent, result.stderr_percent)
     table.add_row("perplexity", f"{dense.ppl:.3f}", f"{sparse.ppl:.3f}", difference, style="bold")
+    if len(dense.ppl_by_window) > 1:
+        table.add_row("  worst window", "", "", _change(result.worst_percent))
     pairs = zip(dense.ppl_by_chunk, sparse.ppl_by_chunk, strict=True)
     for chunk, (before, after) in enumerate(pairs):
         if before is not None and after is not None:

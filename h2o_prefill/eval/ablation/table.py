@@ -46,6 +46,7 @@ COLUMNS: dict[str, str] = {
     "sparse_ppl": _REAL,
     "delta_percent": _REAL,  # sparse perplexity above dense
     "stderr_percent": _REAL,  # standard error of delta_percent, from paired differences
+    "worst_percent": _REAL,  # delta_percent of the window where it is largest
     "kl_mean": _REAL,  # mean KL(dense || sparse) of the next-token distributions, nats
     "top1_agreement": _REAL,  # share of tokens whose most likely token is the same in both runs
     "attention_flops_ratio": _REAL,  # dense over sparse, of all windows (`count_attention_flops`)

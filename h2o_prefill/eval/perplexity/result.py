@@ -81,6 +81,12 @@ class PerplexityResult:
     def __float__(self) -> float:
         return self.sparse.ppl
 
+    @property
+    def worst_percent(self) -> float:
+        """`delta_percent` of the window where it is largest."""
+        pairs = zip(self.dense.ppl_by_window, self.sparse.ppl_by_window, strict=True)
+        return max(100 * (sparse / dense - 1) for dense, sparse in pairs)
+
 
 def perplexity_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
     """Return the report of an evaluation; `origin` adds model, dtype and text."""

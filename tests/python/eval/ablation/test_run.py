@@ -75,6 +75,9 @@ def test_a_row_is_what_the_evaluation_finds(
         assert row["sparse_ppl"] == pytest.approx(result.sparse.ppl, rel=1e-6)
         for name in ("delta_percent", "stderr_percent", "kl_mean", "top1_agreement"):
             assert row[name] == pytest.approx(getattr(result, name), rel=1e-3, abs=1e-6)
+        by_window = zip(result.dense.ppl_by_window, result.sparse.ppl_by_window, strict=True)
+        worst = max(100 * (sparse / dense - 1) for dense, sparse in by_window)
+        assert row["worst_percent"] == pytest.approx(worst, rel=1e-3, abs=1e-6)
         assert row["attention_flops_ratio"] == pytest.approx(result.attention_flops_ratio)
         expected = math.nan if result.recalled_keys is None else result.recalled_keys
         assert row["recalled_keys"] == pytest.approx(expected, nan_ok=True)
