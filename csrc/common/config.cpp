@@ -353,7 +353,6 @@ int64_t PrefillConfig::factor_of_head(int64_t head) const {
 }
 
 int64_t PrefillConfig::memory_size() const {
-  if (exact) return 0;
   int64_t factor = 1;
   for (const auto& head : wide_heads) factor = std::max(factor, head[2]);
   if (widens()) factor *= max_widen;
