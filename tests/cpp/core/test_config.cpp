@@ -47,9 +47,11 @@ TEST(PrefillConfig, ErrorsNameFieldRuleAndValue) {
 }
 
 TEST(PrefillConfig, PresetsAndTexts) {
-  EXPECT_EQ(PrefillConfig::preset_names(), (std::vector<std::string>{"h2o", "recommended"}));
+  EXPECT_EQ(PrefillConfig::preset_names(),
+            (std::vector<std::string>{"exact", "recommended", "h2o"}));
   EXPECT_EQ(PrefillConfig::preset("h2o"), PrefillConfig());
   EXPECT_EQ(PrefillConfig().to_string(), "h2o");
+  EXPECT_FALSE(PrefillConfig::preset("exact").is_sparse(0, 0, 4096));
   const auto recommended = PrefillConfig::preset("recommended");
   EXPECT_GT(recommended.recall, 0);
   auto config = PrefillConfig::parse("recommended,local_window=256,wide_layers=7+17");
