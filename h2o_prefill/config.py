@@ -260,12 +260,11 @@ LAYER_FIELDS = tuple(
 
 def format_value(value: Any) -> str:
     """Return a field's value as it is written in a settings text."""
-    if value is None or value == ():
-        return "none"
     if isinstance(value, tuple):
-        return "+".join(
-            "{}.{}x{}".format(*item) if isinstance(item, tuple) else str(item) for item in value
-        )
+        items = ("{}.{}x{}".format(*x) if isinstance(x, tuple) else str(x) for x in value)
+        return "+".join(items) or "none"
+    if value is None:
+        return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -15,7 +15,7 @@ from h2o_prefill.hf.compiled import attend_in_graph
 from h2o_prefill.hf.dense import dense_attention, in_autocast_dtype, with_candidates
 from h2o_prefill.hf.forward import ALL_ROWS
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.padding import Padding, Span, is_long_row
+from h2o_prefill.hf.padding import Padding, Rows, Span, is_long_row
 from h2o_prefill.hf.rules import dense_reason
 from h2o_prefill.hf.state import call_in_graph
 
@@ -39,11 +39,12 @@ def _attend(call: Call) -> Attended:
     if call.context is not None:
         rows = call.query.shape[0] * call.new
         call.enabled.count(getattr(call.module, "layer_idx", None), rows, "" if exact else reason)
-    if exact and reason is None and call.query.device.type == "cpu":
-        return _attend_exactly(call), None
-    if reason is None and not exact:
+    if exact:
+        ours = reason is None and call.query.device.type == "cpu"
+        return (_attend_exactly(call), None) if ours else dense_attention(call)
+    if reason is None:
         return _attend_sparsely(call), None
-    if reason and not exact:
+    if reason:
         call.enabled.report(f"dense attention: {reason}")
     return dense_attention(call)
 
@@ -91,33 +92,30 @@ def _attend_sparsely(call: Call) -> Tensor:
 def _attend_padded(call: Call, padding: Padding) -> Tensor:
     """Attend in a padded batch: every row is computed as if it were alone, without its padding.
 
-    The operators take rows of one length, so those that lie in the same place go together. No state
-    is kept: its positions would be other tokens in every row.
+    No state is kept: its positions would be other tokens in every row.
     """
     config, options = call.config.of_layer(call.layer), call.logit_options
-    query, key, value = in_autocast_dtype(call.query, call.key, call.value)
-    out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-    for (first, end), rows in padding.groups().items():
-        q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
+
+    def attend_rows(q: Tensor, k: Tensor, v: Tensor, span: Span, rows: Rows) -> Tensor:
+        first, end = span
         length = min(end, call.prompt_rows) - first
-        if not padding.fits((first, end)):
-            attended = call.attend_in_window(q, k, v, end - first)
-        elif not call.config.exact and is_long_row(length, call.config):
-            recall = _recall_lists(call, (first, end), rows)
-            prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
-            attended, _ = sparse_attention(prompt, keys, values, None, config, recall, *options)
-            attended = with_candidates(attended, q, k, v, options)
-        else:
-            attended = ops.dense_attention(q, k, v, *options)
-        out[rows, first:end] = attended.transpose(1, 2)
+        if not padding.fits(span):
+            return call.attend_in_window(q, k, v, end - first)
+        if call.config.exact or not is_long_row(length, call.config):
+            return ops.dense_attention(q, k, v, *options)
+        recall = _recall_lists(call, span, rows)
+        prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
+        out, _ = sparse_attention(prompt, keys, values, None, config, recall, *options)
+        return with_candidates(out, q, k, v, options)
+
+    query, key, value = in_autocast_dtype(call.query, call.key, call.value)
+    out = padding.attend(query, key, value, attend_rows)
     if isinstance(call.cache_layer, ChunkedPrefillLayer):
         call.cache_layer.padded = True
     return out
 
 
-def _recall_lists(
-    call: Call, span: Span | None = None, rows: slice | list[int] = ALL_ROWS
-) -> RecallLists:
+def _recall_lists(call: Call, span: Span | None = None, rows: Rows = ALL_ROWS) -> RecallLists:
     assert call.context is not None
     batch, device = call.query.shape[0], call.query.device
     return call.context.recall_lists(batch, call.past, call.new, device, span, rows)

@@ -106,12 +106,9 @@ def _attend_in_window(call: Call, window: Window) -> Tensor:
     tensors = (call.query, call.key, call.value)
     if window.padding is None:
         return call.attend_in_window(*tensors, window.end).transpose(1, 2)
-    batch, heads, length = call.query.shape[:3]
-    out = call.query.new_zeros(batch, length, heads, call.value.shape[3])
-    for (first, end), rows in window.padding.groups().items():
-        q, k, v = (x[:, :, first:end][rows] for x in tensors)
-        out[rows, first:end] = call.attend_in_window(q, k, v, end - first).transpose(1, 2)
-    return out
+    return window.padding.attend(
+        *tensors, lambda q, k, v, *_: call.attend_in_window(q, k, v, q.shape[2])
+    )
 
 
 def _is_plain(call: Call) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
 from h2o_prefill.hf.cache import CacheSnapshot, KeepsTokenIds, adopt, check_usable, length_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.padding import Padding, Span
+from h2o_prefill.hf.padding import Padding, Rows, Span
 from h2o_prefill.hf.state import NAME, EnabledState, GraphCall, graph
 from h2o_prefill.hf.windows import Window
 
@@ -119,7 +119,7 @@ class ForwardContext:
         new: int,
         device: torch.device,
         span: Span | None = None,
-        rows: slice | list[int] = ALL_ROWS,
+        rows: Rows = ALL_ROWS,
     ) -> RecallLists:
         """Return what `lexical_recall` finds for a call, made once for all layers of a device.
 

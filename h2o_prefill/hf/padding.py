@@ -12,6 +12,9 @@ from torch import Tensor
 from h2o_prefill.config import PrefillConfig
 
 Span = tuple[int, int]
+Rows = slice | list[int]  # an index of the batch
+# Takes query, key and value of rows without padding, [b, H, n, D], their span, and which they are.
+AttendRows = Callable[[Tensor, Tensor, Tensor, Span, Rows], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +32,19 @@ class Padding:
         """Return whether a row attends to all of its tokens: no window cuts it."""
         return self.window is None or span[1] - span[0] <= self.window
 
-    def groups(self) -> dict[Span, slice | list[int]]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attend_rows: AttendRows) -> Tensor:
+        """Attend with every row as if it were alone; return [B, T, Hq, Dv], 0 in padding.
+
+        The operators take rows of one length, so those that lie in the same place go together.
+        """
+        batch, heads, length = query.shape[:3]
+        out = query.new_zeros(batch, length, heads, value.shape[3])
+        for (first, end), rows in self.groups().items():
+            q, k, v = (x[:, :, first:end][rows] for x in (query, key, value))
+            out[rows, first:end] = attend_rows(q, k, v, (first, end), rows).transpose(1, 2)
+        return out
+
+    def groups(self) -> dict[Span, Rows]:
         """Return the rows that lie in the same place, as an index of the batch; none is empty."""
         rows: dict[Span, list[int]] = {}
         for row, span in enumerate(self.spans):
@@ -76,7 +91,7 @@ def row_spans(attention_mask: Tensor, length: int) -> tuple[Span, ...] | None:
     return tuple((first, end) if tokens else (0, 0) for first, end, tokens in bounds)
 
 
-def _as_index(rows: list[int]) -> slice | list[int]:
+def _as_index(rows: list[int]) -> Rows:
     """Return neighbouring rows as a slice, which copies nothing."""
     begin, end = rows[0], rows[-1] + 1
     return slice(begin, end) if end - begin == len(rows) else rows

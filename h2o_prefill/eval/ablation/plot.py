@@ -85,9 +85,9 @@ def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
         [flops[i] for i in best], [sparse[i] for i in best], color="0.5", linewidth=0.8, zorder=0
     )
     named: list[str] = []
-    for i, (_, row) in enumerate(rows.iterrows()):
-        if varied and (isinstance(row["preset"], str) or i in best):
-            _annotate(axes, (flops[i], sparse[i]), row, varied, named)
+    presets = [i for i, preset in enumerate(rows["preset"]) if isinstance(preset, str)]
+    for i in sorted({*best, *presets}, key=flops.__getitem__) if varied else ():
+        _annotate(axes, (flops[i], sparse[i]), rows.iloc[i], varied, named)
     axes.set_xlabel("\n".join(["attention flops (% of dense)", *named]), fontsize=8)
     axes.set_ylabel("perplexity")
     axes.set_axisbelow(True)

@@ -57,8 +57,8 @@ def evaluate_retrieval(
 ) -> RetrievalResult:
     """Ask for needles hidden in a text after dense and after each variant of sparse prefill.
 
-    Every prompt is prefilled in one call, densely and then with each variant, and answered
-    greedily; decoding is dense over the whole cache. The tasks have the form of RULER
+    Every prompt is prefilled in one call, densely by the preset `exact` and then with each variant,
+    and answered greedily; decoding is dense over the whole cache. The tasks have the form of RULER
     (NVIDIA/RULER); the score of an answer is the share of the expected strings in it. The
     log-probability of the expected answer, with dense attention after the same prefill, also tells
     prompts apart of which the greedy answers are equal.
