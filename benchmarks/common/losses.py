@@ -8,9 +8,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from common.backends import OURS, Backend
+from common.modes import OURS, Mode
 from common.report import Row, read_report
 from h2o_prefill.eval.perplexity.estimates import perplexity, relative_difference
 from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
@@ -19,39 +20,51 @@ from h2o_prefill.eval.timing.compare import Timings
 PROTOCOL = "gptq"
 
 # What a row keeps of a loss, and what must be the same in an earlier run to take its losses over.
-_FIELDS = ("version", "windows", "perplexity", "delta_percent", "stderr_percent", "scored_tokens")
+_FIELDS = (
+    "windows",
+    "perplexity",
+    "delta_percent",
+    "stderr_percent",
+    "kl_estimate",
+    "scored_tokens",
+)
 _FACTS = ("model", "text", "dtype", "protocol")
 
-# Losses by length and backend.
+# Losses by length and mode.
 Known = dict[tuple[int, str], Row]
 
 
 def measure_losses(
-    backends: Mapping[str, Backend], tokens: Tensor, length: int, windows: str, known: Known
+    modes: Mapping[str, Mode], tokens: Tensor, length: int, windows: str, known: Known
 ) -> Iterator[tuple[str, Row]]:
-    """Go through backends, with the loss of each as fields of a row; those that are not known join.
+    """Go through modes, with the loss of each as fields of a row; those that are not known join.
 
-    A dense backend that does not tell probabilities has a loss of 0 by definition, and no
-    perplexity.
+    A dense mode that does not tell probabilities has a loss of 0 by definition, and no perplexity.
     """
     selected, batches = select_windows(tokens, length, windows)
     rows = scored_rows(PROTOCOL, length)
 
     @functools.cache
     def nll(name: str) -> Tensor | None:
-        score = backends[name].nll
-        if score is None:
+        if not modes[name].scores:
             return None
-        scores = score(batches, rows)
+        # A process of its own: logits of all rows take memory that a prefill does not.
+        worker = modes[name].start()
+        try:
+            scores = torch.from_numpy(worker.nll(batches.tolist(), rows.start, rows.stop))
+        finally:
+            worker.close()
         if not bool(scores.isfinite().all()):
             raise ArithmeticError(f"{name} gave probabilities that are not finite")
         return scores
 
-    for name, backend in backends.items():
-        where = {"version": backend.version, "windows": list(selected)}
+    for name, mode in modes.items():
         row = known.get((length, name), {})
-        if any(row.get(field) != value for field, value in where.items()):
-            known[length, name] = {**where, **_loss(nll(backend.dense), nll(name))}
+        if row.get("windows") != list(selected):
+            known[length, name] = {
+                "windows": list(selected),
+                **_loss(nll(mode.dense), nll(name)),
+            }
         yield name, known[length, name]
 
 
@@ -63,6 +76,9 @@ def _loss(dense: Tensor | None, nll: Tensor | None) -> Row:
         "perplexity": perplexity(nll),
         "delta_percent": delta,
         "stderr_percent": error,
+        # Programs tell the probability of the text's tokens, not of all: over tokens that are
+        # distributed as the model says, KL is half the mean square of the change, to second order.
+        "kl_estimate": (nll - dense).double().square().mean().item() / 2,
         "scored_tokens": nll.numel(),
     }
 
@@ -86,20 +102,27 @@ def read_losses(files: Sequence[Path], facts: Mapping[str, Any]) -> Known:
 
 
 def fastest_baselines(
-    backends: Mapping[str, Backend], rows: Sequence[Row], timings: Timings
+    modes: Mapping[str, Mode], rows: Sequence[Row], timings: Timings
 ) -> Iterator[Row]:
-    """Go through our backends and other programs, with a row for each pair.
+    """Go through our modes and other programs, with a row for each pair.
 
-    The baseline is the program's fastest mode whose relative increase in perplexity over its own
-    dense mode is not above ours over transformers on the same windows; that of dense modes is 0.
-    Standard errors are not taken into account.
+    The baseline is the program's fastest mode with as many bits a weight whose relative increase in
+    perplexity over its own dense mode is not above ours over transformers on the same windows; that
+    of dense modes is 0. Standard errors are not taken into account.
     """
-    others = dict.fromkeys(each.program for each in backends.values() if each.program != OURS)
-    for ours in (row for row in rows if backends[row["variant"]].program == OURS):
+    others = dict.fromkeys(mode.program for mode in modes.values() if mode.program != OURS)
+    for ours in (row for row in rows if modes[row["variant"]].program == OURS):
         for program in others:
-            modes = (row for row in rows if backends[row["variant"]].program == program)
             allowed = max(0.0, ours["delta_percent"])
-            candidates = (row for row in modes if row["delta_percent"] <= allowed)
+            candidates = [
+                row
+                for row in rows
+                if modes[row["variant"]].program == program
+                and modes[row["variant"]].bits == modes[ours["variant"]].bits
+                and row["delta_percent"] <= allowed
+            ]
+            if not candidates:
+                continue
             best = min(candidates, key=itemgetter("seconds"))
             yield {
                 "ours": ours["variant"],

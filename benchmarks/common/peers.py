@@ -1,189 +1,100 @@
-"""Other programs that prefill the same model from the same GGUF file: optional packages."""
+"""Other programs with a model in their own formats, each in an environment of its own.
+
+A class is a mode of a program, made and called in a `Worker`: `prefill` takes token ids and
+computes the first token; `nll` takes prompts, and rows [begin, end) whose next token is scored, and
+returns its -log p in nats, float32 [prompts, rows]; `start` takes a prompt and a number of tokens,
+which each call of `decode` decodes greedily. Programs are imported where they are needed.
+"""
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from common.backends import Backend
-from h2o_prefill.eval.forward import PromptLogits
-from h2o_prefill.eval.perplexity.scoring import token_nll
-
-# Tokens that OpenVINO's scheduler takes at a time: its own default, and the best for XAttention.
-OPENVINO_BATCHES = [256, 4096]
+Ids = list[int]
 
 # More than a benchmark decodes.
 _ENDLESS = 1 << 16
 
 
-def openvino_genai(gguf: Path, threads: int, batches: Sequence[int]) -> dict[str, Backend]:
-    """Return OpenVINO GenAI with dense SDPA, and for each batch paged: dense and sparse modes."""
-    import openvino_genai as genai
+class OpenvinoPaged:
+    """OpenVINO GenAI with paged attention, dense or with a sparse mode."""
 
-    def sparse(mode: str, **fields: Any) -> Any:
-        return genai.SparseAttentionConfig(mode=getattr(genai.SparseAttentionMode, mode), **fields)
-
-    sdpa = "openvino sdpa"
-    backends = {sdpa: _openvino_sdpa(sdpa, gguf, threads)}
-    for batch in batches:
-        modes = {
-            "paged": None,
-            "tri-shape": sparse("TRISHAPE"),
-            "xattention": sparse("XATTENTION"),
-            # Of the attention it keeps 80 % by default.
-            "xattention 0.95": sparse("XATTENTION", xattention_threshold=0.95),
-        }
-        dense = f"openvino paged, batch {batch}"
-        for name, config in modes.items():
-            load = functools.partial(_OpenvinoPaged, gguf, threads, batch, config)
-            backends[f"openvino {name}, batch {batch}"] = _openvino_paged(dense, load)
-    return backends
-
-
-def llama_cpp(gguf: Path, threads: int, longest: int) -> dict[str, Backend]:
-    """Return llama.cpp, whose prefill is dense."""
-    import llama_cpp as package
-
-    sizes = {"n_ctx": longest, "n_batch": 2048, "n_ubatch": 512, "verbose": False}
-    counts = {"n_threads": threads, "n_threads_batch": threads}
-    load = functools.partial(package.Llama, str(gguf), **sizes, **counts)
-    loaded = functools.cache(load)
-
-    def prefill(prompt: Tensor) -> None:
-        model = loaded()
-        model.reset()
-        model.eval(prompt.tolist())
-
-    def nll(prompts: Tensor, rows: range) -> Tensor:
-        # Not the model that is timed: logits of all rows cost time, and memory for as long as it is
-        # there.
-        model = load(logits_all=True)
-        scores = []
-        for prompt in prompts:
-            model.reset()
-            model.eval(prompt.tolist())
-            logits = PromptLogits(torch.from_numpy(model.scores), None)
-            scores.append(token_nll(logits, prompt, rows))
-        return torch.stack(scores)
-
-    def decoder(prompt: Tensor, steps: int) -> Callable[[], object]:
-        prefill(prompt)
-        model = loaded()
-        first = model.sample(temp=0.0)
-
-        def decode() -> None:
-            # Also takes back what the last call decoded.
-            model.n_tokens = len(prompt)
-            token = first
-            for _ in range(steps):
-                model.eval([token])
-                token = model.sample(temp=0.0)
-
-        return decode
-
-    return {
-        "llama.cpp": Backend("llama.cpp", package.__version__, "llama.cpp", prefill, nll, decoder)
-    }
-
-
-class _OpenvinoPaged:
-    """OpenVINO's pipeline with paged attention, dense or with a sparse mode."""
-
-    def __init__(self, gguf: Path, threads: int, batch: int, sparse: Any) -> None:
+    def __init__(self, folder: str, threads: int, batch: int, **sparse: Any) -> None:
+        """Take `batch` tokens at a time; `sparse` are fields of `SparseAttentionConfig`."""
         import openvino_genai as genai
 
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = batch
         # The same prompt comes again and again: a cached prefix would be no prefill.
         scheduler.enable_prefix_caching = False
-        if sparse is not None:
+        if sparse:
+            mode = getattr(genai.SparseAttentionMode, sparse.pop("mode"))
             scheduler.use_sparse_attention = True
-            scheduler.sparse_attention_config = sparse
+            scheduler.sparse_attention_config = genai.SparseAttentionConfig(mode=mode, **sparse)
         self._pipeline = genai.ContinuousBatchingPipeline(
-            str(gguf), scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads}
+            folder, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads}
         )
+        # A handle that is let go of drops its request.
+        self._decoding: Any = None
+        self._steps = 0
 
-    def prefill(self, prompt: Tensor) -> None:
+    def prefill(self, prompt: Ids) -> None:
+        """Compute the first token after a prompt."""
         self._run(prompt, max_new_tokens=1)
 
-    def nll(self, prompts: Tensor, rows: range) -> Tensor:
+    def nll(self, prompts: Sequence[Ids], begin: int, end: int) -> np.ndarray:
+        """Score the prompts' own tokens, of which the first has no probability."""
         outputs = [self._run(ids, max_new_tokens=0, echo=True, logprobs=1) for ids in prompts]
-        # Of the prompts' own tokens; the first of them has none.
-        log_p = torch.tensor([output.generated_log_probs for output in outputs])
-        return -log_p[:, rows.start + 1 : rows.stop + 1]
+        log_p = np.array([output.generated_log_probs for output in outputs], dtype=np.float32)
+        return -log_p[:, begin + 1 : end + 1]
 
-    def decoder(self, prompt: Tensor, steps: int) -> Callable[[], object]:
-        """Never prefill again: this request has no end, and its history grows with each call."""
-        handle = self._add(prompt, max_new_tokens=_ENDLESS)
-        while not handle.can_read():
+    def start(self, prompt: Ids, steps: int) -> None:
+        """Begin a request without an end, whose history grows with each call of `decode`."""
+        self._steps = steps
+        self._decoding = self._add(prompt, max_new_tokens=_ENDLESS)
+        while not self._decoding.can_read():
             self._pipeline.step()
 
-        def decode() -> None:
-            for _ in range(steps):
-                self._pipeline.step()
+    def decode(self) -> None:
+        """Decode the next tokens."""
+        for _ in range(self._steps):
+            self._pipeline.step()
 
-        # A handle that is let go of drops its request: this holds it as long as `decode` is there.
-        weakref.finalize(decode, _end, self._pipeline, handle)
-        return decode
-
-    def _run(self, prompt: Tensor, **options: Any) -> Any:
+    def _run(self, prompt: Ids, **options: Any) -> Any:
         handle = self._add(prompt, **options)
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
         return handle.read_all()[0]
 
-    def _add(self, prompt: Tensor, **options: Any) -> Any:
+    def _add(self, prompt: Ids, **options: Any) -> Any:
         import openvino
 
-        ids = openvino.Tensor(prompt.unsqueeze(0).numpy())
+        ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
         return self._pipeline.add_request(0, ids, _generation_config(**options))
 
 
-def _openvino_paged(dense: str, load: Callable[[], _OpenvinoPaged]) -> Backend:
-    import openvino_genai as genai
+class OpenvinoSdpa:
+    """OpenVINO GenAI without paged attention, which tells no probabilities of a prompt."""
 
-    timed = functools.cache(load)
-    return Backend(
-        "openvino",
-        genai.__version__,
-        dense,
-        prefill=lambda prompt: timed().prefill(prompt),
-        # Pipelines of their own, which do not outlast this: a pipeline keeps the memory of the
-        # logits of a whole batch; and it can prefill nothing else while it decodes.
-        nll=lambda prompts, rows: load().nll(prompts, rows),
-        decoder=lambda prompt, steps: load().decoder(prompt, steps),
-    )
+    def __init__(self, folder: str, threads: int) -> None:
+        import openvino_genai as genai
 
+        properties = {"INFERENCE_NUM_THREADS": threads, "ATTENTION_BACKEND": "SDPA"}
+        self._pipeline = genai.LLMPipeline(folder, "CPU", **properties)
 
-def _end(pipeline: Any, handle: Any) -> None:
-    handle.cancel()
-    # Gives back its blocks.
-    pipeline.step()
+    def prefill(self, prompt: Ids) -> None:
+        """Compute the first token after a prompt."""
+        import openvino
+        import openvino_genai as genai
 
-
-def _openvino_sdpa(name: str, gguf: Path, threads: int) -> Backend:
-    """Its pipeline without paged attention, which tells no probabilities of the prompt."""
-    import openvino
-    import openvino_genai as genai
-
-    load = functools.cache(
-        lambda: genai.LLMPipeline(
-            str(gguf), "CPU", INFERENCE_NUM_THREADS=threads, ATTENTION_BACKEND="SDPA"
+        ids = np.array([prompt], dtype=np.int64)
+        tensors = (openvino.Tensor(each) for each in (ids, np.ones_like(ids)))
+        self._pipeline.generate(
+            genai.TokenizedInputs(*tensors), _generation_config(max_new_tokens=1)
         )
-    )
-
-    def prefill(prompt: Tensor) -> None:
-        ids = prompt.unsqueeze(0)
-        tensors = (openvino.Tensor(t.numpy()) for t in (ids, torch.ones_like(ids)))
-        load().generate(genai.TokenizedInputs(*tensors), _generation_config(max_new_tokens=1))
-
-    return Backend("openvino", genai.__version__, name, prefill)
 
 
 def _generation_config(**fields: Any) -> Any:
@@ -193,3 +104,118 @@ def _generation_config(**fields: Any) -> Any:
     for name, value in {"ignore_eos": True, **fields}.items():
         setattr(config, name, value)
     return config
+
+
+class LlamaCpp:
+    """llama.cpp, whose prefill is dense."""
+
+    def __init__(self, file: str, threads: int, longest: int, flash: bool, batch: int) -> None:
+        import llama_cpp
+
+        def load(**options: Any) -> Any:
+            return llama_cpp.Llama(
+                file,
+                n_ctx=longest,
+                n_batch=max(2048, batch),
+                n_ubatch=batch,
+                n_threads=threads,
+                n_threads_batch=threads,
+                flash_attn=flash,
+                verbose=False,
+                **options,
+            )
+
+        self._load = load
+        self._model: Any = None
+        self._tokens, self._next, self._steps = 0, 0, 0
+
+    def prefill(self, prompt: Ids) -> None:
+        """Compute the first token after a prompt."""
+        self._model = self._model or self._load()
+        self._model.reset()
+        self._model.eval(prompt)
+        self._next = self._model.sample(temp=0.0)
+
+    def nll(self, prompts: Sequence[Ids], begin: int, end: int) -> np.ndarray:
+        """Score prompts by a model that keeps the logits of all rows."""
+        model, scores = self._load(logits_all=True), []
+        for prompt in prompts:
+            model.reset()
+            model.eval(prompt)
+            rows = (model.scores[row].astype(np.float64) for row in range(begin, end))
+            targets = prompt[begin + 1 : end + 1]
+            pairs = zip(rows, targets, strict=True)
+            scores.append([np.logaddexp.reduce(row) - row[target] for row, target in pairs])
+        return np.array(scores, dtype=np.float32)
+
+    def start(self, prompt: Ids, steps: int) -> None:
+        """Prefill the prompt after which so many tokens are decoded."""
+        self.prefill(prompt)
+        self._tokens, self._steps = len(prompt), steps
+
+    def decode(self) -> None:
+        """Decode in place of what the last call decoded."""
+        self._model.n_tokens = self._tokens
+        token = self._next
+        for _ in range(self._steps):
+            self._model.eval([token])
+            token = self._model.sample(temp=0.0)
+
+
+class LlamaCppFormats:
+    """Writes a GGUF file's model in another format."""
+
+    def write(self, source: str, file: str, kind: str) -> None:
+        """Write `source` as `file`, in a format like "BF16" or "Q8_0"."""
+        import llama_cpp
+
+        options = llama_cpp.llama_model_quantize_default_params()
+        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        options.allow_requantize = True
+        # All of a 16-bit model, not all but the output layer.
+        options.pure = kind == "BF16"
+        if llama_cpp.llama_model_quantize(source.encode(), file.encode(), options):
+            raise ValueError(f"llama.cpp could not write {file}")
+
+
+class Vllm:
+    """vLLM's CPU build, whose prefill is dense."""
+
+    def __init__(self, folder: str, threads: int, longest: int) -> None:
+        import os
+
+        # One process, and memory for the cache of one prompt.
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        }
+        from vllm import LLM
+
+        self._model = LLM(
+            folder,
+            dtype="bfloat16",
+            max_model_len=longest,
+            max_num_batched_tokens=longest,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+        )
+
+    def prefill(self, prompt: Ids) -> None:
+        """Compute the first token after a prompt."""
+        self._run(prompt, max_tokens=1)
+
+    def nll(self, prompts: Sequence[Ids], begin: int, end: int) -> np.ndarray:
+        """Score the prompts' own tokens, of which the first has no probability."""
+        scores = []
+        for ids in prompts:
+            found = self._run(ids, max_tokens=1, prompt_logprobs=0).prompt_logprobs
+            scores.append([-found[row][ids[row]].logprob for row in range(begin + 1, end + 1)])
+        return np.array(scores, dtype=np.float32)
+
+    def _run(self, prompt: Ids, **options: Any) -> Any:
+        from vllm import SamplingParams
+
+        asked = SamplingParams(temperature=0.0, ignore_eos=True, **options)
+        (output,) = self._model.generate({"prompt_token_ids": prompt}, asked, use_tqdm=False)
+        return output

@@ -32,9 +32,25 @@ _GPT_OSS_20B = {
     "num_local_experts": 4,
     "num_experts_per_tok": 4,
 }
+_QWEN2_5_1_5B = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+}
+_LLAMA3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 2,
+}
 RANDOM_MODELS = {
     "gemma3-1b-layers": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA3_1B),
     "gpt-oss-20b-layers": ("GptOssConfig", "GptOssForCausalLM", _GPT_OSS_20B),
+    "qwen2.5-1.5b-layers": ("Qwen2Config", "Qwen2ForCausalLM", _QWEN2_5_1_5B),
+    "llama3-8b-layers": ("LlamaConfig", "LlamaForCausalLM", _LLAMA3_8B),
 }
 
 

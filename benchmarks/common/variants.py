@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import cache_argument
+from h2o_prefill.package import PrefillPackage
 
 _NO_ATTENTION = "benchmark_no_attention"
 
@@ -78,6 +79,30 @@ def decoder(network: Any, input_ids: Tensor, steps: int) -> Callable[[], Tensor]
             tokens.append(token[0, 0])
         cache.crop(-steps)
         return torch.stack(tokens)
+
+    return decode
+
+
+def prefill_package(package: PrefillPackage, input_ids: Tensor) -> Tensor:
+    """Return the logits of the last token of a prompt, int64 [1, T]."""
+    package.reset()
+    return package.forward(input_ids)
+
+
+def package_decoder(
+    package: PrefillPackage, input_ids: Tensor, steps: int
+) -> Callable[[], list[int]]:
+    """Prefill a prompt; return what decodes so many tokens after it, greedily."""
+    first = prefill_package(package, input_ids).argmax(dim=-1, keepdim=True)
+    after_prompt = package.position.clone()
+
+    def decode() -> list[int]:
+        package.position.copy_(after_prompt)
+        token, tokens = first, []
+        for _ in range(steps):
+            token = package.forward(token).argmax(dim=-1, keepdim=True)
+            tokens.append(int(token))
+        return tokens
 
     return decode
 

@@ -1,111 +1,118 @@
-"""Losses beside times of several programs: windows, baselines, figure, the programs themselves."""
+"""Losses beside times of several programs: their processes, windows, baselines, the programs."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_perplexity, load_model, load_text
+from h2o_prefill.eval.inputs.models import packaged_gguf
 from h2o_prefill.eval.inputs.text import WIKITEXT2_VARIABLE, encode
 from h2o_prefill.eval.perplexity.estimates import perplexity
-from h2o_prefill.eval.timing.compare import Timings, compare
+from h2o_prefill.eval.timing.compare import Timings
 
 Run = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
 
-PEERS = {"openvino_genai": "openvino-genai", "llama_cpp": "llama-cpp-python"}
 DENSE, SPARSE = "transformers bfloat16", "h2o_prefill h2o"
-# Packages take a compiler a while.
-UNPACKED = ("--preset", "h2o", "--no-package")
 
 
 @pytest.fixture
 def run_alone(
     run: Callable[..., Any], model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Run:
-    """Run the benchmark where no peer is installed, with a random model: its backends, its rows."""
-    import peers
-
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name in PEERS else found(name, *a)
-    )
-    # The folder stands for the GGUF file, which only the peers read themselves.
-    monkeypatch.setattr(peers, "load_model", lambda _, kind: load_model(model_folder, kind))
+    """Run the benchmark without peers, with a random model: its modes, its rows."""
     monkeypatch.delenv(WIKITEXT2_VARIABLE, raising=False)
+    where = ("--model", model_folder, "--folder", tmp_path, "--preset", "h2o")
 
     def run_peers(*words: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        done, report = run("peers", "--gguf", tmp_path / "model.gguf", *words)
-        for package in PEERS.values():
-            assert f" is left out: pip install {package}\n" in done.stderr
-        rows = report["results"]
+        rows = run("peers", *where, "--peers", "", *words)[1]["results"]
         return {row["variant"]: row for row in rows if "variant" in row}, rows
 
     return run_peers
 
 
-def test_peers_that_are_missing_are_left_out(run_alone: Run) -> None:
-    backends, rows = run_alone(*UNPACKED, "--windows", "0:2")
-    assert list(backends) == [DENSE, SPARSE]
-    for row in backends.values():
-        assert row["seconds"] > 0 and row["dense_speedup"] > 0 and row["windows"] == [0, 1]
-    (pair,) = [row for row in rows if "baseline" in row]
-    assert pair["ours"] == SPARSE and pair["baseline"] == DENSE
-    assert pair["our_speedup"] == pytest.approx(backends[SPARSE]["dense_speedup"])
-    decoding = {row["decoding"]: row["milliseconds"] for row in rows if "decoding" in row}
-    assert list(decoding) == [DENSE, SPARSE] and min(decoding.values()) > 0
+def test_a_worker_answers_or_says_what_failed() -> None:
+    from common.worker import Worker
+
+    worker = Worker(Path(sys.executable), "collections:Counter", {"a": 1})
+    assert worker.most_common(1) == [("a", 1)] and worker.peak_megabytes() > 1
+    with pytest.raises(RuntimeError, match="collections:Counter: TypeError: 'int' object is not"):
+        worker.update(5)
+    assert worker.most_common(1) == [("a", 1)]
+    worker.close()
+    with pytest.raises(RuntimeError, match="its process ended with -9"):
+        worker.most_common(1)
+    with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'missing'"):
+        Worker(Path(sys.executable), "missing:Class", {})
 
 
-def test_losses_are_those_of_evaluate_perplexity(
+def test_losses_are_those_of_evaluate_perplexity_and_all_is_timed(
     run_alone: Run, model_folder: str, config: PrefillConfig
 ) -> None:
-    backends, rows = run_alone(*UNPACKED, "--windows", "1:4", "--no-time")
-    assert len(rows) == len(backends) == 2 and "seconds" not in backends[DENSE]
+    modes, rows = run_alone("--no-package", "--windows", "1:4")
+    assert list(modes) == [DENSE, SPARSE]
     model, tokenizer = load_model(model_folder, torch.bfloat16)
     expected = evaluate_perplexity(
         model, "pydoc", config, tokenizer=tokenizer, context=200, windows="1:4"
     )
-    assert backends[DENSE]["perplexity"] == pytest.approx(expected.dense.ppl, rel=1e-5)
-    assert backends[DENSE]["delta_percent"] == 0
-    row = backends[SPARSE]
+    dense, row = modes[DENSE], modes[SPARSE]
+    assert dense["perplexity"] == pytest.approx(expected.dense.ppl, rel=1e-5)
+    assert dense["delta_percent"] == dense["kl_estimate"] == 0
     assert row["perplexity"] == pytest.approx(expected.sparse.ppl, rel=1e-5)
     assert row["delta_percent"] == pytest.approx(expected.delta_percent, rel=1e-3, abs=1e-4)
     assert row["stderr_percent"] == pytest.approx(expected.stderr_percent, rel=1e-3, abs=1e-4)
     assert row["scored_tokens"] == expected.scored_tokens == 3 * 199
+    for each in modes.values():
+        assert min(each[name] for name in ("seconds", "cold_seconds", "dense_speedup")) > 0
+        assert each["windows"] == [1, 2, 3] and each["bits"] == 16 and each["peak_megabytes"] > 100
+    (pair,) = [row for row in rows if "baseline" in row]
+    assert pair["ours"] == SPARSE and pair["baseline"] == DENSE
+    assert pair["our_speedup"] == pytest.approx(row["dense_speedup"])
+    decoding = {row["decoding"]: row["milliseconds"] for row in rows if "decoding" in row}
+    assert list(decoding) == [DENSE, SPARSE] and min(decoding.values()) > 0
+
+
+def test_peers_that_are_missing_are_left_out(tmp_path: Path) -> None:
+    from common.modes import Programs
+
+    programs = Programs(tmp_path, "model", "bfloat16", 1, 100)
+    with pytest.raises(ImportError, match="pip install zentorch=="):
+        programs.zentorch()
+    with pytest.raises(ImportError, match="no-such-python"):
+        programs.vllm(tmp_path / "no-such-python")
 
 
 @pytest.mark.slow
 def test_a_package_loses_what_the_enabled_model_does(run_alone: Run) -> None:
-    backends, rows = run_alone("--preset", "h2o", "--windows", "0:2", "--dtype", "float32")
-    eager, packaged = backends[SPARSE], backends[f"{SPARSE}, package"]
+    modes, rows = run_alone("--windows", "0:2", "--dtype", "float32")
+    eager, packaged = modes[SPARSE], modes[f"{SPARSE}, package"]
     assert packaged["perplexity"] == pytest.approx(eager["perplexity"], rel=1e-5)
     assert packaged["scored_tokens"] == eager["scored_tokens"] and packaged["seconds"] > 0
     decoding = [row["decoding"] for row in rows if "decoding" in row]
     assert decoding == ["transformers float32", SPARSE, f"{SPARSE}, package"]
 
 
+@pytest.mark.slow
 def test_losses_of_an_earlier_run_are_taken_over(run_alone: Run, tmp_path: Path) -> None:
-    run_alone(*UNPACKED, "--windows", "0:2", "--no-time")
+    options = ("--no-package", "--no-time", "--windows")
+    run_alone(*options, "0:2")
     report = json.loads((tmp_path / "peers.json").read_text())
+    report["results"][1]["perplexity"] = 123.0
     earlier = tmp_path / "earlier.json"
-    options = ("--losses", earlier, "--no-time", *UNPACKED, "--windows")
-    for changed, windows, taken_over in (
-        ({"perplexity": 123.0}, "0:2", True),
-        ({}, "0:3", False),
-        ({"version": "0.0"}, "0:2", False),
-    ):
-        report["results"][1] |= changed
-        earlier.write_text(json.dumps(report), encoding="utf-8")
-        assert (run_alone(*options, windows)[0][SPARSE]["perplexity"] == 123) is taken_over
+    earlier.write_text(json.dumps(report), encoding="utf-8")
+    for windows, taken_over in (("0:2", True), ("0:3", False)):
+        modes, _ = run_alone("--losses", earlier, *options, windows)
+        assert (modes[SPARSE]["perplexity"] == 123) is taken_over
 
 
 # Files of before the names changed have the old ones.
@@ -116,65 +123,90 @@ def test_losses_of_another_text_or_model_are_refused(
     from common.losses import read_losses
 
     facts = {"model": "a.gguf", "text": "pydoc", "dtype": "bfloat16", "protocol": "gptq"}
-    row = {"length": 9, "variant": "a", "delta_percent": 1.0, "version": "1", "seconds": 2.0}
+    row = {"length": 9, "variant": "a", "delta_percent": 1.0, "kl_estimate": 3.0, "seconds": 2.0}
     file = tmp_path / "earlier.json"
     file.write_text(json.dumps({config: {**facts, "presets": ["h2o"]}, results: [row]}))
-    assert read_losses([file], facts) == {(9, "a"): {"delta_percent": 1.0, "version": "1"}}
+    assert read_losses([file], facts) == {(9, "a"): {"delta_percent": 1.0, "kl_estimate": 3.0}}
     for name in facts:
         with pytest.raises(ValueError, match=f"got {name} '{facts[name]}' in place of 'other'"):
             read_losses([file], {**facts, name: "other"})
 
 
-def test_a_loss_is_that_against_the_own_dense_mode() -> None:
-    from common.backends import Backend
+def _mode(program: str, dense: str, bits: int = 16, **fields: Any) -> Any:
+    from common.modes import Mode
+
+    return Mode(program, bits, dense, "module:class", {}, **fields)
+
+
+def test_a_loss_is_that_against_the_own_dense_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     from common.losses import measure_losses
+    from common.modes import Mode
 
-    seen: list[tuple[str, list[int], range]] = []
+    seen: list[tuple[Any, ...]] = []
 
-    def backend(name: str, nll: float | None) -> Backend:
-        def score(prompts: Tensor, rows: range) -> Tensor:
-            seen.append((name, prompts.tolist(), rows))
-            return torch.full((len(prompts), len(rows)), nll)
+    class Scores:
+        """What a worker says."""
 
-        return Backend("p", "1", name[0], lambda prompt: None, None if nll is None else score)
+        def __init__(self, value: float) -> None:
+            self.value = value
 
-    nlls = {"a": 2.0, "a sparse": 2.1, "b": 3.0, "b sparse": 3.2, "silent": None}
-    backends = {name: backend(name, nll) for name, nll in nlls.items()}
-    backends["s"] = backends["silent"]
+        def nll(self, prompts: list[list[int]], begin: int, end: int) -> np.ndarray:
+            seen.append((self.value, prompts, begin, end))
+            scores = np.full((len(prompts), end - begin), self.value, dtype=np.float32)
+            return scores
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(Mode, "start", lambda mode: Scores(float(mode.arguments["value"])))
+    values = {"a": 2.0, "a sparse": 2.1, "b": 3.0, "b sparse": 3.2, "silent": math.nan}
+    modes = {
+        name: Mode("p", 16, name[0], "", {"value": value}, scores=name != "silent")
+        for name, value in values.items()
+    }
+    modes["s"] = modes["silent"]
     measure = functools.partial(measure_losses, tokens=torch.arange(50), length=10)
-    found = dict(measure(backends, windows="1:3", known={}))
+    found = dict(measure(modes, windows="1:3", known={}))
     for name, log_ratio in (("a", 0.0), ("a sparse", 0.1), ("b sparse", 0.2), ("silent", 0.0)):
         percent = 100 * (math.exp(log_ratio) - 1)
         assert found[name]["delta_percent"] == pytest.approx(percent, rel=1e-5)
+        if name != "silent":
+            assert found[name]["kl_estimate"] == pytest.approx(log_ratio**2 / 2, rel=1e-4)
     assert found["b sparse"]["perplexity"] == pytest.approx(math.exp(3.2))
     assert "perplexity" not in found["silent"]
     # Each once, all over the same tokens.
     windows = [list(range(10, 20)), list(range(20, 30))]
-    assert seen == [(name, windows, range(9)) for name in list(backends)[:4]]
+    assert seen == [(value, windows, 0, 9) for value in list(values.values())[:4]]
+    modes = {"a": Mode("p", 16, "a", "", {"value": math.inf})}
     with pytest.raises(ArithmeticError, match="a gave probabilities that are not finite"):
-        dict(measure({"a": backend("a", math.inf)}, windows="0:1", known={}))
+        dict(measure(modes, windows="0:1", known={}))
 
 
-def test_baselines_lose_no_more_than_we_do() -> None:
-    from common.backends import OURS, Backend
+def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits() -> None:
     from common.losses import fastest_baselines
+    from common.modes import OURS
 
     # Program, loss, seconds.
-    modes = {
+    made = {
         "ours exact": (OURS, -0.1, 4.0),
         "ours fast": (OURS, 3.0, 2.0),
         "them dense": ("them", 0.0, 12.0),
         "them good": ("them", 1.0, 8.0),
         "them bad": ("them", 400.0, 1.0),
+        "them 8 bit": ("them", 0.0, 1.0),
         "slow": ("slow", 0.0, 30.0),
+        "coarse 4 bit": ("coarse", 0.0, 1.0),
     }
-    backends = {n: Backend(program, "1", n, lambda _: None) for n, (program, _, _) in modes.items()}
+    modes = {
+        name: _mode(program, name, int(name.split()[1]) if "bit" in name else 16)
+        for name, (program, _, _) in made.items()
+    }
     rows = [
         {"variant": name, "delta_percent": loss, "seconds": seconds}
-        for name, (_, loss, seconds) in modes.items()
+        for name, (_, loss, seconds) in made.items()
     ]
-    timings = Timings({name: [seconds] * 2 for name, (_, _, seconds) in modes.items()})
-    found = list(fastest_baselines(backends, rows, timings))
+    timings = Timings({name: [seconds] * 2 for name, (_, _, seconds) in made.items()})
+    found = list(fastest_baselines(modes, rows, timings))
     assert [(row["ours"], row["baseline"], row["our_speedup"]) for row in found] == [
         ("ours exact", "them dense", 3.0),
         ("ours exact", "slow", 7.5),
@@ -185,34 +217,44 @@ def test_baselines_lose_no_more_than_we_do() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", PEERS)
-def test_a_peer_scores_and_decodes_the_same_model(module: str) -> None:
-    pytest.importorskip(module)
-    from common import peers
-    from common.backends import transformers_backends
+@pytest.mark.parametrize("name", ["openvino", "llama.cpp", "flex"])
+def test_a_peer_scores_and_decodes_the_same_model(name: str, tmp_path: Path) -> None:
+    from common.modes import Programs
 
-    from h2o_prefill.eval.inputs.models import packaged_gguf
-
-    model, tokenizer = load_model("smollm2-135m", torch.float32)
-    prompt = encode(tokenizer, load_text("pydoc").text)[:600]
-    ours = dict(transformers_backends(model, "float32", {}, 600))["transformers float32"]
-    dense = ours.nll(prompt[None], range(599))[0]
-    made = {"openvino_genai": (peers.openvino_genai, [600]), "llama_cpp": (peers.llama_cpp, 620)}
-    backends = made[module][0](packaged_gguf(), 1, made[module][1])
-    scored = {name: each for name, each in backends.items() if each.nll}
-    scores = {name: each.nll(prompt[None], range(599))[0] for name, each in scored.items()}
-    for name, nll in scores.items():
-        assert nll.shape == dense.shape
-        assert torch.equal(scored[name].nll(prompt[None], range(100, 200))[0], nll[100:200])
-        # Programs round weights differently. A shift by one token would show.
-        assert perplexity(scores[scored[name].dense]) == pytest.approx(perplexity(dense), rel=0.3)
-        assert torch.corrcoef(torch.stack([nll, dense]))[0, 1] > 0.9
-    if module == "openvino_genai":
-        paged, tri_shape, xattention, _ = scores.values()
+    model, tokenizer = load_model("smollm2-135m", torch.bfloat16)
+    prompt = encode(tokenizer, load_text("pydoc").text)[:600].tolist()
+    gguf = packaged_gguf()
+    programs = Programs(tmp_path, str(gguf), "bfloat16", 1, 700)
+    makers = {
+        "openvino": lambda: programs.openvino(model, tokenizer, [16]),
+        "llama.cpp": lambda: programs.llama_cpp(gguf, [16]),
+        "flex": programs.flex,
+    }
+    try:
+        modes = programs.transformers() | dict(makers[name]())
+    except ImportError as error:
+        pytest.skip(str(error))
+    scores: dict[str, torch.Tensor] = {}
+    for variant, mode in modes.items():
+        worker = mode.start()
+        if mode.scores:
+            scores[variant] = torch.from_numpy(worker.nll([prompt], 0, 599)[0])
+            again = torch.from_numpy(worker.nll([prompt], 100, 200)[0])
+            torch.testing.assert_close(again, scores[variant][100:200], atol=1e-5, rtol=1e-5)
+        worker.prefill(prompt)
+        if mode.decodes:
+            worker.start(prompt, 2)
+            worker.decode()
+        worker.close()
+    dense = scores.pop(programs.dense)
+    for variant, nll in scores.items():
+        # Programs round differently. A shift by one token would show.
+        assert perplexity(scores.get(modes[variant].dense, dense)) == pytest.approx(
+            perplexity(dense), rel=0.02
+        )
+        assert torch.corrcoef(torch.stack([nll, dense]))[0, 1] > 0.97
+    if name == "openvino":
+        paged, xattention, tri_shape, _ = scores.values()
         # Tri-shape drops nothing of a prompt so short.
-        assert torch.equal(tri_shape, paged) and not torch.equal(xattention, paged)
-    for each in backends.values():
-        each.prefill(prompt)
-    decoder = next(each.decoder for each in backends.values() if each.decoder)
-    calls = {"few": decoder(prompt, 2), "many": decoder(prompt, 16)}
-    assert compare(calls, 5.0).ratio("many", "few").value > 3
+        torch.testing.assert_close(tri_shape, paged, atol=0.2, rtol=0.02)
+        assert not torch.equal(xattention, paged)
