@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import random
 import re
+from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import torch
-from common.attention import beside_sdpa, sdpa, sdpa_calls
+import typer
+from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls
 from common.benchmark import Case, Plan, benchmark, new_app
 from common.machine import allocated_bytes, first_call_peak_bytes, resident_bytes
 from common.report import Report, Row
 from torch import Tensor
 
+from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import load_text
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
@@ -42,6 +48,10 @@ RECALLS = {
     "narrow layer": _NARROW.replace(wide_layers=()),
     "wide layer": _NARROW.of_layer(0),
 }
+
+# Tasks as csrc/kernels/cpu/tasks.h and attend_chunk.cpp cut them, and the barriers of a chunk.
+TASK_ROWS, TASKS_PER_THREAD, BARRIERS = 64, 4, 4
+CORES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @benchmark(
@@ -97,6 +107,76 @@ def _prefill_row(
         "speedup_by_flops": speedup["speedup"] / flop_ratio,
     }
     return row, sum(map(timings.median, calls))
+
+
+@benchmark(app, "scaling", "dtype", "shape", preset="recommended", seconds=10.0)
+def scaling(
+    plan: Plan,
+    barrier: Annotated[
+        float, typer.Option("--barrier", help="Microseconds that waking and joining threads takes.")
+    ] = 5.0,
+) -> None:
+    """Simulate the operator on many cores, from the times of its steps on one thread.
+
+    A chunk is a sequence of steps, and a step a number of equal tasks that threads take in turn:
+    packing and attention (64 rows of a KV head, or of a query head where there are few), column
+    sums, scores, and the selection of each KV head's memory set. "measured efficiency %" is that of
+    a whole prefill where there are as many threads. Memory bandwidth and shared caches are left
+    out, so this is an upper bound.
+    """
+    config = plan.config()
+    title = f"efficiency of the operator on many cores, simulated, S={config.chunk_size}"
+    with Report(plan, title, preset=plan.preset, barrier_microseconds=barrier) as report:
+        for heads, dtype in itertools.product(plan.shapes, plan.dtypes):
+            case = Case(heads, dtype)
+            whole, alone, steps = _step_seconds(case, config, plan.seconds)
+            for threads in CORES:
+                chunk = sum(-(-n // threads) * s for n, s in steps(threads))
+                chunk += BARRIERS * barrier * 1e-6 * (threads > 1)
+                row = {"threads": threads, "efficiency_percent": 100 * alone / (threads * chunk)}
+                if threads in plan.threads:
+                    measured = whole(threads)
+                    row["measured_efficiency_percent"] = 100 * whole(1) / (threads * measured)
+                report.add(**case.fields | row)
+
+
+def _step_seconds(
+    case: Case, config: PrefillConfig, seconds: float
+) -> tuple[Callable[[int], float], float, Callable[[int], list[tuple[int, float]]]]:
+    """Return the time of a prefill by threads, of a chunk, and its steps by threads.
+
+    A step is a number of tasks, and the time of one.
+    """
+    size, heads = config.chunk_size, case.heads
+    long, short = (case.qkv(chunks * size) for chunks in (6, 2))
+    scores = torch.rand(1, heads.kv_heads, 6 * size)
+    width = config.local_window + config.heavy_budget
+    memory = random_memory(heads.kv_heads, width, 5 * size)
+    sums = torch.rand(memory.shape)
+    budgets = (5 * size, 6 * size, config.local_window, config.heavy_budget, 0)
+    calls = {
+        "long": partial(sparse_attention, *long, None, config),
+        "short": partial(sparse_attention, *short, None, config),
+        "select": partial(ops.select_memory, scores, memory, *budgets),
+        "scores": partial(ops.accumulate_scores_, scores, memory, sums),
+    }
+
+    @functools.cache
+    def median(name: str, threads: int) -> float:
+        torch.set_num_threads(threads)
+        return compare({name: calls[name]}, seconds / 4).median(name)
+
+    chunk = (median("long", 1) - median("short", 1)) / 4
+    select, update = median("select", 1), median("scores", 1)
+
+    def steps(threads: int) -> list[tuple[int, float]]:
+        tasks = heads.kv_heads * -(-size // TASK_ROWS)
+        if tasks < TASKS_PER_THREAD * threads:
+            tasks *= heads.query_heads // heads.kv_heads
+        attend = (tasks, (chunk - select - update) / tasks)
+        return [attend, (heads.kv_heads, select / heads.kv_heads), (1, update)]
+
+    return partial(median, "long"), chunk, steps
 
 
 @benchmark(app, "recall", "dtype", shape="smollm2", lengths=RECALL_LENGTHS, seconds=20.0)

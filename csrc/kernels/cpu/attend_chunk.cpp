@@ -16,6 +16,9 @@ constexpr int64_t kTaskRows = 64;
 // Keys of a packing task; a multiple of every panel.
 constexpr int64_t kPackKeys = 256;
 
+// Keys of a task that reduces column sums.
+constexpr int64_t kReduceKeys = 256;
+
 // Tasks that pack: each packs a range of the keys, or the values, of one set of one unit.
 struct PackGrid {
   int64_t units;
@@ -62,18 +65,24 @@ struct AttendGrid {
   }
 };
 
-// Tasks that reduce the column sums of one set of one unit.
+// Tasks that reduce column sums: each those of a range of keys of one set of one unit.
 struct ReduceGrid {
   int64_t units;
   int64_t sets;
+  int64_t ranges;
 
   struct Task {
     int64_t unit;
     int set;
+    int64_t begin;  // of the range, in the set
   };
 
-  int64_t count() const { return units * sets; }
-  Task at(int64_t i) const { return {.unit = i / sets, .set = static_cast<int>(i % sets)}; }
+  int64_t count() const { return units * sets * ranges; }
+  Task at(int64_t i) const {
+    return {.unit = i / ranges / sets,
+            .set = static_cast<int>(i / ranges % sets),
+            .begin = i % ranges * kReduceKeys};
+  }
 };
 
 AttendChunkArgs pass_of(const AttendChunkArgs& call, const RowRange& rows) {
@@ -392,8 +401,9 @@ void AttendChunk::Impl::reduce(const AttendChunkArgs& args, const ReduceGrid::Ta
                                int64_t blocks) const {
   const KeySource& set = args.sets[task.set];
   float* const sums = set.sums.data + task.unit * set.sums.stride;
-  const int64_t count = set.count(task.unit);
-  std::fill_n(sums, set.width(), 0.0F);
+  const int64_t end = std::min(task.begin + kReduceKeys, set.width());
+  const int64_t count = std::min(end, set.count(task.unit));
+  for (int64_t j = task.begin; j < end; ++j) sums[j] = 0.0F;
   for (int64_t g = 0; g < group; ++g) {
     // In place: the sums of a head are accumulated in its last partial, the longest one of a causal
     // range.
@@ -403,9 +413,9 @@ void AttendChunk::Impl::reduce(const AttendChunkArgs& args, const ReduceGrid::Ta
       const int64_t last = args.rows.position() + (block + 1) * kTaskRows - 1;
       const int64_t visible =
           set.kind == KeySource::Kind::kRange ? set.range.visible_from(last) : count;
-      for (int64_t j = 0; j < visible; ++j) total[j] += part[j];
+      for (int64_t j = task.begin; j < std::min(count, visible); ++j) total[j] += part[j];
     }
-    for (int64_t j = 0; j < count; ++j) {
+    for (int64_t j = task.begin; j < count; ++j) {
       sums[j] = args.reduce_max ? std::max(sums[j], total[j]) : sums[j] + total[j];
     }
   }
@@ -431,9 +441,9 @@ void AttendChunk::run(const AttendChunkArgs& args) {
   for_each_task(packing, threads, [&](const PackGrid::Task& task, int64_t) { m.pack(args, task); });
 
   const int64_t blocks = divide_up(args.rows.count, kTaskRows);
-  // A task takes all query heads of a KV head, which share its packed keys in L2, if that leaves
-  // enough tasks; otherwise it takes one query head.
-  const bool whole_groups = args.recall.offsets || m.units * blocks >= kTasksPerThread * threads;
+  // A task takes all query heads of a KV head, which share its packed keys in L2, and what it packs
+  // of recalled ones, if that leaves enough tasks; otherwise it takes one query head.
+  const bool whole_groups = m.units * blocks >= kTasksPerThread * threads;
   const AttendGrid attending{
       .units = m.units, .blocks = blocks, .shares = whole_groups ? 1 : m.group, .group = m.group};
   for_each_task(attending, threads, [&](const AttendGrid::Task& task, int64_t thread) {
@@ -441,7 +451,8 @@ void AttendChunk::run(const AttendChunkArgs& args) {
   });
 
   if (!any_sums) return;
-  const ReduceGrid reducing{.units = m.units, .sets = args.num_sets};
+  const ReduceGrid reducing{
+      .units = m.units, .sets = args.num_sets, .ranges = divide_up(most_keys, kReduceKeys)};
   for_each_task(reducing, threads, [&](const ReduceGrid::Task& task, int64_t) {
     if (args.sets[task.set].sums.data) m.reduce(args, task, blocks);
   });

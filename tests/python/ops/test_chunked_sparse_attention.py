@@ -188,6 +188,22 @@ def test_recall(device, dtype, options, past):
     torch.testing.assert_close(with_recall[1], without[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_more_threads_than_tasks_give_the_same_bits(device, reduce):
+    """Tasks are cut by query heads, column sums by keys, also where keys are recalled."""
+    q, k, v = make_qkv(Shape(1, 6, 2, 1300, 32, 32), device=device)
+    fields = {"chunk_size": 608, "local_window": 300, "heavy_budget": 300, "gqa_reduce": reduce}
+    recall = find_recalled(1, 0, 1300, device)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 40):
+            torch.set_num_threads(count)
+            found.append(prefill(q, k, v, recall=recall, recall_block=16, **fields))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("token", [0, 31, 32, 70, 149])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
