@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,9 @@ from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, prefill_layer_for
+from h2o_prefill.hf.session import Origin, fill, origin_of, session_of
 from h2o_prefill.hf.state import GraphCall, graph
+from h2o_prefill.session import Session, settings_text
 from h2o_prefill.state import PrefillState, no_errors
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
@@ -116,15 +120,116 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         Passed on to `DynamicCache`, as `offloading=True`.
     """
 
+    _origin: Origin | None
+
     def __init__(self, config: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         self._replace_layers()
 
+    @property
+    def settings(self) -> str | None:
+        """Settings that the cache was last used with, as a text; None for a new cache."""
+        return None if self._origin is None else settings_text(self._origin.settings)
+
+    def note_use(self, model: nn.Module, config: PrefillConfig) -> None:
+        """Note which enabled model has just used the cache, and its settings."""
+        self._origin = origin_of(model, config)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything that the prompt needs to go on into a session file.
+
+        The file is written whole or not at all. It has the keys, values, states and token ids, the
+        settings and a hash of the model. While it is written, keys and values are in memory twice.
+
+        Parameters
+        ----------
+        path : path
+            The file; one that exists is replaced.
+
+        Raises
+        ------
+        ValueError
+            If the cache is empty, was not used by an enabled model since it was made or unpickled,
+            is of a padded batch, or has layers other than full attention and sliding windows.
+        OSError
+            If the file cannot be written.
+        """
+        session_of(self.layers, self.token_ids, self._origin).write(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Any) -> ChunkedPrefillCache:
+        """Read a session file: the prompt goes on as if it had never been saved.
+
+        Keys and values on the CPU are a memory map until a call appends to them. A file that is
+        mapped may be replaced, as `save` does, but not be changed in place.
+
+        Parameters
+        ----------
+        path : path
+            What `save` wrote. Nothing in it is executed, and all that is not a key or a value is
+            checked.
+        model : PreTrainedModel
+            The model that the prompt was prefilled with. If it is enabled, then with the settings
+            of the file; `cache.settings` has them.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If it is no session file, was cut or changed, or is of another model or other settings.
+        """
+        session = Session.read(path)
+        cache = cls(config=model.config)
+        try:
+            cache._origin = fill(cache.layers, session, model)
+        except ValueError as error:
+            raise ValueError(f"session {str(path)!r} cannot be used: {error}") from error
+        ids = session.token_ids
+        cache._token_ids = None if ids is None else [ids.to(model.device)]
+        return cache
+
+    def copy(self, room: int = 1024) -> ChunkedPrefillCache:
+        """Return a cache that goes on from the same tokens and shares their keys and values.
+
+        The first copy that appends writes behind the shared tokens, and the next one as well if
+        that one is gone by then; a copy that appends while another one does copies them first. So
+        questions one after the other, each to a copy, copy nothing but scores and memory sets.
+        Layers of other kinds than full attention and sliding windows are copied whole.
+
+        Parameters
+        ----------
+        room : int
+            Tokens for which the shared buffers get room, if they have less; a copy that appends
+            more moves out of them.
+        """
+        if room < 0:
+            raise ValueError(f"room must be >= 0, got {room}")
+        other = copy.copy(self)
+        other.layers = [_branch(layer, room) for layer in self.layers]
+        other._token_ids = None if self._token_ids is None else list(self._token_ids)
+        return other
+
+    def leave_shared(self) -> None:
+        """Copy keys and values that other caches share."""
+        for layer in self.layers:
+            if isinstance(layer, ChunkedPrefillLayer):
+                layer.leave_shared()
+
     def _replace_layers(self) -> None:
+        self._origin = None
         self.layers = [prefill_layer_for(layer) for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = ChunkedPrefillLayer
         self._token_ids = []
+
+
+def _branch(layer: Any, room: int) -> Any:
+    if type(layer) is ChunkedPrefillLayer:
+        return layer.branch(room)
+    # Layers with a window make new tensors, others change theirs in place.
+    window = type(layer) is DynamicSlidingWindowLayer
+    return copy.copy(layer) if window else copy.deepcopy(layer)
 
 
 class StaticPrefillLayer(StaticLayer):

@@ -122,6 +122,8 @@ def before_forward(
         # A call without a cache verifies no candidates.
         arguments.update(cache=cache, logits_to_keep=None)
     context.add_arguments(arguments)
+    if compiled and isinstance(context.cache, ChunkedPrefillCache):
+        context.cache.leave_shared()  # Graphs have no part in who may write where.
     bare = context.cache is arguments["attention_mask"] is arguments["position_ids"] is None
     if compiled and bare and context.tokens is not None and "attention_mask" in hook.names:
         # Else transformers looks for packed sequences.
@@ -135,6 +137,12 @@ def before_forward(
 def after_forward(hook: ForwardHook, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Leave the context; `output` is None if the forward raised."""
     context = leave_context(hook.enabled, model, failed=output is None)
+    if (
+        context is not None
+        and output is not None
+        and isinstance(context.cache, ChunkedPrefillCache)
+    ):
+        context.cache.note_use(hook.handle.model, hook.enabled.config)
     if context is not None and context.call is not None and output is not None:
         _take_from_graph(context, context.call)
 
