@@ -208,15 +208,13 @@ class PrefillPackage:
             )
         if len(session.layers) != info.layers:
             raise ValueError(f"it must have {info.layers} layers, got {len(session.layers)}")
-        wanted = [1, info.kv_heads, session.length, info.head_dim]
         dtype = getattr(torch, info.dtype)
+        wanted = (1, info.kv_heads, session.length, info.head_dim, dtype)
         for layer in session.layers:
-            for x in (layer.key, layer.value):
-                if list(x.shape) != wanted or x.dtype != dtype:
-                    raise ValueError(
-                        f"keys and values must be {info.dtype} {wanted}, got {x.dtype} "
-                        f"{list(x.shape)}"
-                    )
+            heads = info.kv_heads if layer.state is None else layer.state.scores.shape[1]
+            shapes = {(*x.shape, x.dtype) for x in (layer.key, layer.value)}
+            if shapes != {wanted} or heads != info.kv_heads:
+                raise ValueError(f"keys and values must be {wanted}, got {shapes}, {heads} scored")
         begins = {x.state.last_chunk_begin for x in session.layers if x.state is not None}
         if len(begins) > 1:
             raise ValueError(f"last chunks of all layers must begin together, got {begins}")

@@ -11,8 +11,9 @@ A session file is a safetensors file, so it holds no code, and is read by memory
 | layers.N.memory | int32 [B, Hkv, `PrefillConfig.memory_size` of the layer] |
 | layers.N.errors | float32 [B, Hkv, 4] |
 
-The last three are those of `PrefillState`, and missing for a layer that never was sparse. Where n <
-length, the layer has a sliding window. The metadata has one entry, `h2o_prefill.session`: a JSON
+The last three are those of `PrefillState`, and missing for a layer that never was sparse; their
+Hkv differs from that of keys where those are compressed. Where n < length, the layer has a sliding
+window. The metadata has one entry, `h2o_prefill.session`: a JSON
 object with version, model (`hf.session.model_hash`), settings (all fields, as
 `PrefillConfig.to_fields` of C++ writes them), dtype (of keys and values) and length, in this order
 and without blanks, so that equal sessions are equal files.
@@ -73,6 +74,9 @@ class Session:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
+        target = Path(path).expanduser()
+        if target.exists() and not target.is_file():
+            raise ValueError(f"session must be a regular file, got {str(path)!r}")
         tensors = self._tensors()
         dtype = str(self.layers[0].key.dtype).removeprefix("torch.")
         header = {
@@ -86,11 +90,15 @@ class Session:
         _check_shapes(header, shapes)
         _checked(header, tensors)
         text = json.dumps(header, separators=(",", ":"))
-        with replaced_file(path) as scratch:
+        with replaced_file(target) as scratch:
+            scratch.touch()
+            mode = scratch.stat().st_mode
             try:
+                # It writes another file and renames it, which only its owner may read.
                 save_file(tensors, scratch, metadata={_KEY: text})
             except SafetensorError as error:
                 raise OSError(None, str(error)) from error
+            scratch.chmod(mode)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Session:
@@ -213,7 +221,8 @@ def _check_shapes(header: dict[str, Any], shapes: dict[str, tuple[str, list[int]
         if min(*key, *value) < 1 or rows > length:
             raise ValueError(f"{prefix}key and value must have 1 to {length} tokens, got {key}")
         if any(prefix + name in left for name in ("scores", "memory", "errors")):
-            take(prefix + "scores", "F64" if code == "F64" else "F32", batch, heads, length)
+            wide = "F64" if code == "F64" else "F32"
+            _, heads, _ = take(prefix + "scores", wide, batch, None, length)
             take(prefix + "memory", "I32", batch, heads, None)
             take(prefix + "errors", "F32", batch, heads, 4)
     if "token_ids" in left:
