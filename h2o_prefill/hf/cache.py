@@ -131,10 +131,6 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         """Settings that the cache was last used with, as a text; None for a new cache."""
         return None if self._origin is None else settings_text(self._origin.settings)
 
-    def note_use(self, model: nn.Module, config: PrefillConfig) -> None:
-        """Note which enabled model has just used the cache, and its settings."""
-        self._origin = origin_of(model, config)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything that the prompt needs to go on into a session file.
 
@@ -210,18 +206,25 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         other._token_ids = None if self._token_ids is None else list(self._token_ids)
         return other
 
-    def leave_shared(self) -> None:
-        """Copy keys and values that other caches share."""
-        for layer in self.layers:
-            if isinstance(layer, ChunkedPrefillLayer):
-                layer.leave_shared()
-
     def _replace_layers(self) -> None:
         self._origin = None
         self.layers = [prefill_layer_for(layer) for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = ChunkedPrefillLayer
         self._token_ids = []
+
+
+def note_use(cache: Any, model: nn.Module, config: PrefillConfig) -> None:
+    """Note which enabled model has just used a cache, and its settings."""
+    if isinstance(cache, ChunkedPrefillCache):
+        cache._origin = origin_of(model, config)
+
+
+def leave_shared(cache: Any) -> None:
+    """Copy keys and values that other caches share."""
+    for layer in getattr(cache, "layers", None) or ():
+        if isinstance(layer, ChunkedPrefillLayer):
+            layer.leave_shared()
 
 
 def _branch(layer: Any, room: int) -> Any:
