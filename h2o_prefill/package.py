@@ -184,7 +184,9 @@ class PrefillPackage:
         for buffers, layer in zip(self._layers(), session.layers, strict=True):
             key, value, scores, memory, errors = buffers
             key[:, :, :length], value[:, :, :length] = layer.key, layer.value
-            scores.zero_(), memory.fill_(-1), errors.zero_()
+            scores.zero_()
+            memory.fill_(-1)
+            errors.zero_()
             if layer.state is not None:
                 scores[..., :length] = layer.state.scores
                 memory.copy_(layer.state.memory)

@@ -1,22 +1,7 @@
 """Session files: a prompt with keys, values and states, for caches and packages alike.
 
-A session file is a safetensors file, so it holds no code, and is read by memory map:
-
-| tensor | shape and dtype |
-| --- | --- |
-| token_ids | int64 [B, length]; missing if some are unknown |
-| last_chunk_begin | int64 [layers]: where the last sparse chunk began; 0 for layers without |
-| layers.N.key, layers.N.value | [B, Hkv, n, D] and [B, Hkv, n, Dv]: the last n of `length` tokens |
-| layers.N.scores | float32 (float64 beside such keys) [B, Hkv, length], 0 where there is none |
-| layers.N.memory | int32 [B, Hkv, `PrefillConfig.memory_size` of the layer] |
-| layers.N.errors | float32 [B, Hkv, 4] |
-
-The last three are those of `PrefillState`, and missing for a layer that never was sparse; their
-Hkv differs from that of keys where those are compressed. Where n < length, the layer has a sliding
-window. The metadata has one entry, `h2o_prefill.session`: a JSON
-object with version, model (`hf.session.model_hash`), settings (all fields, as
-`PrefillConfig.to_fields` of C++ writes them), dtype (of keys and values) and length, in this order
-and without blanks, so that equal sessions are equal files.
+A session file is a safetensors file, so it holds no code, and is read by memory map. docs/cpp.md
+has its tensors and its metadata. Equal sessions are equal files.
 """
 
 from __future__ import annotations
@@ -79,13 +64,8 @@ class Session:
             raise ValueError(f"session must be a regular file, got {str(path)!r}")
         tensors = self._tensors()
         dtype = str(self.layers[0].key.dtype).removeprefix("torch.")
-        header = {
-            "version": VERSION,
-            "model": self.model,
-            "settings": self.settings,
-            "dtype": dtype,
-            "length": self.length,
-        }
+        values = (VERSION, self.model, self.settings, dtype, self.length)
+        header = dict(zip(_HEADER, values, strict=True))
         shapes = {name: (_code(x), list(x.shape)) for name, x in tensors.items()}
         _check_shapes(header, shapes)
         _checked(header, tensors)

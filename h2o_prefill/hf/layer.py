@@ -27,6 +27,9 @@ RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 # Tokens that a new buffer has room for beyond those it is made for.
 _SPARE_TOKENS = 256
 
+# Held while a layer begins to share its buffers: all that share them must know of each other.
+_sharing = threading.Lock()
+
 
 class SharedRows:
     """Which of the layers that share buffers may write where.
@@ -196,17 +199,17 @@ class ChunkedPrefillLayer(DynamicLayer):
         Of layers that append to shared rows, all but the first copy them at that time, unless the
         first is gone.
         """
-        length = self.get_seq_length()
-        if length:
-            self._room_for(length + room, *self._held(), claims=False)
-            if self._shared is None:
-                self._shared = SharedRows(self, length)
-            self._shared.freeze(length)
-        other = copy.copy(self)
-        if not length:
-            other._views = other._shared = None  # a buffer without tokens is not shared
-        other.state = None if self._state is None else self._state.clone()
-        return other
+        with _sharing:
+            if length := self.get_seq_length():
+                self._room_for(length + room, *self._held(), claims=False)
+                if self._shared is None:
+                    self._shared = SharedRows(self, length)
+                self._shared.freeze(length)
+            other = copy.copy(self)
+            if not length:
+                other._views = other._shared = None  # a buffer without tokens is not shared
+            other.state = None if self._state is None else self._state.clone()
+            return other
 
     def leave_shared(self) -> None:
         """Copy buffers that other layers share."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,8 @@ def session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | Non
     model = None if origin is None else origin.model()
     if origin is None or model is None:
         raise ValueError("cache must have been used by an enabled model that still exists")
-    length = int(layers[0].get_seq_length()) if layers else 0
+    kinds = [_rows_of(layer, 1) for layer in layers]
+    length = int(layers[0].get_seq_length()) if kinds else 0
     held = []
     for layer in layers:
         rows = _rows_of(layer, length)
@@ -106,17 +108,13 @@ def session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | Non
 def fill(layers: list[Any], session: Session, model: Any) -> Origin:
     """Put a session into the empty layers of a cache of a model; ValueError if it does not fit."""
     enabled = enabled_of(model.config)
-    session.check_origin(
-        model_hash(model), None if enabled is None else settings_fields(enabled.config)
-    )
-    if len(session.layers) != len(layers):
-        raise ValueError(f"it must have {len(layers)} layers, got {len(session.layers)}")
-    for layer, held in zip(layers, session.layers, strict=True):
-        rows = _rows_of(layer, session.length)
-        if held.key.shape[2] < rows:
-            raise ValueError(f"its layers must have {rows} tokens, got {held.key.shape[2]}")
-    for layer, held in zip(layers, session.layers, strict=True):
-        rows = _rows_of(layer, session.length)
+    settings = None if enabled is None else settings_fields(enabled.config)
+    session.check_origin(model_hash(model), settings)
+    wanted = [_rows_of(layer, session.length) for layer in layers]
+    found = [held.key.shape[2] for held in session.layers]
+    if len(found) != len(wanted) or any(map(operator.lt, found, wanted)):
+        raise ValueError(f"it must have {wanted} tokens of the layers, got {found}")
+    for layer, held, rows in zip(layers, session.layers, wanted, strict=True):
         key, value = (x[:, :, -rows:].to(model.device) for x in (held.key, held.value))
         layer.lazy_initialization(key, value)
         layer.keys, layer.values = key, value

@@ -88,14 +88,15 @@ def test_copies_of_copies_and_crops_leave_the_others_alone(prompt, ask):
 def test_threads_that_ask_at_once(llama, prompt, ask, spawn):
     firsts = range(5, 13)
     answers = expected(prompt, ask, *firsts)
-    branches = [prompt.copy() for _ in firsts]
-    outputs, ready = [None] * len(branches), threading.Barrier(len(branches))
+    outputs, ready = [None] * len(firsts), threading.Barrier(len(firsts))
 
     def work(number):
         ready.wait()
-        outputs[number] = ask(branches[number], firsts[number])
+        branch = prompt.copy()
+        ready.wait()
+        outputs[number] = ask(branch, firsts[number])
 
-    threads = [spawn(lambda number=number: work(number)) for number in range(len(branches))]
+    threads = [spawn(lambda number=number: work(number)) for number in range(len(firsts))]
     for thread in threads:
         thread.join()
     assert all(map(torch.equal, outputs, answers))
