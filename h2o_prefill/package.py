@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.state import estimated_kl, no_errors
+from h2o_prefill.session import Session, SessionLayer
+from h2o_prefill.state import PrefillState, estimated_kl, no_errors
 
 # Tensors of the state of a layer.
 STATE_OF_LAYER = 5
@@ -41,6 +42,7 @@ class PackageInfo:
     h2o_prefill: str  # this and the next two: versions that wrote the package
     torch: str
     transformers: str
+    model_hash: str  # of config and weights, which session files name
     tokenizer: str = ""  # folder of the tokenizer, beside the package; empty: none
 
     @property
@@ -137,9 +139,88 @@ class PrefillPackage:
         """Estimated KL(dense || sparse) of the text so far (`h2o_prefill.estimated_kl`)."""
         return float(estimated_kl(self._state[6::STATE_OF_LAYER], self.info.config))
 
+    @property
+    def token_ids(self) -> Tensor:
+        """Ids of the text so far, int64 [1, length]."""
+        return self._state[0][:, : self.length]
+
     def reset(self) -> None:
         """Start a new text; the contents of the buffers are ignored."""
         self.position.zero_()
+
+    def save(self, path: str | Path) -> None:
+        """Write the text so far into a session file, as `ChunkedPrefillCache.save` does.
+
+        A cache of the model that the package was exported from reads it too. Raises ValueError if
+        there are no tokens, OSError if the file cannot be written.
+        """
+        length, begin = self.position.tolist()
+        layers = []
+        for key, value, scores, memory, errors in self._layers():
+            held = PrefillState(scores[..., :length], memory, length, begin, errors)
+            state = held if begin or bool(held.scores.any()) else None
+            layers.append(SessionLayer(key[:, :, :length], value[:, :, :length], state))
+        settings = str(self.info.config.native.to_fields())
+        Session(self.info.model_hash, settings, length, self.token_ids, layers).write(path)
+
+    def load(self, path: str | Path) -> None:
+        """Replace the text by that of a session file, of a package or of a cache.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If it is no session file, was cut or changed, is of another model or other settings,
+            has more tokens than the package has room for, or more than one row, or lacks token ids
+            or, in sliding windows, earlier tokens. The text stays as it was.
+        """
+        session = Session.read(path)
+        try:
+            begin = self._check_session(session)
+        except ValueError as error:
+            raise ValueError(f"session {str(path)!r} cannot be used: {error}") from error
+        length = session.length
+        for buffers, layer in zip(self._layers(), session.layers, strict=True):
+            key, value, scores, memory, errors = buffers
+            key[:, :, :length], value[:, :, :length] = layer.key, layer.value
+            scores.zero_()
+            memory.fill_(-1)
+            errors.zero_()
+            if layer.state is not None:
+                scores[..., :length] = layer.state.scores
+                memory.copy_(layer.state.memory)
+                errors.copy_(layer.state.errors)
+        assert session.token_ids is not None
+        self._state[0][:, :length] = session.token_ids
+        self.position.copy_(torch.tensor([length, begin]))
+
+    def _layers(self) -> list[list[Tensor]]:
+        """Return keys, values, scores, memory set and errors of each layer."""
+        first = range(2, len(self._state), STATE_OF_LAYER)
+        return [self._state[i : i + STATE_OF_LAYER] for i in first]
+
+    def _check_session(self, session: Session) -> int:
+        """Return where the last sparse chunk began; ValueError if a session does not fit."""
+        info = self.info
+        session.check_origin(info.model_hash, info.config.native.to_fields())
+        if session.length > info.capacity or session.token_ids is None:
+            raise ValueError(
+                f"it must have token ids, and <= {info.capacity} tokens, got {session.length}"
+            )
+        if len(session.layers) != info.layers:
+            raise ValueError(f"it must have {info.layers} layers, got {len(session.layers)}")
+        dtype = getattr(torch, info.dtype)
+        wanted = (1, info.kv_heads, session.length, info.head_dim, dtype)
+        for layer in session.layers:
+            heads = info.kv_heads if layer.state is None else layer.state.scores.shape[1]
+            shapes = {(*x.shape, x.dtype) for x in (layer.key, layer.value)}
+            if shapes != {wanted} or heads != info.kv_heads:
+                raise ValueError(f"keys and values must be {wanted}, got {shapes}, {heads} scored")
+        begins = {x.state.last_chunk_begin for x in session.layers if x.state is not None}
+        if len(begins) > 1:
+            raise ValueError(f"last chunks of all layers must begin together, got {begins}")
+        return begins.pop() if begins else 0
 
     def forward(self, token_ids: Tensor, rows: Tensor | None = None) -> Tensor:
         """Run the model over the next tokens of the text.

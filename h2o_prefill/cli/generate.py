@@ -10,8 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import check_interrupt, error_console, output_console, quiet_libraries
+from h2o_prefill.cli.console import (
+    check_interrupt,
+    error_console,
+    output_console,
+    quiet_libraries,
+    say_written,
+)
 from h2o_prefill.cli.options import load_network, parse_variant
+from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
@@ -36,6 +43,16 @@ def generate(
             "type are used.",
         ),
     ] = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            "--session",
+            metavar="FILE",
+            help="Session file: its text is continued if the file exists, and then it is written, "
+            "with the prompt and the answer. Model, settings and data type must be those of the "
+            "file.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, options.count("--max-new-tokens", "Maximum number of tokens to generate.")
     ] = 128,
@@ -56,7 +73,7 @@ def generate(
     Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
     """
     from h2o_prefill.eval.inputs.packages import load_package
-    from h2o_prefill.eval.inputs.prompts import encode_prompt
+    from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn
     from h2o_prefill.eval.inputs.text import read_text
     from h2o_prefill.eval.timing.generation import generate_timed
     from h2o_prefill.hf import enable
@@ -70,6 +87,8 @@ def generate(
             raise ValueError("prompt must not be empty")
         if package is not None and config != parse_variant(DEFAULT_PRESET):
             raise ValueError("--package has its own settings: leave out --preset and the sizes")
+        if session is not None:
+            check_output_file(session, "--session")
         network: Any
         if package is not None:
             options.use_threads(threads)
@@ -78,7 +97,6 @@ def generate(
             config = network.info.config
         else:
             network, tokenizer = load_network(model, dtype, threads)
-        input_ids = encode_prompt(tokenizer, text, chat=chat)
         console = output_console()
 
         def show(piece: str) -> None:
@@ -89,24 +107,54 @@ def generate(
         if package is None:
             enabled = enable(network, config, tokenizer=tokenizer)
         with enabled as handle:
-            timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show)
+            kept = None if session is None else _open_session(session, network)
+            before = None if kept is None else kept.token_ids
+            past = 0 if before is None else before.shape[1]
+            if before is None or past == 0:
+                input_ids = encode_prompt(tokenizer, text, chat=chat)
+            else:
+                input_ids = encode_turn(tokenizer, text, before, chat=chat)
+            timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show, kept)
             measured = () if handle is None else handle.report().estimated_kl or ()
+            if kept is not None:
+                kept.save(session)
         kl = network.estimated_kl if handle is None else next(iter(measured), nan)
         console.print()
-        error_console().print(_summary(timing, config, kl), style="dim", soft_wrap=True)
+        error_console().print(_summary(timing, config, kl, past), style="dim", soft_wrap=True)
+        if session is not None:
+            say_written(session)
 
 
-def _summary(timing: Any, config: Any, kl: float) -> str:
+def _open_session(path: Path, network: Any) -> Any:
+    """Return the package, or a cache for the model, with the text of a session if there is one."""
+    from h2o_prefill.hf import ChunkedPrefillCache
+    from h2o_prefill.package import PrefillPackage
+
+    exists = path.expanduser().exists()
+    if isinstance(network, PrefillPackage):
+        if exists:
+            network.load(path)
+        return network
+    if not exists:
+        return ChunkedPrefillCache(config=network.config)
+    cache = ChunkedPrefillCache.load(path, network)
+    if cache.token_ids is None:
+        raise ValueError(f"session {str(path)!r} must have token ids to be continued by a text")
+    return cache
+
+
+def _summary(timing: Any, config: Any, kl: float, past: int) -> str:
     mode = "sparse"
     if config.exact:
         mode = "exact"
     elif timing.prompt_tokens < config.sparse_from:
         mode = f"dense, since shorter than {config.sparse_from} tokens"
-    elif not config.is_sparse_call(0, timing.prompt_tokens):
+    elif not config.is_sparse_call(past, timing.prompt_tokens):
         mode = "dense, since the memory set is empty"
     if not isnan(kl):
         mode += f", estimated KL to dense {kl:.4f} nats a token"
+    after = f"after {past} " if past else ""
     return (
-        f"prefill {timing.prompt_tokens} tokens in {timing.prefill_seconds:.2f} s ({mode}), "
+        f"prefill {timing.prompt_tokens} tokens {after}in {timing.prefill_seconds:.2f} s ({mode}), "
         f"then {timing.new_tokens} tokens in {timing.decode_seconds:.2f} s"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from h2o_prefill.eval.atomic_write import replaced_file
+from h2o_prefill._atomic_write import replaced_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

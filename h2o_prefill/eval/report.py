@@ -7,7 +7,7 @@ import math
 import os
 from typing import Any
 
-from h2o_prefill.eval.atomic_write import replaced_file
+from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.eval.environment import environment
 
 

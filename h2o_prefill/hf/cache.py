@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +23,10 @@ from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, prefill_layer_for
+from h2o_prefill.hf.session import Origin, fill, origin_of, session_of
 from h2o_prefill.hf.state import GraphCall, graph
-from h2o_prefill.state import PrefillState, no_errors
+from h2o_prefill.session import Session, settings_text
+from h2o_prefill.state import no_errors
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
@@ -116,15 +120,119 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         Passed on to `DynamicCache`, as `offloading=True`.
     """
 
+    _origin: Origin | None
+
     def __init__(self, config: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         self._replace_layers()
 
+    @property
+    def settings(self) -> str | None:
+        """Settings that the cache was last used with, as a text; None for a new cache."""
+        return None if self._origin is None else settings_text(self._origin.settings)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything that the prompt needs to go on into a session file.
+
+        The file is written whole or not at all. It has the keys, values, states and token ids, the
+        settings and a hash of the model. While it is written, keys and values are in memory twice.
+
+        Parameters
+        ----------
+        path : path
+            The file; one that exists is replaced.
+
+        Raises
+        ------
+        ValueError
+            If the cache is empty, was not used by an enabled model since it was made or unpickled,
+            is of a padded batch, or has layers other than full attention and sliding windows.
+        OSError
+            If the file cannot be written.
+        """
+        session_of(self.layers, self.token_ids, self._origin).write(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Any) -> ChunkedPrefillCache:
+        """Read a session file: the prompt goes on as if it had never been saved.
+
+        Keys and values on the CPU are a memory map until a call appends to them. A file that is
+        mapped may be replaced, as `save` does, but not be changed in place.
+
+        Parameters
+        ----------
+        path : path
+            What `save` wrote. Nothing in it is executed, and all that is not a key or a value is
+            checked.
+        model : PreTrainedModel
+            The model that the prompt was prefilled with. If it is enabled, then with the settings
+            of the file; `cache.settings` has them.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If it is no session file, was cut or changed, or is of another model or other settings.
+        """
+        session = Session.read(path)
+        cache = cls(config=model.config)
+        try:
+            cache._origin = fill(cache.layers, session, model)
+        except ValueError as error:
+            raise ValueError(f"session {str(path)!r} cannot be used: {error}") from error
+        ids = session.token_ids
+        cache._token_ids = None if ids is None else [ids.to(model.device)]
+        return cache
+
+    def copy(self, room: int = 1024) -> ChunkedPrefillCache:
+        """Return a cache that goes on from the same tokens and shares their keys and values.
+
+        The first copy that appends writes behind the shared tokens, and the next one as well if
+        that one is gone by then; a copy that appends while another one does copies them first. So
+        questions one after the other, each to a copy, copy nothing but scores and memory sets.
+        Layers of other kinds than full attention and sliding windows are copied whole.
+
+        Parameters
+        ----------
+        room : int
+            Tokens for which the shared buffers get room, if they have less; a copy that appends
+            more moves out of them.
+        """
+        if room < 0:
+            raise ValueError(f"room must be >= 0, got {room}")
+        other = copy.copy(self)
+        other.layers = [_branch(layer, room) for layer in self.layers]
+        other._token_ids = None if self._token_ids is None else list(self._token_ids)
+        return other
+
     def _replace_layers(self) -> None:
+        self._origin = None
         self.layers = [prefill_layer_for(layer) for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = ChunkedPrefillLayer
         self._token_ids = []
+
+
+def note_use(cache: Any, model: nn.Module, config: PrefillConfig) -> None:
+    """Note which enabled model has just used a cache, and its settings."""
+    if isinstance(cache, ChunkedPrefillCache):
+        cache._origin = origin_of(model, config)
+
+
+def leave_shared(cache: Any) -> None:
+    """Copy keys and values that other caches share."""
+    for layer in getattr(cache, "layers", None) or ():
+        if isinstance(layer, ChunkedPrefillLayer):
+            layer.leave_shared()
+
+
+def _branch(layer: Any, room: int) -> Any:
+    if type(layer) is ChunkedPrefillLayer:
+        return layer.branch(room)
+    # Layers with a window make new tensors, others change theirs in place.
+    window = type(layer) is DynamicSlidingWindowLayer
+    return copy.copy(layer) if window else copy.deepcopy(layer)
 
 
 class StaticPrefillLayer(StaticLayer):
@@ -270,80 +378,3 @@ def adopt(cache: Any) -> None:
     if kind is not None and not offloaded and length_of(cache) == 0:
         cache.__class__ = kind
         cache._replace_layers()
-
-
-class CacheSnapshot:
-    """The state of a cache before a forward: full layers by length, sliding layers by reference.
-
-    Layers that change their tensors in place (static caches, linear attention) and layers of
-    unknown classes cannot be restored. If a failed forward has changed one, the cache is marked:
-    using it again would continue from half of a call.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        # The list itself, even if empty: a cache may get its layers only as it grows.
-        self._layers: list[Any] = getattr(cache, "layers", [])
-        self._count = len(self._layers)
-        self._cache = cache
-        self._full: list[tuple[Any, int]] = []
-        self._sliding: list[tuple[Any, dict[str, Any]]] = []
-        self._others: list[tuple[Any, Any]] = []
-        self._states: list[tuple[ChunkedPrefillLayer, PrefillState | None]] = []
-        for layer in self._layers:
-            if type(layer) in (DynamicLayer, ChunkedPrefillLayer):
-                self._full.append((layer, layer.get_seq_length()))
-            elif type(layer) is DynamicSlidingWindowLayer:
-                self._sliding.append((layer, vars(layer).copy()))
-            else:
-                self._others.append((layer, _versions(layer)))
-
-    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
-        """Remember the scores and memory set of a layer, which are about to change in place."""
-        self._states.append((layer, None if layer.state is None else layer.state.clone()))
-
-    def restore(self) -> None:
-        """Restore every remembered layer and remove the layers added since."""
-        # Lengths, not references: the old keys of all layers would double the memory of the cache.
-        for layer, length in self._full:
-            if length == 0:
-                layer.reset()
-            elif layer.get_seq_length() > length:
-                layer.crop(length - layer.get_seq_length())
-        for layer, state in reversed(self._states):
-            # A cache that its user has cut since an interrupt stays cut.
-            if state is None or state.length <= layer.get_seq_length():
-                layer.state = state
-        for layer, attributes in self._sliding:
-            if layer.get_seq_length() >= attributes["cumulative_length"]:
-                vars(layer).update(attributes)
-        changed = [layer for layer, versions in self._others if _versions(layer) != versions]
-        if changed:
-            self._cache._h2o_prefill_broken = type(changed[0]).__name__
-        del self._layers[self._count :]
-
-
-def check_usable(cache: Any) -> None:
-    """Refuse a cache that a failed forward has left half updated, until it is reset."""
-    kind = getattr(cache, "_h2o_prefill_broken", None)
-    if kind is None:
-        return
-    if cache.get_seq_length() == 0:
-        del cache._h2o_prefill_broken
-        return
-    raise RuntimeError(
-        f"h2o_prefill: a forward has failed and left layers of the cache ({kind}) half "
-        "updated; reset() the cache, or use a new one"
-    )
-
-
-def _versions(layer: Any) -> list[tuple[str, int, Any]]:
-    """Return which tensors a cache layer has and how often each was changed in place.
-
-    Tensors of inference mode do not count their changes: they compare as changed.
-    """
-    found = []
-    for name, value in vars(layer).items():
-        items = value.values() if isinstance(value, dict) else [value]
-        tensors = (x for x in items if isinstance(x, Tensor))
-        found += [(name, id(x), object() if x.is_inference() else x._version) for x in tensors]
-    return found

@@ -17,6 +17,7 @@ from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.layer_kinds import is_causal, window_of
 from h2o_prefill.hf.report import attention_layers
+from h2o_prefill.hf.session import model_hash
 from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
 
 NAME = "h2o_prefill_package"
@@ -134,6 +135,7 @@ def describe_package(
         h2o_prefill=build_info()["version"],
         torch=str(torch.__version__),
         transformers=transformers.__version__,
+        model_hash=model_hash(model),
         tokenizer=tokenizer,
     )
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
-from h2o_prefill.hf.cache import CacheSnapshot, KeepsTokenIds, adopt, check_usable, length_of
+from h2o_prefill.hf.cache import KeepsTokenIds, adopt, length_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Rows, Span
+from h2o_prefill.hf.snapshot import CacheSnapshot, check_usable
 from h2o_prefill.hf.state import NAME, EnabledState, GraphCall, graph
 from h2o_prefill.hf.windows import Window
 

@@ -16,6 +16,8 @@ from h2o_prefill.hf.cache import (
     ChunkedPrefillCache,
     StaticPrefillCache,
     cache_argument,
+    leave_shared,
+    note_use,
 )
 from h2o_prefill.hf.forward import ForwardContext, context_of, leave_context
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
@@ -122,6 +124,8 @@ def before_forward(
         # A call without a cache verifies no candidates.
         arguments.update(cache=cache, logits_to_keep=None)
     context.add_arguments(arguments)
+    if compiled:
+        leave_shared(context.cache)  # Graphs do not ask which rows they may write.
     bare = context.cache is arguments["attention_mask"] is arguments["position_ids"] is None
     if compiled and bare and context.tokens is not None and "attention_mask" in hook.names:
         # Else transformers looks for packed sequences.
@@ -135,7 +139,10 @@ def before_forward(
 def after_forward(hook: ForwardHook, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Leave the context; `output` is None if the forward raised."""
     context = leave_context(hook.enabled, model, failed=output is None)
-    if context is not None and context.call is not None and output is not None:
+    if context is None or output is None:
+        return
+    note_use(context.cache, hook.handle.model, hook.enabled.config)
+    if context.call is not None:
         _take_from_graph(context, context.call)
 
 

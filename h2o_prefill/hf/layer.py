@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +27,41 @@ RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 # Tokens that a new buffer has room for beyond those it is made for.
 _SPARE_TOKENS = 256
 
+# Held while a layer begins to share its buffers: all that share them must know of each other.
+_sharing = threading.Lock()
+
+
+class SharedRows:
+    """Which of the layers that share buffers may write where.
+
+    Rows before `frozen` belong to all of them. Those after it are written by one layer at a time,
+    the owner, up to `end`; another one may take its place once it is gone.
+    """
+
+    def __init__(self, owner: ChunkedPrefillLayer, frozen: int) -> None:
+        self._owner = weakref.ref(owner)
+        self._frozen = self._end = frozen
+        self._lock = threading.Lock()
+
+    def freeze(self, length: int) -> None:
+        """Share the first rows with one more layer."""
+        with self._lock:
+            self._frozen, self._end = max(self._frozen, length), max(self._end, length)
+
+    @torch.compiler.disable
+    def claim(self, layer: ChunkedPrefillLayer, past: int, total: int) -> bool:
+        """Return whether a layer may write rows from `past` to `total`: if so, no other may."""
+        with self._lock:
+            owner = self._owner()
+            if past < self._frozen or (owner not in (layer, None) and past < self._end):
+                return False
+            self._owner, self._end = weakref.ref(layer), total
+            return True
+
+    def __reduce__(self) -> Any:
+        # Copies of other kinds, and pickles, have buffers of their own.
+        return type(None), ()
+
 
 class ChunkedPrefillLayer(DynamicLayer):
     """Keys and values of one layer, with the scores and memory set of its prefill.
@@ -42,6 +80,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         # that replaces the views no longer uses the buffers.
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._views: tuple[Tensor, Tensor] | None = None
+        self._shared: SharedRows | None = None  # None if no other layer has these buffers
 
     @property
     def state(self) -> PrefillState | None:
@@ -154,6 +193,30 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._room_for(self.get_seq_length(), *self._held())
             self._map_state(torch.clone)
 
+    def branch(self, room: int) -> ChunkedPrefillLayer:
+        """Return a copy that shares the buffers, after making room for `room` more tokens in them.
+
+        Of layers that append to shared rows, all but the first copy them at that time, unless the
+        first is gone.
+        """
+        with _sharing:
+            if length := self.get_seq_length():
+                self._room_for(length + room, *self._held(), claims=False)
+                if self._shared is None:
+                    self._shared = SharedRows(self, length)
+                self._shared.freeze(length)
+            other = copy.copy(self)
+            if not length:
+                other._views = other._shared = None  # a buffer without tokens is not shared
+            other.state = None if self._state is None else self._state.clone()
+            return other
+
+    def leave_shared(self) -> None:
+        """Copy buffers that other layers share."""
+        if self._shared is not None:
+            self._views = None
+            self._room_for(self.get_seq_length(), *self._held())
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, from the state too."""
         backed, before = self._is_backed(), self.get_seq_length()
@@ -168,7 +231,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         self.is_initialized = False
         self.padded = False
         self.state = None
-        self._buffers = self._views = None
+        self._buffers = self._views = self._shared = None
         super().reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -209,12 +272,21 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._views = key, value
         return key, value
 
-    def _room_for(self, total: int, *like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return buffers with room for so many tokens, which begin with what the layer holds."""
+    def _may_write(self, past: int, total: int) -> bool:
+        """Return whether rows of the buffers from `past` to `total` are this layer's alone."""
+        return self._shared is None or total <= past or self._shared.claim(self, past, total)
+
+    def _room_for(self, total: int, *like: Tensor, claims: bool = True) -> tuple[Tensor, Tensor]:
+        """Return buffers with room for so many tokens, which begin with what the layer holds.
+
+        `claims`: the rows after that will be written.
+        """
         past = self.get_seq_length()
         backed = self._is_backed()
         held = self._buffers[0].shape[2] if backed and self._buffers is not None else 0
-        if total <= held and self._buffers is not None and all(map(_is_writable, self._buffers)):
+        usable = self._buffers is not None and all(map(_is_writable, self._buffers))
+        if total <= held and usable and (not claims or self._may_write(past, total)):
+            assert self._buffers is not None
             return self._buffers
         # A copy that leaves inference mode keeps its size; one for more tokens at least doubles it.
         capacity = held if total <= held else max(total + _SPARE_TOKENS, 2 * held)
@@ -222,10 +294,15 @@ class ChunkedPrefillLayer(DynamicLayer):
         for old, x in zip((self.keys, self.values), like, strict=True):
             buffer = x.new_empty(*x.shape[:2], capacity, x.shape[3])
             if past and old is not None:
+                if (*old.shape[:2], old.shape[3]) != (*x.shape[:2], x.shape[3]):
+                    raise ValueError(
+                        f"new keys and values must be like those in the cache, {list(old.shape)} "
+                        f"but for the length, got {list(x.shape)}"
+                    )
                 buffer[:, :, :past] = old
             grown.append(buffer)
         key, value = grown
-        self._buffers = key, value
+        self._buffers, self._shared = (key, value), None
         if past:
             self._use(past)
         return key, value

@@ -55,17 +55,19 @@ def architecture_hash(model: Any) -> str:
     """
     # Attributes of configs whose layers differ cannot all be read.
     config = model.config.get_text_config(decoder=True).to_dict()
-    values = {name: _plain(config.get(name)) for name in _ARCHITECTURE}
+    values = {name: plain_value(config.get(name)) for name in _ARCHITECTURE}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return a value as JSON has it; the same number is an int in one file, a float in another."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (str, bool)) else float(value)
+        return [plain_value(item) for item in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return value if value is None or isinstance(value, bool) else str(value)
 
 
 def build_profile(

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig, format_value
-from h2o_prefill.eval.atomic_write import replaced_file
 from h2o_prefill.eval.perplexity.result import PerplexityResult
 from h2o_prefill.presets import preset_name
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.atomic_write import replaced_file
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
 from h2o_prefill.hf.token_text import text_for
 from h2o_prefill.package import PrefillPackage

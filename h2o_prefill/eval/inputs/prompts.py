@@ -21,6 +21,30 @@ def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
     return ids
 
 
+# What an answer is to a chat template, to find where the next turn begins.
+_ANSWER = "<h2o_prefill answer>"
+
+
+def encode_turn(tokenizer: Any, text: str, past: Tensor, *, chat: bool) -> Tensor:
+    """Return the token ids that a text adds to those before it, int64 [1, T].
+
+    `chat` makes it a turn of the user, after an answer that `past` [1, T] ends with: what the chat
+    template puts behind an answer comes first, but for the end token where `past` has it.
+    """
+    if chat and getattr(tokenizer, "chat_template", None):
+        messages = [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": _ANSWER},
+            {"role": "user", "content": text},
+        ]
+        shown = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = shown.partition(_ANSWER)[2] or text
+    encoded = tokenizer(text, return_tensors="pt", verbose=False, add_special_tokens=False)
+    ids: Tensor = encoded["input_ids"].to(torch.int64)
+    ended = chat and past[0, -1] == tokenizer.eos_token_id
+    return ids[:, 1:] if ended and ids[0, :1].equal(past[0, -1:].cpu()) else ids
+
+
 def prompt_ids(input_ids: Tensor) -> Tensor:
     """Return the token ids of one prompt, [T] or [1, T], as int64 [1, T]."""
     shape = list(input_ids.shape)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.eval.runs import check_length, generate_greedily
+from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
 from h2o_prefill.package import PrefillPackage
 
 
@@ -30,19 +31,30 @@ def generate_timed(
     input_ids: Tensor,
     max_new_tokens: int,
     on_text: Callable[[str], None],
+    kept: ChunkedPrefillCache | PrefillPackage | None = None,
 ) -> GenerationTiming:
-    """Continue a prompt greedily, and pass on the text as it is generated."""
+    """Continue a prompt greedily, and pass on the text as it is generated.
+
+    If `kept`, a cache or the package itself, has tokens, the prompt goes on from them. It has all
+    of the answer at the end, where the last token would be missing otherwise.
+    """
     packaged = isinstance(model, PrefillPackage)
+    before = None if kept is None else kept.token_ids
+    prompt = input_ids if before is None else torch.cat([before, input_ids.to(before)], dim=1)
+    options = {} if kept is None or packaged else cache_argument(model, kept)
     if not packaged:
-        check_length(model, input_ids.shape[1] + max_new_tokens, "prompt and new tokens")
-        input_ids = input_ids.to(model.device)
+        check_length(model, prompt.shape[1] + max_new_tokens, "prompt and new tokens")
+        prompt = prompt.to(model.device)
     streamer = _timed_streamer(tokenizer, on_text)
     start = time.perf_counter()
     if packaged:
         _generate_from_package(model, input_ids, max_new_tokens, streamer)
     else:
-        generate_greedily(model, input_ids, max_new_tokens, streamer=streamer)
-    times = streamer.times
+        generate_greedily(model, prompt, max_new_tokens, streamer=streamer, **options)
+    times, last = streamer.times, streamer.last.reshape(1, 1)
+    if kept is not None:
+        with torch.no_grad():
+            model.forward(last) if packaged else model(last.to(model.device), **options)
     return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
 
 
@@ -64,10 +76,12 @@ def _timed_streamer(tokenizer: Any, on_text: Callable[[str], None]) -> Any:
         def __init__(self) -> None:
             super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
             self.times: list[float] = []
+            self.last = torch.empty(0)  # the last token
 
         def put(self, value: Tensor) -> None:
             if not self.next_tokens_are_prompt:
                 self.times.append(time.perf_counter())
+                self.last = value
             super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

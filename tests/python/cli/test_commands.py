@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import h2o_prefill
 from h2o_prefill.cli.tables import ablation_table
@@ -232,6 +233,73 @@ def test_generate_prints_what_the_sparse_model_says(
         *small_commands["generate"], "--preset", f"{PRESET},error_rows=2", tiny.SENTENCE
     )
     assert "(sparse, estimated KL to dense 0." in measuring.stderr.replace("\n", " ")
+
+
+def test_generate_continues_a_session(
+    run: Run, refused: Any, small_commands: Commands, tiny: Any, model_folder: str, tmp_path: Path
+) -> None:
+    from h2o_prefill.eval import load_model
+
+    model, tokenizer = load_model(model_folder)
+    file = tmp_path / "text.session"
+    prompts = (tiny.SENTENCE * 2, "Judge!", tiny.SENTENCE)
+    given: list[int] = []
+    with h2o_prefill.enable(model, PRESET):
+        cache = h2o_prefill.ChunkedPrefillCache(config=model.config)
+    for prompt in prompts:
+        done = run(*small_commands["generate"], "--session", file, prompt)
+        assert done.exit_code == 0, done.output
+        said = done.stderr.replace("\n", " ")
+        after = f"after {len(given)} " if given else ""
+        assert f"prefill {len(prompt)} tokens {after}in" in said and f"wrote {file}" in said
+        given += tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        with h2o_prefill.enable(model, PRESET), torch.no_grad():
+            out = model.generate(
+                torch.tensor([given]), past_key_values=cache, max_new_tokens=5, do_sample=False
+            )
+            model(out[:, -1:], past_key_values=cache)
+        assert (
+            done.stdout == tokenizer.decode(out[0, len(given) :], skip_special_tokens=True) + "\n"
+        )
+        given = out[0].tolist()
+    cache.save(tmp_path / "same")
+    assert file.read_bytes() == (tmp_path / "same").read_bytes()
+    whole = file.read_bytes()
+    command = (*small_commands["generate"], "--session", file, "Judge!")
+    refused(run(*command, "--chunk-size", 32), "its settings must be .*chunk_size=32")
+    refused(run(*command, "--dtype", "bfloat16"), "it must be of this model")
+    refused(run(*command, "--max-new-tokens", 512), "prompt and new tokens must be <= 512")
+    refused(run(*command[:-2], tmp_path, "Judge!"), "--session must be a file in a folder")
+    assert file.read_bytes() == whole
+    file.write_bytes(whole[:-1])
+    refused(run(*command), "text.session' cannot be read: ")
+    assert file.read_bytes() == whole[:-1]
+
+
+def test_a_turn_goes_on_after_an_answer(tiny: Any) -> None:
+    from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn
+
+    tokenizer = tiny.make_tokenizer(add_bos=True)
+    raw = encode_turn(tokenizer, "more", torch.tensor([[5]]), chat=True)
+    assert tokenizer.decode(raw[0]) == "more"
+    tokenizer.chat_template = (
+        "system{% for m in messages %}[{{ m.role }}]{{ m.content }}<bos>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    first = encode_prompt(tokenizer, "one", chat=True)
+    answer = tokenizer("two", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    messages = [("user", "one"), ("assistant", "two"), ("user", "three")]
+    whole = tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )["input_ids"]
+    # An answer that the number of tokens ended lacks the end token.
+    for past in (answer, torch.cat([answer, torch.tensor([[0]])], dim=1)):
+        past = torch.cat([first, past], dim=1)
+        turn = encode_turn(tokenizer, "three", past, chat=True)
+        assert torch.cat([past, turn], dim=1).equal(whole)
 
 
 def test_info_names_the_build(report: Any) -> None:

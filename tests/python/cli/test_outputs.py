@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from h2o_prefill.eval import atomic_write
+from h2o_prefill import _atomic_write
 
 Run = Callable[..., Any]
 Refused = Callable[[Any, str], None]
@@ -75,7 +75,7 @@ def test_every_file_replaces_the_old_one_at_once(
     options += ["--output", folder / "figures"] if command in FOLDER else []
     options += ["--plot", folder / "plot.png"] if command in PLOT else []
     replaced: list[str] = []
-    monkeypatch.setattr(atomic_write.os, "replace", lambda _, path: replaced.append(path.name))
+    monkeypatch.setattr(_atomic_write.os, "replace", lambda _, path: replaced.append(path.name))
     done = run(*small_commands[command], *options)
     assert done.exit_code == 0, done.output
     assert "result.json" in replaced

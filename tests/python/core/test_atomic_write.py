@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_prefill.eval.atomic_write import replaced_file
+from h2o_prefill._atomic_write import replaced_file
 
 
 def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path) -> None:

@@ -1,0 +1,377 @@
+"""Session files: a prompt goes on as if it had never been saved; a damaged file is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+from hf_helpers import EVERYTHING, GREEDY, H2O, RECALL, SPARSE, in_calls, new_cache
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
+from h2o_prefill.hf.export import describe_package, export_model
+from h2o_prefill.hf.session import model_hash
+from h2o_prefill.package import PrefillPackage
+
+KEY = "h2o_prefill.session"
+# Sparse, decoded, short.
+CALLS = (64, 1, 1, 6)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "prompt.safetensors"
+
+
+@pytest.fixture
+def prompt(make_ids):
+    # Words that come again, so that there is something to recall.
+    words = make_ids(12, 3)
+    return words[torch.arange(50) * 5 % 12].reshape(1, -1)
+
+
+def saved_prompt(model, ids, path):
+    """Prefill a prompt and save it; return its cache."""
+    cache = new_cache(model)
+    in_calls(model, cache, ids[:, : sum(CALLS)], CALLS)
+    cache.save(path)
+    return cache
+
+
+def contents(path):
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def assert_equal_caches(one, other):
+    assert torch.equal(one.token_ids, other.token_ids)
+    for ours, theirs in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+        assert (getattr(ours, "state", None) is None) == (getattr(theirs, "state", None) is None)
+        if getattr(ours, "state", None) is not None:
+            for name in ("scores", "memory", "errors"):
+                a, b = getattr(ours.state, name), getattr(theirs.state, name)
+                assert torch.equal(a, b[..., : a.shape[2]])
+            assert ours.state.last_chunk_begin == theirs.state.last_chunk_begin
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "how"),
+    [
+        ("llama", "float32", EVERYTHING),
+        ("qwen3", "bfloat16", EVERYTHING),
+        ("llama", "float32", {**RECALL, "max_error": 0.01, "error_rows": 2}),
+        ("llama", "float32", {"config": "exact"}),
+        ("mistral-window", "float32", H2O),
+        ("gemma2", "float32", H2O),
+        ("deepseek-v3", "float32", RECALL),
+    ],
+)
+def test_a_prompt_goes_on_to_the_bit(build, prompt, path, name, dtype, how):
+    warnings.filterwarnings("ignore", message="h2o_prefill: dense attention: every layer has a")
+    model = build(name).to(getattr(torch, dtype))
+    with enable(model, **how):
+        cache = saved_prompt(model, prompt, path)
+        loaded = ChunkedPrefillCache.load(path, model)
+        assert loaded.settings == cache.settings and not path.with_name("other").exists()
+        loaded.save(path.with_name("other"))
+        assert path.read_bytes() == path.with_name("other").read_bytes()
+        # Sparse again, then short and decoded.
+        rest = prompt[:, sum(CALLS) :]
+        sizes = (64, rest.shape[1] - 65, 1)
+        assert torch.equal(
+            in_calls(model, loaded, rest, sizes), in_calls(model, cache, rest, sizes)
+        )
+        assert_equal_caches(cache, loaded)
+        # The file of a mapped cache may be replaced.
+        again = ChunkedPrefillCache.load(path, model)
+        again.save(path)
+        turn = torch.cat([prompt[:, : sum(CALLS)], rest[:, :40]], dim=1)
+        answers = [
+            model.generate(turn, past_key_values=x, **GREEDY)
+            for x in (again, ChunkedPrefillCache.load(path, model))
+        ]
+        assert torch.equal(*answers)
+        cache = new_cache(model)
+        in_calls(model, cache, prompt[:, : sum(CALLS)], CALLS)
+        assert torch.equal(answers[0], model.generate(turn, past_key_values=cache, **GREEDY))
+
+
+def test_the_form_of_the_file(build, make_ids, path):
+    model = build("llama")
+    with enable(model, **EVERYTHING, dense_layers=(0,)):
+        cache = new_cache(model)
+        in_calls(model, cache, make_ids(2, 40), (32, 8))
+        cache.save(path)
+    tensors, metadata = contents(path)
+    header = json.loads(metadata[KEY])
+    fields = PrefillConfig.parse(cache.settings).native.to_fields()
+    assert list(header) == ["version", "model", "settings", "dtype", "length"]
+    assert list(header.values()) == [1, model_hash(model), fields, "float32", 40]
+    kinds = {name: (str(x.dtype)[6:], list(x.shape)) for name, x in tensors.items()}
+    keys = {
+        f"layers.{layer}.{name}": ("float32", [2, 2, 40, 32])
+        for layer in (0, 1)
+        for name in ("key", "value")
+    }
+    memory_size = PrefillConfig.parse(cache.settings).of_layer(1).memory_size
+    assert kinds == {
+        **keys,
+        "token_ids": ("int64", [2, 40]),
+        "last_chunk_begin": ("int64", [2]),
+        "layers.1.scores": ("float32", [2, 2, 40]),
+        "layers.1.memory": ("int32", [2, 2, memory_size]),
+        "layers.1.errors": ("float32", [2, 2, 4]),
+    }
+    assert tensors["last_chunk_begin"].tolist() == [0, 16]
+    assert bool((tensors["layers.1.scores"][..., 32:] == 0).all())
+
+
+def test_unknown_ids_stay_unknown(llama, ids, path):
+    with enable(llama, **H2O):
+        cache = new_cache(llama)
+        llama(inputs_embeds=llama.get_input_embeddings()(ids), past_key_values=cache)
+        cache.save(path)
+    assert ChunkedPrefillCache.load(path, llama).token_ids is None
+
+
+def test_caches_without_a_session(llama, make_ids, path):
+    message = "used by an enabled model"
+    for cache in (new_cache(llama), ChunkedPrefillCache()):
+        with pytest.raises(ValueError, match=message):
+            cache.save(path)
+    ids, mask = make_ids(2, 40), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :3] = 0
+    with enable(llama, **SPARSE):
+        cache, padded = new_cache(llama), new_cache(llama)
+        llama(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=message):
+            pickle.loads(pickle.dumps(cache)).save(path)
+        llama(ids, attention_mask=mask, past_key_values=padded)
+        with pytest.raises(ValueError, match="padded batch"):
+            padded.save(path)
+        cache.layers[1].crop(-1)
+        with pytest.raises(ValueError, match="the same tokens in every layer"):
+            cache.save(path)
+        cache.crop(-40)
+        with pytest.raises(ValueError, match="at least one"):
+            cache.save(path)
+        assert not path.exists()
+        llama(ids, past_key_values=cache)
+        cache.save(path)
+        os.mkfifo(path.with_name("pipe"))
+        with pytest.raises(ValueError, match=r"session must be a regular file, got '.*pipe'"):
+            cache.save(path.with_name("pipe"))
+        with pytest.raises(OSError, match="cannot write"):
+            cache.save(path.with_name("none") / "file")
+        path.with_name("opened").touch()
+        assert path.stat().st_mode == path.with_name("opened").stat().st_mode
+        assert len(list(path.parent.iterdir())) == 3
+
+
+def test_another_model_or_other_settings_are_refused(build, llama, ids, path):
+    with enable(llama, **RECALL):
+        saved_prompt(llama, ids, path)
+    # Neither of these makes it another model.
+    llama.config.pad_token_id, llama.config.use_cache = 5, False
+    cache = ChunkedPrefillCache.load(path, llama)
+    with enable(llama, cache.settings):
+        ChunkedPrefillCache.load(path, llama)
+    with enable(llama, **SPARSE), pytest.raises(ValueError, match=r"its settings must be .*got"):
+        ChunkedPrefillCache.load(path, llama)
+    others = [build("qwen3"), build("llama", rms_norm_eps=1e-3), build("llama").bfloat16()]
+    others.append(build("llama"))
+    others[-1].model.layers[1].mlp.up_proj.weight[3, 4] += 1e-6
+    for other in others:
+        with pytest.raises(ValueError, match=r"cannot be used: it must be of this model, \w{32}, "):
+            ChunkedPrefillCache.load(path, other)
+    with pytest.raises(FileNotFoundError, match="session: no such file"):
+        ChunkedPrefillCache.load(path.with_name("none"), llama)
+
+
+def refused(path, model):
+    with pytest.raises(ValueError, match=f"^session '{path}' cannot be (read|used): .+") as caught:
+        ChunkedPrefillCache.load(path, model)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cut_file_is_refused(llama, ids, path):
+    with enable(llama, **RECALL):
+        saved_prompt(llama, ids, path)
+        whole = path.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        cuts = {*range(0, header, 37), header, *range(header, len(whole), 4999), len(whole) - 1}
+        for cut in cuts:
+            path.write_bytes(whole[:cut])
+            refused(path, llama)
+        for more in (whole + b"\0", b"\xff" * 8 + whole[8:], b"\0" * 64, b"{}" * 99):
+            path.write_bytes(more)
+            refused(path, llama)
+        path.write_bytes(whole)
+        path.chmod(0o600)
+        ChunkedPrefillCache.load(path, llama)
+
+
+HEADERS = {
+    "version": (2, True, None),
+    "dtype": ("float64", "int8", ["float32"]),
+    "length": (71, 73, -1, 72.0, 10**30, None),
+    "settings": ("chunk_size=-1", "not\none line", "h2o,local_window=4611686018427387904"),
+    "model": (5, "another"),
+    "more": (1,),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_changed_header_is_refused(llama, ids, path, name):
+    with enable(llama, **RECALL):
+        saved_prompt(llama, ids, path)
+        tensors, metadata = contents(path)
+        for value in HEADERS[name]:
+            header = {**json.loads(metadata[KEY]), name: value}
+            save_file(tensors, path, metadata={KEY: json.dumps(header)})
+            refused(path, llama)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "5", "{", "[" * 99999, '{"version":1}', "NaN"])
+def test_a_header_of_another_form_is_refused(llama, ids, path, text):
+    with enable(llama, **RECALL):
+        saved_prompt(llama, ids, path)
+        save_file(contents(path)[0], path, metadata=None if text is None else {KEY: text})
+        refused(path, llama)
+
+
+def with_value(value, *where):
+    def change(tensor):
+        tensor[where] = value
+        return tensor
+
+    return change
+
+
+FIRST, LAST, ENDLESS = (0, 0, 0), (0, 0, -1), torch.zeros(0, 1 << 40)
+NO_END = [lambda x: ENDLESS, lambda x: torch.zeros(1 << 20, dtype=torch.int64)]
+HEADS = [lambda x: x[:, :1], lambda x: x[0], lambda x: torch.cat([x, x])]
+LAYER = [*HEADS, lambda x: x[..., 1:]]
+TENSORS = {
+    "token_ids": [*NO_END, lambda x: x[:, 1:], lambda x: x.int(), lambda x: x[0]],
+    "last_chunk_begin": [*NO_END, lambda x: x[:1], lambda x: x[:0], lambda x: x - 1000],
+    "layers.0.key": [*NO_END, *HEADS, lambda x: x.to(torch.float8_e5m2), None],
+    "layers.1.value": [*NO_END, *HEADS, lambda x: x[:, :, :9], lambda x: x.half(), None],
+    "layers.0.scores": [*LAYER, with_value(torch.nan, *FIRST), with_value(-1, *LAST), None],
+    "layers.0.memory": [*LAYER, lambda x: x.flip(2), lambda x: x.long(), None],
+    "layers.1.memory": [with_value(72, *LAST), with_value(-2, *LAST)],
+    "layers.0.errors": [*LAYER, with_value(torch.inf, *FIRST), lambda x: x.double(), None],
+    "layers.2.key": [lambda x: torch.zeros(1)],
+    "": [lambda x: torch.zeros(1)],
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_changed_tensors_are_refused(llama, ids, path, name):
+    with enable(llama, **RECALL):
+        saved_prompt(llama, ids, path)
+        tensors, metadata = contents(path)
+        for change in TENSORS[name]:
+            changed = {**tensors, name: torch.zeros(1)}
+            if change is None:
+                del changed[name]
+            else:
+                changed[name] = change(tensors.get(name, torch.zeros(1)).clone()).contiguous()
+            save_file(changed, path, metadata=metadata)
+            refused(path, llama)
+
+
+def test_keys_of_other_heads_are_refused_when_the_prompt_goes_on(llama, ids, path):
+    with enable(llama, **RECALL):
+        saved_prompt(llama, ids, path)
+        tensors, metadata = contents(path)
+        narrow = {name: x[:, :1].contiguous() if x.ndim > 2 else x for name, x in tensors.items()}
+        save_file(narrow, path, metadata=metadata)
+        cache = ChunkedPrefillCache.load(path, llama)
+        with pytest.raises(ValueError, match="new keys and values must be like those in the cache"):
+            llama(ids[:, :4], past_key_values=cache)
+        assert cache.get_seq_length() == sum(CALLS)
+
+
+@pytest.fixture
+def whole(llama, ids, path):
+    with enable(llama, **RECALL):
+        saved_prompt(llama, ids, path)
+        yield path.read_bytes()
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_is_refused_or_harmless(llama, ids, path, whole, data):
+    header = 8 + int.from_bytes(whole[:8], "little")
+    damaged = bytearray(whole)
+    # Mostly in the header: nearly all of the rest is keys and values.
+    places = st.integers(0, header - 1) | st.integers(0, len(whole) - 1)
+    for place in data.draw(st.lists(places, min_size=1, max_size=4)):
+        damaged[place] = data.draw(st.integers(0, 255))
+    path.unlink()
+    path.write_bytes(damaged)
+    try:
+        cache = ChunkedPrefillCache.load(path, llama)
+        llama(ids[:, :24], past_key_values=cache)
+    except ValueError as error:
+        assert "\n" not in str(error)
+    else:
+        assert cache.get_seq_length() == sum(CALLS) + 24
+
+
+def test_packages_and_caches_go_on_from_each_other(llama, prompt, path):
+    config = PrefillConfig.parse(
+        "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,wide_layers=1,"
+        "wide_factor=2,error_rows=4,error_threshold=0.05,max_widen=2"
+    )
+    info = describe_package(llama, config, capacity=prompt.shape[1] + 4)
+    graph = export_model(llama, info).module()
+
+    def new_package():
+        # As the constructor leaves it, but for the compiled code.
+        package = PrefillPackage.__new__(PrefillPackage)
+        package.info, package._run, package._state = info, graph, info.new_state()
+        return package
+
+    first, rest = prompt[:, : sum(CALLS)], prompt[:, sum(CALLS) :]
+    package, loaded = new_package(), new_package()
+    with pytest.raises(ValueError, match="1 to 0 tokens"):
+        package.save(path)
+    for piece in first.split(CALLS, dim=1):
+        package.forward(piece)
+    package.save(path)
+    by_package = path.read_bytes()
+    loaded.forward(prompt.flip(1))
+    loaded.load(path)
+    assert torch.equal(loaded.token_ids, first)
+    with enable(llama, config):
+        cache = ChunkedPrefillCache.load(path, llama)
+        cache.save(path)
+        assert path.read_bytes() == by_package
+        outputs = [x.forward(rest) for x in (package, loaded)]
+        assert torch.equal(*outputs)
+        logits = llama(rest, past_key_values=cache).logits[0, -1:]
+        torch.testing.assert_close(logits, outputs[0], atol=1e-5, rtol=1e-5)
+        saved_prompt(llama, prompt, path)
+        loaded.load(path)
+        torch.testing.assert_close(loaded.forward(rest), logits, atol=1e-5, rtol=1e-5)
+        state = [x.clone() for x in loaded._state]
+        cache = new_cache(llama)
+        llama(prompt.expand(2, -1), past_key_values=cache)
+        cache.save(path)
+        refused_ones = [(path, "keys and values must be")]
+        path.with_name("cut").write_bytes(by_package[:-8])
+        refused_ones.append((path.with_name("cut"), "cannot be read"))
+    for file, message in refused_ones:
+        with pytest.raises(ValueError, match=message):
+            loaded.load(file)
+    assert all(map(torch.equal, state, loaded._state))
