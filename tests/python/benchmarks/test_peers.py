@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 import sys
@@ -82,9 +83,12 @@ def test_losses_are_those_of_evaluate_perplexity_and_all_is_timed(
     assert list(decoding) == [DENSE, SPARSE] and min(decoding.values()) > 0
 
 
-def test_peers_that_are_missing_are_left_out(tmp_path: Path) -> None:
+def test_peers_that_are_missing_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from common.modes import Programs
 
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     programs = Programs(tmp_path, "model", "bfloat16", 1, 100)
     with pytest.raises(ImportError, match="pip install zentorch=="):
         programs.zentorch()
