@@ -77,12 +77,12 @@ class ModelCluster:
         self._threads = threads
 
     def _run(
-        self, network: nn.Module, function: Callable[..., R], shared: Any, pieces: Mapping[K, Any]
+        self, held: LoadedModel, function: Callable[..., R], shared: Any, pieces: Mapping[K, Any]
     ) -> Iterator[tuple[K, Callable[[], R]]]:
         """Yield the pieces as they finish, as `run_pieces` does."""
         from distributed import as_completed
 
-        what = self._model, self._dtype, h2o_prefill.__version__, model_digest(network)
+        what = self._model, self._dtype, h2o_prefill.__version__, model_digest(held.network)
         submit = partial(self._client.submit, pure=False)
         # A task like the others, not scattered data: Dask makes it again if its worker dies.
         common = submit(_same, shared)
@@ -90,12 +90,12 @@ class ModelCluster:
             submit(_work, what, self._threads, function, common, piece): key
             for key, piece in pieces.items()
         }
-        try:
-            for future in as_completed(futures):
-                yield futures.pop(future), partial(_result, future)
-        finally:
-            # What has not begun never begins, if the caller stops early.
-            self._client.cancel(list(futures))
+        # What is left when the caller stops is released with these futures.
+        finished = as_completed(futures)
+        while futures:
+            held.step(f"{len(futures)} left on the cluster")
+            future = next(finished)
+            yield futures.pop(future), partial(_result, future)
 
 
 def run_pieces(
@@ -114,14 +114,11 @@ def run_pieces(
     Raises ValueError in a result if a worker has another version of this package or another model,
     and ConnectionError if the scheduler was lost.
     """
-    if cluster is None:
-        for key, piece in pieces.items():
-            yield key, partial(function, held, shared, piece)
+    if cluster is not None:
+        yield from cluster._run(held, function, shared, pieces)
         return
-    finished = cluster._run(held.network, function, shared, pieces)
-    for done in range(len(pieces)):
-        held.step(f"{len(pieces) - done} left on the cluster")
-        yield next(finished)
+    for key, piece in pieces.items():
+        yield key, partial(function, held, shared, piece)
 
 
 def model_digest(network: nn.Module) -> str:
