@@ -6,8 +6,10 @@ import contextlib
 import functools
 import inspect
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,13 +59,14 @@ class ClusterOptions:
                 threads = threads or max(1, torch.get_num_threads() // self.workers)
                 # Memory is the operating system's to judge, as without Dask: a worker that pauses
                 # for lack of it would never go on, since a model does not become smaller.
-                local = distributed.LocalCluster(
-                    n_workers=self.workers,
-                    threads_per_worker=1,
-                    memory_limit=0,
-                    dashboard_address="localhost:0",
-                    silence_logs=logging.CRITICAL,
-                )
+                with _interrupts_held():
+                    local = distributed.LocalCluster(
+                        n_workers=self.workers,
+                        threads_per_worker=1,
+                        memory_limit=0,
+                        dashboard_address="localhost:0",
+                        silence_logs=logging.CRITICAL,
+                    )
                 client = distributed.Client(stack.enter_context(local))
             elif self.scheduler_file is not None:
                 file = self.scheduler_file.expanduser()
@@ -72,10 +75,31 @@ class ClusterOptions:
                     raise FileNotFoundError(f"--scheduler-file: no such file: {str(file)!r}")
                 client = distributed.Client(scheduler_file=str(file))
             else:
-                client = distributed.Client(self.scheduler)
+                try:
+                    client = distributed.Client(self.scheduler)
+                except ValueError as error:
+                    raise ValueError(
+                        "--scheduler must be an address like tcp://10.0.0.1:8786, got "
+                        f"{self.scheduler!r}: {error}"
+                    ) from error
             stack.enter_context(client)
             say(f"dashboard of {len(client.nthreads())} workers: {client.dashboard_link}")
             yield ModelCluster(client, model, dtype, threads)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold back Ctrl-C until the end of the block, and from the processes that it starts for good.
+
+    A terminal sends Ctrl-C to workers as well, which this process ends itself.
+    """
+    # Python starts this one with the first process, and then lets signals through again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def add_cluster_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -191,7 +191,7 @@ def kill():
     children = psutil.Process().children(recursive=True)
     workers = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
     os.kill(workers[0].pid, signal.SIGKILL)
-    print("killed", workers[0].pid, file=sys.stderr)
+    print("worker shot", workers[0].pid, file=sys.stderr)
 if __name__ == "__main__":
     threading.Thread(target=kill, daemon=True).start()
     app(prog_name="h2o-prefill")
@@ -218,7 +218,7 @@ def test_the_cells_of_a_killed_worker_run_elsewhere(
     for name, line in runs.items():
         done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
         assert done.returncode == 0, done.stderr
-        assert ("killed" in done.stderr) == (name == "there")
+        assert ("worker shot" in done.stderr) == (name == "there")
         assert "Traceback" not in done.stderr
     pd = importlib.import_module("pandas")
     here, there = (
@@ -253,5 +253,6 @@ def test_ctrl_c_keeps_the_cells_and_ends_the_workers(
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in said, said
     assert "finished cells are kept" in said.splitlines()[-1]
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    psutil = importlib.import_module("psutil")
+    left = [one for one in psutil.process_iter() if os.getsid(one.pid) == process.pid]
+    assert psutil.wait_procs(left, timeout=20)[1] == []
