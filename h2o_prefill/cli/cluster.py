@@ -53,7 +53,8 @@ class ClusterOptions:
                 "pip install 'h2o_prefill[cluster]'"
             ) from error
         # What becomes of workers is on the dashboard, and in the results where it matters.
-        logging.getLogger("distributed").setLevel(logging.CRITICAL)
+        for name in ("distributed", "distributed.client"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         with contextlib.ExitStack() as stack:
             if self.workers is not None:
                 threads = threads or max(1, torch.get_num_threads() // self.workers)

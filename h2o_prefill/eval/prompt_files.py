@@ -58,7 +58,7 @@ def read_prompts(path: str | os.PathLike[str], argument: str = "input") -> dict[
     FileNotFoundError or ValueError, which name `argument` and the line.
     """
     prompts: dict[PromptId, str] = {}
-    for number, line in _json_lines(path, argument):
+    for number, line in _parsed(read_text(path, argument).removeprefix("\ufeff"), argument):
         name, text = line.get("id", number), line.get("prompt")
         if not isinstance(text, str):
             raise ValueError(f'{argument} line {number} must have a text as "prompt", got {text!r}')
@@ -280,10 +280,6 @@ def _begin_output(path: Path, keys: Mapping[PromptId, str]) -> dict[PromptId, di
     if _lines(rows.values()) != held:
         _replace(path, rows.values())
     return rows
-
-
-def _json_lines(path: str | os.PathLike[str], argument: str) -> list[tuple[int, dict[str, Any]]]:
-    return _parsed(read_text(path, argument).removeprefix("\ufeff"), argument)
 
 
 def _parsed(text: str, argument: str) -> list[tuple[int, dict[str, Any]]]:

@@ -240,7 +240,7 @@ def test_a_real_model_answers_as_one_by_one(
         i: " ".join(words[i * 2000 : i * 2000 + 1000 + 60 * i]) + "\n\nWhat is this text about?"
         for i in range(4)
     }
-    config = h2o_prefill.preset_config("recommended,chunk_size=256,recall_block=64")
+    config = h2o_prefill.preset_config("recommended,chunk_size=256,local_window=96,heavy_budget=64")
     options: dict[str, Any] = {"config": config, "max_new_tokens": 24}
     together = answer_prompts(model, tokenizer, prompts, tmp_path / "a", **options).rows
     single = answer_prompts(model, tokenizer, prompts, tmp_path / "b", batch_tokens=1, **options)
