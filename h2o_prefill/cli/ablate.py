@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from h2o_prefill.cli import options
+from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
 from h2o_prefill.cli.options import add_field_options, load_texts, parse_variant
@@ -20,6 +21,7 @@ _GRID = "Grid: one or more values, separated by commas"
 
 
 @add_field_options(str | None, panel=_GRID, metavar="V,V,...")
+@add_cluster_options
 def ablate(
     model: options.ModelOption = "smollm2-135m",
     dataset: Annotated[str | None, options.datasets("Evaluation texts", _GRID)] = None,
@@ -53,13 +55,16 @@ def ablate(
         ),
     ] = True,
     threads: options.ThreadsOption = None,
+    *,
+    cluster: ClusterOptions,
     **fields: str | None,
 ) -> None:
     """Measure perplexity over a grid of settings.
 
     Every combination of values is a cell of the grid, and a row of a CSV file. Finished cells are
     kept: the same command resumes an interrupted run, and a larger grid computes only its new
-    cells. Lists of layers are joined by "+": --dense-layers none,0,0+1.
+    cells. Lists of layers are joined by "+": --dense-layers none,0,0+1. On a Dask cluster every
+    worker measures cells; the file is written here.
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
     with kept_on_interrupt(kept), quiet_libraries():
@@ -76,17 +81,22 @@ def ablate(
         names = (CSV_NAME, *([figure.name] if plot else []))
         check_output_folder(output, names, figures=plot)
         options.use_threads(threads)
-        with show_progress(f"loading {model}") as show:
+        texts = load_texts(dataset, text_file)
+        with (
+            cluster.connect(model, dtype, threads) as workers,
+            show_progress(f"loading {model}") as show,
+        ):
             frame = run_ablation(
                 model,
                 axes,
                 output,
                 base=base,
-                datasets=load_texts(dataset, text_file),
+                datasets=texts,
                 contexts=contexts,
                 windows=windows,
                 protocol=protocol,
                 dtype=dtype,
+                cluster=workers,
                 on_progress=show,
             )
         title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells"

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from h2o_prefill.cli import options
+from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import output_console, quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import check_output_folder, json_output, plot_output, text_origin
@@ -16,6 +17,7 @@ from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
+@add_cluster_options
 def calibrate(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
@@ -43,12 +45,15 @@ def calibrate(
         Path | None, options.plot_file("the error and the factor of every head")
     ] = None,
     threads: options.ThreadsOption = None,
+    *,
+    cluster: ClusterOptions,
 ) -> None:
     """Find the KV heads whose sparse attention changes the model's residual stream most.
 
     The model runs once and densely, and beside it each layer sparsely with memory sets of several
     sizes. The heads that gain most by larger sets get them, until the budget is spent. Use a text
-    of the kind that the model will read. Prints the settings in the form that --preset takes.
+    of the kind that the model will read. Prints the settings in the form that --preset takes. On a
+    Dask cluster every worker measures windows.
     """
     from h2o_prefill.cli.tables import calibration_table
     from h2o_prefill.eval import calibrate_heads, load_text
@@ -65,7 +70,7 @@ def calibrate(
 
             path = profile_path(network)
             check_output_folder(path.parent, [path.name], figures=False, option="--save")
-        with show_progress("calibrate") as show:
+        with cluster.connect(model, dtype, threads) as workers, show_progress("calibrate") as show:
             result = calibrate_heads(
                 network,
                 corpus,
@@ -74,6 +79,7 @@ def calibrate(
                 tokenizer=tokenizer,
                 context=context,
                 windows=windows,
+                cluster=workers,
                 on_progress=show,
             )
         variant = result.config.to_string()

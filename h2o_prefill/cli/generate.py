@@ -10,19 +10,26 @@ from typing import Annotated, Any
 import typer
 
 from h2o_prefill.cli import options
+from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import (
     check_interrupt,
     error_console,
     output_console,
     quiet_libraries,
+    say,
     say_written,
+    show_progress,
 )
+from h2o_prefill.cli.errors import kept_on_interrupt
 from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.presets import DEFAULT_PRESET
 
+_MANY = "Many prompts"
+
 
 @options.add_size_options
+@add_cluster_options
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue.", show_default=False)
@@ -33,6 +40,35 @@ def generate(
             "--prompt-file", metavar="FILE", help="UTF-8 text file that holds the prompt."
         ),
     ] = None,
+    input_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help='Prompts to answer, as JSON lines: {"prompt": text, "id": text or number}; '
+            "without an id it is the number of the line.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="Answers as JSON lines; the same command goes on with the prompts that have none.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None,
+    batch_tokens: Annotated[
+        int,
+        typer.Option(
+            "--batch-tokens",
+            min=1,
+            help="Tokens of a batch of prompts, with padding and new tokens, at most; a longer "
+            "prompt is a batch by itself.",
+            rich_help_panel=_MANY,
+        ),
+    ] = 16384,
     model: options.ModelOption = "smollm2-135m",
     package: Annotated[
         Path | None,
@@ -66,12 +102,37 @@ def generate(
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "float32",
     threads: options.ThreadsOption = None,
+    *,
+    cluster: ClusterOptions,
     **sizes: int | None,
 ) -> None:
-    """Continue a prompt by greedy decoding after sparse prefill.
+    """Continue a prompt, or those of a file, by greedy decoding after sparse prefill.
 
     Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
+    The prompts of --input are answered in batches of similar length, here or on a Dask cluster. An
+    answer is written as soon as its batch is done; a prompt that is empty, too long or fails gets a
+    line with an error, and is tried again by the next run.
     """
+    if input_file is not None or output is not None:
+        if [prompt, prompt_file, package, session].count(None) < 4:
+            raise ValueError(
+                "--input takes no prompt, --prompt-file, --package or --session beside it"
+            )
+        if input_file is None or output is None:
+            raise ValueError("give --input and --output, both")
+        _answer_file(
+            input_file,
+            output,
+            cluster,
+            parse_variant(preset, **sizes),
+            model=model,
+            dtype=dtype,
+            threads=threads,
+            max_new_tokens=max_new_tokens,
+            chat=chat,
+            batch_tokens=batch_tokens,
+        )
+        return
     from h2o_prefill.eval.inputs.packages import load_package
     from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn
     from h2o_prefill.eval.inputs.text import read_text
@@ -79,6 +140,8 @@ def generate(
     from h2o_prefill.hf import enable
 
     with quiet_libraries():
+        if cluster.given:
+            raise ValueError("a Dask cluster answers the prompts of --input: give a file")
         config = parse_variant(preset, **sizes)
         if (prompt is None) == (prompt_file is None):
             raise ValueError("give a prompt or --prompt-file, one of the two")
@@ -123,6 +186,45 @@ def generate(
         error_console().print(_summary(timing, config, kl, past), style="dim", soft_wrap=True)
         if session is not None:
             say_written(session)
+
+
+def _answer_file(
+    input_file: Path,
+    output: Path,
+    cluster: ClusterOptions,
+    config: Any,
+    *,
+    model: str,
+    dtype: str,
+    threads: int | None,
+    **settings: Any,
+) -> None:
+    from h2o_prefill.eval.prompt_files import answer_prompts, read_prompts
+
+    kept = f"answers are kept in {str(output)!r}, the same command goes on with the other prompts"
+    with kept_on_interrupt(kept), quiet_libraries():
+        prompts = read_prompts(input_file, "--input")
+        check_output_file(output, "--output")
+        network, tokenizer = load_network(model, dtype, threads)
+        with cluster.connect(model, dtype, threads) as workers, show_progress("generate") as show:
+            found = answer_prompts(
+                network,
+                tokenizer,
+                prompts,
+                output,
+                config,
+                cluster=workers,
+                on_progress=show,
+                **settings,
+            )
+        say_written(output)
+        say(f"{len(prompts)} prompts, {found.reused} of them answered before")
+        if found.failed:
+            first = found.failed[0]
+            raise RuntimeError(
+                f"{len(found.failed)} of {len(prompts)} prompts have no answer, first that with "
+                f"id {first['id']!r}: {first['error']}"
+            )
 
 
 def _open_session(path: Path, network: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from h2o_prefill.cli import options
+from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
 from h2o_prefill.cli.options import load_network, parse_variant
 from h2o_prefill.cli.outputs import json_output, plot_output
@@ -18,6 +19,7 @@ from h2o_prefill.eval.retrieval.tasks import TASKS
 from h2o_prefill.presets import SPARSE_PRESETS
 
 
+@add_cluster_options
 def retrieve(
     model: options.ModelOption = "smollm2-135m",
     dataset: options.DatasetOption = "wikitext2",
@@ -46,6 +48,8 @@ def retrieve(
     json_file: options.JsonOption = None,
     plot: Annotated[Path | None, options.plot_file("the mean score by length and depth")] = None,
     threads: options.ThreadsOption = None,
+    *,
+    cluster: ClusterOptions,
 ) -> None:
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
@@ -53,7 +57,8 @@ def retrieve(
     have the form of RULER's; paraphrased asks in words that the text does not use. In the table,
     accuracy is the mean score, and kept is how many of the prompts solved after dense prefill are
     also solved after sparse prefill. The last column has the mean log-probability per token of the
-    expected answer after dense prefill, and its change after sparse prefill.
+    expected answer after dense prefill, and its change after sparse prefill. On a Dask cluster
+    every worker answers prompts.
     """
     from h2o_prefill.eval import evaluate_retrieval, load_text
     from h2o_prefill.eval.retrieval.evaluate import check_retrieval
@@ -72,13 +77,14 @@ def retrieve(
         check_retrieval(configs, **settings)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
-        with show_progress("retrieval") as show:
+        with cluster.connect(model, dtype, threads) as workers, show_progress("retrieval") as show:
             result = evaluate_retrieval(
                 network,
                 corpus,
                 configs,
                 tokenizer=tokenizer,
                 seed=seed,
+                cluster=workers,
                 on_progress=show,
                 **settings,
             )

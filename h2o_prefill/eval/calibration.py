@@ -22,6 +22,7 @@ from h2o_prefill.eval.attention_flops import (
     dense_dot_products,
     memory_dot_products,
 )
+from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, run_pieces
 from h2o_prefill.eval.inputs.text import Corpus, as_corpus
 from h2o_prefill.eval.perplexity.evaluate import check_settings
 from h2o_prefill.eval.perplexity.windows import model_windows
@@ -32,6 +33,7 @@ from h2o_prefill.eval.runs import (
     Progress,
     count_kv_heads,
     count_layers,
+    count_steps,
     eval_mode,
     last_logits_only,
     report_progress,
@@ -106,6 +108,7 @@ def calibrate_heads(
     tokenizer: Any = None,
     context: int = 4096,
     windows: str = "0:1",
+    cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
 ) -> HeadCalibration:
     """Find the KV heads whose sparse attention changes the residual stream most.
@@ -139,8 +142,11 @@ def calibrate_heads(
         Tokens of a window: at least two chunks.
     windows : str
         A slice "begin:end" of the windows.
+    cluster : ModelCluster, optional
+        Workers that measure the windows, of the same model. Default: this process.
     on_progress : callable, optional
-        Called with (layers done, layers of all windows, what runs next).
+        Called with (layers done, layers of all windows, what runs next), or with windows instead
+        of layers where a cluster measures them.
 
     Returns
     -------
@@ -167,17 +173,18 @@ def calibrate_heads(
 
     token_text = text_for(tokenizer, config)
     total, kv_heads = count_layers(model), count_kv_heads(model)
-    measured = _Errors(model, config)
-    with torch.no_grad(), eval_mode(model):
-        for number, index in enumerate(selected):
-
-            def show(layer: int, index: int = index, done: int = number * total) -> None:
-                what = f"window {index} layer {layer}"
-                report_progress(on_progress, done + layer, len(selected) * total, what)
-
-            measured.add(batches[number : number + 1], token_text, show)
-    report_progress(on_progress, len(selected) * total, len(selected) * total, "done")
-    errors = measured.by_layer()
+    steps = len(selected) * (total if cluster is None else 1)
+    held = LoadedModel(model, tokenizer, count_steps(on_progress, steps))
+    pieces = dict(zip(selected, zip(selected, batches.split(1), strict=True), strict=True))
+    measured = {
+        index: result()
+        for index, result in run_pieces(
+            held, cluster, _measure_window, (config, token_text), pieces
+        )
+    }
+    report_progress(on_progress, steps, steps, "done")
+    # In the order of the windows, whichever came first: sums are equal to the bit.
+    errors = _relative_errors([measured[index] for index in selected])
     if not errors:
         raise ValueError(
             f"dense_layers must leave a layer after the first sparse, got {config.dense_layers}"
@@ -203,71 +210,77 @@ def calibrate_heads(
     )
 
 
-class _Errors:
-    """Sums of the errors of all KV heads over the windows of a text."""
+# fp64, by layer: errors [FACTORS, Hkv], and what they are relative to, [1] for all heads or [Hkv].
+_Sums = dict[int, tuple[Tensor, Tensor]]
 
-    def __init__(self, model: Any, config: PrefillConfig) -> None:
-        self._model = model
-        self._config = config
-        # fp64, by layer: [FACTORS, Hkv] and, one for all heads or for each, [1] or [Hkv].
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def add(self, prompt: Tensor, token_text: Tensor | None, show: Any) -> None:
-        """Run a window, int64 [1, T], densely; `show` gets each layer before its attention."""
-        from h2o_prefill.eval.attention.observe import observe_attention
+def _measure_window(
+    held: LoadedModel,
+    settings: tuple[PrefillConfig, Tensor | None],
+    window: tuple[int, Tensor],
+) -> _Sums:
+    """Run a window, its index and int64 [1, T], densely; return the sums of its errors."""
+    from h2o_prefill.eval.attention.observe import observe_attention
 
-        recalled = find_recalled(prompt, self._config, token_text)
-        device = next(self._model.parameters()).device
-        length = prompt.shape[1]
-        lists = NO_RECALL if recalled is None else recalled.of_rows(0, length, device)
+    config, token_text = settings
+    index, prompt = window
+    model = held.network
+    recalled = find_recalled(prompt, config, token_text)
+    device = next(model.parameters()).device
+    lists = NO_RECALL if recalled is None else recalled.of_rows(0, prompt.shape[1], device)
+    sums: _Sums = {}
 
-        def observe(call: Any, dense: Tensor) -> None:
-            layer = call.module.layer_idx
-            show(layer)
-            if layer > 0:
-                size = residuals.get(id(call.module))
-                sums = self._compare(call, dense.transpose(1, 2), size, lists)
-                old = self._sums.get(layer, (0, 0))
-                self._sums[layer] = (old[0] + sums[0], old[1] + sums[1])
+    def observe(call: Any, dense: Tensor) -> None:
+        layer = call.module.layer_idx
+        held.step(f"window {index} layer {layer}")
+        if layer > 0:
+            size = residuals.get(id(call.module))
+            sums[layer] = _compare(config, call, dense.transpose(1, 2), size, lists)
 
-        last = last_logits_only(self._model)
-        layers = self._config.dense_layers
-        with (
-            _sizes_of_residuals(self._model) as residuals,
-            observe_attention(self._model, observe, layers),
-        ):
-            self._model(prompt.to(device), use_cache=False, **last)
+    last = last_logits_only(model)
+    with (
+        torch.no_grad(),
+        eval_mode(model),
+        _sizes_of_residuals(model) as residuals,
+        observe_attention(model, observe, config.dense_layers),
+    ):
+        model(prompt.to(device), use_cache=False, **last)
+    return sums
 
-    def _compare(
-        self, call: Any, dense: Tensor, size: Tensor | None, recall: RecallLists
-    ) -> tuple[Tensor, Tensor]:
-        """Return what one layer adds to the sums; `dense` is its output, [1, Hq, T, Dv]."""
-        kv_heads, columns = call.key.shape[1], dense.shape[1] * dense.shape[3]
-        weight = None if size is None else _output_projection(call.module, columns)
-        if weight is None:
-            gram = torch.eye(columns // kv_heads, device=dense.device).expand(kv_heads, -1, -1)
-            size = _squares(dense, gram)
-        else:
-            parts = weight.float().unflatten(1, (kv_heads, -1)).transpose(0, 1)
-            gram = parts.transpose(1, 2) @ parts
-        assert size is not None
-        layer = self._config.of_layer(call.module.layer_idx)
-        errors = []
-        key, value = call.held
-        for factor in FACTORS:
-            settings = _multiplied(layer, factor)
-            state = None, None, *recall, 0, settings  # of a prompt that begins
-            sparse, *_ = ops.chunked_sparse_attention(
-                call.query, key, value, *state, *call.logit_options
-            )
-            errors.append(_squares(sparse - dense, gram))
-        return torch.stack(errors).cpu(), size.reshape(-1).double().cpu()
 
-    def by_layer(self) -> dict[int, list[list[float]]]:
-        """Return the errors by layer, KV head and factor."""
-        return {
-            layer: (error / size).T.tolist() for layer, (error, size) in sorted(self._sums.items())
-        }
+def _compare(
+    config: PrefillConfig, call: Any, dense: Tensor, size: Tensor | None, recall: RecallLists
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of one layer; `dense` is its output, [1, Hq, T, Dv]."""
+    kv_heads, columns = call.key.shape[1], dense.shape[1] * dense.shape[3]
+    weight = None if size is None else _output_projection(call.module, columns)
+    if weight is None:
+        gram = torch.eye(columns // kv_heads, device=dense.device).expand(kv_heads, -1, -1)
+        size = _squares(dense, gram)
+    else:
+        parts = weight.float().unflatten(1, (kv_heads, -1)).transpose(0, 1)
+        gram = parts.transpose(1, 2) @ parts
+    assert size is not None
+    layer = config.of_layer(call.module.layer_idx)
+    errors = []
+    key, value = call.held
+    for factor in FACTORS:
+        state = None, None, *recall, 0, _multiplied(layer, factor)  # of a prompt that begins
+        sparse, *_ = ops.chunked_sparse_attention(
+            call.query, key, value, *state, *call.logit_options
+        )
+        errors.append(_squares(sparse - dense, gram))
+    return torch.stack(errors).cpu(), size.reshape(-1).double().cpu()
+
+
+def _relative_errors(windows: Sequence[_Sums]) -> dict[int, list[list[float]]]:
+    """Return the errors over all windows by layer, KV head and factor."""
+    found = {}
+    for layer in sorted({layer for sums in windows for layer in sums}):
+        parts = [sums[layer] for sums in windows if layer in sums]
+        error, size = (sum(column) for column in zip(*parts, strict=True))
+        found[layer] = (error / size).T.tolist()
+    return found
 
 
 @contextlib.contextmanager

@@ -90,15 +90,17 @@ def check_model(model: nn.Module, length: int, argument: str) -> None:
 
 
 def generate_greedily(model: Any, input_ids: Tensor, new_tokens: int, **options: Any) -> Any:
-    """Return the output of greedy `generate` for a prompt, int64 [1, T]; decoding is dense."""
+    """Return the output of greedy `generate` for prompts, int64 [B, T]; decoding is dense.
+
+    Padded batches need an `attention_mask` among the options.
+    """
     input_ids = input_ids.to(next(model.parameters()).device)
     return model.generate(
         input_ids,
-        attention_mask=torch.ones_like(input_ids),
         max_new_tokens=new_tokens,
         do_sample=False,
         use_cache=True,
-        **options,
+        **{"attention_mask": torch.ones_like(input_ids), **options},
     )
 
 

@@ -18,6 +18,7 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Rows, Span, is_long_row
 from h2o_prefill.hf.rules import dense_reason
 from h2o_prefill.hf.state import call_in_graph
+from h2o_prefill.state import no_errors
 
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
@@ -92,9 +93,10 @@ def _attend_sparsely(call: Call) -> Tensor:
 def _attend_padded(call: Call, padding: Padding) -> Tensor:
     """Attend in a padded batch: every row is computed as if it were alone, without its padding.
 
-    No state is kept: its positions would be other tokens in every row.
+    No state is kept, since its positions would be other tokens in every row, but for the errors.
     """
     config, options = call.config.of_layer(call.layer), call.logit_options
+    errors = no_errors(call.key)
 
     def attend_rows(q: Tensor, k: Tensor, v: Tensor, span: Span, rows: Rows) -> Tensor:
         first, end = span
@@ -105,11 +107,14 @@ def _attend_padded(call: Call, padding: Padding) -> Tensor:
             return ops.dense_attention(q, k, v, *options)
         recall = _recall_lists(call, span, rows)
         prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
-        out, _ = sparse_attention(prompt, keys, values, None, config, recall, *options)
+        out, state = sparse_attention(prompt, keys, values, None, config, recall, *options)
+        errors[rows] = state.errors
         return with_candidates(out, q, k, v, options)
 
     query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     out = padding.attend(query, key, value, attend_rows)
+    if not call.config.exact:
+        call.enabled.note_errors(call.layer, errors)
     if isinstance(call.cache_layer, ChunkedPrefillLayer):
         call.cache_layer.padded = True
     return out

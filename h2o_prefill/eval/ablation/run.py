@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +16,19 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation import table
 from h2o_prefill.eval.ablation.grid import FIELDS, build_grid
+from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, digest, model_digest, run_pieces
 from h2o_prefill.eval.environment import commit, cpu_name, gpu_name
 from h2o_prefill.eval.inputs.models import resolve_model
 from h2o_prefill.eval.inputs.text import Corpus, encode, load_text
 from h2o_prefill.eval.perplexity.evaluate import PairedRuns
 from h2o_prefill.eval.perplexity.windows import first_token, parse_windows, select_windows
-from h2o_prefill.eval.runs import check_model, eval_mode, prefill_mode, report_progress
+from h2o_prefill.eval.runs import (
+    check_model,
+    count_steps,
+    eval_mode,
+    prefill_mode,
+    report_progress,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,6 +52,7 @@ def run_ablation(
     tokenizer: Any = None,
     dtype: str = "float32",
     model_name: str | None = None,
+    cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
     """Measure the perplexity of every combination of settings against the same dense run.
@@ -83,8 +88,12 @@ def run_ablation(
         Data type of the weights of a model given by name.
     model_name : str, optional
         Name in the table. Default: the name given, or that in the model's config.
+    cluster : ModelCluster, optional
+        Workers that measure the cells, of the same model; the table is written here. Each worker
+        runs the windows densely once. Default: this process measures.
     on_progress : callable, optional
-        Called with (forward passes done, passes in all, what runs next).
+        Called with (forward passes done, passes in all, what runs next), or with cells instead of
+        forward passes where a cluster measures them.
 
     Returns
     -------
@@ -120,37 +129,38 @@ def run_ablation(
         with prefill_mode(network, config):  # raises where settings do not fit the model
             pass
     texts = _find_cells(grid, corpora, network, tokenizer, windows, protocol)
-    keys = [key for text in texts for key in text.configs]
-    origin = _origin(network, model if isinstance(model, str) else model_name)
+    keys = [key for _, configs in texts for key in configs]
+    name = model if isinstance(model, str) else model_name
     folder.mkdir(parents=True, exist_ok=True)
     table.begin_csv(path, rows.values())
-    for text in texts:
-        text.configs = {key: one for key, one in text.configs.items() if key not in rows}
+    texts = [
+        (text, {key: configs[key] for key in configs if key not in rows}) for text, configs in texts
+    ]
     # Each window dense, where a cell needs it, and sparse once a cell.
-    total = sum(len(text.batches) * (len(text.configs) + 1) for text in texts if text.configs)
-    steps = itertools.count()
+    total = sum(
+        (len(text.batches) * (len(configs) + 1) if cluster is None else len(configs))
+        for text, configs in texts
+        if configs
+    )
+    held = LoadedModel(network, tokenizer, count_steps(on_progress, total))
+    pieces = {
+        key: (number, config)
+        for number, (_, configs) in enumerate(texts)
+        for key, config in configs.items()
+    }
+    shared = name, protocol, [text for text, _ in texts]
     failed: dict[str, Exception] = {}
-    with torch.no_grad(), eval_mode(network):
-        for text in texts:
-            runs = PairedRuns(
-                network, tokenizer, text.indices, text.batches, protocol, keep_dense=True
-            )
-            place = f"{text.columns['dataset']} {text.batches.shape[1]}"
-            for key, config in text.configs.items():
-                name = f"{place} {config.to_string()}"
-
-                def step(index: int, what: str, name: str = name) -> None:
-                    now = what if what == "dense" else name
-                    report_progress(on_progress, next(steps), total, now)
-
-                try:
-                    result = runs.evaluate(config, step)
-                except _FAILURES as error:
-                    failed[f"{name}: {error}"] = error
-                    warn(f"a cell failed, {name}: {error}")
-                    continue
-                rows[key] = {"cell": key, **table.measures(result), **origin, **text.columns}
-                table.append_row(rows[key], path)
+    for key, result in run_pieces(held, cluster, _measure_cell, shared, pieces):
+        try:
+            measured = result()
+        except _FAILURES as error:
+            number, config = pieces[key]
+            cell = texts[number][0].cell_name(config)
+            failed[f"{cell}: {error}"] = error
+            warn(f"a cell failed, {cell}: {error}")
+        else:
+            rows[key] = {"cell": key, **measured}
+            table.append_row(rows[key], path)
     report_progress(on_progress, total, total, "done")
     if failed:
         first, cause = next(iter(failed.items()))
@@ -162,12 +172,41 @@ def run_ablation(
 
 @dataclass
 class _Text:
-    """The windows of a text at one context, and the settings of its cells by their keys."""
+    """The windows of a text at one context."""
 
+    key: str  # stands for the model, the windows and their tokens
     columns: dict[str, str]  # of all its rows
     indices: range
     batches: Tensor
-    configs: dict[str, PrefillConfig]
+
+    def cell_name(self, config: PrefillConfig) -> str:
+        return f"{self.columns['dataset']} {self.batches.shape[1]} {config.to_string()}"
+
+
+def _measure_cell(
+    held: LoadedModel,
+    shared: tuple[str | None, str, list[_Text]],
+    piece: tuple[int, PrefillConfig],
+) -> dict[str, Any]:
+    """Return the row of a cell without its key; the dense runs of a text are kept for the next."""
+    name, protocol, texts = shared
+    number, config = piece
+    text = texts[number]
+    network = held.network
+
+    def begin() -> tuple[PairedRuns, dict[str, Any]]:
+        runs = PairedRuns(
+            network, held.tokenizer, text.indices, text.batches, protocol, keep_dense=True
+        )
+        return runs, _origin(network, name)
+
+    cell = text.cell_name(config)
+    with torch.no_grad(), eval_mode(network):
+        runs, origin = held.keep(f"{text.key} {protocol} {name}", begin)
+        result = runs.evaluate(
+            config, lambda index, what: held.step(what if what == "dense" else cell)
+        )
+    return {**table.measures(result), **origin, **text.columns}
 
 
 def _find_cells(
@@ -177,47 +216,31 @@ def _find_cells(
     tokenizer: Any,
     windows: str,
     protocol: str,
-) -> list[_Text]:
-    # The first numbers of each parameter: reading all would take too long.
-    weights = _digest(
-        *(
-            (name, str(weight.dtype), list(weight.shape), weight.detach().flatten()[:4].tolist())
-            for name, weight in network.named_parameters()
-        ),
-        *_scaled_positions(network),
-    )
+) -> list[tuple[_Text, dict[str, PrefillConfig]]]:
+    """Return each text at each context with the settings of its cells by their keys."""
+    weights = model_digest(network)
     first = first_token(tokenizer, protocol)
     found = []
     for corpus in corpora:
         tokens = encode(tokenizer, corpus.text)
         for context in dict.fromkeys(context for context, _ in grid):
             indices, batches = select_windows(tokens, context, windows, first)
-            digests = [indices.start, *(_digest(weights, ids.tolist()) for ids in batches)]
+            digests = [indices.start, *(digest(weights, ids.tolist()) for ids in batches)]
             configs = {
-                _digest(corpus.name, protocol, digests, _changed(config)): config
+                digest(corpus.name, protocol, digests, _changed(config)): config
                 for length, config in grid
                 if length == context
             }
             span = f"{indices.start}:{indices.stop}"
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}
-            found.append(_Text(columns, indices, batches, configs))
+            found.append((_Text(digest(digests), columns, indices, batches), configs))
     return found
-
-
-def _scaled_positions(network: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameters of scaled position embeddings, which weights do not show."""
-    rope = getattr(getattr(network, "config", None), "rope_parameters", None) or {}
-    return [] if rope.get("rope_type", "default") == "default" else [rope]
 
 
 def _changed(config: PrefillConfig) -> dict[str, Any]:
     """Return the fields that are not at their defaults: a new field leaves old keys as they are."""
     values = {name: getattr(config, name) for name in FIELDS}
     return {name: value for name, value in values.items() if value != getattr(PrefillConfig, name)}
-
-
-def _digest(*values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _origin(network: nn.Module, name: str | None) -> dict[str, Any]:

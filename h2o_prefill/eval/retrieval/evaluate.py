@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, run_pieces
 from h2o_prefill.eval.inputs.models import resolve_model
 from h2o_prefill.eval.inputs.text import Corpus, as_corpus
 from h2o_prefill.eval.retrieval.prompts import (
@@ -53,6 +55,7 @@ def evaluate_retrieval(
     prompts_per_cell: int = 1,
     question: str = "last",
     seed: int = 0,
+    cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
 ) -> RetrievalResult:
     """Ask for needles hidden in a text after dense and after each variant of sparse prefill.
@@ -87,8 +90,11 @@ def evaluate_retrieval(
         Whether the question comes after or before the text.
     seed : int
         Random seed; the same seed gives the same prompts.
+    cluster : ModelCluster, optional
+        Workers that answer the prompts, of the same model. Default: this process.
     on_progress : callable, optional
-        Called with (answers done, number of answers, description of the next step).
+        Called with (answers done, number of answers, description of the next step), or with
+        prompts instead of answers where a cluster answers them.
 
     Returns
     -------
@@ -107,40 +113,18 @@ def evaluate_retrieval(
     network, tokenizer = resolve_model(model, tokenizer)
     check_model(network, max(lengths), "lengths")
     corpus = as_corpus(haystack, "haystack")
-    text = Haystack(corpus.text)
-
-    def build(task: str, length: int, depth: float, own_seed: int) -> RetrievalPrompt:
-        return build_prompt(task, tokenizer, text, length, depth, question=question, seed=own_seed)
-
+    runs = with_dense(chosen)
+    setup = _Setup(Haystack(corpus.text), question, seed, runs)
     # Lengths that are too short for a task or too long for the text fail before the model runs.
     for task, length in itertools.product(tasks, (min(lengths), max(lengths))):
-        build(task, length, depths[0], prompt_seed(seed, task, length, depths[0], 0))
+        setup.build(tokenizer, (task, length, depths[0], 0))
 
-    runs = with_dense(chosen)
     cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
-    step = count_steps(on_progress, len(cells) * len(runs))
-    outcomes: list[PromptOutcome] = []
-    with torch.no_grad(), eval_mode(network):
-        for task, length, depth, index in cells:
-            own_seed = prompt_seed(seed, task, length, depth, index)
-            ids, new_tokens, answers, expected = build(task, length, depth, own_seed)
-            said: dict[str, str] = {}
-            log_probs: dict[str, float] = {}
-            for name, config in runs.items():
-                step(f"{task} {length} {depth:g} % {name}")
-                with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
-                    options = {"output_logits": True, "return_dict_in_generate": True}
-                    output = generate_greedily(network, ids, new_tokens, **options)
-                    log_probs[name] = _answer_log_prob(network, output, ids.shape[1], expected)
-                made = output.sequences[0, ids.shape[1] :]
-                said[name] = str(tokenizer.decode(made, skip_special_tokens=True))
-            scores = {name: substring_score(answer, answers) for name, answer in said.items()}
-            outcomes.append(
-                PromptOutcome(
-                    *(task, length, depth, own_seed, ids.shape[1]),
-                    *(answers, said, scores, log_probs),
-                )
-            )
+    step = count_steps(on_progress, len(cells) * (len(runs) if cluster is None else 1))
+    held = LoadedModel(network, tokenizer, step)
+    pieces = {cell: cell for cell in cells}
+    found = {cell: ask() for cell, ask in run_pieces(held, cluster, _ask, setup, pieces)}
+    outcomes = [found[cell] for cell in cells]
     step("done")
     return RetrievalResult(
         outcomes=outcomes,
@@ -150,6 +134,50 @@ def evaluate_retrieval(
         prompts_per_cell=prompts_per_cell,
         seed=seed,
         text_source=corpus.source,
+    )
+
+
+# Task, length, depth, and the number of the prompt among those of all three.
+_Cell = tuple[str, int, float, int]
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What all prompts of an evaluation share."""
+
+    haystack: Haystack
+    question: str
+    seed: int
+    runs: dict[str, PrefillConfig]  # by name, the baseline first
+
+    def build(self, tokenizer: Any, cell: _Cell) -> tuple[int, RetrievalPrompt]:
+        """Return the seed of a prompt, and the prompt."""
+        task, length, depth, _ = cell
+        seed, question = prompt_seed(self.seed, *cell), self.question
+        return seed, build_prompt(
+            task, tokenizer, self.haystack, length, depth, question=question, seed=seed
+        )
+
+
+def _ask(held: LoadedModel, setup: _Setup, cell: _Cell) -> PromptOutcome:
+    """Answer a prompt after dense prefill and after that of each variant."""
+    task, length, depth, _ = cell
+    network, tokenizer = held.network, held.tokenizer
+    seed, (ids, new_tokens, answers, expected) = setup.build(tokenizer, cell)
+    said: dict[str, str] = {}
+    log_probs: dict[str, float] = {}
+    with torch.no_grad(), eval_mode(network):
+        for name, config in setup.runs.items():
+            held.step(f"{task} {length} {depth:g} % {name}")
+            with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
+                options = {"output_logits": True, "return_dict_in_generate": True}
+                output = generate_greedily(network, ids, new_tokens, **options)
+                log_probs[name] = _answer_log_prob(network, output, ids.shape[1], expected)
+            made = output.sequences[0, ids.shape[1] :]
+            said[name] = str(tokenizer.decode(made, skip_special_tokens=True))
+    scores = {name: substring_score(answer, answers) for name, answer in said.items()}
+    return PromptOutcome(
+        *(task, length, depth, seed, ids.shape[1]), *(answers, said, scores, log_probs)
     )
 
 

@@ -49,6 +49,13 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--lengths", "600"): "lengths must be <= 512",
         ("--depths", ""): "depths must be numbers with commas between, got ''",
         ("--prompts", 0): "--prompts",
+        ("--workers", 2, "--scheduler", "tcp://x:1"): "give one of --scheduler, --scheduler-file",
+        ("--scheduler-file", "missing.json"): "--scheduler-file: no such file: 'missing.json'",
+        (
+            "--scheduler",
+            "x y",
+        ): "--scheduler must be an address like tcp://10.0.0.1:8786, got 'x y'",
+        ("--workers", 0): "--workers",
     },
     "answers": {("--prompts", 9): "the text 'long.txt' must have 9 x 300 tokens"},
     "visualize": {
@@ -62,6 +69,15 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--prompt-file", "missing.txt"): "--prompt-file: no such file",
         ("words", "--max-new-tokens", 0): "--max-new-tokens",
         ("words", "--max-new-tokens", 600): "prompt and new tokens must be <= 512",
+        ("words", "--workers", 1): "a Dask cluster answers the prompts of --input: give a file",
+        (
+            "words",
+            "--output",
+            "o",
+        ): "--input takes no prompt, --prompt-file, --package or --session beside it",
+        ("--output", "o"): "give --input and --output, both",
+        ("--input", "missing.jsonl", "--output", "o"): "--input: no such file: 'missing.jsonl'",
+        ("--input", __file__, "--output", "o"): "--input line 1 must be JSON",
     },
     "perplexity": {(): "perplexity"},
 }

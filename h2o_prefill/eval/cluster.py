@@ -1,0 +1,192 @@
+"""Pieces of work that do not depend on each other: in this process, or on the workers of Dask.
+
+A piece is a function of a loaded model and of values that can be pickled. Dask keeps what is to be
+done: the pieces of a worker that dies run elsewhere, and nothing here needs to know.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+import h2o_prefill
+from h2o_prefill._warn import warn
+from h2o_prefill.eval.inputs.models import load_model
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
+
+# `enable`, numbers of threads and filters of warnings belong to a process, not to a thread of it.
+_ONE_PIECE = threading.Lock()
+
+
+@dataclass
+class LoadedModel:
+    """A model as pieces get it."""
+
+    network: Any
+    tokenizer: Any
+    step: Callable[[str], None] = lambda what: None  # to call before each step of the work
+    _kept: tuple[str, Any] = field(default=("", None), repr=False)
+
+    def keep(self, key: str, make: Callable[[], R]) -> R:
+        """Return what the last piece made under this key; what is under another is forgotten."""
+        if self._kept[0] != key:
+            self._kept = "", None  # frees its memory first
+            self._kept = key, make()
+        kept: R = self._kept[1]
+        return kept
+
+
+class ModelCluster:
+    """Workers of a Dask cluster, each of which loads the same model once.
+
+    A worker runs one piece at a time, however many threads Dask gives it.
+
+    Parameters
+    ----------
+    client : distributed.Client
+        A connection to the cluster.
+    model, dtype : str
+        As `load_model` takes them. A folder must be at the same path on every worker.
+    threads : int, optional
+        CPU threads of each worker. Default: its own number. Results are equal to the bit only
+        with the same number on the same kind of processor.
+    """
+
+    def __init__(
+        self, client: Client, model: str, dtype: str = "float32", threads: int | None = None
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._dtype = dtype
+        self._threads = threads
+
+    def _run(
+        self, held: LoadedModel, function: Callable[..., R], shared: Any, pieces: Mapping[K, Any]
+    ) -> Iterator[tuple[K, Callable[[], R]]]:
+        """Yield the pieces as they finish, as `run_pieces` does."""
+        from distributed import as_completed
+
+        what = self._model, self._dtype, h2o_prefill.__version__, model_digest(held.network)
+        submit = partial(self._client.submit, pure=False)
+        # A task like the others, not scattered data: Dask makes it again if its worker dies.
+        common = submit(_same, shared)
+        futures = {
+            submit(_work, what, self._threads, function, common, piece): key
+            for key, piece in pieces.items()
+        }
+        # What is left when the caller stops is released with these futures.
+        finished = as_completed(futures)
+        while futures:
+            held.step(f"{len(futures)} left on the cluster")
+            future = next(finished)
+            yield futures.pop(future), partial(_result, future)
+
+
+def run_pieces(
+    held: LoadedModel,
+    cluster: ModelCluster | None,
+    function: Callable[..., R],
+    shared: Any,
+    pieces: Mapping[K, Any],
+) -> Iterator[tuple[K, Callable[[], R]]]:
+    """Run `function(model, shared, piece)` for each piece; yield keys and their results.
+
+    A result is a function, which returns it or raises the error of its piece alone: RuntimeError
+    for a piece on which several workers died. Without a cluster the piece runs in that call, in
+    order; on a cluster they come as they finish, and `held.step` is called once for each.
+
+    Raises ValueError in a result if a worker has another version of this package or another model,
+    and ConnectionError if the scheduler was lost.
+    """
+    if cluster is not None:
+        yield from cluster._run(held, function, shared, pieces)
+        return
+    for key, piece in pieces.items():
+        yield key, partial(function, held, shared, piece)
+
+
+def model_digest(network: nn.Module) -> str:
+    """Return a digest of a model's weights, and of its position embeddings if they are scaled."""
+    # The first numbers of each parameter: reading all would take too long.
+    weights = (
+        (name, str(weight.dtype), list(weight.shape), weight.detach().flatten()[:4].tolist())
+        for name, weight in network.named_parameters()
+    )
+    # Weights do not show these.
+    rope = getattr(getattr(network, "config", None), "rope_parameters", None) or {}
+    return digest(*weights, *([] if rope.get("rope_type", "default") == "default" else [rope]))
+
+
+def digest(*values: Any) -> str:
+    """Return 16 hexadecimal digits that stand for plain values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _same(value: R) -> R:
+    return value
+
+
+def _work(
+    what: tuple[str, ...], threads: int | None, function: Callable[..., R], shared: Any, piece: Any
+) -> tuple[R, list[str]]:
+    """Run a piece on a worker; return its result and the texts of its warnings."""
+    with _ONE_PIECE, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if threads is not None:
+            # OpenMP counts by thread, and Dask may take another one for every piece.
+            torch.set_num_threads(threads)
+        result = function(_load(*what), shared, piece)
+    return result, [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+
+
+@functools.lru_cache(maxsize=1)
+def _load(model: str, dtype: str, version: str, expected: str) -> LoadedModel:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    host = f"the worker on {socket.gethostname()}"
+    if h2o_prefill.__version__ != version:
+        raise ValueError(f"{host} must have h2o_prefill {version}, has {h2o_prefill.__version__}")
+    try:
+        loaded = LoadedModel(*load_model(model, dtype))
+    except (ValueError, OSError, ImportError) as error:
+        raise ValueError(f"{host} cannot load the model: {error}") from error
+    if model_digest(loaded.network) != expected:
+        raise ValueError(f"{host} must have the same model, has other weights as {model!r}")
+    return loaded
+
+
+def _result(future: Any) -> Any:
+    """Return the result of a finished future of `_work`, and repeat its warnings here."""
+    from concurrent.futures import CancelledError
+
+    from distributed import KilledWorker
+
+    try:
+        result, said = future.result()
+    except KilledWorker as error:
+        raise RuntimeError(
+            "several workers died on it, for lack of memory or since they were killed"
+        ) from error
+    except CancelledError as error:
+        raise ConnectionError("the scheduler of the cluster was lost") from error
+    for text in said:
+        warn(text)
+    return result

@@ -1,0 +1,258 @@
+"""Pieces of evaluations on workers of Dask: the same results, whatever becomes of the workers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import Corpus, calibrate_heads, evaluate_retrieval, load_model, run_ablation
+from h2o_prefill.eval import cluster as clusters
+
+pytest.importorskip("pandas")
+distributed = pytest.importorskip("distributed")
+
+ROOT = Path(__file__).parents[3]
+BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
+GRID: dict[str, Any] = {"heavy_budget": [0, 4], "sink_tokens": [0, 2]}
+TIMES = ["dense_seconds", "sparse_seconds"]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    """Two workers that are threads of this process, so that patches reach them."""
+    options: dict[str, Any] = {"processes": False, "n_workers": 2, "threads_per_worker": 1}
+    with (
+        distributed.LocalCluster(dashboard_address="localhost:0", **options) as local,
+        distributed.Client(local) as connection,
+    ):
+        yield connection
+
+
+@pytest.fixture
+def workers(client: Any, folder: str) -> Iterator[clusters.ModelCluster]:
+    clusters._load.cache_clear()
+    yield clusters.ModelCluster(client, folder, threads=1)
+
+
+@pytest.fixture
+def corpus(tiny: Any) -> Corpus:
+    return Corpus("tale", tiny.SENTENCE * 60, "tale.txt")
+
+
+def test_an_ablation_on_workers_writes_the_same_rows_and_goes_on(
+    workers: clusters.ModelCluster, folder: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"base": BASE, "datasets": [corpus], "windows": "0:2"}
+    options["contexts"] = [64, 48]
+    here = run_ablation(folder, GRID, tmp_path / "here", **options)
+    options |= {"output": tmp_path / "there", "cluster": workers}
+    part = {**GRID, "sink_tokens": [2]}
+    assert len(run_ablation(folder, part, **options)) == 4
+    steps: list[tuple[int, int]] = []
+    report = lambda done, total, what: steps.append((done, total))  # noqa: E731
+    there = run_ablation(folder, GRID, on_progress=report, **options)
+    assert there.drop(columns=TIMES).equals(here.drop(columns=TIMES)) and len(there) == 8
+    assert steps == [(done, 4) for done in range(5)]
+    assert run_ablation(folder, GRID, **options).equals(there), "nothing runs twice"
+
+
+def test_a_cell_that_fails_on_a_worker_does_not_stop_the_others(
+    workers: clusters.ModelCluster,
+    folder: str,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluate = importlib.import_module("h2o_prefill.eval.perplexity.evaluate")
+    prefill_mode = evaluate.prefill_mode
+
+    def no_memory(model: Any, config: PrefillConfig, **options: Any) -> Any:
+        if config.heavy_budget == 0:
+            raise RuntimeError("no memory")
+        clusters.warn("said by a worker")
+        return prefill_mode(model, config, **options)
+
+    options: dict[str, Any] = {"base": BASE, "datasets": [corpus], "windows": "0:2"}
+    options |= {"output": tmp_path, "contexts": [64], "cluster": workers}
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "prefill_mode", no_memory)
+        with (
+            pytest.warns(UserWarning, match="a cell failed, tale 64 .*no memory"),
+            pytest.warns(UserWarning, match="said by a worker"),
+            pytest.raises(RuntimeError, match="2 of 4 cells failed"),
+        ):
+            run_ablation(folder, GRID, **options)
+    assert len(run_ablation(folder, GRID, **options)) == 4
+
+
+def test_retrieval_on_workers_finds_the_same(
+    workers: clusters.ModelCluster, folder: str, corpus: Corpus
+) -> None:
+    model, tokenizer = load_model(folder)
+    variants = {"small": PrefillConfig(chunk_size=64, local_window=16, heavy_budget=16)}
+    options: dict[str, Any] = {"tokenizer": tokenizer, "tasks": ["single"], "lengths": [480]}
+    options["depths"] = [0, 50, 100]
+    here = evaluate_retrieval(model, corpus, variants, **options)
+    there = evaluate_retrieval(model, corpus, variants, cluster=workers, **options)
+    assert there.outcomes == here.outcomes and len(here.outcomes) == 3
+
+
+def test_calibration_on_workers_finds_the_same(
+    workers: clusters.ModelCluster, folder: str, corpus: Corpus
+) -> None:
+    model, tokenizer = load_model(folder)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "context": 64, "windows": "1:5"}
+    here = calibrate_heads(model, corpus, BASE, **options)
+    there = calibrate_heads(model, corpus, BASE, cluster=workers, **options)
+    assert there == here and here.windows == [1, 2, 3, 4]
+
+
+def test_a_worker_with_another_model_or_version_is_refused(
+    client: Any, workers: clusters.ModelCluster, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load_model(folder)
+
+    def run(workers: clusters.ModelCluster, function: Any = len) -> None:
+        held = clusters.LoadedModel(model, tokenizer)
+        for _, result in clusters.run_pieces(held, workers, function, None, {"one": None}):
+            result()
+
+    with pytest.raises(ValueError, match=r"the worker on .* cannot load the model: .*nowhere"):
+        run(clusters.ModelCluster(client, "./nowhere"))
+    monkeypatch.setattr(clusters.h2o_prefill, "__version__", "0.0.0")
+    with monkeypatch.context() as patch:
+        # The worker has what this process has, so it is the request that differs.
+        digest = clusters.model_digest(model)
+        patch.setattr(
+            clusters, "_work", lambda *_: clusters._load(folder, "float32", "9.9", digest)
+        )
+        with pytest.raises(ValueError, match=r"must have h2o_prefill 9\.9, has 0\.0\.0"):
+            run(workers)
+    model.model.norm.weight.data[0] += 1
+    with pytest.raises(ValueError, match="must have the same model, has other weights as"):
+        run(workers)
+
+
+def test_what_a_worker_keeps_is_made_once_for_a_key() -> None:
+    made: list[str] = []
+    held = clusters.LoadedModel(None, None)
+    for key in ("a", "a", "b", "a"):
+        assert held.keep(key, lambda key=key: made.append(key) or key) == key
+    assert made == ["a", "b", "a"]
+
+
+def test_a_lost_scheduler_is_an_error_at_once(folder: str) -> None:
+    options: dict[str, Any] = {"processes": False, "n_workers": 1, "threads_per_worker": 1}
+    with (
+        distributed.LocalCluster(dashboard_address="localhost:0", **options) as local,
+        distributed.Client(local) as connection,
+    ):
+        workers = clusters.ModelCluster(connection, folder, threads=1)
+        held = clusters.LoadedModel(*load_model(folder))
+        results = clusters.run_pieces(held, workers, _nap, None, {n: n for n in range(20)})
+        _, first = next(results)
+        assert first() == 1
+        local.close()
+        with pytest.raises(ConnectionError, match="scheduler of the cluster was lost"):
+            for _, result in results:
+                result()
+
+
+def _nap(held: Any, shared: None, piece: int) -> int:
+    time.sleep(0.2)
+    return torch.get_num_threads()
+
+
+# Runs a command line, and kills one of its workers as soon as there are two rows in a table.
+WATCH = """
+import os, signal, sys, threading, time
+import psutil
+from h2o_prefill.cli.app import app
+table = sys.argv.pop(1)
+def kill():
+    while not (os.path.exists(table) and open(table).read().count("\\n") > 2):
+        time.sleep(0.01)
+    children = psutil.Process().children(recursive=True)
+    workers = [p for p in children if "spawn_main" in " ".join(p.cmdline())]
+    os.kill(workers[0].pid, signal.SIGKILL)
+    print("worker shot", workers[0].pid, file=sys.stderr)
+if __name__ == "__main__":
+    threading.Thread(target=kill, daemon=True).start()
+    app(prog_name="h2o-prefill")
+"""
+
+
+@pytest.mark.slow
+def test_the_cells_of_a_killed_worker_run_elsewhere(
+    folder: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    (tmp_path / "tale").write_text(corpus.text)
+    (tmp_path / "watch.py").write_text(WATCH)
+    table = tmp_path / "there" / "perplexity_ablation.csv"
+    grid = ["--heavy-budget", "0,1,2,3,4,5,6,7", "--sink-tokens", "0,1,2", "--chunk-size", "16"]
+    text = ["--text-file", str(tmp_path / "tale"), "--context", "64", "--local-window", "4"]
+    command = ["ablate", "--model", folder, "--threads", "1", "--windows", "0:8", *text, *grid]
+    command += ["--preset", "h2o", "--no-plot", "--output"]
+    watched = [sys.executable, str(tmp_path / "watch.py"), str(table)]
+    runs = {
+        "there": [*watched, *command, str(table.parent), "--workers", "2"],
+        "here": [sys.executable, "-m", "h2o_prefill_cli", *command, str(tmp_path / "here")],
+    }
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name, line in runs.items():
+        done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert ("worker shot" in done.stderr) == (name == "there")
+        assert "Traceback" not in done.stderr
+    pd = importlib.import_module("pandas")
+    here, there = (
+        pd.read_csv(tmp_path / name / table.name).set_index("cell").sort_index().drop(columns=TIMES)
+        for name in runs
+    )
+    pd.testing.assert_frame_equal(here, there, check_exact=True)
+    assert len(here) == 24
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_the_cells_and_ends_the_workers(
+    folder: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    (tmp_path / "tale").write_text(corpus.text)
+    table = tmp_path / "there" / "perplexity_ablation.csv"
+    text = ["--text-file", str(tmp_path / "tale"), "--context", "512", "--local-window", "4"]
+    text += ["--heavy-budget", ",".join(map(str, range(60))), "--chunk-size", "64"]
+    command = ["ablate", "--model", folder, "--threads", "1", "--windows", "0:4", *text]
+    command += ["--preset", "h2o", "--no-plot", "--output", str(table.parent), "--workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "h2o_prefill_cli", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while process.poll() is None and not (table.exists() and table.read_text().count("\n") > 2):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the workers too
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in said, said
+    assert "finished cells are kept" in said.splitlines()[-1]
+    psutil = importlib.import_module("psutil")
+    left = [one for one in psutil.process_iter() if os.getsid(one.pid) == process.pid]
+    assert psutil.wait_procs(left, timeout=20)[1] == []

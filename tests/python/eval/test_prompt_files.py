@@ -1,0 +1,249 @@
+"""Answers to the prompts of a file: those of each prompt alone, and none twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import h2o_prefill
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import prompt_files
+from h2o_prefill.eval.prompt_files import answer_prompts, read_prompts
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[3]
+CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, error_rows=2)
+NEW = 6
+
+
+@pytest.fixture
+def prompts(tiny: Any) -> dict[Any, str]:
+    return {f"p{i}": f"{i} {tiny.SENTENCE * (1 + i % 4)}"[: 150 - i] for i in range(8)} | {9: "ab"}
+
+
+@pytest.fixture
+def answer(tiny_model: Any, tiny_tokenizer: Any, prompts: dict[Any, str], tmp_path: Path) -> Any:
+    def run(changed: dict[Any, str] | None = None, **options: Any) -> Any:
+        options = {"batch_tokens": 400, "max_new_tokens": NEW, "config": CONFIG, **options}
+        model = options.pop("model", tiny_model)
+        given = prompts if changed is None else changed
+        return answer_prompts(model, tiny_tokenizer, given, tmp_path / "o.jsonl", **options)
+
+    return run
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_answers_are_those_of_each_prompt_alone(
+    answer: Any, prompts: Any, tiny_model: Any, tiny_tokenizer: Any, tmp_path: Path, ends: bool
+) -> None:
+    alone: dict[Any, Any] = {}
+    for _ in range(2 if ends else 1):
+        for name, text in prompts.items():
+            ids = tiny_tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+            with h2o_prefill.enable(tiny_model, CONFIG) as handle, torch.no_grad():
+                options: Any = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+                new = tiny_model.generate(ids, **options)[0, ids.shape[1] :]
+                kl = handle.report().estimated_kl or [None]
+            alone[name] = ids.shape[1], new.tolist(), kl[0]
+        if ends:
+            # What one of them says third ends all answers.
+            tiny_model.generation_config.eos_token_id = [alone["p3"][1][2]]
+    found = answer()
+    rows = _read(tmp_path / "o.jsonl")
+    assert rows == found.rows and [row["id"] for row in rows] == list(prompts)
+    assert not found.failed and found.reused == 0
+    for row in rows:
+        length, new, kl = alone[row["id"]]
+        assert row["answer"] == tiny_tokenizer.decode(new, skip_special_tokens=True)
+        assert (row["prompt_tokens"], row["new_tokens"]) == (length, len(new))
+        assert row["finish"] == ("stop" if ends and new[-1] in _ends(tiny_model) else "length")
+        assert row["estimated_kl"] == (None if kl is None else pytest.approx(kl, rel=1e-3))
+    assert {row["finish"] for row in rows} >= ({"stop"} if ends else {"length"})
+
+
+def _ends(model: Any) -> list[int]:
+    return model.generation_config.eos_token_id
+
+
+def test_a_file_goes_on_after_a_cut_line(
+    answer: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "o.jsonl"
+    whole = answer().rows
+    other = {"id": "other", "answer": "kept", "key": "x"}
+    lines = [json.dumps(row, ensure_ascii=False) for row in (other, *whole[::-1])]
+    path.write_text("\n".join([*lines[:4], lines[4][:25]]))
+    asked: list[int] = []
+    generate = prompt_files._generate
+
+    def count(held: Any, config: Any, new: int, ids: Any) -> Any:
+        asked.append(len(ids))
+        return generate(held, config, new, ids)
+
+    monkeypatch.setattr(prompt_files, "_generate", count)
+    found = answer()
+    assert found.reused == 3 and sum(asked) == len(prompts) - 3
+    assert found.rows == whole and _read(path) == [*whole, other]
+    assert answer().reused == len(prompts) and sum(asked) == len(prompts) - 3
+    for changes in ({"max_new_tokens": 7}, {"config": CONFIG.replace(sink_tokens=1)}):
+        with pytest.raises(ValueError, match="under the id 'p0' to another prompt, or of another"):
+            answer(**changes)
+    with pytest.raises(ValueError, match="under the id 'p1'"):
+        answer({"p1": "other words"})
+    path.write_text('{"prompt": "mine"}\n')
+    with pytest.raises(ValueError, match="output line 1 must be an answer"):
+        answer()
+    assert path.read_text() == '{"prompt": "mine"}\n'
+
+
+def test_a_prompt_that_cannot_be_answered_has_an_error(
+    answer: Any, prompts: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"long": tiny.SENTENCE * 20, **prompts, "empty": " "}
+    generate = prompt_files._generate
+
+    def no_memory(held: Any, config: Any, new: int, ids: Any) -> Any:
+        if any(len(one) == len(prompts["p3"]) for one in ids):
+            raise RuntimeError("no\nmemory")
+        return generate(held, config, new, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prompt_files, "_generate", no_memory)
+        found = answer(given)
+    errors = {row["id"]: row["error"] for row in found.failed}
+    assert errors == {
+        "long": "prompt and new tokens must be <= 512, the longest that the model takes, got 766",
+        "p3": "no memory",
+        "empty": "prompt must not be empty",
+    }
+    again = answer(given)
+    assert [row["id"] for row in again.failed] == ["long", "empty"] and again.reused == 8
+    assert [row["id"] for row in _read(tmp_path / "o.jsonl")] == list(given)
+
+
+def test_batches_hold_similar_lengths_and_so_many_tokens() -> None:
+    lengths = {i: 10 + 37 * i % 300 for i in range(40)} | {"long": 2000}
+    batches = prompt_files._batches(lengths, 20, 1000)
+    assert sorted(map(str, itertools.chain(*batches))) == sorted(map(str, lengths))
+    assert batches[0] == ["long"]
+    for batch in batches[1:]:
+        longest = max(lengths[name] for name in batch)
+        assert len(batch) * (longest + 20) <= 1000
+        assert min(lengths[name] for name in batch) >= 0.75 * longest
+    assert [max(lengths[name] for name in batch) for batch in batches] == sorted(
+        (max(lengths[name] for name in batch) for batch in batches), reverse=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": ', "in line 2 must be JSON"),
+        ('{"prompt": "a"}\n\n["b"]', "in line 3 must be a JSON object"),
+        ('{"text": "a"}', 'in line 1 must have a text as "prompt", got None'),
+        ('{"prompt": "a", "id": 1.5}', 'in line 1: "id" must be a text or int, got 1.5'),
+        (
+            '{"prompt": "a", "id": 2}\n{"prompt": "b"}',
+            "in line 2 must have an id of its own, got 2",
+        ),
+        ("\n", "in must hold text"),
+    ],
+)
+def test_wrong_input_names_its_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / "p.jsonl", "in")
+
+
+def test_ids_default_to_lines_and_texts_may_hold_anything(answer: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(
+        '\ufeff{"prompt": "a\u2028b", "id": "x\\ud800"}\n\n{"prompt": "c", "more": 1}\n'
+    )
+    prompts = read_prompts(tmp_path / "p.jsonl")
+    assert prompts == {"x\ud800": "a\u2028b", 3: "c"}
+    assert not answer(prompts).failed and answer(prompts).reused == 2
+
+
+def test_the_command_line_on_a_cluster(
+    tiny: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("distributed")
+    testing = pytest.importorskip("typer.testing")
+    from h2o_prefill.cli.app import app
+
+    lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    command = ["generate", "--model", str(tiny.save_model(tmp_path / "m")), "--threads", "1"]
+    command += ["--preset", "h2o,chunk_size=16,local_window=4,heavy_budget=4"]
+    command += ["--max-new-tokens", "5", "--batch-tokens", "500"]
+    command += ["--input", str(tmp_path / "p.jsonl"), "--output"]
+    here = testing.CliRunner().invoke(app, [*command, str(tmp_path / "here.jsonl")])
+    assert here.exit_code == 0, here.output
+    assert "9 prompts, 0 of them answered before" in here.stderr
+    there = [*command, str(tmp_path / "there.jsonl")]
+    done = testing.CliRunner().invoke(app, [*there, "--workers", "1"])
+    assert done.exit_code == 0, done.output
+    assert "dashboard of 1 workers: http://127.0.0.1" in done.stderr
+    assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    done = testing.CliRunner().invoke(app, [*there, "--workers", "1"])
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert "need Dask: pip install 'h2o_prefill[cluster]'" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_kill_loses_at_most_the_batch_in_flight(tiny: Any, tmp_path: Path) -> None:
+    folder = tiny.save_model(tmp_path / "model")
+    output = tmp_path / "o.jsonl"
+    with open(tmp_path / "p.jsonl", "w") as file:
+        for i in range(120):
+            file.write(json.dumps({"prompt": f"{i} {tiny.SENTENCE * (1 + i % 9)}"}) + "\n")
+    command = [sys.executable, "-m", "h2o_prefill_cli", "generate", "--model", str(folder)]
+    command += ["--input", str(tmp_path / "p.jsonl"), "--output", str(output), "--threads", "1"]
+    command += ["--preset", "h2o,chunk_size=16,local_window=4,heavy_budget=4"]
+    command += ["--max-new-tokens", "30", "--batch-tokens", "800"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (output.exists() and output.read_text().count("\n") > 20):
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    kept = output.read_text().count("\n")
+    assert 20 < kept < 120
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert f"120 prompts, {kept} of them answered before" in done.stderr
+    assert [row["id"] for row in _read(output)] == list(range(1, 121))
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_real_model_answers_as_one_by_one(
+    smollm2: Any, wikitext2_path: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = smollm2
+    words = wikitext2_path.read_text().split(" ")
+    prompts = {
+        i: " ".join(words[i * 2000 : i * 2000 + 1000 + 60 * i]) + "\n\nWhat is this text about?"
+        for i in range(4)
+    }
+    config = h2o_prefill.preset_config("recommended,chunk_size=256,local_window=96,heavy_budget=64")
+    options: dict[str, Any] = {"config": config, "max_new_tokens": 24}
+    together = answer_prompts(model, tokenizer, prompts, tmp_path / "a", **options).rows
+    single = answer_prompts(model, tokenizer, prompts, tmp_path / "b", batch_tokens=1, **options)
+    for row, alone in zip(together, single.rows, strict=True):
+        assert row["prompt_tokens"] > 1200 and row["answer"] == alone["answer"]
+        assert row["estimated_kl"] == pytest.approx(alone["estimated_kl"], rel=1e-3)
