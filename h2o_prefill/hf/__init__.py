@@ -13,6 +13,7 @@
 | forward.py | what one forward knows, and which of them run |
 | padding.py | the spans of the rows of a padded batch |
 | cache.py, layer.py | caches that calls of one prompt share, and their layers |
+| stages.py | models that transformers spreads over several processes |
 | state.py | the state of one enabled model, and what its compiled graph is told |
 | report.py | which layers are and were sparse |
 | profile.py | settings found for an architecture, and where they are kept |
