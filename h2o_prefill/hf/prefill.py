@@ -148,7 +148,7 @@ def _run_stages(
             snapshot.keep_state(layer)
     width = model.config.get_text_config(decoder=True).hidden_size
     hidden = torch.empty(tokens.shape[0], 0, width, dtype=model.dtype, device=model.device)
-    silent = None if pipeline.ranks.is_first else True  # None: shown on a terminal
+    silent = None if torch.distributed.get_rank() == 0 else True  # None: shown on a terminal
     bar = transformers.utils.logging.tqdm(total=tokens.shape[1], unit=" tokens", disable=silent)
     try:
         with bar as shown:

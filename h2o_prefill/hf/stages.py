@@ -19,6 +19,9 @@ OTHER_CACHE = (
     "or an empty DynamicCache: the layers of another one would count positions from 0; got"
 )
 
+# What makes keys in the layers of transformers' models.
+_OF_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
+
 
 class StageCache(ChunkedPrefillCache):
     """The cache of a stage: it has the number of tokens from a layer that is here.
@@ -134,29 +137,27 @@ def new_cache(model: Any) -> ChunkedPrefillCache:
 def with_heads_here(model: Any, config: PrefillConfig) -> PrefillConfig:
     """Return settings that number the KV heads of `wide_heads` as this process does.
 
-    With tensor parallelism it has some heads of each layer, numbered from 0.
+    With tensor parallelism it has some heads of each layer, numbered from 0. Raises ValueError if
+    not every process has as many.
     """
     count = getattr(model, "_tp_size", None) or 1
-    if count == 1 or not config.wide_heads or not _shards_attention(model):
+    if count == 1 or not _spreads_keys(model):
         return config
-    heads = model.config.get_text_config(decoder=True).num_key_value_heads // count
-    first = model._mesh_manager.get_mesh("tp").get_local_rank() * heads
-    return config.replace(
-        wide_heads=tuple(
-            (layer, head - first, factor)
-            for layer, head, factor in config.wide_heads
-            if first <= head < first + heads
-        )
-    )
+    heads = model.config.get_text_config(decoder=True).num_key_value_heads
+    if heads % count:
+        raise ValueError(f"tp_size must divide the number of KV heads, {heads}, got {count}")
+    here = heads // count
+    first = model._mesh_manager.get_mesh("tp").get_local_rank() * here
+    wide = ((layer, head - first, factor) for layer, head, factor in config.wide_heads)
+    return config.replace(wide_heads=tuple(one for one in wide if 0 <= one[1] < here))
 
 
-def _shards_attention(model: nn.Module) -> bool:
-    """Return whether layers of attention have parameters of which each process has a part."""
+def _spreads_keys(model: nn.Module) -> bool:
+    """Return whether each process has a part of the parameters that make keys."""
     from torch.distributed.tensor import DTensor  # Not every build of PyTorch has it.
 
     return any(
         isinstance(parameter, DTensor) and any(part.is_shard() for part in parameter.placements)
-        for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-        for parameter in module.parameters()
+        for name, parameter in model.named_parameters()
+        if any(f".{projection}." in name for projection in _OF_KEYS)
     )

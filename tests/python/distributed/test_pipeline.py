@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ pytest.importorskip("transformers.distributed")
 from processes import error_of, load, run
 from transformers import DynamicCache, StaticCache
 
-from h2o_prefill import chunked_prefill, disable, enable
+from h2o_prefill import chunked_prefill, enable
 from h2o_prefill.distributed import DistributedPrefillError, PipelinePrefill
 
 SPARSE: dict[str, Any] = {"chunk_size": 16, "local_window": 4, "heavy_budget": 4, "recall_block": 8}
@@ -90,8 +91,20 @@ def refusals(rank: int, folder: Path, count: int) -> dict[str, Any]:
         errors["static"] = error_of(lambda: model(ids, cache=static))
     # The group is still in order.
     errors["none"] = error_of(lambda: chunked_prefill(model, ids, **sparse))
-    disable(model)
-    return errors
+    bars: list[Any] = []
+
+    class Bar(contextlib.nullcontext[Any]):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(self)
+            bars.append([options["disable"], options["total"], 0])
+
+        def update(self, tokens: int) -> None:
+            bars[-1][2] += tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.utils.logging.tqdm", Bar)
+        chunked_prefill(model, ids, **sparse)
+    return {**errors, "bars": bars}
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +130,16 @@ def test_stages_give_what_one_process_gives(folder: Path, expected: Any, count: 
             assert torch.equal(result["found"][name], value), name
 
 
-def test_what_every_rank_refuses(folder: Path) -> None:
-    for errors in run(2, refusals, folder, 2):
+def test_what_every_rank_refuses_and_shows(folder: Path) -> None:
+    for rank, errors in enumerate(run(2, refusals, folder, 2)):
         assert errors["settings"][0] == "ValueError"
         assert "settings must be the same on every rank, got" in errors["settings"][1]
         assert "token ids must be the same on every rank, got" in errors["token ids"][1]
         assert "would count positions from 0; got DynamicCache with tokens" in errors["used"][1]
         assert errors["static"][:1] == ("ValueError",)
         assert errors["none"] is None
+        # A bar on rank 0 alone, if that has a terminal.
+        assert errors["bars"] == [[None if rank == 0 else True, 64, 64]]
 
 
 def more_stages_than_layers(rank: int, folder: Path) -> Any:
@@ -175,7 +190,7 @@ def interrupted(rank: int, folder: Path, count: int, victim: int, name: str) -> 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_lost_rank_is_an_error_on_every_survivor(folder: Path, victim: int, name: str) -> None:
     timeout = 6.0
-    results = run(3, interrupted, folder, 3, victim, name, timeout=timeout, limit=60.0)
+    results = run(3, interrupted, folder, 3, victim, name, timeout=timeout, limit=25.0)
     lost = results.pop(victim)
     assert lost[0][0] == "ZeroDivisionError" if name == "error" else lost is None
     for error, seconds in results:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers.distributed")
 
-from processes import load, run
+from processes import error_of, load, run
 
 from h2o_prefill import chunked_prefill, enable
 
@@ -73,3 +73,14 @@ def test_heads_on_several_ranks(folder: Path, expected: Any, count: int) -> None
         size = max(part.shape[2] for part in parts)
         parts = [torch.nn.functional.pad(x, (0, size - x.shape[2]), value=-1) for x in parts]
         assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_every_rank_has_as_many_heads(tmp_path: Path, tiny: Any) -> None:
+    tiny.make_model(num_key_value_heads=1).save_pretrained(tmp_path)
+    for error in run(2, refusal, tmp_path):
+        assert error[:2] == ("ValueError", "tp_size must divide the number of KV heads, 1, got 2")
+
+
+def refusal(rank: int, folder: Path) -> Any:
+    model = load(folder, tp_size=2)
+    return error_of(lambda: enable(model))
