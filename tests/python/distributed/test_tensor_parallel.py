@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers.distributed")
+pytest.importorskip("transformers", minversion="5.24")
 
 from processes import error_of, load, run
 
