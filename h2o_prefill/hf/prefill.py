@@ -106,8 +106,9 @@ def chunked_prefill(
     if isinstance(cache, StageCache):
         sizes = _call_sizes(tokens.shape[1], 1, chosen)
         stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
-        with enable(model, chosen, tokenizer=tokenizer, strict=strict), torch.no_grad():
-            return _run_stages(stage, tokens, sizes, chunks_per_call, chosen)
+        with enable(model, chosen, tokenizer=tokenizer, strict=strict) as handle, torch.no_grad():
+            facts = {"settings": chosen.to_string(), "tokenizer": _digest(handle.token_text)}
+            return _run_stages(stage, tokens, sizes, chunks_per_call, facts)
     sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -122,9 +123,12 @@ def chunked_prefill(
 
 
 def _run_stages(
-    stage: Stage, tokens: Tensor, sizes: list[int], chunks_per_call: int, config: PrefillConfig
+    stage: Stage, tokens: Tensor, sizes: list[int], chunks_per_call: int, facts: dict[str, object]
 ) -> CausalLMOutputWithPast:
-    """Prefill with the other stages of a model; a failure leaves the cache as it was."""
+    """Prefill with the other stages of a model; a failure leaves the cache as it was.
+
+    `facts`, among others, must be the same in all of them.
+    """
     # Not every build of PyTorch has what this needs.
     from h2o_prefill.distributed import PipelinePrefill
 
@@ -133,8 +137,8 @@ def _run_stages(
     snapshot, ids = CacheSnapshot(cache), cache._token_ids
     pipeline.ranks.check_same(
         {
+            **facts,
             "versions": (build_info()["version"], torch.__version__, transformers.__version__),
-            "settings": config.to_string(),
             "chunks_per_call": chunks_per_call,
             "dtype": str(model.dtype),
             "number of cached tokens": stage.begin,
@@ -165,7 +169,7 @@ def _digest(tensor: Tensor | None) -> str:
     if tensor is None:
         return "none"
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{list(tensor.shape)} {hashlib.sha256(content).hexdigest()[:8]}"
+    return f"{list(tensor.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def _read_prompt(
