@@ -107,8 +107,8 @@ def chunked_prefill(
         sizes = _call_sizes(tokens.shape[1], 1, chosen)
         stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
         with enable(model, chosen, tokenizer=tokenizer, strict=strict) as handle, torch.no_grad():
-            facts = {"settings": chosen.to_string(), "tokenizer": _digest(handle.token_text)}
-            return _run_stages(stage, tokens, sizes, chunks_per_call, facts)
+            settings = chosen.to_string(), _digest(handle.token_text)
+            return _run_stages(stage, tokens, sizes, chunks_per_call, settings)
     sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -123,11 +123,11 @@ def chunked_prefill(
 
 
 def _run_stages(
-    stage: Stage, tokens: Tensor, sizes: list[int], chunks_per_call: int, facts: dict[str, object]
+    stage: Stage, tokens: Tensor, sizes: list[int], chunks_per_call: int, settings: tuple[str, str]
 ) -> CausalLMOutputWithPast:
     """Prefill with the other stages of a model; a failure leaves the cache as it was.
 
-    `facts`, among others, must be the same in all of them.
+    `settings` are their text and a digest of what lexical recall knows of the vocabulary.
     """
     # Not every build of PyTorch has what this needs.
     from h2o_prefill.distributed import PipelinePrefill
@@ -137,7 +137,8 @@ def _run_stages(
     snapshot, ids = CacheSnapshot(cache), cache._token_ids
     pipeline.ranks.check_same(
         {
-            **facts,
+            "settings": settings[0],
+            "tokenizer": settings[1],
             "versions": (build_info()["version"], torch.__version__, transformers.__version__),
             "chunks_per_call": chunks_per_call,
             "dtype": str(model.dtype),

@@ -68,6 +68,9 @@ def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
     mask[0, :30] = 0
     padded = {"attention_mask": mask, **one, **recommended}
     found["padded batch"] = chunked_prefill(model, prompt(2, 88), **padded).logits
+    embeds = torch.randn(2, 70, 64, generator=torch.Generator().manual_seed(5))
+    output = chunked_prefill(model, inputs_embeds=embeds, recall=0, **one, **recommended)
+    found["embeddings"] = output.logits
     with enable(model, **recommended) as handle:
         found["enabled tokens"] = model.generate(ids, **GREEDY)
         cache = DynamicCache(config=model.config)
