@@ -26,6 +26,7 @@ from h2o_prefill.presets import PRESETS, preset_config  # noqa: E402
 from h2o_prefill.state import PrefillState, estimated_kl  # noqa: E402
 
 if TYPE_CHECKING:
+    from h2o_prefill import distributed as distributed
     from h2o_prefill import reference as reference
     from h2o_prefill.hf.cache import ChunkedPrefillCache as ChunkedPrefillCache
     from h2o_prefill.hf.enable import disable as disable
@@ -46,6 +47,7 @@ _LAZY = {
     "calibrate_heads": "h2o_prefill.eval",
     "chunked_prefill": "h2o_prefill.hf",
     "disable": "h2o_prefill.hf",
+    "distributed": "h2o_prefill.distributed",
     "enable": "h2o_prefill.hf",
     "evaluate_perplexity": "h2o_prefill.eval",
     "evaluate_retrieval": "h2o_prefill.eval",

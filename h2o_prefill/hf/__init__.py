@@ -15,6 +15,7 @@
 | cache.py, layer.py | caches that calls of one prompt share, and their layers |
 | session.py | what a session file has of a cache, and the hash of a model |
 | snapshot.py | a cache before a forward, in case that fails |
+| stages.py | models that transformers spreads over several processes |
 | state.py | the state of one enabled model, and what its compiled graph is told |
 | report.py | which layers are and were sparse |
 | profile.py | settings found for an architecture, and where they are kept |

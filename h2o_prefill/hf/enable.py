@@ -23,6 +23,7 @@ from h2o_prefill.hf.layer_kinds import (
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.profile import settings_of
 from h2o_prefill.hf.report import ModelReport, attention_layers, explain
+from h2o_prefill.hf.stages import layers_here, with_heads_here
 from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
 from h2o_prefill.hf.token_text import text_for
 
@@ -219,6 +220,8 @@ def enable(
         numbers = [item if isinstance(item, int) else item[0] for item in given]
         if layers is not None and any(number >= layers for number in numbers):
             raise ValueError(f"layers of {name} must be < {layers}, got {given}")
+    layers_here(model)
+    chosen = with_heads_here(model, chosen)
     return PrefillHandle(model, chosen, strict, text_for(tokenizer, chosen), profile).enable()
 
 

