@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -19,6 +20,10 @@ from transformers.distributed import DistributedConfig
 
 # What the server of forks imports once for all processes.
 PRELOADED = ["h2o_prefill.hf", "transformers.models.llama.modeling_llama", "torch._dynamo"]
+
+# Processes get this path, and import the module of a test by its name in pytest. Last: what is
+# installed comes first.
+sys.path.append(str(Path(__file__).parents[3]))
 
 Raised = tuple[str, str, dict[str, Any]]  # class, text and attributes of an error
 
