@@ -107,7 +107,7 @@ def peers(
         "llama.cpp": lambda: programs.llama_cpp(Path(source), widths),
         "flex": programs.flex,
         "zentorch": programs.zentorch,
-        "vllm": lambda: programs.vllm(vllm),
+        "vllm": lambda: programs.vllm(network, tokenizer, vllm),
     }
     title = f"prefill of {Path(source).name} by several programs: loss and time"
     with Report(plan, title, windows=windows, **facts) as report:
@@ -173,8 +173,9 @@ def _time(
             name = row["variant"]
             workers[name] = modes[name].start()
             workers[name].prefill(tokens[:shortest].tolist())
-            row["cold_seconds"] = clock.perf_counter() - workers[name].begin
-            report.extend(row, peak_megabytes=workers[name].peak_megabytes())
+            cold = clock.perf_counter() - workers[name].begin
+            peak = workers[name].peak_megabytes()
+            report.extend(row, cold_seconds=cold, peak_megabytes=peak)
         for length, lost in rows.items():
             prompt = tokens[:length].tolist()
             calls = {name: partial(worker.prefill, prompt) for name, worker in workers.items()}

@@ -52,7 +52,7 @@ FORMS: dict[str, tuple[str, Style]] = {
     "fla_": ("flash-linear-attention", GREY),
 }
 
-# Of a program's modes, and of one mode as a package or with several batches.
+# Of a program's modes.
 _MARKERS = ["o", "D", "^", "s", "v", "P", "X"]
 # By bits of the weights; those of 16 are full, packages half.
 _FILLS = {8: "bottom", 4: "none"}

@@ -58,6 +58,9 @@ class Programs:
     def __init__(self, folder: Path, model: str, dtype: str, threads: int, longest: int) -> None:
         """`dtype` is that of our weights; prompts and what is decoded have at most `longest`."""
         self._folder, self._model, self._dtype = folder, model, dtype
+        # What is made of this model's weights; environments are of no model.
+        self._formats = folder / f"{Path(model).stem}-{dtype}"
+        self._formats.mkdir(parents=True, exist_ok=True)
         self._threads, self._longest = threads, longest
         self.dense = f"transformers {dtype}"
         self._bits = 32 if dtype == "float32" else 16
@@ -92,7 +95,7 @@ class Programs:
         """Export a model with each of the settings."""
         modes: dict[str, Mode] = {}
         for number, (name, config) in enumerate(configs.items()):
-            path = self._folder / f"{number}.pt2"
+            path = self._formats / f"{number}.pt2"
             write_package(model, tokenizer, config, self._longest, path)
             arguments = {"path": str(path), "threads": self._threads}
             loader, decodes = "common.ours:Package", not modes
@@ -109,21 +112,21 @@ class Programs:
         A batch of XAttention is the whole prompt: between batches it loses several times more.
         """
         python = self._environment("openvino", "optimum-intel[openvino,nncf]", "openvino-genai")
-        source = self._folder / "huggingface"
-        if not source.exists():
-            model.save_pretrained(source)
-            tokenizer.save_pretrained(source)
+        source = self._pretrained(model, tokenizer)
         whole = {"batch": -(-self._longest // 256) * 256}
         for count in bits:
             kind = "fp16" if count == 16 else f"int{count}"
-            target = self._folder / f"openvino_{kind}"
+            target = self._formats / f"openvino_{kind}"
             if not target.exists():
                 task = ["--task", "text-generation-with-past", "--weight-format", kind]
                 # Of 128 by default, which must divide the width of every layer.
                 task += ["--group-size", "64"] if count == 4 else []
                 tool = python.with_name("optimum-cli")
-                _run(tool, "export", "openvino", "--model", source, *task, target)
+                scratch = target.with_suffix(".part")
+                _run(tool, "export", "openvino", "--model", source, *task, scratch)
+                scratch.rename(target)
             dense = f"openvino {kind} dense"
+            shared = {"folder": str(target), "threads": self._threads}
             modes: dict[str, dict[str, Any]] = {
                 "dense": whole,
                 "xattention 0.95": {**whole, "mode": "XATTENTION", "xattention_threshold": 0.95},
@@ -132,30 +135,19 @@ class Programs:
             if count == 16:
                 modes["xattention 0.8"] = {**whole, "mode": "XATTENTION"}
             for name, fields in modes.items():
-                arguments = {"folder": str(target), "threads": self._threads, **fields}
-                yield (
-                    f"openvino {kind} {name}",
-                    Mode(
-                        "openvino",
-                        count,
-                        dense,
-                        "common.peers:OpenvinoPaged",
-                        arguments,
-                        python,
-                        decodes=name == "dense",
-                    ),
-                )
+                made = ("common.peers:OpenvinoPaged", shared | fields, python)
+                mode = Mode("openvino", count, dense, *made, decodes=name == "dense")
+                yield f"openvino {kind} {name}", mode
             if count == 16:
-                arguments = {"folder": str(target), "threads": self._threads}
-                loader, name = "common.peers:OpenvinoSdpa", f"openvino {kind} sdpa"
-                yield name, Mode("openvino", count, name, loader, arguments, python, scores=False)
+                made, name = ("common.peers:OpenvinoSdpa", shared, python), f"openvino {kind} sdpa"
+                yield name, Mode("openvino", count, name, *made, scores=False)
 
     def llama_cpp(self, gguf: Path, bits: Sequence[int]) -> Iterator[tuple[str, Mode]]:
         """Go through llama.cpp's formats, each at the fastest of a few settings."""
         python = self._environment("llama_cpp", "llama-cpp-python")
         for count in bits:
             kind = {16: "BF16", 8: "Q8_0", 4: "Q4_0"}[count]
-            file = self._folder / f"{kind.lower()}.gguf"
+            file = self._formats / f"{kind.lower()}.gguf"
             if not file.exists():
                 formats = Worker(python, "common.peers:LlamaCppFormats", {})
                 formats.write(str(gguf), str(file), kind)
@@ -168,17 +160,25 @@ class Programs:
             ]
             yield modes[0].dense, replace(min(modes, key=_seconds), decodes=True)
 
-    def vllm(self, python: Path) -> dict[str, Mode]:
+    def vllm(self, model: Any, tokenizer: Any, python: Path) -> dict[str, Mode]:
         """Return vLLM's CPU build, in an environment that has it."""
         if not python.exists():
             raise ImportError(f"--vllm must be the Python of an environment, got '{python}'")
         arguments = {
-            "folder": str(self._folder / "huggingface"),
+            "folder": str(self._pretrained(model, tokenizer)),
             "threads": self._threads,
             "longest": self._longest,
         }
         mode = Mode("vllm", 16, "vllm", "common.peers:Vllm", arguments, python)
         return {"vllm": mode}
+
+    def _pretrained(self, model: Any, tokenizer: Any) -> Path:
+        """Return the model as a folder of transformers."""
+        folder = self._formats / "huggingface"
+        if not folder.exists():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        return folder
 
     def _transformers(
         self, program: str, dense: str = "", decodes: bool = False, **options: Any

@@ -29,12 +29,22 @@ _TRI_SHAPE = "tri-shape"
 _SINKS, _RECENT, _LAST = 128, 1920, 100
 
 
-def _set_up(threads: int) -> None:
-    torch.set_num_threads(threads)
-    keep_freed_memory()
+class _Ours:
+    """What a model and a package share."""
+
+    _decode: Callable[[], object] | None = None
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+
+    def decode(self) -> None:
+        """Decode in place of what the last call decoded."""
+        assert self._decode is not None
+        self._decode()
 
 
-class Transformers:
+class Transformers(_Ours):
     """A model of transformers: as it is, enabled, compiled, or with FlexAttention."""
 
     def __init__(
@@ -51,7 +61,7 @@ class Transformers:
         Or take `attention`, "tri-shape"; or let `backend`, a module that has one of its name for
         `torch.compile`, compile it.
         """
-        _set_up(threads)
+        super().__init__(threads)
         self._model, tokenizer = load_model(model, dtype)
         if settings:
             h2o_prefill.enable(self._model, settings, tokenizer=tokenizer)
@@ -61,7 +71,6 @@ class Transformers:
         if backend:
             importlib.import_module(backend)
             self._model.compile(backend=backend, dynamic=True)
-        self._decode: Callable[[], Tensor] | None = None
 
     @torch.inference_mode()
     def prefill(self, prompt: Ids) -> None:
@@ -80,20 +89,14 @@ class Transformers:
         """Prefill the prompt after which so many tokens are decoded."""
         self._decode = decoder(self._model, torch.tensor([prompt]), steps)
 
-    def decode(self) -> None:
-        """Decode in place of what the last call decoded."""
-        assert self._decode is not None
-        self._decode()
 
-
-class Package:
+class Package(_Ours):
     """A model that `h2o-prefill export` wrote."""
 
     def __init__(self, path: str, threads: int) -> None:
         """Load a package."""
-        _set_up(threads)
+        super().__init__(threads)
         self._package = PrefillPackage(Path(path))
-        self._decode: Callable[[], object] | None = None
 
     def prefill(self, prompt: Ids) -> None:
         """Compute the first token after a prompt."""
@@ -112,11 +115,6 @@ class Package:
     def start(self, prompt: Ids, steps: int) -> None:
         """Prefill the prompt after which so many tokens are decoded."""
         self._decode = package_decoder(self._package, torch.tensor([prompt]), steps)
-
-    def decode(self) -> None:
-        """Decode in place of what the last call decoded."""
-        assert self._decode is not None
-        self._decode()
 
 
 def _register_tri_shape() -> None:

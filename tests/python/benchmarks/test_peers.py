@@ -93,7 +93,7 @@ def test_peers_that_are_missing_are_left_out(
     with pytest.raises(ImportError, match="pip install zentorch=="):
         programs.zentorch()
     with pytest.raises(ImportError, match="no-such-python"):
-        programs.vllm(tmp_path / "no-such-python")
+        programs.vllm(None, None, tmp_path / "no-such-python")
 
 
 @pytest.mark.slow
