@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.session import Session, SessionLayer
+from h2o_prefill.session import Session, SessionLayer, settings_fields
 from h2o_prefill.state import PrefillState, estimated_kl, no_errors
 
 # Tensors of the state of a layer.
@@ -160,7 +160,7 @@ class PrefillPackage:
             held = PrefillState(scores[..., :length], memory, length, begin, errors)
             state = held if begin or bool(held.scores.any()) else None
             layers.append(SessionLayer(key[:, :, :length], value[:, :, :length], state))
-        settings = str(self.info.config.native.to_fields())
+        settings = settings_fields(self.info.config)
         Session(self.info.model_hash, settings, length, self.token_ids, layers).write(path)
 
     def load(self, path: str | Path) -> None:
@@ -203,7 +203,7 @@ class PrefillPackage:
     def _check_session(self, session: Session) -> int:
         """Return where the last sparse chunk began; ValueError if a session does not fit."""
         info = self.info
-        session.check_origin(info.model_hash, info.config.native.to_fields())
+        session.check_origin(info.model_hash, settings_fields(info.config))
         if session.length > info.capacity or session.token_ids is None:
             raise ValueError(
                 f"it must have token ids, and <= {info.capacity} tokens, got {session.length}"

@@ -188,7 +188,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
     def copy(self, room: int = 1024) -> ChunkedPrefillCache:
         """Return a cache that goes on from the same tokens and shares their keys and values.
 
-        The first copy that appends writes behind the shared tokens, and the next one as well if
+        The first copy that appends writes after the shared tokens, and the next one as well if
         that one is gone by then; a copy that appends while another one does copies them first. So
         questions one after the other, each to a copy, copy nothing but scores and memory sets.
         Layers of other kinds than full attention and sliding windows are copied whole.

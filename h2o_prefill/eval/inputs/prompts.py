@@ -29,7 +29,7 @@ def encode_turn(tokenizer: Any, text: str, past: Tensor, *, chat: bool) -> Tenso
     """Return the token ids that a text adds to those before it, int64 [1, T].
 
     `chat` makes it a turn of the user, after an answer that `past` [1, T] ends with: what the chat
-    template puts behind an answer comes first, but for the end token where `past` has it.
+    template puts after an answer comes first, but for the end token where `past` has it.
     """
     if chat and getattr(tokenizer, "chat_template", None):
         messages = [

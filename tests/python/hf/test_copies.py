@@ -55,7 +55,7 @@ def test_questions_one_after_the_other_copy_no_keys(prompt, ask):
         gc.collect()
     assert prompt.get_seq_length() == 72 == prompt.token_ids.shape[1]
     assert torch.equal(prompt.layers[0].state.scores, state.scores)
-    # The prompt itself goes on behind its copies.
+    # The prompt itself goes on after its copies.
     assert torch.equal(ask(prompt, 6), answers[1])
 
 
