@@ -25,6 +25,10 @@ STATE_OF_LAYER = 5
 # Prefix of the keys in a package's metadata.
 _PREFIX = "h2o_prefill."
 
+_Run = Callable[[list[Tensor]], list[Tensor]]
+_Loader: Any = torch._C._aoti.AOTIModelPackageLoader
+_MODEL = "model"  # the name that Inductor gives the model of a package
+
 
 @dataclass(frozen=True)
 class PackageInfo:
@@ -118,7 +122,9 @@ class PrefillPackage:
             raise FileNotFoundError(f"package: no such file: {str(path)!r}")
         self.path = path
         self.info = read_info(path)
-        self._run = torch._inductor.aoti_load_package(str(path))
+        # `aoti_load_package` would compile test programs to compare CPUs, which takes seconds;
+        # `read_info` has compared them.
+        self._run: _Run = _Loader(str(path), _MODEL, False, 1, -1).boxed_run
         self._state = self.info.new_state()
 
     @property
@@ -246,7 +252,7 @@ class PrefillPackage:
         if rows is None:
             rows = torch.tensor([token_ids.shape[1] - 1])
         with torch.no_grad():
-            logits: Tensor = self._run(token_ids.contiguous(), rows, *self._state)
+            (logits,) = self._run([token_ids.contiguous(), rows, *self._state])
         return logits
 
     def generate(
@@ -293,8 +299,7 @@ class PrefillPackage:
 def read_info(path: Path) -> PackageInfo:
     """Read the metadata of a package without loading its code; ValueError if it cannot run here."""
     try:
-        loader: Any = torch._C._aoti.AOTIModelPackageLoader
-        metadata = loader.load_metadata_from_package(str(path), "model")
+        metadata = _Loader.load_metadata_from_package(str(path), _MODEL)
         info = PackageInfo.from_metadata(metadata)
     except (RuntimeError, KeyError) as error:
         raise ValueError(

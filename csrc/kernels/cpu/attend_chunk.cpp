@@ -373,6 +373,7 @@ void AttendChunk::Impl::attend_part(const AttendChunkArgs& args, const AttendGri
   attend.out_dtype = args.out.dtype;
   attend.query_stride = args.query.stride_row;
   attend.out_stride = args.out.stride_row;
+  attend.earlier_stride = args.earlier.stride_row;
   attend.rows = rows.count;
   attend.head_dim = args.key.dim;
   attend.value_dim = args.value.dim;
@@ -391,6 +392,9 @@ void AttendChunk::Impl::attend_part(const AttendChunkArgs& args, const AttendGri
     attend.sink = args.sinks ? args.sinks[head] : kNegInf;
     attend.query = args.query.row(b, head, rows.begin);
     attend.out = args.out.row(b, head, rows.begin);
+    if (args.earlier.data) {
+      attend.earlier = static_cast<const float*>(args.earlier.row(b, head, rows.begin));
+    }
     attend.lse = args.lse + (b * args.query.heads + head) * args.query.length + rows.begin;
     kernels.attend_rows(attend);
   }

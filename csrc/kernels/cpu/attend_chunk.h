@@ -38,7 +38,8 @@ struct AttendChunkArgs {
   HeadsView key;    // the whole history
   HeadsView value;
   HeadsView out;  // rows as query; float32 or the dtype of the query
-  float* lse;     // [B, Hq, query.length]
+  HeadsView earlier;  // a result over other keys to merge with, as out, float32; no data: none
+  float* lse;         // [B, Hq, query.length]; holds that of `earlier` at first
   RowRange rows;
   float scale;
   const float* sinks = nullptr;  // [Hq], a further logit of each head's denominators; null: none

@@ -48,43 +48,45 @@ void cap_row(float* z, float scale, int64_t limit) {
   for (int64_t j = 0; j < limit; j += kLanes) store(z + j, tanh(load(z + j) * factor));
 }
 
-// Turns a row of products z into p = exp2(z scale - m), m their maximum, and into words of p, which
-// may be the same memory; keys before `begin` and from `limit` on get 0. Returns m and the sum. The
-// maximum is subtracted before scaling: one fused operation that rounds m alone is above 0 for
-// large logits.
-template <typename Products>
+// Turns a row of products z into p = exp2(z scale - m), m their maximum, as words, which may be the
+// same memory unless z is to be p as well (kKeep); keys before `begin` and from `limit` on get 0.
+// Returns m and the sum. The maximum is subtracted before scaling: one fused operation that rounds
+// m alone is above 0 for large logits.
+template <typename Products, bool kKeep>
 void exponentiate_row(float* z, float* words, float scale, int64_t begin, int64_t limit,
                       int64_t padded, float* m_out, float* l_out) {
-  constexpr int kVectors = Products::kPerWord;
   if (begin >= limit) begin = limit = 0;
-  const int64_t first = begin / (kVectors * kLanes) * (kVectors * kLanes);
-  const int64_t visible = pad_to(limit, kVectors * kLanes);
+  const int64_t first = begin / kPanel * kPanel;
+  const int64_t visible = pad_to(limit, kPanel);
   for (int64_t j = first; j < begin; ++j) z[j] = kNegInf;
   for (int64_t j = limit; j < visible; ++j) z[j] = kNegInf;
-  Vec highest = broadcast(kNegInf);
-  for (int64_t j = first; j < visible; j += kLanes) highest = max(highest, load(z + j));
-  const float top = reduce_max(highest);
+  Vec highest[kTileVectors] = {broadcast(kNegInf), broadcast(kNegInf)};
+  for (int64_t j = first; j < visible; j += kPanel) {
+    for (int i = 0; i < kTileVectors; ++i) highest[i] = max(highest[i], load(z + j + i * kLanes));
+  }
+  const float top = reduce_max(max(highest[0], highest[1]));
   const float m = top * scale;
   const Vec subtrahend = broadcast(top);
   const Vec factor = broadcast(scale);
   Vec sum = Vec{};
-  for (int64_t j = first; j < visible; j += kVectors * kLanes) {
-    Vec p[kVectors];
-    for (int i = 0; i < kVectors; ++i) {
-      p[i] = exp2_nonpositive((load(z + j + i * kLanes) - subtrahend) * factor);
+  for (int64_t j = first; j < visible; j += kPanel) {
+    Vec p[kTileVectors];
+    for (int i = 0; i < kTileVectors; ++i) {
+      const Vec x = (load(z + j + i * kLanes) - subtrahend) * factor;
+      p[i] = exp2_nonpositive<Products::kExp2Degree>(x);
       sum += p[i];
-      if (kVectors > 1) store(z + j + i * kLanes, p[i]);
     }
-    store(words + j / kVectors, Products::join(p));
+    if (kKeep) {
+      for (int i = 0; i < kTileVectors; ++i) store(z + j + i * kLanes, p[i]);
+    }
+    Products::store_words(words + j / Products::kPerWord, p);
   }
   // Hidden keys have added at most 2^-126 each to a sum that is at least 1.
   const auto clear = [&](int64_t from, int64_t to) {
+    auto* elements = reinterpret_cast<typename Products::Element*>(words);
+    for (int64_t j = from; j < to; ++j) elements[j] = 0;
+    if (!kKeep) return;
     for (int64_t j = from; j < to; ++j) z[j] = 0.0F;
-    if (kVectors == 1) return;
-    for (int64_t j = from / kPanel * kPanel; j < to; j += kPanel) {
-      const Vec p[] = {load(z + j), load(z + j + kLanes)};
-      store(words + j / kVectors, Products::join(p));
-    }
   };
   clear(0, begin);
   clear(limit, padded);
@@ -166,9 +168,13 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
     for (int64_t i = 0; i < rows * acc_stride; ++i) acc[i] = 0.0F;
     return;
   }
-  // Single words of probabilities replace the logits, pairs follow all of them.
-  float* words = Products::kPerWord == 1 ? scores : scores + kRowBlock * stride;
-  const int64_t word_stride = Products::kPerWord == 1 ? stride : word_pair_stride(set.count);
+  // Words replace the logits, or follow all of them where column sums need the probabilities and
+  // words are not these.
+  const bool apart = Products::kPerWord == 2 && set.colsum;
+  float* words = apart ? scores + kRowBlock * stride : scores;
+  const int64_t word_stride = apart ? word_pair_stride(set.count) : stride;
+  const auto exponentiate =
+      apart ? exponentiate_row<Products, true> : exponentiate_row<Products, false>;
   multiply_queries<Products>(args.gemm, block.query, query_words, rows,
                              set.keys + begin * query_words, num_keys, scores, stride);
   for (int first = 0; first < rows; first += kSumRows) {
@@ -180,8 +186,8 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
       const int64_t hidden = set.begins ? set.begins[block.first + row] - begin : 0;
       const int64_t limit = (set.limits ? set.limits[block.first + row] : set.count) - begin;
       if (block.cap_scale > 0.0F) cap_row(p + r * stride, block.cap_scale, limit);
-      exponentiate_row<Products>(p + r * stride, words + row * word_stride, block.scale, hidden,
-                                 limit, padded, &state.m[row], &state.l[row]);
+      exponentiate(p + r * stride, words + row * word_stride, block.scale, hidden, limit, padded,
+                   &state.m[row], &state.l[row]);
       inverse_l[r] = finish_row(state.m[row], state.l[row], sink).weight;
     }
     if (!set.colsum) continue;
@@ -195,7 +201,7 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
   }
   multiply_values<Products>(args.gemm, words, word_stride, rows,
                             set.limits ? set.limits + block.first : nullptr, set.values,
-                            begin / Products::kPerWord, key_words_of<Products>(num_keys),
+                            begin / Products::kPerWord, words_of<Products>(num_keys),
                             pad_to(set.count, kPanel) / Products::kPerWord, acc_stride, acc);
 }
 
@@ -210,6 +216,18 @@ void merge_key_set(int rows, int64_t acc_stride, const RowBlockState& other, con
     const float* theirs = other_acc + r * acc_stride;
     for (int64_t d = 0; d < acc_stride; ++d) mine[d] = mine[d] * factors.a + theirs[d] * factors.b;
   }
+}
+
+// Merges a row's earlier result into its numerator, which leaves no weight to apply.
+FinishedRow merge_earlier(const AttendRowsArgs& args, int64_t r, const FinishedRow& row,
+                          float* numerator) {
+  const MergeWeights weights = merge_weights(args.lse[r], row.lse);
+  const float mine = weights.b * row.weight;
+  const float* earlier = args.earlier + r * args.earlier_stride;
+  for (int64_t d = 0; d < args.value_dim; ++d) {
+    numerator[d] = numerator[d] * mine + earlier[d] * weights.a;
+  }
+  return {.weight = 1.0F, .lse = weights.lse};
 }
 
 // The queries of a row block as words. A scale that is not positive moves into them, so that the
@@ -265,8 +283,10 @@ void attend_row_blocks(const AttendRowsArgs& args) {
       merge_key_set(rows, acc_stride, other, other_acc, state, acc);
     }
     for (int r = 0; r < rows; ++r) {
-      const FinishedRow row = finish_row(state.m[r], state.l[r], args.sink * kLog2E);
-      store_floats(acc + r * acc_stride, args.value_dim, row.weight, args.out, args.out_dtype,
+      FinishedRow row = finish_row(state.m[r], state.l[r], args.sink * kLog2E);
+      float* numerator = acc + r * acc_stride;
+      if (args.earlier) row = merge_earlier(args, first + r, row, numerator);
+      store_floats(numerator, args.value_dim, row.weight, args.out, args.out_dtype,
                    (first + r) * args.out_stride);
       args.lse[first + r] = row.lse;
     }

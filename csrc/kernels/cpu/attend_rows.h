@@ -48,11 +48,15 @@ using BFloat16Gemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int6
 struct AttendRowsArgs {
   const void* query;  // first row; head_dim elements each
   void* out;          // first row; value_dim elements each
-  float* lse;         // natural log, one a row
+  float* lse;         // natural log, one a row; where there is an earlier result, its own at first
   DType dtype;        // of the query and of what was packed
   DType out_dtype;
   int64_t query_stride;  // in elements
   int64_t out_stride;
+  // The rows' result over other sets, fp32, to merge with: value_dim elements each, may be `out`;
+  // null: none.
+  const float* earlier = nullptr;
+  int64_t earlier_stride = 0;
   int64_t rows;
   int64_t head_dim;
   int64_t value_dim;

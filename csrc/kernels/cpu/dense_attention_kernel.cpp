@@ -9,7 +9,6 @@
 #include "kernels/composite/composite.h"
 #include "kernels/cpu/attention_call.h"
 #include "kernels/cpu/dense_attention.h"
-#include "kernels/cpu/merge_states.h"
 
 namespace h2o_prefill {
 namespace {
@@ -38,12 +37,11 @@ class KeyRanges {
         window_(window) {}
 
   bool empty() const { return own_.count == 0 && end_ == first_; }
-  int64_t earlier() const { return end_ - first_; }
 
   // The next range; none has count 0.
   CausalRange next() {
     if (own_.count > 0) return std::exchange(own_, {});
-    const int64_t count = std::min(earlier(), kStep);
+    const int64_t count = std::min(end_ - first_, kStep);
     end_ -= count;
     return {.begin = end_, .count = count, .window = window_};
   }
@@ -61,30 +59,23 @@ at::Tensor attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const a
                                const at::Tensor& v, const at::Tensor& out, const RowRange& rows,
                                int64_t window, double scale, const at::Tensor& sinks,
                                double softcap) {
-  const auto part_like = at::empty({0}, q.options().dtype(at::kFloat));
+  const auto lse = at::empty({q.size(0), q.size(1), rows.count}, q.options().dtype(at::kFloat));
+  AttendChunkArgs call =
+      attention_call(q, k, v, out, lse.mutable_data_ptr<float>(), scale, sinks, softcap);
   KeyRanges ranges(rows, window);
-  const bool one_pass = ranges.earlier() <= kStep;
-  at::Tensor total;
-  at::Tensor total_lse;
+  at::Tensor partial;
   while (!ranges.empty()) {
-    const auto part =
-        one_pass ? out : empty_heads(q.size(0), q.size(1), rows.count, out.size(3), part_like);
-    const auto lse = at::empty({q.size(0), q.size(1), rows.count}, part_like.options());
-    // A sink counts once.
-    const AttendChunkArgs call = attention_call(q, k, v, part, lse.mutable_data_ptr<float>(), scale,
-                                                total.defined() ? at::Tensor() : sinks, softcap);
     const CausalRange first = ranges.next();
-    attend.run(range_pass(call, rows, first, ranges.next()));
-    if (one_pass) return lse;
-    if (total.defined()) {
-      std::tie(total, total_lse) = merge_states_cpu(total, total_lse, part, lse);
-    } else {
-      total = part;
-      total_lse = lse;
+    const CausalRange second = ranges.next();
+    if (!ranges.empty() && !partial.defined()) {
+      partial = empty_heads(q.size(0), q.size(1), rows.count, out.size(3), lse);
     }
+    call.out = heads_view(ranges.empty() ? out : partial);
+    attend.run(range_pass(call, rows, first, second));
+    if (partial.defined()) call.earlier = heads_view(partial);
+    call.sinks = nullptr;  // a sink counts once
   }
-  out.copy_(total);
-  return total_lse;
+  return lse;
 }
 
 // Attends causally, with a window of at least 1 key for each row. lse [B, Hq, T], float32, is

@@ -20,7 +20,7 @@ H2O_INLINE int64_t whole_lines(int64_t floats) { return pad_to(floats, 16); }
 H2O_INLINE Vec exp_nonpositive(Vec x) {
   const Vec clamped = max(broadcast(-87.33654F), x);
   const Vec shifted = clamped * kLog2E + kRoundingShift;
-  return exp2_of_parts(shifted, clamped * kLog2E - (shifted - kRoundingShift));
+  return exp2_of_parts<5>(shifted, clamped * kLog2E - (shifted - kRoundingShift));
 }
 
 H2O_INLINE float exp_nonpositive(float x) { return exp_nonpositive(broadcast(x))[0]; }

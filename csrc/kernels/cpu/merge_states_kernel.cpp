@@ -3,10 +3,11 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <tuple>
+
 #include "common/checks.h"
 #include "common/tensors.h"
 #include "kernels/composite/composite.h"
-#include "kernels/cpu/merge_states.h"
 #include "kernels/softmax_state.h"
 
 namespace h2o_prefill {
@@ -41,8 +42,6 @@ void merge_rows(const at::Tensor& out_a, const float* lse_a, const at::Tensor& o
   });
 }
 
-}  // namespace
-
 std::tuple<at::Tensor, at::Tensor> merge_states_cpu(const at::Tensor& out_a,
                                                     const at::Tensor& lse_a,
                                                     const at::Tensor& out_b,
@@ -62,6 +61,8 @@ std::tuple<at::Tensor, at::Tensor> merge_states_cpu(const at::Tensor& out_a,
   });
   return {out, lse};
 }
+
+}  // namespace
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) { m.impl("merge_states", &merge_states_cpu); }
 

@@ -63,10 +63,10 @@ H2O_INLINE void load_value_words(const PackArgs& args, int64_t word, int64_t d0,
   } else {
     const uint16_t* x = static_cast<const uint16_t*>(args.data) + d0;
     Word* words = reinterpret_cast<Word*>(out);
-    const int64_t key = word / kLanes * (2 * kLanes) + word % kLanes;
+    const int64_t key = 2 * word;
     const uint16_t* low = x + source_offset(args, key);
-    if (key + kLanes < args.count) {
-      const uint16_t* high = x + source_offset(args, key + kLanes);
+    if (key + 1 < args.count) {
+      const uint16_t* high = x + source_offset(args, key + 1);
       for (int64_t d = 0; d < dims; ++d) words[d] = low[d] | static_cast<uint32_t>(high[d]) << 16;
     } else {
       for (int64_t d = 0; d < dims; ++d) words[d] = low[d];
@@ -78,8 +78,8 @@ H2O_INLINE void load_value_words(const PackArgs& args, int64_t word, int64_t d0,
 template <typename Products>
 void pack_value_rows(const PackArgs& args) {
   const int64_t words = pad_to(args.count, kPanel) / Products::kPerWord;
-  const int64_t begin = key_words_of<Products>(args.begin);
-  const int64_t end = key_words_of<Products>(args.end);
+  const int64_t begin = words_of<Products>(args.begin);
+  const int64_t end = words_of<Products>(args.end);
   for (int64_t d0 = 0; d0 < args.dim; d0 += kPanel) {
     const int64_t dims = args.dim - d0 < kPanel ? args.dim - d0 : kPanel;
     float* out = args.packed + d0 * words + begin * kPanel;

@@ -16,35 +16,44 @@ typedef uint32_t Word __attribute__((may_alias));
 typedef uint16_t HalfWord __attribute__((may_alias));
 
 struct Float32Products {
+  using Element = float;
   static constexpr int kPerWord = 1;
+  static constexpr int kExp2Degree = 5;
 
   static H2O_INLINE Vec multiply_add(Vec a, Vec b, Vec acc) { return a * b + acc; }
 
-  // Probabilities of kPerWord vectors of keys as one vector of words.
-  static H2O_INLINE Vec join(const Vec* p) { return p[0]; }
+  // Writes the probabilities of two vectors of keys as words.
+  static H2O_INLINE void store_words(float* words, const Vec (&p)[2]) {
+    store(words, p[0]);
+    store(words + kLanes, p[1]);
+  }
 };
 
 #ifdef __AVX512BF16__
 
-// Products of bfloat16 are exact in float32; subnormal numbers count as zero. Within a group of two
-// vectors of keys, word i pairs key i with key i + kLanes, so that probabilities need no shuffling.
+// Products of bfloat16 are exact in float32; subnormal numbers count as zero.
 struct BFloat16Products {
+  using Element = HalfWord;
   static constexpr int kPerWord = 2;
+  // Probabilities are rounded to bfloat16: the polynomial's error matters in the lse alone.
+  static constexpr int kExp2Degree = 4;
 
   static H2O_INLINE Vec multiply_add(Vec a, Vec b, Vec acc) {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
 
-  // Rounds to nearest, ties away from zero: p is in [0, 1] or NaN.
-  static H2O_INLINE Vec join(const Vec* p) {
-    const UintVec half = UintVec{} + 0x8000U;
-    const UintVec low = (reinterpret_cast<UintVec>(p[0]) + half) >> 16;
-    const UintVec high = (reinterpret_cast<UintVec>(p[1]) + half) & 0xFFFF0000U;
-    return reinterpret_cast<Vec>(low | high);
+  static H2O_INLINE void store_words(float* words, const Vec (&p)[2]) {
+    store(words, reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(p[1], p[0])));
   }
 };
 
 #endif
+
+// Words of n elements.
+template <typename Products>
+H2O_INLINE int64_t words_of(int64_t n) {
+  return (n + Products::kPerWord - 1) / Products::kPerWord;
+}
 
 // Calls f with the kind of products that rows of this dtype go through.
 template <typename Function>

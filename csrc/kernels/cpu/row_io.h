@@ -7,12 +7,6 @@
 
 namespace h2o_prefill::H2O_ISA {
 
-// Words of a row of n elements.
-template <typename Products>
-H2O_INLINE int64_t words_of(int64_t n) {
-  return (n + Products::kPerWord - 1) / Products::kPerWord;
-}
-
 // row[i] = x[i] * factor.
 H2O_INLINE void load_floats(const void* data, DType dtype, int64_t offset, int64_t n, float factor,
                             float* row) {

@@ -28,14 +28,6 @@ constexpr int64_t kRowGap = 16;
 
 H2O_INLINE int64_t score_stride(int64_t count) { return pad_to(count, kPanel) + kRowGap; }
 
-// Words of the probabilities of n keys, and of their values: pairs reach over two vectors of keys.
-template <typename Products>
-H2O_INLINE int64_t key_words_of(int64_t n) {
-  constexpr int64_t kGroup = Products::kPerWord * kLanes;
-  const int64_t rest = n % kGroup < kLanes ? n % kGroup : kLanes;
-  return Products::kPerWord == 1 ? n : n / kGroup * kLanes + rest;
-}
-
 // acc += a[kRows, depth] b[depth, kVectors kLanes]. a and b hold words; rows of b are ldb apart.
 // kTransposed: a lies as [depth, kRows].
 template <typename Products, bool kTransposed = false, int kRows, int kVectors>
@@ -91,7 +83,7 @@ struct RowEnds {
   template <typename Products>
   H2O_INLINE int64_t depth_of(int row, int rows, int64_t depth) const {
     if (!limits) return depth;
-    const int64_t end = key_words_of<Products>(limits[row + rows - 1]) - first;
+    const int64_t end = words_of<Products>(limits[row + rows - 1]) - first;
     return end < 0 ? 0 : (end < depth ? end : depth);
   }
 };

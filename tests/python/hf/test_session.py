@@ -339,7 +339,8 @@ def test_packages_and_caches_go_on_from_each_other(llama, prompt, path):
     def new_package():
         # As the constructor leaves it, but for the compiled code.
         package = PrefillPackage.__new__(PrefillPackage)
-        package.info, package._run, package._state = info, graph, info.new_state()
+        package.info, package._state = info, info.new_state()
+        package._run = lambda inputs: [graph(*inputs)]
         return package
 
     first, rest = prompt[:, : sum(CALLS)], prompt[:, sum(CALLS) :]
