@@ -18,6 +18,8 @@ set(H2O_HOST_SOURCES
     core/chunkwise_linear_attention.cpp
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
+    core/safetensors.cpp
+    core/session.cpp
     kernels/composite/accumulate_scores.cpp
     kernels/composite/advance_position.cpp
     kernels/composite/attend.cpp

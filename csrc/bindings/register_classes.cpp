@@ -15,6 +15,7 @@
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/memory_set_tracker.h"
 #include "h2o_prefill/prefill_context.h"
+#include "h2o_prefill/session.h"
 
 namespace h2o_prefill {
 namespace {
@@ -26,6 +27,11 @@ struct ConfigHolder : torch::CustomClassHolder {
   explicit ConfigHolder(PrefillConfig settings) : config(std::move(settings)) { config.check(); }
   const PrefillConfig config;
 };
+struct SessionHolder : torch::CustomClassHolder {
+  explicit SessionHolder(Session held) : session(std::move(held)) {}
+  const Session session;
+};
+using Tensors = c10::Dict<std::string, at::Tensor>;
 using Config = c10::intrusive_ptr<ConfigHolder>;
 using Chunks = c10::intrusive_ptr<ChunkManager>;
 using Cache = c10::intrusive_ptr<ChunkedKVCache>;
@@ -356,7 +362,7 @@ void register_context(torch::Library& m) {
            "Attend with one layer's query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, "
            "Dv] of the call's tokens; return [B, Hq, T, Dv].",
            {arg("layer"), arg("query"), arg("key"), arg("value"),
-            arg("scale") = std::optional<double>()})
+            arg("scale") = std::optional<double>(), arg("window") = std::optional<int64_t>()})
       .def("length", &PrefillContext::length, "Return the tokens that all layers hold.")
       .def("truncate", &PrefillContext::truncate,
            "Drop all tokens after the first `length`; undo a call that not all layers attended in.",
@@ -377,6 +383,11 @@ void register_context(torch::Library& m) {
             return ids.defined() ? std::optional<at::Tensor>(ids) : std::nullopt;
           },
           "Return the ids of the tokens so far, int64 [B, length]; None if some are not known.")
+      .def("save", &PrefillContext::save,
+           "Write the prompt into a session file; model: the hash of the model.",
+           {arg("path"), arg("model")})
+      .def("load", &PrefillContext::load, "Replace the prompt by that of a session file.",
+           {arg("path"), arg("model")})
       .def("state_tensors", &PrefillContext::state_tensors,
            "Return everything as plain tensors: copies.")
       .def_static("from_tensors", &PrefillContext::from_tensors,
@@ -387,7 +398,47 @@ void register_context(torch::Library& m) {
                   });
 }
 
+void register_session(torch::Library& m) {
+  using Self = c10::intrusive_ptr<SessionHolder>;
+  m.class_<SessionHolder>("Session")
+      .def(torch::init([](const std::string& model, const std::string& settings, int64_t length,
+                          const Tensors& tensors) {
+             Session session{.model = model, .settings = settings, .length = length};
+             for (const auto& entry : tensors) session.tensors[entry.key()] = entry.value();
+             return c10::make_intrusive<SessionHolder>(std::move(session));
+           }),
+           "What a session file holds; docs/cpp.md has the names of its tensors.",
+           {arg("model"), arg("settings"), arg("length"), arg("tensors")})
+      .def("write",
+           [](const Self& self, const std::string& path) { write_session(path, self->session); },
+           "Write a session file whole or not at all.", {arg("path")})
+      .def_static(
+          "read",
+          [](const std::string& path) {
+            return c10::make_intrusive<SessionHolder>(read_session(path));
+          },
+          "Read a session file; its tensors are a private memory map of it.")
+      .def(
+          "model", [](const Self& self) { return self->session.model; },
+          "Return the hash of the model.")
+      .def(
+          "settings", [](const Self& self) { return self->session.settings; },
+          "Return all fields of the settings.")
+      .def(
+          "length", [](const Self& self) { return self->session.length; },
+          "Return the number of tokens.")
+      .def(
+          "tensors",
+          [](const Self& self) {
+            Tensors tensors;
+            for (const auto& [name, tensor] : self->session.tensors) tensors.insert(name, tensor);
+            return tensors;
+          },
+          "Return the tensors by name.");
+}
+
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
+  register_session(m);
   register_config(m);
   register_chunk_manager(m);
   register_cache(m);

@@ -1,5 +1,6 @@
 #include "h2o_prefill/prefill_context.h"
 
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/InferenceMode.h>
@@ -10,6 +11,7 @@
 #include "common/checks.h"
 #include "common/rules.h"
 #include "core/state_header.h"
+#include "h2o_prefill/session.h"
 
 namespace h2o_prefill {
 namespace {
@@ -150,7 +152,8 @@ const RecallLists& PrefillContext::recall_on(const at::Device& device) {
 }
 
 at::Tensor PrefillContext::attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
-                                  const at::Tensor& value, std::optional<double> scale) {
+                                  const at::Tensor& value, std::optional<double> scale,
+                                  std::optional<int64_t> window) {
   check_layer(layer, num_layers());
   TORCH_CHECK_VALUE(call_, "begin() must be called before the layers of a call attend");
   check_dims("query", query, 4);
@@ -168,7 +171,7 @@ at::Tensor PrefillContext::attend(int64_t layer, const at::Tensor& query, const 
   }
   try {
     auto out = attention_.forward(layer, query, key, value, cache_, tracker_, scale,
-                                  recall_on(query.device()));
+                                  recall_on(query.device()), window);
     // After the last layer the call is complete.
     if (length() > call_->past) call_->layers.assign(num_layers(), std::nullopt);
     return out;
@@ -194,6 +197,66 @@ at::Tensor PrefillContext::token_ids() const {
   const int64_t known = std::min(ids_length_, length());
   if (!ids_known_ || known == 0) return {};
   return ids_.narrow(1, 0, known);
+}
+
+void PrefillContext::save(const std::string& path, const std::string& model) const {
+  const int64_t tokens = length();
+  check_at_least("length", tokens, 1);
+  Session session{.model = model, .settings = config().to_fields(), .length = tokens};
+  std::vector<int64_t> begins;
+  for (int64_t layer = 0; layer < num_layers(); ++layer) {
+    TORCH_CHECK_VALUE(cache_->length(layer) == tokens,
+                      "every layer must have attended in the last call, layer ", layer,
+                      " is ahead of others: truncate(", tokens, ") undoes it");
+    const std::string prefix = session_prefix(layer);
+    session.tensors[prefix + "key"] = cache_->key(layer);
+    session.tensors[prefix + "value"] = cache_->value(layer);
+    begins.push_back(tracker_->last_chunk_begin(layer));
+    if (!tracker_->has_scores(layer)) continue;
+    // Tokens that came densely have score 0.
+    const auto scores = tracker_->scores(layer);
+    session.tensors[prefix + "scores"] = at::constant_pad_nd(scores, {0, tokens - scores.size(2)});
+    session.tensors[prefix + "memory"] = tracker_->indices(layer);
+    session.tensors[prefix + "errors"] = tracker_->errors(layer);
+  }
+  session.tensors["last_chunk_begin"] = at::tensor(begins, at::kLong);
+  if (token_ids().defined()) session.tensors["token_ids"] = token_ids();
+  write_session(path, session);
+}
+
+void PrefillContext::load(const std::string& path, const std::string& model) {
+  const Session session = read_session(path);
+  const int64_t tokens = session.length;
+  const auto& tensors = session.tensors;
+  const auto begins = tensors.at("last_chunk_begin");
+  TORCH_CHECK_VALUE(session.model == model, "session must be of the model ", model, ", got one of ",
+                    session.model);
+  TORCH_CHECK_VALUE(PrefillConfig::parse(session.settings) == config(),
+                    "session must have the settings ", config().to_string(), ", got ",
+                    PrefillConfig::parse(session.settings).to_string());
+  TORCH_CHECK_VALUE(begins.size(0) == num_layers() && tokens <= cache_->max_capacity(),
+                    "session must have ", num_layers(), " layers and at most ",
+                    cache_->max_capacity(), " tokens, got ", begins.size(0), " and ", tokens);
+  for (int64_t layer = 0; layer < num_layers(); ++layer) {
+    const int64_t rows = tensors.at(session_prefix(layer) + "key").size(2);
+    TORCH_CHECK_VALUE(rows == tokens, "session must have the keys of all ", tokens,
+                      " tokens, layer ", layer, " has ", rows);
+  }
+  reset();
+  for (int64_t layer = 0; layer < num_layers(); ++layer) {
+    const std::string prefix = session_prefix(layer);
+    cache_->append(layer, tensors.at(prefix + "key"), tensors.at(prefix + "value"));
+    if (tensors.count(prefix + "scores") == 0) continue;
+    tracker_->update(layer, {.scores = tensors.at(prefix + "scores"),
+                             .memory = tensors.at(prefix + "memory"),
+                             .last_chunk_begin = begins[layer].item<int64_t>(),
+                             .errors = tensors.at(prefix + "errors")});
+  }
+  ids_known_ = tensors.count("token_ids") > 0;
+  if (!ids_known_) return;
+  const c10::InferenceMode ordinary_tensors(false);
+  ids_ = tensors.at("token_ids").clone(at::MemoryFormat::Contiguous);
+  ids_length_ = tokens;
 }
 
 std::vector<at::Tensor> PrefillContext::state_tensors() const {

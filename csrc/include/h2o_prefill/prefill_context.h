@@ -17,6 +17,7 @@
 #include <torch/custom_class.h>
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "h2o_prefill/chunked_kv_cache.h"
@@ -51,9 +52,11 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
 
   // Attends with one layer's query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, Dv] of
   // the call's tokens, after RoPE, once for each layer. Returns [B, Hq, T, Dv]. scale: the softmax
-  // scale, default D^-0.5. A call that throws leaves the layer as it was.
+  // scale, default D^-0.5. window: of a layer with a sliding window, >= 1; once the history is
+  // longer, the layer is exact in it. A call that throws leaves the layer as it was.
   at::Tensor attend(int64_t layer, const at::Tensor& query, const at::Tensor& key,
-                    const at::Tensor& value, std::optional<double> scale = std::nullopt);
+                    const at::Tensor& value, std::optional<double> scale = std::nullopt,
+                    std::optional<int64_t> window = std::nullopt);
 
   // Number of tokens that all layers hold.
   int64_t length() const;
@@ -66,6 +69,15 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
 
   // Starts a new prompt; the buffers of keys and values stay allocated.
   void reset();
+
+  // Writes the prompt, of which all layers have attended in every call, into a session file
+  // (session.h). model: the hash of the model, of 32 hex digits in packages and Python's sessions.
+  void save(const std::string& path, const std::string& model) const;
+
+  // Replaces the prompt by that of a session file. Throws if it is of another model or of other
+  // settings, of other layers or more tokens than the context has room for, or without the keys
+  // that have left a sliding window; the prompt stays as it was.
+  void load(const std::string& path, const std::string& model);
 
   const PrefillConfig& config() const { return attention_.config(); }
   const c10::intrusive_ptr<ChunkedKVCache>& cache() const { return cache_; }

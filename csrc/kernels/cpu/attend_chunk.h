@@ -37,7 +37,7 @@ struct AttendChunkArgs {
   HeadsView query;  // all queries of the call
   HeadsView key;    // the whole history
   HeadsView value;
-  HeadsView out;  // rows as query; float32 or the dtype of the query
+  HeadsView out;      // rows as query; float32 or the dtype of the query
   HeadsView earlier;  // a result over other keys to merge with, as out, float32; no data: none
   float* lse;         // [B, Hq, query.length]; holds that of `earlier` at first
   RowRange rows;

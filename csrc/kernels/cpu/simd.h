@@ -186,8 +186,8 @@ H2O_INLINE float reduce_add(Vec x) {
 // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the mantissa.
 constexpr float kRoundingShift = 12582912.0F;
 
-// 2^f for f in [-1/2, 1/2]: the polynomial of this degree with p(0) = 1 whose largest relative error
-// is least (Remez), 2.8e-6 or 9.2e-8.
+// 2^f for f in [-1/2, 1/2]: the polynomial of this degree with p(0) = 1 whose largest relative
+// error is least (Remez), 2.8e-6 or 9.2e-8.
 template <int kDegree>
 H2O_INLINE Vec exp2_of_fraction(Vec f) {
   static_assert(kDegree == 4 || kDegree == 5, "there are coefficients for these");

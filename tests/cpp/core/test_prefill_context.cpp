@@ -2,9 +2,13 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <thread>
 
 #include "h2o_prefill/ops.h"
+#include "h2o_prefill/session.h"
 #include "testing.h"
 
 namespace h2o_prefill::testing {
@@ -107,6 +111,27 @@ TEST(PrefillContext, GoesOnAndDecodes) {
     }
   }
   EXPECT_EQ(decoding.token_ids().size(1), 84);
+}
+
+TEST(PrefillContext, ALayerWithAWindowIsExactInIt) {
+  const LayeredPrompt prompt(90);
+  auto context = new_context();
+  constexpr int64_t kWindow = 20;
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 70}, {70, 90}}) {
+    context.begin(prompt.ids.slice(1, begin, end));
+    for (int64_t layer = 0; layer < kContextLayers; ++layer) {
+      const auto x = prompt.qkv[layer].call(begin, end);
+      const auto tokens = prompt.qkv[layer].tokens(begin, end);
+      const auto out = context.attend(layer, tokens.q, tokens.k, tokens.v, std::nullopt, kWindow);
+      EXPECT_TRUE(same(out, std::get<0>(sliding_window_attention(x.q, x.k, x.v, kWindow))));
+      EXPECT_FALSE(context.tracker()->has_scores(layer));
+    }
+  }
+  context.truncate(80);
+  context.begin(prompt.ids.slice(1, 80, 81));
+  const auto x = prompt.qkv[0].tokens(80, 81);
+  EXPECT_VALUE_ERROR_WITH(context.attend(0, x.q, x.k, x.v, std::nullopt, /*window=*/0),
+                          "window must be >= 1");
 }
 
 TEST(PrefillContext, WithoutIdsNothingIsRecalled) {
@@ -233,6 +258,89 @@ TEST(PrefillContext, StateRoundTrips) {
   tensors = context.state_tensors();
   tensors.pop_back();
   EXPECT_VALUE_ERROR_WITH(PrefillContext::from_tensors(tensors), "tensors must hold scores");
+}
+
+// A folder that is removed at the end, and a path in it.
+struct SessionFile {
+  SessionFile() {
+    folder = std::filesystem::temp_directory_path() / ("h2o_session_" + std::to_string(getpid()));
+    std::filesystem::create_directory(folder);
+    path = folder / "text.session";
+  }
+  ~SessionFile() { std::filesystem::remove_all(folder); }
+
+  std::string bytes() const {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  void write(const std::string& text) const {
+    std::ofstream(path, std::ios::binary).write(text.data(), std::ssize(text));
+  }
+
+  std::filesystem::path folder;
+  std::filesystem::path path;
+};
+
+TEST(PrefillContext, ASessionFileGoesOnToTheBit) {
+  const SessionFile file;
+  const LayeredPrompt prompt(90);
+  for (const bool with_ids : {true, false}) {
+    auto context = new_context(), loaded = new_context();
+    EXPECT_VALUE_ERROR_WITH(context.save(file.path, "model"), "length must be >= 1, got 0");
+    prompt.run(context, 0, 50, with_ids);
+    context.save(file.path, "model");
+    const std::string bytes = file.bytes();
+    prompt.run(loaded, 10, 40);
+    loaded.load(file.path, "model");
+    expect_same_state(loaded, context);
+    loaded.save(file.path, "model");
+    EXPECT_EQ(file.bytes(), bytes);
+    EXPECT_TRUE(same(prompt.run(loaded, 50, 90), prompt.run(context, 50, 90)));
+    expect_same_state(loaded, context);
+  }
+  // Nothing else is left in the folder.
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(file.folder), {}), 1);
+}
+
+TEST(PrefillContext, WrongSessionsChangeNothing) {
+  const SessionFile file;
+  const LayeredPrompt prompt(90);
+  auto context = new_context();
+  prompt.run(context, 0, 50);
+  context.save(file.path, "model");
+  auto kept = new_context(), same_kept = new_context();
+  prompt.run(kept, 0, 30);
+  prompt.run(same_kept, 0, 30);
+  EXPECT_VALUE_ERROR_WITH(kept.load(file.path, "other"), "session must be of the model other");
+  PrefillConfig other = recalling_config();
+  other.recall = 0;
+  EXPECT_VALUE_ERROR_WITH(new_context(other).load(file.path, "model"),
+                          "session must have the settings");
+  EXPECT_VALUE_ERROR_WITH(PrefillContext(3, 90, recalling_config()).load(file.path, "model"),
+                          "session must have 3 layers");
+  EXPECT_VALUE_ERROR_WITH(PrefillContext(2, 49, recalling_config()).load(file.path, "model"),
+                          "at most 49 tokens");
+  const std::string bytes = file.bytes();
+  for (size_t size = 0; size < bytes.size(); size += 1 + size / 3) {
+    file.write(bytes.substr(0, size));
+    EXPECT_THROW(kept.load(file.path, "model"), c10::Error) << size;
+  }
+  // A byte of the header.
+  const size_t header =
+      8 + static_cast<unsigned char>(bytes[0]) + 256 * static_cast<unsigned char>(bytes[1]);
+  for (size_t at = 0; at < header; at += 3) {
+    std::string changed = bytes;
+    changed[at] ^= 4;
+    file.write(changed);
+    EXPECT_THROW(kept.load(file.path, "model"), c10::Error) << at;
+  }
+  expect_same_state(kept, same_kept);
+  context.begin(prompt.ids.slice(1, 50, 60));
+  const auto x = prompt.qkv[0].tokens(50, 60);
+  context.attend(0, x.q, x.k, x.v);
+  EXPECT_VALUE_ERROR_WITH(context.save(file.path, "model"),
+                          "every layer must have attended in the last call");
+  EXPECT_THROW(new_context().save(file.folder / "missing" / "x", "model"), std::exception);
 }
 
 TEST(PrefillContext, WorksInInferenceModeAndOutsideOfIt) {

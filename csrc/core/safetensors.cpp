@@ -1,0 +1,167 @@
+#include "core/safetensors.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <array>
+#include <tuple>
+#include <utility>
+
+namespace h2o_prefill::safetensors {
+namespace {
+
+// In the order of files. Within one alignment the later ones come first.
+constexpr std::array<std::pair<std::string_view, at::ScalarType>, 6> kCodes{{
+    {"F16", at::kHalf},
+    {"BF16", at::kBFloat16},
+    {"I32", at::kInt},
+    {"F32", at::kFloat},
+    {"F64", at::kDouble},
+    {"I64", at::kLong},
+}};
+
+constexpr size_t kAlignment = 8;
+
+size_t bytes_of(at::ScalarType dtype, const std::vector<int64_t>& shape) {
+  size_t bytes = c10::elementSize(dtype);
+  for (const int64_t size : shape) {
+    TORCH_CHECK_VALUE(size >= 0 && !__builtin_mul_overflow(bytes, size, &bytes),
+                      "a tensor is too large");
+  }
+  return bytes;
+}
+
+size_t rank_of(at::ScalarType dtype) {
+  const auto* const found = std::find_if(kCodes.begin(), kCodes.end(),
+                                         [&](const auto& code) { return code.second == dtype; });
+  return found - kCodes.begin();
+}
+
+at::ScalarType dtype_of(std::string_view code) {
+  for (const auto& [name, dtype] : kCodes) {
+    if (name == code) return dtype;
+  }
+  TORCH_CHECK_VALUE(false, "dtypes must be of a session, got ", code);
+}
+
+}  // namespace
+
+std::string_view code_of(at::ScalarType dtype) {
+  const size_t rank = rank_of(dtype);
+  return rank < kCodes.size() ? kCodes[rank].first : "";
+}
+
+std::vector<Entry> layout(const std::map<std::string, at::Tensor>& tensors) {
+  std::vector<Entry> entries;
+  for (const auto& [name, tensor] : tensors) {
+    entries.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), 0, 0});
+  }
+  std::stable_sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return rank_of(a.dtype) > rank_of(b.dtype);
+  });
+  size_t end = 0;
+  for (Entry& entry : entries) {
+    entry.begin = end;
+    entry.end = end += bytes_of(entry.dtype, entry.shape);
+  }
+  return entries;
+}
+
+std::string to_text(const Header& header) {
+  std::string text =
+      c10::str(R"({"__metadata__":{)", quoted(header.key), ":", quoted(header.value), "}");
+  for (const Entry& entry : header.entries) {
+    text += c10::str(",", quoted(entry.name), R"(:{"dtype":")", code_of(entry.dtype),
+                     R"(","shape":[)", c10::Join(",", entry.shape), R"(],"data_offsets":[)",
+                     entry.begin, ",", entry.end, "]}");
+  }
+  text += "}";
+  text.resize((text.size() + kAlignment - 1) / kAlignment * kAlignment, ' ');
+  return text;
+}
+
+Header parse(std::string_view text, size_t bytes) {
+  // Blanks would be refused, and only the filling has any at the end.
+  text = text.substr(0, text.find_last_not_of(' ') + 1);
+  Reader reader(text);
+  Header header;
+  reader.expect(R"({"__metadata__":{)");
+  header.key = reader.string();
+  reader.expect(":");
+  header.value = reader.string();
+  reader.expect("}");
+  size_t end = 0;
+  while (reader.take(",")) {
+    Entry entry;
+    entry.name = reader.string();
+    reader.expect(R"(:{"dtype":)");
+    entry.dtype = dtype_of(reader.string());
+    reader.expect(R"(,"shape":[)");
+    while (!reader.take("]")) {
+      if (!entry.shape.empty()) reader.expect(",");
+      entry.shape.push_back(reader.integer());
+    }
+    reader.expect(R"(,"data_offsets":[)");
+    entry.begin = reader.integer();
+    reader.expect(",");
+    entry.end = reader.integer();
+    reader.expect("]}");
+    TORCH_CHECK_VALUE(entry.begin == end && entry.end <= bytes &&
+                          entry.end - entry.begin == bytes_of(entry.dtype, entry.shape),
+                      entry.name, " must lie in the file, after the tensor before it");
+    end = entry.end;
+    header.entries.push_back(std::move(entry));
+  }
+  reader.expect("}");
+  TORCH_CHECK_VALUE(reader.empty() && end == bytes, "the file must end with its last tensor");
+  return header;
+}
+
+bool Reader::take(std::string_view text) {
+  if (!rest_.starts_with(text)) return false;
+  rest_.remove_prefix(text.size());
+  return true;
+}
+
+void Reader::expect(std::string_view text) {
+  TORCH_CHECK_VALUE(take(text), "its header is damaged");
+}
+
+std::string Reader::string() {
+  expect("\"");
+  std::string text;
+  while (!take("\"")) {
+    const bool escaped = take("\\");
+    const bool plain = !rest_.empty() && static_cast<unsigned char>(rest_[0]) >= ' ';
+    TORCH_CHECK_VALUE(plain && (!escaped || rest_[0] == '"' || rest_[0] == '\\'),
+                      "its header is damaged");
+    text += rest_[0];
+    rest_.remove_prefix(1);
+  }
+  return text;
+}
+
+int64_t Reader::integer() {
+  constexpr size_t kMostDigits = 18;
+  size_t digits = 0;
+  int64_t value = 0;
+  for (; digits < rest_.size() && rest_[digits] >= '0' && rest_[digits] <= '9'; ++digits) {
+    TORCH_CHECK_VALUE(digits < kMostDigits, "its header is damaged");
+    value = value * 10 + (rest_[digits] - '0');
+  }
+  TORCH_CHECK_VALUE(digits > 0, "its header is damaged");
+  rest_.remove_prefix(digits);
+  return value;
+}
+
+std::string quoted(std::string_view text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    out += c;
+  }
+  return out + "\"";
+}
+
+}  // namespace h2o_prefill::safetensors

@@ -1,0 +1,245 @@
+#include "h2o_prefill/session.h"
+
+#include <ATen/MapAllocator.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/isfinite.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "common/rules.h"
+#include "core/safetensors.h"
+#include "h2o_prefill/memory_set_tracker.h"
+
+namespace h2o_prefill {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int64_t kVersion = 1;
+constexpr std::string_view kKey = "h2o_prefill.session";
+
+// Names of dtypes in the metadata. Keys of other dtypes have no kernels.
+constexpr std::pair<const char*, at::ScalarType> kDtypes[] = {{"float32", at::kFloat},
+                                                              {"bfloat16", at::kBFloat16},
+                                                              {"float16", at::kHalf},
+                                                              {"float64", at::kDouble}};
+
+const char* name_of(at::ScalarType dtype) {
+  for (const auto& [name, known] : kDtypes) {
+    if (known == dtype) return name;
+  }
+  TORCH_CHECK_VALUE(false, "keys must be float32, bfloat16, float16 or float64, got ",
+                    dtype_name(dtype));
+}
+
+constexpr int64_t kAnySize = -1;
+
+// Tensors of a session that have not been checked.
+class Expected {
+ public:
+  explicit Expected(const Session& session) : left_(session.tensors) {}
+
+  bool has(const std::string& name) const { return left_.count(name) > 0; }
+
+  at::Tensor take(const std::string& name, at::ScalarType dtype,
+                  const std::vector<int64_t>& sizes) {
+    const auto found = left_.find(name);
+    TORCH_CHECK_VALUE(found != left_.end(), name, " must be there");
+    const at::Tensor tensor = found->second;
+    left_.erase(found);
+    bool same = tensor.scalar_type() == dtype && tensor.dim() == std::ssize(sizes);
+    for (size_t i = 0; same && i < sizes.size(); ++i) {
+      same = sizes[i] == kAnySize || sizes[i] == tensor.size(static_cast<int64_t>(i));
+    }
+    TORCH_CHECK_VALUE(same, name, " must be ", dtype_name(dtype), " ", at::IntArrayRef(sizes),
+                      ", -1 any size, got ", describe(tensor));
+    return tensor;
+  }
+
+  size_t left() const { return left_.size(); }
+
+  void check_end() const {
+    TORCH_CHECK_VALUE(left_.empty(), left_.begin()->first, " must not be there");
+  }
+
+ private:
+  std::map<std::string, at::Tensor> left_;
+};
+
+// Everything but the numbers in keys and values. The state of a layer is checked as the tracker
+// takes it.
+void check_session(const Session& session) {
+  check_at_least("length", session.length, 1);
+  Expected expected(session);
+  const auto begins = expected.take("last_chunk_begin", at::kLong, {kAnySize});
+  // Every layer has keys and values, so a file cannot name more of them than it holds.
+  const int64_t layers = begins.size(0);
+  TORCH_CHECK_VALUE(layers >= 1 && layers <= static_cast<int64_t>(expected.left() / 2),
+                    "last_chunk_begin must be of all layers, got ", layers);
+  MemorySetTracker tracker(layers, PrefillConfig::parse(session.settings));
+  const auto first = session.tensors.find(session_prefix(0) + "key");
+  TORCH_CHECK_VALUE(first != session.tensors.end(), "layers.0.key must be there");
+  const at::ScalarType dtype = first->second.scalar_type();
+  name_of(dtype);
+  int64_t batch = kAnySize;
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const std::string prefix = session_prefix(layer);
+    const auto key = expected.take(prefix + "key", dtype, {batch, kAnySize, kAnySize, kAnySize});
+    batch = key.size(0);
+    const int64_t rows = key.size(2);
+    const auto value = expected.take(prefix + "value", dtype, {batch, key.size(1), rows, kAnySize});
+    TORCH_CHECK_VALUE(key.numel() > 0 && value.numel() > 0 && rows <= session.length, prefix,
+                      "key and value must have 1 to ", session.length, " tokens, got ",
+                      key.sizes());
+    const int64_t begin = begins[layer].item<int64_t>();
+    if (!expected.has(prefix + "scores") && !expected.has(prefix + "memory")) {
+      TORCH_CHECK_VALUE(begin == 0, "last_chunk_begin of layer ", layer, " must be 0, got ", begin);
+      continue;
+    }
+    const auto wide = dtype == at::kDouble ? at::kDouble : at::kFloat;
+    const auto scores = expected.take(prefix + "scores", wide, {batch, kAnySize, session.length});
+    const int64_t heads = scores.size(1);
+    const auto memory = expected.take(prefix + "memory", at::kInt, {batch, heads, kAnySize});
+    const auto errors = expected.take(prefix + "errors", at::kFloat, {batch, heads, kErrorFields});
+    TORCH_CHECK_VALUE(heads > 0 && at::isfinite(scores).all().item<bool>() &&
+                          at::isfinite(errors).all().item<bool>() &&
+                          scores.min().item<double>() >= 0,
+                      "scores and errors of layer ", layer, " must be finite and >= 0");
+    tracker.update(
+        layer, {.scores = scores, .memory = memory, .last_chunk_begin = begin, .errors = errors});
+  }
+  if (expected.has("token_ids")) expected.take("token_ids", at::kLong, {batch, session.length});
+  expected.check_end();
+}
+
+std::string metadata_of(const Session& session) {
+  using safetensors::quoted;
+  const auto& key = session.tensors.at(session_prefix(0) + "key");
+  return c10::str(R"({"version":)", kVersion, R"(,"model":)", quoted(session.model),
+                  R"(,"settings":)", quoted(session.settings), R"(,"dtype":)",
+                  quoted(name_of(key.scalar_type())), R"(,"length":)", session.length, "}");
+}
+
+// A file descriptor that is closed at the end.
+class File {
+ public:
+  explicit File(const std::string& path) : file_(open(path.c_str(), kFlags, 0666)) {
+    check(file_ >= 0);
+  }
+  ~File() { close(file_); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  void write(const void* data, size_t bytes) const {
+    const char* from = static_cast<const char*>(data);
+    while (bytes > 0) {
+      const ssize_t written = ::write(file_, from, bytes);
+      check(written > 0);
+      from += written;
+      bytes -= static_cast<size_t>(written);
+    }
+  }
+  void sync() const { check(fsync(file_) == 0); }
+
+ private:
+  static constexpr int kFlags = O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC;
+
+  static void check(bool succeeded) {
+    if (!succeeded) throw std::system_error(errno, std::generic_category());
+  }
+
+  int file_;
+};
+
+}  // namespace
+
+std::string session_prefix(int64_t layer) { return c10::str("layers.", layer, "."); }
+
+void write_session(const std::string& path, const Session& session) {
+  check_session(session);
+  const std::vector<safetensors::Entry> entries = safetensors::layout(session.tensors);
+  const std::string header =
+      safetensors::to_text({std::string(kKey), metadata_of(session), entries});
+  try {
+    // Of a symbolic link, the file that it points to is replaced.
+    const fs::path target = fs::weakly_canonical(path);
+    TORCH_CHECK_VALUE(!fs::exists(target) || fs::is_regular_file(target),
+                      "session must be a regular file, got '", path, "'");
+    const fs::path scratch =
+        target.parent_path() / c10::str(".", target.filename().string(), ".", getpid(), ".part");
+    const auto remove = [](const fs::path* file) {
+      std::error_code ignored;
+      fs::remove(*file, ignored);
+    };
+    const std::unique_ptr<const fs::path, decltype(remove)> removed(&scratch, remove);
+    {
+      const File file(scratch.string());
+      const uint64_t bytes = header.size();
+      file.write(&bytes, sizeof bytes);
+      file.write(header.data(), header.size());
+      for (const auto& entry : entries) {
+        const auto tensor = session.tensors.at(entry.name).detach().cpu().contiguous();
+        file.write(tensor.const_data_ptr(), tensor.nbytes());
+      }
+      file.sync();
+    }
+    if (fs::exists(target)) fs::permissions(scratch, fs::status(target).permissions());
+    fs::rename(scratch, target);
+  } catch (const std::system_error& error) {
+    throw std::runtime_error(c10::str("cannot write '", path, "': ", error.code().message()));
+  }
+}
+
+Session read_session(const std::string& path) {
+  std::error_code unreadable;
+  const uint64_t size = fs::file_size(path, unreadable);
+  TORCH_CHECK_VALUE(!unreadable && size > sizeof(uint64_t), "it is no session file");
+  size_t mapped = 0;
+  const auto data = std::make_shared<at::DataPtr>(
+      at::MapAllocator::makeDataPtr(path, /*flags=*/0, size, &mapped));
+  char* const file = static_cast<char*>(data->get());
+  uint64_t header_bytes = 0;
+  std::memcpy(&header_bytes, file, sizeof header_bytes);
+  TORCH_CHECK_VALUE(header_bytes <= size - sizeof header_bytes,
+                    "it is no session file, or was cut");
+  char* const first = file + sizeof header_bytes + header_bytes;
+  const safetensors::Header header = safetensors::parse({file + sizeof header_bytes, header_bytes},
+                                                        size - sizeof header_bytes - header_bytes);
+  TORCH_CHECK_VALUE(header.key == kKey, "it is no session file");
+
+  Session session;
+  for (const auto& entry : header.entries) {
+    auto tensor = at::for_blob(first + entry.begin, entry.shape)
+                      .deleter([data](void*) {})
+                      .options(at::TensorOptions(entry.dtype))
+                      .make_tensor();
+    TORCH_CHECK_VALUE(session.tensors.emplace(entry.name, std::move(tensor)).second, entry.name,
+                      " must be there once");
+  }
+  safetensors::Reader reader(header.value);
+  reader.expect(R"({"version":)");
+  const int64_t version = reader.integer();
+  TORCH_CHECK_VALUE(version == kVersion, "its version must be ", kVersion, ", got ", version);
+  reader.expect(R"(,"model":)");
+  session.model = reader.string();
+  reader.expect(R"(,"settings":)");
+  session.settings = reader.string();
+  reader.expect(R"(,"dtype":)");
+  const std::string dtype = reader.string();
+  reader.expect(R"(,"length":)");
+  session.length = reader.integer();
+  reader.expect("}");
+  check_session(session);
+  TORCH_CHECK_VALUE(header.value == metadata_of(session), "its metadata must be of its tensors");
+  return session;
+}
+
+}  // namespace h2o_prefill
