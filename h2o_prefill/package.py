@@ -256,11 +256,17 @@ class PrefillPackage:
         return logits
 
     def generate(
-        self, token_ids: Tensor, max_new_tokens: int, on_token: Callable[[int], None]
+        self,
+        token_ids: Tensor,
+        max_new_tokens: int,
+        on_token: Callable[[int], None],
+        choose: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        """Generate greedily after a prompt, int64 [1, T], until a token is one of `info.end_ids`.
+        """Generate after a prompt, int64 [1, T], until a token is one of `info.end_ids`.
 
-        `on_token` is called with each token.
+        `on_token` is called with each token. `choose` gets the tokens so far, int64 [1, length],
+        and the logits [1, vocabulary], and returns the next token, int64 [1]; without it, it is the
+        one with the highest logit.
         """
         if token_ids.shape[1] + max_new_tokens > self.info.capacity - self.length:
             raise ValueError(
@@ -269,7 +275,9 @@ class PrefillPackage:
                 f"{max_new_tokens}"
             )
         for _ in range(max_new_tokens):
-            token_ids = self.forward(token_ids).argmax(dim=-1, keepdim=True)
+            logits = self.forward(token_ids)
+            chosen = logits.argmax(dim=-1) if choose is None else choose(self.token_ids, logits)
+            token_ids = chosen[None]
             token = int(token_ids)
             on_token(token)
             if token in self.info.end_ids:

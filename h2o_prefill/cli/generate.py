@@ -26,6 +26,7 @@ from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.presets import DEFAULT_PRESET
 
 _MANY = "Many prompts"
+_SAMPLING = "Sampling"
 
 
 @options.add_size_options
@@ -99,6 +100,44 @@ def generate(
             help="Put the prompt into the model's chat template, or use it as it is.",
         ),
     ] = True,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-prompt-tokens",
+            metavar="N",
+            min=2,
+            help="Cut a longer prompt to so many tokens: its middle is left out.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            min=1e-3,
+            help="Draw tokens at this temperature; without it, --top-k and --top-p, decoding is "
+            "greedy.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k", min=1, help="Draw from the K likeliest tokens.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            min=0.0,
+            max=1.0,
+            help="Draw from the likeliest tokens whose probabilities add up to this.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the draws.", rich_help_panel=_SAMPLING)
+    ] = 0,
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "float32",
     threads: options.ThreadsOption = None,
@@ -106,7 +145,7 @@ def generate(
     cluster: ClusterOptions,
     **sizes: int | None,
 ) -> None:
-    """Continue a prompt, or those of a file, by greedy decoding after sparse prefill.
+    """Continue a prompt, or those of a file, after sparse prefill.
 
     Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
     The prompts of --input are answered in batches of similar length, here or on a Dask cluster. An
@@ -114,9 +153,11 @@ def generate(
     line with an error, and is tried again by the next run.
     """
     if input_file is not None or output is not None:
-        if [prompt, prompt_file, package, session].count(None) < 4:
+        own = (prompt, prompt_file, package, session, max_prompt_tokens, temperature, top_k, top_p)
+        if own.count(None) < len(own):
             raise ValueError(
-                "--input takes no prompt, --prompt-file, --package or --session beside it"
+                "--input takes no prompt, --prompt-file, --package, --session, "
+                "--max-prompt-tokens or sampling beside it"
             )
         if input_file is None or output is None:
             raise ValueError("give --input and --output, both")
@@ -134,9 +175,9 @@ def generate(
         )
         return
     from h2o_prefill.eval.inputs.packages import load_package
-    from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn
+    from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn, without_middle
     from h2o_prefill.eval.inputs.text import read_text
-    from h2o_prefill.eval.timing.generation import generate_timed
+    from h2o_prefill.eval.timing.generation import Sampling, generate_timed
     from h2o_prefill.hf import enable
 
     with quiet_libraries():
@@ -177,7 +218,21 @@ def generate(
                 input_ids = encode_prompt(tokenizer, text, chat=chat)
             else:
                 input_ids = encode_turn(tokenizer, text, before, chat=chat)
-            timing = generate_timed(network, tokenizer, input_ids, max_new_tokens, show, kept)
+            cut = max_prompt_tokens is not None and input_ids.shape[1] > max_prompt_tokens
+            if max_prompt_tokens is not None and cut:
+                say(f"the prompt's {input_ids.shape[1]} tokens are cut to {max_prompt_tokens}")
+                input_ids = without_middle(input_ids, max_prompt_tokens)
+            drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+            given: Any = {name: value for name, value in drawn.items() if value is not None}
+            timing = generate_timed(
+                network,
+                tokenizer,
+                input_ids,
+                max_new_tokens,
+                show,
+                kept,
+                Sampling(seed=seed, **given) if given else None,
+            )
             measured = () if handle is None else handle.report().estimated_kl or ()
             if kept is not None:
                 kept.save(session)

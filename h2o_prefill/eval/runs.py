@@ -90,17 +90,16 @@ def check_model(model: nn.Module, length: int, argument: str) -> None:
 
 
 def generate_greedily(model: Any, input_ids: Tensor, new_tokens: int, **options: Any) -> Any:
-    """Return the output of greedy `generate` for prompts, int64 [B, T]; decoding is dense.
+    """Return the output of `generate` for prompts, int64 [B, T], greedy unless options say else.
 
-    Padded batches need an `attention_mask` among the options.
+    Decoding is dense. Padded batches need an `attention_mask` among the options.
     """
     input_ids = input_ids.to(next(model.parameters()).device)
     return model.generate(
         input_ids,
         max_new_tokens=new_tokens,
-        do_sample=False,
         use_cache=True,
-        **{"attention_mask": torch.ones_like(input_ids), **options},
+        **{"attention_mask": torch.ones_like(input_ids), "do_sample": False, **options},
     )
 
 

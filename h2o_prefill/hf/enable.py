@@ -120,6 +120,10 @@ class PrefillHandle:
         """Return what each attention layer does, and its calls so far (`explain`)."""
         return explain(self.model)
 
+    def __repr__(self) -> str:
+        where = f"on {_name(self.model)}" if self.active else f"off {_name(self.model)}"
+        return f"<PrefillHandle {self.config.to_string()!r} {where}>"
+
     def __enter__(self) -> PrefillHandle:
         if self._entered:
             raise ValueError("the handle is entered already; nested use is not possible")

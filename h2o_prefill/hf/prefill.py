@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -37,6 +38,7 @@ def chunked_prefill(
     cache: ChunkedPrefillCache | None = None,
     tokenizer: Any = None,
     strict: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
     **overrides: Any,
 ) -> Any:
     """Prefill a prompt sparsely, a few chunks at a time, so that activations stay small.
@@ -51,7 +53,8 @@ def chunked_prefill(
     Parameters
     ----------
     model : PreTrainedModel
-        A causal decoder that is not enabled; it is for the duration of this call.
+        A causal decoder. One that is not enabled is for the duration of this call; one that is
+        keeps its settings, so `config`, `tokenizer`, `strict` and overrides must not be given.
     input_ids : Tensor, list or mapping
         int64 [B, T], the ids of one row or of rows of equal length as lists, or what a tokenizer
         returned, with its attention_mask.
@@ -67,6 +70,8 @@ def chunked_prefill(
         A cache to continue from. Default: a new one.
     tokenizer, strict
         As for `enable`.
+    on_progress : callable, optional
+        Called after each step with the number of tokens that are prefilled, and of all.
     **overrides
         Fields of `PrefillConfig` to change.
 
@@ -85,9 +90,16 @@ def chunked_prefill(
         If another process is gone, or silent for longer than the timeout of its group. The cache is
         as it was before the call.
     """
-    if any(handle_of(module) is not None for module in model.modules()):
-        raise ValueError("the model is enabled already: disable(model), or call it without this")
-    chosen, _ = settings_of(model, config, overrides)
+    handle = next(filter(None, map(handle_of, model.modules())), None)
+    if handle is None:
+        chosen, _ = settings_of(model, config, overrides)
+    elif config is tokenizer is None and not strict and not overrides:
+        chosen = handle.config
+    else:
+        raise ValueError(
+            "the model is enabled already, with settings of its own: disable(model), or leave out "
+            "config, tokenizer, strict and overrides"
+        )
     if chunks_per_call < 1:
         raise ValueError(f"chunks_per_call must be >= 1, got {chunks_per_call}")
     own = layers_here(model)
@@ -104,27 +116,40 @@ def chunked_prefill(
             f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
             "calls differ from one, as they do without sparse prefill"
         )
+
+    def sparse() -> Any:
+        if handle is not None:
+            return contextlib.nullcontext(handle)
+        return enable(model, chosen, tokenizer=tokenizer, strict=strict)
+
     if isinstance(cache, StageCache):
         sizes = _call_sizes(tokens.shape[1], 1, chosen)
         stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
-        with enable(model, chosen, tokenizer=tokenizer, strict=strict) as handle, torch.no_grad():
-            settings = chosen.to_string(), _digest(handle.token_text)
-            return _run_stages(stage, tokens, sizes, chunks_per_call, settings)
+        with sparse() as used, torch.no_grad():
+            settings = chosen.to_string(), _digest(used.token_text)
+            return _run_stages(stage, tokens, sizes, chunks_per_call, settings, on_progress)
     sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     options |= {**cache_argument(model, cache), "use_cache": True}
-    with enable(model, chosen, tokenizer=tokenizer, strict=strict), torch.no_grad():
+    with sparse(), torch.no_grad():
         for end, size in zip(accumulate(sizes), sizes, strict=True):
             call = {name: tokens[:, end - size : end]}
             if mask is not None:
                 call["attention_mask"] = mask[:, : past + end]
             output = model(**call, **options)
+            if on_progress is not None:
+                on_progress(end, tokens.shape[1])
     return output
 
 
 def _run_stages(
-    stage: Stage, tokens: Tensor, sizes: list[int], chunks_per_call: int, settings: tuple[str, str]
+    stage: Stage,
+    tokens: Tensor,
+    sizes: list[int],
+    chunks_per_call: int,
+    settings: tuple[str, str],
+    on_progress: Callable[[int, int], None] | None,
 ) -> CausalLMOutputWithPast:
     """Prefill with the other stages of a model; a failure leaves the cache as it was.
 
@@ -157,8 +182,17 @@ def _run_stages(
     silent = None if torch.distributed.get_rank() == 0 else True  # None: shown on a terminal
     bar = transformers.utils.logging.tqdm(total=tokens.shape[1], unit=" tokens", disable=silent)
     try:
+        done = 0
+
+        def advance(step: int) -> None:
+            nonlocal done
+            done += step
+            shown.update(step)
+            if on_progress is not None:
+                on_progress(done, tokens.shape[1])
+
         with bar as shown:
-            logits = pipeline.run(tokens, hidden, sizes, shown.update)
+            logits = pipeline.run(tokens, hidden, sizes, advance)
     except BaseException:
         snapshot.restore()
         cache._token_ids = ids

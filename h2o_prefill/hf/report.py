@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -34,7 +35,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """The attention layers of a model, in order. `str` gives a table."""
+    """The attention layers of a model, in order. `str` gives a table, equal layers in one row."""
 
     model: str
     settings: str  # the text of the settings, empty if the model is not enabled
@@ -50,10 +51,14 @@ class ModelReport:
     def __str__(self) -> str:
         heads = ("layer", "kind", "calls", "sparse calls (rows)", "dense calls (rows)")
         rows: list[tuple[str, ...]] = [(*heads, "error", "why dense")]
-        for x in self.layers:
+        for _, same in groupby(self.layers, lambda x: replace(x, layer=0, error=None)):
+            group = list(same)
+            x, last = group[0], group[-1]
             counts = f"{x.sparse_calls} ({x.sparse_rows})", f"{x.dense_calls} ({x.dense_rows})"
-            error = "" if x.error is None else f"{x.error:.4f}"
-            rows.append((str(x.layer), x.kind, x.mode, *counts, error, x.reason))
+            errors = sorted({f"{y.error:.4f}" for y in group if y.error is not None})
+            error = " to ".join(errors if len(errors) < 2 else (errors[0], errors[-1]))
+            number = f"{x.layer}" if x is last else f"{x.layer}-{last.layer}"
+            rows.append((number, x.kind, x.mode, *counts, error, x.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         source = f" (profile {self.profile})" if self.profile else ""
         lines = [f"{self.model}: {self.settings or 'not enabled'}{source}"]

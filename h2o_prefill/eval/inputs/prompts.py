@@ -45,6 +45,12 @@ def encode_turn(tokenizer: Any, text: str, past: Tensor, *, chat: bool) -> Tenso
     return ids[:, 1:] if ended and ids[0, :1].equal(past[0, -1:].cpu()) else ids
 
 
+def without_middle(input_ids: Tensor, length: int) -> Tensor:
+    """Return the first and the last tokens of a longer prompt, [1, length], as LongBench does."""
+    first = length // 2
+    return torch.cat([input_ids[:, :first], input_ids[:, first - length :]], dim=1)
+
+
 def prompt_ids(input_ids: Tensor) -> Tensor:
     """Return the token ids of one prompt, [T] or [1, T], as int64 [1, T]."""
     shape = list(input_ids.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,40 @@ class GenerationTiming:
     decode_seconds: float  # from the first new token to the last
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, as by `generate(do_sample=True)` of transformers."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of `generate`."""
+        fields = asdict(self)
+        del fields["seed"]
+        return {"do_sample": True, **fields}
+
+    def choose(self, token_ids: Tensor, logits: Tensor) -> Tensor:
+        """Draw the token, int64 [1], after tokens [1, T] from logits [1, vocabulary]."""
+        from transformers import (
+            LogitsProcessorList,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
+        if self.top_k > 0:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1.0:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        ids: Any = token_ids  # transformers asks for the type LongTensor
+        scores = warpers(ids, logits.float())
+        return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+
+
 def generate_timed(
     model: Any,
     tokenizer: Any,
@@ -32,8 +66,9 @@ def generate_timed(
     max_new_tokens: int,
     on_text: Callable[[str], None],
     kept: ChunkedPrefillCache | PrefillPackage | None = None,
+    sampling: Sampling | None = None,
 ) -> GenerationTiming:
-    """Continue a prompt greedily, and pass on the text as it is generated.
+    """Continue a prompt, greedily without `sampling`, and pass on the text as it is generated.
 
     If `kept`, a cache or the package itself, has tokens, the prompt goes on from them. It has all
     of the answer at the end, where the last token would be missing otherwise.
@@ -41,30 +76,29 @@ def generate_timed(
     packaged = isinstance(model, PrefillPackage)
     before = None if kept is None else kept.token_ids
     prompt = input_ids if before is None else torch.cat([before, input_ids.to(before)], dim=1)
-    options = {} if kept is None or packaged else cache_argument(model, kept)
+    options: dict[str, Any] = {} if kept is None or packaged else cache_argument(model, kept)
+    if sampling is not None:
+        torch.manual_seed(sampling.seed)
     if not packaged:
         check_length(model, prompt.shape[1] + max_new_tokens, "prompt and new tokens")
         prompt = prompt.to(model.device)
     streamer = _timed_streamer(tokenizer, on_text)
     start = time.perf_counter()
     if packaged:
-        _generate_from_package(model, input_ids, max_new_tokens, streamer)
+        choose = None if sampling is None else sampling.choose
+        streamer.put(input_ids)
+        model.generate(
+            input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token])), choose
+        )
+        streamer.end()
     else:
-        generate_greedily(model, prompt, max_new_tokens, streamer=streamer, **options)
+        chosen = {} if sampling is None else sampling.options()
+        generate_greedily(model, prompt, max_new_tokens, streamer=streamer, **chosen, **options)
     times, last = streamer.times, streamer.last.reshape(1, 1)
     if kept is not None:
         with torch.no_grad():
             model.forward(last) if packaged else model(last.to(model.device), **options)
     return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
-
-
-def _generate_from_package(
-    package: PrefillPackage, input_ids: Tensor, max_new_tokens: int, streamer: Any
-) -> None:
-    """Put the prompt and each new token into a streamer, as `generate` of a model does."""
-    streamer.put(input_ids)
-    package.generate(input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token])))
-    streamer.end()
 
 
 def _timed_streamer(tokenizer: Any, on_text: Callable[[str], None]) -> Any:

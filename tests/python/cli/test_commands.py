@@ -235,6 +235,23 @@ def test_generate_prints_what_the_sparse_model_says(
     assert "(sparse, estimated KL to dense 0." in measuring.stderr.replace("\n", " ")
 
 
+def test_generate_samples_and_cuts_long_prompts(
+    run: Run, refused: Any, small_commands: Commands, tiny: Any
+) -> None:
+    command = (*small_commands["generate"], tiny.SENTENCE)
+    drawn = [
+        run(*command, "--temperature", "1.5", "--top-k", "20", "--top-p", "0.9", "--seed", seed)
+        for seed in ("1", "1", "2")
+    ]
+    assert drawn[0].stdout == drawn[1].stdout != drawn[2].stdout
+    cut = run(*command, "--max-prompt-tokens", "30")
+    said = cut.stderr.replace("\n", " ")
+    assert f"{len(tiny.SENTENCE)} tokens are cut to 30" in said and "prefill 30 tokens" in said
+    assert run(*command, "--max-prompt-tokens", "300").stdout == run(*command).stdout
+    files = ("--input", "none.jsonl", "--output", "out.jsonl")
+    refused(run(*command[:-1], *files, "--top-k", "3"), "or sampling beside it")
+
+
 def test_generate_continues_a_session(
     run: Run, refused: Any, small_commands: Commands, tiny: Any, model_folder: str, tmp_path: Path
 ) -> None:

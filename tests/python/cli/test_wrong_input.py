@@ -74,7 +74,8 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
             "words",
             "--output",
             "o",
-        ): "--input takes no prompt, --prompt-file, --package or --session beside it",
+        ): "--input takes no prompt, --prompt-file, --package, --session, --max-prompt-tokens or "
+        "sampling beside it",
         ("--output", "o"): "give --input and --output, both",
         ("--input", "missing.jsonl", "--output", "o"): "--input: no such file: 'missing.jsonl'",
         ("--input", __file__, "--output", "o"): "--input line 1 must be JSON",

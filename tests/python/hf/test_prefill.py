@@ -49,9 +49,18 @@ def test_it_goes_on_from_a_cache(llama, ids):
     assert_close(ours.logits, whole.logits)
 
 
-def test_an_enabled_model_is_refused(llama, ids):
-    with enable(llama, **SPARSE), pytest.raises(ValueError, match="enabled already"):
-        chunked_prefill(llama, ids, **SPARSE)
+def test_an_enabled_model_keeps_its_settings(llama, ids):
+    expected, steps = chunked_prefill(llama, ids, **SPARSE, chunks_per_call=1).logits, []
+    with enable(llama, **SPARSE) as handle:
+        done = chunked_prefill(
+            llama, ids, chunks_per_call=1, on_progress=lambda *step: steps.append(step)
+        )
+        assert torch.equal(done.logits, expected) and handle.active
+        assert handle.report().layers[0].sparse_calls == len(steps)
+        with pytest.raises(ValueError, match="enabled already, with settings of its own"):
+            chunked_prefill(llama, ids, **SPARSE)
+    length = ids.shape[1]
+    assert steps[0] == (16, length) and steps[-1] == (length, length) and len(steps) > 2
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -1,0 +1,37 @@
+"""Sampling: the tokens that transformers draws from the same logits and random numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_prefill.eval.inputs.prompts import without_middle
+from h2o_prefill.eval.timing.generation import Sampling, generate_timed
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7, seed=3),
+        Sampling(top_k=5, seed=4),
+        Sampling(temperature=1.5, top_k=20, top_p=0.6, seed=5),
+    ],
+)
+def test_a_model_and_a_package_draw_the_same(tiny, tiny_model, tiny_tokenizer, sampling):
+    ids = tiny_tokenizer(tiny.SENTENCE, return_tensors="pt").input_ids
+    texts = []
+    generate_timed(tiny_model, tiny_tokenizer, ids, 12, texts.append, sampling=sampling)
+    torch.manual_seed(sampling.seed)
+    drawn = ids
+    for _ in range(12):
+        logits = tiny_model(drawn).logits[:, -1]
+        drawn = torch.cat([drawn, sampling.choose(drawn, logits)[None]], dim=1)
+    assert "".join(texts) == tiny_tokenizer.decode(drawn[0, ids.shape[1] :])
+    greedy = []
+    generate_timed(tiny_model, tiny_tokenizer, ids, 12, greedy.append)
+    assert texts != greedy
+
+
+def test_the_middle_of_a_long_prompt_is_left_out():
+    assert without_middle(torch.arange(10)[None], 5).tolist() == [[0, 1, 7, 8, 9]]
+    assert without_middle(torch.arange(10)[None], 4).tolist() == [[0, 1, 8, 9]]
