@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from h2o_prefill.hf.enable import disable as disable
     from h2o_prefill.hf.enable import enable as enable
     from h2o_prefill.hf.prefill import chunked_prefill as chunked_prefill
+    from h2o_prefill.hf.prefix_cache import PrefixCache as PrefixCache
     from h2o_prefill.hf.report import explain as explain
     from h2o_prefill.hf.token_text import token_text as token_text
     from h2o_prefill.package import PrefillPackage as PrefillPackage
@@ -43,6 +44,7 @@ __version__: str = build_info()["version"]
 _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
     "PrefillPackage": "h2o_prefill.package",
+    "PrefixCache": "h2o_prefill.hf",
     "benchmark_throughput": "h2o_prefill.eval",
     "calibrate_heads": "h2o_prefill.eval",
     "chunked_prefill": "h2o_prefill.hf",

@@ -13,6 +13,7 @@
 | forward.py | what one forward knows, and which of them run |
 | padding.py | the spans of the rows of a padded batch |
 | cache.py, layer.py | caches that calls of one prompt share, and their layers |
+| prefix_cache.py | texts that were prefilled, for prompts that begin with them |
 | session.py | what a session file has of a cache, and the hash of a model |
 | snapshot.py | a cache before a forward, in case that fails |
 | stages.py | models that transformers spreads over several processes |
@@ -29,6 +30,7 @@ from h2o_prefill.hf.cache import ChunkedPrefillCache, StaticPrefillCache
 from h2o_prefill.hf.enable import PrefillHandle, disable, enable, register
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import chunked_prefill
+from h2o_prefill.hf.prefix_cache import PrefixCache
 from h2o_prefill.hf.report import LayerReport, ModelReport, explain
 from h2o_prefill.hf.state import NAME
 from h2o_prefill.hf.token_text import token_text
