@@ -19,7 +19,7 @@ set(H2O_HOST_SOURCES
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
     core/safetensors.cpp
-    core/session.cpp
+    core/saved_session.cpp
     kernels/composite/accumulate_scores.cpp
     kernels/composite/advance_position.cpp
     kernels/composite/attend.cpp
@@ -49,7 +49,10 @@ set(H2O_HOST_SOURCES
     ops/prefill_attention.cpp
     ops/recall_at_position.cpp
     ops/select_memory.cpp
-    ops/sliding_window_attention.cpp)
+    ops/sliding_window_attention.cpp
+    runtime/package.cpp
+    runtime/sampler.cpp
+    runtime/session.cpp)
 
 set(H2O_CPU_SOURCES
     kernels/cpu/accumulate_scores_kernel.cpp

@@ -7,32 +7,32 @@
 // error. --perplexity scores it instead, in windows (see print_perplexity). --dense prefills
 // densely.
 #include <ATen/ATen.h>
+#include <h2o_prefill/session.h>
 
 #include "command_line.h"
-#include "package.h"
 #include "text_tasks.h"
 
 namespace {
 
-using examples::Rows;
+using h2o_prefill::Rows;
 
 void run(const examples::Arguments& arguments) {
   const int64_t max_new_tokens = arguments.number("--max-new-tokens", 64);
   const int64_t window = arguments.number("--perplexity", 0);
-  examples::Package package(arguments.model);
+  h2o_prefill::Session session(std::make_shared<const h2o_prefill::Package>(arguments.model));
   const at::Tensor ids = examples::read_token_ids(arguments.ids);
   const auto prefill = [&](const at::Tensor& token_ids, Rows rows) {
-    return arguments.dense ? package.forward_densely(token_ids, rows)
-                           : package.forward(token_ids, rows);
+    return arguments.dense ? session.forward_densely(token_ids, rows)
+                           : session.forward(token_ids, rows);
   };
   if (window > 0) {
     examples::print_perplexity(ids, window, [&](const at::Tensor& token_ids) {
-      package.reset();
+      session.reset();
       return prefill(token_ids, Rows::kAll);
     });
     return;
   }
-  const examples::PackageInfo& info = package.info();
+  const h2o_prefill::PackageInfo& info = session.package().info();
   examples::continue_greedily(
       ids,
       {.max_new_tokens = max_new_tokens,
@@ -40,7 +40,7 @@ void run(const examples::Arguments& arguments) {
        .end_ids = info.end_ids,
        .sparse = !arguments.dense && info.settings.is_sparse_call(/*past=*/0, ids.size(1))},
       [&](const at::Tensor& token_ids) { return prefill(token_ids, Rows::kLast); },
-      [&](const at::Tensor& token) { return package.forward(token); });
+      [&](const at::Tensor& token) { return session.forward(token); });
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,14 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.session import Session, SessionLayer, settings_fields
-from h2o_prefill.state import PrefillState, estimated_kl, no_errors
+from h2o_prefill.session import reads_session, writes_session
+from h2o_prefill.state import estimated_kl, no_errors
 
 # Tensors of the state of a layer.
 STATE_OF_LAYER = 5
 
 # Prefix of the keys in a package's metadata.
 _PREFIX = "h2o_prefill."
-
-_Run = Callable[[list[Tensor]], list[Tensor]]
-_Loader: Any = torch._C._aoti.AOTIModelPackageLoader
-_MODEL = "model"  # the name that Inductor gives the model of a package
 
 
 @dataclass(frozen=True)
@@ -122,10 +118,8 @@ class PrefillPackage:
             raise FileNotFoundError(f"package: no such file: {str(path)!r}")
         self.path = path
         self.info = read_info(path)
-        # `aoti_load_package` would compile test programs to compare CPUs, which takes seconds;
-        # `read_info` has compared them.
-        self._run: _Run = _Loader(str(path), _MODEL, False, 1, -1).boxed_run
-        self._state = self.info.new_state()
+        self._session = torch.classes.h2o_prefill.PackageSession(str(path))
+        self._state = self._session.state()
 
     @property
     def position(self) -> Tensor:
@@ -160,14 +154,8 @@ class PrefillPackage:
         A cache of the model that the package was exported from reads it too. Raises ValueError if
         there are no tokens, OSError if the file cannot be written.
         """
-        length, begin = self.position.tolist()
-        layers = []
-        for key, value, scores, memory, errors in self._layers():
-            held = PrefillState(scores[..., :length], memory, length, begin, errors)
-            state = held if begin or bool(held.scores.any()) else None
-            layers.append(SessionLayer(key[:, :, :length], value[:, :, :length], state))
-        settings = settings_fields(self.info.config)
-        Session(self.info.model_hash, settings, length, self.token_ids, layers).write(path)
+        with writes_session():
+            self._session.save(os.fspath(Path(path).expanduser()))
 
     def load(self, path: str | Path) -> None:
         """Replace the text by that of a session file, of a package or of a cache.
@@ -181,52 +169,8 @@ class PrefillPackage:
             has more tokens than the package has room for, or more than one row, or lacks token ids
             or, in sliding windows, earlier tokens. The text stays as it was.
         """
-        session = Session.read(path)
-        try:
-            begin = self._check_session(session)
-        except ValueError as error:
-            raise ValueError(f"session {str(path)!r} cannot be used: {error}") from error
-        length = session.length
-        for buffers, layer in zip(self._layers(), session.layers, strict=True):
-            key, value, scores, memory, errors = buffers
-            key[:, :, :length], value[:, :, :length] = layer.key, layer.value
-            scores.zero_()
-            memory.fill_(-1)
-            errors.zero_()
-            if layer.state is not None:
-                scores[..., :length] = layer.state.scores
-                memory.copy_(layer.state.memory)
-                errors.copy_(layer.state.errors)
-        assert session.token_ids is not None
-        self._state[0][:, :length] = session.token_ids
-        self.position.copy_(torch.tensor([length, begin]))
-
-    def _layers(self) -> list[list[Tensor]]:
-        """Return keys, values, scores, memory set and errors of each layer."""
-        first = range(2, len(self._state), STATE_OF_LAYER)
-        return [self._state[i : i + STATE_OF_LAYER] for i in first]
-
-    def _check_session(self, session: Session) -> int:
-        """Return where the last sparse chunk began; ValueError if a session does not fit."""
-        info = self.info
-        session.check_origin(info.model_hash, settings_fields(info.config))
-        if session.length > info.capacity or session.token_ids is None:
-            raise ValueError(
-                f"it must have token ids, and <= {info.capacity} tokens, got {session.length}"
-            )
-        if len(session.layers) != info.layers:
-            raise ValueError(f"it must have {info.layers} layers, got {len(session.layers)}")
-        dtype = getattr(torch, info.dtype)
-        wanted = (1, info.kv_heads, session.length, info.head_dim, dtype)
-        for layer in session.layers:
-            heads = info.kv_heads if layer.state is None else layer.state.scores.shape[1]
-            shapes = {(*x.shape, x.dtype) for x in (layer.key, layer.value)}
-            if shapes != {wanted} or heads != info.kv_heads:
-                raise ValueError(f"keys and values must be {wanted}, got {shapes}, {heads} scored")
-        begins = {x.state.last_chunk_begin for x in session.layers if x.state is not None}
-        if len(begins) > 1:
-            raise ValueError(f"last chunks of all layers must begin together, got {begins}")
-        return begins.pop() if begins else 0
+        with reads_session(path) as file:
+            self._session.load(file)
 
     def forward(self, token_ids: Tensor, rows: Tensor | None = None) -> Tensor:
         """Run the model over the next tokens of the text.
@@ -248,11 +192,10 @@ class PrefillPackage:
         ValueError
             If there are no tokens, a token is not in the vocabulary, or the capacity is exceeded.
         """
-        self._check(token_ids)
         if rows is None:
-            rows = torch.tensor([token_ids.shape[1] - 1])
+            rows = torch.tensor([token_ids.shape[-1] - 1])
         with torch.no_grad():
-            (logits,) = self._run([token_ids.contiguous(), rows, *self._state])
+            logits: Tensor = self._session.forward(token_ids, rows)
         return logits
 
     def generate(
@@ -283,65 +226,15 @@ class PrefillPackage:
             if token in self.info.end_ids:
                 break
 
-    def _check(self, token_ids: Tensor) -> None:
-        if token_ids.ndim != 2 or token_ids.dtype != torch.int64 or token_ids.shape[0] != 1:
-            raise ValueError(
-                f"token_ids must be int64 [1, T], got {token_ids.dtype} {list(token_ids.shape)}"
-            )
-        if token_ids.shape[1] == 0:
-            raise ValueError("token_ids must not be empty")
-        room = self.info.capacity - self.length
-        if token_ids.shape[1] > room:
-            raise ValueError(
-                f"token_ids must be <= {room} tokens, the capacity of the package less those of "
-                f"the text so far, got {token_ids.shape[1]}"
-            )
-        lowest, highest = token_ids.aminmax()
-        if lowest < 0 or highest >= self.info.vocabulary:
-            raise ValueError(
-                f"token_ids must be in [0, {self.info.vocabulary}), got {int(lowest)} to "
-                f"{int(highest)}"
-            )
-
 
 def read_info(path: Path) -> PackageInfo:
-    """Read the metadata of a package without loading its code; ValueError if it cannot run here."""
+    """Read the metadata of a package without loading its code; ValueError if it has none."""
     try:
-        metadata = _Loader.load_metadata_from_package(str(path), _MODEL)
+        loader: Any = torch._C._aoti.AOTIModelPackageLoader
+        metadata = loader.load_metadata_from_package(str(path), "model")
         info = PackageInfo.from_metadata(metadata)
     except (RuntimeError, KeyError) as error:
         raise ValueError(
             f"package must be a file that `h2o-prefill export` wrote, got {str(path)!r}"
         ) from error
-    check_machine(info, metadata)
     return info
-
-
-def check_machine(info: PackageInfo, metadata: Mapping[str, str]) -> None:
-    """Refuse a package for another PyTorch or another CPU, whose code would crash here.
-
-    The machine it was exported on is in `metadata`, written by PyTorch's Inductor.
-    """
-    written, here = (".".join(x.split(".")[:2]) for x in (info.torch, torch.__version__))
-    if written != here:
-        raise ValueError(
-            f"package was written by torch {info.torch}, and needs torch {written}, got "
-            f"{torch.__version__}: install that, or export the model again"
-        )
-    here_too = {
-        "AVX2": torch.cpu._is_avx2_supported,
-        "AVX512": torch.cpu._is_avx512_supported,
-        "AVX512_VNNI": torch.cpu._is_vnni_supported,
-    }
-    machine = metadata.get("AOTI_MACHINE", platform.machine())
-    if machine != platform.machine():
-        raise ValueError(
-            f"package is for {machine} machines, got a {platform.machine()}: export the model "
-            "again on a machine like this one"
-        )
-    for feature in metadata.get("AOTI_CPU_ISA", "").split():
-        if feature in here_too and not here_too[feature]():
-            raise ValueError(
-                f"package has code for {feature}, which this CPU does not have: export the model "
-                "again on a machine like this one"
-            )

@@ -6,7 +6,9 @@ has its tensors and its metadata. Equal sessions are equal files.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.state import PrefillState
 
 _Settings = torch.classes.h2o_prefill.PrefillConfig
-_File = torch.classes.h2o_prefill.Session
+_File = torch.classes.h2o_prefill.SavedSession
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,8 @@ class Session:
         that can be read.
         """
         held = _File(self.model, self.settings, self.length, self._tensors())
-        try:
+        with writes_session():
             held.write(os.fspath(Path(path).expanduser()))
-        except ValueError as error:
-            raise ValueError(_line(error)) from error
-        except RuntimeError as error:
-            raise OSError(None, _line(error)) from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Session:
@@ -68,13 +66,8 @@ class Session:
         ValueError
             If it is no session file, was cut or changed, or is of another version. In one line.
         """
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise FileNotFoundError(f"session: no such file: {str(path)!r}")
-        try:
-            held = _File.read(os.fspath(file))
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(f"session {str(path)!r} cannot be read: {_line(error)}") from error
+        with reads_session(path) as file:
+            held = _File.read(file)
         tensors, length = held.tensors(), held.length()
         layers = [
             _layer(tensors, number, length, begin)
@@ -129,6 +122,29 @@ def _layer(tensors: dict[str, Tensor], number: int, length: int, begin: int) -> 
         )
         state = PrefillState(scores, memory, length, begin, errors)
     return SessionLayer(tensors[prefix + "key"], tensors[prefix + "value"], state)
+
+
+@contextlib.contextmanager
+def reads_session(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield the path for C++, whose errors become FileNotFoundError or ValueError of one line."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"session: no such file: {str(path)!r}")
+    try:
+        yield os.fspath(file)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"session {str(path)!r} cannot be read: {_line(error)}") from error
+
+
+@contextlib.contextmanager
+def writes_session() -> Iterator[None]:
+    """Make ValueError and OSError of one line of what C++ throws."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(_line(error)) from error
+    except RuntimeError as error:
+        raise OSError(None, _line(error)) from error
 
 
 def _line(error: BaseException) -> str:

@@ -11,7 +11,7 @@
 #include "common/checks.h"
 #include "common/rules.h"
 #include "core/state_header.h"
-#include "h2o_prefill/session.h"
+#include "h2o_prefill/saved_session.h"
 
 namespace h2o_prefill {
 namespace {
@@ -202,7 +202,7 @@ at::Tensor PrefillContext::token_ids() const {
 void PrefillContext::save(const std::string& path, const std::string& model) const {
   const int64_t tokens = length();
   check_at_least("length", tokens, 1);
-  Session session{.model = model, .settings = config().to_fields(), .length = tokens};
+  SavedSession session{.model = model, .settings = config().to_fields(), .length = tokens};
   std::vector<int64_t> begins;
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
     TORCH_CHECK_VALUE(cache_->length(layer) == tokens,
@@ -225,7 +225,7 @@ void PrefillContext::save(const std::string& path, const std::string& model) con
 }
 
 void PrefillContext::load(const std::string& path, const std::string& model) {
-  const Session session = read_session(path);
+  const SavedSession session = read_session(path);
   const int64_t tokens = session.length;
   const auto& tensors = session.tensors;
   const auto begins = tensors.at("last_chunk_begin");

@@ -71,7 +71,8 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   void reset();
 
   // Writes the prompt, of which all layers have attended in every call, into a session file
-  // (session.h). model: the hash of the model, of 32 hex digits in packages and Python's sessions.
+  // (saved_session.h). model: the hash of the model, of 32 hex digits in packages and Python's
+  // sessions.
   void save(const std::string& path, const std::string& model) const;
 
   // Replaces the prompt by that of a session file. Throws if it is of another model or of other

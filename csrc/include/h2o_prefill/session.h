@@ -1,38 +1,102 @@
-// Session files: a prompt with keys, values and states, which Python, C++ and packages continue.
+// One prompt of a package: its state, and what a service does with it.
 //
-// A session file is a safetensors file, so it holds no code. docs/cpp.md has its tensors and its
-// metadata. Equal sessions are equal files.
+//   h2o_prefill::Session session(package);
+//   h2o_prefill::Sampler sampler;   // greedy
+//   session.generate(prompt_ids, {.max_new_tokens = 200}, sampler, [](int64_t token) { ... });
+//   session.save("book.session");
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
-#include <map>
+#include <functional>
+#include <memory>
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "h2o_prefill/export.h"
+#include "h2o_prefill/package.h"
+#include "h2o_prefill/sampler.h"
 
 namespace h2o_prefill {
 
-struct Session {
-  std::string model;     // hash of the model's config and weights
-  std::string settings;  // as of PrefillConfig::to_fields()
-  int64_t length = 0;    // tokens
-  std::map<std::string, at::Tensor> tensors = {};
+// What prefill() and generate() throw after cancel().
+class H2O_API Cancelled : public std::runtime_error {
+ public:
+  Cancelled() : std::runtime_error("the call was cancelled") {}
 };
 
-// "layers.7.", with which the names of a layer's tensors begin.
-H2O_API std::string session_prefix(int64_t layer);
+// Tokens of a call whose logits are wanted.
+enum class Rows { kLast, kAll };
 
-// Writes a session file whole or not at all; a file that is there keeps its permissions. Takes a
-// copy of tensors that are not contiguous. Throws c10::ValueError if read_session() would refuse
-// the file, std::runtime_error if it cannot be written.
-H2O_API void write_session(const std::string& path, const Session& session);
+struct GenerateOptions {
+  int64_t max_new_tokens = 128;
+  // Token sequences that end the text too, beside the package's end ids.
+  std::vector<std::vector<int64_t>> stop_sequences = {};
+  // Called during prefill with the tokens that are done, and all.
+  std::function<void(int64_t, int64_t)> on_progress = {};
+};
 
-// Reads a session file; its tensors are a private memory map of it. A file that is mapped may be
-// replaced or removed, but not be changed in place. All but the numbers in keys and values is
-// checked. Throws c10::ValueError if it is no session file, was cut or changed, or is of another
-// version.
-H2O_API Session read_session(const std::string& path);
+// Sessions share their package and nothing else, so each may have a thread of its own; one session
+// is for one thread at a time, but for cancel().
+class H2O_API Session {
+ public:
+  explicit Session(std::shared_ptr<const Package> package);
+
+  const Package& package() const { return *package_; }
+
+  // Number of tokens so far, and their ids, int64 [1, length].
+  int64_t length() const;
+  at::Tensor token_ids() const;
+
+  // Removes all tokens.
+  void reset();
+
+  // Continues the text by token_ids, int64 [1, T]. Returns logits [1 or T, vocabulary]. Throws
+  // c10::ValueError if there are no tokens, some are out of the vocabulary, or there is no room for
+  // them.
+  at::Tensor forward(const at::Tensor& token_ids, Rows rows = Rows::kLast);
+
+  // The same for rows of the call, int64 [R]. Returns logits [R, vocabulary].
+  at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& rows);
+
+  // The same with dense attention, in calls that are too short to be sparse.
+  at::Tensor forward_densely(const at::Tensor& token_ids, Rows rows = Rows::kLast);
+
+  // The same in calls of a few chunks, between which it tells its progress and can be cancelled:
+  // the tokens so far stay then. Returns the logits [1, vocabulary] of the last token.
+  at::Tensor prefill(const at::Tensor& token_ids,
+                     const std::function<void(int64_t, int64_t)>& on_progress = {});
+
+  // Continues the text by a prompt, int64 [1, T], and an answer, whose tokens on_token gets as they
+  // come; it ends with an end id or a stop sequence. The last token is not in the text yet: the
+  // next prompt begins with it, or it is left out. Throws as forward() does, and Cancelled.
+  std::vector<int64_t> generate(const at::Tensor& token_ids, const GenerateOptions& options,
+                                Sampler& sampler, const std::function<void(int64_t)>& on_token);
+
+  // The tensors of the state, as Package::new_state() has them; they change with every call.
+  const std::vector<at::Tensor>& state() const { return state_; }
+
+  // Makes the call that another thread is in throw Cancelled; without one, the next.
+  void cancel() { cancelled_ = true; }
+
+  // A session that goes on from the same tokens: a copy.
+  std::unique_ptr<Session> branch() const;
+
+  // Writes the text into a session file, or replaces it by that of one (saved_session.h), of this
+  // model and these settings. Throws c10::ValueError; the text stays as it was.
+  void save(const std::string& path) const;
+  void load(const std::string& path);
+
+ private:
+  void check(const at::Tensor& token_ids) const;
+  void check_cancelled();
+
+  std::shared_ptr<const Package> package_;
+  std::vector<at::Tensor> state_;
+  std::atomic<bool> cancelled_ = false;
+};
 
 }  // namespace h2o_prefill

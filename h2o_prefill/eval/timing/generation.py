@@ -40,23 +40,15 @@ class Sampling:
         del fields["seed"]
         return {"do_sample": True, **fields}
 
-    def choose(self, token_ids: Tensor, logits: Tensor) -> Tensor:
-        """Draw the token, int64 [1], after tokens [1, T] from logits [1, vocabulary]."""
-        from transformers import (
-            LogitsProcessorList,
-            TemperatureLogitsWarper,
-            TopKLogitsWarper,
-            TopPLogitsWarper,
-        )
+    def chooser(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return what draws the token, int64 [1], after tokens [1, T] from logits [1, vocabulary].
 
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
-        if self.top_k > 0:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1.0:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        ids: Any = token_ids  # transformers asks for the type LongTensor
-        scores = warpers(ids, logits.float())
-        return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+        The draws are those of `generate` after `torch.manual_seed(seed)`.
+        """
+        sampler = torch.classes.h2o_prefill.Sampler(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
+        )
+        return lambda token_ids, logits: torch.tensor([sampler.next(token_ids, logits)])
 
 
 def generate_timed(
@@ -85,7 +77,7 @@ def generate_timed(
     streamer = _timed_streamer(tokenizer, on_text)
     start = time.perf_counter()
     if packaged:
-        choose = None if sampling is None else sampling.choose
+        choose = None if sampling is None else sampling.chooser()
         streamer.put(input_ids)
         model.generate(
             input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token])), choose

@@ -11,7 +11,7 @@ from hf_helpers import LETTERS, assert_close, new_cache
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.export import describe_package, export_model
 from h2o_prefill.hf.token_text import token_text
-from h2o_prefill.package import PackageInfo, check_machine
+from h2o_prefill.package import PackageInfo
 
 CONFIG = PrefillConfig.parse(
     "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,wide_layers=1,"
@@ -92,16 +92,3 @@ def test_what_a_package_says_of_itself(build):
 def test_models_that_cannot_be_exported_are_refused(build, name, changes, capacity, message):
     with pytest.raises(ValueError, match=message):
         describe_package(build(name, **changes), CONFIG, capacity)
-
-
-def test_packages_for_another_machine_are_refused(build, monkeypatch):
-    info = describe_package(build("llama"), CONFIG, 64)
-    check_machine(info, {"AOTI_CPU_ISA": ""})
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
-    with pytest.raises(ValueError, match="code for AVX512, which this CPU does not have"):
-        check_machine(info, {"AOTI_CPU_ISA": "AVX512 AVX512_VNNI AMX_TILE"})
-    with pytest.raises(ValueError, match="package is for riscv64 machines"):
-        check_machine(info, {"AOTI_MACHINE": "riscv64"})
-    monkeypatch.setattr(torch, "__version__", "2.9.1")
-    with pytest.raises(ValueError, match=r"needs torch 2\.\d+, got 2\.9\.1"):
-        check_machine(info, {})

@@ -16,9 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
-from h2o_prefill.hf.export import describe_package, export_model
 from h2o_prefill.hf.session import model_hash
-from h2o_prefill.package import PrefillPackage
 
 KEY = "h2o_prefill.session"
 # Sparse, decoded, short.
@@ -341,53 +339,3 @@ def test_any_damage_is_refused_or_harmless(llama, ids, path, whole, data):
         assert "\n" not in str(error)
     else:
         assert cache.get_seq_length() == sum(CALLS) + 24
-
-
-def test_packages_and_caches_go_on_from_each_other(llama, prompt, path):
-    config = PrefillConfig.parse(
-        "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,wide_layers=1,"
-        "wide_factor=2,error_rows=4,error_threshold=0.05,max_widen=2"
-    )
-    info = describe_package(llama, config, capacity=prompt.shape[1] + 4)
-    graph = export_model(llama, info).module()
-
-    def new_package():
-        # As the constructor leaves it, but for the compiled code.
-        package = PrefillPackage.__new__(PrefillPackage)
-        package.info, package._state = info, info.new_state()
-        package._run = lambda inputs: [graph(*inputs)]
-        return package
-
-    first, rest = prompt[:, : sum(CALLS)], prompt[:, sum(CALLS) :]
-    package, loaded = new_package(), new_package()
-    with pytest.raises(ValueError, match="length must be >= 1"):
-        package.save(path)
-    for piece in first.split(CALLS, dim=1):
-        package.forward(piece)
-    package.save(path)
-    by_package = path.read_bytes()
-    loaded.forward(prompt.flip(1))
-    loaded.load(path)
-    assert torch.equal(loaded.token_ids, first)
-    with enable(llama, config):
-        cache = ChunkedPrefillCache.load(path, llama)
-        cache.save(path)
-        assert path.read_bytes() == by_package
-        outputs = [x.forward(rest) for x in (package, loaded)]
-        assert torch.equal(*outputs)
-        logits = llama(rest, past_key_values=cache).logits[0, -1:]
-        torch.testing.assert_close(logits, outputs[0], atol=1e-5, rtol=1e-5)
-        saved_prompt(llama, prompt, path)
-        loaded.load(path)
-        torch.testing.assert_close(loaded.forward(rest), logits, atol=1e-5, rtol=1e-5)
-        state = [x.clone() for x in loaded._state]
-        cache = new_cache(llama)
-        llama(prompt.expand(2, -1), past_key_values=cache)
-        cache.save(path)
-        refused_ones = [(path, "keys and values must be")]
-        path.with_name("cut").write_bytes(by_package[:-8])
-        refused_ones.append((path.with_name("cut"), "cannot be read"))
-    for file, message in refused_ones:
-        with pytest.raises(ValueError, match=message):
-            loaded.load(file)
-    assert all(map(torch.equal, state, loaded._state))

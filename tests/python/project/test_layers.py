@@ -24,7 +24,12 @@ KERNEL_VOCABULARY = (
 )
 # What a file may include beside the standard library, by the first pattern that its path matches.
 ALLOWED = {
-    r"include/": ("h2o_prefill/", "ATen/core/Tensor.h", "torch/custom_class.h"),
+    r"include/": (
+        "h2o_prefill/",
+        "ATen/core/Generator.h",
+        "ATen/core/Tensor.h",
+        "torch/custom_class.h",
+    ),
     r"bindings/python_module\.cpp": ("pybind11/",),
     r"bindings/library\.cpp": (
         "common/",
@@ -35,8 +40,16 @@ ALLOWED = {
     ),
     r"bindings/": ("common/", "h2o_prefill/", "torch/"),
     # A file is written whole.
-    r"core/session\.cpp": (*ATEN, "common/", "core/", "fcntl.h", "h2o_prefill/", "unistd.h"),
+    r"core/saved_session\.cpp": (*ATEN, "common/", "core/", "fcntl.h", "h2o_prefill/", "unistd.h"),
     r"core/": (*ATEN, "common/", "core/", "h2o_prefill/"),
+    r"runtime/": (
+        *ATEN,
+        "common/rules.h",
+        "h2o_prefill/",
+        "sys/utsname.h",
+        "torch/csrc/inductor/aoti_package/",
+        "torch/version.h",
+    ),
     r"ops/": (
         *ATEN,
         "common/linear_attention_request.h",

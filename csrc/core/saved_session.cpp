@@ -1,4 +1,4 @@
-#include "h2o_prefill/session.h"
+#include "h2o_prefill/saved_session.h"
 
 #include <ATen/MapAllocator.h>
 #include <ATen/ops/from_blob.h>
@@ -45,7 +45,7 @@ constexpr int64_t kAnySize = -1;
 // Tensors of a session that have not been checked.
 class Expected {
  public:
-  explicit Expected(const Session& session) : left_(session.tensors) {}
+  explicit Expected(const SavedSession& session) : left_(session.tensors) {}
 
   bool has(const std::string& name) const { return left_.count(name) > 0; }
 
@@ -76,7 +76,7 @@ class Expected {
 
 // Everything but the numbers in keys and values. The state of a layer is checked as the tracker
 // takes it.
-void check_session(const Session& session) {
+void check_session(const SavedSession& session) {
   check_at_least("length", session.length, 1);
   Expected expected(session);
   const auto begins = expected.take("last_chunk_begin", at::kLong, {kAnySize});
@@ -120,7 +120,7 @@ void check_session(const Session& session) {
   expected.check_end();
 }
 
-std::string metadata_of(const Session& session) {
+std::string metadata_of(const SavedSession& session) {
   using safetensors::quoted;
   const auto& key = session.tensors.at(session_prefix(0) + "key");
   return c10::str(R"({"version":)", kVersion, R"(,"model":)", quoted(session.model),
@@ -163,7 +163,7 @@ class File {
 
 std::string session_prefix(int64_t layer) { return c10::str("layers.", layer, "."); }
 
-void write_session(const std::string& path, const Session& session) {
+void write_session(const std::string& path, const SavedSession& session) {
   check_session(session);
   const std::vector<safetensors::Entry> entries = safetensors::layout(session.tensors);
   const std::string header =
@@ -198,7 +198,7 @@ void write_session(const std::string& path, const Session& session) {
   }
 }
 
-Session read_session(const std::string& path) {
+SavedSession read_session(const std::string& path) {
   std::error_code unreadable;
   const uint64_t size = fs::file_size(path, unreadable);
   TORCH_CHECK_VALUE(!unreadable && size > sizeof(uint64_t), "it is no session file");
@@ -215,7 +215,7 @@ Session read_session(const std::string& path) {
                                                         size - sizeof header_bytes - header_bytes);
   TORCH_CHECK_VALUE(header.key == kKey, "it is no session file");
 
-  Session session;
+  SavedSession session;
   for (const auto& entry : header.entries) {
     auto tensor = at::for_blob(first + entry.begin, entry.shape)
                       .deleter([data](void*) {})

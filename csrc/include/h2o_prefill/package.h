@@ -1,0 +1,61 @@
+// A whole model that `h2o-prefill export` wrote as an AOTInductor package.
+//
+//   const auto package = std::make_shared<const h2o_prefill::Package>("model.pt2");
+//   h2o_prefill::Session session(package);   // session.h
+//
+// The program must link libtorch.so, which the code of packages needs.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "h2o_prefill/config.h"
+#include "h2o_prefill/export.h"
+
+namespace h2o_prefill {
+
+// The metadata of a package.
+struct PackageInfo {
+  std::string model;       // name of the model's class
+  std::string model_hash;  // of config and weights, which session files name
+  PrefillConfig settings;
+  at::ScalarType dtype;  // of keys and values
+  int64_t capacity;      // tokens of prompt and answer together
+  int64_t vocabulary;
+  int64_t layers;
+  int64_t kv_heads;
+  int64_t head_dim;
+  std::vector<int64_t> end_ids;  // token ids that end a text
+};
+
+// Weights and code, which any number of sessions share.
+class H2O_API Package {
+ public:
+  // concurrency: calls that run at the same time; more wait for one to end. Throws c10::ValueError,
+  // in one line, if there is no such file, it is no package of h2o_prefill, or it was written for
+  // another PyTorch or another machine.
+  explicit Package(const std::string& path, int64_t concurrency = 1);
+  ~Package();
+
+  const PackageInfo& info() const;
+
+  // Tensors of the state of a prompt without tokens, as the model takes them: token ids int64 [1,
+  // capacity] and position int64 [2]; for each layer keys and values [1, Hkv, capacity, D], scores
+  // float32 [1, Hkv, capacity], memory set int32 [1, Hkv, memory_size] and errors.
+  std::vector<at::Tensor> new_state() const;
+
+  // Runs the model over token_ids, int64 [1, T], after the tokens of a state, which it changes.
+  // Returns the logits [R, vocabulary] of rows, int64 [R].
+  at::Tensor run(const at::Tensor& token_ids, const at::Tensor& rows,
+                 const std::vector<at::Tensor>& state) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace h2o_prefill

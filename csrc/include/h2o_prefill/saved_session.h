@@ -1,0 +1,38 @@
+// Session files: a prompt with keys, values and states, which Python, C++ and packages continue.
+//
+// A session file is a safetensors file, so it holds no code. docs/cpp.md has its tensors and its
+// metadata. Equal sessions are equal files.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "h2o_prefill/export.h"
+
+namespace h2o_prefill {
+
+struct SavedSession {
+  std::string model;     // hash of the model's config and weights
+  std::string settings;  // as of PrefillConfig::to_fields()
+  int64_t length = 0;    // tokens
+  std::map<std::string, at::Tensor> tensors = {};
+};
+
+// "layers.7.", with which the names of a layer's tensors begin.
+H2O_API std::string session_prefix(int64_t layer);
+
+// Writes a session file whole or not at all; a file that is there keeps its permissions. Takes a
+// copy of tensors that are not contiguous. Throws c10::ValueError if read_session() would refuse
+// the file, std::runtime_error if it cannot be written.
+H2O_API void write_session(const std::string& path, const SavedSession& session);
+
+// Reads a session file; its tensors are a private memory map of it. A file that is mapped may be
+// replaced or removed, but not be changed in place. All but the numbers in keys and values is
+// checked. Throws c10::ValueError if it is no session file, was cut or changed, or is of another
+// version.
+H2O_API SavedSession read_session(const std::string& path);
+
+}  // namespace h2o_prefill

@@ -1,0 +1,193 @@
+// Sessions of the package that H2O_TEST_PACKAGE names; test_packages.py exports it and runs these.
+#include "h2o_prefill/session.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+namespace h2o_prefill {
+namespace {
+
+using Tokens = std::vector<int64_t>;
+
+constexpr int64_t kPrompt = 150, kNew = 12;
+
+std::string path_of(const char* variable) {
+  const char* path = std::getenv(variable);
+  return path ? path : "";
+}
+
+std::shared_ptr<const Package> load_package(int64_t concurrency) {
+  return std::make_shared<const Package>(path_of("H2O_TEST_PACKAGE"), concurrency);
+}
+
+std::shared_ptr<const Package> package_of_tests() {
+  static const auto package = load_package(1);
+  return package;
+}
+
+// Words that come again, so that keys are recalled.
+at::Tensor prompt_of(int64_t first) {
+  return at::arange(first, first + 30).remainder(250).add(1).repeat({5}).unsqueeze(0);
+}
+
+Tokens answer_of(Session& session, const at::Tensor& ids, const GenerateOptions& options = {kNew},
+                 Sampler sampler = Sampler()) {
+  return session.generate(ids, options, sampler, {});
+}
+
+template <typename Call>
+std::string message_of(const Call& call) {
+  try {
+    call();
+  } catch (const c10::ValueError& error) {
+    return error.what_without_backtrace();
+  }
+  return "nothing was thrown";
+}
+
+#define EXPECT_REFUSED(call, text) \
+  EXPECT_NE(message_of([&] { call; }).find(text), std::string::npos) << message_of([&] { call; })
+
+TEST(Session, GeneratesWhatForwardSays) {
+  Session session(package_of_tests()), other(package_of_tests());
+  const auto ids = prompt_of(3);
+  std::vector<std::pair<int64_t, int64_t>> steps;
+  Tokens told;
+  Sampler greedy;
+  const Tokens answer = session.generate(
+      ids,
+      {.max_new_tokens = kNew,
+       .on_progress = [&](int64_t done, int64_t total) { steps.emplace_back(done, total); }},
+      greedy, [&](int64_t token) { told.push_back(token); });
+  EXPECT_EQ(answer, told);
+  const std::vector<std::pair<int64_t, int64_t>> expected{
+      {64, kPrompt}, {128, kPrompt}, {kPrompt, kPrompt}};
+  EXPECT_EQ(steps, expected);
+
+  auto logits = other.forward(ids);
+  for (const int64_t token : answer) {
+    EXPECT_EQ(logits.argmax(-1).item<int64_t>(), token);
+    if (token != answer.back()) logits = other.forward(at::full({1, 1}, token, at::kLong));
+  }
+  EXPECT_EQ(session.length(), kPrompt + std::ssize(answer) - 1);
+  EXPECT_TRUE(session.token_ids().narrow(1, 0, kPrompt).equal(ids));
+
+  other.reset();
+  const Tokens stopped = answer_of(
+      other, ids, {.max_new_tokens = kNew, .stop_sequences = {{7, 9}, {answer[2], answer[3]}}});
+  EXPECT_EQ(stopped, Tokens(answer.begin(), answer.begin() + 4));
+}
+
+TEST(Session, SamplesByItsSeed) {
+  Session session(package_of_tests());
+  std::vector<Tokens> answers;
+  for (const uint64_t seed : {1, 1, 2}) {
+    session.reset();
+    answers.push_back(answer_of(session, prompt_of(3), {kNew},
+                                Sampler({.temperature = 2.0, .top_k = 50, .seed = seed})));
+  }
+  EXPECT_EQ(answers[0], answers[1]);
+  EXPECT_NE(answers[0], answers[2]);
+}
+
+TEST(Session, FilesAndBranchesGoOnToTheBit) {
+  const auto package = package_of_tests();
+  Session session(package), loaded(package);
+  const auto ids = prompt_of(3), rest = prompt_of(8).narrow(1, 0, 60);
+  const std::string file = path_of("H2O_TEST_SESSION");
+  session.forward(ids);
+  session.save(file);
+  loaded.forward(rest);
+  loaded.load(file);
+  const auto branch = session.branch();
+  const auto expected = session.forward(rest, Rows::kAll);
+  EXPECT_TRUE(loaded.forward(rest, Rows::kAll).equal(expected));
+  EXPECT_TRUE(branch->forward(rest, Rows::kAll).equal(expected));
+  EXPECT_EQ(session.length(), kPrompt + 60);
+
+  const std::string damaged = file + ".damaged";
+  std::filesystem::copy_file(file, damaged, std::filesystem::copy_options::overwrite_existing);
+  std::filesystem::resize_file(damaged, std::filesystem::file_size(file) - 1);
+  EXPECT_REFUSED(loaded.load(damaged), "must lie in the file");
+  EXPECT_REFUSED(loaded.load(path_of("H2O_TEST_PACKAGE")), "it is no session file");
+  EXPECT_EQ(loaded.length(), kPrompt + 60);
+  loaded.reset();
+  EXPECT_REFUSED(loaded.save(damaged), "length must be >= 1");
+}
+
+TEST(Session, IsCancelled) {
+  Session session(package_of_tests());
+  const auto ids = prompt_of(3);
+  const Tokens expected = answer_of(session, ids);
+  session.reset();
+  EXPECT_THROW(session.prefill(
+                   ids, [&](int64_t done, int64_t) { done < kPrompt ? session.cancel() : void(); }),
+               Cancelled);
+  EXPECT_EQ(session.length(), 64);
+
+  session.reset();
+  std::atomic<int> tokens = 0;
+  std::thread other([&] {
+    while (tokens < 2) std::this_thread::yield();
+    session.cancel();
+  });
+  Sampler sampler;
+  EXPECT_THROW(
+      {
+        while (true) {
+          session.reset();
+          session.generate(ids, {kNew}, sampler, [&](int64_t) { ++tokens; });
+        }
+      },
+      Cancelled);
+  other.join();
+  session.reset();
+  EXPECT_EQ(answer_of(session, ids), expected);
+}
+
+TEST(Session, RunsOnThreadsOverOnePackage) {
+  constexpr int kThreads = 4;
+  std::vector<Tokens> expected, answers(kThreads);
+  for (int i = 0; i < kThreads; ++i) {
+    Session session(package_of_tests());
+    expected.push_back(answer_of(session, prompt_of(i)));
+  }
+  for (const auto& package : {package_of_tests(), load_package(kThreads)}) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kThreads; ++i) {
+      threads.emplace_back([&, i] {
+        Session session(package);
+        answers[i] = answer_of(session, prompt_of(i));
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    EXPECT_EQ(answers, expected);
+  }
+}
+
+TEST(Session, SaysWhatIsWrong) {
+  Session session(package_of_tests());
+  const auto ids = prompt_of(3);
+  EXPECT_REFUSED(Package("/missing.pt2"), "there is no package /missing.pt2");
+  EXPECT_REFUSED(load_package(0), "concurrency must be >= 1");
+  EXPECT_REFUSED(session.forward(ids.to(at::kInt)), "token_ids must be int64");
+  EXPECT_REFUSED(session.forward(ids.narrow(1, 0, 0)), "T >= 1");
+  EXPECT_REFUSED(session.forward(ids - 100), "token ids must be in [0, ");
+  EXPECT_REFUSED(session.forward(ids.repeat({1, 2})), "no room for 300 tokens after 0");
+  EXPECT_REFUSED(answer_of(session, ids, {0}), "max_new_tokens must be >= 1");
+  EXPECT_REFUSED(answer_of(session, ids, {500}), "the room after the prompt");
+  EXPECT_EQ(session.length(), 0);
+  EXPECT_REFUSED(Sampler({.temperature = -1}), "temperature must be >= 0");
+  EXPECT_REFUSED(Sampler({.top_p = 0}), "top_p must be in (0, 1]");
+  EXPECT_REFUSED(Sampler({.min_p = 2}), "min_p must be in [0, 1]");
+  EXPECT_REFUSED(Sampler({.penalty = 0}), "penalty must be > 0");
+  EXPECT_REFUSED(Sampler({.top_k = -1}), "top_k must be >= 0");
+}
+
+}  // namespace
+}  // namespace h2o_prefill
