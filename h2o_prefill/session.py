@@ -68,12 +68,12 @@ class Session:
         """
         with reads_session(path) as file:
             held = _File.read(file)
-        tensors, length = held.tensors(), held.length()
+        tensors, (model, settings, length) = held.tensors(), held.header()
         layers = [
             _layer(tensors, number, length, begin)
             for number, begin in enumerate(tensors["last_chunk_begin"].tolist())
         ]
-        return cls(held.model(), held.settings(), length, tensors.get("token_ids"), layers)
+        return cls(model, settings, length, tensors.get("token_ids"), layers)
 
     def check_origin(self, model: str, settings: str | None) -> None:
         """Raise ValueError if a session is of another model, or of others than these settings."""

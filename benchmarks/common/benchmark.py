@@ -21,7 +21,6 @@ from h2o_prefill.eval.environment import has_cuda
 from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.eval.timing.compare import Timings, compare
 from h2o_prefill.presets import PRESETS, preset_config
-from h2o_prefill.testing import Shape, make_qkv
 
 RESULTS = Path(__file__).parents[1] / "results"
 DEVICES = ("cpu", "cuda")
@@ -86,9 +85,15 @@ class Case:
 
         `past` tokens of the history come before the `length` queries.
         """
-        heads = self.heads
-        shape = Shape(1, heads.query_heads, heads.kv_heads, length, heads.head_dim, heads.head_dim)
-        return make_qkv(shape, self.dtype, "cuda" if self.on_gpu else "cpu", past=past)
+        generator = torch.Generator().manual_seed(0)
+
+        def make(heads: int, tokens: int) -> Tensor:
+            x = torch.randn(1, tokens, heads, self.heads.head_dim, generator=generator)
+            return x.to("cuda" if self.on_gpu else "cpu", self.dtype).transpose(1, 2)
+
+        kv_heads = self.heads.kv_heads
+        keys, values = (make(kv_heads, past + length) for _ in range(2))
+        return make(self.heads.query_heads, length), keys, values
 
     def compare(self, calls: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
         """Time calls in turns, on a GPU by its events."""

@@ -477,14 +477,12 @@ void register_session(torch::Library& m) {
           },
           "Read a session file; its tensors are a private memory map of it.")
       .def(
-          "model", [](const Self& self) { return self->session.model; },
-          "Return the hash of the model.")
-      .def(
-          "settings", [](const Self& self) { return self->session.settings; },
-          "Return all fields of the settings.")
-      .def(
-          "length", [](const Self& self) { return self->session.length; },
-          "Return the number of tokens.")
+          "header",
+          [](const Self& self) {
+            const SavedSession& held = self->session;
+            return std::make_tuple(held.model, held.settings, held.length);
+          },
+          "Return the hash of the model, all fields of the settings, and the number of tokens.")
       .def(
           "tensors",
           [](const Self& self) {

@@ -229,14 +229,7 @@ void PrefillContext::load(const std::string& path, const std::string& model) {
   const int64_t tokens = session.length;
   const auto& tensors = session.tensors;
   const auto begins = tensors.at("last_chunk_begin");
-  TORCH_CHECK_VALUE(session.model == model, "session must be of the model ", model, ", got one of ",
-                    session.model);
-  TORCH_CHECK_VALUE(PrefillConfig::parse(session.settings) == config(),
-                    "session must have the settings ", config().to_string(), ", got ",
-                    PrefillConfig::parse(session.settings).to_string());
-  TORCH_CHECK_VALUE(begins.size(0) == num_layers() && tokens <= cache_->max_capacity(),
-                    "session must have ", num_layers(), " layers and at most ",
-                    cache_->max_capacity(), " tokens, got ", begins.size(0), " and ", tokens);
+  session.check(model, config(), num_layers(), cache_->max_capacity());
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
     const int64_t rows = tensors.at(session_prefix(layer) + "key").size(2);
     TORCH_CHECK_VALUE(rows == tokens, "session must have the keys of all ", tokens,

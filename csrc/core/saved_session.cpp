@@ -26,18 +26,11 @@ namespace fs = std::filesystem;
 constexpr int64_t kVersion = 1;
 constexpr std::string_view kKey = "h2o_prefill.session";
 
-// Names of dtypes in the metadata. Keys of other dtypes have no kernels.
-constexpr std::pair<const char*, at::ScalarType> kDtypes[] = {{"float32", at::kFloat},
-                                                              {"bfloat16", at::kBFloat16},
-                                                              {"float16", at::kHalf},
-                                                              {"float64", at::kDouble}};
-
-const char* name_of(at::ScalarType dtype) {
-  for (const auto& [name, known] : kDtypes) {
-    if (known == dtype) return name;
-  }
-  TORCH_CHECK_VALUE(false, "keys must be float32, bfloat16, float16 or float64, got ",
-                    dtype_name(dtype));
+// "float32", as the metadata has it. Keys of other dtypes have no kernels.
+std::string name_of(at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(at::isFloatingType(dtype) && !safetensors::code_of(dtype).empty(),
+                    "keys must be float32, bfloat16, float16 or float64, got ", dtype_name(dtype));
+  return dtype_name(dtype);
 }
 
 constexpr int64_t kAnySize = -1;
@@ -160,6 +153,18 @@ class File {
 };
 
 }  // namespace
+
+void SavedSession::check(const std::string& wanted_model, const PrefillConfig& wanted_settings,
+                         int64_t layers, int64_t max_tokens) const {
+  TORCH_CHECK_VALUE(model == wanted_model, "session must be of the model ", wanted_model,
+                    ", got one of ", model);
+  const auto here = PrefillConfig::parse(settings);
+  TORCH_CHECK_VALUE(here == wanted_settings, "session must have the settings ",
+                    wanted_settings.to_string(), ", got ", here.to_string());
+  const int64_t held = tensors.at("last_chunk_begin").size(0);
+  TORCH_CHECK_VALUE(held == layers && length <= max_tokens, "session must have ", layers,
+                    " layers and at most ", max_tokens, " tokens, got ", held, " and ", length);
+}
 
 std::string session_prefix(int64_t layer) { return c10::str("layers.", layer, "."); }
 

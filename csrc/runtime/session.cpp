@@ -157,15 +157,8 @@ void Session::load(const std::string& path) {
   const int64_t tokens = saved.length;
   const auto& tensors = saved.tensors;
   const auto begins = tensors.at("last_chunk_begin");
-  TORCH_CHECK_VALUE(saved.model == info.model_hash, "session must be of this model, ",
-                    info.model_hash, ", got one of ", saved.model);
-  TORCH_CHECK_VALUE(PrefillConfig::parse(saved.settings) == info.settings,
-                    "session must have the settings ", info.settings.to_string(), ", got ",
-                    PrefillConfig::parse(saved.settings).to_string());
-  TORCH_CHECK_VALUE(
-      begins.size(0) == info.layers && tokens <= info.capacity && tensors.contains("token_ids"),
-      "session must have ", info.layers, " layers, token ids, and at most ", info.capacity,
-      " tokens, got ", begins.size(0), " layers and ", tokens, " tokens");
+  saved.check(info.model_hash, info.settings, info.layers, info.capacity);
+  TORCH_CHECK_VALUE(tensors.contains("token_ids"), "session must have token ids");
   int64_t begin = 0;
   for (int64_t layer = 0; layer < info.layers; ++layer) {
     const at::Tensor* of_layer = &state_[kFirstLayer + layer * kOfLayer];

@@ -5,10 +5,9 @@ import importlib
 import os
 
 import hypothesis
+import op_testing as testing
 import pytest
 import torch
-
-from h2o_prefill import testing
 
 # Examples are as slow as the machine is busy.
 hypothesis.settings.register_profile(

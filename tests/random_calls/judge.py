@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from op_testing import FLOAT32_TOLERANCE
 from torch import Tensor
-
-from h2o_prefill.testing import FLOAT32_TOLERANCE
 
 # float64 results that differ in the order of additions alone, relative to the largest magnitude.
 FLOAT64_TOLERANCE = 1e-9
@@ -32,7 +31,7 @@ class Judge:
     ) -> None:
         """Check that a result is as near to the truth as its dtype allows.
 
-        The limits are those of `h2o_prefill.testing.assert_close_to_reference`.
+        The limits are those of `op_testing.assert_close_to_reference`.
         """
         peer_error = _largest(peer.double() - truth)
         limit = FLOAT32_TOLERANCE * max(1.0, _largest(truth))

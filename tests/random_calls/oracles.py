@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from op_testing import FLOAT32_TOLERANCE, error_measures, widened
 from random_calls.judge import Judge
 from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as reference
 from h2o_prefill.state import no_errors
-from h2o_prefill.testing import FLOAT32_TOLERANCE, error_measures, widened
 
 Config = torch.classes.h2o_prefill.PrefillConfig
 Arguments = list[Any]

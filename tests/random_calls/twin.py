@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import torch
+from op_testing import widened
 from random_calls.judge import Judge
 from random_calls.oracles import check_result
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from h2o_prefill import ChunkedSparseAttention, PrefillConfig, PrefillState
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists, sparse_attention
 from h2o_prefill.reference.ops import dense_attention
-from h2o_prefill.testing import widened
 
 # Rows of a long call that are compared with dense attention.
 CHECKED_ROWS = 96

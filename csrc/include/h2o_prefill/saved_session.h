@@ -10,15 +10,20 @@
 #include <map>
 #include <string>
 
+#include "h2o_prefill/config.h"
 #include "h2o_prefill/export.h"
 
 namespace h2o_prefill {
 
-struct SavedSession {
+struct H2O_API SavedSession {
   std::string model;     // hash of the model's config and weights
   std::string settings;  // as of PrefillConfig::to_fields()
   int64_t length = 0;    // tokens
   std::map<std::string, at::Tensor> tensors = {};
+
+  // Throws c10::ValueError unless it is of this model and these settings, and fits.
+  void check(const std::string& wanted_model, const PrefillConfig& wanted_settings, int64_t layers,
+             int64_t max_tokens) const;
 };
 
 // "layers.7.", with which the names of a layer's tensors begin.

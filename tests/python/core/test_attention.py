@@ -8,11 +8,11 @@ import warnings
 
 import pytest
 import torch
+from op_testing import Shape, make_qkv
 
 import h2o_prefill
 from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
 from h2o_prefill.functional import recall_lists, sparse_attention
-from h2o_prefill.testing import Shape, make_qkv
 
 CONFIG = PrefillConfig(chunk_size=32, local_window=8, heavy_budget=8, sink_tokens=2)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from op_testing import Shape, make_qkv, recall_text, settings_text
 from torch import Tensor, nn
 
 import h2o_prefill
 from h2o_prefill import ops
-from h2o_prefill.testing import Shape, make_qkv, recall_text, settings_text
 
 classes = torch.classes.h2o_prefill
 SETTINGS = {"chunk_size": 16, "local_window": 3, "heavy_budget": 4, "sink_tokens": 1}

@@ -6,10 +6,10 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from op_testing import Shape, make_qkv
 from torch import nn
 
 from h2o_prefill import ChunkwiseLinearAttention, LinearAttentionState, linear_attention, ops
-from h2o_prefill.testing import Shape, make_qkv
 
 
 def make_module(**options):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_testing import recall_text
 from torch import Tensor
 
 from h2o_prefill import ops
@@ -14,7 +15,6 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
-from h2o_prefill.testing import recall_text
 
 LENGTH = 76  # four chunks of 16 tokens and one of 12: a block and half of one
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from op_testing import Shape, make_qkv
 
 from h2o_prefill import ops
 from h2o_prefill.eval import environment
 from h2o_prefill.eval.report import write_json
-from h2o_prefill.testing import Shape, make_qkv
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:

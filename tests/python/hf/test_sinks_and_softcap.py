@@ -14,10 +14,10 @@ from hf_helpers import (
     in_calls,
     new_cache,
 )
+from op_testing import widened
 
 from h2o_prefill import enable, ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import widened
 
 MODELS = ["gemma2", "gpt-oss"]
 

@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-
-from h2o_prefill import ops
-from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import (
+from op_testing import (
     DTYPES,
     Shape,
     assert_close_to_reference,
@@ -14,6 +11,9 @@ from h2o_prefill.testing import (
     recall_text,
     settings_text,
 )
+
+from h2o_prefill import ops
+from h2o_prefill.reference import ops as oracle
 
 S = 32
 SIZES = {"chunk_size": S, "local_window": 8, "heavy_budget": 8}

@@ -3,11 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
-
-from h2o_prefill import ops
-from h2o_prefill.eval.timing.memory_profile import peak_bytes
-from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import (
+from op_testing import (
     DTYPES,
     Shape,
     assert_close_to_reference,
@@ -15,6 +11,10 @@ from h2o_prefill.testing import (
     make_qkv,
     widened,
 )
+
+from h2o_prefill import ops
+from h2o_prefill.eval.timing.memory_profile import peak_bytes
+from h2o_prefill.reference import ops as oracle
 
 CHUNK = 32
 NAMES = ("out", "state", "normalizer")

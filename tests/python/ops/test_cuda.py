@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from op_testing import DTYPES, Shape, make_indices, make_qkv, recall_text
 
 from h2o_prefill import ops
-from h2o_prefill.testing import DTYPES, Shape, make_indices, make_qkv, recall_text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from op_testing import DTYPES, Shape, make_indices, make_qkv
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import DTYPES, Shape, make_indices, make_qkv
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from op_testing import DTYPES, Shape, compare_with_oracle, make_qkv
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import DTYPES, Shape, compare_with_oracle, make_qkv
 
 CHUNK = 32
 

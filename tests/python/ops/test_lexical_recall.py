@@ -4,10 +4,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from op_testing import recall_text
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import recall_text
 
 
 def draw_settings(data, most):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from op_testing import DTYPES, Shape, assert_close_to_reference, make_qkv
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import DTYPES, Shape, assert_close_to_reference, make_qkv
 
 SHAPE = Shape(2, 4, 2, 37, 32, 24)
 

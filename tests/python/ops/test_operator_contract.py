@@ -6,9 +6,9 @@ import inspect
 import pytest
 import torch
 import torch._dynamo.testing
+from op_testing import Shape, assert_same_on_threads, make_indices, make_qkv, recall_text
 
 from h2o_prefill import PrefillConfig, ops
-from h2o_prefill.testing import Shape, assert_same_on_threads, make_indices, make_qkv, recall_text
 
 OPS = torch.ops.h2o_prefill
 NO_STATE = (None,) * 5

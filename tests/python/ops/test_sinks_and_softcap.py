@@ -4,16 +4,16 @@ from functools import partial
 
 import pytest
 import torch
-
-from h2o_prefill import ops
-from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import (
+from op_testing import (
     DTYPES,
     Shape,
     compare_with_oracle,
     make_qkv,
     recall_text,
 )
+
+from h2o_prefill import ops
+from h2o_prefill.reference import ops as oracle
 
 S = 32
 NO_STATE = (None,) * 5

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from op_testing import DTYPES, Shape, assert_same_on_threads, compare_with_oracle, make_qkv
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
-from h2o_prefill.testing import DTYPES, Shape, assert_same_on_threads, compare_with_oracle, make_qkv
 
 STEP = 1024  # rows and keys of a step of the CPU kernel
 

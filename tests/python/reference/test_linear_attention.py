@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from op_testing import Shape, make_qkv
 
 from h2o_prefill.reference import (
     bidirectional_linear_attention,
@@ -12,7 +13,6 @@ from h2o_prefill.reference import (
     recurrent_linear_attention,
 )
 from h2o_prefill.reference.linear_attention import FEATURE_MAPS
-from h2o_prefill.testing import Shape, make_qkv
 
 
 def plan_chunkwise(Q, K, V, feature_map, chunk_size=64):

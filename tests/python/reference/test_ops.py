@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from op_testing import Shape, make_qkv, recall_text, settings_text
 
 from h2o_prefill.reference import ops
-from h2o_prefill.testing import Shape, make_qkv, recall_text, settings_text
 
 S, L, H, BLOCK = 16, 4, 4, 8
 NO_RECALL = (None, None, None)

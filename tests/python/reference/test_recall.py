@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from op_testing import recall_text
 
 from h2o_prefill.reference import ops
-from h2o_prefill.testing import recall_text
 
 
 def entries(token_ids, begin, chunk_size, block, matches, table=None, **fields):
