@@ -6,6 +6,7 @@
 #include "kernels/cpu/pack_rows.h"
 #include "kernels/cpu/products.h"
 #include "kernels/cpu/row_io.h"
+#include "kernels/cpu/softmax_rows.h"
 #include "kernels/cpu/tile.h"
 #include "kernels/softmax_state.h"
 
@@ -40,58 +41,6 @@ void multiply_queries(BFloat16Gemm gemm, const float* query, int64_t words, int 
     multiply_panel<Products, false>(gemm, query, words, rows, RowEnds{}, keys + j * words, words,
                                     scores + j, stride);
   }
-}
-
-// Turns a row of products z, up to `limit` or the end of its vector, into tanh(z scale).
-void cap_row(float* z, float scale, int64_t limit) {
-  const Vec factor = broadcast(scale);
-  for (int64_t j = 0; j < limit; j += kLanes) store(z + j, tanh(load(z + j) * factor));
-}
-
-// Turns a row of products z into p = exp2(z scale - m), m their maximum, as words, which may be the
-// same memory unless z is to be p as well (kKeep); keys before `begin` and from `limit` on get 0.
-// Returns m and the sum. The maximum is subtracted before scaling: one fused operation that rounds
-// m alone is above 0 for large logits.
-template <typename Products, bool kKeep>
-void exponentiate_row(float* z, float* words, float scale, int64_t begin, int64_t limit,
-                      int64_t padded, float* m_out, float* l_out) {
-  if (begin >= limit) begin = limit = 0;
-  const int64_t first = begin / kPanel * kPanel;
-  const int64_t visible = pad_to(limit, kPanel);
-  for (int64_t j = first; j < begin; ++j) z[j] = kNegInf;
-  for (int64_t j = limit; j < visible; ++j) z[j] = kNegInf;
-  Vec highest[kTileVectors] = {broadcast(kNegInf), broadcast(kNegInf)};
-  for (int64_t j = first; j < visible; j += kPanel) {
-    for (int i = 0; i < kTileVectors; ++i) highest[i] = max(highest[i], load(z + j + i * kLanes));
-  }
-  const float top = reduce_max(max(highest[0], highest[1]));
-  const float m = top * scale;
-  const Vec subtrahend = broadcast(top);
-  const Vec factor = broadcast(scale);
-  Vec sum = Vec{};
-  for (int64_t j = first; j < visible; j += kPanel) {
-    Vec p[kTileVectors];
-    for (int i = 0; i < kTileVectors; ++i) {
-      const Vec x = (load(z + j + i * kLanes) - subtrahend) * factor;
-      p[i] = exp2_nonpositive<Products::kExp2Degree>(x);
-      sum += p[i];
-    }
-    if (kKeep) {
-      for (int i = 0; i < kTileVectors; ++i) store(z + j + i * kLanes, p[i]);
-    }
-    Products::store_words(words + j / Products::kPerWord, p);
-  }
-  // Hidden keys have added at most 2^-126 each to a sum that is at least 1.
-  const auto clear = [&](int64_t from, int64_t to) {
-    auto* elements = reinterpret_cast<typename Products::Element*>(words);
-    for (int64_t j = from; j < to; ++j) elements[j] = 0;
-    if (!kKeep) return;
-    for (int64_t j = from; j < to; ++j) z[j] = 0.0F;
-  };
-  clear(0, begin);
-  clear(limit, padded);
-  *m_out = m;
-  *l_out = reduce_add(sum);
 }
 
 // Rows whose probabilities are still in L1 when their column sums are taken.
@@ -310,6 +259,7 @@ void attend_rows(const AttendRowsArgs& args) {
 #define H2O_STRING_OF(x) #x
 #define H2O_STRING(x) H2O_STRING_OF(x)
 
+void attend_token(const AttendTokenArgs& args);             // attend_token.cpp
 extern const LinearKernels kLinearKernels;                  // linear_chunk.cpp
 extern const LinearBackwardKernels kLinearBackwardKernels;  // linear_chunk_backward.cpp
 extern const CpuKernels kCpuKernels;
@@ -321,6 +271,7 @@ const CpuKernels kCpuKernels = {H2O_STRING(H2O_ISA),
                                 pack_keys,
                                 pack_values,
                                 attend_rows,
+                                attend_token,
                                 scratch_floats,
                                 &kLinearKernels,
                                 &kLinearBackwardKernels};

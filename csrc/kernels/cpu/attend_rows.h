@@ -69,6 +69,32 @@ struct AttendRowsArgs {
   float* scratch;     // scratch_floats(...) floats, of one thread
 };
 
+// One row of all heads of a group, and keys as they lie in a tensor.
+struct AttendTokenArgs {
+  const void* query;  // of the first head, the others query_stride elements after each other
+  const void* keys;   // first row of those that are visible
+  const void* values;
+  DType dtype;
+  int64_t query_stride;
+  int64_t key_stride;
+  int64_t value_stride;
+  int64_t heads;
+  int64_t count;  // keys, at least 1
+  int64_t head_dim;
+  int64_t value_dim;
+  float scale;
+  float softcap;   // as of AttendRowsArgs
+  float* m;        // [heads], the highest logit in base 2
+  float* l;        // [heads], the sum of exp2(logit - m)
+  float* out;      // [heads, value_dim], numerators
+  float* scratch;  // scratch_floats() floats
+
+  static int64_t scratch_floats(int64_t head_dim, int64_t count) {
+    constexpr int64_t kMostHeads = 4, kWidest = 32;  // heads of a pass; keys of the widest panel
+    return kMostHeads * (head_dim + count + 2 * kWidest);
+  }
+};
+
 struct CpuKernels {
   const char* isa;
   int64_t panel;  // keys are padded to a multiple of this
@@ -80,6 +106,7 @@ struct CpuKernels {
   void (*pack_keys)(const PackArgs&);
   void (*pack_values)(const PackArgs&);
   void (*attend_rows)(const AttendRowsArgs&);
+  void (*attend_token)(const AttendTokenArgs&);
   // Floats that attend_rows needs for sets of at most max_count keys.
   int64_t (*scratch_floats)(int64_t head_dim, int64_t value_dim, int64_t max_count);
   const LinearKernels* linear;

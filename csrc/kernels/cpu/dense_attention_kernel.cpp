@@ -9,6 +9,8 @@
 #include "kernels/composite/composite.h"
 #include "kernels/cpu/attention_call.h"
 #include "kernels/cpu/dense_attention.h"
+#include "kernels/cpu/tasks.h"
+#include "kernels/softmax_state.h"
 
 namespace h2o_prefill {
 namespace {
@@ -78,6 +80,72 @@ at::Tensor attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const a
   return lse;
 }
 
+// Keys of a task of attend_token().
+constexpr int64_t kTokenKeys = 512;
+
+// One row of each head, whose visible keys are the last `count`: they are not packed, as each is
+// read once. Returns the outputs in float32, [B, Hq, 1, Dv].
+at::Tensor attend_token(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                        int64_t count, double scale, const at::Tensor& sinks, double softcap,
+                        const at::Tensor& lse) {
+  const HeadsView query = heads_view(q), key = heads_view(k), value = heads_view(v);
+  const int64_t units = key.batch * key.heads, group = query.heads / key.heads;
+  const int64_t parts = divide_up(count, kTokenKeys), first = key.length - count;
+  const int64_t width = group * (value.dim + 2);  // m, l and numerators of a part
+  const int64_t scratch = AttendTokenArgs::scratch_floats(key.dim, kTokenKeys);
+  const bool serial = units * count * group * (key.dim + value.dim) < kSerialWork;
+  const int64_t threads = serial ? 1 : at::get_num_threads();
+  const auto floats = q.options().dtype(at::kFloat);
+  const auto partial = at::empty({units * parts * width + threads * scratch}, floats);
+  const auto out = at::empty({key.batch, query.heads, 1, value.dim}, floats);
+  float* const results = partial.mutable_data_ptr<float>();
+  for_each_task(TaskRange{units * parts}, threads, [&](int64_t task, int64_t thread) {
+    const int64_t unit = task / parts, begin = task % parts * kTokenKeys;
+    const int64_t b = unit / key.heads, h = unit % key.heads;
+    float* const result = results + task * width;
+    cpu_kernels().attend_token({.query = query.row(b, h * group, 0),
+                                .keys = key.row(b, h, first + begin),
+                                .values = value.row(b, h, first + begin),
+                                .dtype = query.dtype,
+                                .query_stride = query.stride_head,
+                                .key_stride = key.stride_row,
+                                .value_stride = value.stride_row,
+                                .heads = group,
+                                .count = std::min(kTokenKeys, count - begin),
+                                .head_dim = key.dim,
+                                .value_dim = value.dim,
+                                .scale = static_cast<float>(scale),
+                                .softcap = static_cast<float>(bounded_softcap(softcap)),
+                                .m = result,
+                                .l = result + group,
+                                .out = result + 2 * group,
+                                .scratch = results + units * parts * width + thread * scratch});
+  });
+  float* const total = out.mutable_data_ptr<float>();
+  for (int64_t head = 0; head < units * group; ++head) {
+    const float* part = results + head / group * parts * width;
+    const int64_t g = head % group;
+    float m = kNegInf, l = 0.0F;
+    float* const row = total + head * value.dim;
+    std::fill_n(row, value.dim, 0.0F);
+    for (int64_t i = 0; i < parts; ++i, part += width) {
+      const MergeFactors factors = merge_factors(m, part[g]);
+      m = factors.m;
+      l = l * factors.a + part[group + g] * factors.b;
+      const float* const numerator = part + 2 * group + g * value.dim;
+      for (int64_t d = 0; d < value.dim; ++d) {
+        row[d] = row[d] * factors.a + numerator[d] * factors.b;
+      }
+    }
+    const float sink =
+        sinks.defined() ? sinks.const_data_ptr<float>()[head % query.heads] : kNegInf;
+    const FinishedRow finished = finish_row(m, l, sink * kLog2E);
+    for (int64_t d = 0; d < value.dim; ++d) row[d] *= finished.weight;
+    if (lse.defined()) lse.mutable_data_ptr<float>()[head] = finished.lse;
+  }
+  return out;
+}
+
 // Attends causally, with a window of at least 1 key for each row. lse [B, Hq, T], float32, is
 // written if it is defined.
 at::Tensor attend_in_window(const at::Tensor& q_argument, const at::Tensor& k_argument,
@@ -90,6 +158,11 @@ at::Tensor attend_in_window(const at::Tensor& q_argument, const at::Tensor& k_ar
   const auto v = with_contiguous_rows(v_argument);
   const auto sinks = float_sinks(sinks_argument);
   const int64_t length = q.size(2);
+  if (length == 1) {
+    return attend_token(q, k, v, std::min(window, k.size(2)), scale_or_default(scale, q.size(3)),
+                        sinks, softcap, lse)
+        .to(q.scalar_type());
+  }
   const int64_t past = k.size(2) - length;
   const int64_t step = std::min(length, kStep);
   const int64_t keys = std::min(k.size(2), kStep);

@@ -79,6 +79,18 @@ H2O_INLINE void store_float16(uint16_t* p, Vec x) {
 }
 #endif
 
+H2O_INLINE Vec load_bfloat16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return reinterpret_cast<Vec>(
+      _mm512_maskz_slli_epi32(0xFFFF, _mm512_maskz_cvtepu16_epi32(0xFFFF, x), 16));
+#else
+  typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+  const auto x = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), UintVec);
+  return reinterpret_cast<Vec>(x << 16);
+#endif
+}
+
 H2O_INLINE Vec broadcast(float x) { return x - Vec{}; }
 
 // a > b ? a : b: of a NaN and a number, b. As one instruction, which GCC does not always find.

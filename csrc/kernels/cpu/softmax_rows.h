@@ -1,0 +1,62 @@
+// The softmax of a row of products of queries and keys.
+#pragma once
+
+#include "kernels/cpu/products.h"
+#include "kernels/cpu/tile.h"
+#include "kernels/softmax_state.h"
+
+namespace h2o_prefill::H2O_ISA {
+
+// Turns a row of products z, up to `limit` or the end of its vector, into tanh(z scale).
+H2O_INLINE void cap_row(float* z, float scale, int64_t limit) {
+  const Vec factor = broadcast(scale);
+  for (int64_t j = 0; j < limit; j += kLanes) store(z + j, tanh(load(z + j) * factor));
+}
+
+// Turns a row of products z into p = exp2(z scale - m), m their maximum, as words, which may be the
+// same memory unless z is to be p as well (kKeep); keys before `begin` and from `limit` on get 0.
+// Returns m and the sum. The maximum is subtracted before scaling: one fused operation that rounds
+// m alone is above 0 for large logits.
+template <typename Products, bool kKeep>
+void exponentiate_row(float* z, float* words, float scale, int64_t begin, int64_t limit,
+                      int64_t padded, float* m_out, float* l_out) {
+  if (begin >= limit) begin = limit = 0;
+  const int64_t first = begin / kPanel * kPanel;
+  const int64_t visible = pad_to(limit, kPanel);
+  for (int64_t j = first; j < begin; ++j) z[j] = kNegInf;
+  for (int64_t j = limit; j < visible; ++j) z[j] = kNegInf;
+  Vec highest[kTileVectors] = {broadcast(kNegInf), broadcast(kNegInf)};
+  for (int64_t j = first; j < visible; j += kPanel) {
+    for (int i = 0; i < kTileVectors; ++i) highest[i] = max(highest[i], load(z + j + i * kLanes));
+  }
+  const float top = reduce_max(max(highest[0], highest[1]));
+  const float m = top * scale;
+  const Vec subtrahend = broadcast(top);
+  const Vec factor = broadcast(scale);
+  Vec sum = Vec{};
+  for (int64_t j = first; j < visible; j += kPanel) {
+    Vec p[kTileVectors];
+    for (int i = 0; i < kTileVectors; ++i) {
+      const Vec x = (load(z + j + i * kLanes) - subtrahend) * factor;
+      p[i] = exp2_nonpositive<Products::kExp2Degree>(x);
+      sum += p[i];
+    }
+    if (kKeep) {
+      for (int i = 0; i < kTileVectors; ++i) store(z + j + i * kLanes, p[i]);
+    }
+    Products::store_words(words + j / Products::kPerWord, p);
+  }
+  // Hidden keys have added at most 2^-126 each to a sum that is at least 1.
+  const auto clear = [&](int64_t from, int64_t to) {
+    auto* elements = reinterpret_cast<typename Products::Element*>(words);
+    for (int64_t j = from; j < to; ++j) elements[j] = 0;
+    if (!kKeep) return;
+    for (int64_t j = from; j < to; ++j) z[j] = 0.0F;
+  };
+  clear(0, begin);
+  clear(limit, padded);
+  *m_out = m;
+  *l_out = reduce_add(sum);
+}
+
+}  // namespace h2o_prefill::H2O_ISA
