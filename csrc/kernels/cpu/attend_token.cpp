@@ -105,13 +105,13 @@ void attend_heads(const AttendTokenArgs& args, int64_t head) {
     multiply_keys<kType, kN>(args, query, j, count, z, stride);
   }
   // As load_queries() of attend_rows.cpp: the highest product has the highest logit.
-  const float sign = args.scale < 0.0F ? -1.0F : 1.0F;
+  const float sign = args.scale == 0.0F ? 0.0F : (args.scale < 0.0F ? -1.0F : 1.0F);
   const bool capped = args.softcap > 0.0F;
-  const float scale = sign * args.scale;
+  const float scale = args.scale == 0.0F ? 1.0F : sign * args.scale;
   for (int h = 0; h < kN; ++h) {
     float* row = z + h * stride;
-    if (sign < 0.0F) {
-      for (int64_t j = 0; j < args.count; ++j) row[j] = -row[j];
+    if (sign != 1.0F) {
+      for (int64_t j = 0; j < args.count; ++j) row[j] *= sign;
     }
     if (capped) cap_row(row, __builtin_fminf(scale / args.softcap, __FLT_MAX__), args.count);
     exponentiate_row<Float32Products, false>(row, row, (capped ? args.softcap : scale) * kLog2E, 0,

@@ -53,7 +53,7 @@ def test_row_counts(device, dtype, heads, rows):
     check(*make_qkv(Shape(1, *heads, rows, 40, 72), dtype, device, past=150))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("scale", [0.9, 0.0, -0.5])
 @pytest.mark.parametrize(("rows", "past"), [(1, 20), (3, 0), (3, 20), (100, 0), (100, 20)])
 def test_scale_is_used(device, dtype, scale, rows, past):
