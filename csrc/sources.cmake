@@ -74,8 +74,8 @@ set(H2O_CPU_SOURCES
     kernels/cpu/workspace.cpp)
 
 # Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
-set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp kernels/cpu/attend_token.cpp kernels/cpu/linear_chunk.cpp kernels/cpu/linear_chunk_backward.cpp
-    kernels/cpu/linear_tokens.cpp)
+set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp kernels/cpu/attend_token.cpp kernels/cpu/linear_chunk.cpp
+    kernels/cpu/linear_chunk_backward.cpp kernels/cpu/linear_tokens.cpp)
 
 # Of builds with CUDA alone: kernels in .cu, operators in .cpp (see cmake/cuda.cmake).
 set(H2O_CUDA_SOURCES

@@ -65,7 +65,7 @@ at::Tensor Session::forward(const at::Tensor& token_ids, const at::Tensor& rows)
 at::Tensor Session::forward(const at::Tensor& token_ids, Rows rows) {
   check(token_ids);
   const int64_t tokens = token_ids.size(1);
-  return forward(token_ids, at::arange(rows == Rows::kLast ? tokens - 1 : 0, tokens));
+  return package_->run(token_ids, at::arange(rows == Rows::kLast ? tokens - 1 : 0, tokens), state_);
 }
 
 at::Tensor Session::forward_densely(const at::Tensor& token_ids, Rows rows) {

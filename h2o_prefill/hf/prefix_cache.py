@@ -66,14 +66,15 @@ class PrefixCache:
             A copy of the longest stored text that the prompt begins with and goes on after, of this
             model and these settings; without one, an empty cache.
         """
-        ids = _one_row(input_ids)
+        if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
+            raise ValueError(f"input_ids must be [1, T] with T >= 1, got {list(input_ids.shape)}")
         enabled = enabled_of(model.config)
         settings = None if enabled is None else settings_fields(enabled.config)
         with self._lock:
             fitting = [
                 number
                 for number, (text, cache) in enumerate(self._held)
-                if _is_of(cache, model, settings) and _begins(ids, text)
+                if _is_of(cache, model, settings) and _begins(input_ids, text)
             ]
             if not fitting:
                 return ChunkedPrefillCache(config=model.config)
@@ -107,12 +108,6 @@ class PrefixCache:
         """Remove all texts."""
         with self._lock:
             self._held.clear()
-
-
-def _one_row(input_ids: Tensor) -> Tensor:
-    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
-        raise ValueError(f"input_ids must be [1, T] with T >= 1, got {list(input_ids.shape)}")
-    return input_ids
 
 
 def _is_of(cache: ChunkedPrefillCache, model: Any, settings: str | None) -> bool:

@@ -93,8 +93,7 @@ struct RowBlock {
   int64_t first;  // of the call's rows
   int rows;
   const float* query;  // words
-  float cap_scale;     // products z become tanh(z cap_scale) first; 0: they do not
-  float scale;         // from what they are then to a logit in base 2, positive
+  LogitScale logits;
 };
 
 // Attends with one row block to one key set: leaves exp2 sums in `state` and the numerators in acc.
@@ -134,9 +133,9 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
       const int row = first + r;
       const int64_t hidden = set.begins ? set.begins[block.first + row] - begin : 0;
       const int64_t limit = (set.limits ? set.limits[block.first + row] : set.count) - begin;
-      if (block.cap_scale > 0.0F) cap_row(p + r * stride, block.cap_scale, limit);
-      exponentiate(p + r * stride, words + row * word_stride, block.scale, hidden, limit, padded,
-                   &state.m[row], &state.l[row]);
+      if (block.logits.cap_scale > 0.0F) cap_row(p + r * stride, block.logits.cap_scale, limit);
+      exponentiate(p + r * stride, words + row * word_stride, block.logits.scale, hidden, limit,
+                   padded, &state.m[row], &state.l[row]);
       inverse_l[r] = finish_row(state.m[row], state.l[row], sink).weight;
     }
     if (!set.colsum) continue;
@@ -179,23 +178,15 @@ FinishedRow merge_earlier(const AttendRowsArgs& args, int64_t r, const FinishedR
   return {.weight = 1.0F, .lse = weights.lse};
 }
 
-// The queries of a row block as words. A scale that is not positive moves into them, so that the
-// highest product belongs to the highest logit.
+// The queries of a row block as words.
 template <typename Products>
 RowBlock load_queries(const AttendRowsArgs& args, int64_t first, int rows, float* query) {
   const int64_t words = words_of<Products>(args.head_dim);
-  float sign = 1.0F;
-  float scale = args.scale;
-  if (args.scale < 0.0F) sign = -1.0F, scale = -scale;
-  if (args.scale == 0.0F) sign = 0.0F, scale = 1.0F;
-  const RowBlock block =
-      args.softcap > 0.0F
-          ? RowBlock{first, rows, query, __builtin_fminf(scale / args.softcap, __FLT_MAX__),
-                     args.softcap * kLog2E}
-          : RowBlock{first, rows, query, /*cap_scale=*/0.0F, scale * kLog2E};
+  const RowBlock block{first, rows, query, logit_scale(args.scale, args.softcap)};
   for (int r = 0; r < rows; ++r) {
     const int64_t offset = (first + r) * args.query_stride;
-    load_words<Products>(args.query, args.dtype, offset, args.head_dim, sign, query + r * words);
+    load_words<Products>(args.query, args.dtype, offset, args.head_dim, block.logits.sign,
+                         query + r * words);
   }
   return block;
 }

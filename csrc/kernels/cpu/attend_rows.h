@@ -89,9 +89,11 @@ struct AttendTokenArgs {
   float* out;      // [heads, value_dim], numerators
   float* scratch;  // scratch_floats() floats
 
+  static constexpr int kHeads = 4;         // at most, of a pass
+  static constexpr int kWidestPanel = 32;  // keys of a panel, at most
+
   static int64_t scratch_floats(int64_t head_dim, int64_t count) {
-    constexpr int64_t kMostHeads = 4, kWidest = 32;  // heads of a pass; keys of the widest panel
-    return kMostHeads * (head_dim + count + 2 * kWidest);
+    return kHeads * (head_dim + count + 2 * kWidestPanel);
   }
 };
 

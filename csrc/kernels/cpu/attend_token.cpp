@@ -7,8 +7,10 @@
 namespace h2o_prefill::H2O_ISA {
 namespace {
 
-// Heads that share a pass, and vectors of the values of a pass: their sums stay in registers.
-constexpr int kHeads = 4;
+static_assert(kPanel <= AttendTokenArgs::kWidestPanel, "scratch has room for a panel");
+
+// Vectors of the values of a pass: their sums, for the heads that share it, stay in registers.
+constexpr int kHeads = AttendTokenArgs::kHeads;
 constexpr int kColumns = kLanes == 16 ? 4 : 2;
 
 // Elements [i, i + kLanes) of a row of `dim`, zero after its end.
@@ -94,29 +96,23 @@ void attend_heads(const AttendTokenArgs& args, int64_t head) {
   const int64_t stride = pad_to(args.count, kPanel);
   float* query = args.scratch;
   float* z = query + kHeads * dims;
+  const LogitScale logits = logit_scale(args.scale, args.softcap);
   for (int h = 0; h < kN; ++h) {
+    const int64_t offset = (head + h) * args.query_stride;
     for (int64_t d = 0; d < dims; d += kLanes) {
-      store(query + h * dims + d,
-            load_lanes<kType>(args.query, (head + h) * args.query_stride, d, args.head_dim));
+      const Vec x = load_lanes<kType>(args.query, offset, d, args.head_dim);
+      store(query + h * dims + d, x * logits.sign);
     }
   }
   for (int64_t j = 0; j < args.count; j += kLanes) {
     const int64_t count = args.count - j < kLanes ? args.count - j : kLanes;
     multiply_keys<kType, kN>(args, query, j, count, z, stride);
   }
-  // As load_queries() of attend_rows.cpp: the highest product has the highest logit.
-  const float sign = args.scale == 0.0F ? 0.0F : (args.scale < 0.0F ? -1.0F : 1.0F);
-  const bool capped = args.softcap > 0.0F;
-  const float scale = args.scale == 0.0F ? 1.0F : sign * args.scale;
   for (int h = 0; h < kN; ++h) {
     float* row = z + h * stride;
-    if (sign != 1.0F) {
-      for (int64_t j = 0; j < args.count; ++j) row[j] *= sign;
-    }
-    if (capped) cap_row(row, __builtin_fminf(scale / args.softcap, __FLT_MAX__), args.count);
-    exponentiate_row<Float32Products, false>(row, row, (capped ? args.softcap : scale) * kLog2E, 0,
-                                             args.count, stride, args.m + head + h,
-                                             args.l + head + h);
+    if (logits.cap_scale > 0.0F) cap_row(row, logits.cap_scale, args.count);
+    exponentiate_row<Float32Products, false>(row, row, logits.scale, 0, args.count, stride,
+                                             args.m + head + h, args.l + head + h);
   }
   for (int64_t d = 0; d < args.value_dim; d += kColumns * kLanes) {
     multiply_values<kType, kN>(args, z, stride, d, args.out + head * args.value_dim);

@@ -7,6 +7,24 @@
 
 namespace h2o_prefill::H2O_ISA {
 
+// How products of queries and keys become logits in base 2. A scale that is not positive moves into
+// the queries, so that the highest product belongs to the highest logit.
+struct LogitScale {
+  float sign;       // of the queries
+  float cap_scale;  // products z become tanh(z cap_scale) first; 0: they do not
+  float scale;      // from what they are then to a logit in base 2, positive
+};
+
+H2O_INLINE LogitScale logit_scale(float scale, float softcap) {
+  float sign = 1.0F;
+  if (scale < 0.0F) sign = -1.0F, scale = -scale;
+  if (scale == 0.0F) sign = 0.0F, scale = 1.0F;
+  if (softcap > 0.0F) {
+    return {sign, __builtin_fminf(scale / softcap, __FLT_MAX__), softcap * kLog2E};
+  }
+  return {sign, 0.0F, scale * kLog2E};
+}
+
 // Turns a row of products z, up to `limit` or the end of its vector, into tanh(z scale).
 H2O_INLINE void cap_row(float* z, float scale, int64_t limit) {
   const Vec factor = broadcast(scale);

@@ -69,8 +69,6 @@ def generate_timed(
     before = None if kept is None else kept.token_ids
     prompt = input_ids if before is None else torch.cat([before, input_ids.to(before)], dim=1)
     options: dict[str, Any] = {} if kept is None or packaged else cache_argument(model, kept)
-    if sampling is not None:
-        torch.manual_seed(sampling.seed)
     if not packaged:
         check_length(model, prompt.shape[1] + max_new_tokens, "prompt and new tokens")
         prompt = prompt.to(model.device)
@@ -84,7 +82,10 @@ def generate_timed(
         )
         streamer.end()
     else:
-        chosen = {} if sampling is None else sampling.options()
+        chosen = {}
+        if sampling is not None:
+            torch.manual_seed(sampling.seed)
+            chosen = sampling.options()
         generate_greedily(model, prompt, max_new_tokens, streamer=streamer, **chosen, **options)
     times, last = streamer.times, streamer.last.reshape(1, 1)
     if kept is not None:
