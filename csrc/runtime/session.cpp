@@ -99,7 +99,7 @@ at::Tensor Session::prefill(const at::Tensor& token_ids,
 
 std::vector<int64_t> Session::generate(const at::Tensor& token_ids, const GenerateOptions& options,
                                        Sampler& sampler,
-                                       const std::function<void(int64_t)>& on_token) {
+                                       const std::function<bool(int64_t)>& on_token) {
   const PackageInfo& info = package_->info();
   check_at_least("max_new_tokens", options.max_new_tokens, 1);
   check(token_ids);
@@ -112,9 +112,10 @@ std::vector<int64_t> Session::generate(const at::Tensor& token_ids, const Genera
     check_cancelled();
     const int64_t token = sampler.next(this->token_ids(), logits);
     answer.push_back(token);
-    if (on_token) on_token(token);
+    const bool wanted = !on_token || on_token(token);
     const auto stops = [&](const auto& sequence) { return ends_with(answer, sequence); };
     const bool ended =
+        !wanted ||
         std::find(info.end_ids.begin(), info.end_ids.end(), token) != info.end_ids.end() ||
         std::any_of(options.stop_sequences.begin(), options.stop_sequences.end(), stops);
     if (ended || std::ssize(answer) == options.max_new_tokens) return answer;

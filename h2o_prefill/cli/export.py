@@ -35,9 +35,10 @@ def export(
     """Write a whole model as an AOTInductor package that runs without Python.
 
     One graph prefills and decodes. FILE.pt2 holds the weights; FILE.json, which describes the
-    package, and the folder FILE.tokenizer are written beside it. examples/generate.cpp
-    runs packages in C++, `h2o-prefill generate --package` in Python.
+    package, and the folder FILE.tokenizer are written beside it. `h2o-prefill generate --package`
+    runs them, and in C++ the classes Package, Session and Tokenizer (examples/generate.cpp).
     """
+    from h2o_prefill.eval.inputs.cpp_tokenizer import has_cpp_tokenizers
     from h2o_prefill.eval.inputs.packages import write_package
 
     check_output_file(output, "--output", (".pt2",))
@@ -48,3 +49,5 @@ def export(
             written = write_package(network, tokenizer, config, capacity, output)
     for path in written:
         say_written(path)
+    if not has_cpp_tokenizers():
+        error_console().print("no tokenizer for C++ was written: pip install openvino-tokenizers")

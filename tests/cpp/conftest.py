@@ -1,4 +1,4 @@
-"""The example programs, and files of token ids for them.
+"""The example programs.
 
 H2O_EXAMPLES names the folder of the programs. CTest runs these tests.
 """
@@ -20,15 +20,3 @@ def program():
         return subprocess.run(command, capture_output=True, text=True, **options)
 
     return run
-
-
-@pytest.fixture
-def file_of(tmp_path):
-    """Return what writes token ids as a file of text."""
-
-    def write(ids, name="ids.txt"):
-        path = tmp_path / name
-        path.write_text(" ".join(map(str, ids.flatten().tolist())))
-        return path
-
-    return write

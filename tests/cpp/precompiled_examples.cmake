@@ -1,5 +1,10 @@
-# What the project of the examples includes when the tests build it: its programs parse the headers of PyTorch once.
+# What the project of the examples includes when the tests build it: a test of what only users of the installed package
+# have, and headers of PyTorch that its programs parse once.
+set(h2o_tests "${CMAKE_CURRENT_LIST_DIR}")
 function(h2o_share_headers)
+  find_package(GTest REQUIRED)
+  add_executable(tokenizer_tests "${h2o_tests}/runtime/test_tokenizer.cpp")
+  target_link_libraries(tokenizer_tests PRIVATE H2OPrefill::text GTest::gtest_main "${H2O_TORCH_LIB_DIR}/libtorch.so")
   get_property(targets DIRECTORY PROPERTY BUILDSYSTEM_TARGETS)
   list(POP_FRONT targets first)
   target_precompile_headers(${first} PRIVATE <ATen/ATen.h>)

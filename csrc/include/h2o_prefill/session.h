@@ -2,7 +2,8 @@
 //
 //   h2o_prefill::Session session(package);
 //   h2o_prefill::Sampler sampler;   // greedy
-//   session.generate(prompt_ids, {.max_new_tokens = 200}, sampler, [](int64_t token) { ... });
+//   session.generate(prompt_ids, {.max_new_tokens = 200}, sampler,
+//                    [](int64_t token) { ...; return true; });
 //   session.save("book.session");
 #pragma once
 
@@ -71,10 +72,12 @@ class H2O_API Session {
                      const std::function<void(int64_t, int64_t)>& on_progress = {});
 
   // Continues the text by a prompt, int64 [1, T], and an answer, whose tokens on_token gets as they
-  // come; it ends with an end id or a stop sequence. The last token is not in the text yet: the
-  // next prompt begins with it, or it is left out. Throws as forward() does, and Cancelled.
+  // come. The answer ends with an end id or a stop sequence, or where on_token returns false. The
+  // last token is not in the text yet: the next prompt begins with it, or it is left out. Throws as
+  // forward() does, and Cancelled.
   std::vector<int64_t> generate(const at::Tensor& token_ids, const GenerateOptions& options,
-                                Sampler& sampler, const std::function<void(int64_t)>& on_token);
+                                Sampler& sampler,
+                                const std::function<bool(int64_t)>& on_token = {});
 
   // The tensors of the state, as Package::new_state() has them; they change with every call.
   const std::vector<at::Tensor>& state() const { return state_; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.inputs.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
 from h2o_prefill.hf.token_text import text_for
 from h2o_prefill.package import PrefillPackage
@@ -17,7 +19,10 @@ from h2o_prefill.package import PrefillPackage
 def write_package(
     model: PreTrainedModel, tokenizer: Any, config: PrefillConfig, capacity: int, path: Path
 ) -> list[Path]:
-    """Write a model as a package (.pt2), its description and its tokenizer; return their paths."""
+    """Write a model as a package (.pt2), its description and its tokenizer; return their paths.
+
+    The tokenizer is written for C++ too if openvino_tokenizers is installed.
+    """
     path = path.expanduser()
     folder, description = path.with_suffix(".tokenizer"), path.with_suffix(".json")
     info = describe_package(model, config, capacity, tokenizer=folder.name)
@@ -25,6 +30,11 @@ def write_package(
     with replaced_file(path) as scratch:
         compile_package(program, info, scratch)
     tokenizer.save_pretrained(folder)
+    if has_cpp_tokenizers():
+        try:
+            write_cpp_tokenizer(tokenizer, folder)
+        except NotImplementedError as error:
+            warnings.warn(f"no tokenizer for C++ was written: {error}", stacklevel=2)
     with replaced_file(description) as scratch:
         scratch.write_text(info.to_json(), encoding="utf-8")
     return [path, description, folder]

@@ -1,4 +1,4 @@
-"""The project of the C++ guide builds and runs as it stands there."""
+"""The projects of the C++ guide and of README build and run as they stand there."""
 
 import os
 import re
@@ -6,21 +6,38 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "cpp.md"
+ROOT = Path(__file__).parents[3]
 
 
-def test_the_project_of_the_guide(tmp_path):
-    section = re.search(r"^## Build\n(.*?)^##", PAGE.read_text(), re.M | re.S)[1]
-    blocks = dict(re.findall(r"^```(\w+)\n(.*?)^```", section, re.M | re.S))
-    (tmp_path / "CMakeLists.txt").write_text(blocks["cmake"])
-    (tmp_path / "main.cpp").write_text(blocks["cpp"])
+def blocks_of(page, title):
+    section = re.search(rf"^## {title}\n(.*?)(^## |\Z)", (ROOT / page).read_text(), re.M | re.S)[1]
+    found = re.findall(r"^```(\w+)\n(.*?)^```", section, re.M | re.S)
+    return dict(reversed(found))  # the first of each language
+
+
+def run(folder, blocks):
+    (folder / "CMakeLists.txt").write_text(blocks["cmake"])
+    (folder / "main.cpp").write_text(blocks["cpp"])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-e", "-c", blocks["sh"]],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^6001 tokens, \[1, 8, 1, 64\]$", done.stdout, re.M), done.stdout
+    return done.stdout
+
+
+def test_the_project_of_the_guide(tmp_path):
+    output = run(tmp_path, blocks_of("docs/cpp.md", "Build"))
+    assert re.search(r"^6001 tokens, \[1, 8, 1, 64\]$", output, re.M), output
+
+
+def test_the_chat_of_readme(tmp_path):
+    program = blocks_of("README.md", "Without Python")
+    assert program["cpp"].count("\n") <= 25
+    run(tmp_path, {**blocks_of("docs/cpp.md", "Programs without Python"), **program})
+    lost = subprocess.run([tmp_path / "build" / "chat"], capture_output=True, text=True)
+    assert "there is no package model.pt2" in lost.stderr

@@ -14,13 +14,12 @@
 #include <string>
 #include <vector>
 
-#include "errors.h"
 
 namespace {
 
 c10::impl::GenericDict read_dict(const char* path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) examples::fail("cannot read ", path);
+  TORCH_CHECK_VALUE(file, "cannot read ", path);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
   return torch::jit::pickle_load(bytes).toGenericDict();
 }
@@ -93,5 +92,5 @@ int main(int argc, char** argv) {
     std::cerr << "usage: replay_prompt prompt.pt attention.pt\n";
     return 2;
   }
-  return examples::report_errors([&] { return run(argv[1], argv[2]) ? 0 : 1; });
+  return run(argv[1], argv[2]) ? 0 : 1;
 }

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import tiny_models
@@ -16,7 +14,7 @@ from typer.testing import CliRunner
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
 from h2o_prefill.cli.app import app
-from h2o_prefill.eval import evaluate_perplexity, load_model
+from h2o_prefill.eval import load_model
 from h2o_prefill.eval.inputs.packages import load_package
 from h2o_prefill.package import PrefillPackage
 
@@ -33,7 +31,10 @@ def command(*arguments):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    return tiny_models.save_model(tmp_path_factory.mktemp("model"))
+    path = tiny_models.save_model(tmp_path_factory.mktemp("model"))
+    template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    (path / "chat_template.jinja").write_text(template)
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -97,17 +98,30 @@ def test_the_command_line_continues_a_text(package, folder, tmp_path):
     assert settings.exit_code == 2 and "leave out --preset and the sizes" in settings.stderr
 
 
-def test_cpp_continues_a_prompt(program, package, model, ids, file_of, tmp_path):
-    expected = greedy(model, ids, SETTINGS)
-    for arguments in ((file_of(ids),), ("-", "--threads", 1)):
-        text = file_of(ids).read_text() if arguments[0] == "-" else None
-        result = program("generate", package, *arguments, "--max-new-tokens", NEW, input=text)
-        assert result.returncode == 0, result.stderr
-        assert list(map(int, result.stdout.split())) == expected
-        assert f"{PROMPT} tokens, sparse" in result.stderr
-    dense = program("generate", package, file_of(ids), "--max-new-tokens", NEW, "--dense")
-    assert list(map(int, dense.stdout.split())) == greedy(model, ids, "h2o,min_prefill=512")
-    assert "dense" in dense.stderr
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(tiny_models.SENTENCE * 3)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+def test_cpp_answers_questions_about_a_text(program, package, model, text, mode):
+    """examples/generate.cpp beside transformers; the second question is a decoding call."""
+    arguments = (package, text, *["--dense"] * (mode == "dense"))
+    result = program("generate", *arguments, input="Who?\nWhy?\n")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("first token after") == 2
+    tokenizer = load_package(package)[1]
+    cache, ids = ChunkedPrefillCache(config=model.config), torch.empty(1, 0, dtype=torch.int64)
+    said = ""
+    with enable(model, SETTINGS + ",min_prefill=512" * (mode == "dense")), torch.no_grad():
+        for prompt in (f"{text.read_text()}\n\nWho?\n", "\nWhy?\n"):
+            ids = torch.cat([ids, tokenizer(prompt, return_tensors="pt")["input_ids"]], dim=1)
+            whole = model.generate(ids, past_key_values=cache, max_new_tokens=48, do_sample=False)
+            said += tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True) + "\n"
+            ids = whole[:, :-1]  # the last token of an answer that was cut is not in the text
+    assert result.stdout == said.replace("\r", "\n")  # as the text of a pipe is read
 
 
 def test_cpp_sessions(package, ids, tmp_path):
@@ -168,52 +182,16 @@ def test_packages_and_caches_go_on_from_each_other(package, folder, ids, tmp_pat
     assert all(map(torch.equal, state, loaded._session.state()))
 
 
-def test_text_becomes_token_ids_and_back(package, tmp_path):
-    script = Path(__file__).parents[3] / "examples" / "token_ids.py"
-    text = tmp_path / "text.txt"
-    text.write_text(tiny_models.SENTENCE)
-
-    def run(direction, *arguments, **options):
-        command = [sys.executable, script, direction, package.with_suffix(".tokenizer"), *arguments]
-        return subprocess.run(command, text=True, check=True, capture_output=True, **options).stdout
-
-    ids = run("encode", "--text-file", text)
-    assert run("decode", input=ids).strip() == tiny_models.SENTENCE.strip()
-
-
-def test_cpp_stops_where_the_package_is_full(program, package, ids, file_of):
-    longer = torch.cat([ids, ids[:, : CAPACITY - PROMPT - 3]], dim=1)
-    result = program("generate", package, file_of(longer))
-    assert result.returncode == 0 and len(result.stdout.split()) == 4
-
-
-@pytest.mark.parametrize("mode", ["sparse", "dense"])
-def test_cpp_measures_perplexity(program, package, model, ids, file_of, mode):
-    text = torch.cat([ids, ids], dim=1)[0]
-    options = ("--perplexity", 100, *["--dense"] * (mode == "dense"))
-    result = program("generate", package, file_of(text), *options)
-    assert result.returncode == 0, result.stderr
-    expected = evaluate_perplexity(model, text, SETTINGS, context=100, windows="0:3")
-    assert "3 windows of 100 tokens" in result.stdout
-    value = getattr(expected, mode).ppl
-    assert float(result.stdout.split()[1]) == pytest.approx(value, rel=1e-4)
-
-
 BROKEN = {
     "nothing": ((), "usage: generate PACKAGE.pt2"),
-    "another option": (("{package}", "{ids}", "--sparse"), "usage: "),
-    "no number": (("{package}", "{ids}", "--threads", "two"), "--threads must be a number"),
-    "too many threads": (("{package}", "{ids}", "--threads", "4294967297"), "at most 4096"),
-    "a folder of ids": (("{package}", "."), "error: cannot read ."),
-    "no package": (("none.pt2", "{ids}"), "error: there is no package none.pt2"),
-    "no file of ids": (("{package}", "none.txt"), "error: cannot read none.txt"),
-    "another file": (("{ids}", "{ids}"), "is no package that `h2o-prefill export` wrote"),
-    "too many tokens": (("{package}", "{long}"), f"the package has a capacity of {CAPACITY}"),
-    "an empty prompt": (("{package}", "{empty}"), "error: the prompt is empty"),
-    "words": (("{package}", "{words}"), "must hold token ids with white space between"),
-    "another tokenizer": (("{package}", "{high}"), "token ids must be in [0, 257), got 257"),
-    "another PyTorch": (("{old}", "{ids}"), "was written by PyTorch 2.1.0"),
-    "another machine": (("{other}", "{ids}"), "the package is for riscv64 machines"),
+    "another option": (("{package}", "{text}", "--sparse"), "usage: "),
+    "no package": (("none.pt2", "{text}"), "error: there is no package none.pt2"),
+    "no text": (("{package}", "none.txt"), "error: cannot read none.txt"),
+    "another file": (("{text}", "{text}"), "is no package that `h2o-prefill export` wrote"),
+    "too long a text": (("{package}", "{long}"), f"the package has a capacity of {CAPACITY}"),
+    "another PyTorch": (("{old}", "{text}"), "was written by PyTorch 2.1.0"),
+    "another machine": (("{other}", "{text}"), "the package is for riscv64 machines"),
+    "no tokenizer": (("{alone}", "{text}"), "there is no tokenizer for C++ in "),
 }
 
 
@@ -229,25 +207,20 @@ def changed_metadata(package, path, change):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_first_mistakes_get_one_line(program, package, ids, file_of, tmp_path, name):
+def test_first_mistakes_get_one_line(program, package, text, tmp_path, name):
     arguments, message = BROKEN[name]
-    (tmp_path / "words.txt").write_text("Sphinx of")
-    files = {
-        "package": package,
-        "ids": file_of(ids),
-        "long": file_of(ids.repeat(1, 2), "long.txt"),
-        "empty": file_of(ids[:, :0], "empty.txt"),
-        "words": tmp_path / "words.txt",
-        "high": file_of(ids + 1, "high.txt"),
-    }
+    (tmp_path / "long.txt").write_text(text.read_text() * 3)
+    files = {"package": package, "text": text, "long": tmp_path / "long.txt"}
     changes = {
         "old": {"h2o_prefill.torch": "2.1.0"},
         "other": {"AOTI_MACHINE": "riscv64"},
+        "alone": {},
     }
     for key, change in changes.items():
         if f"{{{key}}}" in arguments:
             files[key] = changed_metadata(package, tmp_path / f"{key}.pt2", change)
-    result = program("generate", *(x.format(**files) for x in arguments), cwd=tmp_path)
+    arguments = [x.format(**files) for x in arguments]
+    result = program("generate", *arguments, cwd=tmp_path, input="Who?\n")
     assert result.returncode == 1
     assert message in result.stderr and result.stderr.count("\n") == 1, result.stderr
 

@@ -63,7 +63,7 @@ TEST(Session, GeneratesWhatForwardSays) {
       ids,
       {.max_new_tokens = kNew,
        .on_progress = [&](int64_t done, int64_t total) { steps.emplace_back(done, total); }},
-      greedy, [&](int64_t token) { told.push_back(token); });
+      greedy, [&](int64_t token) { return told.push_back(token), true; });
   EXPECT_EQ(answer, told);
   const std::vector<std::pair<int64_t, int64_t>> expected{
       {64, kPrompt}, {128, kPrompt}, {kPrompt, kPrompt}};
@@ -141,7 +141,7 @@ TEST(Session, IsCancelled) {
       {
         while (true) {
           session.reset();
-          session.generate(ids, {kNew}, sampler, [&](int64_t) { ++tokens; });
+          session.generate(ids, {kNew}, sampler, [&](int64_t) { return ++tokens; });
         }
       },
       Cancelled);
