@@ -233,7 +233,7 @@ def read_info(path: Path) -> PackageInfo:
         loader: Any = torch._C._aoti.AOTIModelPackageLoader
         metadata = loader.load_metadata_from_package(str(path), "model")
         info = PackageInfo.from_metadata(metadata)
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, ValueError) as error:
         raise ValueError(
             f"package must be a file that `h2o-prefill export` wrote, got {str(path)!r}"
         ) from error

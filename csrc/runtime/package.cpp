@@ -68,10 +68,13 @@ void check_machine(const Metadata& metadata) {
 
 at::ScalarType dtype_of(const std::string& name) {
   if (name == "bfloat16") return at::kBFloat16;
-  return name == "float16" ? at::kHalf : at::kFloat;
+  if (name == "float16") return at::kHalf;
+  TORCH_CHECK_VALUE(name == "float32", "dtype of a package must be float32, bfloat16 or float16, ",
+                    "got ", name);
+  return at::kFloat;
 }
 
-PackageInfo read_info(const Metadata& metadata) {
+PackageInfo read_info(const Metadata& metadata) try {
   const auto text = [&](const char* name) {
     return metadata.at(std::string("h2o_prefill.") + name);
   };
@@ -88,7 +91,15 @@ PackageInfo read_info(const Metadata& metadata) {
                    .end_ids = {}};
   std::istringstream ids(text("end_ids"));
   for (std::string id; std::getline(ids, id, ',');) info.end_ids.push_back(std::stoll(id));
+  for (const auto& [name, value] :
+       {std::pair("capacity", info.capacity), std::pair("vocabulary", info.vocabulary),
+        std::pair("layers", info.layers), std::pair("kv_heads", info.kv_heads),
+        std::pair("head_dim", info.head_dim)}) {
+    check_at_least(name, value, 1);
+  }
   return info;
+} catch (const std::logic_error&) {  // a field that is missing or no number
+  TORCH_CHECK_VALUE(false, "the metadata of the package are incomplete: export the model again");
 }
 
 }  // namespace

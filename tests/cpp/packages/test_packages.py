@@ -191,6 +191,7 @@ BROKEN = {
     "too long a text": (("{package}", "{long}"), f"the package has a capacity of {CAPACITY}"),
     "another PyTorch": (("{old}", "{text}"), "was written by PyTorch 2.1.0"),
     "another machine": (("{other}", "{text}"), "the package is for riscv64 machines"),
+    "no number of layers": (("{less}", "{text}"), "the metadata of the package are incomplete"),
     "no tokenizer": (("{alone}", "{text}"), "there is no tokenizer for C++ in "),
 }
 
@@ -214,6 +215,7 @@ def test_first_mistakes_get_one_line(program, package, text, tmp_path, name):
     changes = {
         "old": {"h2o_prefill.torch": "2.1.0"},
         "other": {"AOTI_MACHINE": "riscv64"},
+        "less": {"h2o_prefill.layers": "two"},
         "alone": {},
     }
     for key, change in changes.items():

@@ -155,20 +155,46 @@ TEST(Session, RunsOnThreadsOverOnePackage) {
   std::vector<Tokens> expected, answers(kThreads);
   for (int i = 0; i < kThreads; ++i) {
     Session session(package_of_tests());
-    expected.push_back(answer_of(session, prompt_of(i)));
+    session.forward(prompt_of(i).narrow(1, 0, 90));
+    expected.push_back(answer_of(session, prompt_of(i).narrow(1, 90, kPrompt - 90)));
   }
   for (const auto& package : {package_of_tests(), load_package(kThreads)}) {
     std::vector<std::thread> threads;
     for (int i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
-        Session session(package);
-        answers[i] = answer_of(session, prompt_of(i));
+        const std::string file = path_of("H2O_TEST_SESSION") + std::to_string(i);
+        Session session(package), loaded(package);
+        session.forward(prompt_of(i).narrow(1, 0, 90));
+        session.save(file);
+        loaded.load(file);
+        answers[i] = answer_of(*loaded.branch(), prompt_of(i).narrow(1, 90, kPrompt - 90));
       });
     }
     for (auto& thread : threads) thread.join();
     EXPECT_EQ(answers, expected);
   }
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+TEST(Session, TakesTheMemoryOfItsStateAlone) {
+  const auto resident = [] {
+    int64_t whole, pages;
+    std::ifstream("/proc/self/statm") >> whole >> pages;
+    return pages * 4096;
+  };
+  answer_of(*std::make_unique<Session>(package_of_tests()), prompt_of(3));
+  std::vector<std::unique_ptr<Session>> sessions;
+  int64_t states = 0;
+  const int64_t before = resident();
+  for (int i = 0; i < 60; ++i) {
+    sessions.push_back(std::make_unique<Session>(package_of_tests()));
+    answer_of(*sessions.back(), prompt_of(i));
+    for (const at::Tensor& tensor : sessions.back()->state()) states += tensor.nbytes();
+  }
+  // The weights of the model are 0.4 MB, so sixty copies would be three times the states.
+  EXPECT_LE(resident() - before, states + (4 << 20));
+}
+#endif
 
 TEST(Session, SaysWhatIsWrong) {
   Session session(package_of_tests());
