@@ -11,7 +11,7 @@ from h2o_prefill.cli import options
 from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
 from h2o_prefill.cli.options import load_network, parse_variant
-from h2o_prefill.cli.outputs import json_output, plot_output
+from h2o_prefill.cli.outputs import check_output_file, json_output, plot_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
 from h2o_prefill.eval.retrieval.evaluate import DEPTHS, LENGTHS
@@ -45,6 +45,14 @@ def retrieve(
         int, typer.Option(help="Random seed of needles and texts; equal seeds give equal prompts.")
     ] = 0,
     dtype: options.DtypeOption = "float32",
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep",
+            metavar="FILE.jsonl",
+            help="File of prompts that are done; the same command goes on with the others.",
+        ),
+    ] = None,
     json_file: options.JsonOption = None,
     plot: Annotated[Path | None, options.plot_file("the mean score by length and depth")] = None,
     threads: options.ThreadsOption = None,
@@ -62,7 +70,7 @@ def retrieve(
     """
     from h2o_prefill.eval import evaluate_retrieval, load_text
     from h2o_prefill.eval.retrieval.evaluate import check_retrieval
-    from h2o_prefill.eval.retrieval.result import plot_retrieval, retrieval_report
+    from h2o_prefill.eval.retrieval.result import KeptOutcomes, plot_retrieval, retrieval_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = {text: parse_variant(text) for text in variants}
@@ -75,6 +83,9 @@ def retrieve(
             "question": question,
         }
         check_retrieval(configs, **settings)
+        if keep is not None:
+            check_output_file(keep, "--keep", (".jsonl",))
+        kept = None if keep is None else KeptOutcomes(keep)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
         with cluster.connect(model, dtype, threads) as workers, show_progress("retrieval") as show:
@@ -84,6 +95,7 @@ def retrieve(
                 configs,
                 tokenizer=tokenizer,
                 seed=seed,
+                kept=kept,
                 cluster=workers,
                 on_progress=show,
                 **settings,

@@ -1,4 +1,4 @@
-"""Session files of strangers: damaged bytes, headers and numbers, loaded into a prompt under way."""
+"""Session files that are damaged, loaded into a prompt under way."""
 
 from __future__ import annotations
 

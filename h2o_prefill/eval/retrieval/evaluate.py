@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, run_pieces
+from h2o_prefill.eval.cluster import (
+    LoadedModel,
+    ModelCluster,
+    digest,
+    model_digest,
+    run_pieces,
+)
 from h2o_prefill.eval.inputs.models import resolve_model
 from h2o_prefill.eval.inputs.text import Corpus, as_corpus
 from h2o_prefill.eval.retrieval.prompts import (
@@ -22,6 +28,7 @@ from h2o_prefill.eval.retrieval.prompts import (
     prompt_seed,
 )
 from h2o_prefill.eval.retrieval.result import (
+    KeptOutcomes,
     PromptOutcome,
     RetrievalResult,
     substring_score,
@@ -55,6 +62,7 @@ def evaluate_retrieval(
     prompts_per_cell: int = 1,
     question: str = "last",
     seed: int = 0,
+    kept: KeptOutcomes | None = None,
     cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
 ) -> RetrievalResult:
@@ -90,6 +98,9 @@ def evaluate_retrieval(
         Whether the question comes after or before the text.
     seed : int
         Random seed; the same seed gives the same prompts.
+    kept : KeptOutcomes, optional
+        A file of prompts that are done, which are not asked again, and in which others are written
+        as they finish.
     cluster : ModelCluster, optional
         Workers that answer the prompts, of the same model. Default: this process.
     on_progress : callable, optional
@@ -120,10 +131,19 @@ def evaluate_retrieval(
         setup.build(tokenizer, (task, length, depths[0], 0))
 
     cells = list(itertools.product(tasks, lengths, depths, range(prompts_per_cell)))
-    step = count_steps(on_progress, len(cells) * (len(runs) if cluster is None else 1))
+    found = {}
+    if kept is not None:
+        settings = {name: config.to_string() for name, config in runs.items()}
+        common = model_digest(network), digest(corpus.text), question, seed, settings
+        keys = {cell: digest(*common, cell) for cell in cells}
+        found = {cell: done for cell in cells if (done := kept.get(keys[cell])) is not None}
+    pieces = {cell: cell for cell in cells if cell not in found}
+    step = count_steps(on_progress, len(pieces) * (len(runs) if cluster is None else 1))
     held = LoadedModel(network, tokenizer, step)
-    pieces = {cell: cell for cell in cells}
-    found = {cell: ask() for cell, ask in run_pieces(held, cluster, _ask, setup, pieces)}
+    for cell, ask in run_pieces(held, cluster, _ask, setup, pieces):
+        found[cell] = ask()
+        if kept is not None:
+            kept.add(keys[cell], found[cell])
     outcomes = [found[cell] for cell in cells]
     step("done")
     return RetrievalResult(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2o_prefill.config import PrefillConfig
@@ -66,6 +68,40 @@ class RetrievalResult:
     prompts_per_cell: int  # prompts of each task, length and depth
     seed: int
     text_source: str  # what the needles were hidden in
+
+
+class KeptOutcomes:
+    """A file of JSON lines that keeps outcomes as they come, for a run that goes on with the rest.
+
+    Lines of other prompts, models or settings are left alone. Raises ValueError if the file holds
+    anything else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path).expanduser()
+        self._found: dict[str, PromptOutcome] = {}
+        held = self._path.read_bytes() if self._path.exists() else b""
+        # A run that was killed while it wrote leaves a line without an end.
+        lines = held[: held.rfind(b"\n") + 1]
+        try:
+            for line in lines.splitlines():
+                fields = json.loads(line)
+                key = fields.pop("key")
+                fields["answers"] = tuple(fields["answers"])
+                self._found[key] = PromptOutcome(**fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(path)!r} must hold outcomes of this command alone") from error
+        with self._path.open("ab") as file:
+            file.truncate(len(lines))
+
+    def get(self, key: str) -> PromptOutcome | None:
+        """Return the outcome of a key, if there is one."""
+        return self._found.get(key)
+
+    def add(self, key: str, outcome: PromptOutcome) -> None:
+        """Write an outcome."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key, **asdict(outcome)}) + "\n")
 
 
 def retrieval_report(result: RetrievalResult, **origin: Any) -> dict[str, Any]:

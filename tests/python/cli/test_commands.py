@@ -144,8 +144,9 @@ def test_calibrate_saves_beside_the_model(
 def test_retrieve(report: Any, small_commands: Commands, tmp_path: Path) -> None:
     found, table = report(
         *(*small_commands["retrieve"], "--variant", RECALL, "--prompts", 2, "--seed", 5),
-        *("--plot", tmp_path / "p.png", "--question", "first"),
+        *("--plot", tmp_path / "p.png", "--question", "first", "--keep", tmp_path / "kept.jsonl"),
     )
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 4
     rows = [(row["variant"], row["prompts"], row["kept"]) for row in found["summary"]]
     assert rows == [(name, 4, None) for name in ("dense", SMALL, RECALL)]
     assert [prompt["depth"] for prompt in found["prompts"]] == [0, 0, 100, 100]

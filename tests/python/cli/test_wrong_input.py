@@ -56,6 +56,7 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
             "x y",
         ): "--scheduler must be an address like tcp://10.0.0.1:8786, got 'x y'",
         ("--workers", 0): "--workers",
+        ("--keep", "kept.csv"): "--keep must end in one of",
     },
     "answers": {("--prompts", 9): "the text 'long.txt' must have 9 x 300 tokens"},
     "visualize": {

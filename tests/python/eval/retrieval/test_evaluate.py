@@ -19,6 +19,7 @@ from h2o_prefill.eval.inputs.text import Corpus
 from h2o_prefill.eval.report import format_json
 from h2o_prefill.eval.retrieval.prompts import Haystack, build_prompt
 from h2o_prefill.eval.retrieval.result import (
+    KeptOutcomes,
     PromptOutcome,
     plot_retrieval,
     retrieval_report,
@@ -176,6 +177,29 @@ def test_answers_are_what_the_model_generates_after_each_prefill(
     assert outcome.log_probs["dense"] != pytest.approx(outcome.log_probs["small"], abs=1e-3)
     # A random model solves nothing.
     assert all(row.dense_solved == 0 and math.isnan(row.kept) for row in result.summary)
+
+
+def test_kept_prompts_are_not_asked_again(reader: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    first = _run(reader, tiny_tokenizer, kept=KeptOutcomes(path))
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 2
+    path.write_bytes(lines[0] + lines[1][:40])  # killed while it wrote
+    steps: list[tuple[int, int, str]] = []
+    again = _run(
+        reader,
+        tiny_tokenizer,
+        kept=KeptOutcomes(path),
+        on_progress=lambda *step: steps.append(step),
+    )
+    assert again == first and path.read_bytes() == b"".join(lines)
+    assert {step[1] for step in steps} == {3}
+    # Prompts of other settings are others.
+    _run(reader, tiny_tokenizer, kept=KeptOutcomes(path), question="first")
+    assert len(path.read_bytes().splitlines()) == 4
+    path.write_text('{"id": 1}\n')
+    with pytest.raises(ValueError, match="must hold outcomes of this command alone"):
+        KeptOutcomes(path)
 
 
 def test_scores_and_intervals() -> None:
