@@ -14,7 +14,6 @@
 #include <string>
 #include <vector>
 
-
 namespace {
 
 c10::impl::GenericDict read_dict(const char* path) {
