@@ -45,7 +45,8 @@ def dense_attention(call: Call) -> Attended:
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     if function is sdpa_attention_forward and _is_plain(call) and suits_our_operators(call):
-        return ops.dense_attention(call.query, *call.held, call.scaling).transpose(1, 2), None
+        query, key, value = in_autocast_dtype(call.query, *call.held)
+        return ops.dense_attention(query, key, value, call.scaling).transpose(1, 2), None
     mask = _mask(call, name)
     if name in ("eager", "sdpa") and call.given(*INDEX_ARGUMENTS):
         mask = _hide_other_keys(call, mask)
@@ -103,7 +104,7 @@ def _default_implementation(module: nn.Module) -> str:
 
 def _attend_in_window(call: Call, window: Window) -> Tensor:
     """Attend in a window; rows of a padded batch as if they were alone."""
-    tensors = (call.query, call.key, call.value)
+    tensors = in_autocast_dtype(call.query, call.key, call.value)
     if window.padding is None:
         return call.attend_in_window(*tensors, window.end).transpose(1, 2)
     return window.padding.attend(
@@ -125,7 +126,6 @@ def suits_our_operators(call: Call) -> bool:
     """Return whether our operators do what a causal call asks for, on CPU, without gradients."""
     return (
         call.query.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")  # which casts for PyTorch's operator
         and call.is_causal
         and call.dropout == 0
         and not call.given("position_bias", "cache", *INDEX_ARGUMENTS)

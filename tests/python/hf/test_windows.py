@@ -234,3 +234,13 @@ def test_calls_that_the_operator_does_not_take_get_their_mask(build, prompt, win
         warnings.filterwarnings("ignore", message="h2o_prefill: ")
         assert_close(model(prompt, **arguments).logits, stock)
     assert window_calls == []
+
+
+def test_windows_under_autocast(build, prompt, window_calls):
+    model = build("gemma3", "sdpa", **ROPES, sliding_window=CUT)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = model(prompt).logits
+        with enable(model, **EXACT):
+            ours = model(prompt).logits
+    assert window_calls and ours.dtype == stock.dtype
+    torch.testing.assert_close(ours.float(), stock.float(), atol=0.3, rtol=0.1)
