@@ -82,6 +82,8 @@ std::string to_text(const Header& header) {
 }
 
 Header parse(std::string_view text, size_t bytes) {
+  // What follows lies in memory as it lies in the file.
+  TORCH_CHECK_VALUE(text.size() % kAlignment == 0, "its header is damaged");
   // Blanks would be refused, and only the filling has any at the end.
   text = text.substr(0, text.find_last_not_of(' ') + 1);
   Reader reader(text);
@@ -108,6 +110,7 @@ Header parse(std::string_view text, size_t bytes) {
     entry.end = reader.integer();
     reader.expect("]}");
     TORCH_CHECK_VALUE(entry.begin == end && entry.end <= bytes &&
+                          entry.begin % c10::elementSize(entry.dtype) == 0 &&
                           entry.end - entry.begin == bytes_of(entry.dtype, entry.shape),
                       entry.name, " must lie in the file, after the tensor before it");
     end = entry.end;
