@@ -132,10 +132,12 @@ struct GatheredKeys {
       all.first_block = rows.batch * static_cast<int>(p.recall.blocks) + first;
       all.first_block_row = first * block_rows - rows.first;
       all.blocks = (rows.first + rows.count - 1) / block_rows - first + 1;
-      // Whatever the offsets are, nothing is read outside of the lists.
+      // Whatever the offsets are, nothing is read outside of the lists, and no loop waits for tiles
+      // that nobody loads.
       const int entries = static_cast<int>(p.recall.entries);
       all.first_entry = min(max(p.recall.offsets[all.first_block], 0), entries);
-      all.entries = min(p.recall.offsets[all.first_block + all.blocks], entries) - all.first_entry;
+      const int end = min(p.recall.offsets[all.first_block + all.blocks], entries);
+      all.entries = max(end - all.first_entry, 0);
       tiles += tile::divide_up(all.entries, kKeys);
     }
     if (threadIdx.x == 0) {

@@ -233,6 +233,12 @@ TEST_P(Attention, PositionsOutsideOfTheHistoryAreAbsent) {
       EXPECT_EQ(run({3, 40, far, far}, {0, 2}, {7, far}), expected) << far;
     }
     EXPECT_EQ(run({3, 40, -1, -1}, {-3, 1000000}, {7}), expected);
+    // Offsets that fall leave no entry; a negative number of tiles would be waited for.
+    const std::vector<int32_t> many(300, 7);
+    const auto none = run({3, 40, -1, -1}, {0, 0}, many);
+    for (const auto& offsets : {std::vector<int32_t>{300, 0}, {2000000000, -2000000000}}) {
+      EXPECT_EQ(run({3, 40, -1, -1}, offsets, many), none);
+    }
   }
 }
 
