@@ -104,11 +104,11 @@ def _default_implementation(module: nn.Module) -> str:
 
 def _attend_in_window(call: Call, window: Window) -> Tensor:
     """Attend in a window; rows of a padded batch as if they were alone."""
-    tensors = in_autocast_dtype(call.query, call.key, call.value)
+    query, key, value = in_autocast_dtype(call.query, call.key, call.value)
     if window.padding is None:
-        return call.attend_in_window(*tensors, window.end).transpose(1, 2)
+        return call.attend_in_window(query, key, value, window.end).transpose(1, 2)
     return window.padding.attend(
-        *tensors, lambda q, k, v, *_: call.attend_in_window(q, k, v, q.shape[2])
+        query, key, value, lambda q, k, v, *_: call.attend_in_window(q, k, v, q.shape[2])
     )
 
 

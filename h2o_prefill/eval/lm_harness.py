@@ -1,0 +1,66 @@
+"""Enabled models in EleutherAI's lm-evaluation-harness.
+
+    python -m h2o_prefill.eval.lm_harness run --model h2o_prefill \
+        --model_args pretrained=smollm2-135m,settings=recommended --tasks lambada_openai
+
+This is `lm_eval` with one model more. In Python `simple_evaluate(model=HFLM(model))` takes a model
+that is enabled. Packages do not register models with lm_eval by themselves, which is why it is
+started here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.inputs.models import load_model
+from h2o_prefill.hf.enable import enable
+
+
+@register_model("h2o_prefill")
+class PrefillLM(HFLM):
+    """A causal language model of lm_eval whose long prompts are prefilled by this library.
+
+    Parameters
+    ----------
+    pretrained : str
+        As `load_model` takes it: "smollm2-135m", a folder, a .gguf file or an id of the hub.
+    settings : str, optional
+        As `enable` takes them: a preset, "exact" for the lossless baseline. Default: the profile of
+        the model, if there is one, or the preset "recommended". Fields may follow as arguments of
+        their own: `settings=recommended,local_window=256`.
+    dtype : str
+        "float32", "bfloat16" or "float16".
+    **options
+        Other arguments of `lm_eval.models.huggingface.HFLM`.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "smollm2-135m",
+        settings: str | None = None,
+        dtype: str = "float32",
+        **options: Any,
+    ) -> None:
+        names = {field.name for field in fields(PrefillConfig)}
+        changes = {name: options.pop(name) for name in list(options) if name in names}
+        model, tokenizer = load_model(pretrained, dtype)
+        super().__init__(model, tokenizer=tokenizer, **options)
+        text = ",".join(
+            [*([settings] if settings else []), *(f"{k}={v}" for k, v in changes.items())]
+        )
+        self.handle = enable(model, text or None, tokenizer=tokenizer)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what lm_eval keeps of the model, and the settings."""
+        return {**super().get_model_info(), "h2o_prefill": self.handle.config.to_string()}
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
