@@ -147,6 +147,38 @@ def decode(plan: Plan, model: ModelOption = MODEL, text_file: TextFileOption = N
 
 
 @benchmark(
+    app, "session", dtype="bfloat16", **RECOMMENDED, lengths=((8000,), (200,)), seconds=150.0
+)
+def session(plan: Plan, model: ModelOption = MODEL, text_file: TextFileOption = None) -> None:
+    """Time ten questions about one text: prefilled with each, or once into a session file.
+
+    "reopened" has the file already. "speedup" is over the text prefilled with each question.
+    """
+    from common.variants import QUESTIONS, session_variants
+
+    corpus, longest = read_corpus(text_file), max(plan.lengths)
+    options = _options(plan, model, text=corpus.source, steps=STEPS, questions=QUESTIONS)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Report(plan, f"{QUESTIONS} questions, preset {plan.preset}", **options) as report,
+    ):
+        path = Path(folder) / "text.session"
+        for kind, network, _, tokens in load_with_text(plan, model, corpus, longest):
+            for length in plan.lengths:
+                ids = tokens[None, :length]
+                variants = session_variants(network, ids, plan.config(), path, STEPS)
+                for count in plan.each_threads():
+                    timings = compare(variants, plan.seconds)
+                    for name in variants:
+                        report.add(
+                            **_where(length, kind, count),
+                            **rate_fields(timings, name, QUESTIONS * STEPS),
+                            **timings.ratio("each", name).fields("speedup"),
+                            file_mb=path.stat().st_size / 1e6,
+                        )
+
+
+@benchmark(
     app, "package", dtype="bfloat16", **RECOMMENDED, lengths=((4096, 8000), (200,)), seconds=60.0
 )
 def package(

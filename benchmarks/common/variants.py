@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import h2o_prefill
+from h2o_prefill import ChunkedPrefillCache
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import cache_argument
 from h2o_prefill.package import PrefillPackage
 
+QUESTIONS = 10
 _NO_ATTENTION = "benchmark_no_attention"
 
 
@@ -81,6 +84,40 @@ def decoder(network: Any, input_ids: Tensor, steps: int) -> Callable[[], Tensor]
         return torch.stack(tokens)
 
     return decode
+
+
+def session_variants(
+    model: Any, input_ids: Tensor, config: PrefillConfig, path: Path, steps: int
+) -> dict[str, Callable[[], object]]:
+    """Return what answers questions about a text, pieces of it as long as the answers.
+
+    "each" prefills the text with every question, "session" once into a file, from which the answers
+    start; "reopened" has the file already.
+    """
+    network = enabled_twin(model, config, len(input_ids[0]))
+    prompts = [
+        torch.cat([input_ids, x[None]], dim=1) for x in input_ids[0].split(steps)[:QUESTIONS]
+    ]
+    options = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False}
+
+    def each() -> None:
+        for prompt in prompts:
+            network.generate(prompt, **options)
+
+    @torch.inference_mode()
+    def session() -> None:
+        cache = ChunkedPrefillCache(config=network.config)
+        network(input_ids, logits_to_keep=1, **cache_argument(network, cache))
+        cache.save(path)
+        reopened()
+
+    def reopened() -> None:
+        cache = ChunkedPrefillCache.load(path, network)
+        for prompt in prompts:
+            network.generate(prompt, **cache_argument(network, cache.copy()), **options)
+
+    session()
+    return {"each": each, "session": session, "reopened": reopened}
 
 
 def prefill_package(package: PrefillPackage, input_ids: Tensor) -> Tensor:
