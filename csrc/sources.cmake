@@ -4,6 +4,7 @@
 set(H2O_HOST_SOURCES
     bindings/library.cpp
     bindings/register_classes.cpp
+    bindings/register_runtime.cpp
     common/checks.cpp
     common/config.cpp
     common/linear_attention_request.cpp

@@ -15,9 +15,6 @@
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/memory_set_tracker.h"
 #include "h2o_prefill/prefill_context.h"
-#include "h2o_prefill/sampler.h"
-#include "h2o_prefill/saved_session.h"
-#include "h2o_prefill/session.h"
 
 namespace h2o_prefill {
 namespace {
@@ -29,11 +26,6 @@ struct ConfigHolder : torch::CustomClassHolder {
   explicit ConfigHolder(PrefillConfig settings) : config(std::move(settings)) { config.check(); }
   const PrefillConfig config;
 };
-struct SessionHolder : torch::CustomClassHolder {
-  explicit SessionHolder(SavedSession held) : session(std::move(held)) {}
-  const SavedSession session;
-};
-using Tensors = c10::Dict<std::string, at::Tensor>;
 using Config = c10::intrusive_ptr<ConfigHolder>;
 using Chunks = c10::intrusive_ptr<ChunkManager>;
 using Cache = c10::intrusive_ptr<ChunkedKVCache>;
@@ -400,103 +392,7 @@ void register_context(torch::Library& m) {
                   });
 }
 
-struct SamplerHolder : torch::CustomClassHolder {
-  explicit SamplerHolder(const SamplerOptions& options) : sampler(options) {}
-  Sampler sampler;
-};
-
-void register_sampler(torch::Library& m) {
-  m.class_<SamplerHolder>("Sampler")
-      .def(torch::init([](double temperature, int64_t top_k, double top_p, double min_p,
-                          double penalty, int64_t seed) {
-             return c10::make_intrusive<SamplerHolder>(
-                 SamplerOptions{.temperature = temperature,
-                                .top_k = top_k,
-                                .top_p = top_p,
-                                .min_p = min_p,
-                                .penalty = penalty,
-                                .seed = static_cast<uint64_t>(seed)});
-           }),
-           "Chooses the next token as `generate` of transformers does; temperature 0: the "
-           "likeliest.",
-           {arg("temperature") = 0.0, arg("top_k") = 0, arg("top_p") = 1.0, arg("min_p") = 0.0,
-            arg("penalty") = 1.0, arg("seed") = 0})
-      .def("next",
-           [](const c10::intrusive_ptr<SamplerHolder>& self, const at::Tensor& token_ids,
-              const at::Tensor& logits) { return self->sampler.next(token_ids, logits); },
-           "Return the token after token_ids, int64 [1, T], from logits [1, vocabulary].",
-           {arg("token_ids"), arg("logits")});
-}
-
-struct PackageSessionHolder : torch::CustomClassHolder {
-  explicit PackageSessionHolder(const std::string& path)
-      : session(std::make_shared<const Package>(path)) {}
-  Session session;
-};
-
-void register_package_session(torch::Library& m) {
-  using Self = c10::intrusive_ptr<PackageSessionHolder>;
-  m.class_<PackageSessionHolder>("PackageSession")
-      .def(torch::init([](const std::string& path) {
-             return c10::make_intrusive<PackageSessionHolder>(path);
-           }),
-           "A package that h2o-prefill export wrote, and one text of it.", {arg("path")})
-      .def("forward",
-           [](const Self& self, const at::Tensor& token_ids, const at::Tensor& rows) {
-             return self->session.forward(token_ids, rows);
-           },
-           "Run the next tokens, int64 [1, T]; return the logits of rows, int64 [R].",
-           {arg("token_ids"), arg("rows")})
-      .def(
-          "state", [](const Self& self) { return self->session.state(); },
-          "Return the tensors of the state, which change with every call.")
-      .def("save", [](const Self& self, const std::string& path) { self->session.save(path); },
-           "Write the text into a session file.", {arg("path")})
-      .def("load", [](const Self& self, const std::string& path) { self->session.load(path); },
-           "Replace the text by that of a session file.", {arg("path")});
-}
-
-void register_session(torch::Library& m) {
-  using Self = c10::intrusive_ptr<SessionHolder>;
-  m.class_<SessionHolder>("SavedSession")
-      .def(torch::init([](const std::string& model, const std::string& settings, int64_t length,
-                          const Tensors& tensors) {
-             SavedSession session{.model = model, .settings = settings, .length = length};
-             for (const auto& entry : tensors) session.tensors[entry.key()] = entry.value();
-             return c10::make_intrusive<SessionHolder>(std::move(session));
-           }),
-           "What a session file holds; docs/cpp.md has the names of its tensors.",
-           {arg("model"), arg("settings"), arg("length"), arg("tensors")})
-      .def("write",
-           [](const Self& self, const std::string& path) { write_session(path, self->session); },
-           "Write a session file whole or not at all.", {arg("path")})
-      .def_static(
-          "read",
-          [](const std::string& path) {
-            return c10::make_intrusive<SessionHolder>(read_session(path));
-          },
-          "Read a session file; its tensors are a private memory map of it.")
-      .def(
-          "header",
-          [](const Self& self) {
-            const SavedSession& held = self->session;
-            return std::make_tuple(held.model, held.settings, held.length);
-          },
-          "Return the hash of the model, all fields of the settings, and the number of tokens.")
-      .def(
-          "tensors",
-          [](const Self& self) {
-            Tensors tensors;
-            for (const auto& [name, tensor] : self->session.tensors) tensors.insert(name, tensor);
-            return tensors;
-          },
-          "Return the tensors by name.");
-}
-
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
-  register_sampler(m);
-  register_package_session(m);
-  register_session(m);
   register_config(m);
   register_chunk_manager(m);
   register_cache(m);
