@@ -21,12 +21,17 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <fstream>
 #include <iterator>
 #include <openvino/openvino.hpp>
 #include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
+
+#ifndef H2O_OPENVINO_TOKENIZERS  // the path of the library of openvino_tokenizers
+#error "tokenizer.h needs the target H2OPrefill::text of find_package(H2OPrefill COMPONENTS text)"
+#endif
 
 namespace h2o_prefill {
 
@@ -40,7 +45,7 @@ class Tokenizer {
     try {
       ov::Core core;
       core.add_extension(extension);
-      const auto model = core.read_model(folder + "/openvino_tokenizer.xml");
+      const auto model = core.read_model(whole_file(folder, "tokenizer"));
       const auto text = [&](const char* name) {
         return model->get_rt_info<std::string>("h2o_prefill", name);
       };
@@ -50,11 +55,11 @@ class Tokenizer {
       // One thread: texts are small, and threads of its own would stand beside PyTorch's.
       const ov::AnyMap threads = {ov::inference_num_threads(1)};
       encoder_ = core.compile_model(model, "CPU", threads);
-      decoder_ = core.compile_model(folder + "/openvino_detokenizer.xml", "CPU", threads);
-    } catch (const ov::Exception& error) {
-      TORCH_CHECK_VALUE(
-          false, "there is no tokenizer for C++ in ", folder,
-          ", where `h2o-prefill export` writes one if openvino-tokenizers is installed");
+      decoder_ = core.compile_model(whole_file(folder, "detokenizer"), "CPU", threads);
+    } catch (const ov::Exception&) {
+      TORCH_CHECK_VALUE(false, "OpenVINO ", ov::get_openvino_version().buildNumber,
+                        " cannot run the tokenizer in ", folder, " by ", extension,
+                        ": export the model with this version of openvino-tokenizers");
     }
   }
 
@@ -85,6 +90,18 @@ class Tokenizer {
   }
 
  private:
+  // OpenVINO would try to read another file as a model of TensorFlow, ONNX and others.
+  static std::string whole_file(const std::string& folder, const std::string& name) {
+    const std::string path = folder + "/openvino_" + name + ".xml";
+    std::ostringstream text;
+    text << std::ifstream(path).rdbuf();
+    TORCH_CHECK_VALUE(text.str().starts_with("<?xml") && text.str().ends_with("</net>\n"),
+                      "there is no tokenizer for C++ in ", folder,
+                      ", where `h2o-prefill export` "
+                      "writes one if openvino-tokenizers is installed, or it was cut");
+    return path;
+  }
+
   at::Tensor ids_of(std::string text) const {
     auto request = encoder_.create_infer_request();
     request.set_input_tensor(ov::Tensor(ov::element::string, {1}, &text));
@@ -146,6 +163,11 @@ class TextStream {
     }
     std::string text = pending_.substr(0, certain);
     pending_.erase(0, certain);
+    if (all) {
+      tokens_.clear();
+      shown_.clear();
+      context_ = 0;
+    }
     return text;
   }
 

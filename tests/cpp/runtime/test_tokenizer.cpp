@@ -5,6 +5,7 @@
 #include <h2o_prefill/tokenizer.h>
 #include <torch/serialize.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <thread>
@@ -114,18 +115,32 @@ TEST(TextStream, StopsAreNoPartOfTheText) {
   EXPECT_TRUE(stream.stopped());
   EXPECT_EQ(stream.end(), "");
   EXPECT_EQ(streamed(late, ids), text);
+  EXPECT_EQ(late.end(), "");
   EXPECT_FALSE(late.stopped());
 }
 
-TEST(Tokenizer, OtherFoldersGetOneLine) {
+std::string message_of(const std::string& folder) {
   try {
-    const Tokenizer other(testing::TempDir());
-    FAIL();
+    const Tokenizer other(folder);
   } catch (const c10::ValueError& error) {
-    const std::string line = error.what_without_backtrace();
-    EXPECT_TRUE(line.starts_with("there is no tokenizer for C++ in ")) << line;
-    EXPECT_EQ(line.find('\n'), std::string::npos);
+    return error.what_without_backtrace();
   }
+  return "nothing was thrown";
+}
+
+TEST(Tokenizer, OtherFoldersGetOneLine) {
+  const std::string folder = testing::TempDir(), file = folder + "/openvino_tokenizer.xml";
+  const std::string missing = message_of(folder);
+  EXPECT_TRUE(missing.starts_with("there is no tokenizer for C++ in ")) << missing;
+  std::ofstream(file) << "<?xml version=\"1.0\"?>\n<net";
+  EXPECT_EQ(message_of(folder), missing);
+  std::ofstream(file) << R"(<?xml version="1.0"?>
+<net name="tokenizer" version="11"><layers/><edges/></net>
+)";
+  const std::string line = message_of(folder);
+  EXPECT_NE(line.find("cannot run the tokenizer in "), std::string::npos) << line;
+  EXPECT_EQ(line.find('\n'), std::string::npos);
+  std::remove(file.c_str());
 }
 
 }  // namespace
