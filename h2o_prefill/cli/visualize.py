@@ -36,7 +36,7 @@ def visualize(
 ) -> None:
     """Draw which positions memory sets keep, their errors and stability, and dense attention.
 
-    Writes memory.png, errors.png, stability.png and attention.png.
+    Writes the figures memory, errors, stability and attention.
     """
     from h2o_prefill.cli.tables import attention_table
     from h2o_prefill.eval import load_text, visualize_attention_patterns

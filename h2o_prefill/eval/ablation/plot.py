@@ -95,7 +95,8 @@ def _draw(axes: Axes, rows: pd.DataFrame) -> None:
             name = str(len(named) + 1)
             named.append(f"{name}: {_describe(rows.iloc[i])}")
         # Inside the figure, and not on the dense line.
-        x, y = -5 if flops[i] > 90 else 5, -3 if sparse[i] < dense else 3
+        right = flops[i] > 0.3 * min(flops) + 0.7 * max(flops)
+        x, y = -5 if right else 5, -3 if sparse[i] < dense else 3
         place: dict[str, Any] = {"xytext": (x, y), "textcoords": "offset points"}
         place |= {"ha": "left" if x > 0 else "right", "va": "bottom" if y > 0 else "top"}
         axes.annotate(name, (flops[i], sparse[i]), fontweight="bold", fontsize=8, **place)
