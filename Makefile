@@ -23,7 +23,7 @@ PYTEST := pytest --numprocesses $(JOBS) --dist worksteal
 # $(call system,package of Debian,command that succeeds where it is installed)
 system = @{ $(2); } &>/dev/null || { apt-get update -q && apt-get install -y -q $(1); } || { echo "needed: $(1)" >&2; false; }
 .PHONY: build demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads \
-  test-package test-transformers wheel soak coverage lint lint-cpp format clean
+  test-package test-transformers wheel soak coverage lint lint-cpp format notebooks clean
 build: $(BIN)/.built
 # What compiling needs. The CUDA libraries of PyTorch are larger than all the rest, and are installed while it compiles.
 $(BIN)/.tools:
@@ -108,6 +108,13 @@ coverage: build $(BIN)/.dev $(BIN)/.model
 	$(call package,coverage)
 	PYTHONPATH=$(abspath build/coverage/package) pytest -q -k 'not compiles and not opcheck' tests/python/ops tests/python/core
 	gcovr --root . --filter csrc/ --print-summary --html-details build/coverage/report.html build/coverage/CMakeFiles
+# Without the times of cells and what names the machine; with the text that H2O_PREFILL_WIKITEXT2 names.
+notebooks: build $(BIN)/.dev $(BIN)/.model
+	rm -rf notebooks/benchmark_results
+	PYTHONWARNINGS='ignore:IProgress not found' jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb \
+	  --ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
+	  --ClearMetadataPreprocessor.preserve_cell_metadata_mask=tags \
+	  --ClearMetadataPreprocessor.preserve_nb_metadata_mask="{'kernelspec', ('language_info', 'name')}"
 docs: build $(BIN)/.dev
 	$(PIP) install --group docs && python docs/draw_pictures.py
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet

@@ -351,7 +351,7 @@ def _save_figure(figure: Figure, title: str, report: Row, path: Path) -> Path:
     facts = report["environment"]
     quick = " (quick: the figures mean nothing)" if report["quick"] else ""
     machine = f"{facts['cpu']}, {facts['library']['cpu_isa_used']}, torch {facts['torch']}"
-    plotting.save_figure(figure, path, f"{title}{quick}\n{machine}", 10)
+    plotting.save_figure(figure, path, f"{title}{quick}\n{machine}")
     return path
 
 

@@ -54,6 +54,7 @@ def ablate(
             help="Also draw perplexity against attention flops, into perplexity_ablation.png.",
         ),
     ] = True,
+    figure_format: options.FormatOption = "png",
     threads: options.ThreadsOption = None,
     *,
     cluster: ClusterOptions,
@@ -77,7 +78,7 @@ def ablate(
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
         contexts = options.parse_numbers(context, "context")
         csv_file = output.expanduser() / CSV_NAME
-        figure = csv_file.with_suffix(".png")
+        figure = csv_file.with_suffix(f".{figure_format}")
         names = (CSV_NAME, *([figure.name] if plot else []))
         check_output_folder(output, names, figures=plot)
         options.use_threads(threads)

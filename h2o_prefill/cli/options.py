@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -165,6 +165,9 @@ def output_folder(use: str) -> Any:
     return typer.Option("--output", metavar="DIR", help=use)
 
 
+FormatOption = Annotated[
+    Literal["png", "svg", "pdf"], typer.Option("--format", help="Format of the figures.")
+]
 PresetOption = Annotated[
     str,
     typer.Option(

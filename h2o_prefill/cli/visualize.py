@@ -27,6 +27,7 @@ def visualize(
     output: Annotated[
         Path, options.output_folder("Folder for the figures, created if necessary.")
     ] = Path("benchmark_results/attention_heatmaps"),
+    figure_format: options.FormatOption = "png",
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
@@ -35,7 +36,7 @@ def visualize(
 ) -> None:
     """Draw which positions memory sets keep, their errors and stability, and dense attention.
 
-    Writes memory.png, errors.png, stability.png and attention.png.
+    Writes the figures memory, errors, stability and attention.
     """
     from h2o_prefill.cli.tables import attention_table
     from h2o_prefill.eval import load_text, visualize_attention_patterns
@@ -46,7 +47,8 @@ def visualize(
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset, **sizes)
-        check_output_folder(output, FIGURES)
+        files = [f"{name}.{figure_format}" for name in FIGURES]
+        check_output_folder(output, files)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
         tokens = encode(tokenizer, corpus.text)
@@ -57,12 +59,12 @@ def visualize(
         )
         with show_progress("prefill") as show:
             measures = visualize_attention_patterns(
-                network, prompts, config, output, title=title, on_progress=show
+                network, prompts, config, output, figure_format, title=title, on_progress=show
             )
         report = measures.to_dict()
         given = {"window": window, "context": context, "preset": preset}
         config_part = text_origin(model, dtype, corpus, **given) | report.pop("config")
         save_json(lambda: build_report(config_part, **report))
         print_result(title, attention_table(measures))
-        for name in FIGURES:
-            output_console().print(str(output / name), markup=False, soft_wrap=True)
+        for file in files:
+            output_console().print(str(output / file), markup=False, soft_wrap=True)

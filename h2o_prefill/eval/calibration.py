@@ -394,5 +394,5 @@ def plot_calibration(result: HeadCalibration, path: str | os.PathLike[str], titl
     right.set_title("factor of L and H", **TITLE)
     for axes in (left, right):
         axes.set_xlabel("KV head")
-    save_figure(figure, path, title, title_size=10)
+    save_figure(figure, path, title)
     return figure

@@ -36,12 +36,10 @@ def make_figure(height: float, width: float = WIDTH) -> Figure:
     return figure
 
 
-def save_figure(
-    figure: Figure, path: str | os.PathLike[str], title: str | None = None, title_size: int = 11
-) -> None:
+def save_figure(figure: Figure, path: str | os.PathLike[str], title: str | None = None) -> None:
     """Write a figure into a .png, .svg or .pdf file, whole or not at all."""
     if title is not None:
-        figure.suptitle(title, fontsize=title_size)
+        figure.suptitle(title, fontsize=10)
     with replaced_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
 

@@ -1,4 +1,4 @@
-"""The figure of an ablation: perplexity against attention flops, or a heat map over L and H."""
+"""The figure of an ablation: perplexity against attention flops, or over L and H."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from h2o_prefill.eval.ablation.grid import FIELDS
 from h2o_prefill.eval.ablation.table import short_value, varied_settings
-from h2o_prefill.eval.plotting import DENSE, SPARSE, make_figure, save_figure
+from h2o_prefill.eval.plotting import DENSE, SPARSE, draw_lines_behind, make_figure, save_figure
+from h2o_prefill.presets import PRESETS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,25 +33,26 @@ def plot_ablation(
     """Draw the perplexity of each cell against its attention flops, a panel for each text.
 
     The error bars are those of the difference to dense. The line joins the cells that no other cell
-    beats in both; these are numbered, and named below by the settings that vary. Presets have their
-    names. A panel with every combination of some L and H, and nothing else that varies, is a heat
-    map of the mean KL instead, with the difference to dense in numbers. Takes a table of
-    `run_ablation`; the default title is what all rows have in common.
+    beats in both; these are numbered, and described below by the closest preset. Presets have their
+    names. Where every combination of some L and H is there, and nothing else varies, two panels are
+    drawn instead: a heat map of the mean KL, and the difference to dense by H, a line for each L.
+    Takes a table of `run_ablation`; the default title is what all rows have in common.
     """
     if frame.empty:
         raise ValueError("frame must hold at least one row, got none")
-    panels = list(frame.groupby(_PANEL, sort=False, dropna=False))
-    columns = min(len(panels), _PANELS_PER_ROW)
+    texts = [rows for _, rows in frame.groupby(_PANEL, sort=False, dropna=False)]
+    size = frame["local_window"].nunique() * frame["heavy_budget"].nunique()
+    grid = varied_settings(frame) == ["local_window", "heavy_budget"]
+    grid = grid and all(len(rows) == size for rows in texts)
+    draws = (_draw_grid, _draw_series) if grid else (_draw,)
+    panels = [(draw, rows) for rows in texts for draw in draws]
+    columns = min(len(panels), len(draws) if grid else _PANELS_PER_ROW)
     lines = -(-len(panels) // columns)
     figure = make_figure(lines * _PANEL_HEIGHT, columns * _PANEL_WIDTH)
     all_axes = figure.subplots(lines, columns, squeeze=False).flatten()
-    varied = varied_settings(frame)
     others = [name for name in ("model", "dtype", "protocol") if frame[name].nunique() > 1]
-    for axes, (_, rows) in zip(all_axes, panels, strict=False):
-        if _is_grid(rows, varied):
-            _draw_grid(axes, rows)
-        else:
-            _draw(axes, rows, varied)
+    for axes, (draw, rows) in zip(all_axes, panels, strict=False):
+        draw(axes, rows)
         row = rows.iloc[0]
         text = f"{row['dataset']}, windows {row['windows']} of {row['context']} tokens"
         axes.set_title(", ".join([text, *(str(row[name]) for name in others)]), fontsize=10)
@@ -72,7 +75,7 @@ def front(flops: Sequence[float], perplexity: Sequence[float]) -> list[int]:
     return chosen
 
 
-def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
+def _draw(axes: Axes, rows: pd.DataFrame) -> None:
     dense = float(rows["dense_ppl"].iloc[0])
     flops = [100 / ratio for ratio in rows["attention_flops_ratio"]]
     sparse = rows["sparse_ppl"].tolist()
@@ -86,36 +89,42 @@ def _draw(axes: Axes, rows: pd.DataFrame, varied: list[str]) -> None:
     )
     named: list[str] = []
     presets = [i for i, preset in enumerate(rows["preset"]) if isinstance(preset, str)]
-    for i in sorted({*best, *presets}, key=flops.__getitem__) if varied else ():
-        _annotate(axes, (flops[i], sparse[i]), rows.iloc[i], varied, named)
+    for i in sorted({*presets, *(best if len(rows) > 1 else ())}, key=flops.__getitem__):
+        name = rows["preset"].iloc[i]
+        if i not in presets:
+            name = str(len(named) + 1)
+            named.append(f"{name}: {_describe(rows.iloc[i])}")
+        # Inside the figure, and not on the dense line.
+        right = flops[i] > 0.3 * min(flops) + 0.7 * max(flops)
+        x, y = -5 if right else 5, -3 if sparse[i] < dense else 3
+        place: dict[str, Any] = {"xytext": (x, y), "textcoords": "offset points"}
+        place |= {"ha": "left" if x > 0 else "right", "va": "bottom" if y > 0 else "top"}
+        axes.annotate(name, (flops[i], sparse[i]), fontweight="bold", fontsize=8, **place)
     axes.set_xlabel("\n".join(["attention flops (% of dense)", *named]), fontsize=8)
     axes.set_ylabel("perplexity")
-    axes.set_axisbelow(True)
-    axes.grid(color="0.92")
-    axes.spines[["top"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right")
+    draw_lines_behind(axes)
+    axes.legend(frameon=False)
     percent = (lambda ppl: 100 * (ppl / dense - 1), lambda above: dense * (1 + above / 100))
     above = axes.secondary_yaxis("right", functions=percent)
     above.set_ylabel("above dense (%)")
 
 
-def _is_grid(rows: pd.DataFrame, varied: list[str]) -> bool:
-    sizes = rows["local_window"].nunique(), rows["heavy_budget"].nunique()
-    return {*varied} == {"local_window", "heavy_budget"} and len(rows) == sizes[0] * sizes[1]
-
-
 def _draw_grid(axes: Axes, rows: pd.DataFrame) -> None:
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import LogLocator
 
-    names = ("kl_mean", "delta_percent", "attention_flops_ratio")
-    kl, loss, ratio = (
+    names = ("kl_mean", "delta_percent", "attention_flops_ratio", "preset")
+    kl, loss, ratio, presets = (
         rows.pivot(index="heavy_budget", columns="local_window", values=name) for name in names
     )
+    kl = kl.clip(lower=1e-9)  # 0 has no logarithm
     dark = kl.to_numpy().min() ** 0.4 * kl.to_numpy().max() ** 0.6
     image = axes.imshow(kl, cmap="YlOrRd", norm=LogNorm(), origin="lower", aspect="auto")
     for (row, column), value in np.ndenumerate(kl.to_numpy()):
         share = 100 / ratio.iat[row, column]
         text = f"{loss.iat[row, column]:+.2f} %\n{value:.4f}\n{share:.0f} % flops"
+        preset = presets.iat[row, column]
+        text = f"{preset}\n{text}" if isinstance(preset, str) else text
         color = "white" if value > dark else "black"
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
     axes.set_xticks(range(len(kl.columns)), map(str, kl.columns))
@@ -125,20 +134,32 @@ def _draw_grid(axes: Axes, rows: pd.DataFrame) -> None:
         fontsize=8,
     )
     axes.set_ylabel("heavy budget H")
-    axes.figure.colorbar(image, ax=axes, label="mean KL(dense || sparse), nats", aspect=40)
+    ticks: dict[str, Any] = {"ticks": LogLocator(subs=(1, 2, 5)), "format": "%g"}
+    label = "mean KL(dense || sparse), nats"
+    axes.figure.colorbar(image, ax=axes, label=label, aspect=40, **ticks).minorticks_off()
 
 
-def _annotate(
-    axes: Axes, point: tuple[float, float], row: pd.Series[Any], varied: list[str], named: list[str]
-) -> None:
-    """Name a preset at its point; other settings get a number there, explained in `named`."""
-    label = row["preset"]
-    if not isinstance(label, str):
-        settings = " ".join(
-            f"{_LETTERS.get(name, name)}={short_value(row[name])}" for name in varied
-        )
-        label = str(len(named) + 1)
-        named.append(f"{label}: {settings}")
-    right = point[0] > 90  # where a name would leave the figure
-    place: dict[str, Any] = {"xytext": (-5 if right else 5, 3), "ha": "right" if right else "left"}
-    axes.annotate(label, point, fontweight="bold", fontsize=8, textcoords="offset points", **place)
+def _draw_series(axes: Axes, rows: pd.DataFrame) -> None:
+    from matplotlib import colormaps
+
+    axes.axhline(0, **DENSE)
+    lines = list(rows.sort_values("heavy_budget").groupby("local_window"))
+    style: dict[str, Any] = {"marker": "o", "markersize": 4, "elinewidth": 0.8}
+    for (window, line), shade in zip(lines, np.linspace(0.85, 0, len(lines)), strict=True):
+        points = line["heavy_budget"].astype(int), line["delta_percent"], line["stderr_percent"]
+        axes.errorbar(*points, color=colormaps["viridis"](shade), label=f"L={window}", **style)
+    axes.set(xlabel="heavy budget H", ylabel="perplexity above dense (%)")
+    axes.set_xticks(sorted(rows["heavy_budget"].unique()))
+    axes.legend(frameon=False, fontsize=8)
+    draw_lines_behind(axes)
+
+
+def _describe(row: pd.Series[Any]) -> str:
+    """Return the closest preset with its changes; those of recall have no effect without it."""
+    texts = []
+    for preset, config in PRESETS.items():
+        changed = [n for n in FIELDS if short_value(row[n]) != short_value(getattr(config, n))]
+        shown = [n for n in changed if row["recall"] or not n.startswith("recall_")]
+        changes = (f"{_LETTERS.get(n, n)}={short_value(row[n])}" for n in shown)
+        texts.append(" ".join([preset, *changes]))
+    return min(texts, key=len)

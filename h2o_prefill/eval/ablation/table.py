@@ -90,7 +90,7 @@ def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 def short_value(value: Any) -> str:
     """Return a setting for a table or a label: lists of many heads are cut."""
-    text = format_value(value)
+    text = "none" if str(value) == "<NA>" else format_value(value)
     return text if len(text) <= 12 else f"{text[:11]}…"
 
 

@@ -12,14 +12,14 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
-from h2o_prefill.eval.plotting import make_figure, save_figure
+from h2o_prefill.eval.plotting import PLOT_SUFFIXES, make_figure, save_figure
 from h2o_prefill.eval.runs import Progress
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FIGURES = ("memory.png", "errors.png", "stability.png", "attention.png")
+FIGURES = ("memory", "errors", "stability", "attention")
 
 _MAX_PANELS = 8
 _MAX_COLUMNS = 1024
@@ -35,6 +35,7 @@ def visualize_attention_patterns(
     input_ids: Tensor,
     chunk_config: PrefillConfig | str | None = None,
     output_dir: str | os.PathLike[str] = "benchmark_results/attention_heatmaps",
+    figure_format: str = "png",
     *,
     title: str = "",
     on_progress: Progress | None = None,
@@ -53,6 +54,8 @@ def visualize_attention_patterns(
         As `measure_attention` takes them.
     output_dir : path
         Folder for the figures, created if necessary.
+    figure_format : str
+        "png", "svg" or "pdf".
     title : str
         Description of the run, for the figures.
 
@@ -72,11 +75,13 @@ def visualize_attention_patterns(
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
+    if f".{figure_format}" not in PLOT_SUFFIXES:
+        raise ValueError(f"figure_format must be one of png, svg, pdf, got {figure_format!r}")
     measures = measure_attention(model, input_ids, chunk_config, on_progress=on_progress)
     folder.mkdir(parents=True, exist_ok=True)
     plots = (plot_memory, plot_errors, plot_stability, plot_attention)
     for name, plot in zip(FIGURES, plots, strict=True):
-        plot(measures, folder / name, title)
+        plot(measures, folder / f"{name}.{figure_format}", title)
     return measures
 
 
@@ -102,7 +107,7 @@ def plot_memory(measures: AttentionMeasures, path: str | os.PathLike[str], title
         f"position (tokens); dotted: chunk boundaries; grey: later chunks{window}"
     )
     figure.colorbar(image, ax=list(panels), label="share of KV heads that hold it", aspect=30)
-    save_figure(figure, path, title, title_size=10)
+    save_figure(figure, path, title)
     return figure
 
 
@@ -118,7 +123,7 @@ def plot_errors(measures: AttentionMeasures, path: str | os.PathLike[str], title
     left.set_title("relative L1 error of the output (%)", **TITLE)
     head_map(right, seen, 45 + 0.55 * least, cmap="YlOrRd_r", vmin=least, vmax=100)
     right.set_title("dense softmax mass on visible keys (%)", **TITLE)
-    save_figure(figure, path, title, title_size=10)
+    save_figure(figure, path, title)
     return figure
 
 
@@ -139,7 +144,7 @@ def plot_stability(measures: AttentionMeasures, path: str | os.PathLike[str], ti
     right.set_xlabel("layer")
     right.set_xticks(right.get_yticks(), [tick.get_text() for tick in right.get_yticklabels()])
     figure.colorbar(image, ax=[left, right], label="Jaccard index", aspect=40)
-    save_figure(figure, path, title, title_size=10)
+    save_figure(figure, path, title)
     return figure
 
 
@@ -166,7 +171,7 @@ def plot_attention(measures: AttentionMeasures, path: str | os.PathLike[str], ti
     figure.supylabel("query (tokens)", fontsize=9)
     label = f"share of a query's attention on {-(-end // measures.pattern.shape[0])} keys"
     figure.colorbar(image, ax=list(panels), label=label, aspect=40)
-    save_figure(figure, path, title, title_size=10)
+    save_figure(figure, path, title)
     return figure
 
 

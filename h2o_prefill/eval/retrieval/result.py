@@ -201,5 +201,5 @@ def plot_retrieval(
         top.set_title(run.replace(",", ",\n"), fontsize=8)
         bottom.set_xlabel("tokens")
     figure.colorbar(image, ax=list(panels.flat), label="mean score")
-    save_figure(figure, path, title, title_size=10)
+    save_figure(figure, path, title)
     return figure

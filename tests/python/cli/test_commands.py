@@ -187,13 +187,13 @@ def test_variations(report: Any, small_commands: Commands) -> None:
 
 
 def test_visualize(report: Any, small_commands: Commands, tmp_path: Path) -> None:
-    options = ("--output", tmp_path / "out", "--window", 1, "--sink-tokens", 1)
+    options = ("--output", tmp_path / "out", "--window", 1, "--sink-tokens", 1, "--format", "svg")
     found, printed = report(*small_commands["visualize"], *options)
     *lines, memory, errors, stability, attention, _ = printed.split("\n")
     figures = [memory, errors, stability, attention]
     names = ("memory", "errors", "stability", "attention")
-    assert figures == [str(tmp_path / "out" / f"{name}.png") for name in names]
-    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in figures)
+    assert figures == [str(tmp_path / "out" / f"{name}.svg") for name in names]
+    assert all(Path(path).read_bytes().startswith(b"<?xml") for path in figures)
     assert "window 1 of 64 tokens, S=16 L=4 H=4 K=1" in " ".join(printed.split())
 
     assert all(len(line) <= 80 for line in lines[1:])
@@ -365,11 +365,12 @@ def test_options_of_ablate_reach_the_run(ablate: Run, tiny: Any, csv: Path, tmp_
         *("--text-file", tmp_path / "other.txt", "--chunk-size", "16,40"),
         *("--recall", "2", "--recall-block", 8, "--recall-span", "1,3", "--gqa-reduce", "max"),
         *("--dense-layers", "none,0", "--heavy-budget", 4, "--dtype", "bfloat16"),
-        *("--protocol", "llamacpp", "--min-prefill", 20, "--context", "48,64"),
+        *("--protocol", "llamacpp", "--min-prefill", 20, "--context", "48,64", "--format", "pdf"),
     )
     assert done.exit_code == 0, done.output
     assert "other.txt" in done.stdout
     assert "warning: left out context=48 chunk_size=40" in done.stderr.replace("\n", " ")
+    assert csv.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
     frame = pd.read_csv(csv)
     assert set(frame["dataset"]) == {"text.txt", "other.txt"}
     chosen = frame[frame["dataset"] == "text.txt"]

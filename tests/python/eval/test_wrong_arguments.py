@@ -127,6 +127,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "patterns": [
         ({"input_ids": _ids(2, 64)}, r"input_ids must be .*got torch.int64 \[2, 64\]"),
         ({"output_dir": __file__}, r"output_dir must be a folder, got the file '.*py'"),
+        ({"figure_format": "gif"}, "figure_format must be one of png, svg, pdf, got 'gif'"),
     ],
     "throughput": [
         *LENGTHS,

@@ -192,12 +192,12 @@ def test_the_figure_shows_every_cell(ablate: Ablate, tmp_path: Path) -> None:
     assert front([3.0, 1.0, 2.0, 2.0, 4.0], [8.0, 10.0, 9.0, 8.5, 8.0]) == [1, 3, 0]
 
 
-def test_a_grid_of_both_budgets_is_a_heat_map(ablate: Ablate, tmp_path: Path) -> None:
+def test_a_grid_of_both_budgets_is_a_heat_map_and_series(ablate: Ablate, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from h2o_prefill.eval.ablation.plot import plot_ablation
 
     frame = ablate({"local_window": [2, 4, 8], "heavy_budget": [4, 2]})
-    panel, colours = plot_ablation(frame, tmp_path / "p.png").axes
+    panel, series, colours = plot_ablation(frame, tmp_path / "p.png").axes
     assert [tick.get_text() for tick in panel.get_xticklabels()] == ["2", "4", "8"]
     assert [tick.get_text() for tick in panel.get_yticklabels()] == ["2", "4"]
     for text in panel.texts:
@@ -207,7 +207,38 @@ def test_a_grid_of_both_budgets_is_a_heat_map(ablate: Ablate, tmp_path: Path) ->
         assert panel.images[0].get_array()[row, column] == found.kl_mean
         assert text.get_text().startswith(f"{found.delta_percent:+.2f} %\n{found.kl_mean:.4f}\n")
     assert len(panel.texts) == 6 and "KL" in colours.get_ylabel()
+    for window, line in zip((2, 4, 8), series.containers, strict=True):
+        rows = frame[frame["local_window"] == window].sort_values("heavy_budget")
+        assert line.get_label() == f"L={window}"
+        assert [list(values) for values in line.lines[0].get_data()] == [
+            [2, 4],
+            rows["delta_percent"].tolist(),
+        ]
+    # Presets are named in their cells, and a cell without loss has a colour.
+    named = frame.assign(preset=["h2o", *[None] * 5], kl_mean=[0.0] * 5 + [0.1])
+    panel, *_ = plot_ablation(named, tmp_path / "p.svg").axes
+    assert [text.get_text().split()[0] for text in panel.texts].count("h2o") == 1
+    assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
     # Without one of the cells, or with another setting that varies, the panel is of points.
     for rows in (frame[1:], frame.assign(sink_tokens=range(6))):
         (panel,) = plot_ablation(rows, tmp_path / "p.png").axes
         assert not panel.images
+
+
+def test_points_have_names_of_presets_or_what_differs_from_one(
+    ablate: Ablate, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    from h2o_prefill.eval.ablation.plot import plot_ablation
+
+    frame = ablate({"gqa_reduce": ["sum", "max"]}, base=BASE.replace(recall_block=128))
+    # The first is a preset, and beaten in both; the second is the best.
+    frame = frame.assign(preset=["h2o", None], sparse_ppl=[9.0, 8.0], attention_flops_ratio=[1, 2])
+    (axes,) = plot_ablation(frame, tmp_path / "p.pdf").axes
+    assert {text.get_text() for text in axes.texts} == {"h2o", "1"}
+    change = {"sum": "", "max": " gqa_reduce=max"}[frame["gqa_reduce"].iloc[1]]
+    assert axes.get_xlabel().split("\n")[1:] == [f"1: h2o S=16 L=4 H=4{change}"]
+    # One row alone has its name too, and no number.
+    (axes,) = plot_ablation(frame[:1], tmp_path / "p.pdf").axes
+    assert [text.get_text() for text in axes.texts] == ["h2o"]
+    assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")

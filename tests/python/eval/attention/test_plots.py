@@ -30,9 +30,10 @@ def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
 
     folder = tmp_path / "new" / "folder"
     model = tiny.make_uneven_model()
-    measures = visualize_attention_patterns(model, PROMPT[0], CONFIG, folder)
-    for name in ("memory.png", "errors.png", "stability.png", "attention.png"):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    for figure_format, magic in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
+        measures = visualize_attention_patterns(model, PROMPT[0], CONFIG, folder, figure_format)
+        for name in ("memory", "errors", "stability", "attention"):
+            assert (folder / f"{name}.{figure_format}").read_bytes().startswith(magic)
     torch.testing.assert_close(
         measures.l1_error, measure_attention(model, PROMPT, CONFIG).l1_error, equal_nan=True
     )
