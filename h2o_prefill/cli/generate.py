@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from math import isnan, nan
 from pathlib import Path
 from typing import Annotated, Any
@@ -224,15 +225,11 @@ def generate(
                 input_ids = without_middle(input_ids, max_prompt_tokens)
             drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
             given: Any = {name: value for name, value in drawn.items() if value is not None}
-            timing = generate_timed(
-                network,
-                tokenizer,
-                input_ids,
-                max_new_tokens,
-                show,
-                kept,
-                Sampling(seed=seed, **given) if given else None,
-            )
+            sampling = Sampling(seed=seed, **given) if given else None
+            with contextlib.nullcontext() if package else _bar_of_layers(network):
+                timing = generate_timed(
+                    network, tokenizer, input_ids, max_new_tokens, show, kept, sampling
+                )
             measured = () if handle is None else handle.report().estimated_kl or ()
             if kept is not None:
                 kept.save(session)
@@ -241,6 +238,28 @@ def generate(
         error_console().print(_summary(timing, config, kl, past), style="dim", soft_wrap=True)
         if session is not None:
             say_written(session)
+
+
+@contextlib.contextmanager
+def _bar_of_layers(network: Any) -> Iterator[None]:
+    """Show how many layers a prompt has passed, until it has passed all."""
+    from h2o_prefill.hf.layer_kinds import is_attention
+
+    numbered = (module for module in network.modules() if hasattr(module, "layer_idx"))
+    layers, passed = [module for module in numbered if is_attention(module)], 0
+    with contextlib.ExitStack() as stack:
+        step = stack.enter_context(show_progress("prefill"))
+
+        def count(*_: object) -> None:
+            nonlocal passed
+            passed += 1
+            step(passed, len(layers), "prefill, layers")
+            if passed == len(layers):
+                stack.close()
+
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(count).remove)
+        yield
 
 
 def _answer_file(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,25 @@ def test_generate_prints_what_the_sparse_model_says(
         *small_commands["generate"], "--preset", f"{PRESET},error_rows=2", tiny.SENTENCE
     )
     assert "(sparse, estimated KL to dense 0." in measuring.stderr.replace("\n", " ")
+
+
+def test_generate_shows_the_layers_of_prefill(
+    run: Run, small_commands: Commands, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib
+
+    shown: list[tuple[int, int, str]] = []
+
+    @contextlib.contextmanager
+    def show(what: str) -> Iterator[Any]:
+        yield lambda *step: shown.append(step)
+        shown.append((0, 0, "ended"))
+
+    module = importlib.import_module("h2o_prefill.cli.generate")
+    monkeypatch.setattr(module, "show_progress", show)
+    done = run(*small_commands["generate"], tiny.SENTENCE)
+    assert done.exit_code == 0
+    assert shown == [(1, 2, "prefill, layers"), (2, 2, "prefill, layers"), (0, 0, "ended")]
 
 
 def test_generate_samples_and_cuts_long_prompts(
