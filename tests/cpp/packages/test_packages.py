@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import zipfile
 
@@ -202,7 +203,9 @@ def changed_metadata(package, path, change):
         for item in source.infolist():
             content = source.read(item)
             if item.filename.endswith("_metadata.json"):
-                content = json.dumps({**json.loads(content), **change}).encode()
+                fields = {**json.loads(content), **change}
+                kept = {name: value for name, value in fields.items() if value is not None}
+                content = json.dumps(kept).encode()
             target.writestr(item, content)
     return path
 
@@ -225,6 +228,27 @@ def test_first_mistakes_get_one_line(program, package, text, tmp_path, name):
     result = program("generate", *arguments, cwd=tmp_path, input="Who?\n")
     assert result.returncode == 1
     assert message in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("capacity", "-1", "capacity must be >= 1, got -1"),
+        ("vocabulary", "0", "vocabulary must be >= 1, got 0"),
+        ("layers", "9" * 30, "the metadata of the package are incomplete"),
+        ("kv_heads", "two", "package must be a file that `h2o-prefill export` wrote"),
+        ("head_dim", None, "package must be a file that `h2o-prefill export` wrote"),
+        ("end_ids", "1,x", "package must be a file that `h2o-prefill export` wrote"),
+        ("dtype", "int8", "dtype of a package must be float32, bfloat16 or float16, got int8"),
+        ("settings", "h2o,chunk_size=-5", "chunk_size must be >= 1, got -5"),
+        ("settings", "h2o,size=5", '"size" is no setting'),
+    ],
+)
+def test_damaged_metadata(package, tmp_path, name, value, message):
+    path = changed_metadata(package, tmp_path / "x.pt2", {f"h2o_prefill.{name}": value})
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        PrefillPackage(path)
+    assert "\n" not in str(refused.value).strip()
 
 
 def test_python_refuses_the_same(package, ids, tmp_path):
