@@ -20,6 +20,11 @@ constexpr const char* kNames[kOfLayer] = {"key", "value", "scores", "memory", "e
 // Chunks of a call of prefill(), as of Python's chunked_prefill.
 constexpr int64_t kChunksOfCall = 4;
 
+// What a tensor of a layer has of the first tokens: memory set and errors are of all.
+at::Tensor used(const at::Tensor* of_layer, size_t i, int64_t tokens) {
+  return i < 3 ? of_layer[i].narrow(2, 0, tokens) : of_layer[i];
+}
+
 bool ends_with(const std::vector<int64_t>& tokens, const std::vector<int64_t>& sequence) {
   return !sequence.empty() && sequence.size() <= tokens.size() &&
          std::equal(sequence.rbegin(), sequence.rend(), tokens.rbegin());
@@ -125,7 +130,14 @@ std::vector<int64_t> Session::generate(const at::Tensor& token_ids, const Genera
 
 std::unique_ptr<Session> Session::branch() const {
   auto other = std::make_unique<Session>(package_);
-  for (size_t i = 0; i < state_.size(); ++i) other->state_[i].copy_(state_[i]);
+  const int64_t tokens = length();
+  other->state_[kIds].narrow(1, 0, tokens).copy_(token_ids());
+  other->state_[kPosition].copy_(state_[kPosition]);
+  for (size_t first = kFirstLayer; first < state_.size(); first += kOfLayer) {
+    for (size_t i = 0; i < kOfLayer; ++i) {
+      used(&other->state_[first], i, tokens).copy_(used(&state_[first], i, tokens));
+    }
+  }
   return other;
 }
 
@@ -144,8 +156,7 @@ void Session::save(const std::string& path) const {
     const bool scored = begin > 0 || scores.any().item<bool>();
     begins.push_back(scored ? begin : 0);
     for (size_t i = 0; i < (scored ? kOfLayer : 2); ++i) {
-      saved.tensors[session_prefix(layer) + kNames[i]] =
-          i < 3 ? of_layer[i].narrow(2, 0, tokens) : of_layer[i];
+      saved.tensors[session_prefix(layer) + kNames[i]] = used(of_layer, i, tokens);
     }
   }
   saved.tensors["last_chunk_begin"] = at::tensor(begins, at::kLong);
@@ -166,7 +177,7 @@ void Session::load(const std::string& path) {
     for (size_t i = 0; i < kOfLayer; ++i) {
       const auto found = tensors.find(session_prefix(layer) + kNames[i]);
       if (found == tensors.end()) continue;
-      const auto wanted = i < 3 ? of_layer[i].narrow(2, 0, tokens) : of_layer[i];
+      const auto wanted = used(of_layer, i, tokens);
       TORCH_CHECK_VALUE(found->second.sizes() == wanted.sizes() &&
                             found->second.scalar_type() == wanted.scalar_type(),
                         "session must have ", found->first, " like ", describe(wanted), ", got ",
@@ -186,7 +197,7 @@ void Session::load(const std::string& path) {
     for (size_t i = 0; i < kOfLayer; ++i) {
       const auto found = tensors.find(session_prefix(layer) + kNames[i]);
       if (found == tensors.end()) continue;
-      (i < 3 ? of_layer[i].narrow(2, 0, tokens) : of_layer[i]).copy_(found->second);
+      used(of_layer, i, tokens).copy_(found->second);
     }
   }
   state_[kIds].narrow(1, 0, tokens).copy_(tensors.at("token_ids"));
