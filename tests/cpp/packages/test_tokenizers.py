@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizer_families import FAMILIES, hostile_texts, make_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from h2o_prefill.eval import load_model, load_text
 from h2o_prefill.eval.inputs.cpp_tokenizer import write_cpp_tokenizer
@@ -78,3 +80,12 @@ def test_tokenizers_of_every_family(program, tmp_path, family):
 def test_the_real_model_s_tokenizer(program, tmp_path):
     tokenizer = load_model()[1]
     check(program, tokenizer, [*texts_of_books(), *hostile_texts(300, seed=1)], tmp_path)
+
+
+def test_a_tokenizer_that_has_no_equal_is_refused(tmp_path):
+    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    with pytest.raises(NotImplementedError, match="OpenVINO"):
+        write_cpp_tokenizer(tokenizer, tmp_path)
+    assert list(tmp_path.iterdir()) == []
