@@ -86,6 +86,7 @@ def window_calls(
             return (key <= row) & (key > row - window)
 
         blocks = create_block_mask(visible, None, None, length, length, device="cpu")
+        torch.compiler.reset()  # earlier windows count against its limit
         flex = torch.compile(flex_attention, dynamic=False)
         found["flex"] = lambda: flex(q, k, v, block_mask=blocks, enable_gqa=group > 1)
     return found
