@@ -24,12 +24,16 @@ constexpr std::array<std::pair<std::string_view, at::ScalarType>, 6> kCodes{{
 constexpr size_t kAlignment = 8;
 
 size_t bytes_of(at::ScalarType dtype, const std::vector<int64_t>& shape) {
-  size_t bytes = c10::elementSize(dtype);
+  // Strides must fit too, also those of a tensor without elements.
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  bool empty = false;
   for (const int64_t size : shape) {
-    TORCH_CHECK_VALUE(size >= 0 && !__builtin_mul_overflow(bytes, size, &bytes),
-                      "a tensor is too large");
+    TORCH_CHECK_VALUE(
+        size >= 0 && !__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes),
+        "a tensor is too large");
+    empty = empty || size == 0;
   }
-  return bytes;
+  return empty ? 0 : static_cast<size_t>(bytes);
 }
 
 size_t rank_of(at::ScalarType dtype) {
