@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -178,8 +179,10 @@ void write_session(const std::string& path, const SavedSession& session) {
     const fs::path target = fs::weakly_canonical(path);
     TORCH_CHECK_VALUE(!fs::exists(target) || fs::is_regular_file(target),
                       "session must be a regular file, got '", path, "'");
-    const fs::path scratch =
-        target.parent_path() / c10::str(".", target.filename().string(), ".", getpid(), ".part");
+    // Several threads may write the same file: the last one to end replaces what others wrote.
+    static std::atomic<uint64_t> writes = 0;
+    const fs::path scratch = target.parent_path() / c10::str(".", target.filename().string(), ".",
+                                                             getpid(), ".", writes++, ".part");
     const auto remove = [](const fs::path* file) {
       std::error_code ignored;
       fs::remove(*file, ignored);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import warnings
 
 import pytest
@@ -187,6 +188,34 @@ def test_caches_without_a_session(llama, make_ids, path):
         path.with_name("opened").touch()
         assert path.stat().st_mode == path.with_name("opened").stat().st_mode
         assert len(list(path.parent.iterdir())) == 3
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(llama, ids, path):
+    with enable(llama, **RECALL):
+        whole = saved_prompt(llama, ids, path).save(path) or path.read_bytes()
+        cache = new_cache(llama)
+        in_calls(llama, cache, ids, (ids.shape[1],))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for size in (0, 100, len(whole) // 2):
+            # As on a full disk. Nothing else is written meanwhile.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            try:
+                with pytest.raises(OSError, match=r"cannot write .*: File too large$"):
+                    cache.save(path)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert path.read_bytes() == whole and list(path.parent.iterdir()) == [path]
+
+
+def test_threads_that_save_to_one_file(llama, ids, path, spawn):
+    with enable(llama, **RECALL):
+        caches = [saved_prompt(llama, ids, path), new_cache(llama)]
+        in_calls(llama, caches[1], ids[:, :40], (40,))
+        wholes = [path.read_bytes(), caches[1].save(path) or path.read_bytes()]
+        threads = [spawn(lambda cache=x: [cache.save(path) for _ in range(30)]) for x in caches]
+        while any(thread.is_alive() for thread in threads):
+            assert path.read_bytes() in wholes
+        assert list(path.parent.iterdir()) == [path]
 
 
 def test_another_model_or_other_settings_are_refused(build, llama, ids, path):
