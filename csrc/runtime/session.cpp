@@ -30,6 +30,14 @@ bool ends_with(const std::vector<int64_t>& tokens, const std::vector<int64_t>& s
          std::equal(sequence.rbegin(), sequence.rend(), tokens.rbegin());
 }
 
+void check_in_vocabulary(const at::Tensor& token_ids, int64_t vocabulary) {
+  const int64_t lowest = token_ids.min().item<int64_t>();
+  const int64_t highest = token_ids.max().item<int64_t>();
+  TORCH_CHECK_VALUE(lowest >= 0 && highest < vocabulary, "token ids must be in [0, ", vocabulary,
+                    "), got ", lowest < 0 ? lowest : highest,
+                    ": were they made by another tokenizer?");
+}
+
 }  // namespace
 
 Session::Session(std::shared_ptr<const Package> package)
@@ -47,11 +55,7 @@ void Session::check(const at::Tensor& token_ids) const {
   check_dtype("token_ids", token_ids, at::kLong);
   TORCH_CHECK_VALUE(token_ids.size(0) == 1 && token_ids.size(1) > 0,
                     "token_ids must be [1, T] with T >= 1, got shape ", token_ids.sizes());
-  const int64_t lowest = token_ids.min().item<int64_t>();
-  const int64_t highest = token_ids.max().item<int64_t>();
-  TORCH_CHECK_VALUE(lowest >= 0 && highest < info.vocabulary, "token ids must be in [0, ",
-                    info.vocabulary, "), got ", lowest < 0 ? lowest : highest,
-                    ": were they made by another tokenizer?");
+  check_in_vocabulary(token_ids, info.vocabulary);
   TORCH_CHECK_VALUE(token_ids.size(1) <= info.capacity - length(), "no room for ",
                     token_ids.size(1), " tokens after ", length(),
                     ": the package has a capacity of ", info.capacity,
@@ -171,6 +175,7 @@ void Session::load(const std::string& path) {
   const auto begins = tensors.at("last_chunk_begin");
   saved.check(info.model_hash, info.settings, info.layers, info.capacity);
   TORCH_CHECK_VALUE(tensors.contains("token_ids"), "session must have token ids");
+  check_in_vocabulary(tensors.at("token_ids"), info.vocabulary);
   int64_t begin = 0;
   for (int64_t layer = 0; layer < info.layers; ++layer) {
     const at::Tensor* of_layer = &state_[kFirstLayer + layer * kOfLayer];

@@ -1,12 +1,18 @@
 // Sessions of the package that H2O_TEST_PACKAGE names; test_packages.py exports it and runs these.
+#include "h2o_prefill/saved_session.h"
 #include "h2o_prefill/session.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <memory>
+#include <random>
 #include <thread>
 
 namespace h2o_prefill {
@@ -114,6 +120,10 @@ TEST(Session, FilesAndBranchesGoOnToTheBit) {
   std::filesystem::copy_file(file, damaged, std::filesystem::copy_options::overwrite_existing);
   std::filesystem::resize_file(damaged, std::filesystem::file_size(file) - 1);
   EXPECT_REFUSED(loaded.load(damaged), "must lie in the file");
+  SavedSession foreign = read_session(file);
+  foreign.tensors["token_ids"] = foreign.tensors["token_ids"] + 1000;
+  write_session(damaged, foreign);
+  EXPECT_REFUSED(loaded.load(damaged), "token ids must be in [0, ");
   EXPECT_REFUSED(loaded.load(path_of("H2O_TEST_PACKAGE")), "it is no session file");
   EXPECT_EQ(loaded.length(), kPrompt + 60);
   loaded.reset();
@@ -152,11 +162,15 @@ TEST(Session, IsCancelled) {
 
 TEST(Session, RunsOnThreadsOverOnePackage) {
   constexpr int kThreads = 4;
+  const auto sampler_of = [](int i) {
+    return Sampler({.temperature = 0.5 * i, .top_k = 20, .top_p = 0.9, .penalty = 1.2, .seed = 7});
+  };
   std::vector<Tokens> expected, answers(kThreads);
   for (int i = 0; i < kThreads; ++i) {
     Session session(package_of_tests());
     session.forward(prompt_of(i).narrow(1, 0, 90));
-    expected.push_back(answer_of(session, prompt_of(i).narrow(1, 90, kPrompt - 90)));
+    const auto rest = prompt_of(i).narrow(1, 90, kPrompt - 90);
+    expected.push_back(answer_of(session, rest, {kNew}, sampler_of(i)));
   }
   for (const auto& package : {package_of_tests(), load_package(kThreads)}) {
     std::vector<std::thread> threads;
@@ -167,12 +181,79 @@ TEST(Session, RunsOnThreadsOverOnePackage) {
         session.forward(prompt_of(i).narrow(1, 0, 90));
         session.save(file);
         loaded.load(file);
-        answers[i] = answer_of(*loaded.branch(), prompt_of(i).narrow(1, 90, kPrompt - 90));
+        const auto rest = prompt_of(i).narrow(1, 90, kPrompt - 90);
+        answers[i] = answer_of(*loaded.branch(), rest, {kNew}, sampler_of(i));
       });
     }
     for (auto& thread : threads) thread.join();
     EXPECT_EQ(answers, expected);
   }
+}
+
+// Calls wait for each other, a fifth thread cancels them, and all write one file.
+TEST(Session, IsCancelledAndSavedOnThreads) {
+  constexpr int kThreads = 4;
+  const auto package = load_package(2);
+  const std::string shared = path_of("H2O_TEST_SESSION") + ".shared";
+  std::vector<std::unique_ptr<Session>> sessions;
+  for (int i = 0; i < kThreads; ++i) sessions.push_back(std::make_unique<Session>(package));
+  std::array<std::atomic<int64_t>, kThreads> told{};
+  std::atomic<int> running = kThreads;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      Session& session = *sessions[i];
+      const auto prefill = [&] {
+        while (true) {
+          session.reset();
+          session.prefill(prompt_of(i), [&](int64_t done, int64_t) { told[i] = done; });
+        }
+      };
+      EXPECT_THROW(prefill(), Cancelled);
+      session.reset();
+      session.forward(prompt_of(i).narrow(1, 0, 90));
+      const auto branch = session.branch();
+      for (int round = 0; round < 3; ++round) {
+        EXPECT_NO_THROW(session.save(shared));
+        EXPECT_NO_THROW(branch->load(shared));
+      }
+      --running;
+    });
+  }
+  while (running > 0) {
+    for (int i = 0; i < kThreads; ++i) told[i] > 0 ? sessions[i]->cancel() : void();
+    std::this_thread::yield();
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(Session, RefusesDamagedFilesAndStaysAsItWas) {
+  Session session(package_of_tests()), loaded(package_of_tests());
+  const std::string file = path_of("H2O_TEST_SESSION") + ".damage";
+  session.forward(prompt_of(3).narrow(1, 0, 90));
+  session.save(file);
+  std::ifstream stream(file, std::ios::binary);
+  const std::string whole(std::istreambuf_iterator<char>(stream), {});
+  std::mt19937 random(1);
+  int refused = 0;
+  for (int round = 0; round < 300; ++round) {
+    loaded.reset();
+    loaded.forward(prompt_of(8).narrow(1, 0, 60));
+    std::vector<at::Tensor> before;
+    for (const at::Tensor& tensor : loaded.state()) before.push_back(tensor.clone());
+    std::string content = whole;
+    for (int i = 0; i < 2; ++i) content[random() % 2000] = static_cast<char>(random());
+    std::filesystem::remove(file);
+    std::ofstream(file, std::ios::binary) << content;
+    const std::string message = message_of([&] { loaded.load(file); });
+    EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+    if (message == "nothing was thrown") continue;
+    ++refused;
+    for (size_t i = 0; i < loaded.state().size(); ++i) {
+      EXPECT_TRUE(loaded.state()[i].equal(before[i])) << message;
+    }
+  }
+  EXPECT_GT(refused, 200);
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
