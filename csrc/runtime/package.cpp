@@ -7,9 +7,12 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/version.h>
 
+#include <charconv>
 #include <exception>
 #include <filesystem>
 #include <sstream>
+#include <string_view>
+#include <system_error>
 #include <unordered_map>
 
 #include "common/rules.h"
@@ -45,9 +48,28 @@ bool cpu_has(const std::string& feature) {
   return true;
 }
 
+[[noreturn]] void refuse_incomplete() {
+  TORCH_CHECK_VALUE(false, "the metadata of the package are incomplete: export the model again");
+}
+
+const std::string& text_of(const Metadata& metadata, const char* name) {
+  const auto found = metadata.find(std::string("h2o_prefill.") + name);
+  if (found == metadata.end()) refuse_incomplete();
+  return found->second;
+}
+
+// The whole text must be the number.
+int64_t number_of(std::string_view text) {
+  int64_t number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || rest != end) refuse_incomplete();
+  return number;
+}
+
 // Compiled code does not check where it runs.
 void check_machine(const Metadata& metadata) {
-  const std::string& written = metadata.at("h2o_prefill.torch");
+  const std::string& written = text_of(metadata, "torch");
   const std::string here = c10::str(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR, ".");
   TORCH_CHECK_VALUE(written.starts_with(here), "the package was written by PyTorch ", written,
                     " and this program runs ", TORCH_VERSION, ": export the model again");
@@ -74,11 +96,9 @@ at::ScalarType dtype_of(const std::string& name) {
   return at::kFloat;
 }
 
-PackageInfo read_info(const Metadata& metadata) try {
-  const auto text = [&](const char* name) {
-    return metadata.at(std::string("h2o_prefill.") + name);
-  };
-  const auto number = [&](const char* name) { return std::stoll(text(name)); };
+PackageInfo read_info(const Metadata& metadata) {
+  const auto text = [&](const char* name) { return text_of(metadata, name); };
+  const auto number = [&](const char* name) { return number_of(text(name)); };
   PackageInfo info{.model = text("model"),
                    .model_hash = text("model_hash"),
                    .settings = PrefillConfig::parse(text("settings")),
@@ -90,7 +110,7 @@ PackageInfo read_info(const Metadata& metadata) try {
                    .head_dim = number("head_dim"),
                    .end_ids = {}};
   std::istringstream ids(text("end_ids"));
-  for (std::string id; std::getline(ids, id, ',');) info.end_ids.push_back(std::stoll(id));
+  for (std::string id; std::getline(ids, id, ',');) info.end_ids.push_back(number_of(id));
   for (const auto& [name, value] :
        {std::pair("capacity", info.capacity), std::pair("vocabulary", info.vocabulary),
         std::pair("layers", info.layers), std::pair("kv_heads", info.kv_heads),
@@ -98,8 +118,6 @@ PackageInfo read_info(const Metadata& metadata) try {
     check_at_least(name, value, 1);
   }
   return info;
-} catch (const std::logic_error&) {  // a field that is missing or no number
-  TORCH_CHECK_VALUE(false, "the metadata of the package are incomplete: export the model again");
 }
 
 }  // namespace

@@ -251,6 +251,23 @@ def test_damaged_metadata(package, tmp_path, name, value, message):
     assert "\n" not in str(refused.value).strip()
 
 
+NUMBERS = ["", " 2", "\xff", "[" * 9999, *"x -1 0 2x 2.0 1e3 0x2 18446744073709551616".split()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    "capacity vocabulary layers kv_heads head_dim end_ids settings dtype torch model model_hash".split(),
+)
+def test_cpp_refuses_damaged_metadata(package, tmp_path, name):
+    """Names of models may be any text, and any whole numbers, or none, are ids."""
+    allowed = {"model": NUMBERS, "model_hash": NUMBERS, "end_ids": ["", "-1", "0"]}
+    for value in [None, *(x for x in NUMBERS if x not in allowed.get(name, []))]:
+        path = changed_metadata(package, tmp_path / "x.pt2", {f"h2o_prefill.{name}": value})
+        with pytest.raises(ValueError) as caught:
+            torch.classes.h2o_prefill.PackageSession(str(path))
+        assert "\n" not in str(caught.value)
+
+
 def test_python_refuses_the_same(package, ids, tmp_path):
     runner = PrefillPackage(package)
     for tokens, message in (
