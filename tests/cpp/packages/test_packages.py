@@ -251,12 +251,30 @@ def test_damaged_metadata(package, tmp_path, name, value, message):
     assert "\n" not in str(refused.value).strip()
 
 
-NUMBERS = ["", " 2", "\xff", "[" * 9999, *"x -1 0 2x 2.0 1e3 0x2 18446744073709551616".split()]
+NUMBERS = [
+    "",
+    " 2",
+    "\xff",
+    "[" * 9999,
+    *["x", "-1", "0", "2x", "2.0", "1e3", "0x2", "18446744073709551616"],
+]
 
 
 @pytest.mark.parametrize(
     "name",
-    "capacity vocabulary layers kv_heads head_dim end_ids settings dtype torch model model_hash".split(),
+    [
+        "capacity",
+        "vocabulary",
+        "layers",
+        "kv_heads",
+        "head_dim",
+        "end_ids",
+        "settings",
+        "dtype",
+        "torch",
+        "model",
+        "model_hash",
+    ],
 )
 def test_cpp_refuses_damaged_metadata(package, tmp_path, name):
     """Names of models may be any text, and any whole numbers, or none, are ids."""
