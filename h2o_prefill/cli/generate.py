@@ -243,10 +243,9 @@ def generate(
 @contextlib.contextmanager
 def _bar_of_layers(network: Any) -> Iterator[None]:
     """Show how many layers a prompt has passed, until it has passed all."""
-    from h2o_prefill.hf.layer_kinds import is_attention
+    from h2o_prefill.hf.report import attention_layers
 
-    numbered = (module for module in network.modules() if hasattr(module, "layer_idx"))
-    layers, passed = [module for module in numbered if is_attention(module)], 0
+    layers, passed = attention_layers(network, None), 0
     with contextlib.ExitStack() as stack:
         step = stack.enter_context(show_progress("prefill"))
 

@@ -18,6 +18,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, digest, model_digest, run_pieces
 from h2o_prefill.eval.inputs.prompts import encode_prompt
 from h2o_prefill.eval.inputs.text import read_text
+from h2o_prefill.eval.report import whole_lines
 from h2o_prefill.eval.runs import (
     Progress,
     check_dense,
@@ -261,9 +262,7 @@ def _begin_output(path: Path, keys: Mapping[PromptId, str]) -> dict[PromptId, di
         path.touch()
         return rows
     held = path.read_bytes()
-    # A run that was killed while it wrote leaves a line without an end.
-    whole = held[: held.rfind(b"\n") + 1]
-    for number, row in _parsed(whole.decode("utf-8", "replace"), "output"):
+    for number, row in _parsed(whole_lines(held).decode("utf-8", "replace"), "output"):
         name = row.get("id")
         if not _is_id(name) or not {"answer", "error"} & row.keys() or "key" not in row:
             raise ValueError(

@@ -28,6 +28,14 @@ def format_json(values: dict[str, Any]) -> str:
     return json.dumps(_plain(values), indent=2) + "\n"
 
 
+def whole_lines(held: bytes) -> bytes:
+    """Return the lines of a file of JSON lines, but for one without an end.
+
+    A run that was killed while it wrote leaves such a line.
+    """
+    return held[: held.rfind(b"\n") + 1]
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}

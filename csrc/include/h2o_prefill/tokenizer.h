@@ -70,9 +70,9 @@ class Tokenizer {
     return prefix_.empty() ? ids : at::cat({at::tensor(prefix_).unsqueeze(0), ids}, 1);
   }
 
-  // Ids of what a user says, as the model's chat template words it up to where the answer begins;
-  // next: after the tokens of an answer of the same session. Throws c10::ValueError if the model
-  // has no chat template.
+  // Ids of what a user says, as the model's chat template words it up to where the answer begins,
+  // but with the blanks around the message, which some templates strip; next: after the tokens of
+  // an answer of the same session. Throws c10::ValueError if the model has no chat template.
   at::Tensor chat(const std::string& message, bool next = false) const {
     TORCH_CHECK_VALUE(!chat_[0].empty() || !chat_[2].empty(),
                       "the model has no chat template: use encode()");
@@ -93,12 +93,12 @@ class Tokenizer {
   // OpenVINO would try to read another file as a model of TensorFlow, ONNX and others.
   static std::string whole_file(const std::string& folder, const std::string& name) {
     const std::string path = folder + "/openvino_" + name + ".xml";
-    std::ostringstream text;
-    text << std::ifstream(path).rdbuf();
-    TORCH_CHECK_VALUE(text.str().starts_with("<?xml") && text.str().ends_with("</net>\n"),
+    std::ifstream file(path, std::ios::binary);
+    const std::string text(std::istreambuf_iterator<char>(file), {});
+    TORCH_CHECK_VALUE(text.starts_with("<?xml") && text.ends_with("</net>\n"),
                       "there is no tokenizer for C++ in ", folder,
-                      ", where `h2o-prefill export` "
-                      "writes one if openvino-tokenizers is installed, or it was cut");
+                      ", where `h2o-prefill export` writes one if openvino-tokenizers is "
+                      "installed, or it was cut");
     return path;
   }
 

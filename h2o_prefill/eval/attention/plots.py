@@ -76,7 +76,8 @@ def visualize_attention_patterns(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
     if f".{figure_format}" not in PLOT_SUFFIXES:
-        raise ValueError(f"figure_format must be one of png, svg, pdf, got {figure_format!r}")
+        formats = ", ".join(suffix[1:] for suffix in PLOT_SUFFIXES)
+        raise ValueError(f"figure_format must be one of {formats}, got {figure_format!r}")
     measures = measure_attention(model, input_ids, chunk_config, on_progress=on_progress)
     folder.mkdir(parents=True, exist_ok=True)
     plots = (plot_memory, plot_errors, plot_stability, plot_attention)

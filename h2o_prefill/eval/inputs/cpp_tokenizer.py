@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from h2o_prefill.eval.inputs.prompts import turn_text
+
 # What Digits(individual_digits=True) and then ByteLevel() split text into: ByteLevel's own regular
 # expression, but that digits stand alone and that the blanks before one stay together. OpenVINO
 # lets the second look beyond the pieces of the first.
@@ -20,6 +22,10 @@ _PROBES = (
     "It's 3.14  12,345 in\n\n\n  2026\r\n\t- x=[0]*7;  # “naïve” I'LL €5",
     "  a  1   b\u00a0c ½ Ⅷ ٣ 中文。カナ 한글 हिन्दी עברית 👩‍👩‍👧 e\u0301\u200b ",
 )
+
+
+# What a message is to a chat template, to find the texts around it.
+_MESSAGE = "<h2o_prefill message>"
 
 
 def has_cpp_tokenizers() -> bool:
@@ -84,12 +90,10 @@ def _texts_around(tokenizer: Any) -> dict[str, str]:
         "chat_end": "",
     }
     if tokenizer.chat_template is not None:
-        said = (("user", "@first@"), ("assistant", "@answer@"), ("user", "@second@"))
-        messages = [{"role": role, "content": text} for role, text in said]
-        first, later = (
-            tokenizer.apply_chat_template(x, tokenize=False, add_generation_prompt=True)
-            for x in (messages[:1], messages)
+        message = [{"role": "user", "content": _MESSAGE}]
+        first = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        texts["chat_begin"] = first.partition(_MESSAGE)[0]
+        texts["chat_next"], _, texts["chat_end"] = turn_text(tokenizer, _MESSAGE).partition(
+            _MESSAGE
         )
-        texts["chat_begin"] = first.split("@first@")[0]
-        texts["chat_next"], texts["chat_end"] = later.split("@answer@")[1].split("@second@")
     return texts

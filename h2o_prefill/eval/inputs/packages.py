@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from h2o_prefill._atomic_write import replaced_file
+from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
@@ -34,7 +34,7 @@ def write_package(
         try:
             write_cpp_tokenizer(tokenizer, folder)
         except NotImplementedError as error:
-            warnings.warn(f"no tokenizer for C++ was written: {error}", stacklevel=2)
+            warn(f"no tokenizer for C++ was written: {error}")
     with replaced_file(description) as scratch:
         scratch.write_text(info.to_json(), encoding="utf-8")
     return [path, description, folder]

@@ -32,17 +32,22 @@ def encode_turn(tokenizer: Any, text: str, past: Tensor, *, chat: bool) -> Tenso
     template puts after an answer comes first, but for the end token where `past` has it.
     """
     if chat and getattr(tokenizer, "chat_template", None):
-        messages = [
-            {"role": "user", "content": text},
-            {"role": "assistant", "content": _ANSWER},
-            {"role": "user", "content": text},
-        ]
-        shown = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        text = shown.partition(_ANSWER)[2] or text
+        text = turn_text(tokenizer, text) or text
     encoded = tokenizer(text, return_tensors="pt", verbose=False, add_special_tokens=False)
     ids: Tensor = encoded["input_ids"].to(torch.int64)
     ended = chat and past[0, -1] == tokenizer.eos_token_id
     return ids[:, 1:] if ended and ids[0, :1].equal(past[0, -1:].cpu()) else ids
+
+
+def turn_text(tokenizer: Any, text: str) -> str:
+    """Return what the chat template puts after an answer if the user says `text` then."""
+    messages = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": _ANSWER},
+        {"role": "user", "content": text},
+    ]
+    shown = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return str(shown).partition(_ANSWER)[2]
 
 
 def without_middle(input_ids: Tensor, length: int) -> Tensor:

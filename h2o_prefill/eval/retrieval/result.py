@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.plotting import make_figure, save_figure
-from h2o_prefill.eval.report import build_report
+from h2o_prefill.eval.report import build_report, whole_lines
 from h2o_prefill.eval.runs import DENSE
 
 if TYPE_CHECKING:
@@ -80,9 +80,7 @@ class KeptOutcomes:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path).expanduser()
         self._found: dict[str, PromptOutcome] = {}
-        held = self._path.read_bytes() if self._path.exists() else b""
-        # A run that was killed while it wrote leaves a line without an end.
-        lines = held[: held.rfind(b"\n") + 1]
+        lines = whole_lines(self._path.read_bytes()) if self._path.exists() else b""
         try:
             for line in lines.splitlines():
                 fields = json.loads(line)
