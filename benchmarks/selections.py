@@ -273,17 +273,21 @@ def selections(
                     variant=variant,
                     length=length,
                     dtype=dtype_name(dtype),
-                    **_losses(prompts, dense, found),
+                    **losses(prompts, dense, found),
                     products=sum(products) / len(products),
                     leak=leak(run, prompts[0][:, : 3 * chunk], chunk),
                 )
 
 
-def _losses(
-    prompts: list[Tensor], dense: Sequence[PromptLogits], sparse: Sequence[PromptLogits]
+def losses(
+    prompts: list[Tensor],
+    dense: Sequence[PromptLogits],
+    sparse: Sequence[PromptLogits],
+    first: int = 0,
 ) -> Row:
+    """Return what sparse logits lose against dense ones, in rows from `first` on."""
     windows = [
-        score_window(exact, found, ids[0], scored_rows("gptq", ids.shape[1]))
+        score_window(exact, found, ids[0], scored_rows("gptq", ids.shape[1])[first:])
         for exact, found, ids in zip(dense, sparse, prompts, strict=True)
     ]
     scores = WindowScores(*map(torch.stack, zip(*windows, strict=True)))

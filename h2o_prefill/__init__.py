@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from h2o_prefill.hf.prefill import chunked_prefill as chunked_prefill
     from h2o_prefill.hf.prefix_cache import PrefixCache as PrefixCache
     from h2o_prefill.hf.report import explain as explain
+    from h2o_prefill.hf.sharded import gather_cache as gather_cache
     from h2o_prefill.hf.token_text import token_text as token_text
     from h2o_prefill.package import PrefillPackage as PrefillPackage
 
@@ -54,6 +55,7 @@ _LAZY = {
     "evaluate_perplexity": "h2o_prefill.eval",
     "evaluate_retrieval": "h2o_prefill.eval",
     "explain": "h2o_prefill.hf",
+    "gather_cache": "h2o_prefill.hf",
     "measure_attention": "h2o_prefill.eval",
     "reference": "h2o_prefill.reference",
     "run_ablation": "h2o_prefill.eval",

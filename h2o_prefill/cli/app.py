@@ -10,7 +10,6 @@ import typer
 from h2o_prefill import __version__
 from h2o_prefill.cli import (
     ablate,
-    answers,
     bench,
     calibrate,
     export,
@@ -18,7 +17,6 @@ from h2o_prefill.cli import (
     info,
     ppl,
     retrieve,
-    variations,
     visualize,
 )
 from h2o_prefill.cli.errors import OneLineErrors
@@ -64,8 +62,6 @@ for _command in (
     calibrate.calibrate,
     bench.bench,
     retrieve.retrieve,
-    answers.answers,
-    variations.variations,
     visualize.visualize,
     generate.generate,
     export.export,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
@@ -15,13 +14,11 @@ from h2o_prefill.eval.runs import DENSE
 if TYPE_CHECKING:
     import pandas as pd
 
-    from h2o_prefill.eval.answers import AnswersResult
     from h2o_prefill.eval.attention.measures import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
     from h2o_prefill.eval.calibration import HeadCalibration
     from h2o_prefill.eval.perplexity.result import PerplexityResult
     from h2o_prefill.eval.retrieval.result import RetrievalResult
-    from h2o_prefill.eval.variations import Loss, VariationsResult
 
 
 def perplexity_table(result: PerplexityResult) -> Table:
@@ -134,37 +131,6 @@ def retrieval_table(result: RetrievalResult) -> Table:
             _numbers("{:.0f}/{:.0f}", row.kept * row.dense_solved, row.dense_solved),
             f"{row.log_prob:.3f}" if first else _numbers("{:+.3f} ± {:.3f}", *change),
         )
-    return table
-
-
-def answers_table(result: AnswersResult) -> Table:
-    """Return how many answers of each variant equal dense, and where the others differ."""
-    headings = ("prefill", "equal to\ndense", "others diverge\nat token", "median\ngap")
-    table = new_table(*headings, folding=headings[::2])
-    for name, found in result.summary().items():
-        table.add_row(
-            name,
-            f"{found['equal']}/{found['prompts']}",
-            " ".join(map(str, found["parting_tokens"])) or "-",
-            f"{statistics.median_high(found['gaps']):.2f}" if found["gaps"] else "-",
-        )
-    return table
-
-
-def variations_table(result: VariationsResult) -> Table:
-    """Return the loss of each variant on each window, and on the changed passage of it."""
-    parts = ("whole window", "KL", "changed passage", "KL")
-    table = new_table("variation", "prefill", *parts, folding=("prefill",))
-
-    def cells(loss: Loss) -> tuple[str, str]:
-        return _change(loss.delta_percent, loss.stderr_percent), f"{loss.kl_mean:.4f}"
-
-    for row in result.rows:
-        first = row.variant == result.rows[0].variant
-        if first:
-            table.add_section()
-        name = row.variation if first else ""
-        table.add_row(name, row.variant, *cells(row.window), *cells(row.changed))
     return table
 
 

@@ -4,6 +4,7 @@
 | --- | --- |
 | group.py | one group of processes: what all must agree on, and what they pass on to all |
 | pipeline.py | chunks of a prompt through the stages of a model |
+| sequence.py | ranges of a prompt, and the rows that each needs of those before |
 
 This package knows modules and tensors alone: `h2o_prefill.hf` makes stages of transformers' models.
 """
@@ -12,3 +13,4 @@ from __future__ import annotations
 
 from h2o_prefill.distributed.group import DistributedPrefillError, Ranks
 from h2o_prefill.distributed.pipeline import PipelinePrefill
+from h2o_prefill.distributed.sequence import CompactPast, MemoryRows, SequencePrefill, ShardPlan

@@ -93,11 +93,14 @@ class Ranks:
         return dist.get_global_rank(self.group, number)
 
     @contextlib.contextmanager
-    def waiting(self, peer: Callable[[], int | None] | None = None) -> Iterator[None]:
+    def waiting(
+        self, peer: Callable[[], int | None] | None = None, layer: int | None = None
+    ) -> Iterator[None]:
         """Turn errors of communication in a block into `DistributedPrefillError`.
 
         `peer` returns the number of the process that is waited for, None if an error is of this
-        process. Without it, all processes are waited for.
+        process. Without it, all processes are waited for. `layer`: default, the layer of this
+        process next to that one.
         """
         try:
             yield
@@ -106,7 +109,8 @@ class Ranks:
             if peer is not None and number is None:
                 raise
             before = number is not None and number < self.number
-            layer = self.layers[0] if before or number is None else self.layers[-1]
+            if layer is None:
+                layer = self.layers[0] if before or number is None else self.layers[-1]
             rank = None if number is None else self.rank_of(number)
             why = str(error).partition("\n")[0]
             raise DistributedPrefillError(dist.get_rank(), layer, rank, why) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from h2o_prefill.eval.ablation.run import run_ablation
-from h2o_prefill.eval.answers import compare_answers
 from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
 from h2o_prefill.eval.attention.plots import visualize_attention_patterns
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
@@ -21,4 +20,3 @@ from h2o_prefill.eval.prompt_files import answer_prompts, read_prompts
 from h2o_prefill.eval.retrieval.evaluate import evaluate_retrieval
 from h2o_prefill.eval.timing.memory_profile import profile_memory
 from h2o_prefill.eval.timing.throughput import benchmark_throughput
-from h2o_prefill.eval.variations import measure_variations

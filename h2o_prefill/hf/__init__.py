@@ -16,6 +16,7 @@
 | prefix_cache.py | texts that were prefilled, for prompts that begin with them |
 | session.py | what a session file has of a cache, and the hash of a model |
 | snapshot.py | a cache before a forward, in case that fails |
+| sharded.py | prompts whose tokens are spread over several processes |
 | stages.py | models that transformers spreads over several processes |
 | state.py | the state of one enabled model, and what its compiled graph is told |
 | report.py | which layers are and were sparse |
@@ -32,5 +33,6 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import chunked_prefill
 from h2o_prefill.hf.prefix_cache import PrefixCache
 from h2o_prefill.hf.report import LayerReport, ModelReport, explain
+from h2o_prefill.hf.sharded import gather_cache
 from h2o_prefill.hf.state import NAME
 from h2o_prefill.hf.token_text import token_text

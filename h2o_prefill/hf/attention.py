@@ -17,6 +17,7 @@ from h2o_prefill.hf.forward import ALL_ROWS
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Rows, Span, is_long_row
 from h2o_prefill.hf.rules import dense_reason
+from h2o_prefill.hf.sharded import ShardedLayer, attend_sharded
 from h2o_prefill.hf.state import call_in_graph
 from h2o_prefill.state import no_errors
 
@@ -36,6 +37,9 @@ def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
 @torch.compiler.disable
 @as_attention_function
 def _attend(call: Call) -> Attended:
+    layer = None if call.context is None else call.context.layer_of(call.module)
+    if isinstance(layer, ShardedLayer):
+        return attend_sharded(call, layer), None
     reason, exact = dense_reason(call), call.config.exact
     if call.context is not None:
         rows = call.query.shape[0] * call.new

@@ -23,6 +23,7 @@ from h2o_prefill.hf.layer_kinds import (
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.profile import settings_of
 from h2o_prefill.hf.report import ModelReport, attention_layers, explain
+from h2o_prefill.hf.sharded import check_shardable
 from h2o_prefill.hf.stages import layers_here, with_heads_here
 from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
 from h2o_prefill.hf.token_text import text_for
@@ -38,6 +39,7 @@ class PrefillHandle:
         strict: bool,
         token_text: Tensor | None = None,
         profile: str = "",
+        process_group: Any = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -46,6 +48,7 @@ class PrefillHandle:
         self._entered = False
         self.token_text = token_text
         self.profile = profile
+        self.process_group = process_group
         self.state = EnabledState(config, strict)
         self._hooks: list[Any] = []
 
@@ -136,6 +139,9 @@ class PrefillHandle:
         self._entered = False
         self.disable()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "process_group": None}  # which is of this process
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Switch a copy of an enabled model over, in another process too."""
         self.__dict__.update(state)
@@ -163,6 +169,7 @@ def enable(
     *,
     tokenizer: Any = None,
     strict: bool = False,
+    process_group: Any = None,
     **overrides: Any,
 ) -> PrefillHandle:
     """Make a Hugging Face model prefill sparsely, until `disable` or the end of the `with` block.
@@ -192,6 +199,9 @@ def enable(
         tokens too.
     strict : bool
         Raise NotImplementedError where a long call would fall back to dense attention.
+    process_group : ProcessGroup or DeviceMesh, optional
+        Processes, each with the whole model, over which `chunked_prefill` spreads the tokens of a
+        prompt; a mesh has one dimension. All other calls are as without it.
     **overrides
         Fields of `PrefillConfig` to change in it.
 
@@ -226,7 +236,10 @@ def enable(
             raise ValueError(f"layers of {name} must be < {layers}, got {given}")
     layers_here(model)
     chosen = with_heads_here(model, chosen)
-    return PrefillHandle(model, chosen, strict, text_for(tokenizer, chosen), profile).enable()
+    if process_group is not None:
+        check_shardable(chosen)
+    text = text_for(tokenizer, chosen)
+    return PrefillHandle(model, chosen, strict, text, profile, process_group).enable()
 
 
 def disable(model: PreTrainedModel) -> None:

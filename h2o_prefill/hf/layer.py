@@ -187,6 +187,16 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Return whether keys and values are those that `update` returned."""
         return key is self.keys and value is self.values
 
+    def begin_after(self, key: Tensor, value: Tensor, state: PrefillState | None, new: int) -> None:
+        """Fill an empty layer with rows and their state, with room for `new` more tokens."""
+        self.lazy_initialization(key, value)
+        past = key.shape[2]
+        buffers = self._room_for(past + new, key, value)
+        for buffer, rows in zip(buffers, (key, value), strict=True):
+            buffer[:, :, :past] = rows
+        self._use(past)
+        self.state = state
+
     def leave_inference_mode(self) -> None:
         """Copy buffers that inference mode made and that may not change in place outside of it."""
         if self._is_backed() and self._buffers is not None and not _is_writable(self._buffers[0]):

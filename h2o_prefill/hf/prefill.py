@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from itertools import accumulate
@@ -15,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from h2o_prefill._library import build_info
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
-from h2o_prefill.hf.enable import enable
+from h2o_prefill.hf.enable import PrefillHandle, enable
 from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.profile import settings_of
+from h2o_prefill.hf.sharded import digest, is_sharded, sharded, versions
 from h2o_prefill.hf.snapshot import CacheSnapshot
 from h2o_prefill.hf.stages import Stage, StageCache, layers_here, new_cache
 
@@ -122,24 +121,45 @@ def chunked_prefill(
             return contextlib.nullcontext(handle)
         return enable(model, chosen, tokenizer=tokenizer, strict=strict)
 
-    if isinstance(cache, StageCache):
-        sizes = _call_sizes(tokens.shape[1], 1, chosen)
-        stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
-        with sparse() as used, torch.no_grad():
-            settings = chosen.to_string(), _digest(used.token_text)
-            return _run_stages(stage, tokens, sizes, chunks_per_call, settings, on_progress)
-    sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
+    def run(tokens: Tensor, mask: Tensor | None, used: Any, sizes: list[int] | None = None) -> Any:
+        if isinstance(cache, StageCache):
+            stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
+            sizes = sizes or _call_sizes(tokens.shape[1], 1, chosen)
+            return _run_stages(stage, tokens, sizes, chunks_per_call, used, on_progress)
+        sizes = sizes or _call_sizes(tokens.shape[1], chunks_per_call, chosen)
+        return _run_calls(model, cache, name, tokens, mask, sizes, on_progress)
+
+    with sparse() as used, torch.no_grad():
+        if used.process_group is None or is_sharded(cache):
+            return run(tokens, mask, used)
+        with sharded(model, used, cache, tokens, mask) as sequence:
+            begin, end = sequence.begin, sequence.end
+            output = run(tokens[:, begin:end], None, used, [end - begin])
+            output.logits = sequence.ranks.from_last(output.logits, output.logits.device)
+        return output
+
+
+def _run_calls(
+    model: PreTrainedModel,
+    cache: ChunkedPrefillCache,
+    name: str,
+    tokens: Tensor,
+    mask: Tensor | None,
+    sizes: list[int],
+    on_progress: Callable[[int, int], None] | None,
+) -> Any:
+    """Prefill in calls of these sizes; `name` is the argument that takes the tokens."""
+    past = cache.get_seq_length()
     parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     options |= {**cache_argument(model, cache), "use_cache": True}
-    with sparse(), torch.no_grad():
-        for end, size in zip(accumulate(sizes), sizes, strict=True):
-            call = {name: tokens[:, end - size : end]}
-            if mask is not None:
-                call["attention_mask"] = mask[:, : past + end]
-            output = model(**call, **options)
-            if on_progress is not None:
-                on_progress(end, tokens.shape[1])
+    for end, size in zip(accumulate(sizes), sizes, strict=True):
+        call = {name: tokens[:, end - size : end]}
+        if mask is not None:
+            call["attention_mask"] = mask[:, : past + end]
+        output = model(**call, **options)
+        if on_progress is not None:
+            on_progress(end, tokens.shape[1])
     return output
 
 
@@ -148,13 +168,10 @@ def _run_stages(
     tokens: Tensor,
     sizes: list[int],
     chunks_per_call: int,
-    settings: tuple[str, str],
+    handle: PrefillHandle,
     on_progress: Callable[[int, int], None] | None,
 ) -> CausalLMOutputWithPast:
-    """Prefill with the other stages of a model; a failure leaves the cache as it was.
-
-    `settings` are their text and a digest of what lexical recall knows of the vocabulary.
-    """
+    """Prefill with the other stages of a model; a failure leaves the cache as it was."""
     # Not every build of PyTorch has what this needs.
     from h2o_prefill.distributed import PipelinePrefill
 
@@ -163,15 +180,15 @@ def _run_stages(
     snapshot, ids = CacheSnapshot(cache), cache._token_ids
     pipeline.ranks.check_same(
         {
-            "settings": settings[0],
-            "tokenizer": settings[1],
-            "versions": (build_info()["version"], torch.__version__, transformers.__version__),
+            "settings": handle.config.to_string(),
+            "tokenizer": digest(handle.token_text),
+            "versions": versions(),
             "chunks_per_call": chunks_per_call,
             "dtype": str(model.dtype),
             "number of cached tokens": stage.begin,
-            "cached token ids": _digest(cache.token_ids),
-            "token ids": _digest(tokens),
-            "attention_mask": _digest(stage.mask),
+            "cached token ids": digest(cache.token_ids),
+            "token ids": digest(tokens),
+            "attention_mask": digest(stage.mask),
         }
     )
     for layer in cache.layers:
@@ -198,14 +215,6 @@ def _run_stages(
         cache._token_ids = ids
         raise
     return CausalLMOutputWithPast(logits=logits, **cache_argument(model, cache))
-
-
-def _digest(tensor: Tensor | None) -> str:
-    """Return what tells one tensor from another."""
-    if tensor is None:
-        return "none"
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{list(tensor.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def _read_prompt(

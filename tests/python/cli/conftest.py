@@ -58,9 +58,6 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
     model = ("--model", model_folder, "--threads", "1")
     text = (*model, "--text-file", text_file, "--context", "64")
     haystack = (*model, "--text-file", str(long_text), "--tasks", "single", "--lengths", "480")
-    asked = (*model, "--text-file", str(long_text), "--prompts", "2", "--prompt-tokens", "300")
-    varied = (*model, "--text-file", str(long_text), "--variations", "same,capitals")
-    varied += ("--context", "256")
     sizes = ("--chunk-size", "16", "--local-window", "4", "--heavy-budget", "0,4")
     variant = ("--variant", "h2o,chunk_size=64,local_window=16,heavy_budget=16")
     return {
@@ -69,8 +66,6 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
         "bench": ("bench", *model, "--lengths", "16,48", "--runs", "1", "--preset", PRESET),
         "ablate": ("ablate", *text, "--windows", "0:2", "--preset", "h2o", *sizes),
         "retrieve": ("retrieve", *haystack, "--depths", "0,100", *variant),
-        "answers": ("answers", *asked, *variant),
-        "variations": ("variations", *varied, *variant),
         "visualize": ("visualize", *text, "--preset", PRESET),
         "generate": ("generate", *model, "--max-new-tokens", "5", "--preset", PRESET),
         "info": ("info",),

@@ -22,8 +22,6 @@ COMMANDS = (
     "calibrate",
     "bench",
     "retrieve",
-    "answers",
-    "variations",
     "visualize",
     "generate",
     "export",

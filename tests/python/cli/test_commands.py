@@ -163,30 +163,6 @@ def test_retrieve(report: Any, small_commands: Commands, tmp_path: Path) -> None
     assert " {:+.3f} ± {:.3f} ".format(*change) in table and change[0] != 0
 
 
-def test_answers(report: Any, small_commands: Commands) -> None:
-    found, table = report(*small_commands["answers"], "--new-tokens", 4, "--question", "Why?")
-    assert list(found["summary"]) == [SMALL]
-    expected = {"question": "Why?", "new_tokens": 4, "prompt_tokens": 300, "dtype": "float32"}
-    assert found["config"].items() >= expected.items()
-    assert f" {found['summary'][SMALL]['equal']}/2 " in table
-    assert "2 prompts of 300 tokens of long.txt" in table
-
-
-def test_variations(report: Any, small_commands: Commands) -> None:
-    found, table = report(*small_commands["variations"], "--variant", RECALL)
-    names = [(row["variation"], row["variant"]) for row in found["rows"]]
-    assert names == [(name, one) for name in ("same", "capitals") for one in (SMALL, RECALL)]
-    assert found["config"]["dataset"] == "long.txt" and found["config"]["context"] == 256
-    losses = [row[part] for row in found["rows"] for part in ("window", "changed")]
-    printed = re.findall(r"([+-]\d+\.\d+) %(?: ± \d+\.\d+)?\s+(\d+\.\d+)", table)
-    assert [float(loss) for loss, _ in printed] == pytest.approx(
-        [loss["delta_percent"] for loss in losses], abs=6e-3
-    )
-    assert [float(kl) for _, kl in printed] == pytest.approx(
-        [loss["kl_mean"] for loss in losses], abs=6e-5
-    )
-
-
 def test_visualize(report: Any, small_commands: Commands, tmp_path: Path) -> None:
     options = ("--output", tmp_path / "out", "--window", 1, "--sink-tokens", 1, "--format", "svg")
     found, printed = report(*small_commands["visualize"], *options)

@@ -11,7 +11,7 @@ pytest.importorskip("typer")
 
 Run = Callable[..., Any]
 COMMANDS = (
-    *("ppl", "calibrate", "bench", "ablate", "retrieve", "answers", "variations", "visualize"),
+    *("ppl", "calibrate", "bench", "ablate", "retrieve", "visualize"),
     "info",
 )
 

@@ -58,7 +58,6 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--workers", 0): "--workers",
         ("--keep", "kept.csv"): "--keep must end in one of",
     },
-    "answers": {("--prompts", 9): "the text 'long.txt' must have 9 x 300 tokens"},
     "visualize": {
         ("--window", 99): "windows must be a slice within 0:",
         ("--preset", "h2o,recall=2,recall_block=12"): "chunk_size must be a multiple of recall_b",

@@ -21,8 +21,6 @@ WINDOW = {"context": 64, "windows": "0:1"}
 ONE = {"dataset": TEXT, "chunk_config": CONFIG, **WINDOW}
 GRID = {"axes": {}, "base": CONFIG, "datasets": [TEXT], "contexts": [64], "windows": "0:1"}
 NEEDLES = {"haystack": TEXT, "variants": {"small": CONFIG}, "tasks": ["single"], "lengths": [480]}
-VARIED = {"text": TEXT, "variants": {"small": CONFIG}, "variations": ["capitals"], "context": 64}
-ASKED = {"texts": [TEXT], "variants": {"small": CONFIG}, "prompts": 1, "prompt_tokens": 100}
 
 
 def _ids(*shape: int) -> Tensor:
@@ -36,8 +34,6 @@ EVALUATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ablation": (evaluation.run_ablation, GRID),
     "calibration": (evaluation.calibrate_heads, ONE),
     "retrieval": (evaluation.evaluate_retrieval, NEEDLES),
-    "answers": (evaluation.compare_answers, ASKED),
-    "variations": (evaluation.measure_variations, VARIED),
     "attention": (evaluation.measure_attention, PROMPT),
     "patterns": (evaluation.visualize_attention_patterns, PROMPT),
     "throughput": (evaluation.benchmark_throughput, {**RUNS, "num_runs": 1}),
@@ -101,22 +97,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"haystack": " \n"}, "haystack must not be empty text"),
         ({"haystack": TEXT.text[:60]}, "text must be longer for lengths of 480 tokens"),
         ({"variants": {"dense": CONFIG}}, "variants must not be named 'dense'"),
-    ],
-    "answers": [
-        ({"prompts": 0}, "prompts must be >= 1, got 0"),
-        ({"new_tokens": 0}, "new_tokens must be >= 1, got 0"),
-        ({"prompts": 20}, "the text 'foxes' must have 20 x 100 tokens, got 1800"),
-        ({"prompt_tokens": 600}, "must be <= 512"),
-        ({"texts": []}, "texts must hold at least one text, got none"),
-        ({"tokenizer": None}, "tokenizer must be given"),
-    ],
-    "variations": [
-        ({"variations": ["rot13"]}, r"variations must be of \('same', .* got 'rot13'"),
-        ({"variations": []}, r"variations must hold at least one value, each once, got \[\]"),
-        ({"context": 31}, "context must be at least two chunks of 16 tokens.*got 31"),
-        ({"context": 513}, "context must be <= 512, the longest .* got 513"),
-        ({"text": TEXT.text[:60]}, "text must be longer for windows of 64 tokens: 60 characters"),
-        ({"tokenizer": None}, "tokenizer must be given"),
     ],
     "attention": [
         ({"input_ids": _ids(1)}, "input_ids must hold at least two tokens, got 1"),

@@ -1,0 +1,326 @@
+"""One prompt over several processes, each of which has the chunks of a consecutive range.
+
+A range attends to a few rows before it: the memory sets, which the range before passes on after its
+last chunk, and the recalled keys, which are known from the token ids before any layer runs. These
+rows stand in for the whole past. All rules of the method (the last L, the first K, the lower of two
+positions with equal scores, keys recalled before a chunk) depend on the order of positions alone,
+so that operators take the rows as if nothing lay between them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from h2o_prefill import ops
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.distributed.group import Ranks
+from h2o_prefill.functional import RecallLists, next_memory
+from h2o_prefill.state import PrefillState, no_errors
+
+
+@dataclass
+class MemoryRows:
+    """The memory sets that the next chunk of one layer attends to, with their rows.
+
+    Attributes
+    ----------
+    positions : Tensor
+        int32 [B, Hkv, M], ascending, then -1.
+    scores : Tensor
+        float32 (float64 for float64 keys) [B, Hkv, M]: attention that each position received so
+        far.
+    keys, values : Tensor
+        [B, Hkv, M, D] and [B, Hkv, M, Dv].
+    """
+
+    positions: Tensor
+    scores: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @staticmethod
+    def empty(key: Tensor, value: Tensor, size: int) -> MemoryRows:
+        """Return rows of `size` positions to be received, for keys and values of this form."""
+        shape = (*key.shape[:2], size)
+        scores = torch.float64 if key.dtype == torch.float64 else torch.float32
+        return MemoryRows(
+            key.new_empty(shape, dtype=torch.int32),
+            key.new_empty(shape, dtype=scores),
+            key.new_empty(*shape, key.shape[3]),
+            value.new_empty(*shape, value.shape[3]),
+        )
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Which tokens each process has, and which keys each of them needs from the ones before.
+
+    Attributes
+    ----------
+    bounds : sequence of (int, int)
+        First token of each process, and the one after its last.
+    recalled : sequence of Tensor
+        int64, ascending: positions before its range that lexical recall names for a process.
+    """
+
+    bounds: Sequence[tuple[int, int]]
+    recalled: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, length: int, count: int, config: PrefillConfig, recall: RecallLists) -> ShardPlan:
+        """Spread a prompt of `length` tokens evenly over `count` processes, in whole chunks.
+
+        `recall` are the lists of the whole prompt. Raises ValueError if a process would have fewer
+        tokens than a sparse call.
+        """
+        size, chunks = config.chunk_size, length // config.chunk_size
+        begins = [size * (chunks * number // count) for number in range(count)]
+        bounds = list(zip(begins, [*begins[1:], length], strict=True))
+        least = max(config.sparse_from, 2)
+        if min(end - begin for begin, end in bounds) < least:
+            raise ValueError(
+                f"the prompt must have {least} tokens or more for each of {count} processes, in "
+                f"chunks of {size}, got {length}"
+            )
+        offsets, positions, _ = recall
+        if offsets is None or positions is None:
+            return cls(bounds, [torch.empty(0, dtype=torch.int64)] * count)
+        blocks = -(-length // config.recall_block)
+        rows = offsets[:-1].view(-1, blocks)
+        ends = offsets[1:].view(-1, blocks)
+        recalled = []
+        for begin, end in bounds:
+            first, last = begin // config.recall_block, -(-end // config.recall_block) - 1
+            named = [positions[a:b] for a, b in zip(rows[:, first], ends[:, last], strict=True)]
+            found = torch.unique(torch.cat(named))
+            recalled.append(found[found < begin].long())
+        return cls(bounds, recalled)
+
+    def needed(self, number: int, whole: bool) -> Tensor:
+        """Return the positions whose keys a process needs: of all tokens before it if `whole`."""
+        return torch.arange(self.bounds[number][0]) if whole else self.recalled[number]
+
+    def sent(self, sender: int, receiver: int, whole: bool) -> Tensor:
+        """Return those of them that another process has, as rows of its range."""
+        begin, end = self.bounds[sender]
+        needed = self.needed(receiver, whole)
+        return needed[(needed >= begin) & (needed < end)] - begin
+
+    def bytes_sent(self, sender: int, whole: bool, row: int, memory: int) -> int:
+        """Return the bytes that a process sends in one layer.
+
+        `row` are those of the key and the value of one position in all heads of a batch, `memory`
+        those of the layer's `MemoryRows`.
+        """
+        later = range(sender + 1, len(self.bounds))
+        rows = sum(self.sent(sender, number, whole).numel() for number in later)
+        return row * rows + (memory if later and not whole else 0)
+
+
+class CompactPast:
+    """The rows that a range of chunks can see of the past of one layer, without gaps.
+
+    Parameters
+    ----------
+    begin : int
+        The first position of the range.
+    needed : Tensor
+        int64 [n], ascending: positions whose rows are here in all heads.
+    key, value : Tensor
+        Their keys [B, Hkv, n, D] and values [B, Hkv, n, Dv].
+    memory : MemoryRows, optional
+        The memory sets at `begin`.
+
+    Attributes
+    ----------
+    table : Tensor
+        int64 [P], ascending: the positions of the rows.
+    keys, values : Tensor
+        [B, Hkv, P, D] and [B, Hkv, P, Dv]; a row that is in the memory set of another head alone
+        is 0.
+    state : PrefillState, optional
+        Scores and memory sets with the numbers of the rows in place of their positions; None
+        without memory sets.
+    """
+
+    def __init__(
+        self, begin: int, needed: Tensor, key: Tensor, value: Tensor, memory: MemoryRows | None
+    ) -> None:
+        self.begin, self.state = begin, None
+        self.table, self.keys, self.values = needed, key, value
+        if memory is None:
+            return
+        positions, present = memory.positions.long(), memory.positions >= 0
+        self.table = torch.unique(torch.cat([needed, positions[present].cpu()]))
+        length = self.table.numel()
+        self.keys = key.new_zeros(*key.shape[:2], length, key.shape[3])
+        self.values = value.new_zeros(*value.shape[:2], length, value.shape[3])
+        rows = torch.searchsorted(self.table, needed).to(key.device)
+        self.keys[:, :, rows], self.values[:, :, rows] = key, value
+        scores = memory.scores.new_zeros(*key.shape[:2], length)
+        numbers = torch.searchsorted(self.table.to(key.device), positions)
+        at = (*present.nonzero(as_tuple=True)[:2], numbers[present])
+        self.keys[at], self.values[at] = memory.keys[present], memory.values[present]
+        scores[at] = memory.scores[present]
+        chosen = torch.where(present, numbers, -1).int()
+        # The last chunk before is elsewhere: the memory sets are what the next ones are chosen of.
+        self.state = PrefillState(scores, chosen, length, length, no_errors(key))
+
+    def recall_lists(self, lists: RecallLists) -> RecallLists:
+        """Return lists of recalled keys with the numbers of rows in place of positions."""
+        offsets, positions, visible_from = lists
+        if positions is None or visible_from is None:
+            return lists
+        table = self.table.to(positions.device)
+        shift = self.table.numel() - self.begin
+        earlier = torch.searchsorted(table, positions.long())
+        numbers = torch.where(positions < self.begin, earlier, positions + shift)
+        return offsets, numbers.int(), visible_from + shift
+
+    def positions_of(self, numbers: Tensor) -> Tensor:
+        """Return the positions of rows, int32; -1 stays -1."""
+        length = self.table.numel()
+        table = torch.cat([self.table, self.table.new_zeros(1)]).to(numbers.device)
+        earlier = table[numbers.clamp(0, length).long()]
+        positions = torch.where(numbers < length, earlier, numbers - length + self.begin)
+        return torch.where(numbers < 0, numbers, positions).int()
+
+    def memory_rows(
+        self, state: PrefillState, keys: Tensor, values: Tensor, config: PrefillConfig
+    ) -> MemoryRows:
+        """Return the memory sets after the range, which the next one begins with.
+
+        `state`, keys and values [B, Hkv, P + T, D] are those of the past and the range, `config` is
+        that of the layer.
+        """
+        chosen = next_memory(state, config)
+        scores = state.scores.gather(2, chosen.clamp(min=0).long())
+        rows = ops.gather_rows(keys, chosen), ops.gather_rows(values, chosen)
+        return MemoryRows(self.positions_of(chosen), scores, *rows)
+
+    def whole_state(self, state: PrefillState) -> PrefillState:
+        """Return the state after the range with positions; scores of evicted ones are 0."""
+        past = self.table.numel()
+        length = state.length - past + self.begin
+        scores = state.scores.new_zeros(*state.scores.shape[:2], length)
+        scores[:, :, self.table.to(scores.device)] = state.scores[:, :, :past]
+        scores[:, :, self.begin :] = state.scores[:, :, past:]
+        last = state.last_chunk_begin - past + self.begin
+        return PrefillState(scores, self.positions_of(state.memory), length, last, state.errors)
+
+
+class SequencePrefill:
+    """What one process sends and receives while all of them prefill one prompt.
+
+    Rows go to those that need them as soon as they are there; nothing is exchanged by all at once,
+    so that a process can be layers ahead of the next one.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        The processes in the order of their ranges.
+    plan : ShardPlan
+        What each of them has and needs.
+
+    Attributes
+    ----------
+    bytes_sent : int
+        Bytes of all messages so far.
+    """
+
+    def __init__(self, ranks: Ranks, plan: ShardPlan) -> None:
+        self.ranks, self.plan, self.bytes_sent = ranks, plan, 0
+        self.begin, self.end = plan.bounds[ranks.number]
+        # Messages under way, each with its receiver and layer.
+        self._sent: deque[tuple[dist.Work, Tensor, int, int]] = deque()
+
+    def past_of(
+        self, layer: int, key: Tensor, value: Tensor, memory_size: int | None
+    ) -> CompactPast:
+        """Send rows of a layer to the processes that need them; return those of the ones before.
+
+        `key` and `value` are those of this range. A layer without a `memory_size` attends to all
+        tokens before it.
+        """
+        whole, number = memory_size is None, self.ranks.number
+        for receiver in range(number + 1, self.ranks.count):
+            rows = self.plan.sent(number, receiver, whole).to(key.device)
+            if rows.numel():
+                self._send(receiver, layer, key[:, :, rows], value[:, :, rows])
+        keys, values = [key[:, :, :0]], [value[:, :, :0]]
+        for sender in range(number):
+            count = self.plan.sent(sender, number, whole).numel()
+            if count:
+                shape = (*key.shape[:2], count)
+                keys.append(key.new_empty(*shape, key.shape[3]))
+                values.append(value.new_empty(*shape, value.shape[3]))
+                self._receive(sender, layer, keys[-1], values[-1])
+        memory = None
+        if number > 0 and memory_size:
+            memory = MemoryRows.empty(key, value, memory_size)
+            self._receive(number - 1, layer, *_tensors(memory))
+        needed = self.plan.needed(number, whole)
+        return CompactPast(self.begin, needed, torch.cat(keys, 2), torch.cat(values, 2), memory)
+
+    def pass_on(self, layer: int, memory: MemoryRows) -> None:
+        """Send the memory sets after this range to the next process."""
+        self._send(self.ranks.number + 1, layer, *_tensors(memory))
+
+    def finish(self) -> None:
+        """Wait until all messages have arrived."""
+        while self._sent:
+            self._wait_for_oldest()
+
+    def merge(self, out: Tensor, lse: Tensor, layer: int) -> Tensor:
+        """Merge attention [B, Hq, T, Dv] to the tokens of each process, with its lse [B, Hq, T].
+
+        All processes get the same result, to the bit.
+        """
+        mine = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], dim=-1)
+        parts = [torch.empty_like(mine) for _ in range(self.ranks.count)]
+        with self.ranks.waiting(layer=layer):
+            dist.all_gather(parts, mine, group=self.ranks.group)
+        states = [(part[..., :-1], part[..., -1]) for part in parts]
+        merged = states[0]
+        for state in states[1:]:
+            merged = ops.merge_states(*merged, *state)
+        return merged[0].to(out.dtype)
+
+    def _send(self, receiver: int, layer: int, *tensors: Tensor) -> None:
+        message = torch.cat([_bytes(x.contiguous()) for x in tensors])
+        with self.ranks.waiting(lambda: receiver, layer):
+            to = self.ranks.rank_of(receiver)
+            work = dist.isend(message, to, group=self.ranks.group, tag=layer)
+        assert work is not None
+        self._sent.append((work, message, receiver, layer))
+        self.bytes_sent += message.numel()
+        # The farther a process is, the later it asks.
+        while layer - self._sent[0][3] > self.ranks.count:
+            self._wait_for_oldest()
+
+    def _receive(self, sender: int, layer: int, *tensors: Tensor) -> None:
+        sizes = [x.numel() * x.element_size() for x in tensors]
+        message = tensors[0].new_empty(sum(sizes), dtype=torch.uint8)
+        with self.ranks.waiting(lambda: sender, layer):
+            dist.recv(message, self.ranks.rank_of(sender), group=self.ranks.group, tag=layer)
+        for tensor, part in zip(tensors, message.split(sizes), strict=True):
+            _bytes(tensor).copy_(part)
+
+    def _wait_for_oldest(self) -> None:
+        work, _, receiver, layer = self._sent.popleft()
+        with self.ranks.waiting(lambda: receiver, layer):
+            work.wait()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _tensors(memory: MemoryRows) -> tuple[Tensor, ...]:
+    return memory.positions, memory.scores, memory.keys, memory.values

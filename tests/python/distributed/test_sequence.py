@@ -1,0 +1,264 @@
+"""Prefill of one prompt by ranges of its tokens: what one process gives, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import error_of, load, run
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from h2o_prefill import ChunkedPrefillCache, PrefillConfig, chunked_prefill, enable, gather_cache
+from h2o_prefill.distributed import CompactPast, DistributedPrefillError, MemoryRows, ShardPlan
+from h2o_prefill.functional import NO_RECALL, recall_lists, sparse_attention
+
+SPARSE: dict[str, Any] = {
+    "chunk_size": 16,
+    "local_window": 4,
+    "heavy_budget": 4,
+    "recall_block": 8,
+    "error_rows": 0,
+}
+WIDE = {"sink_tokens": 2, "wide_layers": (1,), "wide_heads": ((2, 1, 2),)}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "recommended": {"config": "recommended", **SPARSE},
+    "wide": {"config": "recommended", **SPARSE, **WIDE},
+    "no sets": {"config": "h2o", "chunk_size": 16, "local_window": 0, "heavy_budget": 0}
+    | {"block_diagonal": True},
+    # Dense attention adds up keys by blocks, which begin elsewhere.
+    "near dense": {"config": "recommended", **SPARSE, "dense_layers": (0,)},
+    "near exact": {"config": "exact", "chunk_size": 16},
+}
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+
+
+def prompt(batch: int, length: int, seed: int = 3) -> torch.Tensor:
+    ids = torch.randint(1, 257, (batch, length), generator=torch.Generator().manual_seed(seed))
+    ids[:, length // 2 :: 3] = ids[:, : len(ids[0, length // 2 :: 3])]
+    ids[:, -40:-10] = ids[:, 5:35]  # for recall to find
+    return ids
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_range_attends_as_in_one_call(data: st.DataObject) -> None:
+    draw = data.draw
+    size, chunks = draw(st.sampled_from([16, 32])), draw(st.integers(2, 7))
+    tail = draw(st.sampled_from([0, 1, 7]))
+    heads, group, batch = draw(st.sampled_from([(1, 3, 1), (2, 1, 2), (3, 2, 1)]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    config = PrefillConfig(
+        chunk_size=size,
+        local_window=draw(st.sampled_from([0, 4, 16, 90])),
+        heavy_budget=draw(st.sampled_from([4, 16, 60])),
+        sink_tokens=draw(st.sampled_from([0, 3])),
+        recall=draw(st.sampled_from([0, 4])),
+        recall_block=8,
+        gqa_reduce=draw(st.sampled_from(["sum", "max"])),
+    )
+    config = config.replace(wide_heads=((1, 0, 2),) if draw(st.booleans()) else ()).of_layer(1)
+    length = size * chunks + tail
+    begins = sorted({0, *draw(st.lists(st.integers(1, chunks - 1), max_size=3))})
+    torch.manual_seed(draw(st.integers(0, 999)))
+    q = torch.randn(batch, heads * group, length, 32).to(dtype)
+    k, v = (torch.randn(batch, heads, length, 32).to(dtype) for _ in range(2))
+    ids = torch.randint(0, 30, (batch, length))
+
+    def lists(begin: int, end: int) -> Any:
+        return recall_lists(ids[:, :end], begin, config) if config.recall else NO_RECALL
+
+    expected, state = sparse_attention(q, k, v, None, config, lists(0, length))
+    bounds = [(a * size, b * size) for a, b in zip(begins, [*begins[1:], chunks], strict=True)]
+    bounds[-1] = bounds[-1][0], length
+    memory: MemoryRows | None = None
+    for begin, end in bounds:
+        recall = lists(begin, end)
+        named = torch.unique(recall[1]) if config.recall else torch.empty(0)
+        needed = named[named < begin].long()
+        past = CompactPast(begin, needed, k[:, :, needed], v[:, :, needed], memory)
+        keys, values = torch.cat([past.keys, k[:, :, begin:end]], 2), v[:, :, begin:end]
+        values = torch.cat([past.values, values], 2)
+        out, made = sparse_attention(
+            q[:, :, begin:end], keys, values, past.state, config, past.recall_lists(recall)
+        )
+        assert torch.equal(out, expected[:, :, begin:end])
+        memory = past.memory_rows(made, keys, values, config)
+    whole = past.whole_state(made)
+    assert torch.equal(whole.memory, state.memory)
+    assert whole.last_chunk_begin == state.last_chunk_begin
+    at = whole.memory.clamp(min=0).long()
+    assert torch.equal(whole.scores.gather(2, at), state.scores.gather(2, at))
+
+
+def test_ranges_are_whole_chunks() -> None:
+    config = PrefillConfig(chunk_size=16)
+    plan = ShardPlan.of(16 * 7 + 5, 3, config, NO_RECALL)
+    assert plan.bounds == [(0, 32), (32, 64), (64, 117)]
+    assert plan.sent(0, 2, whole=True).tolist() == list(range(32))
+    assert plan.bytes_sent(0, True, 10, 7) == 10 * (32 + 32)
+    assert plan.bytes_sent(0, False, 10, 7) == 7
+    assert plan.bytes_sent(2, True, 10, 7) == 0
+    with pytest.raises(ValueError, match="16 tokens or more for each of 4 processes"):
+        ShardPlan.of(16 * 3 + 15, 4, config, NO_RECALL)
+
+
+def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
+    """Return logits and tokens of prompts, and bytes sent beside those of the plan."""
+    model = load(folder)
+    found: dict[str, Any] = {}
+    sent = {}
+    for name, chosen in SETTINGS.items():
+        group = {"process_group": torch.distributed.group.WORLD} if count > 1 else {}
+        ids = prompt(2, 205)
+        with enable(model, **chosen, **group) as handle:
+            output = chunked_prefill(model, ids, chunks_per_call=99)
+            found[f"{name} prompt"] = output.logits
+            cache = output.cache
+            assert (name == "near exact") != any(one.sparse_rows for one in handle.report())
+            more = torch.cat([ids, output.logits.argmax(-1)], dim=1)
+            if count > 1:
+                sequence = cache.layers[0].sequence
+                predicted = 0
+                for layer in cache.layers:
+                    key = layer.keys
+                    row = 2 * key.numel() // key.shape[2] * key.element_size()
+                    width = layer.config.memory_size * key.shape[0] * key.shape[1]
+                    memory = width * (8 + 2 * key.shape[3] * key.element_size())
+                    predicted += sequence.plan.bytes_sent(rank, layer.is_whole, row, memory)
+                sent[name] = sequence.bytes_sent, predicted
+                whole = gather_cache(cache, 1)
+                for action in copy.deepcopy, pickle.dumps:
+                    assert error_of(partial(action, cache))[0] == "NotImplementedError"
+            else:
+                whole = copy.deepcopy(cache)
+            found[f"near {name} tokens"] = model.generate(more, cache=cache, **GREEDY)
+            next_call = prompt(2, 40, seed=4)
+            found[f"near {name} dense"] = model(next_call[:, :9], cache=cache).logits
+        if whole is not None:
+            with enable(model, **chosen):
+                found[f"{name} goes on"] = model(next_call, cache=whole).logits
+    if count > 1:
+        with enable(model, recall=0, **SPARSE, process_group=torch.distributed.group.WORLD):
+            embeds = model.get_input_embeddings()(ids)
+            output = chunked_prefill(model, inputs_embeds=embeds)
+            found["embeddings"] = output.logits
+    else:
+        output = chunked_prefill(model, ids, chunks_per_call=99, recall=0, **SPARSE)
+        found["embeddings"] = output.logits
+    return {"found": found, "sent": sent}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    tiny.make_model(num_hidden_layers=3).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranges_give_what_one_process_gives(folder: Path, count: int) -> None:
+    expected = run(1, answers, folder, 1)[0]["found"]
+    results = run(count, answers, folder, count)
+    for rank, result in enumerate(results):
+        for sent, predicted in result["sent"].values():
+            assert sent == predicted
+        for name, value in expected.items():
+            if rank != 1 and name.endswith("goes on"):
+                continue
+            found = result["found"][name]
+            if name.startswith("near"):  # merged softmax over several processes
+                torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-4)
+            else:
+                assert torch.equal(found, value), name
+
+
+def refusals(rank: int, folder: Path) -> Any:
+    model, ids = load(folder), prompt(1, 96)
+    group, sparse = torch.distributed.group.WORLD, SETTINGS["recommended"]
+    errors: dict[str, Any] = {}
+    for name in ("dense_tail", "error_rows"):
+        changed = {**sparse, name: 3}
+        errors[name] = error_of(lambda: enable(model, process_group=group, **changed))  # noqa: B023
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    calls: dict[str, Any] = {
+        "token ids must be the same on every rank": lambda: prefill(prompt(1, 96, seed=rank)),
+        "must have no padding": lambda: prefill(ids, attention_mask=mask),
+        "16 tokens or more for each of 2 processes": lambda: prefill(ids[:, :31]),
+        "must begin with an empty cache": lambda: prefill(ids, cache=used),
+        "every layer must have full attention": lambda: prefill(ids, cache=windows),
+        "must be one of a prompt that several": lambda: gather_cache(used),
+    }
+    windows = ChunkedPrefillCache(config=model.config)
+    windows.layers[1] = DynamicSlidingWindowLayer(sliding_window=8)
+    used = chunked_prefill(model, ids, **sparse).cache
+    prefill = partial(chunked_prefill, model)
+    with enable(model, process_group=group, **sparse):
+        for text, call in calls.items():
+            errors[text] = error_of(call)
+        # The group is still in order.
+        cache = prefill(ids, attention_mask=torch.ones_like(ids)).cache
+        errors["rank must be in [0, 2), got 2"] = error_of(lambda: gather_cache(cache, 2))
+    with enable(model, process_group=group, **{**sparse, "local_window": 4 + rank}):
+        errors["settings must be the same"] = error_of(lambda: prefill(ids))
+    if rank == 1:
+        model.model.layers[1].mlp.up_proj.weight[3, 3] += 1
+    with enable(model, process_group=group, **sparse):
+        errors["model must be the same"] = error_of(lambda: prefill(ids))
+    return errors
+
+
+def test_what_every_rank_refuses(folder: Path) -> None:
+    for errors in run(2, refusals, folder):
+        for text, error in errors.items():
+            assert error is not None, text
+            assert error[0] == "ValueError"
+            assert text in error[1]
+
+
+def interrupted(rank: int, folder: Path, victim: int, name: str) -> Any:
+    """Prefill twice; the victim gets a signal in the second prompt."""
+    model = load(folder)
+    cache = ChunkedPrefillCache(config=model.config)
+    with enable(model, process_group=torch.distributed.group.WORLD, **SETTINGS["recommended"]):
+        chunked_prefill(model, prompt(1, 96))
+
+        def strike(*_: Any) -> None:
+            if name == "error":
+                raise ZeroDivisionError
+            os.kill(os.getpid(), getattr(signal, name))
+
+        if rank == victim:
+            model.model.layers[1].register_forward_hook(strike)
+        begin = time.monotonic()
+        error = error_of(lambda: chunked_prefill(model, prompt(1, 320), cache=cache))
+    assert cache.get_seq_length() == 0
+    assert cache.token_ids is None
+    return error, time.monotonic() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "error"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_lost_rank_is_an_error_on_every_survivor(folder: Path, victim: int, name: str) -> None:
+    timeout = 6.0
+    results = run(3, interrupted, folder, victim, name, timeout=timeout, limit=25.0)
+    lost = results.pop(victim)
+    assert lost[0][0] == "ZeroDivisionError" if name == "error" else lost is None
+    for error, seconds in results:
+        assert error[0] == DistributedPrefillError.__name__
+        assert "waited at layer" in error[1]
+        assert seconds < timeout + 5
