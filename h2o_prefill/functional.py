@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from h2o_prefill import ops
@@ -58,16 +59,29 @@ def sparse_attention(
     )
 
 
+def _factors(errors: Tensor, config: PrefillConfig) -> Tensor:
+    """Return the factors of the heads' L and H, int64 [B, Hkv] on the CPU."""
+    most = config.max_widen.bit_length() - 1 if config.error_rows else 0
+    factors = 2 ** errors[..., DOUBLINGS].cpu().clamp(0, most).long()
+    for _, head, factor in config.wide_heads:
+        factors[:, head] *= factor
+    return factors
+
+
+def memory_width(errors: Tensor, config: PrefillConfig) -> int:
+    """Return the most positions of a head's memory set with these errors: K + L + H."""
+    widest = int(_factors(errors, config).max())
+    return config.sink_tokens + (config.local_window + config.heavy_budget) * widest
+
+
 def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
     """Return the set that the next chunk attends to, as a state has the last one."""
     batch, heads = state.memory.shape[:2]
-    sets = state.memory.new_full((batch, heads, config.memory_size), -1)
-    by_head = {head: factor for _, head, factor in config.wide_heads}
-    most = config.max_widen.bit_length() - 1 if config.error_rows else 0
+    sets = state.memory.new_full((batch, heads, memory_width(state.errors, config)), -1)
+    factors = _factors(state.errors, config)
     for b in range(batch):
         for h in range(heads):
-            doublings = min(max(int(state.errors[b, h, DOUBLINGS]), 0), most)
-            factor = by_head.get(h, 1) << doublings
+            factor = int(factors[b, h])
             one = slice(b, b + 1), slice(h, h + 1)
             selected = ops.select_memory(
                 state.scores[one],
@@ -87,3 +101,31 @@ def recall_lists(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `ops.lexical_recall` of a prompt, int64 [B, T_total], for the call from `begin` on."""
     return ops.lexical_recall(token_ids, begin, config, token_text)
+
+
+def lists_of_rows(lists: RecallLists, length: int, begin: int, end: int, block: int) -> RecallLists:
+    """Return the lists of recalled keys of some rows of a call, from the first of a block on."""
+    offsets, positions, visible_from = lists
+    if offsets is None or positions is None or visible_from is None:
+        return lists
+    blocks = -(-length // block)
+    first, last = begin // block, -(-end // block)
+    rows = [offsets[i + first : i + last + 1] for i in range(0, len(offsets) - 1, blocks)]
+    kept = torch.cat([torch.arange(int(x[0]), int(x[-1])) for x in rows]).to(positions.device)
+    sizes = torch.cat([x.diff() for x in rows])
+    ends = torch.cat([offsets[:1], sizes.cumsum(0, dtype=torch.int32)])
+    return ends, positions[kept], visible_from[kept]
+
+
+def attend_to_all(
+    query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of every row of `query` [B, Hq, T, D] to all keys, and its lse."""
+    scale, sinks, softcap = options
+    heads, rows = query.shape[1:3]
+    # A query head for each row: one row sees every key.
+    flat = query.reshape(query.shape[0], heads * rows, 1, query.shape[3])
+    sinks = None if sinks is None else sinks.repeat_interleave(rows)
+    band = key.shape[2]
+    out, lse = ops.sliding_window_attention(flat, key, value, band, scale, sinks, softcap)
+    return out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])

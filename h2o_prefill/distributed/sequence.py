@@ -19,8 +19,9 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.distributed.exact_rows import ExactRows
 from h2o_prefill.distributed.group import Ranks
-from h2o_prefill.functional import RecallLists, next_memory
+from h2o_prefill.functional import RecallLists, lists_of_rows, memory_width, next_memory
 from h2o_prefill.state import PrefillState, no_errors
 
 
@@ -37,24 +38,19 @@ class MemoryRows:
         far.
     keys, values : Tensor
         [B, Hkv, M, D] and [B, Hkv, M, Dv].
+    errors : Tensor
+        `PrefillState.errors`, on which M depends (`functional.memory_width`).
     """
 
     positions: Tensor
     scores: Tensor
     keys: Tensor
     values: Tensor
+    errors: Tensor
 
-    @staticmethod
-    def empty(key: Tensor, value: Tensor, size: int) -> MemoryRows:
-        """Return rows of `size` positions to be received, for keys and values of this form."""
-        shape = (*key.shape[:2], size)
-        scores = torch.float64 if key.dtype == torch.float64 else torch.float32
-        return MemoryRows(
-            key.new_empty(shape, dtype=torch.int32),
-            key.new_empty(shape, dtype=scores),
-            key.new_empty(*shape, key.shape[3]),
-            value.new_empty(*shape, value.shape[3]),
-        )
+    def row_tensors(self) -> tuple[Tensor, ...]:
+        """Return all but the errors."""
+        return self.positions, self.scores, self.keys, self.values
 
 
 @dataclass(frozen=True)
@@ -88,17 +84,10 @@ class ShardPlan:
                 f"the prompt must have {least} tokens or more for each of {count} processes, in "
                 f"chunks of {size}, got {length}"
             )
-        offsets, positions, _ = recall
-        if offsets is None or positions is None:
-            return cls(bounds, [torch.empty(0, dtype=torch.int64)] * count)
-        blocks = -(-length // config.recall_block)
-        rows = offsets[:-1].view(-1, blocks)
-        ends = offsets[1:].view(-1, blocks)
         recalled = []
         for begin, end in bounds:
-            first, last = begin // config.recall_block, -(-end // config.recall_block) - 1
-            named = [positions[a:b] for a, b in zip(rows[:, first], ends[:, last], strict=True)]
-            found = torch.unique(torch.cat(named))
+            _, named, _ = lists_of_rows(recall, length, begin, end, config.recall_block)
+            found = torch.empty(0) if named is None else torch.unique(named)
             recalled.append(found[found < begin].long())
         return cls(bounds, recalled)
 
@@ -170,7 +159,7 @@ class CompactPast:
         scores[at] = memory.scores[present]
         chosen = torch.where(present, numbers, -1).int()
         # The last chunk before is elsewhere: the memory sets are what the next ones are chosen of.
-        self.state = PrefillState(scores, chosen, length, length, no_errors(key))
+        self.state = PrefillState(scores, chosen, length, length, memory.errors)
 
     def recall_lists(self, lists: RecallLists) -> RecallLists:
         """Return lists of recalled keys with the numbers of rows in place of positions."""
@@ -202,7 +191,7 @@ class CompactPast:
         chosen = next_memory(state, config)
         scores = state.scores.gather(2, chosen.clamp(min=0).long())
         rows = ops.gather_rows(keys, chosen), ops.gather_rows(values, chosen)
-        return MemoryRows(self.positions_of(chosen), scores, *rows)
+        return MemoryRows(self.positions_of(chosen), scores, *rows, state.errors)
 
     def whole_state(self, state: PrefillState) -> PrefillState:
         """Return the state after the range with positions; scores of evicted ones are 0."""
@@ -227,28 +216,30 @@ class SequencePrefill:
         The processes in the order of their ranges.
     plan : ShardPlan
         What each of them has and needs.
+    exact : ExactRows, optional
+        Rows in which errors are measured.
 
     Attributes
     ----------
     bytes_sent : int
-        Bytes of all messages so far.
+        Bytes of keys, values and memory sets that were sent so far.
     """
 
-    def __init__(self, ranks: Ranks, plan: ShardPlan) -> None:
-        self.ranks, self.plan, self.bytes_sent = ranks, plan, 0
+    def __init__(self, ranks: Ranks, plan: ShardPlan, exact: ExactRows | None = None) -> None:
+        self.ranks, self.plan, self.exact, self.bytes_sent = ranks, plan, exact, 0
         self.begin, self.end = plan.bounds[ranks.number]
         # Messages under way, each with its receiver and layer.
         self._sent: deque[tuple[dist.Work, Tensor, int, int]] = deque()
 
     def past_of(
-        self, layer: int, key: Tensor, value: Tensor, memory_size: int | None
+        self, layer: int, key: Tensor, value: Tensor, config: PrefillConfig | None
     ) -> CompactPast:
         """Send rows of a layer to the processes that need them; return those of the ones before.
 
-        `key` and `value` are those of this range. A layer without a `memory_size` attends to all
-        tokens before it.
+        `key` and `value` are those of this range, `config` is that of the layer: without one it
+        attends to all tokens before it.
         """
-        whole, number = memory_size is None, self.ranks.number
+        whole, number = config is None, self.ranks.number
         for receiver in range(number + 1, self.ranks.count):
             rows = self.plan.sent(number, receiver, whole).to(key.device)
             if rows.numel():
@@ -262,20 +253,22 @@ class SequencePrefill:
                 values.append(value.new_empty(*shape, value.shape[3]))
                 self._receive(sender, layer, keys[-1], values[-1])
         memory = None
-        if number > 0 and memory_size:
-            memory = MemoryRows.empty(key, value, memory_size)
-            self._receive(number - 1, layer, *_tensors(memory))
+        if number > 0 and config is not None and config.memory_size:
+            memory = self._receive_memory(layer, key, value, config)
         needed = self.plan.needed(number, whole)
         return CompactPast(self.begin, needed, torch.cat(keys, 2), torch.cat(values, 2), memory)
 
     def pass_on(self, layer: int, memory: MemoryRows) -> None:
         """Send the memory sets after this range to the next process."""
-        self._send(self.ranks.number + 1, layer, *_tensors(memory))
+        self._send(self.ranks.number + 1, layer, memory.errors)
+        self._send(self.ranks.number + 1, layer, *memory.row_tensors())
 
     def finish(self) -> None:
         """Wait until all messages have arrived."""
         while self._sent:
             self._wait_for_oldest()
+        if self.exact is not None:
+            self.exact.finish()
 
     def merge(self, out: Tensor, lse: Tensor, layer: int) -> Tensor:
         """Merge attention [B, Hq, T, Dv] to the tokens of each process, with its lse [B, Hq, T].
@@ -291,6 +284,23 @@ class SequencePrefill:
         for state in states[1:]:
             merged = ops.merge_states(*merged, *state)
         return merged[0].to(out.dtype)
+
+    def _receive_memory(
+        self, layer: int, key: Tensor, value: Tensor, config: PrefillConfig
+    ) -> MemoryRows:
+        errors, sender = no_errors(key), self.ranks.number - 1
+        self._receive(sender, layer, errors)
+        shape = (*key.shape[:2], memory_width(errors, config))
+        scores = torch.float64 if key.dtype == torch.float64 else torch.float32
+        memory = MemoryRows(
+            key.new_empty(shape, dtype=torch.int32),
+            key.new_empty(shape, dtype=scores),
+            key.new_empty(*shape, key.shape[3]),
+            value.new_empty(*shape, value.shape[3]),
+            errors,
+        )
+        self._receive(sender, layer, *memory.row_tensors())
+        return memory
 
     def _send(self, receiver: int, layer: int, *tensors: Tensor) -> None:
         message = torch.cat([_bytes(x.contiguous()) for x in tensors])
@@ -320,7 +330,3 @@ class SequencePrefill:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _tensors(memory: MemoryRows) -> tuple[Tensor, ...]:
-    return memory.positions, memory.scores, memory.keys, memory.values

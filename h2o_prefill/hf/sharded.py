@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,15 @@ from transformers.cache_utils import DynamicLayer
 from h2o_prefill import ops
 from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL, LogitOptions, recall_lists
+from h2o_prefill.functional import (
+    NO_RECALL,
+    LogitOptions,
+    RecallLists,
+    attend_to_all,
+    lists_of_rows,
+    recall_lists,
+    sparse_attention,
+)
 from h2o_prefill.hf.cache import ChunkedPrefillCache
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import NO_IDS
@@ -24,6 +33,8 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.rules import LAYER_RULES, dense_reason
 from h2o_prefill.hf.session import model_hash
+from h2o_prefill.reference.attention import masked_logits, softmax_weights
+from h2o_prefill.reference.budgets import HeadBudgets, error_rows
 
 STAYS = (
     "a cache whose tokens are spread over processes cannot be copied, saved or cropped: "
@@ -59,8 +70,8 @@ class ShardedLayer(DynamicLayer):
         """Append keys and values where they belong; return those that this process has."""
         new = key_states.shape[2]
         if not self.is_prefilled:
-            size = None if self.is_whole else self.config.memory_size
-            self.past = self.sequence.past_of(self.number, key_states, value_states, size)
+            config = None if self.is_whole else self.config
+            self.past = self.sequence.past_of(self.number, key_states, value_states, config)
             self.rows.begin_after(self.past.keys, self.past.values, self.past.state, new)
         if not self.is_prefilled or self.sequence.ranks.is_last:
             self.rows.update(key_states, value_states)
@@ -80,7 +91,11 @@ class ShardedLayer(DynamicLayer):
         sequence, total = self.sequence, keys.shape[2]
         lists = call.context.recall_lists(len(query), sequence.begin, call.new, query.device)
         recall = self.past.recall_lists(lists)
-        out = rows.attend(query, total, recall, self.number, call.config, options)
+        if self.config.error_rows:
+            out = self._attend_and_measure(query, recall, options)
+            call.enabled.note_errors(self.number, rows.errors)
+        else:
+            out = rows.attend(query, total, recall, self.number, call.config, options)
         if not sequence.ranks.is_last and self.config.memory_size:
             memory = self.past.memory_rows(rows.state, keys, values, self.config)
             sequence.pass_on(self.number, memory)
@@ -126,19 +141,80 @@ class ShardedLayer(DynamicLayer):
         self.keys, self.values = keys, values
         return keys, values
 
+    def _attend_and_measure(
+        self, query: Tensor, recall: RecallLists, options: LogitOptions
+    ) -> Tensor:
+        """Attend chunk by chunk, and measure errors against the keys of all processes."""
+        keys, values = self._take_rows()
+        past, new, config = self.past.table.numel(), query.shape[2], self.config
+        exact, own = self.sequence.exact, (keys[:, :, past:], values[:, :, past:])
+        before = exact.ask(self.number, query, *own, options)
+        # The operator itself would measure against the keys that are here.
+        unmeasured = config.replace(error_rows=1, error_threshold=sys.float_info.max)
+        budgets = HeadBudgets(config, len(keys), keys.shape[1], self.rows.errors)
+        state, outs = self.rows.state, []
+        for begin in range(0, new, config.chunk_size):
+            end = min(begin + config.chunk_size, new)
+            held = keys[:, :, : past + end]
+            held_values = values[:, :, : past + end]
+            lists = lists_of_rows(recall, new, begin, end, config.recall_block)
+            out, state = sparse_attention(
+                query[:, :, begin:end], held, held_values, state, unmeasured, lists, *options
+            )
+            measured = (exact.own >= begin) & (exact.own < end)
+            rows = exact.own[measured].to(query.device)
+            if len(rows):
+                parts = [] if before is None else [tuple(x[:, :, measured] for x in before)]
+                parts += attend_to_range(query[:, :, rows], *own, rows, begin, options)
+                budgets.record(_error(out[:, :, rows - begin], parts, keys.shape[1]))
+            state.errors = budgets.errors.to(query.device, copy=True)
+            outs.append(out)
+        self.rows.state = state
+        return torch.cat(outs, 2)
+
     def _attend_everywhere(self, query: Tensor, options: LogitOptions) -> Tensor:
         """Attend to the tokens of all processes."""
         keys, values = self._take_rows()
         scale, sinks, softcap = options
-        heads, new = query.shape[1:3]
-        if not self.sequence.ranks.is_last:
-            # Each row sees all keys, as a query head of a call of one token does; sinks count once.
-            query, sinks = query.reshape(query.shape[0], heads * new, 1, -1), None
-        band = keys.shape[2]
-        out, lse = ops.sliding_window_attention(query, keys, values, band, scale, sinks, softcap)
-        out, lse = out.reshape(out.shape[0], heads, new, -1), lse.reshape(-1, heads, new)
-        merged: Tensor = self.sequence.merge(out, lse, self.number)
+        if self.sequence.ranks.is_last:
+            band = keys.shape[2]
+            part = ops.sliding_window_attention(query, keys, values, band, scale, sinks, softcap)
+        else:
+            part = attend_to_all(query, keys, values, (scale, None, softcap))
+        merged: Tensor = self.sequence.merge(*part, self.number)
         return merged
+
+
+def attend_to_range(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, begin: int, options: LogitOptions
+) -> list[tuple[Tensor, ...]]:
+    """Return the attention of rows of a chunk to its range, to the keys before `begin` and after.
+
+    query [B, Hq, n, D], and keys and values of the range, of which row i sees rows[i] and before.
+    """
+    scale, sinks, softcap = options
+    heads, end = key.shape[1], int(rows[-1]) + 1
+    parts = []
+    if begin > 0:
+        earlier = key[:, :, :begin], value[:, :, :begin]
+        parts.append(attend_to_all(query, *earlier, (scale, None, softcap)))
+    kind = torch.promote_types(query.dtype, torch.float32)
+    keys, values = (x[:, :, None, begin:end].to(kind) for x in (key, value))
+    grouped = query.unflatten(1, (heads, -1)).to(keys.dtype)
+    mask = torch.arange(begin, end, device=rows.device) <= rows[:, None]
+    logits = masked_logits(grouped, keys, mask, scale, softcap)
+    weights, lse = softmax_weights(logits, None if sinks is None else sinks.view(heads, -1, 1))
+    return [*parts, ((weights @ values).flatten(1, 2), lse.flatten(1, 2))]
+
+
+def _error(sparse: Tensor, parts: list[tuple[Tensor, ...]], heads: int) -> Tensor:
+    """Return the mean |sparse - exact|^2 / |exact|^2 of each KV head, [B, Hkv] on the CPU."""
+    exact, lse = (x.to(parts[0][1].dtype) for x in parts[0])
+    for out, other in parts[1:]:
+        exact, lse = ops.merge_states(exact, lse, out.to(exact.dtype), other)
+    missed, whole = (x.square().sum(-1) for x in (sparse.to(exact.dtype) - exact, exact))
+    ratio = torch.where(whole > 0, missed / whole, 0)
+    return ratio.unflatten(1, (heads, -1)).mean(dim=(2, 3)).cpu()
 
 
 def attend_sharded(call: Call, layer: ShardedLayer) -> Tensor:
@@ -177,12 +253,9 @@ def versions() -> tuple[str, str, str]:
 
 def check_shardable(config: PrefillConfig) -> None:
     """Raise ValueError for settings that need all keys in one process."""
-    for name in ("dense_tail", "error_rows"):
+    for name in ("dense_tail", "max_error"):
         if getattr(config, name):
-            raise ValueError(
-                f"{name} needs the keys of all tokens in one process; without a process_group it "
-                f"may be {getattr(config, name)}, with one it must be 0"
-            )
+            raise ValueError(f"with a process_group {name} must be 0, got {getattr(config, name)}")
 
 
 def is_sharded(cache: ChunkedPrefillCache) -> bool:
@@ -204,7 +277,7 @@ def sharded(
     all of them, or the prompt does not suit.
     """
     # Not every build of PyTorch has what this needs.
-    from h2o_prefill.distributed import Ranks, SequencePrefill, ShardPlan
+    from h2o_prefill.distributed import ExactRows, Ranks, SequencePrefill, ShardPlan
 
     config: PrefillConfig = handle.config
     length, ids = tokens.shape[1], tokens if tokens.ndim == 2 else None
@@ -232,7 +305,15 @@ def sharded(
         handle.state.report(NO_IDS)
     elif ids is not None and config.recall:
         lists = recall_lists(ids.to("cpu", torch.int64), 0, config, handle.token_text)
-    sequence = SequencePrefill(ranks, ShardPlan.of(length, ranks.count, config, lists))
+    plan = ShardPlan.of(length, ranks.count, config, lists)
+    layers_measured = [
+        number
+        for number in range(len(cache.layers))
+        if config.of_layer(number).error_rows and number not in config.dense_layers
+    ]
+    rows = [_measured(config, *bounds) for bounds in plan.bounds]
+    exact = ExactRows(ranks, rows, layers_measured) if layers_measured else None
+    sequence = SequencePrefill(ranks, plan, exact)
     before = cache.layers
     layers = [ShardedLayer(number, config, sequence) for number in range(len(before))]
     cache.layers = [*layers]
@@ -245,7 +326,20 @@ def sharded(
     except BaseException:
         cache.layers, cache._token_ids = before, []
         raise
+    finally:
+        if exact is not None:
+            exact.stop()
     cache._token_ids = None if ids is None else [ids]
+
+
+def _measured(config: PrefillConfig, begin: int, end: int) -> Tensor:
+    """Return the rows of a range in which errors are measured, counted from its first."""
+    found = []
+    for chunk in range(begin, end, config.chunk_size):
+        if chunk > 0:
+            rows = min(config.chunk_size, end - chunk)
+            found += [chunk - begin + row for row in error_rows(chunk, rows, config.error_rows)]
+    return torch.tensor(found, dtype=torch.int64)
 
 
 def gather_cache(cache: ChunkedPrefillCache, rank: int = 0) -> ChunkedPrefillCache | None:

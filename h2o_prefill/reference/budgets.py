@@ -85,7 +85,7 @@ class HeadBudgets:
         end: int,
         options: dict[str, Any],
     ) -> None:
-        """Record the errors of the chunk [begin, end); double the budgets of heads with large ones.
+        """Record the errors of the chunk [begin, end).
 
         queries and out [B, Hkv, G, Tq, ...] of the call, keys and values [B, Hkv, 1, T, ...].
         """
@@ -103,7 +103,10 @@ class HeadBudgets:
         missed = (out[:, :, :, rows] - exact).square().sum(-1)
         size = exact.square().sum(-1)
         ratio = torch.where(size > 0, missed / size, torch.zeros_like(size))
-        error = ratio.mean(dim=(2, 3)).cpu()
+        self.record(ratio.mean(dim=(2, 3)).cpu())
+
+    def record(self, error: Tensor) -> None:
+        """Record the errors [B, Hkv] of a chunk; double the budgets of heads with large ones."""
         sparse = ~self.is_dense()
         doublings, total, number, factors = self.errors.unbind(2)
         factors[sparse] += doublings[sparse].exp2()
