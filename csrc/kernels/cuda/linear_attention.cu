@@ -5,7 +5,6 @@
 #include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/linear_attention.cuh"
-#include "kernels/cuda/linear_attention_float.cuh"
 #include "kernels/cuda/row_grid.h"
 
 namespace h2o_prefill {
@@ -13,7 +12,7 @@ namespace {
 
 using linear::Grid;
 
-constexpr int64_t kMaxHalfDim = 128;
+constexpr int64_t kMaxDim = 128;
 
 // Blocks that keep a large GPU busy: two for each of about 130 multiprocessors. The number does not
 // depend on the device: pieces decide how results are rounded.
@@ -28,20 +27,10 @@ Grid grid_of(const LinearAttentionParams& params) {
   Grid grid{};
   grid.params = params;
   grid.units = params.key.batch * params.key.heads;
-  const int64_t dim = params.key.dim;
-  const int64_t value_dim = params.value.dim;
-  grid.value_blocks = 1;
-  if (params.key.dtype == DType::kFloat32) {
-    using Shape = linear::FloatShape;
-    grid.value_blocks = static_cast<int>(tile::divide_up<int64_t>(value_dim, Shape::kColumns));
-    grid.state_floats = grid.value_blocks * Shape::state_floats(static_cast<int>(dim));
-    grid.slot_floats = grid.state_floats + Shape::padded(static_cast<int>(dim));
-  } else {
-    const int64_t padded = std::max(dim, value_dim) <= 64 ? 64 : kMaxHalfDim;
-    grid.state_floats = padded * padded;
-    grid.slot_floats = grid.state_floats + padded;
-  }
-  const int64_t blocks = std::max<int64_t>(grid.units * grid.value_blocks, 1);
+  const int64_t padded = std::max(params.key.dim, params.value.dim) <= 64 ? 64 : kMaxDim;
+  grid.state_floats = padded * padded;
+  grid.slot_floats = grid.state_floats + padded;
+  const int64_t blocks = std::max<int64_t>(grid.units, 1);
   const int64_t length = params.key.length;
   const int64_t wanted =
       std::min(tile::divide_up(kBlocks, blocks), tile::divide_up(length, kLeastPieceRows));
@@ -63,34 +52,22 @@ cudaError_t launch_blocks(void (*kernel)(Grid), int64_t blocks, int shared_bytes
 
 cudaError_t launch_pieces(void (*sums)(Grid), void (*attend)(Grid), int shared_bytes,
                           const Grid& grid, cudaStream_t stream) {
-  const int64_t pieces = grid.units * grid.pieces * grid.value_blocks;
   if (grid.pieces > 1) {
-    cudaError_t error =
-        launch_blocks(sums, grid.sums() * grid.value_blocks, shared_bytes, grid, stream);
+    cudaError_t error = launch_blocks(sums, grid.sums(), shared_bytes, grid, stream);
     if (error != cudaSuccess) return error;
     error = launch(&linear::join_pieces_kernel<kPiecesAhead>,
                    grid_of_rows(grid.slot_floats, linear::kJoinThreads, grid.units),
                    dim3(linear::kJoinThreads), 0, stream, grid);
     if (error != cudaSuccess) return error;
   }
-  return launch_blocks(attend, pieces * grid.parts, shared_bytes, grid, stream);
+  return launch_blocks(attend, grid.units * grid.pieces * grid.parts, shared_bytes, grid, stream);
 }
 
 }  // namespace
 
-LinearAttentionParams LinearAttentionParams::reversed() const {
-  LinearAttentionParams params = *this;
-  for (HeadsView* view : {&params.query, &params.key, &params.value, &params.out}) {
-    *view = view->reversed();
-  }
-  if (log_decay) params.log_decay += decay_stride_row * (key.length - 1);
-  params.decay_stride_row = -decay_stride_row;
-  return params;
-}
-
 bool has_linear_attention(DType dtype, int64_t dim, int64_t value_dim) {
-  if (dtype == DType::kFloat32) return dim <= linear::FloatShape::kMaxDim;
-  return dim % 8 == 0 && value_dim % 8 == 0 && std::max(dim, value_dim) <= kMaxHalfDim;
+  return dtype != DType::kFloat32 && dim % 8 == 0 && value_dim % 8 == 0 &&
+         std::max(dim, value_dim) <= kMaxDim;
 }
 
 int64_t linear_attention_workspace_floats(const LinearAttentionParams& params) {
@@ -105,12 +82,8 @@ cudaError_t launch_linear_attention(const LinearAttentionParams& params, cudaStr
   if (!has_linear_attention(dtype, dim, value_dim)) return cudaErrorInvalidValue;
   const Grid grid = grid_of(params);
   if (grid.units == 0 || grid.pieces == 0) return cudaSuccess;
-  if (dtype == DType::kFloat32) {
-    return launch_pieces(&linear::linear_float_kernel<false>, &linear::linear_float_kernel<true>,
-                         linear::FloatShape::shared_bytes(static_cast<int>(dim)), grid, stream);
-  }
   return with_half_dtype(dtype, [&](auto type) {
-    return with_padded_dim<64, kMaxHalfDim>(std::max(dim, value_dim), [&](auto padded) {
+    return with_padded_dim<64, kMaxDim>(std::max(dim, value_dim), [&](auto padded) {
       return launch_pieces(&linear::linear_sums_kernel<type(), padded()>,
                            &linear::linear_attend_kernel<type(), padded()>,
                            static_cast<int>(sizeof(linear::Shared<padded()>)), grid, stream);

@@ -13,10 +13,9 @@ namespace h2o_prefill {
 // S_i = exp(g_i) S_{i-1} + phi(k_i)^T v_i, out_i = scale phi(q_i) S_i, or phi(q_i) S_i divided by
 // phi(q_i) . z_i with z_i = exp(g_i) z_{i-1} + phi(k_i), and 0 where that is 0.
 //
-// float32: rows with a contiguous last dimension, D up to 192, Dv any. bfloat16 and float16: D and
-// Dv multiples of 8 up to 128, rows that begin at multiples of 16 bytes; phi(q), phi(k), decayed
-// values and the state are rounded to the dtype where they are multiplied, all sums and what
-// becomes of the state are float32. Strides may be negative.
+// bfloat16 and float16: D and Dv multiples of 8 up to 128, rows that begin at multiples of 16
+// bytes. phi(q), phi(k), decayed values and the state are rounded to the dtype where they are
+// multiplied, all sums and what becomes of the state are float32.
 struct LinearAttentionParams {
   HeadsView query;         // [B, Hq, T, D]
   HeadsView key;           // [B, Hkv, T, D]
@@ -35,12 +34,9 @@ struct LinearAttentionParams {
   bool normalize;
   float scale;
   float* workspace;  // linear_attention_workspace_floats(), aligned to 16 bytes
-
-  // The same call from the last token to the first.
-  LinearAttentionParams reversed() const;
 };
 
-// Whether there is a kernel for these head dims.
+// Whether there is a kernel for this dtype and these head dims.
 bool has_linear_attention(DType dtype, int64_t dim, int64_t value_dim);
 
 int64_t linear_attention_workspace_floats(const LinearAttentionParams& params);

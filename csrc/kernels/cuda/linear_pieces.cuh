@@ -15,18 +15,15 @@ namespace h2o_prefill::linear {
 // Decays below this (of base 2) leave nothing, and sums of them must stay numbers.
 constexpr float kLeastLogDecay = -1e6F;
 
-// A (batch row, KV head) is a unit. Query heads of a unit are shared out to `parts` blocks, columns
-// of its values to `value_blocks`.
+// A (batch row, KV head) is a unit. Query heads of a unit are shared out to `parts` blocks.
 struct Grid {
   LinearAttentionParams params;
   int64_t units;
   int64_t piece_rows;  // whole chunks
   int64_t state_floats;
-  int64_t
-      slot_floats;  // a state and D floats of the normaliser, in whatever order the kernel likes
+  int64_t slot_floats;  // a state and D floats of the normaliser, in the order of the kernel
   int pieces;
   int parts;
-  int value_blocks;
 
   H2O_HOST_DEVICE int64_t group() const { return params.query.heads / params.key.heads; }
   H2O_HOST_DEVICE int64_t sums() const { return units * (pieces - 1); }
@@ -47,7 +44,6 @@ struct Piece {
   int64_t batch;
   int64_t kv_head;
   int piece;
-  int value_block;
   int first_head;  // query heads
   int end_head;
   int64_t first;  // rows
@@ -60,8 +56,6 @@ struct Piece {
 __device__ __forceinline__ Piece piece_of(const Grid& grid, uint32_t block, int pieces, int parts) {
   const LinearAttentionParams& p = grid.params;
   Piece x;
-  x.value_block = static_cast<int>(block % grid.value_blocks);
-  block /= grid.value_blocks;
   const int part = static_cast<int>(block % parts);
   block /= parts;
   x.piece = static_cast<int>(block % pieces);

@@ -9,7 +9,7 @@
 namespace h2o_prefill::testing {
 namespace {
 
-constexpr DType kLongCaseDTypes[] = {DType::kBFloat16, DType::kFloat32};
+constexpr DType kDTypes[] = {DType::kBFloat16, DType::kFloat16};
 
 enum class Decay { kNone, kByHead, kByToken };
 
@@ -26,7 +26,6 @@ struct Case {
   Decay decay = Decay::kNone;
   bool has_state = false;
   bool transposed = false;
-  bool reversed = false;
   float least_decay = -3.0F;
   double magnitude = 1.0;  // of the queries, keys and values
 };
@@ -117,7 +116,6 @@ Result run(const Problem& problem) {
   p.out = out.view();
   p.last_state = result.state.data();
   p.last_normalizer = x.normalize ? result.normalizer.data() : nullptr;
-  if (x.reversed) p = p.reversed();
   std::vector<float> workspace(linear_attention_workspace_floats(p) + 4, NAN);
   const auto address = reinterpret_cast<uintptr_t>(workspace.data());
   p.workspace = reinterpret_cast<float*>((address + 15) / 16 * 16);
@@ -177,8 +175,8 @@ void check(const Case& x) {
       if (v < value_dim) state[i].add(problem.state[d * value_dim + v]);
       if (v == value_dim && x.normalize) state[i].add(problem.normalizer[d]);
     }
-    for (int64_t step = 0; step < x.length; ++step) {
-      const int64_t t = x.reversed ? x.length - 1 - step : step, row = unit * x.length + t;
+    for (int64_t t = 0; t < x.length; ++t) {
+      const int64_t row = unit * x.length + t;
       const double kept = std::exp(problem.decay(unit, t));
       for (int64_t i = 0; i < dim * columns; ++i) {
         const int64_t v = i % columns;
@@ -187,7 +185,7 @@ void check(const Case& x) {
                      (v < value_dim ? values[row * value_dim + v] : 1.0));
       }
       // A few rows of every tile, and the first and last ones.
-      if (step % 16 != 3 && step > 0 && step + 1 < x.length) continue;
+      if (t % 16 != 3 && t > 0 && t + 1 < x.length) continue;
       for (int64_t head = unit * group; head < (unit + 1) * group; ++head) {
         const int64_t query_row = head * x.length + t;
         std::vector<Sum> out(columns);
@@ -235,9 +233,6 @@ TEST(LinearAttention, Dims) {
       }
     }
   }
-  for (const auto& [dim, value_dim] : {std::pair<int64_t, int64_t>{1, 5}, {33, 1}, {192, 200}}) {
-    check(full_case(DType::kFloat32, 70, dim, value_dim));
-  }
 }
 
 TEST(LinearAttention, FeaturesNormaliserAndDecays) {
@@ -260,7 +255,7 @@ TEST(LinearAttention, FeaturesNormaliserAndDecays) {
 }
 
 TEST(LinearAttention, GroupsBatchesAndTransposedViews) {
-  for (const DType dtype : kLongCaseDTypes) {
+  for (const DType dtype : kDTypes) {
     for (const int64_t group : {1, 3, 4}) {
       Case x = full_case(dtype, 130, 16, 32);
       x.heads = 2 * group;
@@ -279,15 +274,11 @@ TEST(LinearAttention, ManyHeads) {
   x.kv_heads = 8;
   x.batch = 2;
   check(x);
-  x = full_case(DType::kFloat32, 70, 8, 200);
-  x.heads = 3 * 19;
-  x.kv_heads = 19;
-  check(x);
 }
 
 // Around the shortest piece, and several of them.
 TEST(LinearAttention, Pieces) {
-  for (const DType dtype : kLongCaseDTypes) {
+  for (const DType dtype : kDTypes) {
     for (const int64_t length : {511, 512, 513, 1600}) {
       Case x = full_case(dtype, length, 16, 16);
       x.heads = 2;
@@ -296,17 +287,6 @@ TEST(LinearAttention, Pieces) {
       check(x);
     }
     check({.dtype = dtype, .length = 1100, .dim = 128, .value_dim = 72});
-  }
-}
-
-TEST(LinearAttention, FromTheLastTokenToTheFirst) {
-  for (const DType dtype : kDTypes) {
-    for (const int64_t length : {70, 700}) {
-      Case x = full_case(dtype, length, 16, 16);
-      x.transposed = true;
-      x.reversed = true;
-      check(x);
-    }
   }
 }
 
@@ -340,7 +320,7 @@ TEST(LinearAttention, AWeightOfZeroGivesZero) {
 }
 
 TEST(LinearAttention, OrderOfThreadsDoesNotMatter) {
-  for (const DType dtype : kLongCaseDTypes) {
+  for (const DType dtype : kDTypes) {
     Case x = full_case(dtype, 600, 24, 64);
     x.heads = 2;
     const Problem problem(x);
@@ -361,8 +341,8 @@ TEST(LinearAttention, NothingToDo) {
 }
 
 TEST(LinearAttention, DimsThatHaveNoKernel) {
-  EXPECT_TRUE(has_linear_attention(DType::kFloat32, 192, 1000));
-  EXPECT_FALSE(has_linear_attention(DType::kFloat32, 193, 1));
+  EXPECT_TRUE(has_linear_attention(DType::kFloat16, 128, 8));
+  EXPECT_FALSE(has_linear_attention(DType::kFloat32, 64, 64));
   EXPECT_FALSE(has_linear_attention(DType::kBFloat16, 20, 64));
   EXPECT_FALSE(has_linear_attention(DType::kFloat16, 64, 136));
   const Problem problem({.dtype = DType::kFloat16, .length = 5, .dim = 264});
