@@ -8,7 +8,7 @@ is layers ahead by then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -54,35 +54,40 @@ class ExactRows:
 
     def ask(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
-    ) -> Partial | None:
-        """Return the exact attention of the own rows to all ranges before; None if there is none.
+    ) -> Callable[[], Partial | None]:
+        """Ask for the exact attention of the own rows to all ranges before.
 
         `query` [B, Hq, T, D], `key` and `value` are those of this range, to which the rows of later
-        ranges attend from now on.
+        ranges attend from now on. Returns a function that waits for the answer, None if there is
+        nothing before.
         """
         with self._offered:
             self._offers[layer] = key, value, options, query[:, :, :0]
             self._offered.notify_all()
         if self.ranks.number == 0 or not len(self.own):
-            return None
+            return lambda: None
         message = query[:, :, self.own.to(query.device)].cpu().contiguous()
         works = []
         for number in range(self.ranks.number):
             with self.ranks.waiting(lambda: number, layer):  # noqa: B023
                 to = self.ranks.rank_of(number)
                 works.append(dist.isend(message, to, self.ranks.group, tag=_tag(layer, _QUERY)))
-        merged: Partial | None = None
-        for number, work in enumerate(works):
-            with self.ranks.waiting(lambda: number, layer):  # noqa: B023
-                shape = (*message.shape[:3], value.shape[3] + 1)
-                part = torch.empty(shape, dtype=torch.promote_types(query.dtype, torch.float32))
-                source = self.ranks.rank_of(number)
-                dist.recv(part, source, self.ranks.group, tag=_tag(layer, _ANSWER))
-                assert work is not None
-                work.wait()
-            found = part[..., :-1].to(query.device), part[..., -1].to(query.device)
-            merged = found if merged is None else ops.merge_states(*merged, *found)
-        return merged
+
+        def wait() -> Partial | None:
+            merged: Partial | None = None
+            for number, work in enumerate(works):
+                with self.ranks.waiting(lambda: number, layer):  # noqa: B023
+                    shape = (*message.shape[:3], value.shape[3] + 1)
+                    part = torch.empty(shape, dtype=torch.promote_types(query.dtype, torch.float32))
+                    source = self.ranks.rank_of(number)
+                    dist.recv(part, source, self.ranks.group, tag=_tag(layer, _ANSWER))
+                    assert work is not None
+                    work.wait()
+                found = part[..., :-1].to(query.device), part[..., -1].to(query.device)
+                merged = found if merged is None else ops.merge_states(*merged, *found)
+            return merged
+
+        return wait
 
     def finish(self) -> None:
         """Wait until all later processes have their answers; raise what went wrong with one."""

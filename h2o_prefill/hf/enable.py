@@ -23,6 +23,7 @@ from h2o_prefill.hf.layer_kinds import (
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.profile import settings_of
 from h2o_prefill.hf.report import ModelReport, attention_layers, explain
+from h2o_prefill.hf.session import model_hash
 from h2o_prefill.hf.sharded import check_shardable
 from h2o_prefill.hf.stages import layers_here, with_heads_here
 from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
@@ -46,6 +47,7 @@ class PrefillHandle:
         self.strict = strict
         self.active = False
         self._entered = False
+        self._hash = ""
         self.token_text = token_text
         self.profile = profile
         self.process_group = process_group
@@ -118,6 +120,11 @@ class PrefillHandle:
         """
         discard_contexts(self.state)
         switch_off_after_forwards(self.state, self._switch_off)
+
+    def model_hash(self) -> str:
+        """Return what tells models apart, found once: weights are not changed after that."""
+        self._hash = self._hash or model_hash(self.model)
+        return self._hash
 
     def report(self) -> ModelReport:
         """Return what each attention layer does, and its calls so far (`explain`)."""

@@ -32,7 +32,6 @@ from h2o_prefill.hf.forward import NO_IDS
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.rules import LAYER_RULES, dense_reason
-from h2o_prefill.hf.session import model_hash
 from h2o_prefill.reference.attention import masked_logits, softmax_weights
 from h2o_prefill.reference.budgets import HeadBudgets, error_rows
 
@@ -148,7 +147,7 @@ class ShardedLayer(DynamicLayer):
         keys, values = self._take_rows()
         past, new, config = self.past.table.numel(), query.shape[2], self.config
         exact, own = self.sequence.exact, (keys[:, :, past:], values[:, :, past:])
-        before = exact.ask(self.number, query, *own, options)
+        wait, before = exact.ask(self.number, query, *own, options), None
         # The operator itself would measure against the keys that are here.
         unmeasured = config.replace(error_rows=1, error_threshold=sys.float_info.max)
         budgets = HeadBudgets(config, len(keys), keys.shape[1], self.rows.errors)
@@ -164,6 +163,7 @@ class ShardedLayer(DynamicLayer):
             measured = (exact.own >= begin) & (exact.own < end)
             rows = exact.own[measured].to(query.device)
             if len(rows):
+                before = wait() if before is None else before
                 parts = [] if before is None else [tuple(x[:, :, measured] for x in before)]
                 parts += attend_to_range(query[:, :, rows], *own, rows, begin, options)
                 budgets.record(_error(out[:, :, rows - begin], parts, keys.shape[1]))
@@ -199,12 +199,17 @@ def attend_to_range(
         earlier = key[:, :, :begin], value[:, :, :begin]
         parts.append(attend_to_all(query, *earlier, (scale, None, softcap)))
     kind = torch.promote_types(query.dtype, torch.float32)
-    keys, values = (x[:, :, None, begin:end].to(kind) for x in (key, value))
-    grouped = query.unflatten(1, (heads, -1)).to(keys.dtype)
+    keys, values = (x[:, :, begin:end].to(kind) for x in (key, value))
+    # The rows of all query heads of a group are those of one product.
+    grouped = query.reshape(len(query), heads, -1, query.shape[3]).to(kind)
     mask = torch.arange(begin, end, device=rows.device) <= rows[:, None]
-    logits = masked_logits(grouped, keys, mask, scale, softcap)
-    weights, lse = softmax_weights(logits, None if sinks is None else sinks.view(heads, -1, 1))
-    return [*parts, ((weights @ values).flatten(1, 2), lse.flatten(1, 2))]
+    groups = query.shape[1] // heads
+    logits = masked_logits(grouped, keys, mask.repeat(groups, 1), scale, softcap)
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(len(rows)).view(heads, -1)
+    weights, lse = softmax_weights(logits, sinks)
+    shape = query.shape[:3]
+    return [*parts, ((weights @ values).view(*shape, -1), lse.view(shape))]
 
 
 def _error(sparse: Tensor, parts: list[tuple[Tensor, ...]], heads: int) -> Tensor:
@@ -287,7 +292,7 @@ def sharded(
             "settings": config.to_string(),
             "tokenizer": digest(handle.token_text),
             "versions": versions(),
-            "model": model_hash(model),
+            "model": handle.model_hash(),
             "token ids": digest(tokens),
             "attention_mask": digest(mask),
             "number of cached tokens": cache.get_seq_length(),
