@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from operator import itemgetter
@@ -70,13 +71,13 @@ def main(
         typer.Option("--output", metavar="FOLDER", help="Where the figures go. Default: there."),
     ] = None,
 ) -> None:
-    """Draw the figures from prefill, model, allocations, linear and peers.json, as far as there."""
-    names = ("prefill", "model", "allocations", "linear", "peers")
+    """Draw the figures from the JSON files named below, as far as they are there."""
+    names = ("prefill", "model", "allocations", "linear", "peers", "simulate")
     files = {name: results / f"{name}.json" for name in names}
     found = {name: read_report(file) for name, file in files.items() if file.is_file()}
     if not found:
         raise typer.BadParameter(
-            f"--results must hold prefill, model, allocations, linear or peers.json: {results}"
+            f"--results must hold one of {', '.join(names)}, each .json: {results}"
         )
     folder = output or results
     speed = [found.get(name) for name in ("prefill", "model")]
@@ -85,6 +86,7 @@ def main(
         ("allocations", draw_memory, "memory_profile.png"),
         ("linear", draw_linear, "linear.png"),
         ("peers", draw_peers, "peers.png"),
+        ("simulate", draw_scale, "scale.png"),
     ):
         drawn.append(draw(found[name], folder / file) if name in found else None)
     for path in filter(None, drawn):
@@ -294,6 +296,40 @@ def _use_peer_axes(axes: Axes, rows: list[Row]) -> None:
     axes.set_ylabel("estimated KL to the program's dense mode, nats")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
+
+
+def draw_scale(report: Row, path: Path) -> Path:
+    """Draw the simulated efficiency of processes by their number, and what they receive."""
+    rows = [row for row in report["results"] if "recalled_mb" in row]
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    figure, grid = _make_figure(2 * len(lengths))
+    lines = {
+        "tokens_efficiency_percent": ("ranges of tokens", SPARSE),
+        "layers_efficiency_percent": ("stages of layers", DENSE),
+        "recalled_mb": ("recalled rows", SPARSE),
+        "ring_mb": ("ring attention", GREY),
+    }
+    for axes, (length, traffic) in zip(
+        grid, itertools.product(lengths, (False, True)), strict=True
+    ):
+        for field, (label, style) in lines.items():
+            chosen = [row for row in rows if row["length"] == length and row.get(field)]
+            if chosen and field.endswith("_mb") == traffic:
+                points = [row["ranks"] for row in chosen], [row[field] for row in chosen]
+                axes.plot(*points, label=label, markersize=4, **style)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({row["ranks"] for row in rows})
+        axes.set_xticks(ticks, map(str, ticks))
+        axes.set_xlabel("processes")
+        axes.set_title(f"{length:,} tokens", fontsize=9)
+        axes.legend(frameon=False, fontsize=8)
+        if traffic:
+            _use_log_axis(axes, "MB received in a layer")
+            axes.set_ylim(bottom=1)
+        else:
+            axes.set_ylim(0, 105)
+            axes.set_ylabel("efficiency, %")
+    return _save_figure(figure, "One prompt over several processes, simulated", report, path)
 
 
 def _make_figure(panels: int) -> tuple[Figure, list[Axes]]:

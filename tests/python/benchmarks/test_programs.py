@@ -252,6 +252,31 @@ def test_baselines_give_what_the_operators_give() -> None:
     assert torch.equal(select_with_pytorch(*where), ops.select_memory(*where, 0))
 
 
+def test_simulated_processes(run: Run, model_folder: str) -> None:
+    from scale import Network, Parts, layers_schedule, tokens_schedule
+
+    _, report = run("scale simulate", "--model", model_folder, "--dtype", "float32")
+    rows = report["results"]
+    assert [row["ranks"] for row in rows] == [1, 2, 4, 16]
+    for row in rows:
+        assert 0 < row["tokens_efficiency_percent"] <= 100.001
+        assert row["recalled_mb"] <= row["ring_mb"]
+    assert rows[0]["ring_mb"] == 0 and "layers_efficiency_percent" not in rows[2]  # of two layers
+
+    parts = Parts(4, 1.0, 2.0, 3.0, chunk=64, row_bytes=8, memory_bytes=100, hidden_bytes=1000)
+    near, far = Network(0.0, 1e30), Network(10.0, 100.0)
+    for ranks in (1, 2, 4):
+        # C chunks through P stages: C + P - 1 steps of the layers of one.
+        seconds = layers_schedule(parts, near, 8, ranks, [1.0] * ranks)
+        assert seconds == pytest.approx((8 + ranks - 1) * 6.0 * 4 / ranks)
+        # The last range begins a layer when those before have attended: four layers and these.
+        seconds = tokens_schedule(parts, near, 8, ranks, 0.0, [1.0] * ranks)
+        assert seconds == pytest.approx(8 / ranks * (4 * 6.0 + 2.0 * (ranks - 1)))
+    slow = tokens_schedule(parts, far, 8, 2, 0.0, [1.0, 1.0])
+    assert slow == pytest.approx(4 * (4 * 6.0 + 2.0) + 11.0)  # one message of the first layer
+    assert layers_schedule(parts, near, 8, 2, [1.0, 2.0]) == pytest.approx(12.0 + 8 * 24.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype) -> None:
@@ -287,6 +312,7 @@ def test_the_reports_of_the_repository_are_read_and_drawn(tmp_path: Path) -> Non
     done = CliRunner().invoke(plot.app, ["--output", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     names = {"throughput_comparison.png", "memory_profile.png", "linear.png", "peers.png"}
+    names |= {"scale.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
     assert CliRunner().invoke(plot.app, ["--results", str(tmp_path)]).exit_code == 2
