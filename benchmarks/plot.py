@@ -309,8 +309,8 @@ def draw_scale(report: Row, path: Path) -> Path:
         "recalled_mb": ("recalled rows", SPARSE),
         "ring_mb": ("ring attention", GREY),
     }
-    for axes, (length, traffic) in zip(
-        grid, itertools.product(lengths, (False, True)), strict=True
+    for axes, (traffic, length) in zip(
+        grid, itertools.product((False, True), lengths), strict=True
     ):
         for field, (label, style) in lines.items():
             chosen = [row for row in rows if row["length"] == length and row.get(field)]

@@ -16,6 +16,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from common.benchmark import (
     new_app,
     read_corpus,
 )
+from common.machine import keep_freed_memory
 from common.report import Report
 from torch import Tensor
 
@@ -62,7 +64,9 @@ class Parts:
     layers: int
     before: float  # norm and projections to queries, keys and values
     attention: float
+    attention_in_ranges: float  # by the way that a process takes which has some of the tokens
     after: float
+    contention: float  # factor of times where all cores are busy
     chunk: int  # tokens
     row_bytes: int  # key and value of a token
     memory_bytes: int  # memory sets
@@ -90,6 +94,7 @@ def tokens_schedule(
     parts: Parts, net: Network, chunks: int, ranks: int, recalled: float, speeds: list[float]
 ) -> float:
     """Return the seconds of a prompt in ranges; `recalled`: rows a token that others have."""
+    attention = parts.attention_in_ranges if ranks > 1 else parts.attention
     own = [chunks * (r + 1) // ranks - chunks * r // ranks for r in range(ranks)]
     done = [0.0] * ranks
     for _ in range(parts.layers):
@@ -100,7 +105,7 @@ def tokens_schedule(
             # Rows of all earlier ranks come once the last of these has them.
             rows = recalled * count * parts.chunk * parts.row_bytes if rank else 0
             ready = max(keys, arrival, projected + net.seconds(rows) if rows else 0.0)
-            end = ready + work * parts.attention
+            end = ready + work * attention
             done[rank] = end + work * parts.after
             arrival = end + net.seconds(parts.memory_bytes)
             projected = max(projected, keys)
@@ -143,7 +148,8 @@ def simulate(
     corpus, config = read_corpus(text_file), plan.config()
     net = Network(latency * 1e-6, bandwidth * 1e9)
     title = "one prompt over several processes, simulated from the times of a layer's parts"
-    options = {"model": model, "preset": plan.preset, "text": corpus.source}
+    options: dict[str, Any] = {"model": model, "preset": plan.preset, "text": corpus.source}
+    options["freed_memory_kept"] = keep_freed_memory()
     numbers = {"latency_us": latency, "bandwidth_gb": bandwidth, "jitter": jitter}
     with Report(plan, title, **options, **numbers, slowest=slowest) as report:
         for dtype, network, tokenizer, tokens in load_with_text(plan, model, corpus, 1):
@@ -177,14 +183,26 @@ def simulate(
 
 
 def measure_parts(model: Any, tokens: Tensor, config: PrefillConfig, seconds: float) -> Parts:
-    """Time the prefill of eight chunks, with attention and without."""
-    from common.variants import prefill_variants
+    """Time the prefill of eight chunks, with attention and without, and as a range of its own."""
+    from common.variants import prefill_variants, twin
 
     ids = tokens[: 8 * config.chunk_size].unsqueeze(0)
-    chosen = ("sparse", "no_attention")
-    variants = prefill_variants(model, ids, config)
-    timings = compare({name: variants[name] for name in chosen}, seconds)
-    whole, rest = (timings.median(name) for name in chosen)
+    variants, ranged = prefill_variants(model, ids, config), twin(model)
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
+        enable(ranged, config, process_group=dist.group.WORLD)
+        calls = {
+            "whole": variants["sparse"],
+            "rest": variants["no_attention"],
+            "range": lambda: chunked_prefill(ranged, ids),
+        }
+        timings = compare(calls, seconds)
+        torch.set_num_threads(cores)
+        busy = compare({"whole": calls["whole"]}, seconds / 4).median("whole")
+        torch.set_num_threads(1)
+        dist.destroy_process_group()
+    whole, rest, range_ = (timings.median(name) for name in calls)
     text = model.config.get_text_config(decoder=True)
     layers, pieces = text.num_hidden_layers, ids.shape[1] // config.chunk_size
     layer = model.model.layers[0]
@@ -197,7 +215,9 @@ def measure_parts(model: Any, tokens: Tensor, config: PrefillConfig, seconds: fl
         layers=layers,
         before=share * rest / layers / pieces,
         attention=(whole - rest) / layers / pieces,
+        attention_in_ranges=(range_ - rest) / layers / pieces,
         after=(1 - share) * rest / layers / pieces,
+        contention=busy * cores / whole,
         chunk=config.chunk_size,
         row_bytes=row,
         memory_bytes=width * (row + 8 * heads),
@@ -229,10 +249,14 @@ def checked(
             if split == "tokens":
                 recalled = recalled_rows(CHECKED, ranks, config, lists)
                 seconds = tokens_schedule(parts, net, chunks, ranks, recalled, [1.0] * ranks)
+                alone = parts.before + parts.attention_in_ranges + parts.after
             else:
+                alone = parts.seconds
                 seconds = layers_schedule(parts, net, chunks, ranks, [1.0] * ranks)
-            # Ranks that share cores take their work in turns.
-            seconds = max(seconds, chunks * parts.layers * parts.seconds / cores)
+            if ranks > 1:
+                # Ranks that share cores take their work in turns.
+                seconds = max(seconds, chunks * parts.layers * alone / cores)
+                seconds *= parts.contention
             words = ["run", "--split", split, "--model", model, "--preset", plan.preset]
             words += ["--dtype", dtype.removeprefix("torch.")]
             words += ["--text-file", str(text_file)] if text_file else []
@@ -260,6 +284,7 @@ def run(
 ) -> None:
     """Prefill a prompt in the processes of torchrun, and print the seconds that it takes."""
     count = int(os.environ.get("WORLD_SIZE", 1))
+    keep_freed_memory()
     distributed: dict[str, Any] = {}
     if count > 1:
         dist.init_process_group("gloo")
