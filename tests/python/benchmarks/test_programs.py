@@ -263,7 +263,8 @@ def test_simulated_processes(run: Run, model_folder: str) -> None:
         assert row["recalled_mb"] <= row["ring_mb"]
     assert rows[0]["ring_mb"] == 0 and "layers_efficiency_percent" not in rows[2]  # of two layers
 
-    parts = Parts(4, 1.0, 2.0, 2.0, 3.0, 1.0, chunk=64, row_bytes=8, memory_bytes=100, hidden_bytes=1000)
+    sizes = {"chunk": 64, "row_bytes": 8, "memory_bytes": 100, "hidden_bytes": 1000}
+    parts = Parts(4, 1.0, 2.0, 2.0, 3.0, 1.0, **sizes)
     near, far = Network(0.0, 1e30), Network(10.0, 100.0)
     for ranks in (1, 2, 4):
         # C chunks through P stages: C + P - 1 steps of the layers of one.
