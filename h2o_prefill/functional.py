@@ -120,12 +120,12 @@ def lists_of_rows(lists: RecallLists, length: int, begin: int, end: int, block: 
 def attend_to_all(
     query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of every row of `query` [B, Hq, T, D] to all keys, and its lse."""
-    scale, sinks, softcap = options
-    heads, rows = query.shape[1:3]
+    """Return the attention of every row of `query` [B, Hq, T, D] to all keys, and its lse.
+
+    Sinks are left out: they count once where results are merged.
+    """
+    scale, _, softcap = options
     # A query head for each row: one row sees every key.
-    flat = query.reshape(query.shape[0], heads * rows, 1, query.shape[3])
-    sinks = None if sinks is None else sinks.repeat_interleave(rows)
-    band = key.shape[2]
-    out, lse = ops.sliding_window_attention(flat, key, value, band, scale, sinks, softcap)
+    flat = query.reshape(len(query), -1, 1, query.shape[3])
+    out, lse = ops.sliding_window_attention(flat, key, value, key.shape[2], scale, None, softcap)
     return out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])

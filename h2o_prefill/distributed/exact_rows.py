@@ -93,6 +93,7 @@ class ExactRows:
         """Wait until all later processes have their answers; raise what went wrong with one."""
         for thread in self._threads:
             thread.join()
+        self._offers.clear()
         if self._error is not None:
             raise self._error
 
@@ -116,10 +117,7 @@ class ExactRows:
                     shape = (*like.shape[:2], count, like.shape[3])
                     query = torch.empty(shape, dtype=like.dtype)
                     dist.recv(query, rank, group, tag=_tag(layer, _QUERY))
-                    # Sinks count once: where the rows are.
-                    scale, _, softcap = options
-                    query = query.to(like.device)
-                    out, lse = attend_to_all(query, key, value, (scale, None, softcap))
+                    out, lse = attend_to_all(query.to(like.device), key, value, options)
                     answer = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1).cpu()
                     dist.send(answer, rank, group, tag=_tag(layer, _ANSWER))
         except BaseException as error:

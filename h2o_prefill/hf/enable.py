@@ -244,7 +244,7 @@ def enable(
     layers_here(model)
     chosen = with_heads_here(model, chosen)
     if process_group is not None:
-        check_shardable(chosen)
+        check_shardable(model, chosen)
     text = text_for(tokenizer, chosen)
     return PrefillHandle(model, chosen, strict, text, profile, process_group).enable()
 

@@ -121,20 +121,17 @@ def chunked_prefill(
             return contextlib.nullcontext(handle)
         return enable(model, chosen, tokenizer=tokenizer, strict=strict)
 
-    def run(tokens: Tensor, mask: Tensor | None, used: Any, sizes: list[int] | None = None) -> Any:
+    with sparse() as used, torch.no_grad():
         if isinstance(cache, StageCache):
             stage = Stage(model, cache, tokens if name == "input_ids" else None, mask)
-            sizes = sizes or _call_sizes(tokens.shape[1], 1, chosen)
+            sizes = _call_sizes(tokens.shape[1], 1, chosen)
             return _run_stages(stage, tokens, sizes, chunks_per_call, used, on_progress)
-        sizes = sizes or _call_sizes(tokens.shape[1], chunks_per_call, chosen)
-        return _run_calls(model, cache, name, tokens, mask, sizes, on_progress)
-
-    with sparse() as used, torch.no_grad():
         if used.process_group is None or is_sharded(cache):
-            return run(tokens, mask, used)
-        with sharded(model, used, cache, tokens, mask) as sequence:
-            begin, end = sequence.begin, sequence.end
-            output = run(tokens[:, begin:end], None, used, [end - begin])
+            sizes = _call_sizes(tokens.shape[1], chunks_per_call, chosen)
+            return _run_calls(model, cache, name, tokens, mask, sizes, on_progress)
+        with sharded(used, cache, tokens, mask) as sequence:
+            part = tokens[:, sequence.begin : sequence.end]
+            output = _run_calls(model, cache, name, part, None, [part.shape[1]], on_progress)
             output.logits = sequence.ranks.from_last(output.logits, output.logits.device)
         return output
 

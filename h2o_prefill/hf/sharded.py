@@ -32,6 +32,7 @@ from h2o_prefill.hf.forward import NO_IDS
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.rules import LAYER_RULES, dense_reason
+from h2o_prefill.hf.stages import layers_here
 from h2o_prefill.reference.attention import masked_logits, softmax_weights
 from h2o_prefill.reference.budgets import HeadBudgets, error_rows
 
@@ -103,8 +104,6 @@ class ShardedLayer(DynamicLayer):
     def end_prompt(self, total: int) -> None:
         """Keep the rows of this process alone; `total` are the tokens of all."""
         self.is_prefilled, self.total, rows = True, total, self.rows
-        if self.past is None:  # a layer of another stage
-            return
         past = self.past.table.numel()
         assert rows.keys is not None and rows.values is not None
         state = None if rows.state is None else self.past.whole_state(rows.state)
@@ -175,12 +174,10 @@ class ShardedLayer(DynamicLayer):
     def _attend_everywhere(self, query: Tensor, options: LogitOptions) -> Tensor:
         """Attend to the tokens of all processes."""
         keys, values = self._take_rows()
-        scale, sinks, softcap = options
         if self.sequence.ranks.is_last:
-            band = keys.shape[2]
-            part = ops.sliding_window_attention(query, keys, values, band, scale, sinks, softcap)
+            part = ops.sliding_window_attention(query, keys, values, keys.shape[2], *options)
         else:
-            part = attend_to_all(query, keys, values, (scale, None, softcap))
+            part = attend_to_all(query, keys, values, options)
         merged: Tensor = self.sequence.merge(*part, self.number)
         return merged
 
@@ -196,8 +193,7 @@ def attend_to_range(
     heads, end = key.shape[1], int(rows[-1]) + 1
     parts = []
     if begin > 0:
-        earlier = key[:, :, :begin], value[:, :, :begin]
-        parts.append(attend_to_all(query, *earlier, (scale, None, softcap)))
+        parts.append(attend_to_all(query, key[:, :, :begin], value[:, :, :begin], options))
     kind = torch.promote_types(query.dtype, torch.float32)
     keys, values = (x[:, :, begin:end].to(kind) for x in (key, value))
     # The rows of all query heads of a group are those of one product.
@@ -256,8 +252,10 @@ def versions() -> tuple[str, str, str]:
     return build_info()["version"], torch.__version__, transformers.__version__
 
 
-def check_shardable(config: PrefillConfig) -> None:
-    """Raise ValueError for settings that need all keys in one process."""
+def check_shardable(model: Any, config: PrefillConfig) -> None:
+    """Raise ValueError for stages, and for settings that need all keys in one process."""
+    if layers_here(model) is not None:
+        raise ValueError("a model with a process_group must be whole in each process, got a stage")
     for name in ("dense_tail", "max_error"):
         if getattr(config, name):
             raise ValueError(f"with a process_group {name} must be 0, got {getattr(config, name)}")
@@ -270,7 +268,7 @@ def is_sharded(cache: ChunkedPrefillCache) -> bool:
 
 @contextlib.contextmanager
 def sharded(
-    model: Any, handle: Any, cache: ChunkedPrefillCache, tokens: Tensor, mask: Tensor | None
+    handle: Any, cache: ChunkedPrefillCache, tokens: Tensor, mask: Tensor | None
 ) -> Iterator[Any]:
     """Spread a prompt over the processes of a handle, in an empty cache.
 

@@ -95,6 +95,8 @@ def refusals(rank: int, folder: Path, count: int) -> dict[str, Any]:
     with enable(model, **sparse):
         errors["used"] = error_of(lambda: model(ids, cache=used))
         errors["static"] = error_of(lambda: model(ids, cache=static))
+    group = torch.distributed.group.WORLD
+    errors["group"] = error_of(lambda: enable(model, process_group=group, **SETTINGS["h2o"]))
     # The group is still in order.
     errors["none"] = error_of(lambda: chunked_prefill(model, ids, **sparse))
     bars: list[Any] = []
@@ -144,6 +146,7 @@ def test_what_every_rank_refuses_and_shows(folder: Path) -> None:
         assert "token ids must be the same on every rank, got" in errors["token ids"][1]
         assert "would count positions from 0; got DynamicCache with tokens" in errors["used"][1]
         assert errors["static"][:1] == ("ValueError",)
+        assert "must be whole in each process, got a stage" in errors["group"][1]
         assert errors["none"] is None
         # A bar on rank 0 alone, if that has a terminal.
         assert errors["bars"] == [[None if rank == 0 else True, 64, 64]]

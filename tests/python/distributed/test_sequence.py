@@ -241,7 +241,7 @@ def interrupted(rank: int, folder: Path, victim: int, name: str) -> Any:
     """Prefill twice; the victim gets a signal in the second prompt."""
     model = load(folder)
     cache = ChunkedPrefillCache(config=model.config)
-    with enable(model, process_group=torch.distributed.group.WORLD, **SETTINGS["recommended"]):
+    with enable(model, process_group=torch.distributed.group.WORLD, **SETTINGS["widened"]):
         chunked_prefill(model, prompt(1, 96))
 
         def strike(*_: Any) -> None:
