@@ -47,7 +47,9 @@ def chunked_prefill(
 
     A model that transformers has loaded as stages (`DistributedConfig(pp_size=...)`) is prefilled
     by all of them at the same time, each on another chunk: call this in every process, with the
-    same arguments. The result is that of one process with `chunks_per_call=1`, to the bit.
+    same arguments. The result is that of one process with `chunks_per_call=1`, to the bit. So is
+    that of a model which is enabled with a `process_group`, each process of which prefills a range
+    of the prompt in one call.
 
     Parameters
     ----------
