@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.24")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
