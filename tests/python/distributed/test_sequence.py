@@ -21,9 +21,17 @@ from hypothesis import strategies as st
 from processes import error_of, load, run
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from h2o_prefill import ChunkedPrefillCache, PrefillConfig, chunked_prefill, enable, gather_cache
+from h2o_prefill import (
+    ChunkedPrefillCache,
+    PrefillConfig,
+    chunked_prefill,
+    enable,
+    gather_cache,
+    ops,
+)
 from h2o_prefill.distributed import CompactPast, DistributedPrefillError, MemoryRows, ShardPlan
 from h2o_prefill.functional import NO_RECALL, memory_width, recall_lists, sparse_attention
+from h2o_prefill.hf.sharded import attend_to_range
 
 SPARSE: dict[str, Any] = {
     "chunk_size": 16,
@@ -39,8 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "wide": {"config": "recommended", **SPARSE, **WIDE},
     "no sets": {"config": "h2o", "chunk_size": 16, "local_window": 0, "heavy_budget": 0}
     | {"block_diagonal": True},
-    # Dense attention adds up keys by blocks, which begin elsewhere.
     "widened": {"config": "recommended", **SPARSE, **MEASURED},
+    # Dense attention adds up keys by blocks, which begin elsewhere.
     "near dense": {"config": "recommended", **SPARSE, "dense_layers": (0,)},
     "near exact": {"config": "exact", "chunk_size": 16},
 }
@@ -103,6 +111,21 @@ def test_a_range_attends_as_in_one_call(data: st.DataObject) -> None:
     assert whole.last_chunk_begin == state.last_chunk_begin
     at = whole.memory.clamp(min=0).long()
     assert torch.equal(whole.scores.gather(2, at), state.scores.gather(2, at))
+
+
+@pytest.mark.parametrize("begin", [0, 16])
+def test_exact_rows_of_a_range_have_sinks_once_and_softcap(begin: int) -> None:
+    torch.manual_seed(begin)
+    q, k, v = torch.randn(2, 4, 2, 32), torch.randn(2, 2, 48, 32), torch.randn(2, 2, 48, 8)
+    rows, options = torch.tensor([begin + 3, begin + 11]), (0.3, torch.randn(4), 2.0)
+    (out, lse), *others = attend_to_range(q, k, v, rows, begin, options)
+    assert len(others) == (begin > 0)
+    for other in others:
+        out, lse = ops.merge_states(out, lse, *other)
+    for number, row in enumerate(rows):
+        seen = k[:, :, : row + 1], v[:, :, : row + 1]
+        expected = ops.dense_attention(q[:, :, number : number + 1], *seen, *options)
+        torch.testing.assert_close(out[:, :, number : number + 1], expected)
 
 
 def test_ranges_are_whole_chunks() -> None:
