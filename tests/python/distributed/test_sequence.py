@@ -216,6 +216,20 @@ def test_ranges_give_what_one_process_gives(folder: Path, count: int) -> None:
                 assert torch.equal(found, value), name
 
 
+def by_heads_and_tokens(rank: int, folder: Path, **sizes: int) -> Any:
+    model = load(folder, **sizes)
+    mesh = model._mesh_manager.get_mesh("dp_replicate") if sizes else None
+    with enable(model, process_group=mesh, **SETTINGS["recommended"]):
+        return chunked_prefill(model, prompt(1, 205), chunks_per_call=99).logits
+
+
+def test_processes_have_heads_and_tokens(folder: Path) -> None:
+    expected = run(1, by_heads_and_tokens, folder)[0]
+    work = partial(by_heads_and_tokens, tp_size=2, dp_replicate_size=2)
+    for found in run(4, work, folder):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def refusals(rank: int, folder: Path) -> Any:
     model, ids = load(folder), prompt(1, 96)
     group, sparse = torch.distributed.group.WORLD, SETTINGS["recommended"]
