@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     count, distributed = int(os.environ.get("WORLD_SIZE", 1)), {}
     if count > 1:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group()  # gloo, and nccl for what is on GPUs
         if options.split == "layers":
             distributed = {"distributed_config": DistributedConfig(pp_size=count)}
     model, tokenizer = load_model(options.model, options.dtype, **distributed)

@@ -216,6 +216,8 @@ class SequencePrefill:
         The processes in the order of their ranges.
     plan : ShardPlan
         What each of them has and needs.
+    recall : tuple of Tensor
+        The lists of recalled keys of the own range.
     exact : ExactRows, optional
         Rows in which errors are measured.
 
@@ -225,8 +227,11 @@ class SequencePrefill:
         Bytes of keys, values and memory sets that were sent so far.
     """
 
-    def __init__(self, ranks: Ranks, plan: ShardPlan, exact: ExactRows | None = None) -> None:
-        self.ranks, self.plan, self.exact, self.bytes_sent = ranks, plan, exact, 0
+    def __init__(
+        self, ranks: Ranks, plan: ShardPlan, recall: RecallLists, exact: ExactRows | None = None
+    ) -> None:
+        self.ranks, self.plan, self.recall, self.exact = ranks, plan, recall, exact
+        self.bytes_sent = 0
         self.begin, self.end = plan.bounds[ranks.number]
         # Messages under way, each with its receiver and layer.
         self._sent: deque[tuple[dist.Work, Tensor, int, int]] = deque()

@@ -87,10 +87,8 @@ class ShardedLayer(DynamicLayer):
             return self._attend_everywhere(query, options)
         if self.is_whole:
             return ops.dense_attention(query, keys, values, *options)
-        assert call.context is not None
         sequence, total = self.sequence, keys.shape[2]
-        lists = call.context.recall_lists(len(query), sequence.begin, call.new, query.device)
-        recall = self.past.recall_lists(lists)
+        recall = self.past.recall_lists(sequence.recall)
         if self.config.error_rows:
             out = self._attend_and_measure(query, recall, options)
             call.enabled.note_errors(self.number, rows.errors)
@@ -316,7 +314,9 @@ def sharded(
     ]
     rows = [_measured(config, *bounds) for bounds in plan.bounds]
     exact = ExactRows(ranks, rows, layers_measured) if layers_measured else None
-    sequence = SequencePrefill(ranks, plan, exact)
+    begin, end = plan.bounds[ranks.number]
+    own = lists_of_rows(lists, length, begin, end, config.recall_block)
+    sequence = SequencePrefill(ranks, plan, own, exact)
     before = cache.layers
     layers = [ShardedLayer(number, config, sequence) for number in range(len(before))]
     cache.layers = [*layers]
