@@ -16,7 +16,12 @@ import torch
 import typer
 from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls
 from common.benchmark import Case, Plan, benchmark, new_app
-from common.machine import allocated_bytes, first_call_peak_bytes, resident_bytes
+from common.machine import (
+    allocated_bytes,
+    first_call_peak_bytes,
+    profiled_rounds,
+    resident_bytes,
+)
 from common.report import Report, Row
 from torch import Tensor
 
@@ -60,11 +65,13 @@ CORES = (1, 2, 4, 8, 16, 32, 64, 128)
 def prefill(plan: Plan) -> None:
     """Time the whole operator against torch SDPA (causal, enable_gqa) over the same tokens.
 
-    On a GPU every backend of SDPA is timed, and the fastest is the baseline. Lengths go up until
-    the next one would take longer than --seconds. "efficiency %" is the speedup over the fewest
+    Presets with lexical recall get the lists of a text, found before. On a GPU every backend of
+    SDPA is timed, and the fastest is the baseline. Lengths go up until the next one would take
+    longer than --seconds. "efficiency %" is the speedup over the fewest
     threads of --threads in the same run, over that of as many times the threads.
     """
     config = plan.config()
+    ids = _read_ids(max(plan.lengths), plan.quick)[1] if config.recall else None
     fewest: dict[tuple[object, ...], tuple[int, float]] = {}
     sizes = f"S={config.chunk_size}, M={config.memory_size}"
     title = f"chunked_sparse_attention, {sizes}: beside torch SDPA (causal, enable_gqa)"
@@ -75,7 +82,8 @@ def prefill(plan: Plan) -> None:
                 if not plan.affords(length, last):
                     report.note(f"N >= {length} left out, they need a larger --seconds")
                     break
-                row, taken = _prefill_row(case, length, config, plan.seconds)
+                lists = None if ids is None else find_recalled(ids[:, :length], config)
+                row, taken = _prefill_row(case, length, config, lists, plan.seconds)
                 time = row["sparse_milliseconds"]
                 key = (case.heads, case.dtype, length)
                 threads, base = fewest.setdefault(key, (case.threads, time))
@@ -86,16 +94,16 @@ def prefill(plan: Plan) -> None:
 
 
 def _prefill_row(
-    case: Case, length: int, config: PrefillConfig, seconds: float
+    case: Case, length: int, config: PrefillConfig, lists: RecalledKeys | None, seconds: float
 ) -> tuple[Row, float]:
     """Return a row, and the seconds that one call of every candidate took."""
     q, k, v = case.qkv(length)
     baselines = sdpa_calls(q, k, v, causal=True)
-    calls = {**baselines, "sparse": lambda: sparse_attention(q, k, v, None, config)}
+    calls = {**baselines, "sparse": _sparse_call((q, k, v), config, lists)}
     timings = case.compare(calls, seconds)
     best, speedup = beside_sdpa(timings, "sparse", baselines)
     dense_flops = case.heads.attention_flops(dense_dot_products(length))
-    sparse_flops = case.heads.attention_flops(sparse_dot_products(length, config))
+    sparse_flops = case.heads.attention_flops(sparse_dot_products(length, config, lists))
     flop_ratio = dense_flops / sparse_flops
     row = {
         "dense_milliseconds": 1e3 * timings.median(best),
@@ -107,6 +115,57 @@ def _prefill_row(
         "speedup_by_flops": speedup["speedup"] / flop_ratio,
     }
     return row, sum(map(timings.median, calls))
+
+
+def _sparse_call(
+    qkv: tuple[Tensor, Tensor, Tensor], config: PrefillConfig, lists: RecalledKeys | None
+) -> Callable[[], object]:
+    query = qkv[0]
+    recalled = NO_RECALL if lists is None else lists.of_rows(0, query.shape[2], query.device)
+    return partial(sparse_attention, *qkv, None, config, recalled)
+
+
+@benchmark(
+    app,
+    "kernels",
+    "preset",
+    device="cuda",
+    shape="llama3",
+    lengths=((8192, 32768, 131072), (200,)),
+)
+def kernels(plan: Plan) -> None:
+    """Divide one prefill on a GPU among its kernels, by PyTorch's profiler.
+
+    "elsewhere" is the time in which none of them ran: what waits for the host, and gaps.
+    """
+    if not plan.on_gpu:
+        raise ValueError("the kernels of a GPU need --device cuda")
+    config = plan.config()
+    ids = _read_ids(max(plan.lengths), plan.quick)[1] if config.recall else None
+    title = f"GPU kernels of chunked_sparse_attention, S={config.chunk_size}"
+    with Report(plan, title, preset=plan.preset, lengths=plan.lengths) as report:
+        for case in plan.cases():
+            for length in plan.lengths:
+                lists = None if ids is None else find_recalled(ids[:, :length], config)
+                sparse = _sparse_call(case.qkv(length), config, lists)
+                whole = case.compare({"sparse": sparse}, plan.seconds).median("sparse")
+                *_, found = profiled_rounds(sparse, 0.0)
+                found["elsewhere"] = (whole - sum(time for time, _ in found.values()), 1)
+                for name, (time, launches) in sorted(found.items(), key=lambda x: -x[1][0]):
+                    report.add(
+                        **case.fields,
+                        length=length,
+                        kernel=_short_name(name),
+                        milliseconds=1e3 * time,
+                        percent=100 * time / whole,
+                        launches=launches,
+                    )
+
+
+def _short_name(kernel: str) -> str:
+    """Return a kernel's name without namespaces, return type and arguments."""
+    name = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.sub(r"\b\w+::", "", name.split("(")[0])[:60]
 
 
 @benchmark(app, "scaling", "dtype", "shape", preset="recommended", seconds=10.0)

@@ -16,6 +16,7 @@ from common.benchmark import (
     Row,
     TextFileOption,
     benchmark,
+    compare_on,
     dtype_name,
     load_with_text,
     new_app,
@@ -51,7 +52,9 @@ def _where(length: int, dtype: torch.dtype, threads: int) -> Row:
 # The functions below load transformers themselves, which --help does not need.
 
 
-@benchmark(app, "model", "preset", **BOTH, lengths=((2048, 4096, 8192), (200,)), seconds=240.0)
+@benchmark(
+    app, "model", "preset", "device", **BOTH, lengths=((2048, 4096, 8192), (200,)), seconds=240.0
+)
 def prefill(plan: Plan, model: ModelOption = MODEL) -> None:
     """Time the prefill of a Hugging Face model, logits of the last token only.
 
@@ -69,6 +72,7 @@ def prefill(plan: Plan, model: ModelOption = MODEL) -> None:
         for kind in plan.dtypes:
             known = model in RANDOM_MODELS
             network = random_model(model, kind) if known else load_model(model, kind)[0]
+            network.to("cuda" if plan.on_gpu else "cpu")
             for count in plan.each_threads():
                 last: tuple[int, float] | None = None
                 for length in plan.lengths:
@@ -77,11 +81,12 @@ def prefill(plan: Plan, model: ModelOption = MODEL) -> None:
                         break
                     ids = random_ids(network, length, torch.Generator().manual_seed(0))
                     variants = prefill_variants(network, ids, plan.config())
-                    timings = compare(variants, plan.seconds)
+                    timings = compare_on(plan.on_gpu, variants, plan.seconds)
                     last = (length, sum(map(timings.median, variants)))
+                    where = _where(length, kind, count)
                     for name in variants:
                         report.add(
-                            **_where(length, kind, count),
+                            **where | ({"device": "cuda"} if plan.on_gpu else {}),
                             **rate_fields(timings, name, length),
                             **timings.ratio("dense", name).fields("speedup"),
                             speedup_over_chunked=timings.ratio("dense_chunked", name).value,

@@ -1,88 +1,107 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in under 9 minutes: build for the GPU that is there, tests,
-# compute-sanitizer on a few of them, benchmarks. Needs nvcc and a CUDA build of PyTorch.
+# Everything that needs a GPU: tests with compute-sanitizer beside them, times, kernels in depth.
+# Each part takes three minutes or less. Needs a CUDA build of PyTorch, and nvcc where the package
+# at hand has no CUDA kernels: they are built first.
 #
-#   benchmarks/run_gpu.sh [folder]   logs and JSON go to the folder, by default build/gpu
+#   benchmarks/run_gpu.sh [--part tests|times|depth] [folder]
 #
-# PYTHON names the interpreter that has PyTorch, cmake and ninja. A part that fails or runs out of
-# time does not keep the next ones from running; the exit status says whether any did.
+# Logs and JSON go to the folder, by default build/gpu. PYTHON names the interpreter that has
+# PyTorch. What fails or runs out of time does not keep the rest from running; the exit status says
+# whether anything did.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || command -v python3)}"
+parts=(tests times depth)
+if [ "${1:-}" = --part ]; then
+  parts=("$2")
+  shift 2
+fi
 results="${1:-build/gpu}"
 mkdir -p "$results"
 results="$(cd "$results" && pwd)"
-failed=()
+export PYTHONPATH="$PWD" CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONUNBUFFERED=1
 
-# part NAME SECONDS COMMAND...: runs a command with a time limit, its output in NAME.log.
-part() {
+# run NAME SECONDS COMMAND...: runs a command with a time limit, its output in NAME.log.
+run() {
   local name="$1" limit="$2" begin=$SECONDS
   shift 2
-  if timeout "$limit" "$@" >"$results/$name.log" 2>&1; then
-    echo "$name: passed in $((SECONDS - begin)) s"
-  else
-    echo "$name: FAILED ($?) after $((SECONDS - begin)) s, see $results/$name.log"
+  timeout -k 5 "$limit" "$@" >"$results/$name.log" 2>&1
+  local code=$?
+  echo "$name: $([ $code = 0 ] && echo passed || echo "FAILED ($code)") in $((SECONDS - begin)) s"
+  if [ $code != 0 ]; then
     tail -n 15 "$results/$name.log"
-    failed+=("$name")
+    echo "$name" >>"$results/failed"
   fi
 }
+rm -f "$results/failed"
 
-"$PYTHON" - <<'EOF' || exit 1
-import sys, torch
-if not torch.cuda.is_available():
-    sys.exit("PyTorch finds no GPU")
-print(torch.cuda.get_device_name(), "torch", torch.__version__)
-EOF
-capability="$("$PYTHON" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')"
-# The instructions of Hopper that its successors lack have an architecture of their own.
-[ "$capability" = 9.0 ] && capability=9.0a
-
-# Built beside the sources, in place, so that nothing has to be installed.
-export TORCH_CUDA_ARCH_LIST="$capability" H2O_WITH_CUDA=ON H2O_BUILD_DIR="$PWD/build/gpu-cmake"
-export PYTHONPATH="$PWD" CUBLAS_WORKSPACE_CONFIG=:4096:8
-part build 150 "$PYTHON" setup.py -q build_ext --inplace
-if [ ${#failed[@]} -gt 0 ]; then exit 1; fi
-
-part tests 90 "$PYTHON" -m pytest -q --maxfail=20 -k cuda tests/python/ops
-# On Hopper once more with its own kernels, where they take the problem; the sanitizer sees both kinds.
-hopper=()
-if [ "$capability" = 9.0a ]; then
-  hopper=(env H2O_PREFILL_CUDA_SM90=1)
-  part tests-sm90 60 "${hopper[@]}" "$PYTHON" -m pytest -q --maxfail=20 -k cuda tests/python/ops
+facts='import h2o_prefill, torch
+print("%d.%d" % torch.cuda.get_device_capability(), torch.ops.h2o_prefill.has_cuda())'
+read -r capability has_kernels < <("$PYTHON" -c "$facts" 2>/dev/null)
+if [ "${has_kernels:-}" != True ]; then
+  capability="$("$PYTHON" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')" || exit 1
+  # Built in place, for the GPU that is there, so that nothing has to be installed.
+  export TORCH_CUDA_ARCH_LIST="$capability" H2O_WITH_CUDA=ON H2O_BUILD_DIR="$PWD/build/gpu-cmake"
+  run build 300 "$PYTHON" setup.py -q build_ext --inplace
+  [ -e "$results/failed" ] && exit 1
 fi
+"$PYTHON" -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)'
 
-# The sanitizer slows kernels down a hundred times: one problem of every kernel.
-if command -v compute-sanitizer >/dev/null; then
-  for tool in memcheck racecheck; do
-    part "sanitizer-$tool" 45 "${hopper[@]}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
-      "$PYTHON" -m pytest -q -p no:cacheprovider tests/python/ops/test_cuda.py -k every_kernel
+# The kernels for every GPU and, on Hopper, its own.
+paths=(sm80)
+[ "$capability" = 9.0 ] && paths+=(sm90)
+on_path() { echo env "H2O_PREFILL_CUDA_SM90=$([ "$1" = sm90 ] && echo 1 || echo 0)"; }
+
+tests() {
+  for path in "${paths[@]}"; do
+    run "tests-$path" 150 $(on_path "$path") "$PYTHON" -m pytest -v -n 5 --maxfail=40 \
+      -o faulthandler_timeout=60 -p no:cacheprovider -k cuda tests/python/ops &
+    # The sanitizer slows kernels down a hundred times: one problem of every kernel.
+    command -v compute-sanitizer >/dev/null || continue
+    for tool in memcheck racecheck synccheck; do
+      run "sanitizer-$tool-$path" 120 $(on_path "$path") compute-sanitizer --tool "$tool" \
+        --error-exitcode 9 "$PYTHON" -m pytest -q -p no:cacheprovider tests/python/ops/test_cuda.py \
+        -k "every_kernel and dtype1-128" &
+    done
   done
-else
-  echo "sanitizer: skipped, compute-sanitizer is not installed"
-fi
-
-# bench RESULT SECONDS PROGRAM ARGUMENTS...
-bench() {
-  local name="$1" limit="$2" program="$3"
-  shift 3
-  part "bench-$name" "$limit" "$PYTHON" "benchmarks/$program.py" "$@" --device cuda \
-    --json "$results/$name.json"
+  run tests-models 150 "$PYTHON" -m pytest -v -n 3 -p no:cacheprovider --runslow tests/python/hf/test_cuda.py &
+  wait
 }
-lengths=1024,4096,8192,16384,32768,65536,131072
-bench prefill 60 layer prefill --seconds 2 --lengths "$lengths"
-bench intra_chunk 20 operators intra_chunk --seconds 1
-bench memory 20 operators memory --seconds 1
-bench colsum 25 operators colsum --seconds 2
-bench linear 40 linear linear --seconds 1.5 --lengths "$lengths"
-if [ ${#hopper[@]} -gt 0 ]; then
-  export H2O_PREFILL_CUDA_SM90=1
-  bench prefill_sm90 60 layer prefill --seconds 2 --lengths "$lengths"
-  bench colsum_sm90 25 operators colsum --seconds 2
-fi
 
+# bench NAME SECONDS PROGRAM COMMAND OPTIONS...
+bench() {
+  local name="$1" limit="$2"
+  shift 2
+  run "$name" "$limit" "${environment[@]}" "$PYTHON" "benchmarks/$1.py" "${@:2}" --device cuda --json "$results/$name.json"
+}
+
+times() {
+  for path in "${paths[@]}"; do
+    local environment=($(on_path "$path"))
+    for preset in h2o recommended; do
+      bench "prefill_${preset}_$path" 60 layer prefill --preset $preset --shape llama3 --seconds 6 \
+        --lengths 4096,8192,32768,131072
+      bench "kernels_${preset}_$path" 40 layer kernels --preset $preset
+    done
+  done
+}
+
+depth() {
+  for path in "${paths[@]}"; do
+    local environment=($(on_path "$path"))
+    bench "colsum_$path" 30 operators colsum --seconds 1
+    bench "intra_chunk_$path" 30 operators intra_chunk --seconds 1
+    bench "memory_$path" 30 operators memory --seconds 1
+    bench "model_$path" 60 models model --model llama3-8b-layers --preset recommended \
+      --dtype bfloat16 --lengths 8192,32768 --seconds 8
+  done
+  bench linear 40 linear linear --seconds 1.5 --lengths 4096,16384,65536
+}
+
+for part in "${parts[@]}"; do $part; done
 echo "total: $SECONDS s"
-if [ ${#failed[@]} -gt 0 ]; then
-  echo "failed: ${failed[*]}"
+if [ -e "$results/failed" ]; then
+  echo "failed: $(tr '\n' ' ' <"$results/failed")"
   exit 1
 fi

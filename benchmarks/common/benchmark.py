@@ -85,11 +85,13 @@ class Case:
 
         `past` tokens of the history come before the `length` queries.
         """
-        generator = torch.Generator().manual_seed(0)
+        device = "cuda" if self.on_gpu else "cpu"
+        generator = torch.Generator(device).manual_seed(0)
 
         def make(heads: int, tokens: int) -> Tensor:
-            x = torch.randn(1, tokens, heads, self.heads.head_dim, generator=generator)
-            return x.to("cuda" if self.on_gpu else "cpu", self.dtype).transpose(1, 2)
+            shape = (1, tokens, heads, self.heads.head_dim)
+            x = torch.randn(shape, generator=generator, device=device)
+            return x.to(self.dtype).transpose(1, 2)
 
         kv_heads = self.heads.kv_heads
         keys, values = (make(kv_heads, past + length) for _ in range(2))
@@ -97,7 +99,12 @@ class Case:
 
     def compare(self, calls: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
         """Time calls in turns, on a GPU by its events."""
-        return compare(calls, seconds, timer=gpu_timer if self.on_gpu else None)
+        return compare_on(self.on_gpu, calls, seconds)
+
+
+def compare_on(gpu: bool, calls: Mapping[str, Callable[[], Any]], seconds: float) -> Timings:
+    """Time calls in turns, on a GPU by its events."""
+    return compare(calls, seconds, timer=gpu_timer if gpu else None)
 
 
 @dataclass(frozen=True)

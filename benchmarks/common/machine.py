@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -100,20 +100,32 @@ def kernel_seconds(
     call: Callable[[], object], names: Sequence[str], seconds: float
 ) -> dict[str, list[float]]:
     """Return the seconds of the GPU kernels whose names hold each of `names`, one a round."""
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for kernels in profiled_rounds(call, seconds):
+        for name in names:
+            events = [time for key, (time, _) in kernels.items() if name in key]
+            if not any(events):
+                raise RuntimeError(f"no kernel {name} was launched")
+            taken[name].append(sum(events))
+    return taken
+
+
+def profiled_rounds(
+    call: Callable[[], object], seconds: float
+) -> Iterator[dict[str, tuple[float, int]]]:
+    """Give, a round, the seconds of each GPU kernel of a call and how often it ran, by its name."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
     end = time.perf_counter() + seconds
-    taken: dict[str, list[float]] = {name: [] for name in names}
     rounds = 0
     while rounds < 2 or (rounds < _MAX_PROFILED and time.perf_counter() < end):
         with profile(activities=[ProfilerActivity.CUDA]) as run:
             call()
             torch.cuda.synchronize()
-        for name in names:
-            events = [event for event in run.key_averages() if name in event.key]
-            if not any(event.self_device_time_total for event in events):
-                raise RuntimeError(f"no kernel {name} was launched")
-            taken[name].append(sum(event.self_device_time_total for event in events) / 1e6)
+        yield {
+            event.key: (event.self_device_time_total / 1e6, event.count)
+            for event in run.key_averages()
+            if event.self_device_time_total
+        }
         rounds += 1
-    return taken

@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
     if (!masked) {
       tile::multiply_transposed<dtype, kUnits>(s, warp_tile, ring + stage, lane);
       if (!keys.unmasked(j, warp_row)) mask(s, keys, j, warp_row, lane);
-      softmax.update(s, p.scale_log2).apply(out);
+      const auto rescaling = softmax.update(s, p.scale_log2);
+      if (rescaling.is_needed()) rescaling.apply(out);
     }
     next_stage();
 

@@ -279,11 +279,18 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
         turns.give();
         ptx::wgmma_wait<1>();
         const auto rescaling = weigh(j);
-        ptx::wgmma_wait<0>();
-        ptx::fence_accumulators(out);
+        // The wait is in both branches: ptxas would move a wait that follows them up, before the
+        // exponentials that are to be computed while the products are under way.
+        if (rescaling.is_needed()) {
+          ptx::wgmma_wait<0>();
+          ptx::fence_accumulators(out);
+          rescaling.apply(by_tiles(out));
+        } else {
+          ptx::wgmma_wait<0>();
+          ptx::fence_accumulators(out);
+        }
         weights.fence();
         shared.value_ring.release(key_tiles + j - 1, thread);
-        rescaling.apply(by_tiles(out));
         weights.template round<dtype>(s);
       }
       shared.value_ring.wait_for_tile(key_tiles + tiles - 1);

@@ -62,9 +62,11 @@ struct OnlineSoftmax {
     float factor[kM][2];
     bool grown;  // some factor of the lane is not 1
 
+    // By all lanes of the warp.
+    __device__ __forceinline__ bool is_needed() const { return __any_sync(0xFFFFFFFFU, grown); }
+
     template <int kN>
     __device__ __forceinline__ void apply(float (&out)[kM][kN][4]) const {
-      if (!__any_sync(0xFFFFFFFFU, grown)) return;
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll

@@ -2,9 +2,18 @@
 
 import pytest
 import torch
-from op_testing import DTYPES, Shape, make_indices, make_qkv, recall_text
+from op_testing import (
+    DTYPES,
+    Shape,
+    compare_with_oracle,
+    make_indices,
+    make_qkv,
+    recall_text,
+    settings_text,
+)
 
 from h2o_prefill import ops
+from h2o_prefill.reference import ops as oracle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -92,6 +101,56 @@ def as_tuple(result):
 def test_every_kernel_runs(dtype, head_dim):
     for call in every_operator(dtype, head_dim, head_dim).values():
         assert all(not x.is_floating_point() or not x.isnan().any() for x in as_tuple(call()))
+
+
+# More row tiles than a GPU runs at once, and more tiles of keys than the rings have buffers.
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["chunks", "memory", "dense", "window", "recall"])
+def test_long_calls_agree_with_the_oracle(name, head_dim):
+    def qkv(length, past=0):
+        shape = Shape(1, 16, 4, length, head_dim, head_dim)
+        return make_qkv(shape, torch.bfloat16, "cuda", past=past)
+
+    def check(operator, *arguments):
+        return compare_with_oracle(getattr(ops, operator), getattr(oracle, operator), *arguments)
+
+    if name == "chunks":
+        check("intra_chunk_attention", *qkv(8000), 1024)
+    elif name == "memory":
+        shape = Shape(1, 16, 4, 3000, head_dim, head_dim)
+        indices = make_indices(shape, 8000, 2000, "cuda")
+        check("memory_attention", *qkv(3000, 5000), indices)
+    elif name == "dense":
+        check("dense_attention", *qkv(3000, 5000))
+    elif name == "window":
+        check("sliding_window_attention", *qkv(4000), 900)
+    else:
+        # Memory sets are the last keys alone: among heavy hitters two may be as good.
+        fields = {"local_window": 700, "heavy_budget": 0}
+        ids = torch.randint(0, 500, (1, 8000), generator=torch.Generator().manual_seed(5))
+        text = recall_text(1024, 64, 4, recall_max_count=1000, **fields)
+        lists = [x.cuda() for x in ops.lexical_recall(ids, 0, text)]
+        tail = settings_text(chunk_size=1024, dense_tail=300, recall_block=64, **fields)
+        check("chunked_sparse_attention", *qkv(8000), None, None, *lists, 0, tail)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_200_runs_beside_a_busy_stream_are_equal_to_the_bit(head_dim):
+    shape = Shape(1, 16, 4, 6000, head_dim, head_dim)
+    q, k, v = make_qkv(shape, torch.bfloat16, "cuda")
+    settings = settings_text(chunk_size=1024, local_window=256, heavy_budget=256)
+    noise = torch.randn(2048, 2048, device="cuda")
+    stream = torch.cuda.Stream()
+
+    def run():
+        return ops.chunked_sparse_attention(q, k, v, None, None, None, None, None, 0, settings)
+
+    first = run()
+    for _ in range(200):
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                noise @ noise
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
