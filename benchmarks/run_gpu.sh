@@ -48,21 +48,26 @@ if [ "${has_kernels:-}" != True ]; then
 fi
 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)'
 
-# The kernels for every GPU and, on Hopper, its own.
+# The kernels for every GPU and, on Hopper, its own, which are the default there.
 paths=(sm80)
 [ "$capability" = 9.0 ] && paths+=(sm90)
 on_path() { echo env "H2O_PREFILL_CUDA_SM90=$([ "$1" = sm90 ] && echo 1 || echo 0)"; }
 
 tests() {
+  local attention=(tests/python/ops/test_{cuda,chunked_sparse_attention,dense_attention,intra_chunk_attention}.py
+    tests/python/ops/test_{memory_attention,prefill_attention,sliding_window_attention}.py)
   for path in "${paths[@]}"; do
-    run "tests-$path" 150 $(on_path "$path") "$PYTHON" -m pytest -v -n 5 --maxfail=40 \
-      -o faulthandler_timeout=60 -p no:cacheprovider -k cuda tests/python/ops &
+    run "tests-$path" 150 $(on_path "$path") "$PYTHON" -m pytest -v -n 6 --maxfail=40 \
+      -o faulthandler_timeout=60 -p no:cacheprovider -k cuda \
+      $([ "$path" = sm80 ] && echo tests/python/ops || echo "${attention[@]}") &
     # The sanitizer slows kernels down a hundred times: one problem of every kernel.
     command -v compute-sanitizer >/dev/null || continue
     for tool in memcheck racecheck synccheck; do
-      run "sanitizer-$tool-$path" 120 $(on_path "$path") compute-sanitizer --tool "$tool" \
-        --error-exitcode 9 "$PYTHON" -m pytest -q -p no:cacheprovider tests/python/ops/test_cuda.py \
-        -k "every_kernel and dtype1-128" &
+      local problem="every_kernel and dtype1-128"
+      [ $tool = racecheck ] && problem="every_kernel and dtype1-64 and (intra or memory_att or recall or select)"
+      run "sanitizer-$tool-$path" 130 $(on_path "$path") compute-sanitizer --tool "$tool" \
+        --error-exitcode 9 "$PYTHON" -m pytest -v -p no:cacheprovider tests/python/ops/test_cuda.py \
+        -k "$problem" &
     done
   done
   run tests-models 150 "$PYTHON" -m pytest -v -n 3 -p no:cacheprovider --runslow tests/python/hf/test_cuda.py &

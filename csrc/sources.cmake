@@ -88,6 +88,7 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/column_sums_sm90.cu
     kernels/cuda/cuda_kernels.cpp
     kernels/cuda/dense_attention_kernel.cpp
+    kernels/cuda/error_rows.cu
     kernels/cuda/gather_rows.cu
     kernels/cuda/gather_rows_kernel.cpp
     kernels/cuda/intra_chunk_attention_kernel.cpp

@@ -104,7 +104,7 @@ function(h2o_add_cuda target)
 
   add_library(${target}_cuda OBJECT ${kernels})
   target_compile_features(${target}_cuda PRIVATE cuda_std_20)
-  target_include_directories(${target}_cuda PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
+  target_include_directories(${target}_cuda PRIVATE ${PROJECT_SOURCE_DIR}/csrc ${PROJECT_SOURCE_DIR}/csrc/include)
   # The architectures of a file are compiled side by side.
   target_compile_options(${target}_cuda PRIVATE -Xcompiler=-Wall,-Wextra --threads=0)
   set_target_properties(

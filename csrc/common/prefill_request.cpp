@@ -208,17 +208,9 @@ void PrefillRequest::write_factors(int32_t* factors) const {
   const auto here = errors.defined() ? errors.cpu() : errors;
   const float* const known = here.defined() ? here.const_data_ptr<float>() : nullptr;
   for (int64_t unit = 0; unit < units(); ++unit) {
-    factors[unit] = static_cast<int32_t>(
-        factor(unit % key.size(1), known ? known[unit * kErrorFields + kDoublings] : 0));
+    const int64_t widened = known ? widening().factor(known + unit * kErrorFields) : 1;
+    factors[unit] = static_cast<int32_t>(settings.factor_of_head(unit % key.size(1)) * widened);
   }
-}
-
-void PrefillRequest::record_error(float* entry, double error) const {
-  const auto most = static_cast<float>(most_doublings());
-  entry[kFactorSum] += std::exp2(entry[kDoublings]);
-  if (error > settings.error_threshold && entry[kDoublings] < most) entry[kDoublings] += 1;
-  entry[kErrorSum] += static_cast<float>(error);
-  entry[kErrorCount] += 1;
 }
 
 at::Tensor PrefillRequest::empty_out() const {

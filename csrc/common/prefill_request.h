@@ -12,7 +12,7 @@
 
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/ops.h"
-#include "kernels/key_sets.h"
+#include "kernels/widening.h"
 
 namespace h2o_prefill {
 
@@ -53,20 +53,18 @@ struct PrefillRequest {
   int64_t most_members() const { return std::min(settings.memory_size(), total()); }
   // Whether heads differ in the factor of their L and H.
   bool has_factors() const { return settings.widens() || !settings.wide_heads.empty(); }
-  // Rows of a chunk in which errors are measured.
-  int64_t error_rows(const RowRange& rows) const {
-    return std::min(settings.error_rows, rows.count);
+  // The rows of all chunks in which errors are measured.
+  MeasuredRows measured_rows() const {
+    return {.length = length(),
+            .past = past(),
+            .chunk_size = settings.chunk_size,
+            .count = settings.error_rows};
   }
-  // How often L and H of a head may double, and its factor after so many doublings.
-  int64_t most_doublings() const {
-    return settings.widens() ? std::bit_width(static_cast<uint64_t>(settings.max_widen)) - 1 : 0;
+  WideningRule widening() const {
+    const auto most = static_cast<uint64_t>(settings.widens() ? settings.max_widen : 1);
+    return {.threshold = settings.error_threshold,
+            .most_doublings = static_cast<int64_t>(std::bit_width(most)) - 1};
   }
-  int64_t factor(int64_t head, double doublings) const {
-    return settings.factor_of_head(head)
-           << std::clamp<int64_t>(static_cast<int64_t>(doublings), 0, most_doublings());
-  }
-  // Adds a head's error in a chunk to its entry of `errors`, and doubles L and H where it is large.
-  void record_error(float* entry, double error) const;
   // The factors of all units, in host memory: int32 [units].
   void write_factors(int32_t* factors) const;
   bool reduce_max() const { return settings.gqa_reduce == "max"; }

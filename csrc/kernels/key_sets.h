@@ -21,19 +21,6 @@ struct RowRange {
   H2O_HOST_DEVICE int64_t position() const { return past + begin; }
 };
 
-// Row i of the `count` rows of a chunk in which errors are measured, counted from the chunk's
-// first: a hashed one of each of `count` equal parts, since fixed strides coincide with recall
-// blocks. The hash is the finaliser of SplitMix64. count <= rows.count.
-H2O_HOST_DEVICE int64_t error_row(const RowRange& rows, int64_t count, int64_t i) {
-  const int64_t begin = rows.count * i / count;
-  const int64_t end = rows.count * (i + 1) / count;
-  auto hash = static_cast<uint64_t>(rows.position() + begin) + 0x9E3779B97F4A7C15U;
-  hash = (hash ^ (hash >> 30U)) * 0xBF58476D1CE4E5B9U;
-  hash = (hash ^ (hash >> 27U)) * 0x94D049BB133111EBU;
-  hash ^= hash >> 31U;
-  return begin + static_cast<int64_t>(hash % static_cast<uint64_t>(end - begin));
-}
-
 // Keys [begin, begin + count) of the history, of which a row sees those up to its own position. In
 // chunks of chunk_size keys, if that is not 0: a row sees those of its own chunk alone. With a
 // window: a row sees the last `window` keys up to its own position.

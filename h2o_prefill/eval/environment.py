@@ -54,8 +54,9 @@ def cuda_kernels() -> dict[str, str]:
     """Return which GPUs, dtypes and shapes have CUDA kernels, and what runs otherwise."""
     if not has_cuda():
         return {"built": "no: the library was built without CUDA, GPUs run the composite versions"}
+    runs = f", of {torch.ops.h2o_prefill.cuda_arch()} on this GPU" if gpu_name() else ""
     return {
-        "built": f"for {h2o_prefill.build_info()['cuda_archs']}",
+        "built": f"for {h2o_prefill.build_info()['cuda_archs']}{runs}",
         "dtypes": "float32, bfloat16, float16",
         "head dims": "8 to 256 in steps of 8, padded to 64, 96, 128 or 256",
         "composite versions": "float64; other head dims, since kernels copy 16 bytes at a time",

@@ -22,6 +22,7 @@
 #include <tuple>
 
 #include "h2o_prefill/config.h"
+#include "h2o_prefill/error_fields.h"
 #include "h2o_prefill/export.h"
 
 namespace h2o_prefill {
@@ -92,17 +93,6 @@ struct RecallLists {
   at::Tensor positions = {};
   at::Tensor visible_from = {};
 };
-
-// What LayerState::errors holds for each KV head: how often errors have doubled its L and H, the
-// sum of its errors in the chunks where they were measured, the number of these chunks, and the sum
-// of the factors, 2^doublings, that L and H had in them. Doublings of kDense: a layer whose errors
-// were above max_error and that has been dense since.
-inline constexpr int64_t kDoublings = 0;
-inline constexpr int64_t kErrorSum = 1;
-inline constexpr int64_t kErrorCount = 2;
-inline constexpr int64_t kFactorSum = 3;
-inline constexpr int64_t kErrorFields = 4;
-inline constexpr float kDense = -1.0F;
 
 // The state that one layer carries from one call of a prompt to the next. Undefined tensors at
 // first.

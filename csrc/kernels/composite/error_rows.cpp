@@ -9,7 +9,7 @@ namespace h2o_prefill::composite {
 
 // No value is read back, so no device has to be waited for.
 void measure_errors(const PrefillRequest& request, const at::Tensor& out, const RowRange& rows) {
-  const int64_t count = request.error_rows(rows);
+  const int64_t count = request.measured_rows().count_of(rows);
   const int64_t end = rows.position() + rows.count;
   const auto positions = at::arange(end, request.query.options().dtype(at::kLong));
   std::vector<at::Tensor> queries, sparse, visible;
@@ -30,8 +30,8 @@ void measure_errors(const PrefillRequest& request, const at::Tensor& out, const 
                          .view({request.key.size(0), request.key.size(1), -1})
                          .mean(-1);
   auto doublings = request.errors.select(2, kDoublings);
-  const auto grows =
-      (error > request.settings.error_threshold).logical_and(doublings < request.most_doublings());
+  const WideningRule rule = request.widening();
+  const auto grows = (error > rule.threshold).logical_and(doublings < rule.most_doublings);
   request.errors.select(2, kFactorSum).add_(doublings.exp2());
   doublings.add_(grows);
   request.errors.select(2, kErrorSum).add_(error);

@@ -46,10 +46,8 @@ ErrorRows::ErrorRows(const PrefillRequest& request, Workspace& workspace)
       group_(request.query.size(1) / request.key.size(1)),
       shares_(std::min(divide_up(request.total(), kBlockKeys), kMostShares)),
       threads_(at::get_num_threads()) {
-  for_each_chunk(request, [&](const RowRange& rows) {
-    const int64_t count = rows.position() > 0 ? request.error_rows(rows) : 0;
-    for (int64_t i = 0; i < count; ++i) rows_.push_back(rows.begin + error_row(rows, count, i));
-  });
+  const MeasuredRows measured = request.measured_rows();
+  for (int64_t i = 0; i < measured.size(); ++i) rows_.push_back(measured.row(i));
   const CpuKernels& kernels = cpu_kernels();
   const int64_t keys = std::min(request.total(), kBlockKeys);
   const int64_t dim = request.key.size(3);
@@ -203,7 +201,7 @@ void ErrorRows::measure(const AttendChunkArgs& call, const RowRange& rows) const
   const int64_t end = measured(rows.begin + rows.count);
   float* const errors = request_.errors.mutable_data_ptr<float>();
   for_each_task(TaskRange{request_.units()}, threads_, [&](int64_t unit, int64_t) {
-    request_.record_error(errors + unit * kErrorFields, error(call, unit, first, end));
+    request_.widening().record(errors + unit * kErrorFields, error(call, unit, first, end));
   });
 }
 

@@ -1,6 +1,7 @@
 #include "kernels/cuda/attend_forward.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/cuda/attend_forward.cuh"
 #include "kernels/cuda/attend_forward_float.cuh"
@@ -9,6 +10,8 @@
 
 namespace h2o_prefill {
 namespace {
+
+using attend::KeyKind;
 
 // A scale of 0 would make 0 times -inf of masked logits.
 constexpr float kLeastScale = 1e-30F;
@@ -19,7 +22,17 @@ cudaError_t launch_blocks(void (*kernel)(attend::ForwardGrid), int shared_bytes,
   return launch(kernel, dim3(grid.row_tiles()), dim3(tile::kThreads), shared_bytes, stream, grid);
 }
 
-template <DType dtype, int kDim, bool kGathered>
+template <KeyKind kind>
+using KindConstant = std::integral_constant<KeyKind, kind>;
+
+template <typename Visitor>
+cudaError_t with_key_kind(const AttendForwardParams& params, const Visitor& visit) {
+  if (params.gathered) return visit(KindConstant<KeyKind::kGathered>());
+  if (params.limits) return visit(KindConstant<KeyKind::kLimited>());
+  return visit(KindConstant<KeyKind::kCausal>());
+}
+
+template <DType dtype, int kDim, KeyKind kKind>
 cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream) {
   using Shape = attend::ForwardShape<kDim>;
   attend::ForwardGrid grid = attend::grid_of(params, Shape::kRows);
@@ -27,17 +40,18 @@ cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream)
   grid.negate = scale < 0.0F;
   if (grid.negate) scale = -scale;
   if (scale == 0.0F) scale = kLeastScale;
-  return launch_blocks(&attend::attend_forward_kernel<dtype, kDim, kGathered>,
-                       Shape::shared_bytes(kGathered), grid, stream);
+  return launch_blocks(&attend::attend_forward_kernel<dtype, kDim, kKind>,
+                       Shape::shared_bytes(kKind == KeyKind::kGathered), grid, stream);
 }
 
-template <bool kGathered>
+template <KeyKind kKind>
 cudaError_t launch_float(const AttendForwardParams& params, cudaStream_t stream) {
   using Shape = attend::FloatShape;
   if (std::max(params.key.dim, params.value.dim) > Shape::kMaxDim) return cudaErrorInvalidValue;
-  const int shared_bytes = Shape::shared_bytes(static_cast<int>(params.key.dim),
-                                               static_cast<int>(params.value.dim), kGathered);
-  return launch_blocks(&attend::attend_forward_float_kernel<kGathered>, shared_bytes,
+  const int shared_bytes =
+      Shape::shared_bytes(static_cast<int>(params.key.dim), static_cast<int>(params.value.dim),
+                          kKind == KeyKind::kGathered);
+  return launch_blocks(&attend::attend_forward_float_kernel<kKind>, shared_bytes,
                        attend::grid_of(params, Shape::kRows), stream);
 }
 
@@ -47,12 +61,12 @@ cudaError_t launch_attend_forward(const AttendForwardParams& params, cudaStream_
   if (params.rows.count == 0 || params.query.batch == 0 || params.query.heads == 0) {
     return cudaSuccess;
   }
-  return with_kind(params.gathered, [&](auto gathered) {
-    if (params.query.dtype == DType::kFloat32) return launch_float<gathered()>(params, stream);
+  return with_key_kind(params, [&](auto kind) {
+    if (params.query.dtype == DType::kFloat32) return launch_float<kind()>(params, stream);
     return with_half_dtype(params.query.dtype, [&](auto dtype) {
       const int64_t dim = std::max(params.key.dim, params.value.dim);
       return with_padded_dim<64, 96, 128, 256>(dim, [&](auto padded) {
-        return launch_tiles<dtype(), padded(), gathered()>(params, stream);
+        return launch_tiles<dtype(), padded(), kind()>(params, stream);
       });
     });
   });

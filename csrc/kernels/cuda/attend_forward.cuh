@@ -6,8 +6,6 @@
 // multiplied the next two are on their way, and one barrier a buffer is enough.
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/cuda/forward_rows.cuh"
 
 namespace h2o_prefill::attend {
@@ -27,7 +25,8 @@ struct ForwardShape {
   static constexpr int kBlocksPerSm = 2;
   static constexpr int kTileElements = kRows * kDim + kStages * kStage;
   using Causal = CausalKeys<kWarpRows, kKeys>;
-  using Gathered = GatheredKeys<kRows, kKeys>;
+  using Limited = LimitedKeys<kWarpRows, kKeys>;
+  using Gathered = GatheredKeys<kRows, kWarpRows, kKeys>;
 
   // The query tile, which becomes the tile of outputs; the ring; what GatheredKeys keeps; RowTile.
   static constexpr int shared_bytes(bool gathered) {
@@ -44,7 +43,7 @@ __device__ __forceinline__ void negate(uint16_t* rows, int lane) {
   __syncwarp();
 }
 
-template <DType dtype, int kDim, bool kGathered>
+template <DType dtype, int kDim, KeyKind kKind>
 __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPerSm)
     attend_forward_kernel(const __grid_constant__ ForwardGrid grid) {
   using Shape = ForwardShape<kDim>;
@@ -53,14 +52,15 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
   constexpr int kWarpRows = Shape::kWarpRows;
   constexpr int kKeys = Shape::kKeys;
   constexpr int kStage = Shape::kStage;
-  using Keys = std::conditional_t<kGathered, typename Shape::Gathered, typename Shape::Causal>;
+  constexpr bool kGathered = kKind == KeyKind::kGathered;
+  using Keys = KeysOf<Shape, kKind>;
   const AttendForwardParams& p = grid.params;
 
   uint16_t* const query_tile = ptx::dynamic_shared<uint16_t>();
   uint16_t* const ring = query_tile + Shape::kRows * kDim;
   // Kept for the end, where it is read again.
   RowTile& shared_rows = *reinterpret_cast<RowTile*>(query_tile + Shape::kTileElements);
-  const RowTile rows = row_tile<Shape::kRows, kGathered>(grid, blockIdx.x);
+  const RowTile rows = row_tile<Shape::kRows, kKind != KeyKind::kCausal>(grid, blockIdx.x);
   if (rows.count <= 0) return;
   if (threadIdx.x == 0) shared_rows = rows;
   const Keys keys(p, rows, &shared_rows + 1);

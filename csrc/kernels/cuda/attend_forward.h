@@ -13,6 +13,7 @@ namespace h2o_prefill {
 // Which keys the rows of a pass see (see key_sets.h):
 //
 //   causal    those of a CausalRange;
+//   limits    keys [0, limits[row]), rising by row;
 //   gathered  the members of their head's memory set, and the keys that their block recalls, of
 //             which those not before the pass's rows and those in the set are left out.
 //
@@ -28,8 +29,9 @@ struct AttendForwardParams {
   float scale_log2;  // softmax scale times log2(e)
   RowRange rows;
   bool gathered;
-  CausalRange causal;    // unless gathered
-  MemorySetView memory;  // if gathered
+  CausalRange causal;     // unless gathered or limited
+  const int32_t* limits;  // [Tq]; null: not limited
+  MemorySetView memory;   // if gathered
   RecallView recall;
   float* memory_lse;    // [B, Hq, Tq], natural: over the memory sets alone; null: not wanted
   bool merge_with_out;  // the result is fused with what `out` and `lse` hold

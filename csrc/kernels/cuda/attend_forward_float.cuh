@@ -5,8 +5,6 @@
 // element of the row; probabilities go from one to the other by shuffles.
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/cuda/forward_rows.cuh"
 #include "kernels/cuda/warp.cuh"
 
@@ -19,7 +17,8 @@ struct FloatShape {
   static constexpr int kMaxDim = 256;
   static constexpr int kOutputs = kMaxDim / 32;  // of a lane and row
   using Causal = CausalKeys<kWarpRows, kKeys>;
-  using Gathered = GatheredKeys<kRows, kKeys>;
+  using Limited = LimitedKeys<kWarpRows, kKeys>;
+  using Gathered = GatheredKeys<kRows, kWarpRows, kKeys>;
 
   // Query rows, key rows an odd number of words apart, value rows; what Gathered keeps.
   __host__ __device__ static constexpr int floats(int dim, int value_dim) {
@@ -60,15 +59,16 @@ __device__ __forceinline__ void float_products(float (&s)[kCount], const float* 
   }
 }
 
-template <bool kGathered>
+template <KeyKind kKind>
 __global__ void __launch_bounds__(tile::kThreads)
     attend_forward_float_kernel(const __grid_constant__ ForwardGrid grid) {
   using Shape = FloatShape;
   constexpr int kWarpRows = Shape::kWarpRows;
   constexpr int kKeys = Shape::kKeys;
-  using Keys = std::conditional_t<kGathered, Shape::Gathered, Shape::Causal>;
+  constexpr bool kGathered = kKind == KeyKind::kGathered;
+  using Keys = KeysOf<Shape, kKind>;
   const AttendForwardParams& p = grid.params;
-  const RowTile rows = row_tile<Shape::kRows, kGathered>(grid, blockIdx.x);
+  const RowTile rows = row_tile<Shape::kRows, kKind != KeyKind::kCausal>(grid, blockIdx.x);
   if (rows.count <= 0) return;
 
   const int dim = static_cast<int>(p.key.dim);

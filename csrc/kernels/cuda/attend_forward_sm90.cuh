@@ -33,7 +33,7 @@ struct Shape {
   // a thread that is ahead writes those of the one after it.
   static constexpr int kSlots = 4;
   using Causal = attend::CausalKeys<sm90::kGroupRows, kKeys>;
-  using Gathered = attend::GatheredKeys<kRows, kKeys, kSlots>;
+  using Gathered = attend::GatheredKeys<kRows, sm90::kGroupRows, kKeys, kSlots>;
 
   // In the block's shared memory.
   struct Shared {
@@ -263,11 +263,11 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
       turns.give();
       ptx::wgmma_wait<0>();
       weigh(0);
+      shared.value_ring.wait_for_tile(key_tiles);
       weights.template round<dtype>(s);
 #pragma unroll 1
       for (int j = 1; j < tiles; ++j) {
         shared.key_ring.wait_for_tile(key_tiles + j);
-        shared.value_ring.wait_for_tile(key_tiles + j - 1);
         ptx::fence_async_proxy();
         turns.wait();
         ptx::fence_accumulators(s);
@@ -279,21 +279,16 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
         turns.give();
         ptx::wgmma_wait<1>();
         const auto rescaling = weigh(j);
-        // The wait is in both branches: ptxas would move a wait that follows them up, before the
-        // exponentials that are to be computed while the products are under way.
-        if (rescaling.is_needed()) {
-          ptx::wgmma_wait<0>();
-          ptx::fence_accumulators(out);
-          rescaling.apply(by_tiles(out));
-        } else {
-          ptx::wgmma_wait<0>();
-          ptx::fence_accumulators(out);
-        }
+        // Waited for here, although the next products are those that need it: ptxas moves the wait
+        // for the products up, before the exponentials, unless a loop lies between.
+        shared.value_ring.wait_for_tile(key_tiles + j);
+        ptx::wgmma_wait<0>();
+        ptx::fence_accumulators(out);
+        if (rescaling.is_needed()) rescaling.apply(by_tiles(out));
         weights.fence();
         shared.value_ring.release(key_tiles + j - 1, thread);
         weights.template round<dtype>(s);
       }
-      shared.value_ring.wait_for_tile(key_tiles + tiles - 1);
       ptx::fence_async_proxy();
       ptx::fence_accumulators(out);
       weights.fence();

@@ -1,6 +1,6 @@
 // The keys that a tile of query rows attends to, as a sequence of key tiles.
 //
-// Both kinds have the same members:
+// All kinds have the same members:
 //   tiles                  number of tiles
 //   prepare(j), store(j, lookup)
 //                          look up the keys of tile j, in two steps; the block sees them after the
@@ -11,6 +11,8 @@
 //   unmasked(j, w)         whether all of these rows see all keys of tile j
 //   is_visible(j, r, row)  whether row `row` of the query tile sees key r
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/cuda/attend_forward.h"
 #include "kernels/cuda/tile.cuh"
@@ -26,6 +28,43 @@ struct alignas(16) RowTile {
   int count;
   int position;   // absolute, of the first row
   int key_begin;  // the first key of a causal range that a row of the tile sees
+};
+
+enum class KeyKind { kCausal, kLimited, kGathered };
+
+// The first keys of the history, as many as a list has for each row; rising.
+template <int kPartRows, int kKeys>
+struct LimitedKeys {
+  struct Lookup {};
+  static constexpr int kSharedBytes = 0;
+
+  const int32_t* limits;
+  int last;   // row of the tile
+  int count;  // keys that it sees
+  int tiles;
+
+  __device__ __forceinline__ LimitedKeys(const AttendForwardParams& p, const RowTile& rows,
+                                         void* /*shared*/)
+      : limits(p.limits + rows.first),
+        last(rows.count - 1),
+        count(min(limits[last], static_cast<int>(p.key.length))),
+        tiles(tile::divide_up(count, kKeys)) {}
+
+  __device__ __forceinline__ Lookup prepare(int /*j*/) const { return {}; }
+  __device__ __forceinline__ void store(int /*j*/, const Lookup& /*lookup*/) const {}
+  __device__ __forceinline__ int row_of(int j, int r) const {
+    const int key = j * kKeys + r;
+    return key < count ? key : -1;
+  }
+  __device__ __forceinline__ bool fully_masked(int j, int w) const {
+    return j * kKeys >= limits[min(w + kPartRows - 1, last)];
+  }
+  __device__ __forceinline__ bool unmasked(int j, int w) const {
+    return (j + 1) * kKeys <= limits[min(w, last)];
+  }
+  __device__ __forceinline__ bool is_visible(int j, int r, int row) const {
+    return j * kKeys + r < limits[min(row, last)];
+  }
 };
 
 // Keys of a range that ends at the row itself, the last `window` of them.
@@ -72,7 +111,7 @@ struct CausalKeys {
 // Shared memory holds for a tile, in one of kSlots slots, each key's position, -1 where it is
 // absent, and the rows of the query tile that see it: the first one in the low byte, the last one
 // in the high byte.
-template <int kRows, int kKeys, int kSlots = 2>
+template <int kRows, int kPartRows, int kKeys, int kSlots = 2>
 struct GatheredKeys {
   static constexpr uint16_t kAllRows = (kRows - 1) << 8;
   static constexpr uint16_t kNoRow = 0xFF;
@@ -100,9 +139,13 @@ struct GatheredKeys {
     __device__ __forceinline__ bool has_all(int slot) const {
       return visible[slot][kKeys - 1] != kNoRow;
     }
-    __device__ __forceinline__ bool is_visible(int slot, int r, int row) const {
+    // Whether a row of [first, last] sees key r of the tile.
+    __device__ __forceinline__ bool is_visible(int slot, int r, int first, int last) const {
       const int rows = visible[slot][r];
-      return row >= (rows & 0xFF) && row <= rows >> 8;
+      return last >= (rows & 0xFF) && first <= rows >> 8;
+    }
+    __device__ __forceinline__ bool is_visible(int slot, int r, int row) const {
+      return is_visible(slot, r, row, row);
     }
   };
   static constexpr int kSharedBytes = sizeof(Shared);
@@ -183,9 +226,15 @@ struct GatheredKeys {
   __device__ __forceinline__ int row_of(int j, int r) const {
     return shared->positions[slot_of(j)][r];
   }
-  // Absent members of a memory set are its last ones.
-  __device__ __forceinline__ bool fully_masked(int j, int /*w*/) const {
-    return j < memory_tiles && shared->has_none(slot_of(j));
+  // By all lanes of a warp. Absent members of a memory set are its last ones.
+  __device__ __forceinline__ bool fully_masked(int j, int w) const {
+    const int slot = slot_of(j);
+    if (j < memory_tiles) return shared->has_none(slot);
+    bool visible = false;
+    for (int r = static_cast<int>(threadIdx.x) % 32; r < kKeys; r += 32) {
+      visible |= shared->is_visible(slot, r, w, w + kPartRows - 1);
+    }
+    return !__any_sync(0xFFFFFFFFU, visible);
   }
   __device__ __forceinline__ bool unmasked(int j, int /*w*/) const {
     return j < memory_tiles && shared->has_all(slot_of(j));
@@ -236,5 +285,12 @@ struct GatheredKeys {
     return low < width && memory[low] == position;
   }
 };
+
+// Those of a shape's kinds of keys that a kernel reads.
+template <typename Shape, KeyKind kKind>
+using KeysOf =
+    std::conditional_t<kKind == KeyKind::kGathered, typename Shape::Gathered,
+                       std::conditional_t<kKind == KeyKind::kLimited, typename Shape::Limited,
+                                          typename Shape::Causal>>;
 
 }  // namespace h2o_prefill::attend

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "common/tensors.h"
 #include "kernels/softmax_state.h"
 
@@ -72,7 +74,9 @@ AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at:
 AttendForwardParams chunk_pass(const AttentionCall& call, const RowRange& rows,
                                int64_t chunk_size) {
   AttendForwardParams params = pass_of(call, rows);
-  params.causal = {.begin = rows.position(), .count = rows.count, .chunk_size = chunk_size};
+  params.causal = {.begin = rows.position(),
+                   .count = rows.count,
+                   .chunk_size = std::min(chunk_size, rows.count)};
   return params;
 }
 
@@ -97,6 +101,12 @@ AttendForwardParams merged_memory_pass(const AttentionCall& call, const RowRange
 AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows, int64_t window) {
   AttendForwardParams params = pass_of(call, rows);
   params.causal = {.begin = 0, .count = rows.position() + rows.count, .window = window};
+  return params;
+}
+
+AttendForwardParams limited_pass(const AttentionCall& call, const int32_t* limits) {
+  AttendForwardParams params = pass_of(call, {.begin = 0, .count = call.query.length, .past = 0});
+  params.limits = limits;
   return params;
 }
 

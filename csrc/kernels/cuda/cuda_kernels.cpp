@@ -1,9 +1,13 @@
 #include "kernels/cuda/cuda_kernels.h"
 
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
 #include <array>
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
+#include <string>
+#include <string_view>
 
 #include "kernels/cuda/attend_forward_sm90.h"
 #include "kernels/cuda/column_sums_sm90.h"
@@ -44,9 +48,16 @@ bool is_sm90(int device) {
 }
 
 const CudaKernels& choose(int device) {
-  const char* const requested = std::getenv("H2O_PREFILL_CUDA_SM90");
-  const bool is_requested = requested != nullptr && std::strcmp(requested, "1") == 0;
-  return is_requested && is_sm90(device) && has_code_for_sm90a() ? kSm90a : kSm80;
+  const char* const variable = std::getenv("H2O_PREFILL_CUDA_SM90");
+  const std::string_view request = variable ? variable : "";
+  if (request == "0") return kSm80;
+  if (is_sm90(device) && has_code_for_sm90a()) return kSm90a;
+  if (request == "1") {
+    TORCH_WARN("H2O_PREFILL_CUDA_SM90=1 has no effect: ",
+               is_sm90(device) ? "the library holds no code for sm_90a"
+                               : "the GPU is not of compute capability 9.0");
+  }
+  return kSm80;
 }
 
 }  // namespace
@@ -63,6 +74,10 @@ const CudaKernels& cuda_kernels() {
     chosen[device].store(kernels, std::memory_order_release);
   }
   return *kernels;
+}
+
+TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
+  m.def("cuda_arch() -> str", [] { return std::string(cuda_kernels().arch); });
 }
 
 }  // namespace h2o_prefill

@@ -7,14 +7,13 @@
 
 namespace h2o_prefill::select {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-
 // Shared memory: two buffers in turns, so that one barrier a step is enough, of kWarps records.
 struct alignas(16) WarpCounts {
   uint32_t counts[3];
 };
-constexpr int kSharedBytes = 2 * kWarps * static_cast<int>(sizeof(WarpCounts));
+constexpr int shared_bytes(int threads) {
+  return 2 * threads / 32 * static_cast<int>(sizeof(WarpCounts));
+}
 
 // An unsigned number that orders as the score does, never 0.
 __device__ __forceinline__ uint32_t order_key(float score) {
@@ -49,6 +48,7 @@ struct Candidates {
 };
 
 // Counts of the whole CTA from those of its warps; one barrier a sum().
+template <int kWarps>
 class CtaCounter {
  public:
   __device__ __forceinline__ explicit CtaCounter(WarpCounts* shared) : shared_(shared) {}
@@ -85,7 +85,7 @@ __device__ __forceinline__ uint32_t count_lanes(bool flag) {
 
 // kRows > 0: each thread keeps the keys of up to kRows candidates, kThreads apart, in registers.
 // kRows = 0: any number of candidates, whose scores are read again for every digit.
-template <int kRows>
+template <int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads)
     select_memory_kernel(__grid_constant__ const SelectMemoryParams p) {
   const int64_t unit = blockIdx.x;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
   const Candidates candidates{p, p.scores + unit * p.scores_stride, p.from.of_unit(unit), sink_end,
                               local_begin};
   int32_t* selected = p.selected + unit * p.width;
-  CtaCounter counter(ptx::dynamic_shared<WarpCounts>());
+  CtaCounter<kThreads / 32> counter(ptx::dynamic_shared<WarpCounts>());
 
   constexpr int kKept = kRows > 0 ? kRows : 1;
   uint32_t keys[kKept];

@@ -102,6 +102,27 @@ TEST(ChunkedSparseAttentionOp, SixteenBitWithEveryOption) {
   }
 }
 
+// On CUDA, halves of the batch rows or of the heads run side by side.
+TEST(ChunkedSparseAttentionOp, ManyRowsOfManyHeads) {
+  for (const auto& [batch, heads] : {std::pair{1, 13}, {3, 5}}) {
+    const auto x = random_qkv(60, 2 * heads, heads, at::kFloat, batch);
+    const auto tokens = at::randint(0, 12, {batch, 60}, at::kLong);
+    Options o;
+    o.wide_heads = {{7, 0, 3}, {7, heads - 1, 2}};
+    o.error_rows = 4;
+    State got, wanted;
+    int64_t begin = 0;
+    for (const int64_t end : {33, 60}) {
+      o.recall = recalled(tokens.slice(1, 0, end), begin, o.recall_block, 2);
+      const auto call = x.call(begin, end);
+      got = run(call, got, o);
+      wanted = expected(call, wanted, o);
+      expect_close(got, wanted);
+      begin = end;
+    }
+  }
+}
+
 TEST(ChunkedSparseAttentionOp, SeveralCallsCarryTheState) {
   const auto x = random_qkv(100);
   State got, wanted;

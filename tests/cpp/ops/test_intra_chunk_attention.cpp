@@ -25,6 +25,16 @@ TEST(IntraChunkAttention, EqualsMaskedSoftmax) {
   }
 }
 
+TEST(IntraChunkAttention, AChunkMayBeLongerThanAnyHistory) {
+  const auto x = random_qkv(20);
+  for (const int64_t size : {int64_t{20}, int64_t{1} << 40}) {
+    const auto [out, lse, colsum] = intra_chunk_attention(x.q, x.k, x.v, size);
+    const auto expected = attend(x, chunk_mask(20, 20));
+    EXPECT_TRUE(close(out, expected.out) && close(lse, expected.lse));
+    EXPECT_TRUE(close(colsum, expected.colsum));
+  }
+}
+
 TEST(IntraChunkAttention, ScaleReplacesTheDefault) {
   auto x = random_qkv(20);
   const auto out = std::get<0>(intra_chunk_attention(x.q, x.k, x.v, kChunkSize, 0.5));

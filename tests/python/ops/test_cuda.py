@@ -22,6 +22,9 @@ RECALL = recall_text(S, 16, 3, recall_max_count=1000)
 SETTINGS = f"h2o,chunk_size={S},local_window=16,heavy_budget=16,recall=3,recall_block=16"
 
 
+ERRORS = ",error_rows=5,error_threshold=0.01,max_widen=4"
+
+
 def prefill(q, k, v, recall=(None,) * 3, fields=""):
     return ops.chunked_sparse_attention(q, k, v, None, None, *recall, 0, SETTINGS + fields)
 
@@ -37,6 +40,8 @@ def every_operator(dtype, head_dim=64, value_dim=64):
     ids = torch.randint(0, 9, (1, shape.length), generator=torch.Generator().manual_seed(5))
     recall = [x.cuda() for x in ops.lexical_recall(ids, 0, RECALL)]
     colsum = torch.rand(1, 2, 33, device="cuda")
+    # So many heads that half of them run side by side with the others.
+    many = make_qkv(Shape(1, 320, 80, shape.length, head_dim, value_dim), dtype, "cuda")
     # Every call writes at the same position.
     position = torch.tensor([40, 0])
     # Linear attention over more than one piece.
@@ -77,6 +82,8 @@ def every_operator(dtype, head_dim=64, value_dim=64):
         "gather_rows": lambda: ops.gather_rows(long_k, indices),
         "chunked_sparse_attention": lambda: prefill(q, k, v, fields=",dense_tail=20,sink_tokens=2"),
         "with_recall": lambda: prefill(q, k, v, recall),
+        "with_errors": lambda: prefill(q, k, v, fields=ERRORS),
+        "side_by_side": lambda: prefill(*many, recall, ERRORS),
         "prefill_attention": lambda: ops.prefill_attention(
             q, k, v, None, None, *recall, 0, 0, SETTINGS
         ),
@@ -96,11 +103,12 @@ def as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kernel_runs(dtype, head_dim):
-    for call in every_operator(dtype, head_dim, head_dim).values():
-        assert all(not x.is_floating_point() or not x.isnan().any() for x in as_tuple(call()))
+def test_every_kernel_runs(dtype, head_dim, name):
+    results = as_tuple(every_operator(dtype, head_dim, head_dim)[name]())
+    assert all(not x.is_floating_point() or not x.isnan().any() for x in results)
 
 
 # More row tiles than a GPU runs at once, and more tiles of keys than the rings have buffers.

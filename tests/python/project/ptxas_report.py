@@ -113,7 +113,7 @@ def parse(output: str, arch: str) -> tuple[Kernel, ...]:
 
 def _compile(nvcc: str, source: Path, arch: str, folder: Path) -> Compiled:
     command = [
-        nvcc, "-std=c++20", "-O3", "-DNDEBUG", f"-I{CSRC}", "-Xptxas", "-v",
+        nvcc, "-std=c++20", "-O3", "-DNDEBUG", f"-I{CSRC}", f"-I{CSRC}/include", "-Xptxas", "-v",
         "-gencode", f"arch={ARCHS[arch]},code={arch}",
         "-c", source, "-o", folder / f"{source.stem}.{arch}.o",
     ]  # fmt: skip

@@ -100,6 +100,7 @@ void check(const Problem& p) {
                                   .chunk_end = p.chunk_end,
                                   .budget = {p.local_window, p.heavy_budget, p.sink_tokens},
                                   .factors = p.has_factors ? factors.data() : nullptr,
+                                  .heads = p.heads,
                                   .selected = selected.data(),
                                   .width = p.width()};
   ASSERT_EQ(launch_select_memory(params, nullptr), cudaSuccess);
@@ -130,7 +131,7 @@ TEST(SelectMemory, RandomProblemsWithManyTies) {
 }
 
 TEST(SelectMemory, NumbersOfCandidatesAroundThoseOfACtaAndOfItsRegisters) {
-  for (const int64_t candidates : {0, 1, 255, 256, 257, 511, 1280, 4095, 4096, 4097, 5000}) {
+  for (const int64_t candidates : {0, 1, 255, 256, 257, 511, 1280, 4095, 4096, 4097, 8192, 8193}) {
     for (const int distinct : {2, 100000}) {
       cuda_emulation::set_seed(static_cast<unsigned>(candidates));
       const int64_t old = candidates / 4, end = candidates + old;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 
 namespace c10::cuda {
@@ -9,6 +10,12 @@ namespace c10::cuda {
 class CUDAGuard {
  public:
   explicit CUDAGuard(Device device) { TORCH_INTERNAL_ASSERT(device.is_cpu()); }
+};
+
+class CUDAStreamGuard {
+ public:
+  explicit CUDAStreamGuard(CUDAStream /*stream*/) {}
+  ~CUDAStreamGuard() {}
 };
 
 }  // namespace c10::cuda

@@ -17,5 +17,6 @@ class CUDAStream {
 };
 
 inline CUDAStream getCurrentCUDAStream() { return {}; }
+inline CUDAStream getStreamFromPool() { return {}; }
 
 }  // namespace c10::cuda
