@@ -1,7 +1,6 @@
 #include "kernels/cuda/attend_forward.h"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "kernels/cuda/attend_forward.cuh"
 #include "kernels/cuda/attend_forward_float.cuh"
@@ -20,16 +19,6 @@ cudaError_t launch_blocks(void (*kernel)(attend::ForwardGrid), int shared_bytes,
                           const attend::ForwardGrid& grid, cudaStream_t stream) {
   if (grid.row_tiles() == 0) return cudaErrorInvalidConfiguration;
   return launch(kernel, dim3(grid.row_tiles()), dim3(tile::kThreads), shared_bytes, stream, grid);
-}
-
-template <KeyKind kind>
-using KindConstant = std::integral_constant<KeyKind, kind>;
-
-template <typename Visitor>
-cudaError_t with_key_kind(const AttendForwardParams& params, const Visitor& visit) {
-  if (params.gathered) return visit(KindConstant<KeyKind::kGathered>());
-  if (params.limits) return visit(KindConstant<KeyKind::kLimited>());
-  return visit(KindConstant<KeyKind::kCausal>());
 }
 
 template <DType dtype, int kDim, KeyKind kKind>
@@ -61,7 +50,7 @@ cudaError_t launch_attend_forward(const AttendForwardParams& params, cudaStream_
   if (params.rows.count == 0 || params.query.batch == 0 || params.query.heads == 0) {
     return cudaSuccess;
   }
-  return with_key_kind(params, [&](auto kind) {
+  return attend::with_key_kind(params, [&](auto kind) {
     if (params.query.dtype == DType::kFloat32) return launch_float<kind()>(params, stream);
     return with_half_dtype(params.query.dtype, [&](auto dtype) {
       const int64_t dim = std::max(params.key.dim, params.value.dim);

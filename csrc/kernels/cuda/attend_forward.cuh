@@ -26,7 +26,7 @@ struct ForwardShape {
   static constexpr int kTileElements = kRows * kDim + kStages * kStage;
   using Causal = CausalKeys<kWarpRows, kKeys>;
   using Limited = LimitedKeys<kWarpRows, kKeys>;
-  using Gathered = GatheredKeys<kRows, kWarpRows, kKeys>;
+  using Gathered = GatheredKeys<kRows, kKeys>;
 
   // The query tile, which becomes the tile of outputs; the ring; what GatheredKeys keeps; RowTile.
   static constexpr int shared_bytes(bool gathered) {

@@ -20,6 +20,8 @@ namespace h2o_prefill {
 // Positions outside of the history are absent. Rows of tensors may lie anywhere as long as they
 // begin at a multiple of 16 bytes, for 16-bit dtypes; the last dimension is contiguous, at most 256
 // long, and a multiple of 8.
+constexpr int64_t kLimitRows = 128;
+
 struct AttendForwardParams {
   HeadsView query;   // [B, Hq, Tq, D]
   HeadsView key;     // [B, Hkv, T, D], the history
@@ -30,7 +32,7 @@ struct AttendForwardParams {
   RowRange rows;
   bool gathered;
   CausalRange causal;     // unless gathered or limited
-  const int32_t* limits;  // [Tq]; null: not limited
+  const int32_t* limits;  // [Tq], then the last one again up to whole tiles of kLimitRows; or null
   MemorySetView memory;   // if gathered
   RecallView recall;
   float* memory_lse;    // [B, Hq, Tq], natural: over the memory sets alone; null: not wanted

@@ -18,7 +18,7 @@ struct FloatShape {
   static constexpr int kOutputs = kMaxDim / 32;  // of a lane and row
   using Causal = CausalKeys<kWarpRows, kKeys>;
   using Limited = LimitedKeys<kWarpRows, kKeys>;
-  using Gathered = GatheredKeys<kRows, kWarpRows, kKeys>;
+  using Gathered = GatheredKeys<kRows, kKeys>;
 
   // Query rows, key rows an odd number of words apart, value rows; what Gathered keeps.
   __host__ __device__ static constexpr int floats(int dim, int value_dim) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void float_products(float (&s)[kCount], const float* 
 }
 
 template <KeyKind kKind>
-__global__ void __launch_bounds__(tile::kThreads)
+__global__ void __launch_bounds__(tile::kThreads, 1)
     attend_forward_float_kernel(const __grid_constant__ ForwardGrid grid) {
   using Shape = FloatShape;
   constexpr int kWarpRows = Shape::kWarpRows;

@@ -10,7 +10,7 @@
 namespace h2o_prefill {
 namespace {
 
-template <DType dtype, int kDim, bool kGathered>
+template <DType dtype, int kDim, attend::KeyKind kKind>
 cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream) {
   using Shape = attend_sm90::Shape<kDim>;
   const attend::ForwardGrid grid = attend::grid_of(params, Shape::kRows);
@@ -22,7 +22,7 @@ cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream)
   }
   if (error != cudaSuccess) return error;
   const uint32_t blocks = std::min(grid.row_tiles(), static_cast<uint32_t>(multiprocessors));
-  return launch(&attend_sm90::attend_forward_sm90_kernel<dtype, kDim, kGathered>, dim3(blocks),
+  return launch(&attend_sm90::attend_forward_sm90_kernel<dtype, kDim, kKind>, dim3(blocks),
                 dim3(sm90::kThreads), sm90::shared_bytes<typename Shape::Shared>(), stream, grid);
 }
 
@@ -34,7 +34,7 @@ int64_t widest(const AttendForwardParams& params) {
 
 bool has_attend_forward_sm90(const AttendForwardParams& params) {
   return params.query.dtype != DType::kFloat32 && has_rows_of_sm90(widest(params)) &&
-         params.scale_log2 > 0.0F && !params.limits;
+         params.scale_log2 > 0.0F;
 }
 
 cudaError_t launch_attend_forward_sm90(const AttendForwardParams& params, cudaStream_t stream) {
@@ -42,17 +42,18 @@ cudaError_t launch_attend_forward_sm90(const AttendForwardParams& params, cudaSt
   if (params.rows.count == 0 || params.query.batch == 0 || params.query.heads == 0) {
     return cudaSuccess;
   }
-  return with_kind(params.gathered, [&](auto gathered) {
+  return attend::with_key_kind(params, [&](auto kind) {
     return with_half_dtype(params.query.dtype, [&](auto dtype) {
       return with_padded_dim<64, 128>(widest(params), [&](auto padded) {
-        return launch_tiles<dtype(), padded(), gathered()>(params, stream);
+        return launch_tiles<dtype(), padded(), kind()>(params, stream);
       });
     });
   });
 }
 
 bool has_code_for_sm90a() {
-  const auto kernel = &attend_sm90::attend_forward_sm90_kernel<DType::kBFloat16, 128, true>;
+  const auto kernel =
+      &attend_sm90::attend_forward_sm90_kernel<DType::kBFloat16, 128, attend::KeyKind::kGathered>;
   cudaFuncAttributes attributes{};
   return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess &&
          attributes.numRegs > sm90::kProducerRegisters;

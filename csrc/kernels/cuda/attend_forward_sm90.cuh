@@ -9,14 +9,13 @@
 // Masks, softmax and results are those of forward_rows.cuh.
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/cuda/forward_rows.cuh"
 #include "kernels/cuda/pipeline_sm90.cuh"
 
 namespace h2o_prefill::attend_sm90 {
 
 using attend::ForwardGrid;
+using attend::KeyKind;
 using attend::RowTile;
 
 // Sizes for rows of kDim elements, 64 or 128, to which D and Dv are padded.
@@ -33,7 +32,8 @@ struct Shape {
   // a thread that is ahead writes those of the one after it.
   static constexpr int kSlots = 4;
   using Causal = attend::CausalKeys<sm90::kGroupRows, kKeys>;
-  using Gathered = attend::GatheredKeys<kRows, sm90::kGroupRows, kKeys, kSlots>;
+  using Limited = attend::LimitedKeys<sm90::kGroupRows, kKeys>;
+  using Gathered = attend::GatheredKeys<kRows, kKeys, kSlots>;
 
   // In the block's shared memory.
   struct Shared {
@@ -51,11 +51,11 @@ struct Shape {
 };
 
 // Calls use(rows) for every row tile of this block.
-template <int kRows, bool kGathered, typename Use>
+template <int kRows, KeyKind kKind, typename Use>
 __device__ __forceinline__ void for_each_row_tile(const ForwardGrid& grid, const Use& use) {
 #pragma unroll 1
   for (uint32_t number = blockIdx.x; number < grid.row_tiles(); number += gridDim.x) {
-    const RowTile rows = attend::row_tile<kRows, kGathered>(grid, number);
+    const RowTile rows = attend::row_tile<kRows, kKind != KeyKind::kCausal>(grid, number);
     if (rows.count > 0) use(rows);
   }
 }
@@ -72,18 +72,19 @@ __device__ __forceinline__ int count_tiles(const int32_t* set, int width, int la
 }
 
 // The first warpgroup.
-template <int kDim, bool kGathered>
+template <int kDim, KeyKind kKind>
 __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
                                         const ForwardGrid& grid, int thread) {
   using S = Shape<kDim>;
-  using Keys = std::conditional_t<kGathered, typename S::Gathered, typename S::Causal>;
+  using Keys = attend::KeysOf<S, kKind>;
+  constexpr bool kGathered = kKind == KeyKind::kGathered;
   const AttendForwardParams& p = grid.params;
   const auto sync = [] {
     ptx::named_barrier_sync(sm90::kFirstFreeBarrier, sm90::kWarpgroupThreads);
   };
   int row_tiles = 0;
   int key_tiles = 0;
-  for_each_row_tile<S::kRows, kGathered>(grid, [&](const RowTile& rows) {
+  for_each_row_tile<S::kRows, kKind>(grid, [&](const RowTile& rows) {
     if constexpr (kGathered) sync();  // nobody needs what is known of the last row tile
     Keys keys(p, rows, &shared.gathered);
     int memory_tiles = 0;
@@ -195,10 +196,13 @@ __device__ __forceinline__ float (&by_tiles(float (&c)[n]))[1][n / 4][4] {
 }
 
 // Warpgroup `group` of the consumers.
-template <DType dtype, int kDim, bool kGathered>
+template <DType dtype, int kDim, KeyKind kKind>
 __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
                                         const ForwardGrid& grid, int group, int thread) {
   using S = Shape<kDim>;
+  constexpr bool kGathered = kKind == KeyKind::kGathered;
+  // What the producer keeps of gathered keys is in shared memory.
+  using Keys = std::conditional_t<kGathered, typename S::Causal, attend::KeysOf<S, kKind>>;
   constexpr int kWarpRows = 16;
   constexpr uint64_t kStage = S::kKeys * kDim * sizeof(uint16_t) / layout::kUnitBytes;
   const AttendForwardParams& p = grid.params;
@@ -214,14 +218,14 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
   turns.begin();
   int row_tiles = 0;
   int key_tiles = 0;
-  for_each_row_tile<S::kRows, kGathered>(grid, [&](const RowTile& rows) {
+  for_each_row_tile<S::kRows, kKind>(grid, [&](const RowTile& rows) {
     __syncwarp();  // all lanes have stored the last result
     if (p.merge_with_out) {
       attend::load_result<S::kUnits, kWarpRows>(p, rows, warp_tile, warp_row);
     }
-    const typename S::Causal causal(p, rows, nullptr);
+    const Keys keys(p, rows, nullptr);
     shared.query_ring.wait_for_tile(row_tiles);
-    const int tiles = kGathered ? shared.tiles : causal.tiles;
+    const int tiles = kGathered ? shared.tiles : keys.tiles;
     const int memory_tiles = kGathered ? shared.memory_tiles : 0;
 
     float s[S::kKeys / 2];
@@ -241,8 +245,8 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
         if (j >= memory_tiles || !shared.gathered.has_all(slot)) {
           attend::mask(by_tiles(s), shared.gathered, slot, warp_row, lane);
         }
-      } else if (!causal.unmasked(j, warp_row)) {
-        attend::mask(by_tiles(s), causal, j, warp_row, lane);
+      } else if (!keys.unmasked(j, warp_row)) {
+        attend::mask(by_tiles(s), keys, j, warp_row, lane);
       }
       shared.key_ring.release(key_tiles + j, thread);
       const auto rescaling = softmax.update(by_tiles(s), p.scale_log2);
@@ -306,7 +310,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
   turns.end();
 }
 
-template <DType dtype, int kDim, bool kGathered>
+template <DType dtype, int kDim, KeyKind kKind>
 __global__ void __launch_bounds__(sm90::kThreads, 1)
     attend_forward_sm90_kernel(const __grid_constant__ ForwardGrid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -321,10 +325,10 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   const int warpgroup = sm90::warpgroup_of_thread();
   if (warpgroup == 0) {
     ptx::decrease_registers<sm90::kProducerRegisters>();
-    produce<kDim, kGathered>(shared, grid, thread);
+    produce<kDim, kKind>(shared, grid, thread);
   } else {
     ptx::increase_registers<sm90::kConsumerRegisters>();
-    consume<dtype, kDim, kGathered>(shared, grid, warpgroup - 1, thread);
+    consume<dtype, kDim, kKind>(shared, grid, warpgroup - 1, thread);
   }
 #endif
 }

@@ -19,6 +19,19 @@
 
 namespace h2o_prefill::attend {
 
+enum class KeyKind { kCausal, kLimited, kGathered };
+
+template <KeyKind kind>
+using KindConstant = std::integral_constant<KeyKind, kind>;
+
+// Returns visit(KindConstant) for the kind of a pass.
+template <typename Visitor>
+cudaError_t with_key_kind(const AttendForwardParams& params, const Visitor& visit) {
+  if (params.gathered) return visit(KindConstant<KeyKind::kGathered>());
+  if (params.limits) return visit(KindConstant<KeyKind::kLimited>());
+  return visit(KindConstant<KeyKind::kCausal>());
+}
+
 // Rows of the call that one block works on, of query head `head` of batch row `batch`.
 struct alignas(16) RowTile {
   int batch;
@@ -30,8 +43,6 @@ struct alignas(16) RowTile {
   int key_begin;  // the first key of a causal range that a row of the tile sees
 };
 
-enum class KeyKind { kCausal, kLimited, kGathered };
-
 // The first keys of the history, as many as a list has for each row; rising.
 template <int kPartRows, int kKeys>
 struct LimitedKeys {
@@ -39,15 +50,13 @@ struct LimitedKeys {
   static constexpr int kSharedBytes = 0;
 
   const int32_t* limits;
-  int last;   // row of the tile
-  int count;  // keys that it sees
+  int count;  // keys that the last row sees
   int tiles;
 
   __device__ __forceinline__ LimitedKeys(const AttendForwardParams& p, const RowTile& rows,
                                          void* /*shared*/)
       : limits(p.limits + rows.first),
-        last(rows.count - 1),
-        count(min(limits[last], static_cast<int>(p.key.length))),
+        count(min(limits[rows.count - 1], static_cast<int>(p.key.length))),
         tiles(tile::divide_up(count, kKeys)) {}
 
   __device__ __forceinline__ Lookup prepare(int /*j*/) const { return {}; }
@@ -57,13 +66,13 @@ struct LimitedKeys {
     return key < count ? key : -1;
   }
   __device__ __forceinline__ bool fully_masked(int j, int w) const {
-    return j * kKeys >= limits[min(w + kPartRows - 1, last)];
+    return j * kKeys >= limits[w + kPartRows - 1];
   }
   __device__ __forceinline__ bool unmasked(int j, int w) const {
-    return (j + 1) * kKeys <= limits[min(w, last)];
+    return (j + 1) * kKeys <= limits[w];
   }
   __device__ __forceinline__ bool is_visible(int j, int r, int row) const {
-    return j * kKeys + r < limits[min(row, last)];
+    return j * kKeys + r < limits[row];
   }
 };
 
@@ -111,7 +120,7 @@ struct CausalKeys {
 // Shared memory holds for a tile, in one of kSlots slots, each key's position, -1 where it is
 // absent, and the rows of the query tile that see it: the first one in the low byte, the last one
 // in the high byte.
-template <int kRows, int kPartRows, int kKeys, int kSlots = 2>
+template <int kRows, int kKeys, int kSlots = 2>
 struct GatheredKeys {
   static constexpr uint16_t kAllRows = (kRows - 1) << 8;
   static constexpr uint16_t kNoRow = 0xFF;
@@ -139,13 +148,9 @@ struct GatheredKeys {
     __device__ __forceinline__ bool has_all(int slot) const {
       return visible[slot][kKeys - 1] != kNoRow;
     }
-    // Whether a row of [first, last] sees key r of the tile.
-    __device__ __forceinline__ bool is_visible(int slot, int r, int first, int last) const {
-      const int rows = visible[slot][r];
-      return last >= (rows & 0xFF) && first <= rows >> 8;
-    }
     __device__ __forceinline__ bool is_visible(int slot, int r, int row) const {
-      return is_visible(slot, r, row, row);
+      const int rows = visible[slot][r];
+      return row >= (rows & 0xFF) && row <= rows >> 8;
     }
   };
   static constexpr int kSharedBytes = sizeof(Shared);
@@ -226,15 +231,9 @@ struct GatheredKeys {
   __device__ __forceinline__ int row_of(int j, int r) const {
     return shared->positions[slot_of(j)][r];
   }
-  // By all lanes of a warp. Absent members of a memory set are its last ones.
-  __device__ __forceinline__ bool fully_masked(int j, int w) const {
-    const int slot = slot_of(j);
-    if (j < memory_tiles) return shared->has_none(slot);
-    bool visible = false;
-    for (int r = static_cast<int>(threadIdx.x) % 32; r < kKeys; r += 32) {
-      visible |= shared->is_visible(slot, r, w, w + kPartRows - 1);
-    }
-    return !__any_sync(0xFFFFFFFFU, visible);
+  // Absent members of a memory set are its last ones.
+  __device__ __forceinline__ bool fully_masked(int j, int /*w*/) const {
+    return j < memory_tiles && shared->has_none(slot_of(j));
   }
   __device__ __forceinline__ bool unmasked(int j, int /*w*/) const {
     return j < memory_tiles && shared->has_all(slot_of(j));

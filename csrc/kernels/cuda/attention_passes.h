@@ -64,7 +64,7 @@ AttendForwardParams merged_memory_pass(const AttentionCall& call, const RowRange
 AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows,
                                int64_t window = CausalRange::kNoWindow);
 
-// Row t attends to keys [0, limits[t]); rising.
+// Row t attends to keys [0, limits[t]); rising, as AttendForwardParams has them.
 AttendForwardParams limited_pass(const AttentionCall& call, const int32_t* limits);
 
 // Column sums of a chunk_pass() with its lse: element [b, h, p] of [B, Hkv, stride] for the key at

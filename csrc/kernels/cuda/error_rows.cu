@@ -1,15 +1,17 @@
 #include "kernels/cuda/error_rows.cuh"
 
+#include <algorithm>
+
 #include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/launch.cuh"
 
 namespace h2o_prefill {
 
 cudaError_t launch_list_measured(const ListMeasuredParams& params, cudaStream_t stream) {
-  const int64_t blocks =
-      tile::divide_up<int64_t>(params.heads * params.measured.size(), error_rows::kThreads);
+  const int64_t numbers = std::max(params.heads * params.measured.size(), params.room);
+  const int64_t blocks = tile::divide_up<int64_t>(numbers, error_rows::kListThreads);
   return launch(&error_rows::list_measured_kernel, dim3(static_cast<unsigned>(blocks)),
-                dim3(error_rows::kThreads), 0, stream, params);
+                dim3(error_rows::kListThreads), 0, stream, params);
 }
 
 cudaError_t launch_record_errors(const RecordErrorsParams& params, cudaStream_t stream) {

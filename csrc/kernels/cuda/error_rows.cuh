@@ -7,18 +7,20 @@
 
 namespace h2o_prefill::error_rows {
 
-constexpr int kThreads = 256;
+constexpr int kListThreads = 256;
+constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kSharedBytes = kWarps * static_cast<int>(sizeof(float));
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kListThreads)
     list_measured_kernel(__grid_constant__ const ListMeasuredParams p) {
   const int64_t size = p.measured.size();
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= p.heads * size) return;
-  const int64_t row = p.measured.row(i % size);
-  p.rows[i] = static_cast<int32_t>(row);
-  if (i < size) p.limits[i] = static_cast<int32_t>(p.measured.past + row + 1);
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kListThreads + threadIdx.x;
+  if (i < p.heads * size) p.rows[i] = static_cast<int32_t>(p.measured.row(i % size));
+  if (i < p.room) {
+    const int64_t row = p.measured.row(i < size ? i : size - 1);
+    p.limits[i] = static_cast<int32_t>(p.measured.past + row + 1);
+  }
 }
 
 template <DType dtype>

@@ -11,12 +11,13 @@
 namespace h2o_prefill {
 
 // Where the measured rows of a call are: rows[head, i] is row i of them, for each of `heads` heads,
-// and limits[i] the number of keys that it sees.
+// and limits[i] the number of keys that it sees, as AttendForwardParams has them.
 struct ListMeasuredParams {
   MeasuredRows measured;
   int64_t heads;
-  int32_t* rows;    // [heads, measured.size()]
-  int32_t* limits;  // [measured.size()]
+  int32_t* rows;  // [heads, measured.size()]
+  int32_t* limits;
+  int64_t room;  // for limits
 };
 
 // Compares the measured rows of a chunk with exact attention. The error of a KV head is the mean

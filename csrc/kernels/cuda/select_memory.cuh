@@ -86,7 +86,7 @@ __device__ __forceinline__ uint32_t count_lanes(bool flag) {
 // kRows > 0: each thread keeps the keys of up to kRows candidates, kThreads apart, in registers.
 // kRows = 0: any number of candidates, whose scores are read again for every digit.
 template <int kThreads, int kRows>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     select_memory_kernel(__grid_constant__ const SelectMemoryParams p) {
   const int64_t unit = blockIdx.x;
   const int64_t thread = threadIdx.x;

@@ -13,16 +13,6 @@ enum cudaError_t {
 
 using cudaStream_t = struct CUstream_st*;
 
-// One stream, on which everything has happened.
-using cudaEvent_t = struct CUevent_st*;
-constexpr unsigned int cudaEventDisableTiming = 2;
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned int) { return cudaSuccess; }
-inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned int) {
-  return cudaSuccess;
-}
-inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 
 namespace c10::cuda {
@@ -10,12 +9,6 @@ namespace c10::cuda {
 class CUDAGuard {
  public:
   explicit CUDAGuard(Device device) { TORCH_INTERNAL_ASSERT(device.is_cpu()); }
-};
-
-class CUDAStreamGuard {
- public:
-  explicit CUDAStreamGuard(CUDAStream /*stream*/) {}
-  ~CUDAStreamGuard() {}
 };
 
 }  // namespace c10::cuda

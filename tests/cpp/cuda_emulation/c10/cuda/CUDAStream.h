@@ -17,6 +17,5 @@ class CUDAStream {
 };
 
 inline CUDAStream getCurrentCUDAStream() { return {}; }
-inline CUDAStream getStreamFromPool() { return {}; }
 
 }  // namespace c10::cuda
