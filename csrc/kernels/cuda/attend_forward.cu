@@ -18,7 +18,8 @@ constexpr float kLeastScale = 1e-30F;
 cudaError_t launch_blocks(void (*kernel)(attend::ForwardGrid), int shared_bytes,
                           const attend::ForwardGrid& grid, cudaStream_t stream) {
   if (grid.row_tiles() == 0) return cudaErrorInvalidConfiguration;
-  return launch(kernel, dim3(grid.row_tiles()), dim3(tile::kThreads), shared_bytes, stream, grid);
+  return launch(kernel, dim3(grid.row_tiles()), dim3(tile::kThreads), shared_bytes, stream, grid,
+                /*overlapped=*/true);
 }
 
 template <DType dtype, int kDim, KeyKind kKind>

@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
   uint16_t* const ring = query_tile + Shape::kRows * kDim;
   // Kept for the end, where it is read again.
   RowTile& shared_rows = *reinterpret_cast<RowTile*>(query_tile + Shape::kTileElements);
+  ptx::wait_for_earlier_launches();
   const RowTile rows = row_tile<Shape::kRows, kKind != KeyKind::kCausal>(grid, blockIdx.x);
   if (rows.count <= 0) return;
   if (threadIdx.x == 0) shared_rows = rows;

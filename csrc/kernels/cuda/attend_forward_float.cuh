@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(tile::kThreads, 1)
   constexpr bool kGathered = kKind == KeyKind::kGathered;
   using Keys = KeysOf<Shape, kKind>;
   const AttendForwardParams& p = grid.params;
+  ptx::wait_for_earlier_launches();
   const RowTile rows = row_tile<Shape::kRows, kKind != KeyKind::kCausal>(grid, blockIdx.x);
   if (rows.count <= 0) return;
 

@@ -23,7 +23,8 @@ cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream)
   if (error != cudaSuccess) return error;
   const uint32_t blocks = std::min(grid.row_tiles(), static_cast<uint32_t>(multiprocessors));
   return launch(&attend_sm90::attend_forward_sm90_kernel<dtype, kDim, kKind>, dim3(blocks),
-                dim3(sm90::kThreads), sm90::shared_bytes<typename Shape::Shared>(), stream, grid);
+                dim3(sm90::kThreads), sm90::shared_bytes<typename Shape::Shared>(), stream, grid,
+                /*overlapped=*/true);
 }
 
 int64_t widest(const AttendForwardParams& params) {

@@ -321,6 +321,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
     shared.value_ring.init();
   }
   __syncthreads();
+  ptx::wait_for_earlier_launches();
   const int thread = static_cast<int>(threadIdx.x) % sm90::kWarpgroupThreads;
   const int warpgroup = sm90::warpgroup_of_thread();
   if (warpgroup == 0) {

@@ -172,6 +172,7 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGa
   auto& shared = *reinterpret_cast<typename S::Shared*>(ring + S::kStages * S::kStage);
   const int thread = static_cast<int>(threadIdx.x);
   const int warp_key = thread / 32 * S::kWarpKeys;
+  ptx::wait_for_earlier_launches();
 
   const auto load_query = [&](const Part& part, const QueryTile<kRows>& query, int stage) {
     tile::load<kRows, kUnits>(
@@ -303,6 +304,7 @@ template <bool kGathered>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_partial_kernel(const __grid_constant__ Grid grid) {
   const ColumnSumsParams& p = grid.params;
+  ptx::wait_for_earlier_launches();
   const int columns = static_cast<int>(kGathered ? p.memory.width : p.rows.count);
   const int64_t unit = blockIdx.x % grid.units;
   const int column =

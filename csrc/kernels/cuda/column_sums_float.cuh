@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(tile::kThreads)
     column_sums_float_kernel(const __grid_constant__ Grid grid) {
   using S = FloatShape;
   const ColumnSumsParams& p = grid.params;
+  ptx::wait_for_earlier_launches();
   const Part part = part_of_block<S::kKeys, kGathered>(grid);
   const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
   if (part.first_key >= columns) return;

@@ -225,6 +225,7 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   auto& shared = sm90::aligned_shared<typename S::Shared>();
   if (threadIdx.x == 0) shared.ring.init();
   __syncthreads();
+  ptx::wait_for_earlier_launches();
 
   const int32_t* const set =
       kGathered ? p.memory.of_unit(part.batch * p.key.heads + part.kv_head) : nullptr;

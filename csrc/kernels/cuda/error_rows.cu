@@ -18,7 +18,8 @@ cudaError_t launch_record_errors(const RecordErrorsParams& params, cudaStream_t 
   const auto with = [&](auto dtype) {
     return launch(&error_rows::record_errors_kernel<dtype()>,
                   dim3(static_cast<unsigned>(params.out.batch * params.kv_heads)),
-                  dim3(error_rows::kThreads), error_rows::kSharedBytes, stream, params);
+                  dim3(error_rows::kThreads), error_rows::kSharedBytes, stream, params,
+                  /*overlapped=*/true);
   };
   if (params.out.dtype == DType::kFloat32) return with(DTypeConstant<DType::kFloat32>());
   return with_half_dtype(params.out.dtype, with);

@@ -36,6 +36,7 @@ __device__ __forceinline__ float element(const HeadsView& view, int64_t b, int64
 template <DType dtype>
 __global__ void __launch_bounds__(kThreads)
     record_errors_kernel(__grid_constant__ const RecordErrorsParams p) {
+  ptx::wait_for_earlier_launches();
   float* const sums = ptx::dynamic_shared<float>();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;

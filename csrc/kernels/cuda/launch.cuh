@@ -4,29 +4,58 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <set>
+#include <utility>
 
 namespace h2o_prefill {
 
 // Shared memory that a kernel may use without opting in.
 constexpr size_t kSharedBytesByDefault = 48 * 1024;
 
+// Lets a kernel use so much shared memory on the current device, which is the same in all its
+// launches.
+inline cudaError_t allow_shared_bytes(const void* kernel, int device, size_t shared_bytes) {
+  thread_local std::set<std::pair<const void*, int>> allowed;
+  if (shared_bytes <= kSharedBytesByDefault || allowed.contains({kernel, device})) {
+    return cudaSuccess;
+  }
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  if (error == cudaSuccess) allowed.insert({kernel, device});
+  return error;
+}
+
 // Runs kernel(params) on `stream` with `shared_bytes` of dynamic shared memory. An empty grid is no
 // work, not an error. Errors of the launch itself are returned and not left for the next call.
+// overlapped: the kernel begins with ptx::wait_for_earlier_launches(), so its blocks may start, up
+// to there, while those of the launch before it end. compute capability 9.0 and up does that.
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes,
-                   cudaStream_t stream, const Params& params) {
+                   cudaStream_t stream, const Params& params, bool overlapped = false) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
-  if (shared_bytes > kSharedBytesByDefault) {
-    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(shared_bytes));
-    if (error != cudaSuccess) {
-      cudaGetLastError();
-      return error;
-    }
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && overlapped) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
-  kernel<<<grid, block, shared_bytes, stream>>>(params);
-  return cudaGetLastError();
+  if (error == cudaSuccess) {
+    error = allow_shared_bytes(reinterpret_cast<const void*>(kernel), device, shared_bytes);
+  }
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = major >= 9 ? 1 : 0;
+    error = cudaLaunchKernelEx(&config, kernel, params);
+  }
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
 }
 
 }  // namespace h2o_prefill

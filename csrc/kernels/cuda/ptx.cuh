@@ -18,6 +18,18 @@ __device__ __forceinline__ T* dynamic_shared() {
   return reinterpret_cast<T*>(h2o_dynamic_shared);
 }
 
+// Waits until the launches before this one on its stream have ended and what they wrote can be
+// read, and lets the blocks of the next one start. Called by all threads of a kernel that is
+// launched `overlapped`, before they touch global memory; nothing happens below 9.0.
+__device__ __forceinline__ void wait_for_earlier_launches() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "griddepcontrol.wait;\n"
+      "griddepcontrol.launch_dependents;\n" ::
+          : "memory");
+#endif
+}
+
 // The address of `pointer` in the shared window.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

@@ -8,7 +8,7 @@ template <int kThreads, int kRows>
 cudaError_t launch_threads(const SelectMemoryParams& params, cudaStream_t stream) {
   return launch(&select::select_memory_kernel<kThreads, kRows>,
                 dim3(static_cast<unsigned>(params.units)), dim3(kThreads),
-                select::shared_bytes(kThreads), stream, params);
+                select::shared_bytes(kThreads), stream, params, /*overlapped=*/true);
 }
 
 }  // namespace

@@ -88,6 +88,7 @@ __device__ __forceinline__ uint32_t count_lanes(bool flag) {
 template <int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     select_memory_kernel(__grid_constant__ const SelectMemoryParams p) {
+  ptx::wait_for_earlier_launches();
   const int64_t unit = blockIdx.x;
   const int64_t thread = threadIdx.x;
   const MemoryBudget budget = p.budget_of(unit);

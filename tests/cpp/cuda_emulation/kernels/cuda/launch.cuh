@@ -15,7 +15,7 @@ using cuda_emulation::kMaxSharedBytes;
 
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes,
-                   cudaStream_t /*stream*/, const Params& params) {
+                   cudaStream_t /*stream*/, const Params& params, bool /*overlapped*/ = false) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
   if (shared_bytes > cuda_emulation::max_shared_bytes) return cudaErrorInvalidValue;
   const size_t threads = size_t{block.x} * block.y * block.z;

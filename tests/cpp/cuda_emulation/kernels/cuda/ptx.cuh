@@ -21,6 +21,9 @@ T* dynamic_shared() {
   return static_cast<T*>(cuda_emulation::shared_memory());
 }
 
+// Launches follow one another.
+inline void wait_for_earlier_launches() {}
+
 inline uint32_t shared_address(const void* pointer) {
   return cuda_emulation::shared_address(pointer);
 }
