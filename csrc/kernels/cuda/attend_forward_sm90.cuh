@@ -18,12 +18,15 @@ using attend::ForwardGrid;
 using attend::KeyKind;
 using attend::RowTile;
 
-// Sizes for rows of kDim elements, 64 or 128, to which D and Dv are padded.
-template <int kDim>
+// Sizes for rows of kDim elements, 64 or 128, to which D and Dv are padded. A tile has rows of
+// kHeads query heads of a KV head: of two, each warpgroup has one, where blocks of fewer rows than
+// a tile recall keys. The rows of a tile share the lists of all their blocks.
+template <int kDim, int kHeads>
 struct Shape {
   static constexpr int kSlabs = kDim / layout_sm90::kSlabColumns;
   static constexpr int kUnits = kDim / tile::kUnitElements;
   static constexpr int kRows = sm90::kBlockRows;
+  static constexpr int kHeadRows = kRows / kHeads;
   static constexpr int kKeys = 128;
   static constexpr int kStages = 2;
   static_assert(kDim % layout_sm90::kSlabColumns == 0);
@@ -33,7 +36,7 @@ struct Shape {
   static constexpr int kSlots = 4;
   using Causal = attend::CausalKeys<sm90::kGroupRows, kKeys>;
   using Limited = attend::LimitedKeys<sm90::kGroupRows, kKeys>;
-  using Gathered = attend::GatheredKeys<kRows, kKeys, kSlots>;
+  using Gathered = attend::GatheredKeys<kHeadRows, kKeys, kSlots>;
 
   // In the block's shared memory.
   struct Shared {
@@ -51,11 +54,12 @@ struct Shape {
 };
 
 // Calls use(rows) for every row tile of this block.
-template <int kRows, KeyKind kKind, typename Use>
+template <int kHeadRows, int kHeads, KeyKind kKind, typename Use>
 __device__ __forceinline__ void for_each_row_tile(const ForwardGrid& grid, const Use& use) {
 #pragma unroll 1
   for (uint32_t number = blockIdx.x; number < grid.row_tiles(); number += gridDim.x) {
-    const RowTile rows = attend::row_tile<kRows, kKind != KeyKind::kCausal>(grid, number);
+    const RowTile rows =
+        attend::row_tile<kHeadRows, kKind != KeyKind::kCausal, kHeads>(grid, number);
     if (rows.count > 0) use(rows);
   }
 }
@@ -72,10 +76,10 @@ __device__ __forceinline__ int count_tiles(const int32_t* set, int width, int la
 }
 
 // The first warpgroup.
-template <int kDim, KeyKind kKind>
-__device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
+template <int kDim, int kHeads, KeyKind kKind>
+__device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& shared,
                                         const ForwardGrid& grid, int thread) {
-  using S = Shape<kDim>;
+  using S = Shape<kDim, kHeads>;
   using Keys = attend::KeysOf<S, kKind>;
   constexpr bool kGathered = kKind == KeyKind::kGathered;
   const AttendForwardParams& p = grid.params;
@@ -84,7 +88,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
   };
   int row_tiles = 0;
   int key_tiles = 0;
-  for_each_row_tile<S::kRows, kKind>(grid, [&](const RowTile& rows) {
+  for_each_row_tile<S::kHeadRows, kHeads, kKind>(grid, [&](const RowTile& rows) {
     if constexpr (kGathered) sync();  // nobody needs what is known of the last row tile
     Keys keys(p, rows, &shared.gathered);
     int memory_tiles = 0;
@@ -107,9 +111,13 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
 
     typename Keys::Lookup lookup = keys.prepare(0);
     shared.query_ring.wait_for_space(row_tiles);
-    sm90::load_slabs<S::kRows, S::kSlabs>(
-        shared.query, tile::head_rows(p.query, rows.batch, rows.head, rows.first),
-        [&](int r) { return r < rows.count ? r : -1; });
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head) {
+      sm90::load_slabs<S::kHeadRows, S::kSlabs, S::kRows>(
+          shared.query + head * S::kHeadRows * layout_sm90::kSlabColumns,
+          tile::head_rows(p.query, rows.batch, rows.head + head, rows.first),
+          [&](int r) { return r < rows.count ? r : -1; });
+    }
     if (thread == 0) {
       shared.memory_tiles = memory_tiles;
       shared.tiles = keys.tiles;
@@ -143,9 +151,9 @@ __device__ __forceinline__ void produce(typename Shape<kDim>::Shared& shared,
 
 // Issues s = Q K^T, 64 rows by one tile of keys, as one group.
 template <DType dtype, int kDim>
-__device__ __forceinline__ void multiply_keys(float (&s)[Shape<kDim>::kKeys / 2], uint64_t query,
+__device__ __forceinline__ void multiply_keys(float (&s)[Shape<kDim, 1>::kKeys / 2], uint64_t query,
                                               uint64_t key) {
-  using S = Shape<kDim>;
+  using S = Shape<kDim, 1>;
 #pragma unroll
   for (int k = 0; k < kDim / 16; ++k) {
     ptx::wgmma_m64n128k16<dtype>(s, query + layout_sm90::descriptor_step(k, S::kRows),
@@ -180,10 +188,10 @@ struct Weights {
 // Issues out += P V as one group.
 template <DType dtype, int kDim>
 __device__ __forceinline__ void multiply_values(float (&out)[kDim / 2],
-                                                const Weights<Shape<kDim>::kKeys>& weights,
+                                                const Weights<Shape<kDim, 1>::kKeys>& weights,
                                                 uint64_t value) {
 #pragma unroll
-  for (int k = 0; k < Shape<kDim>::kKeys / 16; ++k) {
+  for (int k = 0; k < Shape<kDim, 1>::kKeys / 16; ++k) {
     ptx::wgmma_rows_of_b<dtype>(out, weights.a[k], value + layout_sm90::descriptor_row_step(k));
   }
   ptx::wgmma_commit();
@@ -196,10 +204,10 @@ __device__ __forceinline__ float (&by_tiles(float (&c)[n]))[1][n / 4][4] {
 }
 
 // Warpgroup `group` of the consumers.
-template <DType dtype, int kDim, KeyKind kKind>
-__device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
+template <DType dtype, int kDim, int kHeads, KeyKind kKind>
+__device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& shared,
                                         const ForwardGrid& grid, int group, int thread) {
-  using S = Shape<kDim>;
+  using S = Shape<kDim, kHeads>;
   constexpr bool kGathered = kKind == KeyKind::kGathered;
   // What the producer keeps of gathered keys is in shared memory.
   using Keys = std::conditional_t<kGathered, typename S::Causal, attend::KeysOf<S, kKind>>;
@@ -212,13 +220,15 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
   const uint64_t value =
       layout_sm90::slab_rows_descriptor(ptx::shared_address(shared.value[0]), S::kKeys);
   const int lane = thread % 32;
-  const int warp_row = group * sm90::kGroupRows + thread / 32 * kWarpRows;
-  uint16_t* const warp_tile = shared.result + warp_row * kDim;
+  const int tile_row = group * sm90::kGroupRows + thread / 32 * kWarpRows;
+  const int warp_row = tile_row % S::kHeadRows;  // of the head's rows
+  uint16_t* const warp_tile = shared.result + tile_row * kDim;
   const sm90::Turns turns{group};
   turns.begin();
   int row_tiles = 0;
   int key_tiles = 0;
-  for_each_row_tile<S::kRows, kKind>(grid, [&](const RowTile& rows) {
+  for_each_row_tile<S::kHeadRows, kHeads, kKind>(grid, [&](RowTile rows) {
+    rows.head += tile_row / S::kHeadRows;
     __syncwarp();  // all lanes have stored the last result
     if (p.merge_with_out) {
       attend::load_result<S::kUnits, kWarpRows>(p, rows, warp_tile, warp_row);
@@ -310,11 +320,11 @@ __device__ __forceinline__ void consume(typename Shape<kDim>::Shared& shared,
   turns.end();
 }
 
-template <DType dtype, int kDim, KeyKind kKind>
+template <DType dtype, int kDim, int kHeads, KeyKind kKind>
 __global__ void __launch_bounds__(sm90::kThreads, 1)
     attend_forward_sm90_kernel(const __grid_constant__ ForwardGrid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  auto& shared = sm90::aligned_shared<typename Shape<kDim>::Shared>();
+  auto& shared = sm90::aligned_shared<typename Shape<kDim, kHeads>::Shared>();
   if (threadIdx.x == 0) {
     shared.query_ring.init();
     shared.key_ring.init();
@@ -326,10 +336,10 @@ __global__ void __launch_bounds__(sm90::kThreads, 1)
   const int warpgroup = sm90::warpgroup_of_thread();
   if (warpgroup == 0) {
     ptx::decrease_registers<sm90::kProducerRegisters>();
-    produce<kDim, kKind>(shared, grid, thread);
+    produce<kDim, kHeads, kKind>(shared, grid, thread);
   } else {
     ptx::increase_registers<sm90::kConsumerRegisters>();
-    consume<dtype, kDim, kKind>(shared, grid, warpgroup - 1, thread);
+    consume<dtype, kDim, kHeads, kKind>(shared, grid, warpgroup - 1, thread);
   }
 #endif
 }

@@ -16,7 +16,7 @@ namespace h2o_prefill::attend {
 // keys in L2, are neighbours, and those of a chunk with the most keys go first.
 struct ForwardGrid {
   AttendForwardParams params;  // scale_log2 > 0
-  uint32_t heads;              // batch rows times query heads
+  uint32_t heads;              // batch rows times query heads, or groups of these in one tile
   uint32_t chunks;             // with rows of the call
   uint32_t tiles;              // row tiles of a chunk
   int group;                   // query heads of a KV head
@@ -25,12 +25,14 @@ struct ForwardGrid {
   __host__ __device__ uint32_t row_tiles() const { return heads * chunks * tiles; }
 };
 
-// The grid of tiles with `tile_rows` rows; empty if there are more tiles than blocks in a launch.
-inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows) {
+// The grid of tiles with `tile_rows` rows of each of `tile_heads` heads; empty if there are more
+// tiles than blocks in a launch.
+inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows,
+                           int64_t tile_heads = 1) {
   const int64_t rows = params.rows.count;
   const int64_t chunk_size = params.gathered ? 0 : params.causal.chunk_size;
   const int64_t chunk_rows = chunk_size && chunk_size < rows ? chunk_size : rows;
-  const int64_t heads = params.query.batch * params.query.heads;
+  const int64_t heads = params.query.batch * params.query.heads / tile_heads;
   const int64_t chunks = tile::divide_up(rows, chunk_rows);
   const int64_t tiles = tile::divide_up(chunk_rows, tile_rows);
   if (heads * chunks * tiles > INT32_MAX) return {};
@@ -126,23 +128,23 @@ __device__ __forceinline__ float natural_lse_of(float maximum, float denominator
   return denominator == 0.0F ? kNegInf : (maximum + ptx::log2(denominator)) * kLn2;
 }
 
-// Row tile `number` of the launch; count <= 0 where it has no rows. Positions are int32, as they
-// are in lists of them.
-template <int kRows, bool kGathered>
+// Row tile `number` of the launch, of its first head; count <= 0 where it has no rows. Positions
+// are int32, as they are in lists of them.
+template <int kRows, bool kGathered, int kHeads = 1>
 __device__ __forceinline__ RowTile row_tile(const ForwardGrid& grid, uint32_t number) {
   const AttendForwardParams& p = grid.params;
   const uint32_t unit = number % grid.heads;
   const uint32_t index = number / grid.heads;
   const int chunk = static_cast<int>(index % grid.chunks);
   const int tile = static_cast<int>(grid.tiles - 1 - index / grid.chunks);
-  const int heads = static_cast<int>(p.query.heads);
+  const int heads = static_cast<int>(p.query.heads) / kHeads;
   const int chunk_size = kGathered ? 0 : static_cast<int>(p.causal.chunk_size);
   const int chunk_first = static_cast<int>(p.rows.begin) + chunk * chunk_size;
   const int call_end = static_cast<int>(p.rows.begin + p.rows.count);
   const int end = chunk_size ? min(chunk_first + chunk_size, call_end) : call_end;
   RowTile rows{};
   rows.batch = static_cast<int>(unit) / heads;
-  rows.head = static_cast<int>(unit) % heads;
+  rows.head = static_cast<int>(unit) % heads * kHeads;
   rows.kv_head = rows.head / grid.group;
   rows.first = chunk_first + tile * kRows;
   rows.count = min(end - rows.first, kRows);

@@ -117,8 +117,9 @@ struct Turns {
 };
 constexpr int kFirstFreeBarrier = 1 + kConsumers;
 
-// Begins to copy rows row_of(0 .. kTileRows - 1) to slabs, by the first warpgroup.
-template <int kTileRows, int kSlabs, typename RowOf>
+// Begins to copy rows row_of(0 .. kTileRows - 1) to slabs of kSlabRows rows, by the first
+// warpgroup.
+template <int kTileRows, int kSlabs, int kSlabRows = kTileRows, typename RowOf>
 __device__ __forceinline__ void load_slabs(uint16_t* slabs, const tile::HeadRows& rows,
                                            const RowOf& row_of) {
 #pragma unroll
@@ -126,7 +127,7 @@ __device__ __forceinline__ void load_slabs(uint16_t* slabs, const tile::HeadRows
     const int column = s * layout_sm90::kSlabColumns;
     const tile::HeadRows of_slab{rows.data + column, rows.stride,
                                  rows.units - s * layout_sm90::kSlabUnits};
-    tile::load<kTileRows, layout_sm90::kSlabUnits>(slabs + column * kTileRows, of_slab, row_of);
+    tile::load<kTileRows, layout_sm90::kSlabUnits>(slabs + column * kSlabRows, of_slab, row_of);
   }
 }
 
