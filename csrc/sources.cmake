@@ -89,13 +89,9 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/cuda_kernels.cpp
     kernels/cuda/dense_attention_kernel.cpp
     kernels/cuda/error_rows.cu
-    kernels/cuda/gather_rows.cu
-    kernels/cuda/gather_rows_kernel.cpp
     kernels/cuda/intra_chunk_attention_kernel.cpp
     kernels/cuda/lexical_recall_kernel.cpp
     kernels/cuda/memory_attention_kernel.cpp
-    kernels/cuda/merge_states.cu
-    kernels/cuda/merge_states_kernel.cpp
     kernels/cuda/select_memory.cu
     kernels/cuda/select_memory_kernel.cpp
     kernels/cuda/chunkwise_linear_attention_kernel.cpp

@@ -10,8 +10,10 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices) {
   check_gather_rows(x, indices);
   const auto shape = std::vector<int64_t>{x.size(0), x.size(1), indices.size(2), x.size(3)};
   if (x.size(2) == 0) return at::zeros(shape, x.options());
-  const auto rows = indices.clamp_min(0).to(at::kLong).unsqueeze(-1).expand(shape);
-  return x.gather(2, rows).masked_fill((indices < 0).unsqueeze(-1), 0);
+  // Rows outside of the history, which a device cannot report, are zeros too.
+  const auto rows = indices.clamp(0, x.size(2) - 1);
+  return x.gather(2, rows.to(at::kLong).unsqueeze(-1).expand(shape))
+      .masked_fill((indices != rows).unsqueeze(-1), 0);
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {

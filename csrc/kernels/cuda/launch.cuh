@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <set>
+#include <map>
 #include <utility>
 
 namespace h2o_prefill {
@@ -12,16 +12,15 @@ namespace h2o_prefill {
 // Shared memory that a kernel may use without opting in.
 constexpr size_t kSharedBytesByDefault = 48 * 1024;
 
-// Lets a kernel use so much shared memory on the current device, which is the same in all its
-// launches.
+// Lets a kernel use so much shared memory on the current device.
 inline cudaError_t allow_shared_bytes(const void* kernel, int device, size_t shared_bytes) {
-  thread_local std::set<std::pair<const void*, int>> allowed;
-  if (shared_bytes <= kSharedBytesByDefault || allowed.contains({kernel, device})) {
-    return cudaSuccess;
-  }
+  // The most that each kernel was launched with: asking again would cost as much as a launch.
+  thread_local std::map<std::pair<const void*, int>, size_t> allowed;
+  size_t& most = allowed.try_emplace({kernel, device}, kSharedBytesByDefault).first->second;
+  if (shared_bytes <= most) return cudaSuccess;
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  if (error == cudaSuccess) allowed.insert({kernel, device});
+  if (error == cudaSuccess) most = shared_bytes;
   return error;
 }
 
