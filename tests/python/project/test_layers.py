@@ -16,11 +16,13 @@ CSRC = ROOT / "csrc"
 ATEN = ("ATen/", "c10/core/", "c10/util/")
 CUDA = ("c10/cuda/", "cuda_runtime_api.h", "cuda_bf16.h", "cuda_fp16.h", "cuda.h")
 KERNEL_VOCABULARY = (
+    "h2o_prefill/error_fields.h",
     "kernels/feature_map.h",
     "kernels/host_device.h",
     "kernels/key_sets.h",
     "kernels/params.h",
     "kernels/softmax_state.h",
+    "kernels/widening.h",
 )
 # What a file may include beside the standard library, by the first pattern that its path matches.
 ALLOWED = {
