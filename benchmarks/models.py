@@ -71,8 +71,9 @@ def prefill(plan: Plan, model: ModelOption = MODEL) -> None:
     with Report(plan, title, **_options(plan, model)) as report:
         for kind in plan.dtypes:
             known = model in RANDOM_MODELS
-            network = random_model(model, kind) if known else load_model(model, kind)[0]
-            network.to("cuda" if plan.on_gpu else "cpu")
+            device = "cuda" if plan.on_gpu else "cpu"
+            network = random_model(model, kind) if known else load_model(model, kind, device)[0]
+            network.to(device)
             for count in plan.each_threads():
                 last: tuple[int, float] | None = None
                 for length in plan.lengths:

@@ -55,6 +55,7 @@ def ablate(
         ),
     ] = True,
     figure_format: options.FormatOption = "png",
+    device: options.DeviceOption = "cpu",
     threads: options.ThreadsOption = None,
     *,
     cluster: ClusterOptions,
@@ -84,7 +85,7 @@ def ablate(
         options.use_threads(threads)
         texts = load_texts(dataset, text_file)
         with (
-            cluster.connect(model, dtype, threads) as workers,
+            cluster.connect(model, dtype, threads, device) as workers,
             show_progress(f"loading {model}") as show,
         ):
             frame = run_ablation(
@@ -97,6 +98,7 @@ def ablate(
                 windows=windows,
                 protocol=protocol,
                 dtype=dtype,
+                device=device,
                 cluster=workers,
                 on_progress=show,
             )

@@ -36,6 +36,7 @@ def bench(
             "this folder, which is created if necessary."
         ),
     ] = None,
+    device: options.DeviceOption = "cpu",
     threads: options.ThreadsOption = None,
     **sizes: int | None,
 ) -> None:
@@ -49,7 +50,7 @@ def bench(
         config = parse_variant(preset, **sizes)
         check_output_folder(output, figures)
         chosen = options.parse_numbers(lengths, "lengths", least=1)
-        network, _ = load_network(model, dtype, threads)
+        network, _ = load_network(model, dtype, threads, device)
         with show_progress("prefill") as show:
             frame = benchmark_throughput(network, chosen, runs, config, on_progress=show)
             memory = None

@@ -34,7 +34,9 @@ class ClusterOptions:
         return self != ClusterOptions()
 
     @contextlib.contextmanager
-    def connect(self, model: str, dtype: str, threads: int | None) -> Iterator[ModelCluster | None]:
+    def connect(
+        self, model: str, dtype: str, threads: int | None, device: str = "cpu"
+    ) -> Iterator[ModelCluster | None]:
         """Yield workers that load a model, None without any of the options.
 
         Raises ValueError for several of them, FileNotFoundError, ImportError without Dask, and
@@ -45,6 +47,8 @@ class ClusterOptions:
             return
         if [self.scheduler, self.scheduler_file, self.workers].count(None) < 2:
             raise ValueError("give one of --scheduler, --scheduler-file and --workers")
+        if device != "cpu":
+            raise ValueError(f"--device must be cpu with workers, got {device!r}")
         try:
             import distributed
         except ModuleNotFoundError as error:

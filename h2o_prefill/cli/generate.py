@@ -141,6 +141,7 @@ def generate(
     ] = 0,
     preset: options.PresetOption = DEFAULT_PRESET,
     dtype: options.DtypeOption = "float32",
+    device: options.DeviceOption = "cpu",
     threads: options.ThreadsOption = None,
     *,
     cluster: ClusterOptions,
@@ -169,6 +170,7 @@ def generate(
             parse_variant(preset, **sizes),
             model=model,
             dtype=dtype,
+            device=device,
             threads=threads,
             max_new_tokens=max_new_tokens,
             chat=chat,
@@ -201,7 +203,7 @@ def generate(
                 network, tokenizer = load_package(package)
             config = network.info.config
         else:
-            network, tokenizer = load_network(model, dtype, threads)
+            network, tokenizer = load_network(model, dtype, threads, device)
         console = output_console()
 
         def show(piece: str) -> None:
@@ -269,6 +271,7 @@ def _answer_file(
     *,
     model: str,
     dtype: str,
+    device: str,
     threads: int | None,
     **settings: Any,
 ) -> None:
@@ -278,8 +281,11 @@ def _answer_file(
     with kept_on_interrupt(kept), quiet_libraries():
         prompts = read_prompts(input_file, "--input")
         check_output_file(output, "--output")
-        network, tokenizer = load_network(model, dtype, threads)
-        with cluster.connect(model, dtype, threads) as workers, show_progress("generate") as show:
+        network, tokenizer = load_network(model, dtype, threads, device)
+        with (
+            cluster.connect(model, dtype, threads, device) as workers,
+            show_progress("generate") as show,
+        ):
             found = answer_prompts(
                 network,
                 tokenizer,

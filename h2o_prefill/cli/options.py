@@ -137,6 +137,9 @@ DtypeOption = Annotated[
         "CPU multiplies it, else float32.",
     ),
 ]
+DeviceOption = Annotated[
+    str, typer.Option(help="Where the model runs: cpu, cuda, or one of several GPUs, as cuda:1.")
+]
 ThreadsOption = Annotated[
     int | None,
     # More would end in an error of the operating system, or of PyTorch, in the middle of the work.
@@ -206,13 +209,15 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def load_network(model: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
+def load_network(
+    model: str, dtype: str, threads: int | None, device: str = "cpu"
+) -> tuple[Any, Any]:
     """Set the number of threads, and load a model and its tokenizer while stderr says so."""
     from h2o_prefill.eval import load_model
 
     use_threads(threads)
     with error_console().status(f"loading {model}"):
-        return load_model(model, dtype)
+        return load_model(model, dtype, device)
 
 
 def load_texts(datasets: str | None, files: Iterable[Path] | None) -> list[Corpus]:

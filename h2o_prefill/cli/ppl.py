@@ -35,6 +35,7 @@ def ppl(
     ] = False,
     json_file: options.JsonOption = None,
     plot: Annotated[Path | None, options.plot_file("perplexity by position")] = None,
+    device: options.DeviceOption = "cpu",
     threads: options.ThreadsOption = None,
     **sizes: int | None,
 ) -> None:
@@ -49,7 +50,7 @@ def ppl(
         save_plot = plot_output(plot)
         check_settings(config, context, windows, protocol)
         corpus = load_text(dataset, text_file)
-        network, tokenizer = load_network(model, dtype, threads)
+        network, tokenizer = load_network(model, dtype, threads, device)
         with show_progress("perplexity") as show:
             result = evaluate_perplexity(
                 network,

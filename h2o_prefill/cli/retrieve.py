@@ -55,6 +55,7 @@ def retrieve(
     ] = None,
     json_file: options.JsonOption = None,
     plot: Annotated[Path | None, options.plot_file("the mean score by length and depth")] = None,
+    device: options.DeviceOption = "cpu",
     threads: options.ThreadsOption = None,
     *,
     cluster: ClusterOptions,
@@ -87,8 +88,11 @@ def retrieve(
             check_output_file(keep, "--keep", (".jsonl",))
         kept = None if keep is None else KeptOutcomes(keep)
         corpus = load_text(dataset, text_file)
-        network, tokenizer = load_network(model, dtype, threads)
-        with cluster.connect(model, dtype, threads) as workers, show_progress("retrieval") as show:
+        network, tokenizer = load_network(model, dtype, threads, device)
+        with (
+            cluster.connect(model, dtype, threads, device) as workers,
+            show_progress("retrieval") as show,
+        ):
             result = evaluate_retrieval(
                 network,
                 corpus,

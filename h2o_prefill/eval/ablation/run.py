@@ -51,6 +51,7 @@ def run_ablation(
     protocol: str = "gptq",
     tokenizer: Any = None,
     dtype: str = "float32",
+    device: str = "cpu",
     model_name: str | None = None,
     cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
@@ -84,8 +85,8 @@ def run_ablation(
         As `evaluate_perplexity` takes them.
     tokenizer : optional
         The model's. A model given by name brings its own.
-    dtype : str
-        Data type of the weights of a model given by name.
+    dtype, device : str
+        Data type of the weights of a model given by name, and where it runs.
     model_name : str, optional
         Name in the table. Default: the name given, or that in the model's config.
     cluster : ModelCluster, optional
@@ -123,7 +124,7 @@ def run_ablation(
     corpora = [name if isinstance(name, Corpus) else load_text(name) for name in datasets]
     path = folder / table.CSV_NAME
     rows = {str(row["cell"]): row for row in table.read_rows(path)}
-    network, tokenizer = resolve_model(model, tokenizer, dtype)
+    network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):
         with prefill_mode(network, config):  # raises where settings do not fit the model

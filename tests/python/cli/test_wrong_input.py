@@ -28,6 +28,8 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--protocol", "mine"): "protocol must be one of",
         ("--plot", "p.gif"): r"--plot must end in one of .*got 'p.gif'",
         ("--no-such-option",): "--no-such-option",
+        ("--device", "tpu"): "device must be cpu or cuda, or one GPU as cuda:1, got 'tpu'",
+        ("--device", "cuda:99"): "device must be cpu, got 'cuda:99': PyTorch finds",
     },
     "ablate": {
         ("--chunk-size", "16,"): 'chunk_size must be an int, got ""',
@@ -56,6 +58,7 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
             "x y",
         ): "--scheduler must be an address like tcp://10.0.0.1:8786, got 'x y'",
         ("--workers", 0): "--workers",
+        ("--workers", 1, "--device", "cuda:99"): "device must be cpu",
         ("--keep", "kept.csv"): "--keep must end in one of",
     },
     "visualize": {
