@@ -23,7 +23,7 @@ PYTEST := pytest --numprocesses $(JOBS) --dist worksteal
 # $(call system,package of Debian,command that succeeds where it is installed)
 system = @{ $(2); } &>/dev/null || { apt-get update -q && apt-get install -y -q $(1); } || { echo "needed: $(1)" >&2; false; }
 .PHONY: build demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads \
-  test-package test-transformers wheel soak coverage lint lint-cpp format notebooks clean
+  test-races test-package test-transformers wheel soak coverage lint lint-cpp format notebooks clean
 build: $(BIN)/.built
 # What compiling needs. The CUDA libraries of PyTorch are larger than all the rest, and are installed while it compiles.
 $(BIN)/.tools:
@@ -63,6 +63,10 @@ test-python: build $(BIN)/.dev $(BIN)/.model
 # CMakePresets.json has them: sanitize for every C++ test, threads for contexts on several threads.
 test-cpp test-sanitize test-threads: test-%: build $(BIN)/.dev $(BIN)/.model
 	cmake --workflow --preset $*
+# The CUDA kernels on the emulation under ThreadSanitizer: RACES=name chooses among their tests.
+test-races: build $(BIN)/.dev
+	cmake --preset threads >/dev/null && cmake --build build/threads --target test_attention >/dev/null
+	build/threads/tests/cpp/kernels/cuda/test_attention --gtest_filter='$(or $(RACES),*)'
 # The operators' arithmetic under every instruction set that this CPU has but the one that test-python runs under.
 test-isas: build $(BIN)/.dev
 	isa='import torch, h2o_prefill; print(torch.ops.h2o_prefill.cpu_isa())'; chosen=$$(python -c "$$isa") || exit 1; \

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_emulation/races.h"
+
 namespace cuda_emulation {
 
 class Copies {
@@ -17,6 +19,8 @@ class Copies {
     // Read now too, so that a report of the sanitizer names the line of the kernel.
     const auto* now = static_cast<const volatile unsigned char*>(from);
     for (size_t i = 0; from && i < bytes; ++i) static_cast<void>(now[i]);
+    if (from) races::read(from, bytes);
+    races::write(to, bytes);
     std::memset(to, 0xFF, bytes);
     open_.push_back({to, from, bytes});
   }
@@ -38,6 +42,7 @@ class Copies {
     size_t bytes;
 
     void finish() const {
+      races::write(to, bytes);
       if (from) {
         std::memcpy(to, from, bytes);
       } else {

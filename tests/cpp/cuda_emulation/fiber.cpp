@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "cuda_emulation/races.h"
+
 #if defined(H2O_ADDRESS_SANITIZER)
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -49,7 +51,8 @@ Fiber* entered = nullptr;
 
 }  // namespace
 
-Fiber::Fiber(void (*entry)()) : entry_(entry), stack_size_(kStackBytes) {
+Fiber::Fiber(void (*entry)())
+    : entry_(entry), stack_size_(kStackBytes), of_sanitizer_(races::new_fiber()) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   mapping_ = mmap(nullptr, page + stack_size_, PROT_READ | PROT_WRITE,
                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -103,9 +106,11 @@ void Fiber::arrive() {
 void Fiber::switch_to(Fiber& next) {
   left = this;
   entered = &next;
+  if (!of_sanitizer_) of_sanitizer_ = races::current_fiber();
 #if defined(H2O_ADDRESS_SANITIZER)
   __sanitizer_start_switch_fiber(&fake_stack_, next.stack_, next.stack_size_);
 #endif
+  races::switch_to(next.of_sanitizer_);
 #if defined(__x86_64__)
   cuda_emulation_switch_stack(&stack_pointer_, next.stack_pointer_);
 #else

@@ -40,6 +40,7 @@ class Fiber {
   void* mapping_ = nullptr;  // guard page and stack; null for the thread's own stack
   void* stack_ = nullptr;
   size_t stack_size_ = 0;
+  void* of_sanitizer_ = nullptr;
 #if defined(__x86_64__)
   void* stack_pointer_ = nullptr;
 #else

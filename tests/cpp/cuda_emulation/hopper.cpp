@@ -3,6 +3,7 @@
 #include <map>
 #include <vector>
 
+#include "cuda_emulation/races.h"
 #include "cuda_emulation/scheduler.h"
 #include "cuda_emulation/wgmma.h"
 
@@ -25,6 +26,7 @@ struct NamedBarrier {
   int threads = 0;
   int arrived = 0;
   int times = 0;  // that it was complete
+  char orders[2];
 };
 
 // The copies that arrivals brought, and whether the phase that ended last had any.
@@ -60,6 +62,8 @@ void named_barrier(const char* name, int number, int threads, bool wait, Site si
   if (barrier.threads != threads) {
     fail_at(site, "%s of %d threads while others make it %d", name, threads, barrier.threads);
   }
+  const char* const order = &barrier.orders[barrier.times % 2];
+  races::release(order);
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
     ++barrier.times;
@@ -68,6 +72,12 @@ void named_barrier(const char* name, int number, int threads, bool wait, Site si
     const int times = barrier.times;
     while (barrier.times == times) wait_for(name, &barrier, site);
   }
+  if (wait) races::acquire(order);
+}
+
+// What orders a phase of an mbarrier, by its parity.
+const void* order_of(const uint64_t* address, uint32_t phase) {
+  return reinterpret_cast<const char*>(address) + 4 * (phase % 2);
 }
 
 }  // namespace
@@ -95,18 +105,24 @@ void mbarrier_init(uint64_t* barrier, uint32_t count, Site site) {
 }
 
 void cp_async_mbarrier_arrive(uint64_t* address, Site site) {
-  for (const Copies::Copy& copy : copies().take()) cargos[address].copies.push_back(copy);
+  {
+    const races::Unseen unseen;
+    for (const Copies::Copy& copy : copies().take()) cargos[address].copies.push_back(copy);
+  }
   mbarrier_arrive(address, site);
 }
 
 void mbarrier_arrive(uint64_t* address, Site site) {
   Mbarrier barrier = load(address, site);
   Cargo& cargo = cargos[address];
+  races::release(order_of(address, barrier.phase));
   if (--barrier.missing > 0) {
     store(address, barrier);
     return;
   }
+  races::acquire(order_of(address, barrier.phase));
   for (const Copies::Copy& copy : cargo.copies) copy.finish();
+  races::release(order_of(address, barrier.phase));
   cargo.landed = !cargo.copies.empty();
   cargo.copies.clear();
   store(address, {kMagic, ++barrier.phase, barrier.count, barrier.count});
@@ -116,6 +132,7 @@ void mbarrier_arrive(uint64_t* address, Site site) {
 bool mbarrier_try_wait(uint64_t* address, uint32_t parity, Site site) {
   if (load(address, site).phase % 2 == parity) return false;
   if (cargos[address].landed) state().needs_proxy_fence = true;
+  races::acquire(order_of(address, parity));
   return true;
 }
 

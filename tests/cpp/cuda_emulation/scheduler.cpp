@@ -14,6 +14,7 @@
 #include "cuda_emulation/copies.h"
 #include "cuda_emulation/fiber.h"
 #include "cuda_emulation/hopper.h"
+#include "cuda_emulation/races.h"
 
 uint3 threadIdx;
 uint3 blockIdx;
@@ -38,6 +39,8 @@ struct Thread {
 // Threads that meet at collectives.
 struct Meeting {
   int arrived = 0;
+  int times = 0;  // that all had come
+  char orders[2];
   void* arguments[kWarpgroupSize];
 };
 
@@ -68,7 +71,9 @@ size_t shared_size = 0;
 std::vector<Warp> warps;
 std::vector<Meeting> warpgroups;
 int at_barrier = 0;
+int barriers = 0;  // that all have passed
 int ended = 0;
+char block_begins, block_ends, barrier_orders[2];
 
 Fiber host;
 Thread* running = nullptr;
@@ -147,6 +152,8 @@ void meet(const char* kind, Meeting& meeting, int first, int size, const char* n
           void (*execute)(void* const*), Site site) {
   wait_at(name, site);
   meeting.arguments[running->index - first] = argument;
+  const char* const round = &meeting.orders[meeting.times % 2];
+  races::release(round);
   if (++meeting.arrived == size) {
     for (int i = first; i < first + size; ++i) {
       const Thread& other = *threads[i];
@@ -156,16 +163,22 @@ void meet(const char* kind, Meeting& meeting, int first, int size, const char* n
       }
     }
     meeting.arrived = 0;
+    ++meeting.times;
+    races::acquire(round);
     if (execute) execute(meeting.arguments);
+    races::release(round);
     for (int i = first; i < first + size; ++i) make_ready(*threads[i]);
   }
   yield();
+  races::acquire(round);
 }
 
 // The fibre of a thread: one kernel after the other.
 void run_thread() {
   for (;;) {
+    races::acquire(&block_begins);
     (*kernel)();
+    races::release(&block_ends);
     running->copies.forget();
     hopper::end_thread();
     if (++ended == block_size) {
@@ -189,7 +202,9 @@ void run_block(size_t shared_bytes) {
   ended = 0;
   std::shuffle(order.begin(), order.end(), engine);
   for (int i = 0; i < block_size; ++i) make_ready(*threads[i]);
+  races::release(&block_begins);
   resume(host, choose());
+  races::acquire(&block_ends);
   running = nullptr;
   hopper::end_block();
   shared.reset();
@@ -239,7 +254,10 @@ int thread_index() { return running->index; }
 
 void block_barrier(Site site) {
   wait_at("__syncthreads", site);
+  const char* const round = &barrier_orders[barriers % 2];
+  races::release(round);
   if (++at_barrier == block_size) {
+    ++barriers;
     for (int i = 0; i < block_size; ++i) {
       const Site& other = threads[i]->site;
       if (!(other == site)) {
@@ -252,6 +270,7 @@ void block_barrier(Site site) {
     for (int i = 0; i < block_size; ++i) make_ready(*threads[i]);
   }
   yield();
+  races::acquire(round);
 }
 
 void warp_collective(const char* name, void* argument, void (*execute)(void* const*), Site site) {
@@ -283,6 +302,9 @@ void wake(const void* what) {
 }
 
 Copies& copies() { return running->copies; }
+void begin_copy(void* to, const void* from, size_t bytes) { copies().begin(to, from, bytes); }
+void commit_copies() { copies().commit(); }
+void wait_for_copies(int pending) { copies().wait(pending); }
 
 void check_alignment(const char* name, const void* address, size_t bytes, Site site) {
   if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "cuda_emulation/races.h"
 #include "kernels/cpu/float16.h"
 
 namespace cuda_emulation::hopper {
@@ -145,8 +146,10 @@ void WarpgroupThread::commit() {
 
 void WarpgroupThread::wait(int pending, int thread, Site site) {
   is_fenced = false;
-  for (; static_cast<int>(groups_.size()) > pending; groups_.pop_front()) {
+  while (static_cast<int>(groups_.size()) > pending) {
     for (const Part& part : groups_.front()) finish(part, thread, site);
+    const races::Unseen unseen;
+    groups_.pop_front();
   }
 }
 
