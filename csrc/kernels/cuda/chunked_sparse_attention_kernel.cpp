@@ -174,6 +174,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
         const auto phase2 = merged_memory_pass(call, rows, sets.view(), recall, of_memory);
         stream.attend(phase2);
         sums = added_memory_sums(phase2, of_memory, scores, scores_stride);
+        sums.usual_width = request.budget().width();
         sums.reduce_max = request.reduce_max();
         stream.sum_columns(sums);
         if (exact) exact->record(call, rows);

@@ -19,7 +19,7 @@ namespace h2o_prefill {
 //             and 0 where there is none, or sums[b, h, memory[b, h, j]] grows by it if scatter_add.
 //
 // The sum of a KV head is that of its query heads' sums, or their maximum if reduce_max. The order
-// of additions depends on shapes only: results are the same to the bit, on any GPU.
+// of additions depends on shapes and usual_width only: results are the same to the bit, on any GPU.
 struct ColumnSumsParams {
   HeadsView query;   // [B, Hq, Tq, D]
   HeadsView key;     // [B, Hkv, T, D], the history
@@ -29,6 +29,7 @@ struct ColumnSumsParams {
   bool gathered;
   CausalRange causal;    // unless gathered
   MemorySetView memory;  // if gathered
+  int64_t usual_width;   // members of most memory sets, which have room for more; 0: memory.width
   float* sums;
   int64_t sums_stride;  // floats of a (batch row, KV head)
   bool scatter_add;     // gathered

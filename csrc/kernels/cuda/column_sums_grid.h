@@ -57,13 +57,23 @@ inline Grid divide(const ColumnSumsParams& p, const TileSizes& sizes, bool may_s
             .chunks = static_cast<uint32_t>(divide_up(columns, chunk)),
             .tiles = static_cast<uint32_t>(divide_up(chunk, sizes.keys)),
             .split_rows = static_cast<int>(p.rows.count)};
-  if (!may_share || grid.blocks() >= sizes.many_blocks) return grid;
+  // Tiles without members end at once.
+  const bool is_wide = p.gathered && p.usual_width > 0 && p.usual_width < columns;
+  const int64_t filled = is_wide ? divide_up(p.usual_width, sizes.keys) : grid.tiles;
+  const int64_t blocks = grid.units * grid.chunks * filled;
+  if (!may_share || blocks >= sizes.many_blocks) return grid;
   grid.head_parts = grid.group;
+  // As many parts of the rows as end first, where blocks take turns and each begins with its keys,
+  // which take about as long as a tile of rows.
   const int64_t row_tiles = divide_up(p.rows.count, sizes.rows);
-  const int64_t wanted = sizes.many_blocks / grid.blocks();
-  if (p.gathered && wanted > 1 && row_tiles > 1) {
+  int64_t shortest = INT64_MAX;
+  for (int64_t wanted = 1; p.gathered && wanted <= row_tiles; ++wanted) {
     const int64_t tiles_of_part = divide_up(row_tiles, wanted);
-    grid.row_parts = static_cast<uint32_t>(divide_up(row_tiles, tiles_of_part));
+    const int64_t parts = divide_up(row_tiles, tiles_of_part);
+    const int64_t turns = divide_up(blocks * grid.head_parts * parts, sizes.many_blocks);
+    if (turns * (tiles_of_part + 1) >= shortest) continue;
+    shortest = turns * (tiles_of_part + 1);
+    grid.row_parts = static_cast<uint32_t>(parts);
     grid.split_rows = static_cast<int>(tiles_of_part * sizes.rows);
   }
   return grid;

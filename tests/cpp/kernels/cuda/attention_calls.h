@@ -89,6 +89,7 @@ struct SumsOptions {
   bool scatter_add = false;
   bool reduce_max = false;
   int64_t skip_every = 0;  // one of so many rows has lse -inf; 0: none
+  int64_t usual_width = 0;
 };
 
 // The column sums of the keys of a call.
@@ -103,6 +104,7 @@ inline ColumnSumsParams sums_params(const Call& call, const SumsOptions& options
   params.memory = call.params.memory;
   params.scatter_add = options.scatter_add;
   params.reduce_max = options.reduce_max;
+  params.usual_width = options.usual_width;
   params.sums_stride =
       params.gathered && !options.scatter_add ? params.memory.width : params.key.length;
   return params;

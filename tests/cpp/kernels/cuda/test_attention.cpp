@@ -175,6 +175,8 @@ TEST_P(Attention, MemorySets) {
     check_gathered({dtype, 20, 50}, 70, 0);
     check_gathered({dtype, 20, 50}, 70, 0, scattered);
     check_gathered({dtype, 130, 300, 128, 128}, 150, 131, scattered);
+    check_gathered({dtype, 130, 300, 64, 64, 2}, 290, 131,
+                   {.scatter_add = true, .usual_width = 70});
     check_gathered({dtype, 70, 100, kernels.dims.back(), 56}, 50, 41);
     for (const int64_t group : {1, 3, 4}) {
       check_gathered({dtype, 70, 90, 64, 64, 2 * group, 2, 2, group != 3}, 80, 67,
