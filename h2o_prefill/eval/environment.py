@@ -66,11 +66,10 @@ def cuda_kernels() -> dict[str, str]:
 
 def linear_attention() -> dict[str, str]:
     """Return what computes `chunkwise_linear_attention` and its backward pass, by device."""
-    dtypes = "kernels for float32, bfloat16, float16"
     return {
-        "CPU": f"{dtypes}; all head dims, one direction and both",
-        "CUDA": f"{dtypes}; head dims up to 128, in float32 192",
-        "composite version": "float64; larger head dims on CUDA; devices without kernels",
+        "CPU": "kernels for float32, bfloat16, float16; all head dims, one direction and both",
+        "CUDA": "kernels for bfloat16, float16; causal, head dims up to 128",
+        "composite version": "float64; on CUDA float32, larger head dims, gradients; other devices",
     }
 
 
