@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <map>
+#include <mutex>
 #include <utility>
 
 namespace h2o_prefill {
@@ -14,8 +15,11 @@ constexpr size_t kSharedBytesByDefault = 48 * 1024;
 
 // Lets a kernel use so much shared memory on the current device.
 inline cudaError_t allow_shared_bytes(const void* kernel, int device, size_t shared_bytes) {
-  // The most that each kernel was launched with: asking again would cost as much as a launch.
-  thread_local std::map<std::pair<const void*, int>, size_t> allowed;
+  // The most that each kernel was launched with, by any thread, since less would take it away from
+  // the others. Asking again would cost as much as a launch.
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> allowed;
+  const std::lock_guard<std::mutex> lock(mutex);
   size_t& most = allowed.try_emplace({kernel, device}, kSharedBytesByDefault).first->second;
   if (shared_bytes <= most) return cudaSuccess;
   const cudaError_t error = cudaFuncSetAttribute(
