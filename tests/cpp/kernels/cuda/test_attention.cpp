@@ -289,6 +289,7 @@ TEST(AttentionSm90, RingsGoRound) {
   for (const int64_t heads : {3, 4}) {
     check_causal({DType::kFloat16, 300, 300, 128, 64, heads}, 300);
     check_gathered({DType::kBFloat16, 300, 140, 64, 64, heads}, 130, 129);
+    check_gathered({DType::kBFloat16, 300, 140, 64, 64, heads}, 130, 0);  // no keys for any row
   }
 }
 
