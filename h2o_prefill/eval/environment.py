@@ -68,8 +68,8 @@ def linear_attention() -> dict[str, str]:
     """Return what computes `chunkwise_linear_attention` and its backward pass, by device."""
     return {
         "CPU": "kernels for float32, bfloat16, float16; all head dims, one direction and both",
-        "CUDA": "kernels for bfloat16, float16; causal, head dims up to 128",
-        "composite version": "float64; on CUDA float32, larger head dims, gradients; other devices",
+        "CUDA": "kernels for bfloat16, float16, causal, head dims up to 128, without gradients",
+        "composite version": "float64; other calls on CUDA; devices without kernels",
     }
 
 
