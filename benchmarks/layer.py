@@ -67,11 +67,11 @@ def prefill(plan: Plan) -> None:
 
     Presets with lexical recall get the lists of a text, found before. On a GPU every backend of
     SDPA is timed, and the fastest is the baseline. Lengths go up until the next one would take
-    longer than --seconds. "efficiency %" is the speedup over the fewest
-    threads of --threads in the same run, over that of as many times the threads.
+    longer than --seconds. "efficiency %" is the speedup over the fewest threads of --threads in the
+    same run, over that of as many times the threads.
     """
     config = plan.config()
-    ids = _read_ids(max(plan.lengths), plan.quick)[1] if config.recall else None
+    find = _recall_finder(plan, config)
     fewest: dict[tuple[object, ...], tuple[int, float]] = {}
     sizes = f"S={config.chunk_size}, M={config.memory_size}"
     title = f"chunked_sparse_attention, {sizes}: beside torch SDPA (causal, enable_gqa)"
@@ -82,8 +82,7 @@ def prefill(plan: Plan) -> None:
                 if not plan.affords(length, last):
                     report.note(f"N >= {length} left out, they need a larger --seconds")
                     break
-                lists = None if ids is None else find_recalled(ids[:, :length], config)
-                row, taken = _prefill_row(case, length, config, lists, plan.seconds)
+                row, taken = _prefill_row(case, length, config, find(length), plan.seconds)
                 time = row["sparse_milliseconds"]
                 key = (case.heads, case.dtype, length)
                 threads, base = fewest.setdefault(key, (case.threads, time))
@@ -117,6 +116,14 @@ def _prefill_row(
     return row, sum(map(timings.median, calls))
 
 
+def _recall_finder(plan: Plan, config: PrefillConfig) -> Callable[[int], RecalledKeys | None]:
+    """Return what finds the keys that the first tokens of a text recall, None without recall."""
+    if not config.recall:
+        return lambda length: None
+    _, ids = _read_ids(max(plan.lengths), plan.quick)
+    return lambda length: find_recalled(ids[:, :length], config)
+
+
 def _sparse_call(
     qkv: tuple[Tensor, Tensor, Tensor], config: PrefillConfig, lists: RecalledKeys | None
 ) -> Callable[[], object]:
@@ -141,13 +148,12 @@ def kernels(plan: Plan) -> None:
     if not plan.on_gpu:
         raise ValueError("the kernels of a GPU need --device cuda")
     config = plan.config()
-    ids = _read_ids(max(plan.lengths), plan.quick)[1] if config.recall else None
+    find = _recall_finder(plan, config)
     title = f"GPU kernels of chunked_sparse_attention, S={config.chunk_size}"
     with Report(plan, title, preset=plan.preset, lengths=plan.lengths) as report:
         for case in plan.cases():
             for length in plan.lengths:
-                lists = None if ids is None else find_recalled(ids[:, :length], config)
-                sparse = _sparse_call(case.qkv(length), config, lists)
+                sparse = _sparse_call(case.qkv(length), config, find(length))
                 whole = case.compare({"sparse": sparse}, plan.seconds).median("sparse")
                 *_, found = profiled_rounds(sparse, 0.0)
                 found["elsewhere"] = (whole - sum(time for time, _ in found.values()), 1)

@@ -43,21 +43,17 @@ struct alignas(16) RowTile {
   int key_begin;  // the first key of a causal range that a row of the tile sees
 };
 
-// The first keys of the history, as many as a list has for each row; rising.
-template <int kPartRows, int kKeys>
-struct LimitedKeys {
+// The keys of a range, which need no lookup.
+template <int kKeys>
+struct KeyRange {
   struct Lookup {};
   static constexpr int kSharedBytes = 0;
 
-  const int32_t* limits;
-  int count;  // keys that the last row sees
+  int count;  // keys from the begin of the range to the last one that a row of the tile sees
   int tiles;
 
-  __device__ __forceinline__ LimitedKeys(const AttendForwardParams& p, const RowTile& rows,
-                                         void* /*shared*/)
-      : limits(p.limits + rows.first),
-        count(min(limits[rows.count - 1], static_cast<int>(p.key.length))),
-        tiles(tile::divide_up(count, kKeys)) {}
+  __device__ __forceinline__ explicit KeyRange(int count)
+      : count(count), tiles(tile::divide_up(count, kKeys)) {}
 
   __device__ __forceinline__ Lookup prepare(int /*j*/) const { return {}; }
   __device__ __forceinline__ void store(int /*j*/, const Lookup& /*lookup*/) const {}
@@ -65,6 +61,18 @@ struct LimitedKeys {
     const int key = j * kKeys + r;
     return key < count ? key : -1;
   }
+};
+
+// The first keys of the history, as many as a list has for each row; rising.
+template <int kPartRows, int kKeys>
+struct LimitedKeys : KeyRange<kKeys> {
+  const int32_t* limits;
+
+  __device__ __forceinline__ LimitedKeys(const AttendForwardParams& p, const RowTile& rows,
+                                         void* /*shared*/)
+      : KeyRange<kKeys>(min(p.limits[rows.first + rows.count - 1], static_cast<int>(p.key.length))),
+        limits(p.limits + rows.first) {}
+
   __device__ __forceinline__ bool fully_masked(int j, int w) const {
     return j * kKeys >= limits[w + kPartRows - 1];
   }
@@ -78,28 +86,16 @@ struct LimitedKeys {
 
 // Keys of a range that ends at the row itself, the last `window` of them.
 template <int kPartRows, int kKeys>
-struct CausalKeys {
-  struct Lookup {};
-  static constexpr int kSharedBytes = 0;
-
+struct CausalKeys : KeyRange<kKeys> {
   int diagonal;  // row r sees keys (r + diagonal - window, r + diagonal]
   int window;
-  int count;  // keys from the begin of the range to the last row
-  int tiles;
 
   __device__ __forceinline__ CausalKeys(const AttendForwardParams& p, const RowTile& rows,
                                         void* /*shared*/)
-      : diagonal(rows.position - rows.key_begin),
-        window(static_cast<int>(p.causal.window)),
-        count(diagonal + rows.count),
-        tiles(tile::divide_up(count, kKeys)) {}
+      : KeyRange<kKeys>(rows.position - rows.key_begin + rows.count),
+        diagonal(rows.position - rows.key_begin),
+        window(static_cast<int>(p.causal.window)) {}
 
-  __device__ __forceinline__ Lookup prepare(int /*j*/) const { return {}; }
-  __device__ __forceinline__ void store(int /*j*/, const Lookup& /*lookup*/) const {}
-  __device__ __forceinline__ int row_of(int j, int r) const {
-    const int key = j * kKeys + r;
-    return key < count ? key : -1;
-  }
   __device__ __forceinline__ bool fully_masked(int j, int w) const {
     const int last = w + kPartRows - 1 + diagonal;
     return j * kKeys > last || j * kKeys + kKeys - 1 <= w + diagonal - window;

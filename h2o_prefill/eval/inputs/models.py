@@ -89,7 +89,8 @@ def resolve_model(
 def check_device(device: str | torch.device) -> None:
     """Raise ValueError unless a device is the CPU or a GPU that PyTorch finds."""
     try:
-        kind, index = torch.device(device).type, torch.device(device).index or 0
+        parsed = torch.device(device)
+        kind, index = parsed.type, parsed.index or 0
     except RuntimeError:
         kind, index = "", 0
     if kind not in ("cpu", "cuda"):
