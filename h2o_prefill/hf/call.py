@@ -16,7 +16,7 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.layer_kinds import is_causal, layer_type, window_of
 from h2o_prefill.hf.padding import Padding
 from h2o_prefill.hf.state import DEFAULT_STATE, EnabledState, call_in_graph
-from h2o_prefill.hf.windows import Window, attend_in_chunks, attend_in_window
+from h2o_prefill.hf.windows import Window, attend_in_chunks, attend_in_window, windows_ahead
 
 # What attention functions return: output [B, Tq, Hq, Dv], and the weights where they are made.
 Attended = tuple[Tensor, Tensor | None]
@@ -160,9 +160,10 @@ class Call:
     @property
     def window(self) -> Window | None:
         """What the layer's window hides, if its mask was left out."""
-        if self.context is None or self.mask is not None or not self.context.windows:
+        windows = windows_ahead.get() if self.context is None else self.context.windows
+        if self.mask is not None or not windows:
             return None
-        window = self.context.windows.get(window_of(self.module) or 0)
+        window = windows.get(window_of(self.module) or 0)
         if window is None or window.keys != self.key.shape[2] or window.queries < self.new:
             return None
         return window

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import sliding_window_causal_mask_function as sliding_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
@@ -45,6 +46,13 @@ def may_be_left_out(arguments: dict[str, Any]) -> bool:
     return arguments.get("allow_is_causal_skip", True) and not arguments.get("use_vmap", False)
 
 
+def ends_differ(arguments: dict[str, Any]) -> bool:
+    """Return whether the last key is another token than the last query, or may be."""
+    offset = arguments["q_offset"]
+    end = arguments["kv_offset"] + arguments["kv_length"]
+    return isinstance(offset, Tensor) or offset + arguments["q_length"] != end
+
+
 def mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
     """Return the bool mask of PyTorch's attention, marked if it is plain causal."""
     given = arguments["attention_mask"]
@@ -56,7 +64,7 @@ def mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
     assert mask is not None
     if given is None and may_be_left_out(arguments):
         window = arguments.get("local_size")
-        if window is not None and forward.position is None:
+        if window is not None and not ends_differ(arguments):
             setattr(mask, _WINDOW, window)
         elif window is None and arguments["mask_function"] is causal_mask_function:
             setattr(mask, _PLAIN, True)
@@ -116,8 +124,8 @@ def _hides_keys(mask: Tensor, length: int | Tensor) -> Tensor:
     return (seen & ~mask.bool()).any()
 
 
-def _mask_of(call: Call, layer: Layer) -> Tensor:
-    """Return the mask of a call, made if it needed none to be plain causal."""
+def _mask_of(call: Call, layer: Layer, window: int | None = None) -> Tensor:
+    """Return the mask of a call, made if it was left out: plain causal, or of a window."""
     if call.mask is not None:
         return call.mask
     past: Any = call.key.shape[2] - call.new
@@ -128,6 +136,7 @@ def _mask_of(call: Call, layer: Layer) -> Tensor:
         call.new,
         call.key.shape[2],
         past,
+        mask_function=causal_mask_function if window is None else sliding_mask(window),
         allow_is_causal_skip=False,
         device=call.query.device,
     )
@@ -135,24 +144,26 @@ def _mask_of(call: Call, layer: Layer) -> Tensor:
     return mask
 
 
-def _is_in_window(call: Call) -> bool:
-    """Return whether a call, whose mask is known to be that of a window, goes to the operator."""
-    window = getattr(call.mask, _WINDOW, None)
-    sliding = layer_type(call.module) in ("sliding_attention", "hybrid_sliding")
-    # One row sees every key of its window: PyTorch's attention needs no packed ones.
-    several = call.new > 1
-    return several and sliding and window_of(call.module) == window and suits_our_operators(call)
+def _window_hidden(call: Call, forward: GraphCall) -> int | None:
+    """Return the window that the mask of a call is known to be of, or that is left of it."""
+    window = window_of(call.module)
+    if layer_type(call.module) not in ("sliding_attention", "hybrid_sliding"):
+        return None
+    if call.mask is None:
+        return window if window in forward.windows else None
+    return window if getattr(call.mask, _WINDOW, None) == window else None
 
 
 def _attend_densely(call: Call, forward: GraphCall, layer: Layer) -> Attended:
     """Attend as the model did before; an implementation that has its own masks becomes sdpa."""
-    if _is_in_window(call):
-        window = getattr(call.mask, _WINDOW)
+    window = _window_hidden(call, forward)
+    # One row sees every key of its window: PyTorch's attention needs no packed ones.
+    if window is not None and call.new > 1 and suits_our_operators(call):
         out, _ = ops.sliding_window_attention(
             call.query, call.key, call.value, window, *call.logit_options
         )
         return out.transpose(1, 2), None
-    mask = _mask_of(call, layer)
+    mask = _mask_of(call, layer, window)
     if forward.previous == "eager" or call.given(*EAGER_ONLY):
         function, mask = eager_function(call.module), as_additive(mask, call.query.dtype)
     else:

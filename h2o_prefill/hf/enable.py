@@ -17,6 +17,7 @@ from h2o_prefill.hf.layer_kinds import (
     chooses_keys,
     is_attention,
     is_cross_attention,
+    layer_type,
     why_none_sparse,
     window_of,
 )
@@ -345,7 +346,8 @@ def _look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
     enabled.only_windows = bool(windows) and None not in windows
     enabled.leaves_window_masks = all(attends_to_tokens_alone(layer) for layer in layers)
     if enabled.leaves_window_masks:
-        enabled.windows = {window_of(layer) for layer in layers} - {None}
+        enabled.windows = {window_of(layer): layer_type(layer) for layer in layers}
+        enabled.windows.pop(None, None)
     why = None
     if layers:
         kinds = why_none_sparse(layers, enabled.config, bool(model.config.is_encoder_decoder))

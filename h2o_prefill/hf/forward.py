@@ -18,7 +18,7 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Rows, Span
 from h2o_prefill.hf.snapshot import CacheSnapshot, check_usable
 from h2o_prefill.hf.state import NAME, EnabledState, GraphCall, graph
-from h2o_prefill.hf.windows import Window
+from h2o_prefill.hf.windows import Window, windows_ahead
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
@@ -83,9 +83,12 @@ class ForwardContext:
             self._snapshot = CacheSnapshot(cache)
             # Transformers makes the masks of a static cache before the forward. What our mask
             # function said by None is not asked again if there are masks of several kinds.
-            if isinstance(masks, Mapping) and masks.get("full_attention", masks) is None:
-                slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
-                self.add_plain(self.new, self.past + self.new, slots)
+            if isinstance(masks, Mapping):
+                self.windows = dict(windows_ahead.get())
+                windows_ahead.set({})
+                if masks.get("full_attention", masks) is None:
+                    slots = max((getattr(layer, "max_cache_len", 0) for layer in layers), default=0)
+                    self.add_plain(self.new, self.past + self.new, slots)
 
     @property
     def new(self) -> int:

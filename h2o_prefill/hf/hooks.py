@@ -207,6 +207,7 @@ def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
         cached=context.cache is not None,
         unpadded=unpadded,
         plain=bool(context.plain),
+        windows=frozenset(context.windows),
         candidates=candidates,
         recall=recall,
         position=position,

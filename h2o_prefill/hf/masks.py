@@ -19,12 +19,12 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
 from h2o_prefill.hf.cache import StaticPrefillCache
-from h2o_prefill.hf.compiled import mask_in_graph, may_be_left_out
+from h2o_prefill.hf.compiled import ends_differ, mask_in_graph, may_be_left_out
 from h2o_prefill.hf.forward import ForwardContext, current_context, is_traced
 from h2o_prefill.hf.padding import Padding, is_unpadded, row_spans
 from h2o_prefill.hf.rules import CONTINUES
-from h2o_prefill.hf.state import NAME, call_in_graph, enabled_of
-from h2o_prefill.hf.windows import Window
+from h2o_prefill.hf.state import NAME, EnabledState, call_in_graph, enabled_of
+from h2o_prefill.hf.windows import Window, windows_ahead
 
 HOLES = "attention_mask has holes; padding is supported at the ends of rows only"
 GRADIENTS = (
@@ -54,18 +54,16 @@ def h2o_prefill_mask(**given: Any) -> Any:
 def _mask(arguments: dict[str, Any]) -> Any:
     config, attention_mask = arguments.get("config"), arguments["attention_mask"]
     context = current_context(config)
-    make = _previous_mask_function(context, config)
+    make = _previous_mask_function(None if context is None else context.enabled, config)
     by_mask = [] if context is None else context.enabled.causal_by_mask
     if context is not None and (is_traced() or any(config is one for one in by_mask)):
         return make(**arguments)
-    ends_differ = _ends_differ(arguments)
+    differ = ends_differ(arguments)
     changed = arguments["mask_function"] is not causal_mask_function
     window = arguments.get("local_size")
     shows_all = window is None
     if context is not None and window is not None and context.enabled.leaves_window_masks:
-        shows_all = (
-            window >= arguments["kv_length"] and arguments["kv_offset"] == 0 and not ends_differ
-        )
+        shows_all = window >= arguments["kv_length"] and arguments["kv_offset"] == 0 and not differ
         context.add_window(shows_all)
     # Transformers makes the masks of a static cache before the forward, where there is no context.
     if context is None:
@@ -88,13 +86,18 @@ def _mask(arguments: dict[str, Any]) -> Any:
                 return None
     elif context is not None and shows_all and changed:
         context.mask_reason = NOT_CAUSAL
-    if context is not None and window is not None and not shows_all and not ends_differ:
-        left_out = _window(context, arguments, window, make)
-        if left_out is not None:
+    enabled = enabled_of(config) if context is None else context.enabled
+    if enabled is not None and window is not None and not shows_all and not differ:
+        left_out = _window(enabled, arguments, window)
+        if left_out is not None and context is not None:
             context.windows[window] = left_out
             return None
+        # Graphs have no operator for chunks, and this forward may be compiled.
+        if left_out is not None and enabled.windows[window] != "chunked_attention":
+            windows_ahead.set({**windows_ahead.get(), window: left_out})
+            return None
     mask = make(**arguments)
-    if mask is None and ends_differ:
+    if mask is None and differ:
         # A static cache with unused slots: this None is top-left causal, which ours is not.
         mask = make(**{**arguments, "allow_is_causal_skip": False})
     return mask
@@ -112,19 +115,12 @@ def _causal_history(arguments: dict[str, Any], may_be_static: bool) -> int | Non
         return None
     if arguments["mask_function"] is not causal_mask_function and not arguments.get("local_size"):
         return None
-    if not _ends_differ(arguments):
+    if not ends_differ(arguments):
         return int(arguments["kv_length"])
     if not may_be_static or arguments["q_length"] == 1:
         return None
     total = int(arguments["q_offset"]) + int(arguments["q_length"])
     return total if total <= arguments["kv_length"] else None
-
-
-def _ends_differ(arguments: dict[str, Any]) -> bool:
-    """Return whether the last key is another token than the last query."""
-    offset = arguments["q_offset"]
-    end = arguments["kv_offset"] + arguments["kv_length"]
-    return not isinstance(offset, int) or offset + arguments["q_length"] != end
 
 
 def _padding(
@@ -149,19 +145,14 @@ def _padding(
     return padding
 
 
-def _window(
-    context: ForwardContext, arguments: dict[str, Any], window: int, make: Callable[..., Any]
-) -> Window | None:
+def _window(enabled: EnabledState, arguments: dict[str, Any], window: int) -> Window | None:
     """Return what the mask of a window says, if it may be left out."""
     # Checkpointed layers run again in the backward pass, where no context knows of the window.
-    if (
-        window not in context.enabled.windows
-        or not may_be_left_out(arguments)
-        or torch.is_grad_enabled()
-    ):
+    if window not in enabled.windows or not may_be_left_out(arguments) or torch.is_grad_enabled():
         return None
     attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
     offset, padding = arguments["kv_offset"], None
+    make = _previous_mask_function(enabled, arguments.get("config"))
     remake = partial(make, **arguments)
     if not is_unpadded(attention_mask, offset + length):
         whole = offset == 0 and arguments["q_offset"] == 0
@@ -173,8 +164,8 @@ def _window(
     return Window(arguments["q_length"], length, offset + length, padding, remake)
 
 
-def _previous_mask_function(context: ForwardContext | None, hf_config: Any) -> Callable[..., Any]:
-    name = None if context is None else context.enabled.previous_of(hf_config)
+def _previous_mask_function(enabled: EnabledState | None, hf_config: Any) -> Callable[..., Any]:
+    name = None if enabled is None else enabled.previous_of(hf_config)
     if name is None or name == NAME:
         return sdpa_mask
     make: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)

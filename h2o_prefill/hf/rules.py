@@ -137,7 +137,7 @@ def _window_reason(call: Call) -> str:
     context = call.context
     if context is None or not context.enabled.only_windows:
         return ""
-    if getattr(context.layer_of(call.module), "is_compileable", False):
+    if call.window is None and getattr(context.layer_of(call.module), "is_compileable", False):
         return "sliding or chunked layers of static caches are not supported"
     if context.windows_show_all is None:
         return OWN_MASKS if call.mask is None else _mask_reason(call)

@@ -55,8 +55,8 @@ class EnabledState:
     only_windows: bool = False
     # Whether layers with a window take no mask where it holds all keys.
     leaves_window_masks: bool = False
-    # The windows of layers that take no mask where it hides some.
-    windows: set[int | None] = field(default_factory=set)
+    # The windows of layers that take no mask where it hides some, and the kinds of these layers.
+    windows: dict[int | None, str] = field(default_factory=dict)
     # What the calls of each layer were, by its number.
     calls: dict[Any, LayerCalls] = field(default_factory=dict)
     # What `error_rows` measured in each layer for the last prompt, as `PrefillState.errors` has it.
@@ -135,6 +135,7 @@ class GraphCall:
     # Whether no mask means plain causal attention, since our mask function made none before
     # the forward.
     plain: bool
+    windows: frozenset[int]  # whose masks it made none of before the forward either
     candidates: int  # tokens at the end of the call that assisted decoding verifies
     recall: RecallLists = NO_RECALL  # what `lexical_recall` found for the call
     # Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ class Window:
     padding: Padding | None
     # Makes the mask that the model's own attention implementation takes.
     make_mask: Callable[[], Any]
+
+
+# Windows whose masks were left out before the forward: `generate` makes those of static caches.
+windows_ahead: ContextVar[dict[int, Window]] = ContextVar("h2o_prefill_windows", default={})  # noqa: B039
 
 
 def attend_in_window(

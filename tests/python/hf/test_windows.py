@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from hf_helpers import EXACT, GREEDY, SPARSE, assert_close, in_calls, new_cache, watch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import enable
 from h2o_prefill.hf import masks
@@ -172,6 +172,7 @@ CUT_MODELS = [
     *((name, implementation) for name in MODELS for implementation in ("sdpa", "eager")),
     *((name, "eager") for name in WITH_LOGITS),
 ]
+SLIDING = [model for model in CUT_MODELS if model[0] != "llama4"]
 
 
 @pytest.mark.parametrize("cut", CUT_MODELS, indirect=True, ids="-".join)
@@ -197,6 +198,29 @@ def test_only_rows_that_see_different_first_keys_need_the_operator_of_windows(
         in_calls(model, new_cache(model), prompt, (CUT, 20, 1, 7))
     kept = CUT - 1
     assert window_calls == [(20, kept + 20, CUT), (7, kept + 7, CUT)]
+
+
+@pytest.mark.parametrize("cut", SLIDING, indirect=True, ids="-".join)
+def test_a_static_cache_needs_no_mask_of_a_window(cut, prompt, window_calls):
+    """In the model, in `generate`, which makes masks before the forward, and in a second turn."""
+    static = lambda: StaticCache(config=cut.config, max_cache_len=90)  # noqa: E731
+    stock, turns = cut(prompt).logits, (20, 1, 14, 5)
+    text = cut.generate(prompt[:, :35], pad_token_id=0, **GREEDY)
+    longer = torch.cat([text, prompt[:, 20:]], dim=1)
+    expected = cut.generate(longer, pad_token_id=0, **GREEDY)
+    warnings.filterwarnings("ignore", message="h2o_prefill: no layer of")
+    with enable(cut, **EXACT, min_prefill=64):
+        assert_close(in_calls(cut, static(), prompt, turns), stock)
+        cache = static()
+        first = cut.generate(prompt[:, :35], past_key_values=cache, pad_token_id=0, **GREEDY)
+        assert torch.equal(first, text)
+        assert torch.equal(
+            cut.generate(longer, past_key_values=cache, pad_token_id=0, **GREEDY), expected
+        )
+    new = longer.shape[1] - text.shape[1] + 1
+    sizes = [(20, 20), (14, 25), (5, 16), (35, 35), (new, new + CUT - 1)]
+    layers = len(window_calls) // len(sizes)
+    assert window_calls == [(*size, CUT) for size in sizes for _ in range(layers)] != []
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
