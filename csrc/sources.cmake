@@ -9,6 +9,7 @@ set(H2O_HOST_SOURCES
     common/config.cpp
     common/linear_attention_request.cpp
     common/max_error.cpp
+    common/memory_sets.cpp
     common/overlap.cpp
     common/prefill_request.cpp
     common/rules.cpp
@@ -17,6 +18,7 @@ set(H2O_HOST_SOURCES
     core/chunked_kv_cache.cpp
     core/chunked_sparse_attention.cpp
     core/chunkwise_linear_attention.cpp
+    core/compact_past.cpp
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
     core/safetensors.cpp

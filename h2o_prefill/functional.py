@@ -7,7 +7,7 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.state import DOUBLINGS, PrefillState
+from h2o_prefill.state import PrefillState
 
 RecallLists = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -59,40 +59,9 @@ def sparse_attention(
     )
 
 
-def _factors(errors: Tensor, config: PrefillConfig) -> Tensor:
-    """Return the factors of the heads' L and H, int64 [B, Hkv] on the CPU."""
-    most = config.max_widen.bit_length() - 1 if config.error_rows else 0
-    factors = 2 ** errors[..., DOUBLINGS].cpu().clamp(0, most).long()
-    for _, head, factor in config.wide_heads:
-        factors[:, head] *= factor
-    return factors
-
-
-def memory_width(errors: Tensor, config: PrefillConfig) -> int:
-    """Return the most positions of a head's memory set with these errors: K + L + H."""
-    widest = int(_factors(errors, config).max())
-    return config.sink_tokens + (config.local_window + config.heavy_budget) * widest
-
-
 def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
     """Return the set that the next chunk attends to, as a state has the last one."""
-    batch, heads = state.memory.shape[:2]
-    sets = state.memory.new_full((batch, heads, memory_width(state.errors, config)), -1)
-    factors = _factors(state.errors, config)
-    for b in range(batch):
-        for h in range(heads):
-            factor = int(factors[b, h])
-            one = slice(b, b + 1), slice(h, h + 1)
-            selected = ops.select_memory(
-                state.scores[one],
-                state.memory[one],
-                state.last_chunk_begin,
-                state.length,
-                config.local_window * factor,
-                config.heavy_budget * factor,
-                config.sink_tokens,
-            )
-            sets[b, h, : selected.shape[2]] = selected[0, 0]
+    sets: Tensor = config.native.next_memory(state.fields)
     return sets
 
 

@@ -204,15 +204,6 @@ int64_t PrefillRequest::recall_blocks() const {
   return (length() + settings.recall_block - 1) / settings.recall_block;
 }
 
-void PrefillRequest::write_factors(int32_t* factors) const {
-  const auto here = errors.defined() ? errors.cpu() : errors;
-  const float* const known = here.defined() ? here.const_data_ptr<float>() : nullptr;
-  for (int64_t unit = 0; unit < units(); ++unit) {
-    const int64_t widened = known ? widening().factor(known + unit * kErrorFields) : 1;
-    factors[unit] = static_cast<int32_t>(settings.factor_of_head(unit % key.size(1)) * widened);
-  }
-}
-
 at::Tensor PrefillRequest::empty_out() const {
   return empty_heads(query.size(0), query.size(1), length(), value.size(3), query);
 }

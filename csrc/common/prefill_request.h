@@ -5,11 +5,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <bit>
 #include <memory>
 #include <optional>
 #include <string_view>
 
+#include "common/memory_sets.h"
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/ops.h"
 #include "kernels/widening.h"
@@ -60,13 +60,9 @@ struct PrefillRequest {
             .chunk_size = settings.chunk_size,
             .count = settings.error_rows};
   }
-  WideningRule widening() const {
-    const auto most = static_cast<uint64_t>(settings.widens() ? settings.max_widen : 1);
-    return {.threshold = settings.error_threshold,
-            .most_doublings = static_cast<int64_t>(std::bit_width(most)) - 1};
-  }
-  // The factors of all units, in host memory: int32 [units].
-  void write_factors(int32_t* factors) const;
+  WideningRule widening() const { return widening_of(settings); }
+  // The factors of all units.
+  std::vector<int32_t> factors() const { return factors_of_heads(settings, errors, key.sizes()); }
   bool reduce_max() const { return settings.gqa_reduce == "max"; }
   double scale() const;
 

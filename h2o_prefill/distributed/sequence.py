@@ -21,7 +21,7 @@ from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.distributed.exact_rows import ExactRows
 from h2o_prefill.distributed.group import Ranks
-from h2o_prefill.functional import RecallLists, lists_of_rows, memory_width, next_memory
+from h2o_prefill.functional import RecallLists, lists_of_rows
 from h2o_prefill.state import PrefillState, no_errors
 
 
@@ -39,7 +39,7 @@ class MemoryRows:
     keys, values : Tensor
         [B, Hkv, M, D] and [B, Hkv, M, Dv].
     errors : Tensor
-        `PrefillState.errors`, on which M depends (`functional.memory_width`).
+        `PrefillState.errors`, on which M depends.
     """
 
     positions: Tensor
@@ -141,44 +141,20 @@ class CompactPast:
     def __init__(
         self, begin: int, needed: Tensor, key: Tensor, value: Tensor, memory: MemoryRows | None
     ) -> None:
-        self.begin, self.state = begin, None
-        self.table, self.keys, self.values = needed, key, value
-        if memory is None:
-            return
-        positions, present = memory.positions.long(), memory.positions >= 0
-        self.table = torch.unique(torch.cat([needed, positions[present].cpu()]))
-        length = self.table.numel()
-        self.keys = key.new_zeros(*key.shape[:2], length, key.shape[3])
-        self.values = value.new_zeros(*value.shape[:2], length, value.shape[3])
-        rows = torch.searchsorted(self.table, needed).to(key.device)
-        self.keys[:, :, rows], self.values[:, :, rows] = key, value
-        scores = memory.scores.new_zeros(*key.shape[:2], length)
-        numbers = torch.searchsorted(self.table.to(key.device), positions)
-        at = (*present.nonzero(as_tuple=True)[:2], numbers[present])
-        self.keys[at], self.values[at] = memory.keys[present], memory.values[present]
-        scores[at] = memory.scores[present]
-        chosen = torch.where(present, numbers, -1).int()
-        # The last chunk before is elsewhere: the memory sets are what the next ones are chosen of.
-        self.state = PrefillState(scores, chosen, length, length, memory.errors)
+        rows = None if memory is None else (*memory.row_tensors(), memory.errors)
+        self._native = torch.classes.h2o_prefill.CompactPast(begin, needed, key, value, 0, rows)
+        self.table: Tensor = self._native.table()
+        self.keys: Tensor = self._native.keys()
+        self.values: Tensor = self._native.values()
+        state = self._native.state()
+        self.state = None if state is None else PrefillState.of(state)
 
     def recall_lists(self, lists: RecallLists) -> RecallLists:
         """Return lists of recalled keys with the numbers of rows in place of positions."""
-        offsets, positions, visible_from = lists
-        if positions is None or visible_from is None:
+        if lists[0] is None:
             return lists
-        table = self.table.to(positions.device)
-        shift = self.table.numel() - self.begin
-        earlier = torch.searchsorted(table, positions.long())
-        numbers = torch.where(positions < self.begin, earlier, positions + shift)
-        return offsets, numbers.int(), visible_from + shift
-
-    def positions_of(self, numbers: Tensor) -> Tensor:
-        """Return the positions of rows, int32; -1 stays -1."""
-        length = self.table.numel()
-        table = torch.cat([self.table, self.table.new_zeros(1)]).to(numbers.device)
-        earlier = table[numbers.clamp(0, length).long()]
-        positions = torch.where(numbers < length, earlier, numbers - length + self.begin)
-        return torch.where(numbers < 0, numbers, positions).int()
+        numbered: RecallLists = self._native.recall_lists(lists)
+        return numbered
 
     def memory_rows(
         self, state: PrefillState, keys: Tensor, values: Tensor, config: PrefillConfig
@@ -188,20 +164,11 @@ class CompactPast:
         `state`, keys and values [B, Hkv, P + T, D] are those of the past and the range, `config` is
         that of the layer.
         """
-        chosen = next_memory(state, config)
-        scores = state.scores.gather(2, chosen.clamp(min=0).long())
-        rows = ops.gather_rows(keys, chosen), ops.gather_rows(values, chosen)
-        return MemoryRows(self.positions_of(chosen), scores, *rows, state.errors)
+        return MemoryRows(*self._native.memory_rows(state.fields, keys, values, config.native))
 
     def whole_state(self, state: PrefillState) -> PrefillState:
         """Return the state after the range with positions; scores of evicted ones are 0."""
-        past = self.table.numel()
-        length = state.length - past + self.begin
-        scores = state.scores.new_zeros(*state.scores.shape[:2], length)
-        scores[:, :, self.table.to(scores.device)] = state.scores[:, :, :past]
-        scores[:, :, self.begin :] = state.scores[:, :, past:]
-        last = state.last_chunk_begin - past + self.begin
-        return PrefillState(scores, self.positions_of(state.memory), length, last, state.errors)
+        return PrefillState.of(self._native.whole_state(state.fields))
 
 
 class SequencePrefill:
@@ -295,7 +262,7 @@ class SequencePrefill:
     ) -> MemoryRows:
         errors, sender = no_errors(key), self.ranks.number - 1
         self._receive(sender, layer, errors)
-        shape = (*key.shape[:2], memory_width(errors, config))
+        shape = (*key.shape[:2], config.native.memory_width(errors))
         scores = torch.float64 if key.dtype == torch.float64 else torch.float32
         memory = MemoryRows(
             key.new_empty(shape, dtype=torch.int32),

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "common/memory_sets.h"
 #include "common/prefill_entries.h"
 #include "common/tensors.h"
 #include "h2o_prefill/ops.h"
@@ -66,33 +67,6 @@ struct Recall {
   }
 };
 
-// The memory sets of the chunk that begins at chunk_end, [B, Hkv, width].
-at::Tensor select_sets(const PrefillRequest& request, const at::Tensor& sets, int64_t chunk_begin,
-                       int64_t chunk_end) {
-  const int64_t width = request.most_members();
-  const auto scores = request.scores.narrow(2, 0, chunk_end);
-  const auto select = [&](const at::Tensor& scores, const at::Tensor& sets,
-                          const MemoryBudget& budget) {
-    const auto [window, heavy, sinks] = budget.within(chunk_end);
-    const auto selected =
-        h2o_prefill::select_memory(scores, sets, chunk_begin, chunk_end, window, heavy, sinks);
-    const int64_t members = std::min(selected.size(2), width);
-    return at::constant_pad_nd(selected.narrow(2, 0, members), {0, width - members}, -1);
-  };
-  if (!request.has_factors()) return select(scores, sets, request.budget());
-  std::vector<int32_t> factors(request.units());
-  request.write_factors(factors.data());
-  std::vector<at::Tensor> selected;
-  for (int64_t unit = 0; unit < request.units(); ++unit) {
-    const auto of_unit = [&](const at::Tensor& x) {
-      return x.flatten(0, 1).narrow(0, unit, 1).unsqueeze(0);
-    };
-    selected.push_back(
-        select(of_unit(scores), of_unit(sets), request.budget().scaled(factors[unit])));
-  }
-  return at::cat(selected, 1).view({sets.size(0), sets.size(1), width});
-}
-
 }  // namespace
 
 // Chunk by chunk: the memory set from the scores so far, phase 1 and phase 2 of the chunk, the
@@ -121,7 +95,8 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
                            causal_mask(rows, q), request.scale(), options);
     request.scores.narrow(2, begin, rows).copy_(attended.colsum);
     if (begin > 0) {
-      sets = select_sets(request, sets, previous_begin, begin);
+      sets = select_sets(request.scores, sets, previous_begin, begin, request.budget(),
+                         request.factors(), request.most_members());
       const auto present = sets >= 0;
       const auto remembered =
           attend(queries, h2o_prefill::gather_rows(k, sets), h2o_prefill::gather_rows(v, sets),

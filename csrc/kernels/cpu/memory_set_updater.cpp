@@ -14,7 +14,6 @@ MemorySetUpdater::MemorySetUpdater(const PrefillRequest& request, Workspace& wor
     sets_[turn] = workspace.add<int32_t>(units * width_);
     counts_[turn] = workspace.add<int64_t>(units);
   }
-  factors_ = workspace.add<int32_t>(units);
   sums_ = workspace.add<float>(units * width_);
   candidates_ = workspace.add<ScoredPosition>(units * max_candidates_);
 }
@@ -42,8 +41,7 @@ void MemorySetUpdater::select(int64_t chunk_begin, int64_t chunk_end) {
     count_members(from, units, counts);
   }
   const int turn = ++selections_ % 2;
-  int32_t* const factors = request_.has_factors() ? workspace_.get(factors_) : nullptr;
-  if (factors) request_.write_factors(factors);
+  if (request_.has_factors()) factors_ = request_.factors();
   select_memory_sets({.units = units,
                       .from = from,
                       .scores = request_.scores.const_data_ptr<float>(),
@@ -52,7 +50,7 @@ void MemorySetUpdater::select(int64_t chunk_begin, int64_t chunk_end) {
                       .chunk_begin = chunk_begin,
                       .chunk_end = chunk_end,
                       .budget = request_.budget(),
-                      .factors = factors,
+                      .factors = request_.has_factors() ? factors_.data() : nullptr,
                       .selected = workspace_.get(sets_[turn]),
                       .selected_stride = width_,
                       .selected_counts = workspace_.get(counts_[turn]),

@@ -39,7 +39,7 @@ class MemorySetUpdater {
   int64_t selections_ = 0;
   Workspace::Part<int32_t> sets_[2];  // selections take turns
   Workspace::Part<int64_t> counts_[2];
-  Workspace::Part<int32_t> factors_;  // of L and H
+  std::vector<int32_t> factors_;  // of L and H
   Workspace::Part<float> sums_;
   Workspace::Part<ScoredPosition> candidates_;
   int64_t max_candidates_;

@@ -30,7 +30,7 @@ from h2o_prefill import (
     ops,
 )
 from h2o_prefill.distributed import CompactPast, DistributedPrefillError, MemoryRows, ShardPlan
-from h2o_prefill.functional import NO_RECALL, memory_width, recall_lists, sparse_attention
+from h2o_prefill.functional import NO_RECALL, recall_lists, sparse_attention
 from h2o_prefill.hf.sharded import attend_to_range
 
 SPARSE: dict[str, Any] = {
@@ -162,7 +162,8 @@ def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
                 for layer in cache.layers:
                     key = layer.keys
                     row = 2 * key.numel() // key.shape[2] * key.element_size()
-                    width = memory_width(errors.get(layer.number, none), layer.config)
+                    measured = errors.get(layer.number, none)
+                    width = layer.config.native.memory_width(measured)
                     memory = width * (8 + 2 * key.shape[3] * key.element_size()) + 16
                     memory *= key.shape[0] * key.shape[1] * (width > 0)
                     predicted += sequence.plan.bytes_sent(rank, layer.is_whole, row, memory)
