@@ -16,6 +16,7 @@ import torch
 import typer
 from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls
 from common.benchmark import Case, Plan, benchmark, new_app
+from common.compare import compare
 from common.machine import (
     allocated_bytes,
     first_call_peak_bytes,
@@ -33,7 +34,6 @@ from h2o_prefill.eval.inputs.gguf import convert_gguf
 from h2o_prefill.eval.inputs.models import packaged_gguf
 from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
-from h2o_prefill.eval.timing.compare import compare
 from h2o_prefill.eval.timing.memory_profile import peak_bytes
 from h2o_prefill.functional import NO_RECALL, sparse_attention
 from h2o_prefill.presets import preset_config

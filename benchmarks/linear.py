@@ -12,12 +12,12 @@ import torch
 from common import native
 from common.attention import sdpa
 from common.benchmark import Case, Plan, benchmark, new_app
+from common.compare import Timings, compare
 from common.machine import keep_freed_memory, temporary_megabytes
 from common.report import Report, Row, speedup_fields
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.eval.timing.compare import Timings, compare
 
 app = new_app()
 

@@ -22,13 +22,13 @@ from common.benchmark import (
     new_app,
     read_corpus,
 )
+from common.compare import compare
 from common.machine import keep_freed_memory
 from common.report import Report, decoding_fields, rate_fields
 
 from h2o_prefill.eval import load_model
 from h2o_prefill.eval.inputs.packages import write_package
 from h2o_prefill.eval.inputs.prompts import random_ids
-from h2o_prefill.eval.timing.compare import compare
 from h2o_prefill.package import PrefillPackage
 
 app = new_app()

@@ -10,13 +10,13 @@ import torch
 from common import native
 from common.attention import beside_sdpa, random_memory, sdpa, sdpa_calls, window_calls
 from common.benchmark import Case, Plan, benchmark, new_app
+from common.compare import compare, spread
 from common.machine import kernel_seconds
 from common.report import Report, Row, speedup_fields
 from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.eval.attention_flops import dense_dot_products
-from h2o_prefill.eval.timing.compare import compare, spread
 
 app = new_app()
 

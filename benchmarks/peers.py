@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from common.benchmark import Plan, benchmark, choose, dtype_name, new_app, parse_numbers
+from common.compare import compare
 from common.losses import PROTOCOL, fastest_baselines, measure_losses, read_losses
 from common.modes import OURS, Mode, Programs
 from common.report import Report, Row, decoding_fields
@@ -21,7 +22,6 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import load_model, load_text
 from h2o_prefill.eval.inputs.models import packaged_gguf
 from h2o_prefill.eval.inputs.text import WIKITEXT2_VARIABLE, encode
-from h2o_prefill.eval.timing.compare import compare
 from h2o_prefill.hf.profile import find_profile
 from h2o_prefill.presets import PRESETS
 

@@ -35,6 +35,7 @@ from common.benchmark import (
     new_app,
     read_corpus,
 )
+from common.compare import compare
 from common.machine import keep_freed_memory
 from common.report import Report
 from torch import Tensor
@@ -44,7 +45,6 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.distributed import ShardPlan
 from h2o_prefill.eval import load_model
 from h2o_prefill.eval.inputs.text import encode
-from h2o_prefill.eval.timing.compare import compare
 from h2o_prefill.functional import NO_RECALL, recall_lists
 from h2o_prefill.hf.token_text import text_for
 from h2o_prefill.presets import preset_config

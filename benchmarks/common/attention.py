@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from common.benchmark import Row
-from h2o_prefill.eval.timing.compare import Timings
+from common.compare import Timings
 
 Attention = Callable[[], Tensor]
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.compare import Timings
 from common.modes import OURS, Mode
 from common.report import Row, read_report
 from h2o_prefill.eval.perplexity.estimates import perplexity, relative_difference
 from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
-from h2o_prefill.eval.timing.compare import Timings
 
 PROTOCOL = "gptq"
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common.benchmark import Plan, Row
+from common.compare import Timings
 from h2o_prefill.eval.report import build_report, write_json
-from h2o_prefill.eval.timing.compare import Timings
 
 # How the names of fields are shortened in the heads of columns.
 _SHORT = {

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
@@ -23,7 +21,6 @@ from h2o_prefill.eval.runs import (
     eval_mode,
     prefill_mode,
 )
-from h2o_prefill.eval.timing.compare import Timings, compare, self_timed
 from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:
@@ -85,25 +82,17 @@ def benchmark_throughput(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad(), eval_mode(model):
         forward = PromptForward(model)
-
-        def seconds(ids: Tensor, mode: PrefillConfig | None) -> float:
-            with prefill_mode(model, mode, strict=True):
-                return forward(ids)[1]
-
-        def show(length: int, name: str) -> None:
-            step(f"{length} tokens {name}")
-
+        modes = [("dense", None), ("sparse", config)]
         for length in lengths:
             ids = random_ids(model, length, generator)
-            calls = {
-                "dense": functools.partial(seconds, ids, None),
-                "sparse": functools.partial(seconds, ids, config),
-            }
-            timings = compare(
-                calls, rounds=num_runs, timer=self_timed, on_step=functools.partial(show, length)
-            )
+            seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
+            for run in range(num_runs + 1):  # the first one warms up
+                for name, mode in modes[:: -1 if run % 2 else 1]:
+                    step(f"{length} tokens {name}")
+                    with prefill_mode(model, mode, strict=True):
+                        seconds[name].append(forward(ids)[1])
             flops = count_attention_flops(ids, config, count_layers(model), count_kv_heads(model))
-            rows.append(_row(length, timings, flops))
+            rows.append(_row(length, pd.DataFrame(seconds)[1:], flops))
     step("done")
     return pd.DataFrame(rows)
 
@@ -121,19 +110,20 @@ def check_runs(model: Any, seq_lengths: Sequence[int], num_runs: int) -> list[in
     return lengths
 
 
-def _row(length: int, timings: Timings, flops: AttentionFlops) -> dict[str, float]:
-    dense_seconds, sparse_seconds = timings.median("dense"), timings.median("sparse")
-    speedup = timings.ratio("dense", "sparse")
+def _row(length: int, seconds: pd.DataFrame, flops: AttentionFlops) -> dict[str, float]:
+    """Return a row of the table; `seconds` has a row for each round."""
+    dense_seconds, sparse_seconds = seconds.median()
+    by_round = seconds["dense"] / seconds["sparse"]
     return {
         "seq_length": length,
         "dense_seconds": dense_seconds,
         "sparse_seconds": sparse_seconds,
         "dense_tokens_per_second": length / dense_seconds,
         "sparse_tokens_per_second": length / sparse_seconds,
-        "speedup": speedup.value,
-        "speedup_min": speedup.by_round.least,
-        "speedup_max": speedup.by_round.most,
+        "speedup": dense_seconds / sparse_seconds,
+        "speedup_min": by_round.min(),
+        "speedup_max": by_round.max(),
         "attention_flops_ratio": flops.ratio,
         "recalled_keys": math.nan if flops.recalled_keys is None else flops.recalled_keys,
-        "num_runs": timings.rounds,
+        "num_runs": len(seconds),
     }

@@ -20,7 +20,6 @@ from h2o_prefill.eval import evaluate_perplexity, load_model, load_text
 from h2o_prefill.eval.inputs.models import packaged_gguf
 from h2o_prefill.eval.inputs.text import WIKITEXT2_VARIABLE, encode
 from h2o_prefill.eval.perplexity.estimates import perplexity
-from h2o_prefill.eval.timing.compare import Timings
 
 Run = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
 
@@ -187,6 +186,7 @@ def test_a_loss_is_that_against_the_own_dense_mode(monkeypatch: pytest.MonkeyPat
 
 
 def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits() -> None:
+    from common.compare import Timings
     from common.losses import fastest_baselines
     from common.modes import OURS
 

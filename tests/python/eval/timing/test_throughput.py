@@ -70,7 +70,7 @@ def test_columns_and_figures(
     assert frame.attention_flops_ratio.tolist() == pytest.approx([1, ratio])
     assert frame.recalled_keys.isna().all()
     # They take turns; the first call is the probe of the output layer.
-    assert "".join(name[0] for name in clock[1:]) == 2 * "dsdssdds"
+    assert "".join(name[0] for name in clock[1:]) == 2 * "dssddssd"
 
 
 def test_recalled_keys_are_those_of_the_prompts(

@@ -1,7 +1,4 @@
-"""Time callables against each other, interleaved, so that a machine that drifts slows all alike.
-
-Evaluations and benchmarks use this and nothing else to compare times.
-"""
+"""Time callables against each other, interleaved, so that a machine that drifts slows all alike."""
 
 from __future__ import annotations
 
@@ -25,13 +22,11 @@ Timer = Callable[[Callable[[], Any], int], float]
 
 @dataclass(frozen=True)
 class Spread:
-    """A median, the quartiles around it, and the lowest and highest value."""
+    """A median and the quartiles around it."""
 
     median: float
     q1: float
     q3: float
-    least: float
-    most: float
 
 
 @dataclass(frozen=True)
@@ -52,9 +47,9 @@ def spread(values: Sequence[float]) -> Spread:
     if not values:
         raise ValueError("values must not be empty")
     if len(values) == 1:
-        return Spread(*5 * [values[0]])
+        return Spread(*3 * [values[0]])
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, q1, q3, min(values), max(values))
+    return Spread(median, q1, q3)
 
 
 @dataclass(frozen=True)
@@ -85,27 +80,21 @@ class Timings:
 
 def compare(
     candidates: Mapping[str, Callable[[], Any]],
-    seconds: float = 0.0,
+    seconds: float,
     *,
-    rounds: int | None = None,
     clock: Clock = time.perf_counter,
     timer: Timer | None = None,
-    on_step: Callable[[str], None] = lambda name: None,
 ) -> Timings:
-    """Time callables in turns, for `rounds` rounds, or else at least two within `seconds`.
+    """Time callables in turns, for at least two rounds within `seconds`.
 
     Rounds go forwards and backwards through the candidates (A B, B A, A B, ...), so that none is
-    always the first. Each is called before the first round, to warm up. `on_step` is told what
-    comes next.
+    always the first. Each is called before the first round, to warm up.
     """
     if not candidates:
         raise ValueError("candidates must not be empty")
     end = clock() + seconds
     timer = timer or functools.partial(_time, clock)
-    repeats: dict[str, int] = {}
-    for name, call in candidates.items():
-        on_step(name)
-        repeats[name] = _repeats(call, timer)
+    repeats = {name: _repeats(call, timer) for name, call in candidates.items()}
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     gc.collect()
@@ -113,11 +102,10 @@ def compare(
     gc.disable()
     try:
         done, begin = 0, clock()
-        while not _is_enough(done, rounds, begin, clock(), end):
+        while not _is_enough(done, begin, clock(), end):
             if done % 2 == 0:
                 begin = clock()
             for name in order:
-                on_step(name)
                 taken[name].append(timer(candidates[name], repeats[name]))
             order.reverse()
             done += 1
@@ -127,16 +115,9 @@ def compare(
             gc.enable()
 
 
-def _is_enough(done: int, rounds: int | None, begin: float, now: float, end: float) -> bool:
+def _is_enough(done: int, begin: float, now: float, end: float) -> bool:
     """Say whether enough rounds are done; the last two began at `begin`."""
-    if rounds is not None:
-        return done == rounds
     return done > 0 and done % 2 == 0 and (done >= MAX_ROUNDS or now + (now - begin) > end)
-
-
-def self_timed(call: Callable[[], float], repeats: int) -> float:
-    """Return the mean of the seconds that calls return, which prepare more than is timed."""
-    return statistics.fmean(call() for _ in range(repeats))
 
 
 def _repeats(call: Callable[[], Any], timer: Timer) -> int:
