@@ -32,6 +32,7 @@ set(H2O_HOST_SOURCES
     kernels/composite/error_rows.cpp
     kernels/composite/gather_rows.cpp
     kernels/composite/intra_chunk_attention.cpp
+    kernels/composite/linear_scan.cpp
     kernels/composite/memory_attention.cpp
     kernels/composite/merge_states.cpp
     kernels/composite/recall_at_position.cpp

@@ -28,6 +28,14 @@ struct HeadsView {
     return static_cast<char*>(data) +
            (b * stride_batch + h * stride_head + t * stride_row) * size_of(dtype);
   }
+
+  // The same rows from the last one to the first. There must be one.
+  HeadsView reversed() const {
+    HeadsView view = *this;
+    view.data = row(0, 0, length - 1);
+    view.stride_row = -stride_row;
+    return view;
+  }
 };
 
 }  // namespace h2o_prefill

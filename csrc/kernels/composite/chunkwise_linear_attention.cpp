@@ -1,14 +1,9 @@
 #include <ATen/ATen.h>
-#include <c10/core/InferenceMode.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "common/tensors.h"
-#include "kernels/composite/attend.h"
 #include "kernels/composite/linear_attention.h"
 
 namespace h2o_prefill::composite {
@@ -17,7 +12,21 @@ namespace {
 at::Tensor map_features(const at::Tensor& x, FeatureMap feature_map) {
   if (feature_map == FeatureMap::kIdentity) return x;
   if (feature_map == FeatureMap::kRelu) return x.relu();
-  return x.clamp_max(0).exp() + x.relu();  // above 0, the exponential is 1
+  return x.clamp_max(0).exp_().add_(x.relu());  // above 0, the exponential is 1
+}
+
+// The gradient of x, from that of its features.
+at::Tensor map_gradient(const at::Tensor& gradient, const at::Tensor& x, FeatureMap feature_map) {
+  if (feature_map == FeatureMap::kIdentity) return gradient;
+  if (feature_map == FeatureMap::kRelu) return gradient.masked_fill(x <= 0, 0);
+  return gradient * x.clamp_max(0).exp();
+}
+
+at::Tensor reversed(const at::Tensor& t) { return t.defined() ? t.flip(2) : t; }
+
+// [B, Hq, T, *] summed over the query heads of a group: [B, Hkv, T, *].
+at::Tensor sum_groups(const at::Tensor& t, int64_t heads) {
+  return t.unflatten(1, {heads, t.size(1) / heads}).sum(2);
 }
 
 // [B, Hkv, T, *] for every query head.
@@ -25,170 +34,284 @@ at::Tensor repeat_groups(const at::Tensor& t, int64_t query_heads) {
   return t.repeat_interleave(query_heads / t.size(1), 1);
 }
 
+at::Tensor dot_rows(const at::Tensor& a, const at::Tensor& b) { return (a * b).sum(3, true); }
+
 // 1 / weights, and 0 where they are 0.
 at::Tensor inverse_weights(const at::Tensor& weights) {
   const auto zero = weights == 0;
   return weights.masked_fill(zero, 1).reciprocal().masked_fill(zero, 0);
 }
 
-// What decays leave inside a chunk: exp(g_{j+1} + ... + g_i) at [i, j], 0 above the diagonal. Each
-// entry is a sum of its own: a difference of two long sums would lose digits, and make NaN of two
-// infinite ones.
-at::Tensor decay_matrix(const at::Tensor& log_decay) {
-  const int64_t rows = log_decay.size(2);
-  const auto causal = causal_mask(rows, log_decay);
-  const auto steps = log_decay.unsqueeze(3)
-                         .expand({log_decay.size(0), log_decay.size(1), rows, rows})
-                         .masked_fill(causal.tril(-1).logical_not(), 0);
-  return steps.cumsum(2)
-      .masked_fill(causal.logical_not(), -std::numeric_limits<double>::infinity())
-      .exp();
+// The tensors of a call, or of one direction of it, as the recurrence takes them.
+struct Operands {
+  at::Tensor query;  // features
+  at::Tensor key;
+  at::Tensor value;
+  at::Tensor decay;
+  at::Tensor state;       // [B, Hkv, D, Dv]
+  at::Tensor normalizer;  // [B, Hkv, 1, D]
+};
+
+Operands operands_of(const LinearAttentionRequest& r) {
+  const auto type = accumulate_type(r.query);
+  return {.query = map_features(r.query.to(type), r.feature_map),
+          .key = map_features(r.key.to(type), r.feature_map),
+          .value = r.value.to(type),
+          .decay = r.decay_by_token(),
+          .state = r.state,
+          .normalizer = r.normalizer.defined() ? r.normalizer.unsqueeze(2) : at::Tensor()};
 }
 
-// The recurrence of one direction, all of the accumulation type.
-struct Recurrence {
-  at::Tensor query;      // features [B, Hq, T, D]
-  at::Tensor key;        // features [B, Hkv, T, D]
-  at::Tensor value;      // [B, Hkv, T, Dv]
-  at::Tensor log_decay;  // [B, Hkv, T], undefined: none
-  at::Tensor state;      // [B, Hkv, D, Dv], undefined: 0
+// The forward direction, and the backward one of a call that has both: the forward one over
+// reversed tensors, without a state.
+std::vector<Operands> directions_of(const LinearAttentionRequest& r, const Operands& x) {
+  if (r.causal) return {x};
+  return {x, {reversed(x.query), reversed(x.key), reversed(x.value), reversed(x.decay), {}, {}}};
+}
+
+// A tensor of the call in the order of a direction, and back.
+at::Tensor in_direction(const at::Tensor& t, size_t direction) {
+  return direction == 0 ? t : reversed(t);
+}
+
+// z_i [B, Hkv, T, D] of one direction, and [B, Hkv, 1, D] after the last token: the recurrence with
+// one-dimensional queries and keys of 1, and keys as values.
+Scanned scan_normalizer(const Operands& x, int64_t chunk_size, LinearScan scan) {
+  const auto ones =
+      x.key.new_ones({1, 1, 1, 1}).expand({x.key.size(0), x.key.size(1), x.key.size(2), 1});
+  return scan(ones, ones, x.key, x.decay, x.normalizer, chunk_size, /*reverse=*/false);
+}
+
+// phi(q_i) . z_i [B, Hq, T, 1], of the z_i of all directions.
+at::Tensor weights_of(const LinearAttentionRequest& r, const Operands& x,
+                      const std::vector<Scanned>& normalizers) {
+  auto z = normalizers[0].out;
+  if (!r.causal) z = z + reversed(normalizers[1].out);
+  if (r.diagonal_once) z = z - x.key;
+  return dot_rows(x.query, repeat_groups(z, x.query.size(1)));
+}
+
+struct OperandGradients {
+  at::Tensor query;
+  at::Tensor key;
+  at::Tensor value;
+  at::Tensor decay;  // undefined: there is none
+  at::Tensor state;
+  at::Tensor normalizer;
 };
 
-struct Scanned {
-  at::Tensor out;    // [B, Hq, T, Dv]
-  at::Tensor state;  // [B, Hkv, D, Dv], after the last token
+// Gradients of the results of one direction. `weights` and `normalizer` are undefined without a
+// normaliser, `state` and `normalizer` also without a gradient.
+struct Arriving {
+  at::Tensor out;         // [B, Hq, T, Dv], before the division
+  at::Tensor weights;     // [B, Hq, T, 1]
+  at::Tensor state;       // [B, Hkv, D, Dv]
+  at::Tensor normalizer;  // [B, Hkv, 1, D]
 };
 
-// S_i = exp(g_i) S_{i-1} + k_i^T v_i, out_i = q_i S_i. Chunks are split and joined, not written to
-// a part of one tensor, whose gradient would be as long as the tensor.
-Scanned scan(const Recurrence& x, int64_t chunk_size) {
-  const int64_t batch = x.key.size(0), heads = x.key.size(1), length = x.key.size(2);
-  const int64_t group = x.query.size(1) / heads, value_dim = x.value.size(3);
-  const auto queries = x.query.unflatten(1, {heads, group}).split(chunk_size, 3);
-  const auto keys = x.key.split(chunk_size, 2), values = x.value.split(chunk_size, 2);
-  std::vector<at::Tensor> decays;
-  if (x.log_decay.defined()) decays = x.log_decay.split(chunk_size, 2);
-  std::vector<at::Tensor> outs{x.query.new_empty({batch, heads, group, 0, value_dim})};
-  auto state = x.state.defined() ? x.state.clone(at::MemoryFormat::Contiguous)
-                                 : x.query.new_zeros({batch, heads, x.key.size(3), value_dim});
-  for (int64_t i = 0; i * chunk_size < length; ++i) {
-    const int64_t rows = std::min(chunk_size, length - i * chunk_size);
-    // The query heads of a group are rows of one product.
-    const auto query = queries[i].flatten(2, 3);
-    auto key = keys[i];
-    auto intra = at::matmul(query, key.transpose(2, 3)).unflatten(2, {group, rows});
-    auto inter = at::matmul(query, state).unflatten(2, {group, rows});
-    if (x.log_decay.defined()) {
-      const auto within = decay_matrix(decays[i]);
-      const auto from_start = decays[i].cumsum(2).exp().unsqueeze(3);
-      intra = intra * within.unsqueeze(2);
-      inter = inter * from_start.unsqueeze(2);
-      state = state * from_start.narrow(2, rows - 1, 1);
-      key = key * within.select(2, rows - 1).unsqueeze(3);
+at::Tensor transposed(const at::Tensor& state) {
+  return state.defined() ? state.transpose(2, 3) : state;
+}
+
+// The sum of two tensors, either of which may be undefined.
+at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined()) return b;
+  return b.defined() ? a + b : a;
+}
+
+// Gradients of keys, values and initial states in one direction. The same recurrence runs backwards
+// in time, where the step between tokens i and i + 1 decays by g_{i+1} too.
+void differentiate_keys(const Operands& x, const Arriving& arriving, int64_t chunk_size,
+                        LinearScan scan, OperandGradients& gradient) {
+  const int64_t heads = x.key.size(1), length = x.key.size(2);
+  at::Tensor decay;
+  if (x.decay.defined() && length > 0) {
+    decay = at::constant_pad_nd(x.decay.narrow(2, 1, length - 1), {0, 1}, 0);
+  }
+  // A normaliser is one more dimension of the values, always 1.
+  const bool normalize = arriving.weights.defined();
+  const auto with_ones = normalize ? at::constant_pad_nd(x.value, {0, 1}, 1) : x.value;
+  const auto with_weights = normalize ? at::cat({arriving.out, arriving.weights}, 3) : arriving.out;
+  at::Tensor last = transposed(arriving.state);
+  if (arriving.normalizer.defined()) last = at::cat({last, arriving.normalizer}, 2);
+
+  const auto of_group = [&](const at::Tensor& t, int64_t g) {
+    return t.unflatten(1, {heads, t.size(1) / heads}).select(2, g);
+  };
+  for (int64_t g = 0; g < x.query.size(1) / heads; ++g) {
+    const auto query = of_group(x.query, g);
+    const auto by_key = scan(with_ones, of_group(with_weights, g), query, decay,
+                             g == 0 ? last : at::Tensor(), chunk_size, /*reverse=*/true);
+    const auto by_value = scan(x.key, query, of_group(arriving.out, g), decay,
+                               g == 0 ? arriving.state : at::Tensor(), chunk_size,
+                               /*reverse=*/true);
+    gradient.key = sum_of(gradient.key, by_key.out);
+    gradient.value = sum_of(gradient.value, by_value.out);
+    gradient.state = sum_of(gradient.state, by_value.state);
+    if (normalize) {
+      gradient.normalizer = sum_of(gradient.normalizer, by_key.state.narrow(2, x.value.size(3), 1));
     }
-    const auto weights = intra.tril().flatten(2, 3);
-    outs.push_back(at::matmul(weights, values[i]).unflatten(2, {group, rows}) + inter);
-    state = state + at::matmul(key.transpose(2, 3), values[i]);
   }
-  return {at::cat(outs, 3).flatten(1, 2), state};
+  if (!x.decay.defined() || length == 0) return;
+  const auto first = x.decay.select(2, 0).exp().unsqueeze(2).unsqueeze(3);
+  gradient.state = gradient.state * first;
+  if (normalize) gradient.normalizer = gradient.normalizer * first;
 }
 
-// The same by the fastest implementation that the device has.
-Scanned scan_fast(const Recurrence& x, int64_t chunk_size) {
-  const auto [out, last] =
-      chunkwise_linear_attention(x.query, x.key, x.value, x.log_decay, LinearState{},
-                                 {.feature_map = "identity", .chunk_size = chunk_size});
-  return {out, last.state};
+// g_t scales every contribution of tokens before t to results from t on. Its gradient is the sum
+// over these results of q . dq - k . dk, plus the share of the last states.
+at::Tensor differentiate_decay(const Operands& x, const OperandGradients& gradient,
+                               const at::Tensor& last) {
+  auto flow =
+      (sum_groups(dot_rows(x.query, gradient.query), x.key.size(1)) - dot_rows(x.key, gradient.key))
+          .squeeze(3);
+  if (last.defined() && x.key.size(2) > 0) flow.select(2, x.key.size(2) - 1).add_(last);
+  return reversed(reversed(flow).cumsum(2));
 }
 
-// Both directions. The second one is the first over reversed tensors.
-Scanned scan_both(const Recurrence& x, const LinearAttentionRequest& r) {
-  const auto reversed = [](const at::Tensor& t) { return t.defined() ? t.flip(2) : t; };
-  const Scanned forward = scan_fast(x, r.chunk_size);
-  const Scanned backward =
-      scan_fast({reversed(x.query), reversed(x.key), reversed(x.value), reversed(x.log_decay), {}},
-                r.chunk_size);
-  auto out = forward.out + reversed(backward.out);
-  if (r.diagonal_once) {
-    const int64_t heads = x.query.size(1);
-    const auto own = (x.query * repeat_groups(x.key, heads)).sum(3, true);
-    out = out - own * repeat_groups(x.value, heads);
-  }
-  return {out, forward.state};
+// sum of a b over all but batch and heads; undefined if b is.
+at::Tensor dot_heads(const at::Tensor& a, const at::Tensor& b) {
+  return b.defined() ? (a * b).sum(at::IntArrayRef{2, 3}) : b;
+}
+
+void subtract_diagonal(OperandGradients& sum, const Operands& x, const Arriving& arriving) {
+  const int64_t query_heads = x.query.size(1), heads = x.key.size(1);
+  const auto key = repeat_groups(x.key, query_heads), value = repeat_groups(x.value, query_heads);
+  auto by_product = dot_rows(arriving.out, value);
+  if (arriving.weights.defined()) by_product = by_product + arriving.weights;
+  sum.query = sum.query - by_product * key;
+  sum.key = sum.key - sum_groups(by_product * x.query, heads);
+  sum.value = sum.value - sum_groups(dot_rows(x.query, key) * arriving.out, heads);
 }
 
 }  // namespace
 
-LinearAttentionResult linear_attention(const LinearAttentionRequest& r) {
-  const auto type = accumulate_type(r.query);
-  Recurrence x{.query = map_features(r.query.to(type), r.feature_map),
-               .key = map_features(r.key.to(type), r.feature_map),
-               .value = r.value.to(type),
-               .log_decay = r.decay_by_token(),
-               .state = r.state};
-  // A normaliser is one more dimension of the values, always 1.
-  if (r.normalize) {
-    x.value = at::constant_pad_nd(x.value, {0, 1}, 1);
-    if (x.state.defined()) x.state = at::cat({x.state, r.normalizer.unsqueeze(3)}, 3);
+LinearAttentionResult linear_attention(const LinearAttentionRequest& r, LinearScan scan) {
+  const Operands x = operands_of(r);
+  std::vector<Scanned> found, normalizers;
+  for (const Operands& way : directions_of(r, x)) {
+    found.push_back(scan(way.query, way.key, way.value, way.decay, way.state, r.chunk_size,
+                         /*reverse=*/false));
+    if (r.normalize) normalizers.push_back(scan_normalizer(way, r.chunk_size, scan));
   }
-  const auto [sums, state] = r.causal ? scan(x, r.chunk_size) : scan_both(x, r);
-  const int64_t value_dim = r.value.size(3);
-  auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), value_dim, r.query);
-  if (!r.normalize) {
-    out.copy_(sums * r.scale);
-    return {out, state, state.new_empty({r.key.size(0), r.key.size(1), 0})};
+  auto weighted = found[0].out;
+  if (!r.causal) weighted = weighted + reversed(found[1].out);
+  if (r.diagonal_once) {
+    const int64_t heads = x.query.size(1);
+    weighted =
+        weighted - dot_rows(x.query, repeat_groups(x.key, heads)) * repeat_groups(x.value, heads);
   }
-  out.copy_(sums.narrow(3, 0, value_dim) * inverse_weights(sums.narrow(3, value_dim, 1)));
-  return {out, state.narrow(3, 0, value_dim).contiguous(), state.select(3, value_dim).contiguous()};
+  weighted = weighted * (r.normalize ? inverse_weights(weights_of(r, x, normalizers))
+                                     : at::scalar_tensor(r.scale, weighted.options()));
+  auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
+  out.copy_(weighted);
+  return {out, found[0].state,
+          r.normalize ? normalizers[0].state.squeeze(2)
+                      : weighted.new_empty({r.key.size(0), r.key.size(1), 0})};
 }
 
 LinearAttentionInputGradients linear_attention_backward(const LinearAttentionRequest& r,
-                                                        const LinearAttentionGradients& gradients) {
-  // Autograd, which is off below the dispatcher, differentiates the forward pass.
-  const c10::InferenceMode recorded(false);
-  const auto keys = c10::impl::tls_local_dispatch_key_set();
-  const c10::impl::ForceDispatchKeyGuard recording(
-      keys.included_, keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  LinearAttentionRequest leaves = r;
-  std::vector<at::Tensor> inputs;
-  for (at::Tensor* t : {&leaves.query, &leaves.key, &leaves.value, &leaves.log_decay, &leaves.state,
-                        &leaves.normalizer}) {
-    if (!t->defined()) continue;
-    *t = (t->is_inference() ? t->clone() : t->detach()).requires_grad_();
-    inputs.push_back(*t);
+                                                        const LinearAttentionGradients& gradients,
+                                                        LinearScan scan) {
+  const auto type = accumulate_type(r.query);
+  const Operands x = operands_of(r);
+  const auto ways = directions_of(r, x);
+  std::vector<Scanned> normalizers, by_query;
+  Arriving arriving{
+      .out = gradients.out.to(type), .weights = {}, .state = gradients.state, .normalizer = {}};
+  at::Tensor inverse;
+  if (r.normalize) {
+    for (const Operands& way : ways) {
+      normalizers.push_back(scan_normalizer(way, r.chunk_size, scan));
+    }
+    inverse = inverse_weights(weights_of(r, x, normalizers));
+    arriving.out = arriving.out * inverse;
+    // The gradients of state and normaliser are joined below, so a missing one becomes zeros.
+    if (gradients.normalizer.defined()) {
+      arriving.normalizer = gradients.normalizer.unsqueeze(2);
+    } else if (arriving.state.defined()) {
+      arriving.normalizer = at::zeros_like(normalizers[0].state);
+    }
+    if (arriving.normalizer.defined() && !arriving.state.defined()) {
+      arriving.state =
+          x.key.new_zeros({x.key.size(0), x.key.size(1), x.key.size(3), x.value.size(3)});
+    }
+  } else {
+    if (r.scale != 1.0) arriving.out = arriving.out * r.scale;
   }
-  const auto [out, state, normalizer] = linear_attention(leaves);
-  std::vector<at::Tensor> outputs, arriving;
-  const auto arrives = [&](const at::Tensor& output, const at::Tensor& gradient) {
-    if (!gradient.defined() || !output.requires_grad()) return;
-    outputs.push_back(output);
-    arriving.push_back(gradient);
-  };
-  arrives(out, gradients.out);
-  arrives(state, gradients.state);
-  arrives(normalizer, gradients.normalizer);
-  std::vector<at::Tensor> found(inputs.size());
-  if (!outputs.empty()) {
-    found = torch::autograd::grad(outputs, inputs, arriving, /*retain_graph=*/false,
-                                  /*create_graph=*/false, /*allow_unused=*/true);
+  // The query's gradient is S_i dout_i: the recurrence with keys and values exchanged.
+  at::Tensor along;  // phi(q_i) S_i dout_i
+  for (size_t i = 0; i < ways.size(); ++i) {
+    const Operands& way = ways[i];
+    by_query.push_back(scan(in_direction(arriving.out, i), way.value, way.key, way.decay,
+                            transposed(way.state), r.chunk_size, /*reverse=*/false));
+    if (r.normalize) along = sum_of(along, in_direction(dot_rows(way.query, by_query[i].out), i));
   }
-  size_t next = 0;
-  const auto gradient_of = [&](const at::Tensor& input) {
-    if (!input.defined()) return state.new_empty({0});
-    const at::Tensor& gradient = found[next++];
-    return gradient.defined() ? gradient.contiguous()
-                              : at::zeros_like(input, at::MemoryFormat::Contiguous);
+  if (r.normalize) {
+    if (r.diagonal_once) {
+      along = along - dot_rows(x.query, repeat_groups(x.key, x.query.size(1))) *
+                          dot_rows(arriving.out, repeat_groups(x.value, x.query.size(1)));
+    }
+    arriving.weights = (along * inverse).neg();
+  }
+
+  OperandGradients sum;
+  for (size_t i = 0; i < ways.size(); ++i) {
+    const Operands& way = ways[i];
+    const Arriving reaching{in_direction(arriving.out, i), in_direction(arriving.weights, i),
+                            i == 0 ? arriving.state : at::Tensor(),
+                            i == 0 ? arriving.normalizer : at::Tensor()};
+    OperandGradients one;
+    one.query = by_query[i].out;
+    at::Tensor last = dot_heads(transposed(by_query[i].state), reaching.state);
+    if (r.normalize) {
+      one.query = one.query + repeat_groups(normalizers[i].out, x.query.size(1)) * reaching.weights;
+      last = sum_of(last, dot_heads(normalizers[i].state, reaching.normalizer));
+    }
+    differentiate_keys(way, reaching, r.chunk_size, scan, one);
+    if (way.decay.defined()) one.decay = differentiate_decay(way, one, last);
+    sum.query = sum_of(sum.query, in_direction(one.query, i));
+    sum.key = sum_of(sum.key, in_direction(one.key, i));
+    sum.value = sum_of(sum.value, in_direction(one.value, i));
+    sum.decay = sum_of(sum.decay, in_direction(one.decay, i));
+    if (i == 0) sum.state = one.state, sum.normalizer = one.normalizer;
+  }
+  if (r.diagonal_once) subtract_diagonal(sum, x, arriving);
+
+  const auto none = sum.query.new_empty({0});
+  const auto dtype = r.query.scalar_type();
+  const auto by_features = [&](const at::Tensor& gradient, const at::Tensor& from) {
+    return map_gradient(gradient, from.to(type), r.feature_map).to(dtype).contiguous();
   };
-  // In the order of `inputs`: a braced list is evaluated from left to right.
-  return LinearAttentionInputGradients{gradient_of(leaves.query), gradient_of(leaves.key),
-                                       gradient_of(leaves.value), gradient_of(leaves.log_decay),
-                                       gradient_of(leaves.state), gradient_of(leaves.normalizer)};
+  at::Tensor decay = none;
+  if (r.log_decay.defined()) {
+    decay = r.log_decay.dim() == 1 ? sum.decay.sum(at::IntArrayRef{0, 2}) : sum.decay.contiguous();
+  }
+  return {by_features(sum.query, r.query),
+          by_features(sum.key, r.key),
+          sum.value.to(dtype).contiguous(),
+          decay,
+          r.state.defined() ? sum.state.contiguous() : none,
+          r.normalizer.defined() ? sum.normalizer.squeeze(2).contiguous() : none};
 }
 
+namespace {
+
+LinearAttentionResult attend_plainly(const LinearAttentionRequest& request) {
+  return linear_attention(request, &linear_scan);
+}
+
+LinearAttentionInputGradients differentiate_plainly(const LinearAttentionRequest& request,
+                                                    const LinearAttentionGradients& gradients) {
+  return linear_attention_backward(request, gradients, &linear_scan);
+}
+
+}  // namespace
+
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
-  m.impl("chunkwise_linear_attention", &chunkwise_linear_attention_entry<&linear_attention>);
+  m.impl("chunkwise_linear_attention", &chunkwise_linear_attention_entry<&attend_plainly>);
   m.impl("chunkwise_linear_attention_backward",
-         &chunkwise_linear_attention_backward_entry<&linear_attention_backward>);
+         &chunkwise_linear_attention_backward_entry<&differentiate_plainly>);
 }
 
 }  // namespace h2o_prefill::composite

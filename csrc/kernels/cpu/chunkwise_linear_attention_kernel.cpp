@@ -25,7 +25,7 @@ constexpr int64_t kFewTokens = 8;
 // sequentially. Upper bound on the L2 memory of their states.
 constexpr int64_t kTaskStateBytes = int64_t{1} << 20;
 
-// A causal call. States are float32 and contiguous. Null input: zero; null output: not
+// One direction of a call. States are float32 and contiguous. Null input: zero; null output: not
 // computed.
 struct LinearCall {
   HeadsView query;
@@ -41,7 +41,23 @@ struct LinearCall {
   FeatureMap feature_map;
   bool normalize;
   float scale;
+
+  // The same call from the last token to the first.
+  LinearCall reversed() const;
 };
+
+LinearCall LinearCall::reversed() const {
+  LinearCall call = *this;
+  for (HeadsView* view : {&call.query, &call.key, &call.value, &call.out}) {
+    view->data = view->row(0, 0, view->length - 1);
+    view->stride_row = -view->stride_row;
+  }
+  if (call.log_decay) {
+    call.log_decay += (call.key.length - 1) * call.decay_strides[2];
+    call.decay_strides[2] = -call.decay_strides[2];
+  }
+  return call;
+}
 
 class LinearAttention {
  public:
@@ -315,51 +331,79 @@ class LinearAttention {
   Workspace::Part<float> log_decays_;  // [units, pieces]
 };
 
-LinearAttentionResult attend(const LinearAttentionRequest& r) {
-  if (!r.causal || r.query.scalar_type() == at::kDouble) return composite::linear_attention(r);
-  const auto q = with_contiguous_rows(r.query);
-  const auto k = with_contiguous_rows(r.key);
-  const auto v = with_contiguous_rows(r.value);
+// Runs one direction; returns the states after the last token, [B, Hkv, D, Dv] and [B, Hkv, D].
+std::pair<at::Tensor, at::Tensor> run(const at::Tensor& q_argument, const at::Tensor& k_argument,
+                                      const at::Tensor& v_argument, const at::Tensor& log_decay,
+                                      const at::Tensor& state_argument,
+                                      const at::Tensor& normalizer_argument, const at::Tensor& out,
+                                      FeatureMap feature_map, bool normalize, double scale,
+                                      bool reverse) {
+  const auto q = with_contiguous_rows(q_argument);
+  const auto k = with_contiguous_rows(k_argument);
+  const auto v = with_contiguous_rows(v_argument);
   const auto contiguous = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
   const auto data = [](const at::Tensor& t) {
     return t.defined() ? t.const_data_ptr<float>() : nullptr;
   };
-  const auto state = contiguous(r.state), normalizer = contiguous(r.normalizer);
+  const auto state = contiguous(state_argument), normalizer = contiguous(normalizer_argument);
   const auto options = k.options().dtype(at::kFloat);
-  auto out = empty_heads(q.size(0), q.size(1), r.length(), v.size(3), q);
   auto last_state = at::empty({k.size(0), k.size(1), k.size(3), v.size(3)}, options);
-  auto last_normalizer = at::empty({k.size(0), k.size(1), r.normalize ? k.size(3) : 0}, options);
+  auto last_normalizer = at::empty({k.size(0), k.size(1), normalize ? k.size(3) : 0}, options);
   if (k.size(0) == 0 || k.size(2) == 0) {
     // Without tokens the states stay as they are.
     state.defined() ? last_state.copy_(state) : last_state.zero_();
     normalizer.defined() ? last_normalizer.copy_(normalizer) : last_normalizer.zero_();
-    return {out, last_state, last_normalizer};
+    return {last_state, last_normalizer};
   }
-  const auto decay = r.decay_by_token();
   LinearCall call{
       .query = heads_view(q),
       .key = heads_view(k),
       .value = heads_view(v),
       .out = heads_view(out),
-      .log_decay = data(decay),
+      .log_decay = data(log_decay),
       .decay_strides = {},
       .state = data(state),
       .normalizer = data(normalizer),
       .last_state = last_state.mutable_data_ptr<float>(),
-      .last_normalizer = r.normalize ? last_normalizer.mutable_data_ptr<float>() : nullptr,
-      .feature_map = r.feature_map,
-      .normalize = r.normalize,
-      .scale = static_cast<float>(r.scale)};
-  for (int i = 0; decay.defined() && i < 3; ++i) call.decay_strides[i] = decay.stride(i);
+      .last_normalizer = normalize ? last_normalizer.mutable_data_ptr<float>() : nullptr,
+      .feature_map = feature_map,
+      .normalize = normalize,
+      .scale = static_cast<float>(scale)};
+  for (int i = 0; log_decay.defined() && i < 3; ++i) call.decay_strides[i] = log_decay.stride(i);
+  if (reverse) call = call.reversed();
   LinearAttention(call).run();
-  return {out, last_state, last_normalizer};
+  return {last_state, last_normalizer};
+}
+
+composite::Scanned scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                        const at::Tensor& log_decay, const at::Tensor& state,
+                        int64_t /*chunk_size*/, bool reverse) {
+  auto out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
+  const auto states = run(q, k, v, log_decay, state, {}, out, FeatureMap::kIdentity,
+                          /*normalize=*/false, /*scale=*/1.0, reverse);
+  return {out, states.first};
+}
+
+composite::LinearScan scan_of(const at::Tensor& q) {
+  return q.scalar_type() == at::kDouble ? &composite::linear_scan : &scan;
+}
+
+LinearAttentionResult attend(const LinearAttentionRequest& r) {
+  if (!r.causal || r.query.scalar_type() == at::kDouble) {
+    return composite::linear_attention(r, scan_of(r.query));
+  }
+  auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
+  const auto [state, normalizer] =
+      run(r.query, r.key, r.value, r.decay_by_token(), r.state, r.normalizer, out, r.feature_map,
+          r.normalize, r.scale, /*reverse=*/false);
+  return {out, state, normalizer};
 }
 
 LinearAttentionInputGradients attend_backward(const LinearAttentionRequest& r,
                                               const LinearAttentionGradients& gradients) {
   const bool fused = r.causal && r.query.scalar_type() != at::kDouble && r.query.numel() > 0;
   return fused ? linear_attention_backward(r, gradients)
-               : composite::linear_attention_backward(r, gradients);
+               : composite::linear_attention_backward(r, gradients, scan_of(r.query));
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {

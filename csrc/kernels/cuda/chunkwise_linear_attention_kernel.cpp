@@ -26,7 +26,9 @@ bool has_kernel(const at::Tensor& k, const at::Tensor& v) {
 
 LinearAttentionResult attend(const LinearAttentionRequest& r) {
   const c10::cuda::CUDAGuard guard(r.query.device());
-  if (!r.causal || !has_kernel(r.key, r.value)) return composite::linear_attention(r);
+  if (!r.causal || !has_kernel(r.key, r.value)) {
+    return composite::linear_attention(r, &composite::linear_scan);
+  }
   auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
   const auto contiguous = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
   const auto q = with_aligned_rows(r.query);
@@ -70,7 +72,7 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
 LinearAttentionInputGradients attend_backward(const LinearAttentionRequest& r,
                                               const LinearAttentionGradients& gradients) {
   const c10::cuda::CUDAGuard guard(r.query.device());
-  return composite::linear_attention_backward(r, gradients);
+  return composite::linear_attention_backward(r, gradients, &composite::linear_scan);
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {

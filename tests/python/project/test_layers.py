@@ -72,8 +72,6 @@ ALLOWED = {
         "common/",
         "h2o_prefill/ops.h",
         "kernels/composite/",
-        # The backward pass of linear attention.
-        "torch/csrc/autograd/autograd.h",
         "torch/library.h",
         *KERNEL_VOCABULARY,
     ),
