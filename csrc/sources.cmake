@@ -62,7 +62,6 @@ set(H2O_CPU_SOURCES
     kernels/cpu/amx_gemm.cpp
     kernels/cpu/attend_chunk.cpp
     kernels/cpu/chunked_sparse_attention_kernel.cpp
-    kernels/cpu/chunkwise_linear_attention_backward_kernel.cpp
     kernels/cpu/chunkwise_linear_attention_kernel.cpp
     kernels/cpu/dense_attention_kernel.cpp
     kernels/cpu/gather_rows_kernel.cpp
@@ -78,7 +77,7 @@ set(H2O_CPU_SOURCES
 
 # Compiled once per instruction set, without a PyTorch header (see cmake/isa.cmake).
 set(H2O_ISA_SOURCES kernels/cpu/attend_rows.cpp kernels/cpu/attend_token.cpp kernels/cpu/linear_chunk.cpp
-    kernels/cpu/linear_chunk_backward.cpp kernels/cpu/linear_tokens.cpp)
+    kernels/cpu/linear_tokens.cpp)
 
 # Of builds with CUDA alone: kernels in .cu, operators in .cpp (see cmake/cuda.cmake).
 set(H2O_CUDA_SOURCES

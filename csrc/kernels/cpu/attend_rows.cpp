@@ -250,21 +250,11 @@ void attend_rows(const AttendRowsArgs& args) {
 #define H2O_STRING_OF(x) #x
 #define H2O_STRING(x) H2O_STRING_OF(x)
 
-void attend_token(const AttendTokenArgs& args);             // attend_token.cpp
-extern const LinearKernels kLinearKernels;                  // linear_chunk.cpp
-extern const LinearBackwardKernels kLinearBackwardKernels;  // linear_chunk_backward.cpp
+void attend_token(const AttendTokenArgs& args);  // attend_token.cpp
+extern const LinearKernels kLinearKernels;       // linear_chunk.cpp
 extern const CpuKernels kCpuKernels;
-const CpuKernels kCpuKernels = {H2O_STRING(H2O_ISA),
-                                kPanel,
-                                kBFloat16Products,
-                                nullptr,
-                                nullptr,
-                                pack_keys,
-                                pack_values,
-                                attend_rows,
-                                attend_token,
-                                scratch_floats,
-                                &kLinearKernels,
-                                &kLinearBackwardKernels};
+const CpuKernels kCpuKernels = {
+    H2O_STRING(H2O_ISA), kPanel,      kBFloat16Products, nullptr,        nullptr,        pack_keys,
+    pack_values,         attend_rows, attend_token,      scratch_floats, &kLinearKernels};
 
 }  // namespace h2o_prefill::H2O_ISA

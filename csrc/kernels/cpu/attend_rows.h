@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "kernels/cpu/linear_chunk.h"
-#include "kernels/cpu/linear_chunk_backward.h"
 #include "kernels/params.h"
 #include "kernels/softmax_state.h"
 
@@ -112,7 +111,6 @@ struct CpuKernels {
   // Floats that attend_rows needs for sets of at most max_count keys.
   int64_t (*scratch_floats)(int64_t head_dim, int64_t value_dim, int64_t max_count);
   const LinearKernels* linear;
-  const LinearBackwardKernels* linear_backward;
 
   int64_t padded(int64_t n) const { return (n + panel - 1) / panel * panel; }
   int64_t elements_per_word(DType dtype) const {

@@ -8,7 +8,6 @@
 #include "common/tensors.h"
 #include "kernels/composite/linear_attention.h"
 #include "kernels/cpu/attend_rows.h"
-#include "kernels/cpu/linear_backward.h"
 #include "kernels/cpu/linear_chunk.h"
 #include "kernels/cpu/linear_pieces.h"
 #include "kernels/cpu/tasks.h"
@@ -401,9 +400,7 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
 
 LinearAttentionInputGradients attend_backward(const LinearAttentionRequest& r,
                                               const LinearAttentionGradients& gradients) {
-  const bool fused = r.causal && r.query.scalar_type() != at::kDouble && r.query.numel() > 0;
-  return fused ? linear_attention_backward(r, gradients)
-               : composite::linear_attention_backward(r, gradients, scan_of(r.query));
+  return composite::linear_attention_backward(r, gradients, scan_of(r.query));
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {

@@ -1,7 +1,8 @@
-// Feature maps, decays and sums over rows, shared by linear attention and its backward pass.
+// Feature maps, decays and sums over rows of linear attention.
 #pragma once
 
 #include "kernels/cpu/attend_rows.h"
+#include "kernels/cpu/linear_chunk.h"
 #include "kernels/cpu/products.h"
 #include "kernels/cpu/row_io.h"
 #include "kernels/cpu/tile.h"
@@ -85,10 +86,8 @@ H2O_INLINE void add_decayed(const float* start, float log_decay, int64_t floats,
   }
 }
 
-// The packed state before the chunk of LinearChunkArgs or LinearBackwardArgs, in the direction of
-// the walk; null: zero. scratch: [floats].
-template <typename Args>
-H2O_INLINE const float* state_before(const Args& args, int64_t floats, float* scratch) {
+// The packed state before a chunk, in the direction of the walk; null: zero. scratch: [floats].
+H2O_INLINE const float* state_before(const LinearChunkArgs& args, int64_t floats, float* scratch) {
   if (args.sum_is_zero) return args.start;
   if (!args.start) return args.sum;
   add_decayed(args.start, args.start_log_decay, floats, args.sum, scratch);

@@ -1,4 +1,4 @@
-// Tile products shared by linear attention and its backward pass.
+// Tile products of linear attention.
 #pragma once
 
 #include "kernels/cpu/linear_rows.h"
