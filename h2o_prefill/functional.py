@@ -104,7 +104,9 @@ def _attend_by_rule(
     out = torch.cat(outs, dim=2)
     if tail := min(config.dense_tail, length):
         out[:, :, -tail:] = ops.dense_attention(q[:, :, -tail:], k, v, *options)
-    return out, state.clone()  # its queries are a view of the model's
+    absent = max(0, config.memory_size - state.memory.shape[2])
+    state.memory = torch.nn.functional.pad(state.memory, (0, absent), value=-1)
+    return out, state.clone()  # Its queries are a view of the model's.
 
 
 @lru_cache(maxsize=256)
