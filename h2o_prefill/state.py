@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class PrefillState:
         float32 [B, Hkv, 4]: what `error_rows` measured so far. For each head, how often its L and
         H have doubled (-1: the layer is dense since), the sum of its errors, their number, and the
         sum of the factors of L and H in these chunks.
+    queries : Tensor, optional
+        [B, Hq, n, D]: those of the last sparse chunk, where a selection rule may need them.
     """
 
     scores: Tensor
@@ -85,6 +87,7 @@ class PrefillState:
     length: int
     last_chunk_begin: int
     errors: Tensor
+    queries: Tensor | None = None
 
     @property
     def fields(self) -> tuple[Tensor, Tensor, int, Tensor]:
@@ -108,21 +111,31 @@ class PrefillState:
             return None
         if length >= self.length:
             return self
-        inside = length > self.last_chunk_begin
+        inside, queries = length > self.last_chunk_begin, self.queries
+        if queries is not None:
+            queries = queries[:, :, : length - self.last_chunk_begin]
         return PrefillState(
             scores=self.scores[..., :length],
             memory=self.memory if inside else torch.full_like(self.memory, -1),
             length=length,
             last_chunk_begin=self.last_chunk_begin if inside else 0,
             errors=self.errors,
+            queries=queries if inside else None,
         )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> PrefillState:
+        """Return a state with every tensor changed."""
+        queries = None if self.queries is None else change(self.queries)
+        scores, memory, errors = map(change, (self.scores, self.memory, self.errors))
+        return replace(self, scores=scores, memory=memory, errors=errors, queries=queries)
 
     def clone(self) -> PrefillState:
         """Return a copy that shares no tensors."""
-        return PrefillState(
-            self.scores.clone(),
-            self.memory.clone(),
-            self.length,
-            self.last_chunk_begin,
-            self.errors.clone(),
-        )
+        return self.map(torch.clone)
+
+
+def empty_state(key: Tensor) -> PrefillState:
+    """Return the state of a layer with keys [B, Hkv, T, D] before its first sparse call."""
+    kind = torch.float64 if key.dtype == torch.float64 else torch.float32
+    scores = key.new_empty((*key.shape[:2], 0), dtype=kind)
+    return PrefillState(scores, scores.int(), 0, 0, no_errors(key))

@@ -43,6 +43,7 @@ def ablate(
             "is combined with the grid.",
         ),
     ] = [DEFAULT_PRESET],  # noqa: B006 (typer takes a list)
+    select: options.SelectOption = None,
     dtype: options.DtypeOption = "float32",
     output: Annotated[
         Path, options.output_folder("Folder for perplexity_ablation.csv, created if necessary.")
@@ -77,6 +78,7 @@ def ablate(
 
         base = [parse_variant(text) for text in preset]
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
+        rule = options.parse_select(select)
         contexts = options.parse_numbers(context, "context")
         csv_file = output.expanduser() / CSV_NAME
         figure = csv_file.with_suffix(f".{figure_format}")
@@ -99,10 +101,12 @@ def ablate(
                 protocol=protocol,
                 dtype=dtype,
                 device=device,
+                select=rule,
                 cluster=workers,
                 on_progress=show,
             )
         title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells"
+        title += f", select={select}" if select else ""
         say_written(csv_file)
         if plot:
             plot_ablation(frame, figure, title)

@@ -15,6 +15,7 @@ from h2o_prefill.cli.console import error_console
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import DATASETS, DTYPES, Corpus
 from h2o_prefill.presets import PRESETS
+from h2o_prefill.selection import RULES, SelectionRule, load_rule
 
 _SIZES = "Sparse prefill"
 
@@ -180,6 +181,16 @@ PresetOption = Annotated[
     ),
 ]
 
+SelectOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULE",
+        help=f"Selection rule that chooses the keys in place of the scores: {', '.join(RULES)} (of "
+        "K + L + H keys), or one of your own, as MODULE:FUNCTION or FILE.py:FUNCTION.",
+        rich_help_panel=_SIZES,
+    ),
+]
+
 add_size_options = add_field_options(
     int | None,
     panel=_SIZES,
@@ -187,13 +198,14 @@ add_size_options = add_field_options(
 )
 
 
-def describe_sizes(config: PrefillConfig) -> str:
+def describe_sizes(config: PrefillConfig, select: str | None = None) -> str:
     """Return the sizes, and the options that add keys, for titles."""
     more = {
         "recall": config.recall,
         "tail": config.dense_tail,
         "dense": "+".join(map(str, config.dense_layers)),
         f"{config.wide_factor}-fold": "+".join(map(str, config.wide_layers)),
+        "select": select,
     }
     return (
         f"S={config.chunk_size} L={config.local_window} H={config.heavy_budget} "
@@ -238,6 +250,11 @@ def parse_variant(text: str, **overrides: int | None) -> PrefillConfig:
     except ValueError as error:
         raise ValueError(f"settings {text!r}: {error}") from None
     return config.with_fields(**given)
+
+
+def parse_select(text: str | None) -> SelectionRule | None:
+    """Return the selection rule of the option, None if none was given."""
+    return None if text is None else load_rule(text)
 
 
 def parse_numbers(text: str, name: str, least: int | None = None) -> list[int]:

@@ -23,6 +23,7 @@ def ppl(
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:6",
     preset: options.PresetOption = DEFAULT_PRESET,
+    select: options.SelectOption = None,
     dtype: options.DtypeOption = "float32",
     protocol: options.ProtocolOption = "gptq",
     long: Annotated[
@@ -47,6 +48,7 @@ def ppl(
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset, **sizes)
+        rule = options.parse_select(select)
         save_plot = plot_output(plot)
         check_settings(config, context, windows, protocol)
         corpus = load_text(dataset, text_file)
@@ -61,11 +63,12 @@ def ppl(
                 windows=windows,
                 protocol=protocol,
                 key_tokens=long,
+                select=rule,
                 on_progress=show,
             )
         title = (
             f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
-            f"{options.describe_sizes(config)}"
+            f"{options.describe_sizes(config, select)}"
         )
         origin = text_origin(model, dtype, corpus, preset=preset)
         save_json(lambda: perplexity_report(result, **origin))

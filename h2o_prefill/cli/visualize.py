@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,7 @@ def visualize(
     ] = Path("benchmark_results/attention_heatmaps"),
     figure_format: options.FormatOption = "png",
     preset: options.PresetOption = DEFAULT_PRESET,
+    select: options.SelectOption = None,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     threads: options.ThreadsOption = None,
@@ -47,6 +48,7 @@ def visualize(
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset, **sizes)
+        rule = options.parse_select(select)
         files = [f"{name}.{figure_format}" for name in FIGURES]
         check_output_folder(output, files)
         corpus = load_text(dataset, text_file)
@@ -55,14 +57,15 @@ def visualize(
         _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
         title = (
             f"{model} {dtype}, {corpus.name} window {window} of {context} tokens, "
-            f"{options.describe_sizes(config)}"
+            f"{options.describe_sizes(config, select)}"
         )
         with show_progress("prefill") as show:
+            drawn: dict[str, Any] = {"title": title, "select": rule, "on_progress": show}
             measures = visualize_attention_patterns(
-                network, prompts, config, output, figure_format, title=title, on_progress=show
+                network, prompts, config, output, figure_format, **drawn
             )
         report = measures.to_dict()
-        given = {"window": window, "context": context, "preset": preset}
+        given = {"window": window, "context": context, "preset": preset, "select": select}
         config_part = text_origin(model, dtype, corpus, **given) | report.pop("config")
         save_json(lambda: build_report(config_part, **report))
         print_result(title, attention_table(measures))

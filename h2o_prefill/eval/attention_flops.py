@@ -31,17 +31,21 @@ def count_attention_flops(
     kv_heads: int = 1,
     token_text: Tensor | None = None,
     errors: Sequence[Mapping[int, Tensor]] = (),
+    selected: float | None = None,
 ) -> AttentionFlops:
     """Count the attention flops of prompts [prompts, T], each prefilled in one call.
 
     Dense layers and prompts that are too short for a sparse call count as dense, wide layers and
     heads with their own memory sets. Lexical recall is run on every prompt. `errors` are those of
     the layers after each prompt, `PrefillState.errors`: without them memory sets count as they are
-    before errors widen them.
+    before errors widen them. `selected` are the query-key products with the memory sets of all
+    prompts and layers, where a selection rule has chosen them.
     """
     count, length = prompts.shape
     if not config.is_sparse_call(0, length):
         return AttentionFlops(1.0, 0.0 if config.recall else None)
+    if selected is not None:
+        config = config.replace(sink_tokens=0, local_window=0, heavy_budget=0, block_diagonal=True)
     dense = count * dense_dot_products(length)
     recalled = sum(
         recalled_dot_products(length, find_recalled(prompt.unsqueeze(0), config, token_text))
@@ -65,7 +69,7 @@ def count_attention_flops(
     all_layers = sum(
         dense if layer in config.dense_layers else recalled + sparse(layer)
         for layer in range(num_layers)
-    )
+    ) + (selected or 0)
     measured = [factor for found in factors for factor in found.values()]
     return AttentionFlops(
         ratio=num_layers * dense / all_layers,

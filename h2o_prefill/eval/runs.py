@@ -35,14 +35,14 @@ def count_steps(on_progress: Progress | None, total: int) -> Callable[[str], Non
 
 
 def prefill_mode(
-    model: Any, config: PrefillConfig | None, *, tokenizer: Any = None, strict: bool = False
+    model: Any, config: PrefillConfig | None, *, tokenizer: Any = None, **options: Any
 ) -> AbstractContextManager[Any]:
-    """Return a context of sparse prefill, dense if `config` is None; `strict`: no dense calls."""
+    """Return a context of sparse prefill, dense if `config` is None; options as for `enable`."""
     if config is None:
         return contextlib.nullcontext()
     from h2o_prefill.hf import enable
 
-    return enable(model, config, tokenizer=tokenizer, strict=strict)
+    return enable(model, config, tokenizer=tokenizer, **options)
 
 
 def chosen_variants(variants: Mapping[str, PrefillConfig] | None) -> dict[str, PrefillConfig]:

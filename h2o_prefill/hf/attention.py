@@ -79,14 +79,16 @@ def _attend_sparsely(call: Call) -> Tensor:
     recall = _recall_lists(call)
     if layer is not None:
         call.context.keep_state(layer)
-    if layer is not None and layer.holds(key, value):
+    select = call.enabled.select
+    if layer is not None and select is None and layer.holds(key, value):
         out = layer.attend(prompt, total, recall, number, call.config, options)
         call.enabled.note_errors(call.layer, layer.errors)
     else:
         state = None if layer is None else layer.state
         config = call.config.of_layer(call.layer)
+        keys, values = key[:, :, :total], value[:, :, :total]
         out, state = sparse_attention(
-            prompt, key[:, :, :total], value[:, :, :total], state, config, recall, *options
+            prompt, keys, values, state, config, recall, *options, call.layer, select
         )
         if layer is not None:
             layer.state = state
@@ -100,6 +102,7 @@ def _attend_padded(call: Call, padding: Padding) -> Tensor:
     No state is kept, since its positions would be other tokens in every row, but for the errors.
     """
     config, options = call.config.of_layer(call.layer), call.logit_options
+    select = call.enabled.select
     errors = no_errors(call.key)
 
     def attend_rows(q: Tensor, k: Tensor, v: Tensor, span: Span, rows: Rows) -> Tensor:
@@ -111,7 +114,9 @@ def _attend_padded(call: Call, padding: Padding) -> Tensor:
             return ops.dense_attention(q, k, v, *options)
         recall = _recall_lists(call, span, rows)
         prompt, keys, values = (x[:, :, :length] for x in (q, k, v))
-        out, state = sparse_attention(prompt, keys, values, None, config, recall, *options)
+        out, state = sparse_attention(
+            prompt, keys, values, None, config, recall, *options, call.layer, select
+        )
         errors[rows] = state.errors
         return with_candidates(out, q, k, v, options)
 

@@ -29,6 +29,7 @@ from h2o_prefill.hf.sharded import check_shardable
 from h2o_prefill.hf.stages import layers_here, with_heads_here
 from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
 from h2o_prefill.hf.token_text import text_for
+from h2o_prefill.selection import SelectionRule, Selector
 
 
 class PrefillHandle:
@@ -42,6 +43,7 @@ class PrefillHandle:
         token_text: Tensor | None = None,
         profile: str = "",
         process_group: Any = None,
+        select: SelectionRule | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -52,6 +54,7 @@ class PrefillHandle:
         self.token_text = token_text
         self.profile = profile
         self.process_group = process_group
+        self.select = select
         self.state = EnabledState(config, strict)
         self._hooks: list[Any] = []
 
@@ -97,6 +100,7 @@ class PrefillHandle:
             by_mask,
             token_text=self.token_text,
             profile=self.profile,
+            select=None if self.select is None else Selector(self.select),
         )
 
     def _switch_on(self) -> None:
@@ -178,6 +182,7 @@ def enable(
     tokenizer: Any = None,
     strict: bool = False,
     process_group: Any = None,
+    select: SelectionRule | None = None,
     **overrides: Any,
 ) -> PrefillHandle:
     """Make a Hugging Face model prefill sparsely, until `disable` or the end of the `with` block.
@@ -210,6 +215,13 @@ def enable(
     process_group : ProcessGroup or DeviceMesh, optional
         Processes, each with the whole model, over which `chunked_prefill` spreads the tokens of a
         prompt; a mesh has one dimension. All other calls are as without it.
+    select : callable, optional
+        A rule that chooses the keys of earlier chunks in place of the scores, as
+        `h2o_prefill.selection.snapkv`. It gets a `SelectionContext` before every chunk of every
+        sparse layer but the first chunk of a prompt, and returns positions before the chunk, int32
+        or int64 [B, Hkv, any], -1 where absent: others, and one twice, are a ValueError. Recall,
+        `dense_tail`, `max_error` and the measuring of errors are as without it; errors do not
+        widen the sets.
     **overrides
         Fields of `PrefillConfig` to change in it.
 
@@ -247,7 +259,9 @@ def enable(
     if process_group is not None:
         check_shardable(model, chosen)
     text = text_for(tokenizer, chosen)
-    return PrefillHandle(model, chosen, strict, text, profile, process_group).enable()
+    if select is not None and (chosen.exact or process_group is not None):
+        raise ValueError("select must not be given with exact=True or a process_group")
+    return PrefillHandle(model, chosen, strict, text, profile, process_group, select).enable()
 
 
 def disable(model: PreTrainedModel) -> None:

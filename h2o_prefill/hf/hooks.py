@@ -177,6 +177,10 @@ def _tell_graph(context: ForwardContext, mask: Any, compiled: bool) -> None:
     graph.call = graph.layer = None
     if context.tokens is None or not (compiled or static):
         return
+    if context.enabled.select is not None:
+        if static:
+            raise ValueError("select must not be given with a static cache: its call is a graph")
+        return  # Attention breaks the graph.
     new, config = context.new, context.enabled.config
     position = context.cache.position_for(new) if static else None
     past = context.past if position is None else int(position[0]) if new > 1 else 0

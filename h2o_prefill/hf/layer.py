@@ -6,7 +6,6 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions, RecallLists
 from h2o_prefill.hf.state import GraphCall, graph
-from h2o_prefill.state import PrefillState, no_errors
+from h2o_prefill.state import PrefillState, empty_state
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
@@ -324,10 +323,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         batch, heads = self._held()[0].shape[:2]
         state = self._state
         if state is None:
-            dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-            memory = query.new_full((batch, heads, config.memory_size), -1, dtype=torch.int32)
-            scores = query.new_zeros(batch, heads, 0, dtype=dtype)
-            state = PrefillState(scores, memory, 0, 0, no_errors(self._held()[0]))
+            state = empty_state(self._held()[0])
         kept = self._scores
         if kept is not None and kept.shape[2] >= capacity and _is_writable(kept):
             scores = kept
@@ -362,11 +358,8 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._scores = None
 
     def _map_state(self, change: Callable[[Tensor], Tensor]) -> None:
-        state = self._state
-        if state is not None:
-            scores, memory = change(state.scores), change(state.memory)
-            errors = change(state.errors)
-            self.state = replace(state, scores=scores, memory=memory, errors=errors)
+        if self._state is not None:
+            self.state = self._state.map(change)
 
 
 def _is_writable(tensor: Tensor) -> bool:

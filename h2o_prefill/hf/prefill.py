@@ -180,6 +180,7 @@ def _run_stages(
     pipeline.ranks.check_same(
         {
             "settings": handle.config.to_string(),
+            "select": "" if handle.state.select is None else handle.state.select.name,
             "tokenizer": digest(handle.token_text),
             "versions": versions(),
             "chunks_per_call": chunks_per_call,

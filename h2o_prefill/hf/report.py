@@ -44,6 +44,7 @@ class ModelReport:
     # Of each row of the last sparse prompt, nats a token (`estimated_kl`); None if nothing was
     # measured: `error_rows` is 0, the prompt had one chunk, or the batch had padding.
     estimated_kl: tuple[float, ...] | None = None
+    select: str = ""  # the name of the selection rule, empty if there is none
 
     def __iter__(self) -> Iterator[LayerReport]:
         return iter(self.layers)
@@ -61,6 +62,7 @@ class ModelReport:
             rows.append((number, x.kind, x.mode, *counts, error, x.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         source = f" (profile {self.profile})" if self.profile else ""
+        source += f", keys selected by {self.select}" if self.select else ""
         lines = [f"{self.model}: {self.settings or 'not enabled'}{source}"]
         for row in rows:
             lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
@@ -83,6 +85,7 @@ def explain(model: PreTrainedModel) -> ModelReport:
         "" if enabled is None else enabled.profile,
         tuple(_report(x, enabled) for x in attention_layers(model, enabled and NAME)),
         None if enabled is None else _estimated_kl(enabled),
+        "" if enabled is None or enabled.select is None else enabled.select.name,
     )
 
 

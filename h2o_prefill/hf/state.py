@@ -14,6 +14,7 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.presets import PRESETS
+from h2o_prefill.selection import Selector
 from h2o_prefill.state import has_gone_dense
 
 # The name under which transformers finds our attention function and mask function. No "flash",
@@ -64,6 +65,7 @@ class EnabledState:
     on: bool = False  # whether the model is enabled
     token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
     profile: str = ""  # the file that the settings are from, if they are from one
+    select: Selector | None = None  # what chooses memory sets, if the settings do not
 
     def count(self, layer: Any, rows: int, reason: str | None) -> None:
         """Count a call of a layer; `reason` is None if it was sparse."""

@@ -29,6 +29,7 @@ from h2o_prefill.eval.runs import (
     prefill_mode,
     report_progress,
 )
+from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,6 +54,7 @@ def run_ablation(
     dtype: str = "float32",
     device: str = "cpu",
     model_name: str | None = None,
+    select: SelectionRule | None = None,
     cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
@@ -89,6 +91,9 @@ def run_ablation(
         Data type of the weights of a model given by name, and where it runs.
     model_name : str, optional
         Name in the table. Default: the name given, or that in the model's config.
+    select : callable, optional
+        A selection rule for all cells, as `enable` takes it. Cells are known by its name: a rule
+        that has changed needs another name, or another folder.
     cluster : ModelCluster, optional
         Workers that measure the cells, of the same model; the table is written here. Each worker
         runs the windows densely once. Default: this process measures.
@@ -127,9 +132,10 @@ def run_ablation(
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):
-        with prefill_mode(network, config):  # raises where settings do not fit the model
-            pass
-    texts = _find_cells(grid, corpora, network, tokenizer, windows, protocol)
+        with prefill_mode(network, config, select=select):
+            pass  # raises where settings do not fit the model
+    of_rule = [] if select is None else [Selector(select).name]
+    texts = _find_cells(grid, corpora, network, tokenizer, windows, protocol, of_rule)
     keys = [key for _, configs in texts for key in configs]
     name = model if isinstance(model, str) else model_name
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +155,7 @@ def run_ablation(
         for number, (_, configs) in enumerate(texts)
         for key, config in configs.items()
     }
-    shared = name, protocol, [text for text, _ in texts]
+    shared = name, protocol, [text for text, _ in texts], select
     failed: dict[str, Exception] = {}
     for key, result in run_pieces(held, cluster, _measure_cell, shared, pieces):
         try:
@@ -186,11 +192,11 @@ class _Text:
 
 def _measure_cell(
     held: LoadedModel,
-    shared: tuple[str | None, str, list[_Text]],
+    shared: tuple[str | None, str, list[_Text], SelectionRule | None],
     piece: tuple[int, PrefillConfig],
 ) -> dict[str, Any]:
     """Return the row of a cell without its key; the dense runs of a text are kept for the next."""
-    name, protocol, texts = shared
+    name, protocol, texts, select = shared
     number, config = piece
     text = texts[number]
     network = held.network
@@ -205,7 +211,7 @@ def _measure_cell(
     with torch.no_grad(), eval_mode(network):
         runs, origin = held.keep(f"{text.key} {protocol} {name}", begin)
         result = runs.evaluate(
-            config, lambda index, what: held.step(what if what == "dense" else cell)
+            config, lambda index, what: held.step(what if what == "dense" else cell), select
         )
     return {**table.measures(result), **origin, **text.columns}
 
@@ -217,6 +223,7 @@ def _find_cells(
     tokenizer: Any,
     windows: str,
     protocol: str,
+    of_rule: list[str],
 ) -> list[tuple[_Text, dict[str, PrefillConfig]]]:
     """Return each text at each context with the settings of its cells by their keys."""
     weights = model_digest(network)
@@ -228,7 +235,7 @@ def _find_cells(
             indices, batches = select_windows(tokens, context, windows, first)
             digests = [indices.start, *(digest(weights, ids.tolist()) for ids in batches)]
             configs = {
-                digest(corpus.name, protocol, digests, _changed(config)): config
+                digest(corpus.name, protocol, digests, _changed(config), *of_rule): config
                 for length, config in grid
                 if length == context
             }

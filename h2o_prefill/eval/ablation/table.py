@@ -41,6 +41,7 @@ COLUMNS: dict[str, str] = {
     "protocol": _TEXT,  # which tokens of a window are scored, see `windows.scored_rows`
     "preset": _TEXT,  # the preset that has these settings, empty if none has
     **_SETTINGS,
+    "select": _TEXT,  # the name of the selection rule, empty if there is none
     "scored_tokens": _WHOLE,  # of all windows
     "dense_ppl": _REAL,  # perplexity over them
     "sparse_ppl": _REAL,

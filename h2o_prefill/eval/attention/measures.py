@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from h2o_prefill.functional import (
     sparse_attention,
 )
 from h2o_prefill.presets import chosen_config
+from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
 
 # The softmax weights of a block of rows hold at most this many numbers (16 MiB in fp32).
@@ -157,6 +159,7 @@ def measure_attention(
     input_ids: Tensor,
     chunk_config: PrefillConfig | str | None = None,
     *,
+    select: SelectionRule | None = None,
     on_progress: Progress | None = None,
 ) -> AttentionMeasures:
     """Compare sparse attention with dense attention in every layer, on the layer's own q, k and v.
@@ -188,6 +191,8 @@ def measure_attention(
         int64 [1, T] or [T], at least two tokens.
     chunk_config : PrefillConfig or str, optional
         Default: the preset "recommended". `min_prefill` has no effect.
+    select : callable, optional
+        A selection rule, as `enable` takes it.
     on_progress : callable, optional
         Called with (layers begun, number of layers, description of the next step).
 
@@ -218,8 +223,8 @@ def measure_attention(
         index = call.module.layer_idx
         report_progress(on_progress, index, total, f"attention of layer {index}")
         qkv = call.query, call.key, call.value
-        options = call.logit_options
-        found[index] = measure_layer(*qkv, config.of_layer(index), recalled, options)
+        of_layer = config.of_layer(index), recalled, call.logit_options
+        found[index] = measure_layer(*qkv, *of_layer, index, select)
 
     last = last_logits_only(model)
     with torch.no_grad(), eval_mode(model), observe_attention(model, observe, config.dense_layers):
@@ -268,6 +273,8 @@ def measure_layer(
     config: PrefillConfig,
     recalled: RecalledKeys | None = None,
     options: LogitOptions = PLAIN_LOGITS,
+    layer: int | None = None,
+    select: SelectionRule | None = None,
 ) -> LayerMeasures:
     """Compare sparse with dense attention of one layer, q, k and v [1, H, T, D], chunk by chunk."""
     # In 16 bits the rounding of two outputs would count as the error of one.
@@ -278,6 +285,10 @@ def measure_layer(
     width = -(-length // _PATTERN_BINS)
     pattern = query.new_zeros(-(-length // width), query.shape[1], -(-length // width))
     bins = pattern, width
+    selector = None
+    if select is not None:
+        # The settings that the rule sees have the whole dense tail.
+        selector = Selector(wraps(select)(lambda given: select(replace(given, config=config))))
     for begin in range(0, length, config.chunk_size):
         end = min(begin + config.chunk_size, length)
         q, k, v = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
@@ -285,21 +296,25 @@ def measure_layer(
         # The dense tail is that of the prompt, not of the chunk. A copy would repeat warnings.
         tail = max(0, config.dense_tail - (length - end))
         call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
-        sparse, state = sparse_attention(q, k, v, state, call, lists, *options)
+        sparse, state = sparse_attention(q, k, v, state, call, lists, *options, layer, selector)
         dense = ops.dense_attention(q, k, v, *options)
         mass = _visible_mass(q[0], k[0], begin, state.memory[0], recalled, call, options, bins)
+        if selector is None:
+            memory = next_memory(state, config)
+        else:
+            memory = selector.select(state, k, v, config, layer, options[0])
         chunks.append(
             (
                 (sparse - dense)[0].abs().sum((1, 2), dtype=torch.float64),
                 dense[0].abs().sum((1, 2), dtype=torch.float64),
                 mass.sum(1),
                 mass.amin(1),
-                next_memory(state, config)[0],
+                memory[0],
             )
         )
     rows = torch.full((len(pattern),), width)
     rows[-1] -= len(pattern) * width - length
-    columns = [torch.stack(column).cpu() for column in zip(*chunks, strict=True)]
+    columns = [stack_layers(column, -1, dim=0).cpu() for column in zip(*chunks, strict=True)]
     columns.append(pattern.cpu().float() / rows[:, None, None])
     return LayerMeasures(*columns)
 

@@ -14,6 +14,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
 from h2o_prefill.eval.plotting import PLOT_SUFFIXES, make_figure, save_figure
 from h2o_prefill.eval.runs import Progress
+from h2o_prefill.selection import SelectionRule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +39,7 @@ def visualize_attention_patterns(
     figure_format: str = "png",
     *,
     title: str = "",
+    select: SelectionRule | None = None,
     on_progress: Progress | None = None,
 ) -> AttentionMeasures:
     """Draw which positions the memory sets of a prompt contain, and the sparse attention's error.
@@ -50,7 +52,7 @@ def visualize_attention_patterns(
 
     Parameters
     ----------
-    model, input_ids, chunk_config, on_progress
+    model, input_ids, chunk_config, select, on_progress
         As `measure_attention` takes them.
     output_dir : path
         Folder for the figures, created if necessary.
@@ -78,7 +80,9 @@ def visualize_attention_patterns(
     if f".{figure_format}" not in PLOT_SUFFIXES:
         formats = ", ".join(suffix[1:] for suffix in PLOT_SUFFIXES)
         raise ValueError(f"figure_format must be one of {formats}, got {figure_format!r}")
-    measures = measure_attention(model, input_ids, chunk_config, on_progress=on_progress)
+    measures = measure_attention(
+        model, input_ids, chunk_config, select=select, on_progress=on_progress
+    )
     folder.mkdir(parents=True, exist_ok=True)
     plots = (plot_memory, plot_errors, plot_stability, plot_attention)
     for name, plot in zip(FIGURES, plots, strict=True):

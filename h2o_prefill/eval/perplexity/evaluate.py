@@ -26,6 +26,7 @@ from h2o_prefill.eval.runs import (
     prefill_mode,
 )
 from h2o_prefill.presets import chosen_config
+from h2o_prefill.selection import SelectionRule, Selector
 
 
 def evaluate_perplexity(
@@ -38,6 +39,7 @@ def evaluate_perplexity(
     windows: str = "0:6",
     protocol: str = "gptq",
     key_tokens: bool = False,
+    select: SelectionRule | None = None,
     on_progress: Progress | None = None,
 ) -> PerplexityResult:
     """Measure a model's perplexity dense and sparse on the same windows of a text.
@@ -67,6 +69,8 @@ def evaluate_perplexity(
     key_tokens : bool
         Whether to measure also on the tokens that need the long context (LongPPL), which takes
         dense runs of 2,048 tokens: about as long as the window again.
+    select : callable, optional
+        A selection rule for the sparse run, as `enable` takes it.
     on_progress : callable, optional
         Called with (forward passes done, passes in all, what runs next).
 
@@ -92,7 +96,7 @@ def evaluate_perplexity(
         runs = PairedRuns(
             network, tokenizer, selected, batches, protocol, wants_key_tokens=key_tokens
         )
-        result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"))
+        result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"), select)
     step("done")
     return result
 
@@ -121,7 +125,12 @@ class PairedRuns:
         # For several evaluations: rows on the CPU, and seconds, by window.
         self._dense: dict[int, tuple[Tensor, float]] | None = {} if keep_dense else None
 
-    def evaluate(self, config: PrefillConfig, step: Callable[[int, str], None]) -> PerplexityResult:
+    def evaluate(
+        self,
+        config: PrefillConfig,
+        step: Callable[[int, str], None],
+        select: SelectionRule | None = None,
+    ) -> PerplexityResult:
         """Run all windows; `step` gets a window, and "dense" or "sparse" before each forward.
 
         Before the short forwards that find key tokens, it gets "short".
@@ -132,6 +141,7 @@ class PairedRuns:
         seconds: list[tuple[float, float]] = []
         errors: list[dict[int, Tensor]] = []
         is_key: list[Tensor] = []
+        selectors: list[Selector] = []
         for number, index in enumerate(self._selected):
             input_ids = self._batches[number].to(self._device)
             runs: dict[str, tuple[PromptLogits, float]] = {}
@@ -141,9 +151,11 @@ class PairedRuns:
                     runs[name] = self._run_dense(index, input_ids, step)
                 else:
                     step(index, name)
-                    with prefill_mode(self._model, config, tokenizer=self._tokenizer) as handle:
+                    options = {"tokenizer": self._tokenizer, "select": select}
+                    with prefill_mode(self._model, config, **options) as handle:
                         runs[name] = self._forward(input_ids.unsqueeze(0))
                     errors.append(dict(handle.state.errors))
+                    selectors += [] if select is None else [handle.state.select]
             dense, sparse = runs["dense"], runs["sparse"]
             scores.append(score_window(dense[0], sparse[0], input_ids, rows))
             scores[-1].check_finite(index)
@@ -161,6 +173,7 @@ class PairedRuns:
             context=context,
             windows=list(self._selected),
             is_key=is_key,
+            select=selectors[0].name if selectors else None,
             flops=count_attention_flops(
                 self._batches,
                 config,
@@ -168,6 +181,7 @@ class PairedRuns:
                 count_kv_heads(self._model),
                 self._text_for(config),
                 errors,
+                float(sum(x.dot_products for x in selectors)) if selectors else None,
             ),
         )
 

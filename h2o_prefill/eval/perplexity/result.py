@@ -72,6 +72,7 @@ class PerplexityResult:
     # Along a chunk, over all chunks but the first (where both runs are the same).
     by_chunk_position: PositionCurve
     config: PrefillConfig
+    select: str | None  # the name of the selection rule, None if there is none
     protocol: str
     context: int  # tokens of a window
     windows: list[int]  # their indices in the text
@@ -91,7 +92,8 @@ class PerplexityResult:
 def perplexity_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
     """Return the report of an evaluation; `origin` adds model, dtype and text."""
     values = asdict(result)
-    config = {**origin, **{key: values.pop(key) for key in ("protocol", "context", "windows")}}
+    names = "select", "protocol", "context", "windows"
+    config = {**origin, **{key: values.pop(key) for key in names}}
     config.update(values.pop("config"))
     return build_report(config, **values)
 

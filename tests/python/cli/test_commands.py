@@ -69,10 +69,12 @@ def test_options_of_ppl_reach_the_run(report: Any, small_commands: Commands) -> 
         *small_commands["ppl"],
         *("--sink-tokens", 2, "--heavy-budget", 0, "--dtype", "bfloat16", "--protocol", "llamacpp"),
         *("--windows", "1:", "--preset", f"{PRESET},recall=2,recall_block=8"),
+        *("--select", "sinks_and_window"),
     )
     config = found["config"]
     assert (config["sink_tokens"], config["heavy_budget"]) == (2, 0)
     assert (config["dtype"], config["protocol"]) == ("bfloat16", "llamacpp")
+    assert config["select"] == "sinks_and_window" and "select=sinks_and_window" in table
     assert config["windows"][0] == 1 and len(config["windows"]) > 1
     assert "chunk 0" not in table and found["environment"]["threads"] == 1
     (line,) = (line for line in table.splitlines() if "recalled keys of a row" in line)
@@ -362,6 +364,7 @@ def test_options_of_ablate_reach_the_run(ablate: Run, tiny: Any, csv: Path, tmp_
         *("--recall", "2", "--recall-block", 8, "--recall-span", "1,3", "--gqa-reduce", "max"),
         *("--dense-layers", "none,0", "--heavy-budget", 4, "--dtype", "bfloat16"),
         *("--protocol", "llamacpp", "--min-prefill", 20, "--context", "48,64", "--format", "pdf"),
+        *("--select", "snapkv"),
     )
     assert done.exit_code == 0, done.output
     assert "other.txt" in done.stdout
@@ -379,5 +382,6 @@ def test_options_of_ablate_reach_the_run(ablate: Run, tiny: Any, csv: Path, tmp_
         "dtype": "bfloat16",
         "protocol": "llamacpp",
         "min_prefill": 20,
+        "select": "snapkv",
     }.items():
         assert set(frame[name]) == {value}
