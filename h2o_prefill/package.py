@@ -32,7 +32,7 @@ class PackageInfo:
 
     model: str  # name of the model's class
     settings: str  # for PrefillConfig.parse
-    dtype: str  # of weights, keys and values: "float32", "bfloat16" or "float16"
+    dtype: str  # of keys and values: "float32", "bfloat16" or "float16"
     capacity: int  # maximum number of tokens of prompt and answer together
     vocabulary: int
     layers: int
@@ -43,6 +43,7 @@ class PackageInfo:
     torch: str
     transformers: str
     model_hash: str  # of config and weights, which session files name
+    weights: str  # their format: "int8", or the dtype
     tokenizer: str = ""  # folder of the tokenizer, beside the package; empty: none
 
     @property
