@@ -10,10 +10,10 @@ import torch
 from hf_helpers import LETTERS, assert_close, new_cache
 
 from h2o_prefill import PrefillConfig, enable
-from h2o_prefill.hf.export import describe_package, export_model
+from h2o_prefill.hf.export import compile_package, describe_package, export_model
 from h2o_prefill.hf.token_text import token_text
 from h2o_prefill.hf.weights import with_int8_weights
-from h2o_prefill.package import PackageInfo
+from h2o_prefill.package import PackageInfo, PrefillPackage
 
 CONFIG = PrefillConfig.parse(
     "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,wide_layers=1,"
@@ -130,3 +130,16 @@ def test_int8_weights(build, prompt):
         expected = rounded(prompt).logits[0, -1:]
     ours = export_model(light, info).module()(prompt, torch.tensor([98]), *state)
     assert_close(ours, expected, 1e-3)
+
+
+@pytest.mark.slow
+def test_a_compiled_package_with_int8_weights(build, prompt, tmp_path):
+    model = with_int8_weights(build("gemma3"))
+    info = describe_package(model, CONFIG, prompt.shape[1], weights="int8")
+    graph, path = export_model(model, info), tmp_path / "gemma3.pt2"
+    compile_package(graph, info, path)
+    package, state = PrefillPackage(path), info.new_state()
+    assert package.info == info
+    for piece in prompt.split(CALLS, dim=1):
+        rows = torch.tensor([piece.shape[1] - 1])
+        assert_close(package.forward(piece), graph.module()(piece, rows, *state), 1e-4)
