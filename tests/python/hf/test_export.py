@@ -142,4 +142,4 @@ def test_a_compiled_package_with_int8_weights(build, prompt, tmp_path):
     assert package.info == info
     for piece in prompt.split(CALLS, dim=1):
         rows = torch.tensor([piece.shape[1] - 1])
-        assert_close(package.forward(piece), graph.module()(piece, rows, *state), 1e-4)
+        assert_close(package.forward(piece), graph.module()(piece, rows, *state), 1e-3)
