@@ -32,7 +32,7 @@ class PackageInfo:
 
     model: str  # name of the model's class
     settings: str  # for PrefillConfig.parse
-    dtype: str  # of weights, keys and values: "float32", "bfloat16" or "float16"
+    dtype: str  # of keys and values: "float32", "bfloat16" or "float16"
     capacity: int  # maximum number of tokens of prompt and answer together
     vocabulary: int
     layers: int
@@ -43,6 +43,7 @@ class PackageInfo:
     torch: str
     transformers: str
     model_hash: str  # of config and weights, which session files name
+    weights: str  # their format: "int8", or the dtype
     tokenizer: str = ""  # folder of the tokenizer, beside the package; empty: none
 
     @property
@@ -204,12 +205,17 @@ class PrefillPackage:
         max_new_tokens: int,
         on_token: Callable[[int], None],
         choose: Callable[[Tensor, Tensor], Tensor] | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         """Generate after a prompt, int64 [1, T], until a token is one of `info.end_ids`.
 
         `on_token` is called with each token. `choose` gets the tokens so far, int64 [1, length],
         and the logits [1, vocabulary], and returns the next token, int64 [1]; without it, it is the
         one with the highest logit.
+
+        With `draft_tokens` up to so many tokens are drafted before a call, which verifies them all:
+        those that followed the last two or three tokens where the text had them before. The answer
+        is that without, but for logits that calls of several tokens round otherwise.
         """
         if token_ids.shape[1] + max_new_tokens > self.info.capacity - self.length:
             raise ValueError(
@@ -217,14 +223,35 @@ class PrefillPackage:
                 f"capacity that the package was exported with, got {token_ids.shape[1]} + "
                 f"{max_new_tokens}"
             )
-        for _ in range(max_new_tokens):
-            logits = self.forward(token_ids)
-            chosen = logits.argmax(dim=-1) if choose is None else choose(self.token_ids, logits)
-            token_ids = chosen[None]
-            token = int(token_ids)
-            on_token(token)
-            if token in self.info.end_ids:
-                break
+        # Calls that verify tokens are dense.
+        drafted = min(draft_tokens, self.info.config.sparse_from - 2)
+        left, call, logits = max_new_tokens, token_ids[:, -1:], self.forward(token_ids)
+        while True:
+            before = self.length - len(logits)
+            for row in range(len(logits)):
+                self.position[0] = before + row + 1
+                each = logits[row : row + 1]
+                chosen = each.argmax(dim=-1) if choose is None else choose(self.token_ids, each)
+                left, token = left - 1, int(chosen)
+                on_token(token)
+                if token in self.info.end_ids or left == 0:
+                    return
+                if call[0, row + 1 : row + 2].tolist() != [token]:
+                    break
+            text = torch.cat([self.token_ids, chosen[None]], dim=1)
+            call = torch.cat([chosen[None], _continuation(text, min(drafted, left - 1))], dim=1)
+            logits = self.forward(call, torch.arange(call.shape[1]))
+
+
+def _continuation(token_ids: Tensor, most: int) -> Tensor:
+    """Return what followed the last three tokens of a text [1, T], or two, before: [1, `most`]."""
+    for size in (3, 2) if most > 0 else ():
+        runs = token_ids[0].unfold(0, size, 1) if token_ids.shape[1] > size else token_ids[:0]
+        found = (runs[:-1] == runs[-1:]).all(1).nonzero()
+        if len(found):
+            begin = int(found[-1]) + size
+            return token_ids[:, begin : begin + most]
+    return token_ids[:, :0]
 
 
 def read_info(path: Path) -> PackageInfo:

@@ -30,6 +30,17 @@ bool ends_with(const std::vector<int64_t>& tokens, const std::vector<int64_t>& s
          std::equal(sequence.rbegin(), sequence.rend(), tokens.rbegin());
 }
 
+// Where in a text of `length` ids what its last tokens were followed by begins; `length` if
+// nowhere.
+int64_t find_continuation(const int64_t* ids, int64_t length) {
+  for (const int64_t size : {3, 2}) {
+    for (int64_t begin = length - size - 1; begin >= 0; --begin) {
+      if (std::equal(ids + begin, ids + begin + size, ids + length - size)) return begin + size;
+    }
+  }
+  return length;
+}
+
 void check_in_vocabulary(const at::Tensor& token_ids, int64_t vocabulary) {
   const int64_t lowest = token_ids.min().item<int64_t>();
   const int64_t highest = token_ids.max().item<int64_t>();
@@ -106,29 +117,49 @@ at::Tensor Session::prefill(const at::Tensor& token_ids,
   return logits;
 }
 
+// A token that follows the text, and its draft: [1, T].
+at::Tensor Session::with_draft(int64_t token, int64_t most) {
+  const int64_t end = length() + 1;
+  int64_t* const ids = state_[kIds].mutable_data_ptr<int64_t>();
+  ids[end - 1] = token;  // as the next call writes it
+  const int64_t begin = most > 0 ? find_continuation(ids, end) : end;
+  const auto draft = state_[kIds].slice(1, begin, std::min(begin + most, end));
+  return at::cat({state_[kIds].narrow(1, end - 1, 1), draft}, 1);
+}
+
 std::vector<int64_t> Session::generate(const at::Tensor& token_ids, const GenerateOptions& options,
                                        Sampler& sampler,
                                        const std::function<bool(int64_t)>& on_token) {
   const PackageInfo& info = package_->info();
   check_at_least("max_new_tokens", options.max_new_tokens, 1);
+  check_at_least("draft_tokens", options.draft_tokens, 0);
   check(token_ids);
   TORCH_CHECK_VALUE(options.max_new_tokens <= info.capacity - length() - token_ids.size(1),
                     "max_new_tokens must be <= ", info.capacity - length() - token_ids.size(1),
                     ", the room after the prompt, got ", options.max_new_tokens);
-  at::Tensor logits = prefill(token_ids, options.on_progress);
+  // Calls that verify tokens are dense.
+  const int64_t drafted = std::min(options.draft_tokens, info.settings.sparse_from() - 2);
+  at::Tensor call, logits = prefill(token_ids, options.on_progress);
   std::vector<int64_t> answer;
   while (true) {
-    check_cancelled();
-    const int64_t token = sampler.next(this->token_ids(), logits);
-    answer.push_back(token);
-    const bool wanted = !on_token || on_token(token);
-    const auto stops = [&](const auto& sequence) { return ends_with(answer, sequence); };
-    const bool ended =
-        !wanted ||
-        std::find(info.end_ids.begin(), info.end_ids.end(), token) != info.end_ids.end() ||
-        std::any_of(options.stop_sequences.begin(), options.stop_sequences.end(), stops);
-    if (ended || std::ssize(answer) == options.max_new_tokens) return answer;
-    logits = forward(at::full({1, 1}, token, at::kLong));
+    const int64_t before = length() - logits.size(0);
+    for (int64_t row = 0; row < logits.size(0); ++row) {
+      state_[kPosition].mutable_data_ptr<int64_t>()[0] = before + row + 1;
+      check_cancelled();
+      const int64_t token = sampler.next(this->token_ids(), logits.narrow(0, row, 1));
+      answer.push_back(token);
+      const bool wanted = !on_token || on_token(token);
+      const auto stops = [&](const auto& sequence) { return ends_with(answer, sequence); };
+      const bool ended =
+          !wanted ||
+          std::find(info.end_ids.begin(), info.end_ids.end(), token) != info.end_ids.end() ||
+          std::any_of(options.stop_sequences.begin(), options.stop_sequences.end(), stops);
+      if (ended || std::ssize(answer) == options.max_new_tokens) return answer;
+      if (row + 1 < logits.size(0) && call[0][row + 1].item<int64_t>() != token) break;
+    }
+    call = with_draft(answer.back(),
+                      std::min(drafted, options.max_new_tokens - std::ssize(answer) - 1));
+    logits = forward(call, Rows::kAll);
   }
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -28,6 +28,12 @@ def export(
         ),
     ] = 8192,
     dtype: options.DtypeOption = "bfloat16",
+    weights: Annotated[
+        Literal["int8"] | None,
+        typer.Option(
+            "--weights", help="Format of the weights in the package.", show_default="--dtype"
+        ),
+    ] = None,
     preset: options.PresetOption = DEFAULT_PRESET,
     threads: options.ThreadsOption = None,
     **sizes: int | None,
@@ -46,7 +52,7 @@ def export(
         config = parse_variant(preset, **sizes)
         network, tokenizer = load_network(model, dtype, threads)
         with error_console().status("compiling, which takes minutes"):
-            written = write_package(network, tokenizer, config, capacity, output)
+            written = write_package(network, tokenizer, config, capacity, output, weights or "")
     for path in written:
         say_written(path)
     if not has_cpp_tokenizers():

@@ -101,6 +101,16 @@ def generate(
             help="Put the prompt into the model's chat template, or use it as it is.",
         ),
     ] = True,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-tokens",
+            metavar="N",
+            min=1,
+            help="With --package: draft up to so many tokens from how the text went on before, and "
+            "verify them in one call.",
+        ),
+    ] = None,
     max_prompt_tokens: Annotated[
         int | None,
         typer.Option(
@@ -154,6 +164,8 @@ def generate(
     answer is written as soon as its batch is done; a prompt that is empty, too long or fails gets a
     line with an error, and is tried again by the next run.
     """
+    if draft_tokens is not None and package is None:
+        raise ValueError("--draft-tokens needs --package")
     if input_file is not None or output is not None:
         own = (prompt, prompt_file, package, session, max_prompt_tokens, temperature, top_k, top_p)
         if own.count(None) < len(own):
@@ -230,7 +242,14 @@ def generate(
             sampling = Sampling(seed=seed, **given) if given else None
             with contextlib.nullcontext() if package else _bar_of_layers(network):
                 timing = generate_timed(
-                    network, tokenizer, input_ids, max_new_tokens, show, kept, sampling
+                    network,
+                    tokenizer,
+                    input_ids,
+                    max_new_tokens,
+                    show,
+                    kept,
+                    sampling,
+                    draft_tokens or 0,
                 )
             measured = () if handle is None else handle.report().estimated_kl or ()
             if kept is not None:

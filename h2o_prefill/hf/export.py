@@ -15,15 +15,20 @@ from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
-from h2o_prefill.hf.layer_kinds import is_causal, window_of
+from h2o_prefill.hf.layer_kinds import is_causal, layer_type, window_of
 from h2o_prefill.hf.report import attention_layers
 from h2o_prefill.hf.session import model_hash
 from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
 
 NAME = "h2o_prefill_package"
 
-# Of these, the attention layers of a graph are known to have rotary positions and nothing else.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Kinds of attention layers that the operator computes.
+_KINDS = ("full_attention", "sliding_attention")
+
+# Tokens that a graph and its model are compared on, spread over the vocabulary.
+_COMPARED, _STEP = 24, 7919
+
+_TOLERANCE = 0.1  # above what roundings in 16 bits change
 
 # Rotary frequencies that depend on how long the text is.
 _MOVING_ROPE = ("dynamic", "longrope")
@@ -70,7 +75,9 @@ class PackagedModel(nn.Module):
 @as_attention_function
 def attend_in_place(call: Call) -> Attended:
     """Attend as `PackagedModel` says, with the buffers of the layer."""
-    given: tuple[Tensor, RecallLists, str] = call.kwargs["package_call"]
+    given: tuple[Tensor, RecallLists, str] | None = call.kwargs.get("package_call")
+    if given is None:
+        raise ValueError("model must pass on the arguments of its forward, to be exported")
     position, recall, settings = given
     number = call.number
     first = STATE_OF_LAYER * number
@@ -89,7 +96,7 @@ def attend_in_place(call: Call) -> Attended:
         *recall,
         number,
         settings,
-        call.scaling,
+        *call.logit_options,
         errors=errors,
         window=window_of(call.module),
     )
@@ -97,39 +104,47 @@ def attend_in_place(call: Call) -> Attended:
 
 
 def describe_package(
-    model: PreTrainedModel, config: PrefillConfig, capacity: int, tokenizer: str = ""
+    model: PreTrainedModel,
+    config: PrefillConfig,
+    capacity: int,
+    tokenizer: str = "",
+    weights: str = "",
 ) -> PackageInfo:
-    """Return what the package of a model will hold."""
-    hf_config: Any = model.config
-    kind = getattr(hf_config, "model_type", type(model).__name__)
-    if kind not in FAMILIES:
-        raise ValueError(f"model must be one of {', '.join(FAMILIES)} to be exported, got {kind}")
+    """Return what the package of a model will hold; ValueError if it cannot be exported.
+
+    `weights` tells of what `with_int8_weights` returned.
+    """
+    hf_config: Any = model.config.get_text_config(decoder=True)
     longest = hf_config.max_position_embeddings
     if not 2 <= capacity <= longest:
         raise ValueError(
             f"capacity must be in [2, {longest}], the tokens that the model takes, got {capacity}"
         )
     layers = attention_layers(model, None)
+    if [layer.layer_idx for layer in layers] != list(range(hf_config.num_hidden_layers)):
+        raise ValueError("model must have one attention layer in each layer to be exported")
     for layer in layers:
-        if not is_causal(layer, {}):
-            raise ValueError("model must be causal to be exported")
-    rope = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in _MOVING_ROPE:
-        raise ValueError(
-            f"model must have rotary frequencies that stay the same to be exported, got {rope}"
-        )
-    heads = hf_config.num_attention_heads
+        if not is_causal(layer, {}) or layer_type(layer) not in _KINDS:
+            raise ValueError(
+                "model must be causal, with full attention or sliding windows, to be exported"
+            )
+    for rope in _rope_types(getattr(hf_config, "rope_parameters", None)):
+        if rope in _MOVING_ROPE:
+            raise ValueError(
+                f"model must have rotary frequencies that stay the same to be exported, got {rope}"
+            )
+    heads, dtype = hf_config.num_attention_heads, str(model.dtype).removeprefix("torch.")
     end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
     if end_ids is None or isinstance(end_ids, int):
         end_ids = [] if end_ids is None else [end_ids]
     return PackageInfo(
         model=type(model).__name__,
         settings=config.native.to_fields(),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype,
         capacity=capacity,
         vocabulary=hf_config.vocab_size,
         layers=len(layers),
-        kv_heads=hf_config.num_key_value_heads,
+        kv_heads=getattr(hf_config, "num_key_value_heads", None) or heads,
         head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
         end_ids=tuple(end_ids),
         h2o_prefill=build_info()["version"],
@@ -137,13 +152,24 @@ def describe_package(
         transformers=transformers.__version__,
         model_hash=model_hash(model),
         tokenizer=tokenizer,
+        weights=weights or dtype,
     )
+
+
+def _rope_types(parameters: dict[str, Any] | None) -> list[str]:
+    """Return the kinds of rotary frequencies: one, or one of each kind of layer."""
+    nested = [value for value in (parameters or {}).values() if isinstance(value, dict)]
+    return [each.get("rope_type", "default") for each in nested or [parameters or {}]]
 
 
 def export_model(
     model: PreTrainedModel, info: PackageInfo, token_text: Tensor | None = None
 ) -> torch.export.ExportedProgram:
-    """Export a model for calls of any number of tokens; token_text as in `lexical_recall`."""
+    """Export a model for calls of any number of tokens; token_text as in `lexical_recall`.
+
+    Raises ValueError for a model whose graph gives other logits than it gives itself: one that has
+    other state than keys and values, or changes attention in a way that the operator does not.
+    """
     AttentionInterface.register(NAME, attend_in_place)
     previous = model.config._attn_implementation
     tokens, state = min(64, info.capacity), info.new_state()
@@ -157,9 +183,35 @@ def export_model(
     try:
         packaged = PackagedModel(model, PrefillConfig.parse(info.settings), token_text)
         with torch.no_grad():
-            return torch.export.export(packaged, example, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(packaged, example, dynamic_shapes=shapes, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"model cannot be exported: {str(error).splitlines()[0]}") from error
     finally:
         model.set_attn_implementation(previous)
+    _check_same_logits(model, program, info)
+    return program
+
+
+def _check_same_logits(
+    model: PreTrainedModel, program: torch.export.ExportedProgram, info: PackageInfo
+) -> None:
+    """Raise ValueError if a graph differs from its model on a few tokens, in dense calls."""
+    token_ids = torch.arange(1, min(_COMPARED, info.capacity) + 1)[None] * _STEP % info.vocabulary
+    graph, state, begin = program.module(), info.new_state(), 0
+    with torch.no_grad():
+        expected = model(token_ids, use_cache=False).logits[0].float()
+        # The second call goes on from the state that the first one left.
+        for part in token_ids.split(max(1, min(_COMPARED // 2, info.config.sparse_from - 1)), 1):
+            rows = torch.arange(part.shape[1])
+            theirs = expected[begin + rows]
+            differences = (graph(part, rows, *state).float() - theirs).norm(dim=1)
+            # Of most tokens: after unlikely ones roundings in 16 bits may change a lot.
+            typical = (differences / theirs.norm(dim=1)).median()
+            if not typical < _TOLERANCE:
+                raise ValueError(
+                    f"model cannot be exported: logits of its graph differ by {typical:.0%}"
+                )
+            begin += len(rows)
 
 
 def compile_package(program: torch.export.ExportedProgram, info: PackageInfo, path: Path) -> None:

@@ -38,6 +38,10 @@ struct GenerateOptions {
   std::vector<std::vector<int64_t>> stop_sequences = {};
   // Called during prefill with the tokens that are done, and all.
   std::function<void(int64_t, int64_t)> on_progress = {};
+  // Tokens that are drafted at most before a call, which verifies them all: those that followed the
+  // last two or three tokens where the text had them before. The answer is that of 0, but for
+  // logits that calls of several tokens round otherwise.
+  int64_t draft_tokens = 0;
 };
 
 // Sessions share their package and nothing else, so each may have a thread of its own; one session
@@ -96,6 +100,7 @@ class H2O_API Session {
  private:
   void check(const at::Tensor& token_ids) const;
   void check_cancelled();
+  at::Tensor with_draft(int64_t token, int64_t most);
 
   std::shared_ptr<const Package> package_;
   std::vector<at::Tensor> state_;

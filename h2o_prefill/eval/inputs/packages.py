@@ -13,19 +13,28 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
 from h2o_prefill.hf.token_text import text_for
+from h2o_prefill.hf.weights import with_int8_weights
 from h2o_prefill.package import PrefillPackage
 
 
 def write_package(
-    model: PreTrainedModel, tokenizer: Any, config: PrefillConfig, capacity: int, path: Path
+    model: PreTrainedModel,
+    tokenizer: Any,
+    config: PrefillConfig,
+    capacity: int,
+    path: Path,
+    weights: str = "",
 ) -> list[Path]:
     """Write a model as a package (.pt2), its description and its tokenizer; return their paths.
 
-    The tokenizer is written for C++ too if openvino_tokenizers is installed.
+    With `weights`, "int8", the package has its weights in that format, and the model stays as it
+    is. The tokenizer is written for C++ too if openvino_tokenizers is installed.
     """
     path = path.expanduser()
     folder, description = path.with_suffix(".tokenizer"), path.with_suffix(".json")
-    info = describe_package(model, config, capacity, tokenizer=folder.name)
+    if weights:
+        model = with_int8_weights(model)
+    info = describe_package(model, config, capacity, tokenizer=folder.name, weights=weights)
     program = export_model(model, info, text_for(tokenizer, config))
     with replaced_file(path) as scratch:
         compile_package(program, info, scratch)

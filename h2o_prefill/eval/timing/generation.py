@@ -59,11 +59,13 @@ def generate_timed(
     on_text: Callable[[str], None],
     kept: ChunkedPrefillCache | PrefillPackage | None = None,
     sampling: Sampling | None = None,
+    draft_tokens: int = 0,
 ) -> GenerationTiming:
     """Continue a prompt, greedily without `sampling`, and pass on the text as it is generated.
 
     If `kept`, a cache or the package itself, has tokens, the prompt goes on from them. It has all
-    of the answer at the end, where the last token would be missing otherwise.
+    of the answer at the end, where the last token would be missing otherwise. `draft_tokens` is
+    for packages.
     """
     packaged = isinstance(model, PrefillPackage)
     before = None if kept is None else kept.token_ids
@@ -78,7 +80,11 @@ def generate_timed(
         choose = None if sampling is None else sampling.chooser()
         streamer.put(input_ids)
         model.generate(
-            input_ids, max_new_tokens, lambda token: streamer.put(torch.tensor([token])), choose
+            input_ids,
+            max_new_tokens,
+            lambda token: streamer.put(torch.tensor([token])),
+            choose,
+            draft_tokens,
         )
         streamer.end()
     else:

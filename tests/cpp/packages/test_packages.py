@@ -77,7 +77,11 @@ def test_python_runs_a_package(package, model, ids):
         runner.generate(ids, NEW, tokens.append)
         assert runner.length == PROMPT + NEW - 1
         runner.reset()
-    assert tokens == greedy(model, ids, SETTINGS) * 2
+    for drafted in (1, 5, 40):
+        runner.generate(ids, NEW, tokens.append, draft_tokens=drafted)
+        assert runner.length == PROMPT + NEW - 1
+        runner.reset()
+    assert tokens == greedy(model, ids, SETTINGS) * 5
     rows = torch.tensor([0, 70, 149])
     with torch.no_grad(), enable(model, SETTINGS) as handle:
         expected = model(ids).logits[0, rows]

@@ -89,6 +89,26 @@ TEST(Session, GeneratesWhatForwardSays) {
   EXPECT_EQ(stopped, Tokens(answer.begin(), answer.begin() + 4));
 }
 
+TEST(Session, DraftsChangeNoAnswer) {
+  Session session(package_of_tests());
+  const auto ids = prompt_of(3);
+  for (const SamplerOptions& options :
+       {SamplerOptions{}, SamplerOptions{.penalty = 1.3}, SamplerOptions{.temperature = 1.0}}) {
+    session.reset();
+    const Tokens expected = answer_of(session, ids, {60}, Sampler(options));
+    const auto text = session.token_ids().clone();
+    for (const int64_t drafted : {1, 5, 40}) {
+      session.reset();
+      EXPECT_EQ(answer_of(session, ids, {.max_new_tokens = 60, .draft_tokens = drafted},
+                          Sampler(options)),
+                expected);
+      EXPECT_TRUE(session.token_ids().equal(text));
+    }
+  }
+  session.reset();
+  EXPECT_REFUSED(answer_of(session, ids, {.draft_tokens = -1}), "draft_tokens must be >= 0");
+}
+
 TEST(Session, SamplesByItsSeed) {
   Session session(package_of_tests());
   std::vector<Tokens> answers;

@@ -71,6 +71,9 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Phi3ForCausalLM",
         {"sliding_window": WINDOW, "head_dim": None},
     ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"head_dim": None, "partial_rotary_factor": 0.5}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.3}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", MIXED),
     "gemma2-uncapped": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from hf_helpers import LETTERS, assert_close, new_cache
 
 from h2o_prefill import PrefillConfig, enable
-from h2o_prefill.hf.export import describe_package, export_model
+from h2o_prefill.hf.export import compile_package, describe_package, export_model
 from h2o_prefill.hf.token_text import token_text
-from h2o_prefill.package import PackageInfo
+from h2o_prefill.hf.weights import with_int8_weights
+from h2o_prefill.package import PackageInfo, PrefillPackage
 
 CONFIG = PrefillConfig.parse(
     "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,wide_layers=1,"
@@ -36,6 +38,7 @@ MIXED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 
     ("name", "changes"),
     [
         *((name, {}) for name in ("llama", "qwen3", "qwen2", "mistral", "mistral-window")),
+        *((name, {}) for name in ("gemma2", "gemma3", "gpt-oss", "granite", "phi3", "smollm3")),
         # The second layer alone has a window: shorter than the first call, and longer.
         ("qwen2", MIXED),
         ("qwen2", {**MIXED, "sliding_window": 70}),
@@ -44,9 +47,10 @@ MIXED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 
 def test_a_graph_prefills_and_decodes_as_the_enabled_model(build, prompt, name, changes):
     warnings.filterwarnings("ignore", message=r"h2o_prefill: .* does not fit into")
     model = build(name, **changes)
+    implementation = model.config._attn_implementation
     info = describe_package(model, CONFIG, capacity=prompt.shape[1])
     graph = export_model(model, info, token_text(LETTERS)).module()
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == implementation
     for _ in range(2):
         cache, state = new_cache(model), info.new_state()
         for piece in prompt.split(CALLS, dim=1):
@@ -77,8 +81,8 @@ def test_what_a_package_says_of_itself(build):
 @pytest.mark.parametrize(
     ("name", "changes", "capacity", "message"),
     [
-        ("gpt2", {}, 128, "llama, mistral, qwen2, qwen3 to be exported, got gpt2"),
-        ("gemma2", {}, 128, "to be exported, got gemma2"),
+        ("llama4", {}, 128, "causal, with full attention or sliding windows"),
+        ("bloom", {}, 128, "one attention layer in each layer"),
         ("llama", {}, 1, r"capacity must be in \[2, 512\]"),
         ("llama", {}, 513, r"capacity must be in \[2, 512\], .* got 513"),
         (
@@ -92,3 +96,50 @@ def test_what_a_package_says_of_itself(build):
 def test_models_that_cannot_be_exported_are_refused(build, name, changes, capacity, message):
     with pytest.raises(ValueError, match=message):
         describe_package(build(name, **changes), CONFIG, capacity)
+
+
+def test_a_graph_that_differs_from_its_model_is_refused(build, monkeypatch):
+    model = build("llama")
+    rotary = type(model.model.rotary_emb)
+    rotate = rotary.forward
+
+    def rotate_otherwise(self, x, position_ids):
+        return rotate(self, x, position_ids * (1 + torch.compiler.is_exporting()))
+
+    monkeypatch.setattr(rotary, "forward", rotate_otherwise)
+    with pytest.raises(ValueError, match="logits of its graph differ by"):
+        export_model(model, describe_package(model, CONFIG, 128))
+
+
+def test_int8_weights(build, prompt):
+    model = build("qwen2", tie_word_embeddings=True)  # its projections have biases
+    expected = model(prompt).logits[0]
+    light = with_int8_weights(model)
+    assert not any(x.dim() == 2 for x in light.parameters())
+    assert torch.equal(model(prompt).logits[0], expected)
+    rounded = copy.deepcopy(model)
+    for weight in rounded.parameters():
+        if weight.dim() == 2:
+            scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+            weight.copy_((weight / scale).round() * scale)
+    info = describe_package(light, CONFIG, prompt.shape[1], weights="int8")
+    assert info.weights == "int8" and info.dtype == "float32"
+    assert info.model_hash != describe_package(model, CONFIG, 128).model_hash
+    state = info.new_state()
+    with enable(rounded, CONFIG):
+        expected = rounded(prompt).logits[0, -1:]
+    ours = export_model(light, info).module()(prompt, torch.tensor([98]), *state)
+    assert_close(ours, expected, 1e-3)
+
+
+@pytest.mark.slow
+def test_a_compiled_package_with_int8_weights(build, prompt, tmp_path):
+    model = with_int8_weights(build("gemma3"))
+    info = describe_package(model, CONFIG, prompt.shape[1], weights="int8")
+    graph, path = export_model(model, info), tmp_path / "gemma3.pt2"
+    compile_package(graph, info, path)
+    package, state = PrefillPackage(path), info.new_state()
+    assert package.info == info
+    for piece in prompt.split(CALLS, dim=1):
+        rows = torch.tensor([piece.shape[1] - 1])
+        assert_close(package.forward(piece), graph.module()(piece, rows, *state), 1e-3)
