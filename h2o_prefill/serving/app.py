@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,6 +32,8 @@ from h2o_prefill.serving.worker import Job, Worker
 _BODY_SECONDS = 20
 # Bodies of the largest size that all requests together may hold.
 _BODIES = 32
+# Up to how many times the limit a body is read, and dropped, before the answer that it is too long.
+_DISCARDED = 16
 # Of /v1/completions, as OpenAI's; answers of a chat may fill the context.
 _COMPLETION_TOKENS = 16
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -55,7 +57,7 @@ def create_app(
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
-        return await refuse(request, _as_api_error(error.errors()[0]))
+        return await refuse(request, _as_api_error(error.errors()))
 
     @app.exception_handler(Exception)
     async def fail(_: Request, error: Exception) -> Response:
@@ -195,14 +197,22 @@ async def _stream(
         yield event(error.body())
 
 
-def _as_api_error(found: Any) -> ApiError:
-    """Return the first thing that pydantic, or the JSON reader, has found in a body."""
-    where = ".".join(map(str, found["loc"][1:]))
-    if found["type"] == "json_invalid":
-        return ApiError(400, f"body must be JSON: {found['ctx']['error']} at {where}")
+def _as_api_error(found: Sequence[Any]) -> ApiError:
+    """Return what pydantic, or the JSON reader, has found in a body."""
+    first, where = found[0], found[0]["loc"][1:]
+
+    def path(one: Any) -> str:
+        # Without the names of types.
+        parts = (str(part) for part in one["loc"][1:])
+        return ".".join(part for part in parts if part.isdigit() or part.isidentifier())
+
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"body must be JSON: {first['ctx']['error']} at {where[0]}")
     if not where:
         return ApiError(400, "body must be a JSON object, with Content-Type: application/json")
-    return ApiError(400, f"{where}: {found['msg']}", None, where)
+    # Of a field with several types there is one for each.
+    said = [f"{path(one)}: {one['msg']}" for one in found[:3]]
+    return ApiError(400, "; ".join(said), None, str(where[0]))
 
 
 class _Gate:
@@ -232,7 +242,14 @@ class _Gate:
             size = len(message.get("body", b""))
             length, more = length + size, message.get("more_body", False)
             self.held += size
+            return message
+
+        async def read_limited() -> Message:
+            message = await read()
             if length > self.limit:
+                # Clients look for an answer after their last byte; there may be none.
+                while more and length < _DISCARDED * self.limit:
+                    await read()
                 raise _refused_body(413, f"body must be <= {self.limit} bytes")
             if self.held > _BODIES * self.limit:
                 raise _refused_body(429, "too many long bodies at once: try again later")
@@ -244,7 +261,7 @@ class _Gate:
             await send(message)
 
         try:
-            await self.app(scope, read, answer)
+            await self.app(scope, read_limited, answer)
         finally:
             self.held -= length
 

@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from h2o_prefill.config import PrefillConfig
@@ -49,6 +49,15 @@ def _printable(text: str | None) -> str | None:
     return text and text[:_LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode()
 
 
+def _without_halves(text: str) -> str:
+    """Return a text; ValueError if it has halves of characters, which JSON can hold."""
+    text.encode()
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_without_halves)]
+
+
 class _Object(BaseModel):
     """A JSON object: no other fields, no other types, and null is as if it was left out."""
 
@@ -72,7 +81,7 @@ class StreamOptions(_Object):
 class PrefillOptions(_Object):
     """How this request is prefilled."""
 
-    settings: str | None = None
+    settings: _Text | None = None
 
 
 _Zero = Annotated[float, Field(ge=0, le=0)]
@@ -115,7 +124,7 @@ class GenerationRequest(_Object):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: str | list[int]
+    prompt: _Text | list[int]
     best_of: Literal[1] = 1
     echo: Literal[False] = False
 
@@ -124,14 +133,14 @@ class TextPart(_Object):
     """A part of a message."""
 
     type: Literal["text"]
-    text: str
+    text: _Text
 
 
 class Message(_Object):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: _Text | list[TextPart]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:

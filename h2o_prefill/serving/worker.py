@@ -47,11 +47,11 @@ class Job:
         self.events: asyncio.Queue[str | Finish | ApiError] = asyncio.Queue()
         self.cancelled = False
         self.future: Future[None] | None = None
-        self._loop = asyncio.get_running_loop()
+        self.loop: asyncio.AbstractEventLoop  # of those who submit it, and read its events
 
     def tell(self, event: str | Finish | ApiError) -> None:
         """Pass on an event, from any thread."""
-        self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+        self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     def cancel(self) -> None:
         """Take the job out of the queue, or end it at its next layer."""
@@ -121,9 +121,10 @@ class Worker:
             )
 
     def submit(self, job: Job) -> None:
-        """Put a job into the queue, or raise the errors of `check_open`."""
+        """Put a job into the queue, in the thread of an event loop; raises as `check_open`."""
         self.check_open()
         self._jobs.add(job)
+        job.loop = asyncio.get_running_loop()
         job.future = self._pool.submit(self._run, job)
         job.future.add_done_callback(lambda _: self._jobs.discard(job))
 
