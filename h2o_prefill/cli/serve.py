@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -15,9 +16,12 @@ from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, say
 from h2o_prefill.presets import DEFAULT_PRESET
 
-_LIMITS = "Limits"
-# What a request that runs gets to end, once the server is to stop.
+# What the request that runs gets to end, once the server is to stop.
 _GRACE_SECONDS = 8
+
+
+def _limit(name: str, least: int, use: str, metavar: str = "N") -> Any:
+    return typer.Option(name, metavar=metavar, min=least, help=use, rich_help_panel="Limits")
 
 
 def serve(
@@ -31,46 +35,22 @@ def serve(
     preset: Annotated[
         str,
         typer.Option(
-            help="Settings of requests that name none: a preset, optionally followed by changes of "
-            "single fields, as in h2o,recall=4, or dense, the model's own attention.",
+            help="Settings of requests that name none: a preset with changes of single fields, as "
+            "in h2o,recall=4, or dense, the model's own attention."
         ),
     ] = DEFAULT_PRESET,
     context: Annotated[
         int | None,
-        typer.Option(
-            "--context",
-            min=2,
-            help="Tokens of a prompt and its answer, at most; by default what the model takes.",
-            rich_help_panel=_LIMITS,
-        ),
+        _limit("--context", 2, "Tokens of a prompt and its answer; default: the model's limit."),
     ] = None,
     queue: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Requests that may wait while one runs; more are refused with status 429.",
-            rich_help_panel=_LIMITS,
-        ),
+        int, _limit("--queue", 0, "Requests that may wait; others get the status 429.")
     ] = 16,
     max_body: Annotated[
-        int,
-        typer.Option(
-            "--max-body",
-            metavar="KIB",
-            min=1,
-            help="Body of a request, at most; longer ones are refused with status 413.",
-            rich_help_panel=_LIMITS,
-        ),
+        int, _limit("--max-body", 1, "Body of a request; others get the status 413.", "KIB")
     ] = 1024,
     prefix_cache: Annotated[
-        int,
-        typer.Option(
-            "--prefix-cache",
-            metavar="MIB",
-            min=0,
-            help="Memory for prompts and answers, from which prompts that begin with them go on.",
-            rich_help_panel=_LIMITS,
-        ),
+        int, _limit("--prefix-cache", 0, "Memory for prompts that begin as one before.", "MIB")
     ] = 1024,
     dtype: options.DtypeOption = "float32",
     device: options.DeviceOption = "cpu",
@@ -83,12 +63,10 @@ def serve(
     try:
         import uvicorn
 
-        from h2o_prefill.serving.app import create_app
+        from h2o_prefill.serving.app import create_app, parse_settings
     except ModuleNotFoundError as error:
-        raise ImportError(
-            "serve needs FastAPI and uvicorn: pip install 'h2o_prefill[serve]'"
-        ) from error
-    from h2o_prefill.serving.protocol import parse_settings
+        needed = "serve needs FastAPI and uvicorn: pip install 'h2o_prefill[serve]'"
+        raise ImportError(needed) from error
     from h2o_prefill.serving.worker import Worker
 
     with quiet_libraries(), contextlib.ExitStack() as stack:
@@ -96,40 +74,30 @@ def serve(
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = stack.enter_context(socket.create_server((host, port), family=family))
         network, tokenizer = options.load_network(model, dtype, threads, device)
-        worker = Worker(
-            network,
-            tokenizer,
-            config,
-            context=context,
-            queue=queue,
-            prefix_bytes=prefix_cache << 20,
-        )
+        worker = Worker(network, tokenizer, config, context, queue, prefix_cache << 20)
         stack.callback(worker.close)
-        # A path is nobody's business.
+        # Folders of this machine are nobody's business.
         name = Path(model).name if Path(model).exists() else model
-        app = create_app(worker, name, max_body=max_body << 10, host=host)
+        app = create_app(worker, name, max_body << 10, host)
 
         class Server(uvicorn.Server):
             """Tells the worker about the end."""
 
             def handle_exit(self, sig: int, frame: Any) -> None:
                 worker.stop()
-                timer = threading.Timer(_GRACE_SECONDS, worker.cut)
+                timer = threading.Timer(_GRACE_SECONDS, worker.stop, (True,))
                 timer.daemon = True
                 timer.start()
                 super().handle_exit(sig, frame)
 
+        # It warns of clients that leave in the middle of an answer.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         # The server has handlers of its own, and raises the signal for these again at its end.
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
-        address = f"[{host}]" if ":" in host else host
-        say(f"{name} at http://{address}:{listening.getsockname()[1]}/v1, until Ctrl-C")
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_GRACE_SECONDS + 2,
-        )
-        Server(settings).run(sockets=[listening])
+        shown = f"[{host}]" if ":" in host else host
+        say(f"{name} at http://{shown}:{listening.getsockname()[1]}/v1, until Ctrl-C")
+        settings: Any = {"log_level": "warning", "access_log": False, "server_header": False}
+        settings["timeout_graceful_shutdown"] = _GRACE_SECONDS + 2
+        Server(uvicorn.Config(app, **settings)).run([listening])
         say("stopped")

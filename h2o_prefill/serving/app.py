@@ -3,158 +3,177 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from h2o_prefill import __version__
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.prompts import encode_prompt
-from h2o_prefill.serving.metrics import Metrics
+from h2o_prefill.eval.runs import DENSE
 from h2o_prefill.serving.protocol import (
     Answer,
     ApiError,
     ChatRequest,
     CompletionRequest,
     Finish,
-    event,
-    parse_settings,
 )
-from h2o_prefill.serving.worker import Job, Worker
+from h2o_prefill.serving.worker import Job, Worker, settings_error
 
 # For a body to arrive.
-_BODY_SECONDS = 20
+_BODY_SECONDS = 20.0
 # Bodies of the largest size that all requests together may hold.
 _BODIES = 32
-# Up to how many times the limit a body is read, and dropped, before the answer that it is too long.
+# Up to how many times the limit a body is read, and dropped, before the answer that it is too long:
+# clients look for one after their last byte. There may be none.
 _DISCARDED = 16
 # Of /v1/completions, as OpenAI's; answers of a chat may fill the context.
 _COMPLETION_TOKENS = 16
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+def parse_settings(text: str) -> PrefillConfig | None:
+    """Return the settings of a text, None for "dense", the model's own attention."""
+    return None if text == DENSE else PrefillConfig.parse(text)
+
+
 def create_app(
-    worker: Worker, name: str, *, max_body: int = 1 << 20, host: str = "127.0.0.1"
+    worker: Worker, name: str, max_body: int = 1 << 20, host: str = "127.0.0.1"
 ) -> FastAPI:
     """Return the server of a worker's model, which it calls `name`.
 
     `max_body` is the longest body of a request in bytes. On a `host` of loopback, requests for
     other hosts are refused: they come from a web page whose name leads to this machine.
     """
-    app = FastAPI(title="h2o-prefill", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(_Gate, metrics=worker.metrics, limit=max_body)
+    app = FastAPI(openapi_url=None)
+    held = 0  # bytes of the bodies of all requests
+
+    def answer(body: Any, status: int = 200, headers: Any = None) -> Response:
+        worker.counts[f'requests_total{{status="{status}"}}'] += 1
+        return JSONResponse(body, status, headers)
 
     @app.exception_handler(HTTPException)
     async def refuse(_: Request, error: HTTPException) -> Response:
         known = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)
-        return JSONResponse(known.body(), known.status_code, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse_body(request: Request, error: RequestValidationError) -> Response:
-        return await refuse(request, _as_api_error(error.errors()))
-
-    @app.exception_handler(Exception)
-    async def fail(_: Request, error: Exception) -> Response:
-        return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(), 500)
+        return answer(known.body(), known.status_code, error.headers)
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse(
-            {"status": "stopping" if worker.stopping else "ok"}, 503 if worker.stopping else 200
-        )
+        said, status = ("stopping", 503) if worker.stopping else ("ok", 200)
+        return JSONResponse({"status": said}, status)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = worker.metrics.text(worker.gauges())
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        lines = [f"h2o_prefill_{key} {number}\n" for key, number in worker.numbers().items()]
+        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
     async def models() -> Response:
         known = {"id": name, "object": "model", "created": 0, "owned_by": "h2o_prefill"}
         return JSONResponse({"object": "list", "data": [known]})
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await respond(body, request)
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await respond(body, request)
-
-    async def respond(body: CompletionRequest | ChatRequest, request: Request) -> Response:
+    async def respond(kind: type[CompletionRequest | ChatRequest], request: Request) -> Response:
+        nonlocal held
         if host in _LOOPBACK and request.url.hostname not in _LOOPBACK:
             raise ApiError(403, f"this server answers at {host} alone")
-        if body.model not in (None, name):
-            message = f"model {body.model!r} is not here, only {name!r}"
-            raise ApiError(404, message, "model_not_found", "model")
+        # A web page of another origin cannot send this type.
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise ApiError(400, "body must be JSON, with Content-Type: application/json")
         worker.check_open()
-        job = await run_in_threadpool(_make_job, worker, body)
+        content = bytearray()
+        try:
+            await asyncio.wait_for(read(request, content), _BODY_SECONDS)
+            body = kind.model_validate_json(bytes(content))
+            if body.model not in (None, name):
+                message = f"model {body.model!r} is not here, only {name!r}"
+                raise ApiError(404, message, code="model_not_found", param="model")
+            job = await run_in_threadpool(_make_job, worker, body)
+        except asyncio.TimeoutError:
+            late = f"body must arrive within {_BODY_SECONDS:g} s"
+            raise ApiError(408, late, {"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise ApiError(499, "the client left") from None
+        except ValidationError as error:
+            raise _as_api_error(error) from None
+        finally:
+            held -= len(content)
         worker.submit(job)
         events = _events(job, request)
         # Errors before the first token have their own status, in a stream too.
         first = await anext(events)
-        answer = Answer(name, isinstance(body, ChatRequest))
+        form = Answer(name, kind is ChatRequest)
         if body.stream:
-            usage = body.stream_options.include_usage
-            stream = _stream(answer, first, events, usage)
+            worker.counts['requests_total{status="200"}'] += 1
+            usage = body.stream_options.get("include_usage", False)
+            stream = form.stream(first, events, usage)
             return StreamingResponse(stream, media_type="text/event-stream")
-        pieces = [first, *[piece async for piece in events]]
-        finish = pieces.pop()
+        *pieces, finish = [first, *[piece async for piece in events]]
         assert isinstance(finish, Finish)
-        return JSONResponse(answer.whole("".join(map(str, pieces)), finish))
+        text = form.body("".join(map(str, pieces)), finish.reason)
+        return answer({**text, "usage": finish.usage})
 
+    async def read(request: Request, content: bytearray) -> None:
+        """Add the body of a request to `content`; ApiError if there is too much."""
+        nonlocal held
+        length = 0
+        async for piece in request.stream():
+            length += len(piece)
+            if length <= max_body:
+                content += piece
+                held += len(piece)
+            if held > _BODIES * max_body:
+                raise ApiError(429, "too many long bodies at once", {"Connection": "close"})
+            if length > _DISCARDED * max_body:
+                break
+        if length > max_body:
+            raise ApiError(413, f"body must be <= {max_body} bytes", {"Connection": "close"})
+
+    for path, kind in (("completions", CompletionRequest), ("chat/completions", ChatRequest)):
+        app.add_route(f"/v1/{path}", partial(respond, kind), ["POST"])
     return app
 
 
 def _make_job(worker: Worker, body: CompletionRequest | ChatRequest) -> Job:
     """Return the job of a request; ApiError if there can be none."""
-    ids, room = _token_ids(worker, body), worker.context
-    wanted = body.max_tokens
+    wanted, settings = body.max_tokens, body.h2o_prefill.get("settings")
     if isinstance(body, ChatRequest):
-        param = "messages"
-        wanted = body.max_completion_tokens or wanted or max(room - len(ids), 1)
+        param, ids = "messages", _chat_ids(worker.tokenizer, body)
+        wanted = body.max_completion_tokens or wanted or max(worker.context - len(ids), 1)
     else:
         param, wanted = "prompt", wanted or _COMPLETION_TOKENS
-    if not ids:
-        raise ApiError(400, f"{param} must not be empty", None, param)
-    if not 0 <= min(ids) <= max(ids) < worker.vocabulary:
-        message = f"{param} must be token ids >= 0 and < {worker.vocabulary}"
-        raise ApiError(400, message, None, param)
-    if len(ids) + wanted > room:
-        message = f"{param} of {len(ids)} tokens and {wanted} new ones must be <= {room} tokens"
-        raise ApiError(400, message, "context_length_exceeded", param)
-    config, settings = worker.config, body.h2o_prefill.settings
-    if settings is not None:
-        try:
-            config = parse_settings(settings)
-        except ValueError as error:
-            param = "h2o_prefill.settings"
-            raise ApiError(400, str(error), "invalid_settings", param) from None
-    return Job(ids, wanted, body.sampling, body.stops, config)
+        given = body.prompt
+        if isinstance(given, str):
+            given = encode_prompt(worker.tokenizer, given, chat=False)[0].tolist()
+        ids = given
+    vocabulary = worker.model.get_input_embeddings().weight.shape[0]
+    if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
+        rule = f"be token ids >= 0 and < {vocabulary}" if ids else "not be empty"
+        raise ApiError(400, f"{param} must {rule}", param=param)
+    if len(ids) + wanted > worker.context:
+        message = f"{param} of {len(ids)} tokens and {wanted} new ones must be <= {worker.context}"
+        raise ApiError(400, message, code="context_length_exceeded", param=param)
+    try:
+        config = worker.config if settings is None else parse_settings(settings)
+    except ValueError as error:
+        raise settings_error(error) from None
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop
+    return Job(ids, wanted, body.sampling(), stops, config)
 
 
-def _token_ids(worker: Worker, body: CompletionRequest | ChatRequest) -> list[int]:
-    tokenizer = worker.tokenizer
-    if isinstance(body, CompletionRequest):
-        if not isinstance(body.prompt, str):
-            return body.prompt
-        ids: list[int] = encode_prompt(tokenizer, body.prompt, chat=False)[0].tolist()
-        return ids
-    if not getattr(tokenizer, "chat_template", None):
-        raise ApiError(400, "the model has no chat template: use /v1/completions")
+def _chat_ids(tokenizer: Any, body: ChatRequest) -> list[int]:
     messages = [message.for_template() for message in body.messages]
     try:
-        encoded: Any = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True
         )
-    except Exception as error:  # what a template raises is its own choice
-        raise ApiError(400, f"chat template: {error}", None, "messages") from None
+    except Exception as error:  # there is no template, or it refuses: what it raises is its choice
+        raise ApiError(400, f"chat template: {error}", param="messages") from None
     return list(encoded["input_ids"])
 
 
@@ -165,107 +184,25 @@ async def _events(job: Job, request: Request) -> AsyncIterator[str | Finish]:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         job.cancel()
-        # The worker does not see a job that has waited until then.
         job.tell(ApiError(499, "the client left"))
 
     watcher = asyncio.create_task(watch())
     try:
         while True:
-            event = await job.events.get()
-            if isinstance(event, ApiError):
-                raise event
-            yield event
-            if isinstance(event, Finish):
+            told = await job.events.get()
+            if isinstance(told, ApiError):
+                raise told
+            yield told
+            if isinstance(told, Finish):
                 return
     finally:
         watcher.cancel()
         job.cancel()
 
 
-async def _stream(
-    answer: Answer, first: str | Finish, events: AsyncIterator[str | Finish], usage: bool
-) -> AsyncIterator[str]:
-    if begin := answer.begin():
-        yield begin
-    try:
-        piece = first
-        while isinstance(piece, str):
-            yield answer.piece(piece)
-            piece = await anext(events)
-        yield answer.end(piece, usage)
-    except ApiError as error:
-        yield event(error.body())
-
-
-def _as_api_error(found: Sequence[Any]) -> ApiError:
-    """Return what pydantic, or the JSON reader, has found in a body."""
-    first, where = found[0], found[0]["loc"][1:]
-
-    def path(one: Any) -> str:
-        # Without the names of types.
-        parts = (str(part) for part in one["loc"][1:])
-        return ".".join(part for part in parts if part.isdigit() or part.isidentifier())
-
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"body must be JSON: {first['ctx']['error']} at {where[0]}")
-    if not where:
-        return ApiError(400, "body must be a JSON object, with Content-Type: application/json")
-    # Of a field with several types there is one for each.
-    said = [f"{path(one)}: {one['msg']}" for one in found[:3]]
-    return ApiError(400, "; ".join(said), None, str(where[0]))
-
-
-class _Gate:
-    """Counts answers by status, and stops bodies that are too long or too slow."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, limit: int) -> None:
-        self.app, self.metrics, self.limit = app, metrics, limit
-        self.held = 0  # bytes of the bodies of all requests
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on one request."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        length, more = 0, True
-        deadline = asyncio.get_running_loop().time() + _BODY_SECONDS
-
-        async def read() -> Message:
-            nonlocal length, more
-            if not more:
-                return await receive()
-            left = deadline - asyncio.get_running_loop().time()
-            try:
-                message = await asyncio.wait_for(receive(), left)
-            except asyncio.TimeoutError:
-                raise _refused_body(408, f"body must arrive within {_BODY_SECONDS} s") from None
-            size = len(message.get("body", b""))
-            length, more = length + size, message.get("more_body", False)
-            self.held += size
-            return message
-
-        async def read_limited() -> Message:
-            message = await read()
-            if length > self.limit:
-                # Clients look for an answer after their last byte; there may be none.
-                while more and length < _DISCARDED * self.limit:
-                    await read()
-                raise _refused_body(413, f"body must be <= {self.limit} bytes")
-            if self.held > _BODIES * self.limit:
-                raise _refused_body(429, "too many long bodies at once: try again later")
-            return message
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.metrics.statuses[message["status"]] += 1
-            await send(message)
-
-        try:
-            await self.app(scope, read_limited, answer)
-        finally:
-            self.held -= length
-
-
-def _refused_body(status: int, message: str) -> ApiError:
-    # The rest of the body would be read to no end.
-    return ApiError(status, message, headers={"Connection": "close"})
+def _as_api_error(error: ValidationError) -> ApiError:
+    """Return what is wrong with a body; of a field with several types, for each."""
+    found = error.errors(include_url=False, include_input=False)[:3]
+    said = [f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in found]
+    about = {"param": str(found[0]["loc"][0])} if found[0]["loc"] else {}
+    return ApiError(400, "; ".join(said), **about)

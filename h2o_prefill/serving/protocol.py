@@ -6,14 +6,12 @@ import json
 import secrets
 import time
 import uuid
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.runs import DENSE
 from h2o_prefill.eval.timing.generation import Sampling
 
 # Colder draws are greedy: logits divided by less would overflow.
@@ -22,40 +20,17 @@ _LONGEST_MESSAGE = 500
 
 
 class ApiError(HTTPException):
-    """An error as an answer: its status, OpenAI's code, and the argument that it is about."""
+    """An error as an answer; `about` has OpenAI's `code`, and `param`, the argument."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(status, message, headers)
-        self.code = code
-        self.param = param
+    def __init__(self, status: int, message: str, headers: Any = None, **about: str) -> None:
+        super().__init__(status, message[:_LONGEST_MESSAGE], headers)
+        self.about = about
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's form."""
         kind = "invalid_request_error" if self.status_code < 500 else "server_error"
-        kind = "rate_limit_error" if self.status_code == 429 else kind
-        found = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
-        return {"error": {name: _printable(value) for name, value in found.items()}}
-
-
-def _printable(text: str | None) -> str | None:
-    """Return the beginning of a text that may hold anything, halves of characters included."""
-    return text and text[:_LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode()
-
-
-def _without_halves(text: str) -> str:
-    """Return a text; ValueError if it has halves of characters, which JSON can hold."""
-    text.encode()
-    return text
-
-
-_Text = Annotated[str, AfterValidator(_without_halves)]
+        whole = {"message": self.detail, "type": kind, "param": None, "code": None}
+        return {"error": {**whole, **self.about}}
 
 
 class _Object(BaseModel):
@@ -66,22 +41,8 @@ class _Object(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None}
-
-
-class StreamOptions(_Object):
-    """What a stream has besides text."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
-class PrefillOptions(_Object):
-    """How this request is prefilled."""
-
-    settings: _Text | None = None
+        given = data.items() if isinstance(data, dict) else ()
+        return {name: value for name, value in given if value is not None} if given else data
 
 
 _Zero = Annotated[float, Field(ge=0, le=0)]
@@ -98,8 +59,8 @@ class GenerationRequest(_Object):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] = Field(default_factory=list)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    h2o_prefill: PrefillOptions = PrefillOptions()
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
+    h2o_prefill: dict[Literal["settings"], str] = {}
     user: str | None = None
     # Clients send these; no other values are served.
     n: Literal[1] = 1
@@ -107,14 +68,8 @@ class GenerationRequest(_Object):
     presence_penalty: _Zero = 0.0
     frequency_penalty: _Zero = 0.0
 
-    @property
-    def stops(self) -> list[str]:
-        """The texts that end an answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-    @property
     def sampling(self) -> Sampling | None:
-        """How tokens are drawn, None for the likeliest ones."""
+        """Return how tokens are drawn, None for the likeliest ones."""
         if self.temperature < _COLDEST:
             return None
         seed = secrets.randbits(63) if self.seed is None else self.seed
@@ -124,7 +79,7 @@ class GenerationRequest(_Object):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: _Text | list[int]
+    prompt: str | list[int]
     best_of: Literal[1] = 1
     echo: Literal[False] = False
 
@@ -133,14 +88,14 @@ class TextPart(_Object):
     """A part of a message."""
 
     type: Literal["text"]
-    text: _Text
+    text: str
 
 
 class Message(_Object):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text | list[TextPart]
+    content: str | list[TextPart]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -157,72 +112,45 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
-def parse_settings(text: str) -> PrefillConfig | None:
-    """Return the settings of a text, None for "dense", the model's own attention."""
-    return None if text == DENSE else PrefillConfig.parse(text)
+class Finish(NamedTuple):
+    """How an answer ended, and the numbers of tokens in OpenAI's form."""
+
+    reason: str  # "stop" or "length"
+    usage: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Finish:
-    """How an answer ended."""
-
-    reason: Literal["stop", "length"]
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-
-    def usage(self) -> dict[str, Any]:
-        """Return the numbers of tokens in OpenAI's form."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.new_tokens,
-            "total_tokens": self.prompt_tokens + self.new_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-@dataclass(frozen=True)
 class Answer:
-    """An answer in OpenAI's form, whole or in pieces."""
+    """An answer in OpenAI's form."""
 
-    model: str
-    chat: bool
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, model: str, chat: bool) -> None:
+        self.chat = chat
+        self.shared = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+        self.shared["model"] = model
 
-    def whole(self, text: str, finish: Finish) -> dict[str, Any]:
-        """Return the body of an answer that is not a stream."""
-        said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return self._body([self._choice(said, finish.reason)], usage=finish.usage())
-
-    def begin(self) -> str:
-        """Return the first event of a stream."""
-        return self._event({"role": "assistant", "content": ""}) if self.chat else ""
-
-    def piece(self, text: str) -> str:
-        """Return the event of a piece of text."""
-        return self._event({"content": text} if self.chat else {"text": text})
-
-    def end(self, finish: Finish, include_usage: bool) -> str:
-        """Return the last events of a stream."""
-        last = self._event({} if self.chat else {"text": ""}, finish.reason)
-        if include_usage:
-            last += event(self._body([], ".chunk", usage=finish.usage()))
-        return last + "data: [DONE]\n\n"
-
-    def _event(self, said: dict[str, str], reason: str | None = None) -> str:
-        choice = self._choice({"delta": said} if self.chat else said, reason)
-        return event(self._body([choice], ".chunk"))
-
-    def _choice(self, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
-
-    def _body(self, choices: list[Any], kind: str = "", **more: Any) -> dict[str, Any]:
-        shared = {"id": self.id, "created": self.created, "model": self.model}
+    def body(self, text: str, reason: str | None = None, chunk: bool = False) -> dict[str, Any]:
+        """Return an answer, or the chunk of a stream, without its usage."""
+        part, kind = ("delta", ".chunk") if chunk else ("message", "")
+        said = {part: {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
         name = f"chat.completion{kind}" if self.chat else "text_completion"
-        return {**shared, "object": name, "choices": choices, **more}
+        return {**self.shared, "object": name, "choices": [choice]}
+
+    async def stream(
+        self, piece: str | Finish, rest: AsyncIterator[str | Finish], usage: bool
+    ) -> AsyncIterator[str]:
+        """Yield the server-sent events of pieces of text, the first of which is known."""
+        try:
+            while isinstance(piece, str):
+                yield _event(self.body(piece, chunk=True))
+                piece = await anext(rest)
+            last = self.body("", piece.reason, chunk=True)
+            yield _event(last)
+            if usage:
+                yield _event({**last, "choices": [], "usage": piece.usage})
+            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.body())
 
 
-def event(body: dict[str, Any]) -> str:
-    """Return a server-sent event."""
+def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"

@@ -1,6 +1,6 @@
 """Clients of a server, some of them hostile: nothing lost, and its memory flat.
 
-    python tests/soak/serve_load.py --minutes 30
+python tests/soak/serve_load.py --minutes 30
 """
 
 from __future__ import annotations

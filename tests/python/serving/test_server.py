@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
+import re
 import socket
 import threading
 import time
@@ -15,44 +15,56 @@ from typing import Any
 import pytest
 import torch
 
-for _name in ("fastapi", "uvicorn", "openai", "httpx", "transformers"):
-    pytest.importorskip(_name)
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers")
 
-import httpx
-import openai
-import uvicorn
-from soak.serve_load import Load, read_metrics
+from soak.serve_load import Load, read_metrics  # noqa: E402
 
-from h2o_prefill import PrefillConfig, enable
-from h2o_prefill.serving import app as app_module
-from h2o_prefill.serving.app import create_app
-from h2o_prefill.serving.worker import Worker
+from h2o_prefill import PrefillConfig, enable  # noqa: E402
+from h2o_prefill.serving import app as app_module  # noqa: E402
+from h2o_prefill.serving.app import create_app  # noqa: E402
+from h2o_prefill.serving.worker import Worker  # noqa: E402
 
 H2O = "h2o,chunk_size=32,local_window=8,heavy_budget=8"
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if messages[-1]['role'] == 'assistant' %}{{ raise_exception('no') }}{% endif %}bot:"
 )
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 PROMPT = [7, *range(1, 120), 7, 8]
 
 
 class Served:
     """A server in a thread, with a model whose forwards wait while `gate` is cleared."""
 
-    def __init__(self, model: Any, tokenizer: Any, **limits: Any) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Any, tokenizer: Any, max_body: int = 1 << 20, **limits: Any) -> None:
+        self.model, self.tokenizer, self.forwards = model, tokenizer, 0
         self.gate = threading.Event()
         self.gate.set()
-        self.forwards = 0
         self.hook = model.register_forward_pre_hook(self._wait)
         self.worker = Worker(model, tokenizer, PrefillConfig.parse(H2O), **limits)
-        app = create_app(self.worker, "tiny", max_body=20_000)
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        app = create_app(self.worker, "tiny", max_body)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         self.thread = threading.Thread(target=self.server.run, args=([listening],))
         self.thread.start()
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0)
+
+    def close(self) -> None:
+        self.gate.set()
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        self.worker.close()
+        self.hook.remove()
+        assert self.model.config._attn_implementation == "sdpa"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])))
 
     def _wait(self, *_: Any) -> None:
         self.forwards += 1
@@ -62,25 +74,25 @@ class Served:
         asked = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
         return self.client.completions.create(**{**asked, **options})
 
-    def post(self, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
-
-    def metric(self, name: str) -> float:
-        return read_metrics(self.url)[name]
+    def post(self, content: Any, path: str = "completions", **headers: str) -> Any:
+        headers = {"Content-Type": "application/json", **headers}
+        if isinstance(content, dict):
+            content = json.dumps(content).encode()
+        return httpx.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=30)
 
     def wait_for(self, name: str, value: float) -> None:
         deadline = time.monotonic() + 20
-        while self.metric(name) != value:
-            assert time.monotonic() < deadline, f"{name} is {self.metric(name)}"
+        while (found := read_metrics(self.url)[name]) != value:
+            assert time.monotonic() < deadline, f"{name} is {found}"
             time.sleep(0.01)
 
-    def generate(self, settings: str, new: int = 12) -> list[int]:
+    def generate(self, settings: str) -> list[int]:
         """Return what the model itself answers to `PROMPT`."""
         ids = torch.tensor([PROMPT])
+        options: Any = {"max_new_tokens": 12, "do_sample": False}
         sparse: Any = contextlib.nullcontext()
         if settings != "dense":
             sparse = enable(self.model, settings, tokenizer=self.tokenizer)
-        options = {"max_new_tokens": new, "do_sample": False}
         with sparse:
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return out[0, len(PROMPT) :].tolist()
@@ -98,19 +110,13 @@ def serve(tiny: Any) -> Iterator[Callable[..., Served]]:
 
     yield start
     for served in started:
-        served.gate.set()
-        served.server.should_exit = True
-        served.thread.join(20)
-        served.worker.close()
-        assert not served.thread.is_alive()
-        assert served.model.config._attn_implementation == "sdpa"
+        served.close()
 
 
 def test_answers_are_those_of_the_model(serve: Any, tiny: Any) -> None:
     served = serve(prefix_bytes=0)
     assert [model.id for model in served.client.models.list()] == ["tiny"]
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
-    reference = Served.generate
     said = {}
     for settings in (H2O, "exact", "dense"):
         extra = {"h2o_prefill": {"settings": settings}}
@@ -126,7 +132,7 @@ def test_answers_are_those_of_the_model(serve: Any, tiny: Any) -> None:
         assert usage.usage == found.usage
     served.worker.close()
     for settings, text in said.items():
-        assert text == served.tokenizer.decode(reference(served, settings))
+        assert text == served.tokenizer.decode(served.generate(settings))
     assert said[H2O] != said["exact"]
 
 
@@ -142,8 +148,8 @@ def test_chat_sampling_and_ends(serve: Any, tiny: Any) -> None:
     assert texts[0] == texts[1] != texts[2]
     whole = f"system: Be short.\nuser: {tiny.SENTENCE}\nbot:"
     assert served.ask(whole, max_tokens=9, seed=1, temperature=1).choices[0].text == texts[0]
-    first, *pieces, _ = create(**asked, seed=1, stream=True)
-    assert first.choices[0].delta.role == "assistant"
+    *pieces, _ = create(**asked, seed=1, stream=True)
+    assert pieces[0].choices[0].delta.role == "assistant"
     assert "".join(piece.choices[0].delta.content for piece in pieces) == texts[0]
     # Without a limit an answer fills the context.
     filled = create(model="tiny", messages=messages, seed=1).usage
@@ -171,9 +177,9 @@ def test_a_second_turn_prefills_only_its_suffix(serve: Any) -> None:
     assert answer.prompt_tokens_details.cached_tokens == 0
     turn = served.ask([*PROMPT, 5, 6]).usage
     assert turn.prompt_tokens_details.cached_tokens == len(PROMPT)
-    prompt, reused = served.metric("prompt_tokens_total"), served.metric("reused_tokens_total")
-    assert (prompt, reused) == (2 * len(PROMPT) + 2, len(PROMPT))
-    assert served.metric("prefill_seconds_total") > 0
+    found = read_metrics(served.url)
+    assert found["prompt_tokens_total"] - found["reused_tokens_total"] == len(PROMPT) + 2
+    assert found["prefill_seconds_total"] > 0
     served.worker.close()
     answered = served.generate(H2O)
     again = serve()
@@ -184,86 +190,63 @@ def test_a_second_turn_prefills_only_its_suffix(serve: Any) -> None:
     assert other.prompt_tokens_details.cached_tokens == 0
 
 
-@pytest.mark.parametrize(
-    ("status", "about", "body"),
-    [
-        (400, "n: Input should be 1", {"prompt": "x", "n": 2}),
-        (400, "token ids >= 0 and < 257", {"prompt": [1, 257]}),
-        (400, "token ids >= 0 and < 257", {"prompt": [-1]}),
-        (400, "prompt.0: Input should be a valid integer", {"prompt": [True]}),
-        (400, "prompt must not be empty", {"prompt": []}),
-        (400, "prompt: Value error, .*surrogates", {"prompt": "\ud800"}),
-        (400, "500 tokens and 16 new ones must be <= 512", {"prompt": "x" * 500}),
-        (400, "temperature: ", {"prompt": "x", "temperature": float("nan")}),
-        (400, "tools: Extra inputs", {"prompt": "x", "tools": []}),
-        (400, "preset must be one of", {"prompt": "x", "h2o_prefill": {"settings": "best"}}),
-        (400, "must be < 2", {"prompt": "x", "h2o_prefill": {"settings": "h2o,dense_layers=9"}}),
-        (404, "model 'gpt' is not here", {"prompt": "x", "model": "gpt"}),
-        (400, "template: no", {"messages": [{"role": "assistant", "content": "x"}]}),
-        (400, "body must be JSON: ", b'{"prompt": '),
-        (400, "parsing the body", b"[" * 9000),
-        (400, "Content-Type: application/json", b"[]"),
-        (413, "body must be <= 20000 bytes", b"x" * 20_001),
-        (413, "body must be <= 20000 bytes", itertools.repeat(b"x" * 5000, 5)),
-        (413, "body must be <= 20000 bytes", itertools.repeat(b"x" * 5000)),  # without an end
-    ],
-)
-def test_wrong_requests_are_named(serve: Any, status: int, about: str, body: Any) -> None:
-    served = serve()
-    path = "/chat/completions" if about.startswith("template") else "/completions"
-    content = json.dumps(body).encode() if isinstance(body, dict) else body
-    header = {"Content-Type": "application/json"}
-    found = httpx.post(f"{served.url}/v1{path}", content=content, headers=header, timeout=30)
-    error = found.json()["error"]
-    assert found.status_code == status and error["type"] == "invalid_request_error"
-    assert pytest.importorskip("re").search(about, error["message"]), error
-    assert read_metrics(served.url)[f'requests_total{{status="{status}"}}'] == 1
-    assert served.forwards == 0 or "must be < 2" in about
+X = {"prompt": "x"}
+WRONG: list[tuple[int, str, Any]] = [
+    (400, "n: Input should be 1", {**X, "n": 2}),
+    (400, "token ids >= 0 and < 257", {"prompt": [1, 257]}),
+    (400, "token ids >= 0 and < 257", {"prompt": [-1]}),
+    (400, "prompt.list.int..0: Input should be a valid integer", {"prompt": [True]}),
+    (400, "prompt must not be empty", {"prompt": []}),
+    (400, "body: Invalid JSON", {"prompt": "\ud800"}),
+    (400, "500 tokens and 16 new ones must be <= 512", {"prompt": "x" * 500}),
+    (400, "temperature: ", {**X, "temperature": float("nan")}),
+    (400, "tools: Extra inputs", {**X, "tools": []}),
+    (400, "preset must be one of", {**X, "h2o_prefill": {"settings": "best"}}),
+    (400, "dense_layers must be < 2", {**X, "h2o_prefill": {"settings": "h2o,dense_layers=9"}}),
+    (404, "model 'gpt' is not here", {**X, "model": "gpt"}),
+    (400, "template: no", {"messages": [{"role": "assistant", "content": "x"}]}),
+    (400, "body: Invalid JSON", b'{"prompt": '),
+    (400, "body: Invalid JSON: recursion", b"[" * 9000),
+    (400, "body: Input should be an object", b"[]"),
+    (413, "body must be <= 20000 bytes", b"x" * 20_001),
+    (413, "body must be <= 20000 bytes", itertools.repeat(b"x" * 5000)),  # without an end
+]
 
 
-def test_other_hosts_slow_bodies_and_too_many(
+def test_wrong_requests_are_named_and_touch_no_other(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = serve()
-    other = httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, headers={"Host": "e"})
-    assert other.status_code == 403
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n"
-    address = ("127.0.0.1", int(served.url.rpartition(":")[2]))
+    served = serve(max_body=20_000)
+    for status, about, content in WRONG:
+        path = "chat/completions" if about.startswith("template") else "completions"
+        found = served.post(content, path)
+        error = found.json()["error"]
+        assert (found.status_code, error["type"]) == (status, "invalid_request_error"), about
+        assert re.search(about, error["message"]), error
+    assert served.post(X, **{"Content-Type": "text/plain"}).status_code == 400
+    assert served.post(X, Host="example.com").status_code == 403
+    assert served.forwards == 0
     monkeypatch.setattr(app_module, "_BODIES", 0.5)
-    with contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
-        for connection in slow:
-            connection.sendall(head + b"x" * 8000)
-        assert any(b" 429 " in connection.recv(999) for connection in slow[-1:])
+    assert served.post(b"x" * 11_000).status_code == 429
     monkeypatch.setattr(app_module, "_BODY_SECONDS", 0.1)
-    with socket.create_connection(address) as connection:
-        connection.sendall(head)
-        assert b" 408 " in connection.recv(999)
+    with served.connect() as slow:
+        slow.sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
+        assert b" 408 " in slow.recv(999)
     assert served.ask().usage.completion_tokens == 12
 
 
 def test_the_queue_is_bounded_and_clients_may_leave(serve: Any) -> None:
     served = serve(queue=1)
     served.gate.clear()
-    stream = None
-
-    async def leave() -> None:
-        async with httpx.AsyncClient() as client:
-            with pytest.raises(httpx.TimeoutException):
-                await client.post(
-                    f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=0.3
-                )
-
     first: list[Any] = []
     running = threading.Thread(target=lambda: first.append(served.ask()))
     running.start()
     served.wait_for("running", 1)
-    waiting = threading.Thread(target=lambda: asyncio.run(leave()))
-    waiting.start()
-    served.wait_for("queued", 1)
-    full = served.post(prompt="x")
-    assert full.status_code == 429 and full.headers["Retry-After"] == "1"
-    waiting.join()
+    with served.connect() as waiting:
+        waiting.sendall(HEAD + b'Content-Length: 15\r\n\r\n{"prompt": "x"}')
+        served.wait_for("queued", 1)
+        full = served.post(X)
+        assert full.status_code == 429 and full.headers["Retry-After"] == "1"
     served.wait_for("queued", 0)
     served.gate.set()
     running.join()
@@ -284,15 +267,15 @@ def test_the_end_refuses_those_that_wait(serve: Any) -> None:
     stream = served.ask(max_tokens=300, stream=True)
     next(stream)
     served.gate.clear()
-    found: list[httpx.Response] = []
-    waiting = threading.Thread(target=lambda: found.append(served.post(prompt="x")))
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(served.post(X)))
     waiting.start()
     served.wait_for("queued", 1)
     served.worker.stop()
     waiting.join()
-    assert [found[0].status_code, served.post(prompt="x").status_code] == [503, 503]
+    assert [found[0].status_code, served.post(X).status_code] == [503, 503]
     assert httpx.get(f"{served.url}/health").status_code == 503
-    served.worker.cut()
+    served.worker.stop(cut=True)
     served.gate.set()
     with pytest.raises(openai.APIError, match="the server is stopping"):
         list(stream)
@@ -324,24 +307,19 @@ def test_nothing_is_lost_under_load(serve: Any, requests: int, clients: int) -> 
     assert load.wrong == [] and set(load.done) >= {"answer", "stream", "abort", "refused"}
     served.wait_for("running", 0)
     served.wait_for("queued", 0)
-    assert served.metric("prefix_cache_bytes") <= 1 << 20
-    assert 0 < served.metric("reused_tokens_total") < served.metric("prompt_tokens_total")
+    assert read_metrics(served.url)["prefix_cache_bytes"] <= 1 << 20
 
 
 @pytest.mark.model
 def test_two_turns_of_a_real_chat(smollm2: Any) -> None:
     served = Served(*smollm2)
-    create = served.client.chat.completions.create
+    asked: Any = {"model": "tiny", "max_tokens": 12, "temperature": 0}
     messages: Any = [{"role": "user", "content": "Name a colour. " * 20}]
-    try:
-        first = create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    with contextlib.closing(served):
+        create = served.client.chat.completions.create
+        first = create(messages=messages, **asked)
         said = first.choices[0].message
         messages += [said.model_dump(), {"role": "user", "content": "Another one?"}]
-        second = create(model="tiny", messages=messages, max_tokens=4, temperature=0).usage
-    finally:
-        served.server.should_exit = True
-        served.thread.join(20)
-        served.worker.close()
-        served.hook.remove()
+        second = create(messages=messages, **asked).usage
     assert said.content.isascii() and len(said.content) > 5
     assert second.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
