@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import signal
 import socket
-import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +12,6 @@ import typer
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, say
 from h2o_prefill.presets import DEFAULT_PRESET
-
-# What the request that runs gets to end, once the server is to stop.
-_GRACE_SECONDS = 8
 
 
 def _limit(name: str, least: int, use: str, metavar: str = "N") -> Any:
@@ -61,9 +55,8 @@ def serve(
     One request runs at a time. Ctrl-C, or SIGTERM, lets it end, and refuses those that wait.
     """
     try:
-        import uvicorn
-
         from h2o_prefill.serving.app import create_app, parse_settings
+        from h2o_prefill.serving.server import run_server
     except ModuleNotFoundError as error:
         needed = "serve needs FastAPI and uvicorn: pip install 'h2o_prefill[serve]'"
         raise ImportError(needed) from error
@@ -80,24 +73,7 @@ def serve(
         name = Path(model).name if Path(model).exists() else model
         app = create_app(worker, name, max_body << 10, host)
 
-        class Server(uvicorn.Server):
-            """Tells the worker about the end."""
-
-            def handle_exit(self, sig: int, frame: Any) -> None:
-                worker.stop()
-                timer = threading.Timer(_GRACE_SECONDS, worker.stop, (True,))
-                timer.daemon = True
-                timer.start()
-                super().handle_exit(sig, frame)
-
-        # It warns of clients that leave in the middle of an answer.
-        logging.getLogger("asyncio").setLevel(logging.ERROR)
-        # The server has handlers of its own, and raises the signal for these again at its end.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         shown = f"[{host}]" if ":" in host else host
         say(f"{name} at http://{shown}:{listening.getsockname()[1]}/v1, until Ctrl-C")
-        settings: Any = {"log_level": "warning", "access_log": False, "server_header": False}
-        settings["timeout_graceful_shutdown"] = _GRACE_SECONDS + 2
-        Server(uvicorn.Config(app, **settings)).run([listening])
+        run_server(app, worker, listening)
         say("stopped")

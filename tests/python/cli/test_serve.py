@@ -22,7 +22,7 @@ def test_a_signal_lets_the_running_answer_end(
     run: Callable[..., Any], small_commands: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("uvicorn")
-    monkeypatch.setattr("h2o_prefill.cli.serve._GRACE_SECONDS", 60)
+    monkeypatch.setattr("h2o_prefill.serving.server._GRACE_SECONDS", 60)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url, lines = f"http://127.0.0.1:{port}", []
@@ -56,6 +56,7 @@ def test_without_its_packages_it_says_what_to_install(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "h2o_prefill.serving.server", raising=False)
     done = run("serve")
     assert done.exit_code == 1
     expected = "error: serve needs FastAPI and uvicorn: pip install 'h2o_prefill[serve]'\n"
