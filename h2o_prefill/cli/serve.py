@@ -41,8 +41,9 @@ def serve(
         int, _limit("--queue", 0, "Requests that may wait; others get the status 429.")
     ] = 16,
     max_body: Annotated[
-        int, _limit("--max-body", 1, "Body of a request; others get the status 413.", "KIB")
-    ] = 1024,
+        int | None,
+        _limit("--max-body", 1, "Body of a request; default: 16 bytes for each token.", "KIB"),
+    ] = None,
     prefix_cache: Annotated[
         int, _limit("--prefix-cache", 0, "Memory for prompts that begin as one before.", "MIB")
     ] = 1024,
@@ -71,7 +72,7 @@ def serve(
         stack.callback(worker.close)
         # Folders of this machine are nobody's business.
         name = Path(model).name if Path(model).exists() else model
-        app = create_app(worker, name, max_body << 10, host)
+        app = create_app(worker, name, max_body and max_body << 10, host)
 
         shown = f"[{host}]" if ":" in host else host
         say(f"{name} at http://{shown}:{listening.getsockname()[1]}/v1, until Ctrl-C")

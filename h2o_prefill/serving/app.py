@@ -30,9 +30,11 @@ from h2o_prefill.serving.worker import Job, Worker, settings_error
 _BODY_SECONDS = 20.0
 # Bodies of the largest size that all requests together may hold.
 _BODIES = 32
-# Up to how many times the limit a body is read, and dropped, before the answer that it is too long:
-# clients look for one after their last byte. There may be none.
-_DISCARDED = 16
+# How much of a body is read, and dropped, before the answer that it is too long: clients look for
+# one after their last byte. There may be none.
+_DISCARDED = 16 << 20
+# Of a body, by default, for each token of a prompt and its answer.
+_TOKEN_BYTES = 16
 # Of /v1/completions, as OpenAI's; answers of a chat may fill the context.
 _COMPLETION_TOKENS = 16
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -44,7 +46,7 @@ def parse_settings(text: str) -> PrefillConfig | None:
 
 
 def create_app(
-    worker: Worker, name: str, max_body: int = 1 << 20, host: str = "127.0.0.1"
+    worker: Worker, name: str, max_body: int | None = None, host: str = "127.0.0.1"
 ) -> FastAPI:
     """Return the server of a worker's model, which it calls `name`.
 
@@ -52,7 +54,9 @@ def create_app(
     other hosts are refused: they come from a web page whose name leads to this machine.
     """
     app = FastAPI(openapi_url=None)
+    limit = max_body or _TOKEN_BYTES * worker.context
     held = 0  # bytes of the bodies of all requests
+    encoding = asyncio.Lock()  # which takes many times the memory of a text
 
     def answer(body: Any, status: int = 200, headers: Any = None) -> Response:
         worker.counts[f'requests_total{{status="{status}"}}'] += 1
@@ -80,20 +84,21 @@ def create_app(
 
     async def respond(kind: type[CompletionRequest | ChatRequest], request: Request) -> Response:
         nonlocal held
-        if host in _LOOPBACK and request.url.hostname not in _LOOPBACK:
-            raise ApiError(403, f"this server answers at {host} alone")
-        # A web page of another origin cannot send this type.
-        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            raise ApiError(400, "body must be JSON, with Content-Type: application/json")
-        worker.check_open()
         content = bytearray()
         try:
             await asyncio.wait_for(read(request, content), _BODY_SECONDS)
+            if host in _LOOPBACK and request.url.hostname not in _LOOPBACK:
+                raise ApiError(403, f"this server answers at {host} alone")
+            # A web page of another origin cannot send this type.
+            if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+                raise ApiError(400, "body must be JSON, with Content-Type: application/json")
+            worker.check_open()
             body = kind.model_validate_json(bytes(content))
             if body.model not in (None, name):
                 message = f"model {body.model!r} is not here, only {name!r}"
                 raise ApiError(404, message, code="model_not_found", param="model")
-            job = await run_in_threadpool(_make_job, worker, body)
+            async with encoding:
+                job = await run_in_threadpool(_make_job, worker, body)
         except asyncio.TimeoutError:
             late = f"body must arrive within {_BODY_SECONDS:g} s"
             raise ApiError(408, late, {"Connection": "close"}) from None
@@ -124,15 +129,15 @@ def create_app(
         length = 0
         async for piece in request.stream():
             length += len(piece)
-            if length <= max_body:
+            if length <= limit:
                 content += piece
                 held += len(piece)
-            if held > _BODIES * max_body:
+            if held > _BODIES * limit:
                 raise ApiError(429, "too many long bodies at once", {"Connection": "close"})
-            if length > _DISCARDED * max_body:
+            if length > max(_DISCARDED, limit):
                 break
-        if length > max_body:
-            raise ApiError(413, f"body must be <= {max_body} bytes", {"Connection": "close"})
+        if length > limit:
+            raise ApiError(413, f"body must be <= {limit} bytes", {"Connection": "close"})
 
     for path, kind in (("completions", CompletionRequest), ("chat/completions", ChatRequest)):
         app.add_route(f"/v1/{path}", partial(respond, kind), ["POST"])

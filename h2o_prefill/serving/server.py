@@ -52,8 +52,8 @@ def run_server(app: Any, worker: Worker, listening: socket.socket) -> None:
     # asyncio warns of clients that leave in the middle of an answer.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     settings: Any = {"log_level": "warning", "access_log": False, "server_header": False}
-    # asyncio accepts so many connections before it looks at one.
-    settings |= {"timeout_graceful_shutdown": _GRACE_SECONDS + 2, "backlog": 64}
+    # asyncio accepts a backlog, or two, before it looks at one of the connections.
+    settings |= {"timeout_graceful_shutdown": _GRACE_SECONDS + 2, "backlog": _Connection.most // 4}
     server = _Server(uvicorn.Config(app, http=_Connection, **settings))
     server.worker = worker
     # It has handlers of its own, and raises the signal for these again at its end.

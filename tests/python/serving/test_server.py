@@ -40,8 +40,10 @@ PROMPT = [7, *range(1, 120), 7, 8]
 class Served:
     """A server in a thread, with a model whose forwards wait while `gate` is cleared."""
 
-    def __init__(self, model: Any, tokenizer: Any, max_body: int = 1 << 20, **limits: Any) -> None:
-        self.model, self.tokenizer, self.forwards = model, tokenizer, 0
+    def __init__(
+        self, model: Any, tokenizer: Any, max_body: int | None = None, **limits: Any
+    ) -> None:
+        self.model, self.tokenizer, self.forwards, self.pause = model, tokenizer, 0, 0.0
         self.gate = threading.Event()
         self.gate.set()
         self.hook = model.register_forward_pre_hook(self._wait)
@@ -68,6 +70,7 @@ class Served:
 
     def _wait(self, *_: Any) -> None:
         self.forwards += 1
+        time.sleep(self.pause)
         assert self.gate.wait(30)
 
     def ask(self, prompt: Any = PROMPT, **options: Any) -> Any:
@@ -195,7 +198,6 @@ WRONG: list[tuple[int, str, Any]] = [
     (400, "n: Input should be 1", {**X, "n": 2}),
     (400, "token ids >= 0 and < 257", {"prompt": [1, 257]}),
     (400, "token ids >= 0 and < 257", {"prompt": [-1]}),
-    (400, "prompt.list.int..0: Input should be a valid integer", {"prompt": [True]}),
     (400, "prompt must not be empty", {"prompt": []}),
     (400, "body: Invalid JSON", {"prompt": "\ud800"}),
     (400, "500 tokens and 16 new ones must be <= 512", {"prompt": "x" * 500}),
@@ -251,20 +253,19 @@ def test_the_queue_is_bounded_and_clients_may_leave(serve: Any) -> None:
     served.gate.set()
     running.join()
     assert first[0].usage.completion_tokens == 12
-    stream = served.ask(max_tokens=300, stream=True)
+    served.pause = 0.02
+    stream = served.ask(max_tokens=380, stream=True)
     next(stream)
-    served.gate.clear()
     stream.response.close()
-    time.sleep(0.1)
-    served.gate.set()
     served.wait_for("cancelled_total", 1)
-    assert served.forwards < 200
+    served.pause = 0
     assert served.ask().usage.completion_tokens == 12
 
 
 def test_the_end_refuses_those_that_wait(serve: Any) -> None:
     served = serve()
-    stream = served.ask(max_tokens=300, stream=True)
+    served.pause = 0.02
+    stream = served.ask(max_tokens=380, stream=True)
     next(stream)
     served.gate.clear()
     found: list[Any] = []
