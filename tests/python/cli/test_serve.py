@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,11 +19,12 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("transformers")
 
 
-def test_a_signal_lets_the_running_answer_end(
+def test_connections_are_bounded_and_a_signal_lets_the_running_answer_end(
     run: Callable[..., Any], small_commands: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("uvicorn")
     monkeypatch.setattr("h2o_prefill.serving.server._GRACE_SECONDS", 60)
+    monkeypatch.setattr("h2o_prefill.serving.server._Connection.most", 8)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url, lines = f"http://127.0.0.1:{port}", []
@@ -35,6 +37,10 @@ def test_a_signal_lets_the_running_answer_end(
                 break
             except httpx.TransportError:
                 time.sleep(0.05)
+        address = ("127.0.0.1", port)
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(socket.create_connection(address)) for _ in range(9)]
+            assert b" 503 " in idle[-1].recv(99)
         body = {"prompt": "Sphinx", "max_tokens": 300, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             found = answer.iter_lines()
