@@ -17,6 +17,7 @@ from h2o_prefill.cli import (
     info,
     ppl,
     retrieve,
+    serve,
     visualize,
 )
 from h2o_prefill.cli.errors import OneLineErrors
@@ -65,6 +66,7 @@ for _command in (
     visualize.visualize,
     generate.generate,
     export.export,
+    serve.serve,
     info.info,
 ):
     app.command()(_command)

@@ -24,6 +24,7 @@ from h2o_prefill.eval.runs import (
     check_dense,
     check_length,
     count_steps,
+    end_tokens,
     eval_mode,
     generate_greedily,
     prefill_mode,
@@ -193,7 +194,7 @@ def _generate(
 ) -> list[dict[str, Any]]:
     model, tokenizer = held.network, held.tokenizer
     length = max(map(len, prompts))
-    ends = _end_tokens(model)
+    ends = end_tokens(model)
     padding = next(iter(ends), 0)  # any token: the mask hides it
     input_ids = torch.full((len(prompts), length), padding)
     mask = torch.zeros_like(input_ids)
@@ -221,12 +222,6 @@ def _generate(
             }
         )
     return rows
-
-
-def _end_tokens(model: Any) -> list[int]:
-    """Return the tokens that end an answer."""
-    ends = model.generation_config.eos_token_id
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
 
 
 def _refusal(model: Any, text: str, tokens: list[int], max_new_tokens: int) -> str | None:

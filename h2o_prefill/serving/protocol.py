@@ -1,0 +1,156 @@
+"""Requests and answers of OpenAI's API: completions and chat."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
+
+from h2o_prefill.eval.timing.generation import Sampling
+
+# Colder draws are greedy: logits divided by less would overflow.
+_COLDEST = 1e-3
+_LONGEST_MESSAGE = 500
+
+
+class ApiError(HTTPException):
+    """An error as an answer; `about` has OpenAI's `code`, and `param`, the argument."""
+
+    def __init__(self, status: int, message: str, headers: Any = None, **about: str) -> None:
+        super().__init__(status, message[:_LONGEST_MESSAGE], headers)
+        self.about = about
+
+    def body(self) -> dict[str, Any]:
+        """Return the error in OpenAI's form."""
+        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
+        whole = {"message": self.detail, "type": kind, "param": None, "code": None}
+        return {"error": {**whole, **self.about}}
+
+
+class _Object(BaseModel):
+    """A JSON object: no other fields, no other types, and null is as if it was left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, data: Any) -> Any:
+        given = data.items() if isinstance(data, dict) else ()
+        return {name: value for name, value in given if value is not None} if given else data
+
+
+_Zero = Annotated[float, Field(ge=0, le=0)]
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class GenerationRequest(_Object):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
+    h2o_prefill: dict[Literal["settings"], str] = {}
+    user: str | None = None
+    # Clients send these; no other values are served.
+    n: Literal[1] = 1
+    logprobs: Literal[False] = False
+    presence_penalty: _Zero = 0.0
+    frequency_penalty: _Zero = 0.0
+
+    def sampling(self) -> Sampling | None:
+        """Return how tokens are drawn, None for the likeliest ones."""
+        if self.temperature < _COLDEST:
+            return None
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return Sampling(temperature=self.temperature, top_p=self.top_p, seed=seed)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: str | list[int]
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+
+
+class TextPart(_Object):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Object):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """Return the message as chat templates take it."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+class Finish(NamedTuple):
+    """How an answer ended, and the numbers of tokens in OpenAI's form."""
+
+    reason: str  # "stop" or "length"
+    usage: dict[str, Any]
+
+
+class Answer:
+    """An answer in OpenAI's form."""
+
+    def __init__(self, model: str, chat: bool) -> None:
+        self.chat = chat
+        self.shared = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+        self.shared["model"] = model
+
+    def body(self, text: str, reason: str | None = None, chunk: bool = False) -> dict[str, Any]:
+        """Return an answer, or the chunk of a stream, without its usage."""
+        part, kind = ("delta", ".chunk") if chunk else ("message", "")
+        said = {part: {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+        name = f"chat.completion{kind}" if self.chat else "text_completion"
+        return {**self.shared, "object": name, "choices": [choice]}
+
+    async def stream(
+        self, piece: str | Finish, rest: AsyncIterator[str | Finish], usage: bool
+    ) -> AsyncIterator[str]:
+        """Yield the server-sent events of pieces of text, the first of which is known."""
+        try:
+            while isinstance(piece, str):
+                yield _event(self.body(piece, chunk=True))
+                piece = await anext(rest)
+            last = self.body("", piece.reason, chunk=True)
+            yield _event(last)
+            if usage:
+                yield _event({**last, "choices": [], "usage": piece.usage})
+            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.body())
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"

@@ -1,0 +1,69 @@
+"""`serve` as a program: signals, and packages that are missing. The server has tests of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("transformers")
+
+
+def test_connections_are_bounded_and_a_signal_lets_the_running_answer_end(
+    run: Callable[..., Any], small_commands: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("uvicorn")
+    monkeypatch.setattr("h2o_prefill.serving.server._GRACE_SECONDS", 60)
+    monkeypatch.setattr("h2o_prefill.serving.server._Connection.most", 8)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url, lines = f"http://127.0.0.1:{port}", []
+
+    def ask() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+                break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        address = ("127.0.0.1", port)
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(socket.create_connection(address)) for _ in range(9)]
+            assert b" 503 " in idle[-1].recv(99)
+        body = {"prompt": "Sphinx", "max_tokens": 300, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            found = answer.iter_lines()
+            next(found, None)
+            os.kill(os.getpid(), signal.SIGTERM)
+            lines.extend(line for line in found if line)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    done = run(*small_commands["serve"], "--port", port)
+    client.join()
+    assert done.exit_code == 0 and done.stderr.endswith("stopped\n"), done.stderr
+    assert f"http://127.0.0.1:{port}/v1" in done.stderr
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_its_packages_it_says_what_to_install(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "h2o_prefill.serving.server", raising=False)
+    done = run("serve")
+    assert done.exit_code == 1
+    expected = "error: serve needs FastAPI and uvicorn: pip install 'h2o_prefill[serve]'\n"
+    assert done.stderr == expected
