@@ -236,44 +236,6 @@ def chunkwise_linear_attention(
     return out, state, normalizer if normalize else normalizer[..., :0]
 
 
-def chunkwise_linear_attention_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    initial_normalizer: Tensor | None,
-    grad_out: Tensor,
-    grad_state: Tensor | None,
-    grad_normalizer: Tensor | None,
-    *settings: Any,
-) -> tuple[Tensor, ...]:
-    """Differentiate the oracle above by PyTorch."""
-    given = [
-        None if x is None else x.detach().requires_grad_()
-        for x in (q, k, v, log_decay, initial_state, initial_normalizer)
-    ]
-    inputs = [x for x in given if x is not None]
-    with torch.enable_grad():
-        results = chunkwise_linear_attention(*given, *settings)  # type: ignore[arg-type]
-    pairs = [
-        (result, gradient.to(result.dtype))
-        for result, gradient in zip(results, (grad_out, grad_state, grad_normalizer), strict=True)
-        if gradient is not None and result.requires_grad
-    ]
-    found = iter([torch.zeros_like(x) for x in inputs])
-    if pairs:  # without tokens nothing may depend on the inputs
-        outputs, gradients = zip(*pairs, strict=True)
-        found = iter(
-            torch.autograd.grad(
-                outputs, inputs, gradients, allow_unused=True, materialize_grads=True
-            )
-        )
-    return tuple(
-        q.new_empty(0, dtype=_compute_dtype(q)) if x is None else next(found) for x in given
-    )
-
-
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q as [B, Hkv, G, Tq, D], and k and v as [B, Hkv, 1, T, ...], which broadcast."""
     dtype = _compute_dtype(q)
