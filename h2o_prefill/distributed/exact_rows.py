@@ -27,14 +27,8 @@ _QUERY, _ANSWER = 1, 2  # of the tags of a layer
 class ExactRows:
     """What one process asks for and answers; messages go through the CPU.
 
-    Parameters
-    ----------
-    ranks : Ranks
-        The processes in the order of their ranges.
-    rows : sequence of Tensor
-        int64, ascending: the measured rows of each process, counted from the first of its range.
-    layers : sequence of int
-        Layers in which errors are measured.
+    `ranks` are the processes in the order of their ranges, `rows` the measured rows of each of
+    them (int64, ascending, counted from the first of its range), in these layers.
     """
 
     def __init__(self, ranks: Ranks, rows: Sequence[Tensor], layers: Sequence[int]) -> None:

@@ -34,19 +34,10 @@ class DistributedPrefillError(RuntimeError):
 
 
 class Ranks:
-    """The processes of a group, in order.
+    """The processes of a group, in order: a ProcessGroup, or a DeviceMesh of one dimension.
 
-    Parameters
-    ----------
-    group : ProcessGroup or DeviceMesh or None
-        A mesh has one dimension; None stands for all processes.
-    layers : range
-        The layers of the model that this process has, for errors.
-
-    Raises
-    ------
-    ValueError
-        If a mesh has several dimensions.
+    None stands for all processes. `layers` are those of the model that this process has, for
+    errors. Raises ValueError if a mesh has several dimensions.
     """
 
     def __init__(self, group: Any, layers: range) -> None:

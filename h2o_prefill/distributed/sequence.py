@@ -101,16 +101,6 @@ class ShardPlan:
         needed = self.needed(receiver, whole)
         return needed[(needed >= begin) & (needed < end)] - begin
 
-    def bytes_sent(self, sender: int, whole: bool, row: int, memory: int) -> int:
-        """Return the bytes that a process sends in one layer.
-
-        `row` are those of the key and the value of one position in all heads of a batch, `memory`
-        those of the layer's `MemoryRows`.
-        """
-        later = range(sender + 1, len(self.bounds))
-        rows = sum(self.sent(sender, number, whole).numel() for number in later)
-        return row * rows + (memory if later and not whole else 0)
-
 
 class CompactPast:
     """The rows that a range of chunks can see of the past of one layer, without gaps.
