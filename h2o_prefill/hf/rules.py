@@ -46,15 +46,10 @@ def _is_windowed(call: Call) -> bool:
         return False
     if kind not in ("full_attention", *WINDOWED) or call.context is None:
         return True
-    if _is_windowed_by_row(call):
-        return False
+    if call.padding is not None and call.padding.window is not None:
+        return False  # it holds some rows of a padded batch whole, and cuts others
     given = call.kwargs.get("sliding_window")
     return not call.context.windows_show_all or (given is not None and given < call.key.shape[2])
-
-
-def _is_windowed_by_row(call: Call) -> bool:
-    """Return whether a window holds some rows of a padded batch whole, and cuts others."""
-    return call.padding is not None and call.padding.window is not None
 
 
 def _is_short(call: Call) -> bool:

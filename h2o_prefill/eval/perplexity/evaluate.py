@@ -135,6 +135,8 @@ class PairedRuns:
 
         Before the short forwards that find key tokens, it gets "short".
         """
+        from h2o_prefill.hf.token_text import text_for
+
         context = self._batches.shape[1]
         rows = scored_rows(self._protocol, context)
         scores: list[WindowScores] = []
@@ -179,16 +181,11 @@ class PairedRuns:
                 config,
                 count_layers(self._model),
                 count_kv_heads(self._model),
-                self._text_for(config),
+                text_for(self._tokenizer, config),
                 errors,
                 float(sum(x.dot_products for x in selectors)) if selectors else None,
             ),
         )
-
-    def _text_for(self, config: PrefillConfig) -> Tensor | None:
-        from h2o_prefill.hf.token_text import text_for
-
-        return text_for(self._tokenizer, config)
 
     def _run_dense(
         self, index: int, input_ids: Tensor, step: Callable[[int, str], None]
