@@ -24,31 +24,9 @@ bool has_aligned_rows(const at::Tensor& t) {
 
 bool has_kernel(int64_t head_dim) { return head_dim % 8 == 0 && head_dim <= kLargestHeadDim; }
 
-AttendForwardParams pass_of(const AttentionCall& call, const RowRange& rows) {
-  AttendForwardParams params{};
-  params.query = call.query;
-  params.key = call.key;
-  params.value = call.value;
-  params.out = call.out;
-  params.lse = call.lse;
-  params.scale_log2 = call.scale_log2;
+AttendForwardParams with_rows(const AttendForwardParams& call, const RowRange& rows) {
+  AttendForwardParams params = call;
   params.rows = rows;
-  return params;
-}
-
-ColumnSumsParams sums_of(const AttendForwardParams& pass, const float* lse, float* sums,
-                         int64_t stride) {
-  ColumnSumsParams params{};
-  params.query = pass.query;
-  params.key = pass.key;
-  params.lse = lse;
-  params.scale_log2 = pass.scale_log2;
-  params.rows = pass.rows;
-  params.gathered = pass.gathered;
-  params.causal = pass.causal;
-  params.memory = pass.memory;
-  params.sums = sums;
-  params.sums_stride = stride;
   return params;
 }
 
@@ -62,67 +40,61 @@ at::Tensor with_aligned_rows(const at::Tensor& t) {
   return t.numel() == 0 || has_aligned_rows(t) ? t : t.clone(at::MemoryFormat::Contiguous);
 }
 
-AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const at::Tensor& out, const at::Tensor& lse, double scale)
-    : query(heads_view(q)),
-      key(heads_view(k)),
-      value(heads_view(v)),
-      out(heads_view(out)),
-      lse(lse.defined() ? lse.mutable_data_ptr<float>() : nullptr),
-      scale_log2(static_cast<float>(scale * static_cast<double>(kLog2E))) {}
+AttendForwardParams attention_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const at::Tensor& out, const at::Tensor& lse, double scale) {
+  AttendForwardParams call{};
+  call.query = heads_view(q);
+  call.key = heads_view(k);
+  call.value = heads_view(v);
+  call.out = heads_view(out);
+  call.lse = lse.defined() ? lse.mutable_data_ptr<float>() : nullptr;
+  call.scale_log2 = static_cast<float>(scale * static_cast<double>(kLog2E));
+  call.rows = {.begin = 0, .count = q.size(2), .past = k.size(2) - q.size(2)};
+  return call;
+}
 
-AttendForwardParams chunk_pass(const AttentionCall& call, const RowRange& rows,
-                               int64_t chunk_size) {
-  AttendForwardParams params = pass_of(call, rows);
-  params.causal = {.begin = rows.position(),
-                   .count = rows.count,
-                   .chunk_size = std::min(chunk_size, rows.count)};
+AttendForwardParams chunk_pass(const AttendForwardParams& call, int64_t chunk_size) {
+  AttendForwardParams params = call;
+  params.causal = {.begin = call.rows.position(),
+                   .count = call.rows.count,
+                   .chunk_size = std::min(chunk_size, call.rows.count)};
   return params;
 }
 
-AttendForwardParams memory_pass(const AttentionCall& call, const RowRange& rows,
+AttendForwardParams memory_pass(const AttendForwardParams& call, const RowRange& rows,
                                 const MemorySetView& sets) {
-  AttendForwardParams params = pass_of(call, rows);
+  AttendForwardParams params = with_rows(call, rows);
   params.gathered = true;
   params.memory = sets;
   return params;
 }
 
-AttendForwardParams merged_memory_pass(const AttentionCall& call, const RowRange& rows,
-                                       const MemorySetView& sets, const RecallView& recall,
-                                       float* memory_lse) {
-  AttendForwardParams params = memory_pass(call, rows, sets);
-  params.recall = recall;
-  params.memory_lse = memory_lse;
-  params.merge_with_out = true;
-  return params;
-}
-
-AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows, int64_t window) {
-  AttendForwardParams params = pass_of(call, rows);
+AttendForwardParams dense_pass(const AttendForwardParams& call, const RowRange& rows,
+                               int64_t window) {
+  AttendForwardParams params = with_rows(call, rows);
   params.causal = {.begin = 0, .count = rows.position() + rows.count, .window = window};
   return params;
 }
 
-AttendForwardParams limited_pass(const AttentionCall& call, const int32_t* limits) {
-  AttendForwardParams params = pass_of(call, {.begin = 0, .count = call.query.length, .past = 0});
+AttendForwardParams limited_pass(const AttendForwardParams& call, const int32_t* limits) {
+  AttendForwardParams params = with_rows(call, {.begin = 0, .count = call.query.length, .past = 0});
   params.limits = limits;
   return params;
 }
 
-ColumnSumsParams chunk_sums(const AttendForwardParams& pass, float* sums, int64_t stride) {
-  return sums_of(pass, pass.lse, sums, stride);
-}
-
-ColumnSumsParams memory_sums(const AttendForwardParams& pass, const float* lse, float* sums,
+ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
                              int64_t stride) {
-  return sums_of(pass, lse, sums, stride);
-}
-
-ColumnSumsParams added_memory_sums(const AttendForwardParams& pass, const float* lse, float* scores,
-                                   int64_t stride) {
-  ColumnSumsParams params = sums_of(pass, lse, scores, stride);
-  params.scatter_add = true;
+  ColumnSumsParams params{};
+  params.query = pass.query;
+  params.key = pass.key;
+  params.lse = lse;
+  params.scale_log2 = pass.scale_log2;
+  params.rows = pass.rows;
+  params.gathered = pass.gathered;
+  params.causal = pass.causal;
+  params.memory = pass.memory;
+  params.sums = sums;
+  params.sums_stride = stride;
   return params;
 }
 

@@ -28,55 +28,29 @@ inline bool has_attention_kernel(const std::optional<at::Tensor>& sinks, double 
 // contiguous copy.
 at::Tensor with_aligned_rows(const at::Tensor& t);
 
-// What all passes of a call share: views of tensors with aligned rows.
-struct AttentionCall {
-  HeadsView query;
-  HeadsView key;
-  HeadsView value;
-  HeadsView out;
-  float* lse;  // [B, Hq, Tq]
-  float scale_log2;
+// What all passes of a call share, for all its rows, of which the last one stands at the last key.
+// Tensors have aligned rows; lse [B, Hq, Tq] may be undefined if no pass wants or merges it.
+AttendForwardParams attention_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const at::Tensor& out, const at::Tensor& lse, double scale);
 
-  // lse may be undefined if no pass wants or merges it.
-  AttentionCall(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                const at::Tensor& out, const at::Tensor& lse, double scale);
-
-  // All rows of the call; the last one stands at the last key.
-  RowRange rows() const {
-    return {.begin = 0, .count = query.length, .past = key.length - query.length};
-  }
-};
-
-// Phase 1: rows attend causally inside their chunks of chunk_size rows.
-AttendForwardParams chunk_pass(const AttentionCall& call, const RowRange& rows, int64_t chunk_size);
+// Phase 1: all rows attend causally inside their chunks of chunk_size rows.
+AttendForwardParams chunk_pass(const AttendForwardParams& call, int64_t chunk_size);
 
 // Phase 2: rows attend to the memory sets.
-AttendForwardParams memory_pass(const AttentionCall& call, const RowRange& rows,
+AttendForwardParams memory_pass(const AttendForwardParams& call, const RowRange& rows,
                                 const MemorySetView& sets);
 
-// Phase 2 of a chunk after phase 1: the result is fused with what is in `out` and `lse`, recalled
-// keys are attended to as well, and the lse of the memory sets alone goes to memory_lse.
-AttendForwardParams merged_memory_pass(const AttentionCall& call, const RowRange& rows,
-                                       const MemorySetView& sets, const RecallView& recall,
-                                       float* memory_lse);
-
 // Dense attention: rows attend to every key up to themselves, or to the last `window` of these.
-AttendForwardParams dense_pass(const AttentionCall& call, const RowRange& rows,
+AttendForwardParams dense_pass(const AttendForwardParams& call, const RowRange& rows,
                                int64_t window = CausalRange::kNoWindow);
 
 // Row t attends to keys [0, limits[t]); rising, as AttendForwardParams has them.
-AttendForwardParams limited_pass(const AttentionCall& call, const int32_t* limits);
+AttendForwardParams limited_pass(const AttendForwardParams& call, const int32_t* limits);
 
-// Column sums of a chunk_pass() with its lse: element [b, h, p] of [B, Hkv, stride] for the key at
-// position p.
-ColumnSumsParams chunk_sums(const AttendForwardParams& pass, float* sums, int64_t stride);
-
-// Column sums of a memory_pass() with this lse: one for each member, or added to the element at
-// its position.
-ColumnSumsParams memory_sums(const AttendForwardParams& pass, const float* lse, float* sums,
+// Column sums of a pass with the lse over its keys: of a chunk_pass(), element [b, h, p] of [B,
+// Hkv, stride] for the key at position p; of a memory_pass(), one for each member.
+ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
                              int64_t stride);
-ColumnSumsParams added_memory_sums(const AttendForwardParams& pass, const float* lse, float* scores,
-                                   int64_t stride);
 
 // Launches passes on the current stream of the current device. Throws what CUDA reports.
 class AttentionStream {

@@ -81,7 +81,7 @@ class MemorySets {
 // all rows are computed at once, before the first chunk.
 class ExactRows {
  public:
-  ExactRows(const PrefillRequest& request, const AttentionCall& call, const at::Tensor& q,
+  ExactRows(const PrefillRequest& request, const AttendForwardParams& call, const at::Tensor& q,
             const AttentionStream& stream)
       : request_(request), measured_(request.measured_rows()) {
     const int64_t heads = q.size(1);
@@ -97,7 +97,7 @@ class ExactRows {
     C10_CUDA_CHECK(launch_list_measured(list, c10::cuda::getCurrentCUDAStream()));
     const auto queries = gather_rows(q, rows);
     exact_ = empty_heads(q.size(0), heads, measured_.size(), request.value.size(3), q);
-    AttentionCall measured = call;
+    AttendForwardParams measured = call;
     measured.query = heads_view(queries);
     measured.out = heads_view(exact_);
     measured.lse = nullptr;
@@ -105,7 +105,7 @@ class ExactRows {
   }
 
   // Records the errors of the chunk with these rows, of which the output is final.
-  void record(const AttentionCall& call, const RowRange& rows) const {
+  void record(const AttendForwardParams& call, const RowRange& rows) const {
     const RecordErrorsParams params{.out = call.out,
                                     .exact = heads_view(exact_),
                                     .measured = measured_,
@@ -143,18 +143,17 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   const auto k = with_aligned_rows(request.key);
   const auto v = with_aligned_rows(request.value);
   const int64_t length = request.length();
-  const int64_t chunk_size = request.settings.chunk_size;
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
   const auto lse = at::empty({q.size(0), q.size(1), length}, q.options().dtype(at::kFloat));
-  const AttentionCall call(q, k, v, out, lse, request.scale());
+  const AttendForwardParams call = attention_call(q, k, v, out, lse, request.scale());
   AttentionStream stream(q);
   float* const scores = request.scores.mutable_data_ptr<float>();
   const int64_t scores_stride = request.scores.size(2);
 
   // Phase 1: all chunks at once.
-  const AttendForwardParams phase1 = chunk_pass(call, call.rows(), chunk_size);
+  const AttendForwardParams phase1 = chunk_pass(call, request.settings.chunk_size);
   stream.attend(phase1);
-  ColumnSumsParams sums = chunk_sums(phase1, scores, scores_stride);
+  ColumnSumsParams sums = column_sums(phase1, call.lse, scores, scores_stride);
   sums.reduce_max = request.reduce_max();
   stream.sum_columns(sums);
 
@@ -171,9 +170,13 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
     for_each_chunk(request, [&](const RowRange& rows) {
       if (const int64_t begin = rows.position(); begin > 0) {
         sets.select(previous_begin, begin);
-        const auto phase2 = merged_memory_pass(call, rows, sets.view(), recall, of_memory);
+        auto phase2 = memory_pass(call, rows, sets.view());
+        phase2.recall = recall;
+        phase2.memory_lse = of_memory;
+        phase2.merge_with_out = true;
         stream.attend(phase2);
-        sums = added_memory_sums(phase2, of_memory, scores, scores_stride);
+        sums = column_sums(phase2, of_memory, scores, scores_stride);
+        sums.scatter_add = true;
         sums.usual_width = request.budget().width();
         sums.reduce_max = request.reduce_max();
         stream.sum_columns(sums);

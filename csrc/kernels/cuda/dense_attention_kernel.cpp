@@ -33,8 +33,9 @@ at::Tensor dense_attention_cuda(const at::Tensor& q_argument, const at::Tensor& 
   const auto k = with_aligned_rows(k_argument);
   const auto v = with_aligned_rows(v_argument);
   auto out = empty_heads(q.size(0), q.size(1), q.size(2), v.size(3), q);
-  const AttentionCall call(q, k, v, out, /*lse=*/at::Tensor(), scale_or_default(scale, q.size(3)));
-  AttentionStream(q).attend(dense_pass(call, call.rows()));
+  const auto call =
+      attention_call(q, k, v, out, /*lse=*/at::Tensor(), scale_or_default(scale, q.size(3)));
+  AttentionStream(q).attend(dense_pass(call, call.rows));
   return out;
 }
 
@@ -54,8 +55,8 @@ std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cuda(
   const auto v = with_aligned_rows(v_argument);
   auto out = empty_heads(q.size(0), q.size(1), q.size(2), v.size(3), q);
   auto lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
-  const AttentionCall call(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
-  AttentionStream(q).attend(dense_pass(call, call.rows(), std::min(window, k.size(2))));
+  const auto call = attention_call(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
+  AttentionStream(q).attend(dense_pass(call, call.rows, std::min(window, k.size(2))));
   return {out, lse};
 }
 

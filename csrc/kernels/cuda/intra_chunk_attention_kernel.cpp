@@ -26,11 +26,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention_cuda(
   auto colsum = at::empty({k.size(0), k.size(1), length}, lse.options());
   if (out.numel() == 0) return {out, lse, colsum};
 
-  const AttentionCall call(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
+  const auto call = attention_call(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
   AttentionStream stream(q);
-  const AttendForwardParams pass = chunk_pass(call, call.rows(), chunk_size);
+  const AttendForwardParams pass = chunk_pass(call, chunk_size);
   stream.attend(pass);
-  stream.sum_columns(chunk_sums(pass, colsum.mutable_data_ptr<float>(), length));
+  stream.sum_columns(column_sums(pass, call.lse, colsum.mutable_data_ptr<float>(), length));
   return {out, lse, colsum};
 }
 

@@ -29,13 +29,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention_cuda(
   if (out.numel() == 0) return {out, lse, at::zeros({k.size(0), k.size(1), width}, lse.options())};
   auto colsum = at::empty({k.size(0), k.size(1), width}, lse.options());
 
-  const AttentionCall call(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
+  const auto call = attention_call(q, k, v, out, lse, scale_or_default(scale, q.size(3)));
   AttentionStream stream(q);
   const AttendForwardParams pass = memory_pass(
-      call, call.rows(), {.positions = indices.const_data_ptr<int32_t>(), .width = width});
+      call, call.rows, {.positions = indices.const_data_ptr<int32_t>(), .width = width});
   stream.attend(pass);
   if (width > 0) {
-    stream.sum_columns(memory_sums(pass, call.lse, colsum.mutable_data_ptr<float>(), width));
+    stream.sum_columns(column_sums(pass, call.lse, colsum.mutable_data_ptr<float>(), width));
   }
   return {out, lse, colsum};
 }
