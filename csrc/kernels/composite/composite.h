@@ -4,43 +4,20 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-#include <tuple>
-
 #include "common/prefill_request.h"
+#include "h2o_prefill/ops.h"
 
 namespace h2o_prefill::composite {
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> intra_chunk_attention(const at::Tensor& q,
-                                                                     const at::Tensor& k,
-                                                                     const at::Tensor& v,
-                                                                     int64_t chunk_size,
-                                                                     std::optional<double> scale);
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(const at::Tensor& q,
-                                                                const at::Tensor& k,
-                                                                const at::Tensor& v,
-                                                                const at::Tensor& indices,
-                                                                std::optional<double> scale);
-
-at::Tensor dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-                           double softcap);
-
-std::tuple<at::Tensor, at::Tensor> sliding_window_attention(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
-    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap);
-
-std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a, const at::Tensor& lse_a,
-                                                const at::Tensor& out_b, const at::Tensor& lse_b);
-
-at::Tensor select_memory(const at::Tensor& scores, const at::Tensor& memory, int64_t chunk_begin,
-                         int64_t chunk_end, int64_t local_window, int64_t heavy_budget,
-                         int64_t sink_tokens);
-
-void accumulate_scores_(at::Tensor& scores, const at::Tensor& memory, const at::Tensor& colsum);
-
-at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& indices);
+// With the parameters of the functions in ops.h.
+decltype(h2o_prefill::intra_chunk_attention) intra_chunk_attention;
+decltype(h2o_prefill::memory_attention) memory_attention;
+decltype(h2o_prefill::dense_attention) dense_attention;
+decltype(h2o_prefill::sliding_window_attention) sliding_window_attention;
+decltype(h2o_prefill::merge_states) merge_states;
+decltype(h2o_prefill::select_memory) select_memory;
+decltype(h2o_prefill::accumulate_scores_) accumulate_scores_;
+decltype(h2o_prefill::gather_rows) gather_rows;
 
 at::Tensor chunked_sparse_attention(const PrefillRequest& request);
 

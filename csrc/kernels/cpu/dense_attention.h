@@ -1,19 +1,11 @@
 // The operators dense_attention and sliding_window_attention, for other CPU kernels.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
-#include <tuple>
+#include "h2o_prefill/ops.h"
 
 namespace h2o_prefill {
 
-at::Tensor dense_attention_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-                               double softcap);
-
-std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cpu(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
-    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap);
+decltype(dense_attention) dense_attention_cpu;
+decltype(sliding_window_attention) sliding_window_attention_cpu;
 
 }  // namespace h2o_prefill
