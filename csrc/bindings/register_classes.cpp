@@ -88,6 +88,15 @@ void add_fields(torch::class_<ConfigHolder>& cls, const ConfigField<Fields>&... 
    ...);
 }
 
+// State as plain tensors, which is how objects are pickled.
+template <typename T>
+void add_state(torch::class_<T>& cls) {
+  cls.def("state_tensors", &T::state_tensors, "Return everything as plain tensors: copies.")
+      .def_static("from_tensors", &T::from_tensors, "Build one from what state_tensors returned.")
+      .def_pickle([](const c10::intrusive_ptr<T>& self) { return self->state_tensors(); },
+                  [](const std::vector<at::Tensor>& tensors) { return T::from_tensors(tensors); });
+}
+
 void register_config(torch::Library& m) {
   auto cls = m.class_<ConfigHolder>("PrefillConfig");
   std::apply([&](const auto&... fields) { add_fields(cls, fields...); }, kConfigFields);
@@ -172,11 +181,11 @@ void register_chunk_manager(torch::Library& m) {
 }
 
 void register_cache(torch::Library& m) {
-  m.class_<ChunkedKVCache>("ChunkedKVCache")
-      .def(torch::init<int64_t, int64_t, int64_t>(),
-           "Preallocated keys and values of every layer of one prompt; grows by doubling up to "
-           "max_capacity tokens.",
-           {arg("num_layers"), arg("initial_capacity"), arg("max_capacity")})
+  auto cls = m.class_<ChunkedKVCache>("ChunkedKVCache");
+  cls.def(torch::init<int64_t, int64_t, int64_t>(),
+          "Preallocated keys and values of every layer of one prompt; grows by doubling up to "
+          "max_capacity tokens.",
+          {arg("num_layers"), arg("initial_capacity"), arg("max_capacity")})
       .def("append", &ChunkedKVCache::append,
            "Append key [B, Hkv, T, D] and value [B, Hkv, T, Dv] to a layer; return views of all it "
            "holds.",
@@ -198,22 +207,15 @@ void register_cache(torch::Library& m) {
            "Drop every token after the first `length` of every layer.", {arg("length")})
       .def("truncate_layer", &ChunkedKVCache::truncate_layer,
            "Drop every token after the first `length` of a layer.", {arg("layer"), arg("length")})
-      .def("reset", &ChunkedKVCache::reset, "Forget all tokens; the buffers stay allocated.")
-      .def("state_tensors", &ChunkedKVCache::state_tensors,
-           "Return everything as plain tensors: copies.")
-      .def_static("from_tensors", &ChunkedKVCache::from_tensors,
-                  "Build a cache from what state_tensors returned.")
-      .def_pickle([](const Cache& self) { return self->state_tensors(); },
-                  [](const std::vector<at::Tensor>& tensors) {
-                    return ChunkedKVCache::from_tensors(tensors);
-                  });
+      .def("reset", &ChunkedKVCache::reset, "Forget all tokens; the buffers stay allocated.");
+  add_state(cls);
 }
 
 void register_tracker(torch::Library& m) {
-  m.class_<MemorySetTracker>("MemorySetTracker")
-      .def(torch::init<int64_t, int64_t, int64_t, int64_t>(),
-           "Scores and memory set of every layer of one prompt.",
-           {arg("num_layers"), arg("local_window"), arg("heavy_budget"), arg("sink_tokens") = 0})
+  auto cls = m.class_<MemorySetTracker>("MemorySetTracker");
+  cls.def(torch::init<int64_t, int64_t, int64_t, int64_t>(),
+          "Scores and memory set of every layer of one prompt.",
+          {arg("num_layers"), arg("local_window"), arg("heavy_budget"), arg("sink_tokens") = 0})
       .def_static(
           "for_config",
           [](int64_t num_layers, const Config& config) {
@@ -265,15 +267,8 @@ void register_tracker(torch::Library& m) {
            arg("errors") = std::optional<at::Tensor>()})
       .def("truncate", &MemorySetTracker::truncate,
            "Remove the tokens after the first `length` of every layer.", {arg("length")})
-      .def("reset", &MemorySetTracker::reset, "Forget every layer.")
-      .def("state_tensors", &MemorySetTracker::state_tensors,
-           "Return everything as plain tensors: copies.")
-      .def_static("from_tensors", &MemorySetTracker::from_tensors,
-                  "Build a tracker from what state_tensors returned.")
-      .def_pickle([](const Tracker& self) { return self->state_tensors(); },
-                  [](const std::vector<at::Tensor>& tensors) {
-                    return MemorySetTracker::from_tensors(tensors);
-                  });
+      .def("reset", &MemorySetTracker::reset, "Forget every layer.");
+  add_state(cls);
 }
 
 void register_past(torch::Library& m) {
@@ -415,13 +410,13 @@ void register_linear_attention(torch::Library& m) {
 }
 
 void register_context(torch::Library& m) {
-  m.class_<PrefillContext>("PrefillContext")
-      .def(torch::init([](int64_t num_layers, int64_t max_tokens, const Config& config) {
-             return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->config);
-           }),
-           "The state of one prompt: settings, keys and values, scores and memory sets, token "
-           "ids and the keys that they recall.",
-           {arg("num_layers"), arg("max_tokens"), arg("config")})
+  auto cls = m.class_<PrefillContext>("PrefillContext");
+  cls.def(torch::init([](int64_t num_layers, int64_t max_tokens, const Config& config) {
+            return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->config);
+          }),
+          "The state of one prompt: settings, keys and values, scores and memory sets, token "
+          "ids and the keys that they recall.",
+          {arg("num_layers"), arg("max_tokens"), arg("config")})
       .def("set_token_text", &PrefillContext::set_token_text,
            "Set the text of the vocabulary, int32 [vocabulary, any], that calls recall by too.",
            {arg("token_text")})
@@ -462,15 +457,8 @@ void register_context(torch::Library& m) {
            "Write the prompt into a session file; model: the hash of the model.",
            {arg("path"), arg("model")})
       .def("load", &PrefillContext::load, "Replace the prompt by that of a session file.",
-           {arg("path"), arg("model")})
-      .def("state_tensors", &PrefillContext::state_tensors,
-           "Return everything as plain tensors: copies.")
-      .def_static("from_tensors", &PrefillContext::from_tensors,
-                  "Build a context from what state_tensors returned.")
-      .def_pickle([](const Context& self) { return self->state_tensors(); },
-                  [](const std::vector<at::Tensor>& tensors) {
-                    return PrefillContext::from_tensors(tensors);
-                  });
+           {arg("path"), arg("model")});
+  add_state(cls);
 }
 
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {

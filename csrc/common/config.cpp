@@ -83,7 +83,8 @@ std::string to_text(const std::vector<std::vector<int64_t>>& heads) {
   return texts.empty() ? kNone : join(texts, "+");
 }
 
-bool parse_value(std::string_view text, int64_t& value) {
+template <typename Number>
+bool parse_value(std::string_view text, Number& value) {
   const char* const end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
   return error == std::errc() && stop == end;
@@ -107,11 +108,6 @@ bool parse_value(std::string_view text, std::vector<int64_t>& values) {
     if (!parse_value(part, values.emplace_back())) return false;
   }
   return true;
-}
-bool parse_value(std::string_view text, double& value) {
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  return error == std::errc() && stop == end;
 }
 bool parse_value(std::string_view text, std::vector<std::vector<int64_t>>& heads) {
   heads.clear();
