@@ -101,6 +101,45 @@ LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::T
   return request;
 }
 
+LinearAttentionResult attend_causally(
+    const LinearAttentionRequest& r, at::Tensor (*with_rows)(const at::Tensor&),
+    const std::function<void(const LinearAttentionParams&)>& kernel) {
+  const auto contiguous = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
+  const auto data = [](const at::Tensor& t) {
+    return t.defined() ? t.const_data_ptr<float>() : nullptr;
+  };
+  const auto q = with_rows(r.query), k = with_rows(r.key), v = with_rows(r.value);
+  const auto decay = r.decay_by_token();
+  const auto state = contiguous(r.state), normalizer = contiguous(r.normalizer);
+  const auto options = k.options().dtype(at::kFloat);
+  auto out = empty_heads(q.size(0), q.size(1), r.length(), v.size(3), q);
+  auto last_state = at::empty({k.size(0), k.size(1), k.size(3), v.size(3)}, options);
+  auto last_normalizer = at::empty({k.size(0), k.size(1), r.normalize ? k.size(3) : 0}, options);
+  if (k.size(0) == 0 || k.size(2) == 0) {
+    // Without tokens the states stay as they are.
+    state.defined() ? last_state.copy_(state) : last_state.zero_();
+    normalizer.defined() ? last_normalizer.copy_(normalizer) : last_normalizer.zero_();
+    return {out, last_state, last_normalizer};
+  }
+  kernel({.query = heads_view(q),
+          .key = heads_view(k),
+          .value = heads_view(v),
+          .out = heads_view(out),
+          .log_decay = data(decay),
+          .decay_stride_batch = decay.defined() ? decay.stride(0) : 0,
+          .decay_stride_head = decay.defined() ? decay.stride(1) : 0,
+          .decay_stride_row = decay.defined() ? decay.stride(2) : 0,
+          .state = data(state),
+          .normalizer = data(normalizer),
+          .last_state = last_state.mutable_data_ptr<float>(),
+          .last_normalizer = r.normalize ? last_normalizer.mutable_data_ptr<float>() : nullptr,
+          .feature_map = r.feature_map,
+          .normalize = r.normalize,
+          .scale = static_cast<float>(r.scale),
+          .workspace = nullptr});
+  return {out, last_state, last_normalizer};
+}
+
 void check_linear_attention_gradients(const LinearAttentionRequest& r,
                                       const LinearAttentionGradients& gradients) {
   const std::array<int64_t, 4> sizes{r.query.size(0), r.query.size(1), r.length(), r.value.size(3)};

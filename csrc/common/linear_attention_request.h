@@ -4,12 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <string_view>
 #include <tuple>
 
 #include "h2o_prefill/ops.h"
-#include "kernels/feature_map.h"
+#include "kernels/linear_params.h"
 
 namespace h2o_prefill {
 
@@ -77,6 +78,12 @@ LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::T
                                                 std::string_view feature_map, int64_t chunk_size,
                                                 bool causal, bool diagonal_once, bool normalize,
                                                 std::optional<double> scale);
+
+// Runs a kernel of the causal direction, which writes the output and the last states in its
+// parameters. `with_rows` returns a tensor with rows that the kernel can read.
+LinearAttentionResult attend_causally(
+    const LinearAttentionRequest& request, at::Tensor (*with_rows)(const at::Tensor&),
+    const std::function<void(const LinearAttentionParams&)>& kernel);
 
 // Checks the gradients that the backward pass receives.
 void check_linear_attention_gradients(const LinearAttentionRequest& request,

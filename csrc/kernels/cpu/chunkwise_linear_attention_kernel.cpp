@@ -24,59 +24,34 @@ constexpr int64_t kFewTokens = 8;
 // sequentially. Upper bound on the L2 memory of their states.
 constexpr int64_t kTaskStateBytes = int64_t{1} << 20;
 
-// One direction of a call. States are float32 and contiguous. Null input: zero; null output: not
-// computed.
-struct LinearCall {
-  HeadsView query;
-  HeadsView key;
-  HeadsView value;
-  HeadsView out;
-  const float* log_decay;  // null: none
-  int64_t decay_strides[3];
-  const float* state;
-  const float* normalizer;
-  float* last_state;
-  float* last_normalizer;
-  FeatureMap feature_map;
-  bool normalize;
-  float scale;
-
-  // The same call from the last token to the first.
-  LinearCall reversed() const;
-};
-
-LinearCall LinearCall::reversed() const {
-  LinearCall call = *this;
+// The same call from the last token to the first.
+LinearAttentionParams reversed(LinearAttentionParams call) {
   for (HeadsView* view : {&call.query, &call.key, &call.value, &call.out}) {
     view->data = view->row(0, 0, view->length - 1);
     view->stride_row = -view->stride_row;
   }
   if (call.log_decay) {
-    call.log_decay += (call.key.length - 1) * call.decay_strides[2];
-    call.decay_strides[2] = -call.decay_strides[2];
+    call.log_decay += (call.key.length - 1) * call.decay_stride_row;
+    call.decay_stride_row = -call.decay_stride_row;
   }
   return call;
 }
 
 class LinearAttention {
  public:
-  explicit LinearAttention(const LinearCall& call)
+  explicit LinearAttention(const LinearAttentionParams& call)
       : call_(call),
         units_(call.key.batch * call.key.heads),
         group_(call.query.heads / call.key.heads),
         state_floats_(kernels_.state_floats(call.key.dim, call.value.dim)),
-        streams_out_(exceeds_caches(call.out)) {
-    const LinearPieces pieces(units_, call.key.length, state_floats_);
-    chunk_ = pieces.chunk;
-    piece_chunks_ = pieces.chunks;
-    pieces_ = pieces.count;
-  }
+        streams_out_(exceeds_caches(call.out)),
+        pieces_(units_, call.key.length, state_floats_) {}
 
   void run() {
     const int64_t threads = work() < kSerialWork ? 1 : at::get_num_threads();
     if (call_.key.length <= kFewTokens) return run_tokens(threads);
     scratch_floats_ = Workspace::whole_lines<float>(
-        kernels_.scratch_floats(call_.key.dim, call_.value.dim, chunk_));
+        kernels_.scratch_floats(call_.key.dim, call_.value.dim, pieces_.chunk));
     scratch_ = workspace_.add<float>(threads * scratch_floats_);
     heads_ = heads_of_task(threads);
     sums_ = workspace_.add<float>(threads * heads_ * state_floats_);
@@ -88,33 +63,32 @@ class LinearAttention {
                     [&](int64_t group, int64_t thread) { run_all_pieces(group, thread); });
       return;
     }
-    starts_ = workspace_.add<float>(units_ * pieces_ * state_floats_);
-    log_decays_ = workspace_.add<float>(units_ * pieces_);
+    starts_ = workspace_.add<float>(units_ * pieces_.count * state_floats_);
+    log_decays_ = workspace_.add<float>(units_ * pieces_.count);
     workspace_.allocate();
-    for_each_task(TaskRange{groups.tasks * (pieces_ - 1)}, threads,
+    for_each_task(TaskRange{groups.tasks * (pieces_.count - 1)}, threads,
                   [&](int64_t task, int64_t thread) {
                     sum_piece(task % groups.tasks, task / groups.tasks, thread);
                   });
     for_each_task(TaskRange{units_}, threads, [&](int64_t unit, int64_t) { join_pieces(unit); });
-    for_each_task(TaskRange{groups.tasks * pieces_}, threads, [&](int64_t task, int64_t thread) {
-      attend_piece(task % groups.tasks, task / groups.tasks, thread);
-    });
+    for_each_task(TaskRange{groups.tasks * pieces_.count}, threads,
+                  [&](int64_t task, int64_t thread) {
+                    attend_piece(task % groups.tasks, task / groups.tasks, thread);
+                  });
   }
 
  private:
   // Multiply-adds per token: for the state, and for everything else.
   int64_t state_work() const { return call_.key.dim * call_.value.dim; }
   int64_t query_work() const {
-    return group_ * (state_work() + chunk_ * (call_.key.dim + call_.value.dim) / 2);
+    return group_ * (state_work() + pieces_.chunk * (call_.key.dim + call_.value.dim) / 2);
   }
   int64_t work() const { return units_ * call_.key.length * (state_work() + query_work()); }
 
   // Whether tasks of whole heads take less time than tasks of pieces, which compute states twice.
   bool heads_suffice(int64_t threads) const {
-    if (threads == 1 || pieces_ == 1) return true;
-    const double whole = static_cast<double>(divide_up(units_, threads));
     const double twice = static_cast<double>(state_work()) / (state_work() + query_work());
-    return whole * threads <= units_ * (1 + twice);
+    return pieces_.heads_suffice(units_, threads, twice);
   }
 
   // KV heads of a task: the largest number that gives every thread the same number of tasks.
@@ -125,15 +99,15 @@ class LinearAttention {
       const int64_t of_thread = divide_up(units_, threads);
       return divide_up(of_thread, divide_up(of_thread, fitting));
     }
-    const int64_t many = units_ * pieces_ / (kTasksPerThread * threads);
+    const int64_t many = units_ * pieces_.count / (kTasksPerThread * threads);
     return std::clamp<int64_t>(many, 1, std::min(units_, fitting));
   }
 
   float* start(int64_t unit, int64_t piece) const {
-    return workspace_.get(starts_) + (unit * pieces_ + piece) * state_floats_;
+    return workspace_.get(starts_) + (unit * pieces_.count + piece) * state_floats_;
   }
   float* log_decay(int64_t unit, int64_t piece) const {
-    return workspace_.get(log_decays_) + unit * pieces_ + piece;
+    return workspace_.get(log_decays_) + unit * pieces_.count + piece;
   }
 
   void read_state(int64_t unit, float* packed) const {
@@ -188,7 +162,7 @@ class LinearAttention {
   void run_all_pieces(int64_t group, int64_t thread) const {
     float* befores = workspace_.get(starts_) + thread * heads_ * state_floats_;
     float* sums = workspace_.get(sums_) + thread * heads_ * state_floats_;
-    for (int64_t piece = 0; piece < pieces_; ++piece) {
+    for (int64_t piece = 0; piece < pieces_.count; ++piece) {
       auto heads = heads_of(
           group,
           [&](int64_t unit, int64_t i) -> const float* {
@@ -201,7 +175,7 @@ class LinearAttention {
       run_piece(heads, piece, thread, /*attends=*/true);
       for (const Head& head : heads) {
         add_before(head);
-        if (piece + 1 == pieces_) write_state(head.unit, head.sum);
+        if (piece + 1 == pieces_.count) write_state(head.unit, head.sum);
       }
       std::swap(befores, sums);
     }
@@ -224,7 +198,7 @@ class LinearAttention {
         },
         [&](int64_t, int64_t i) { return sums + i * state_floats_; });
     run_piece(heads, piece, thread, /*attends=*/true);
-    if (piece + 1 < pieces_) return;
+    if (piece + 1 < pieces_.count) return;
     for (const Head& head : heads) {
       add_before(head);
       write_state(head.unit, head.sum);
@@ -238,7 +212,7 @@ class LinearAttention {
   // Turns each piece's contribution into the state before that piece.
   void join_pieces(int64_t unit) const {
     if (call_.state) read_state(unit, start(unit, 0));
-    for (int64_t piece = call_.state ? 0 : 1; piece + 1 < pieces_; ++piece) {
+    for (int64_t piece = call_.state ? 0 : 1; piece + 1 < pieces_.count; ++piece) {
       kernels_.add_earlier(start(unit, piece), *log_decay(unit, piece), state_floats_,
                            start(unit, piece + 1));
     }
@@ -246,15 +220,14 @@ class LinearAttention {
 
   // Writes each head's contribution of the piece to its sum; returns the log decay of the piece.
   void run_piece(std::vector<Head>& heads, int64_t piece, int64_t thread, bool attends) const {
-    const int64_t first = piece * piece_chunks_ * chunk_;
-    const int64_t end = std::min(first + piece_chunks_ * chunk_, call_.key.length);
-    for (int64_t row = first; row < end; row += chunk_) {
+    const int64_t first = pieces_.begin(piece), end = pieces_.end(piece);
+    for (int64_t row = first; row < end; row += pieces_.chunk) {
       for (size_t i = 0; i < heads.size(); ++i) {
         Head& head = heads[i];
-        auto args = chunk_args(head.unit, row, std::min(row + chunk_, end), thread);
+        auto args = chunk_args(head.unit, row, std::min(row + pieces_.chunk, end), thread);
         args.heads = attends ? group_ : 0;
         const bool is_last = i + 1 == heads.size();
-        set_next(heads[is_last ? 0 : i + 1].unit, is_last ? row + chunk_ : row, args);
+        set_next(heads[is_last ? 0 : i + 1].unit, is_last ? row + pieces_.chunk : row, args);
         args.start = head.before;
         args.start_log_decay = head.log_decay;
         args.sum = head.sum;
@@ -266,7 +239,7 @@ class LinearAttention {
 
   void set_next(int64_t unit, int64_t row, LinearChunkArgs& args) const {
     const int64_t b = unit / call_.key.heads, h = unit % call_.key.heads;
-    args.next_rows = std::clamp<int64_t>(call_.key.length - row, 0, chunk_);
+    args.next_rows = std::clamp<int64_t>(call_.key.length - row, 0, pieces_.chunk);
     if (args.next_rows == 0) return;
     args.next_key = call_.key.row(b, h, row);
     args.next_value = call_.value.row(b, h, row);
@@ -284,22 +257,16 @@ class LinearAttention {
             .rows = end - row,
             .key_dim = call_.key.dim,
             .value_dim = call_.value.dim,
-            .key = call_.key.row(b, h, row),
-            .key_stride = call_.key.stride_row,
-            .value = call_.value.row(b, h, row),
-            .value_stride = call_.value.stride_row,
+            .key = {call_.key, b, h, row},
+            .value = {call_.value, b, h, row},
             .log_decay = call_.log_decay
-                             ? call_.log_decay + b * call_.decay_strides[0] +
-                                   h * call_.decay_strides[1] + row * call_.decay_strides[2]
+                             ? call_.log_decay + b * call_.decay_stride_batch +
+                                   h * call_.decay_stride_head + row * call_.decay_stride_row
                              : nullptr,
-            .decay_stride = call_.decay_strides[2],
+            .decay_stride = call_.decay_stride_row,
             .heads = group_,
-            .query = call_.query.row(b, h * group_, row),
-            .query_stride = call_.query.stride_row,
-            .query_head_stride = call_.query.stride_head,
-            .out = call_.out.row(b, h * group_, row),
-            .out_stride = call_.out.stride_row,
-            .out_head_stride = call_.out.stride_head,
+            .query = {call_.query, b, h * group_, row},
+            .out = {call_.out, b, h * group_, row},
             .next_rows = 0,
             .next_key = nullptr,
             .next_value = nullptr,
@@ -313,15 +280,13 @@ class LinearAttention {
   }
 
   const LinearKernels& kernels_ = *cpu_kernels().linear;
-  const LinearCall& call_;
+  const LinearAttentionParams& call_;
   int64_t units_;
   int64_t group_;  // query heads of a KV head
   int64_t state_floats_;
-  int64_t chunk_;  // tokens
   bool streams_out_;
+  LinearPieces pieces_;
   int64_t heads_ = 1;  // of a task; the last one may have fewer
-  int64_t piece_chunks_;
-  int64_t pieces_;  // of a KV head
   int64_t scratch_floats_ = 0;
   Workspace workspace_;
   Workspace::Part<float> scratch_;     // [threads, scratch_floats_]
@@ -330,57 +295,25 @@ class LinearAttention {
   Workspace::Part<float> log_decays_;  // [units, pieces]
 };
 
-// Runs one direction; returns the states after the last token, [B, Hkv, D, Dv] and [B, Hkv, D].
-std::pair<at::Tensor, at::Tensor> run(const at::Tensor& q_argument, const at::Tensor& k_argument,
-                                      const at::Tensor& v_argument, const at::Tensor& log_decay,
-                                      const at::Tensor& state_argument,
-                                      const at::Tensor& normalizer_argument, const at::Tensor& out,
-                                      FeatureMap feature_map, bool normalize, double scale,
-                                      bool reverse) {
-  const auto q = with_contiguous_rows(q_argument);
-  const auto k = with_contiguous_rows(k_argument);
-  const auto v = with_contiguous_rows(v_argument);
-  const auto contiguous = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  const auto data = [](const at::Tensor& t) {
-    return t.defined() ? t.const_data_ptr<float>() : nullptr;
-  };
-  const auto state = contiguous(state_argument), normalizer = contiguous(normalizer_argument);
-  const auto options = k.options().dtype(at::kFloat);
-  auto last_state = at::empty({k.size(0), k.size(1), k.size(3), v.size(3)}, options);
-  auto last_normalizer = at::empty({k.size(0), k.size(1), normalize ? k.size(3) : 0}, options);
-  if (k.size(0) == 0 || k.size(2) == 0) {
-    // Without tokens the states stay as they are.
-    state.defined() ? last_state.copy_(state) : last_state.zero_();
-    normalizer.defined() ? last_normalizer.copy_(normalizer) : last_normalizer.zero_();
-    return {last_state, last_normalizer};
-  }
-  LinearCall call{
-      .query = heads_view(q),
-      .key = heads_view(k),
-      .value = heads_view(v),
-      .out = heads_view(out),
-      .log_decay = data(log_decay),
-      .decay_strides = {},
-      .state = data(state),
-      .normalizer = data(normalizer),
-      .last_state = last_state.mutable_data_ptr<float>(),
-      .last_normalizer = normalize ? last_normalizer.mutable_data_ptr<float>() : nullptr,
-      .feature_map = feature_map,
-      .normalize = normalize,
-      .scale = static_cast<float>(scale)};
-  for (int i = 0; log_decay.defined() && i < 3; ++i) call.decay_strides[i] = log_decay.stride(i);
-  if (reverse) call = call.reversed();
-  LinearAttention(call).run();
-  return {last_state, last_normalizer};
-}
-
 composite::Scanned scan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                        const at::Tensor& log_decay, const at::Tensor& state,
-                        int64_t /*chunk_size*/, bool reverse) {
-  auto out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
-  const auto states = run(q, k, v, log_decay, state, {}, out, FeatureMap::kIdentity,
-                          /*normalize=*/false, /*scale=*/1.0, reverse);
-  return {out, states.first};
+                        const at::Tensor& log_decay, const at::Tensor& state, int64_t chunk_size,
+                        bool reverse) {
+  const LinearAttentionRequest request{.query = q,
+                                       .key = k,
+                                       .value = v,
+                                       .log_decay = log_decay,
+                                       .state = state,
+                                       .normalizer = {},
+                                       .feature_map = FeatureMap::kIdentity,
+                                       .chunk_size = chunk_size,
+                                       .causal = true,
+                                       .diagonal_once = false,
+                                       .normalize = false,
+                                       .scale = 1.0};
+  const auto found = attend_causally(request, &with_contiguous_rows, [&](const auto& params) {
+    LinearAttention(reverse ? reversed(params) : params).run();
+  });
+  return {std::get<0>(found), std::get<1>(found)};
 }
 
 composite::LinearScan scan_of(const at::Tensor& q) {
@@ -391,11 +324,9 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
   if (!r.causal || r.query.scalar_type() == at::kDouble) {
     return composite::linear_attention(r, scan_of(r.query));
   }
-  auto out = empty_heads(r.query.size(0), r.query.size(1), r.length(), r.value.size(3), r.query);
-  const auto [state, normalizer] =
-      run(r.query, r.key, r.value, r.decay_by_token(), r.state, r.normalizer, out, r.feature_map,
-          r.normalize, r.scale, /*reverse=*/false);
-  return {out, state, normalizer};
+  return attend_causally(r, &with_contiguous_rows, [](const LinearAttentionParams& params) {
+    LinearAttention(params).run();
+  });
 }
 
 LinearAttentionInputGradients attend_backward(const LinearAttentionRequest& r,

@@ -97,8 +97,8 @@ Streams next_keys_and_values(const LinearChunkArgs& args) {
   const int64_t blocks = (args.rows + kQueryRows - 1) / kQueryRows;
   const int64_t steps = update_steps(args) + args.heads * blocks * attend_steps(args);
   Streams streams;
-  streams.keys = {args.next_key, args.dtype, args.key_stride, args.next_rows, args.key_dim, steps};
-  streams.values = {args.next_value, args.dtype,     args.value_stride,
+  streams.keys = {args.next_key, args.dtype, args.key.stride, args.next_rows, args.key_dim, steps};
+  streams.values = {args.next_value, args.dtype,     args.value.stride,
                     args.next_rows,  args.value_dim, steps};
   return streams;
 }
@@ -107,10 +107,10 @@ Streams next_keys_and_values(const LinearChunkArgs& args) {
 RowStream next_queries(const LinearChunkArgs& args, int64_t head, int64_t first) {
   const int64_t left = args.next_rows - first;
   if (left <= 0) return {};
-  const int64_t offset = head * args.query_head_stride + first * args.query_stride;
+  const int64_t offset = head * args.query.head_stride + first * args.query.stride;
   return {static_cast<const char*>(args.next_query) + offset * size_of(args.dtype),
           args.dtype,
-          args.query_stride,
+          args.query.stride,
           left < kQueryRows ? left : kQueryRows,
           args.key_dim,
           attend_steps(args)};
@@ -118,8 +118,8 @@ RowStream next_queries(const LinearChunkArgs& args, int64_t head, int64_t first)
 
 void pack(const LinearChunkArgs& args, const Scratch& scratch) {
   pack_key_rows<Products>(
-      pack_args(args.key, args.dtype, args.key_stride, args.rows, args.key_dim, scratch.keys));
-  pack_value_rows<Products>(pack_args(args.value, args.dtype, args.value_stride, args.rows,
+      pack_args(args.key.data, args.dtype, args.key.stride, args.rows, args.key_dim, scratch.keys));
+  pack_value_rows<Products>(pack_args(args.value.data, args.dtype, args.value.stride, args.rows,
                                       args.value_dim, scratch.values));
   map_features(args.feature_map, pad_to(args.rows, kPanel) * args.key_dim, scratch.keys);
   const int64_t rest = args.rows % kPanel;
@@ -184,12 +184,12 @@ void load_queries(const LinearChunkArgs& args, int64_t head, int64_t first, int 
   const int64_t dim = args.key_dim;
   const bool mapped_as_loaded = args.dtype == DType::kFloat32 && dim % kLanes == 0;
   for (int r = 0; r < rows; ++r) {
-    const int64_t offset = head * args.query_head_stride + (first + r) * args.query_stride;
+    const int64_t offset = head * args.query.head_stride + (first + r) * args.query.stride;
     if (mapped_as_loaded) {
-      map_features(args.feature_map, dim, static_cast<const float*>(args.query) + offset,
+      map_features(args.feature_map, dim, static_cast<const float*>(args.query.data) + offset,
                    to + r * dim);
     } else {
-      load_floats(args.query, args.dtype, offset, dim, 1.0F, to + r * dim);
+      load_floats(args.query.data, args.dtype, offset, dim, 1.0F, to + r * dim);
     }
   }
   // The padding after the last row is mapped too; its contents are not used.
@@ -224,8 +224,8 @@ void attend_rows_of_head(const LinearChunkArgs& args, const Scratch& scratch, co
       }
       factor = weight == 0.0F ? 0.0F : 1.0F / weight;
     }
-    write_row(scratch.acc + r * width, args.value_dim, factor, args.out, args.out_dtype,
-              head * args.out_head_stride + (first + r) * args.out_stride, args.streams_out,
+    write_row(scratch.acc + r * width, args.value_dim, factor, args.out.data, args.out_dtype,
+              head * args.out.head_stride + (first + r) * args.out.stride, args.streams_out,
               scratch.row);
   }
 }

@@ -11,6 +11,16 @@
 
 namespace h2o_prefill {
 
+// Rows of one chunk: the first of the first head, and strides in elements.
+struct LinearRows {
+  void* data;
+  int64_t stride;
+  int64_t head_stride;
+
+  LinearRows(const HeadsView& view, int64_t batch, int64_t head, int64_t row)
+      : data(view.row(batch, head, row)), stride(view.stride_row), head_stride(view.stride_head) {}
+};
+
 // States are packed: D x Dv as tiles read it, then the D sums of keys of the normaliser.
 struct LinearChunkArgs {
   DType dtype;  // of queries, keys and values
@@ -21,21 +31,14 @@ struct LinearChunkArgs {
   int64_t rows;
   int64_t key_dim;
   int64_t value_dim;
-  // First row of each; strides in elements.
-  const void* key;
-  int64_t key_stride;
-  const void* value;
-  int64_t value_stride;
+  LinearRows key;
+  LinearRows value;
   const float* log_decay;  // one a row; null: none
   int64_t decay_stride;
   // Query heads; 0: only the state is computed.
   int64_t heads;
-  const void* query;
-  int64_t query_stride;
-  int64_t query_head_stride;
-  void* out;
-  int64_t out_stride;
-  int64_t out_head_stride;
+  LinearRows query;
+  LinearRows out;
   // Rows of the next call on this thread, which has the same strides and heads; they are
   // prefetched.
   int64_t next_rows;

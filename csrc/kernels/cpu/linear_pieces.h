@@ -32,6 +32,13 @@ struct LinearPieces {
   int64_t begin(int64_t piece) const { return piece * chunks * chunk; }
   int64_t end(int64_t piece) const { return std::min(begin(piece + 1), length); }
 
+  // Whether tasks of whole heads take less time than tasks of pieces, which compute the share
+  // `twice` of their work a second time.
+  bool heads_suffice(int64_t units, int64_t threads, double twice) const {
+    if (threads == 1 || count == 1) return true;
+    return static_cast<double>(divide_up(units, threads)) * threads <= units * (1 + twice);
+  }
+
  private:
   // Fewer tokens would spend more time on the states between chunks, more tokens on scores above
   // the diagonal; the caller's chunk size has no effect.

@@ -128,8 +128,8 @@ void write_token(const LinearChunkArgs& args, const Scratch& scratch, int64_t ro
       const float weight = dot(scratch.queries + i * scratch.dim, normalizer, args.key_dim);
       factor = weight == 0.0F ? 0.0F : 1.0F / weight;
     }
-    store_floats(scratch.sums + i * scratch.width, args.value_dim, factor, args.out, args.out_dtype,
-                 head * args.out_head_stride + row * args.out_stride);
+    store_floats(scratch.sums + i * scratch.width, args.value_dim, factor, args.out.data,
+                 args.out_dtype, head * args.out.head_stride + row * args.out.stride);
   }
 }
 
@@ -138,14 +138,14 @@ void write_token(const LinearChunkArgs& args, const Scratch& scratch, int64_t ro
 void linear_tokens(const LinearChunkArgs& args, const LinearStates& states) {
   const Scratch scratch(args.scratch, args.key_dim, args.value_dim, args.rows, args.heads);
   for (int64_t row = 0; row < args.rows; ++row) {
-    load_features(args, args.key, row * args.key_stride, scratch.keys + row * scratch.dim);
-    load_floats(args.value, args.dtype, row * args.value_stride, args.value_dim, 1.0F,
+    load_features(args, args.key.data, row * args.key.stride, scratch.keys + row * scratch.dim);
+    load_floats(args.value.data, args.dtype, row * args.value.stride, args.value_dim, 1.0F,
                 scratch.values + row * scratch.width);
     for (int64_t i = args.value_dim; i < scratch.width; ++i) {
       scratch.values[row * scratch.width + i] = 0.0F;
     }
     for (int64_t head = 0; head < args.heads; ++head) {
-      load_features(args, args.query, head * args.query_head_stride + row * args.query_stride,
+      load_features(args, args.query.data, head * args.query.head_stride + row * args.query.stride,
                     scratch.queries + (row * args.heads + head) * scratch.dim);
     }
   }

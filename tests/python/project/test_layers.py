@@ -20,6 +20,7 @@ KERNEL_VOCABULARY = (
     "kernels/feature_map.h",
     "kernels/host_device.h",
     "kernels/key_sets.h",
+    "kernels/linear_params.h",
     "kernels/params.h",
     "kernels/softmax_state.h",
     "kernels/widening.h",

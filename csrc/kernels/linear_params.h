@@ -1,0 +1,31 @@
+// What kernels of causal linear attention get.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/feature_map.h"
+#include "kernels/params.h"
+
+namespace h2o_prefill {
+
+struct LinearAttentionParams {
+  HeadsView query;         // [B, Hq, T, D]
+  HeadsView key;           // [B, Hkv, T, D]
+  HeadsView value;         // [B, Hkv, T, Dv]
+  HeadsView out;           // [B, Hq, T, Dv], dtype of the query
+  const float* log_decay;  // g, [B, Hkv, T]; null: 0
+  int64_t decay_stride_batch;
+  int64_t decay_stride_head;
+  int64_t decay_stride_row;
+  // float32, contiguous, before the first token and after the last one; null: 0.
+  const float* state;       // [B, Hkv, D, Dv]
+  const float* normalizer;  // [B, Hkv, D]
+  float* last_state;
+  float* last_normalizer;  // null unless normalize
+  FeatureMap feature_map;
+  bool normalize;
+  float scale;
+  float* workspace;  // on CUDA: linear_attention_workspace_floats(), aligned to 16 bytes
+};
+
+}  // namespace h2o_prefill
