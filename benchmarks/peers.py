@@ -67,7 +67,9 @@ def peers(
     others: Annotated[
         str, _option("peers", f"Of {', '.join(PEERS)}, with commas; none if empty.")
     ] = ",".join(PEERS[:3]),
-    bits: Annotated[str, _option("bits", "Bits of the weights of peers.")] = "16,8,4",
+    bits: Annotated[
+        str, _option("bits", "Bits of the weights of peers, and 8 of packages.")
+    ] = "16,8,4",
     folder: Annotated[
         Path, _option("folder", "Where environments and formats of peers are made and kept.")
     ] = Path("build/peers"),
@@ -113,7 +115,7 @@ def peers(
     with Report(plan, title, windows=windows, **facts) as report:
         modes = programs.transformers() | programs.ours(configs)
         if package:
-            modes |= programs.packages(network, tokenizer, configs)
+            modes |= programs.packages(network, tokenizer, configs, widths)
         for name in wanted:
             try:
                 modes |= dict(makers[name]())

@@ -90,18 +90,25 @@ class Programs:
         return modes
 
     def packages(
-        self, model: Any, tokenizer: Any, configs: Mapping[str, PrefillConfig]
+        self,
+        model: Any,
+        tokenizer: Any,
+        configs: Mapping[str, PrefillConfig],
+        bits: Sequence[int],
     ) -> dict[str, Mode]:
-        """Export a model with each of the settings."""
+        """Export a model with each of the settings; with 8 `bits`, with int8 weights as well."""
         modes: dict[str, Mode] = {}
-        for number, (name, config) in enumerate(configs.items()):
-            path = self._formats / f"{number}.pt2"
-            write_package(model, tokenizer, config, self._longest, path)
-            arguments = {"path": str(path), "threads": self._threads}
-            loader, decodes = "common.ours:Package", not modes
-            modes[f"{OURS} {name}, package"] = Mode(
-                OURS, self._bits, self.dense, loader, arguments, decodes=decodes
-            )
+        formats = [("", self._bits), *([("int8", 8)] if 8 in bits else [])]
+        for weights, count in formats:
+            kind = f"{weights} package".strip()
+            dense = f"{OURS} exact, {kind}" if weights and "exact" in configs else self.dense
+            for number, (name, config) in enumerate(configs.items()):
+                path = self._formats / f"{number}{weights}.pt2"
+                write_package(model, tokenizer, config, self._longest, path, weights)
+                arguments = {"path": str(path), "threads": self._threads}
+                modes[f"{OURS} {name}, {kind}"] = Mode(
+                    OURS, count, dense, "common.ours:Package", arguments, decodes=number == 0
+                )
         return modes
 
     def openvino(
