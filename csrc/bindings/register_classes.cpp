@@ -11,7 +11,6 @@
 #include "h2o_prefill/chunk_manager.h"
 #include "h2o_prefill/chunked_kv_cache.h"
 #include "h2o_prefill/chunked_sparse_attention.h"
-#include "h2o_prefill/chunkwise_linear_attention.h"
 #include "h2o_prefill/compact_past.h"
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/memory_set_tracker.h"
@@ -34,7 +33,6 @@ using Tracker = c10::intrusive_ptr<MemorySetTracker>;
 using Attention = c10::intrusive_ptr<ChunkedSparseAttention>;
 using Past = c10::intrusive_ptr<CompactPast>;
 using Context = c10::intrusive_ptr<PrefillContext>;
-using Linear = c10::intrusive_ptr<ChunkwiseLinearAttention>;
 
 // What lexical_recall returns to TorchScript.
 using Lists = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -357,58 +355,6 @@ void register_attention(torch::Library& m) {
           });
 }
 
-// The feature map, the other options, and the sequence.
-using PickledOptions = std::tuple<int64_t, bool, std::optional<double>>;
-using PickledLinear = std::tuple<std::string, PickledOptions, std::vector<at::Tensor>>;
-
-void register_linear_attention(torch::Library& m) {
-  m.class_<ChunkwiseLinearAttention>("ChunkwiseLinearAttention")
-      .def(torch::init([](std::string feature_map, int64_t chunk_size, bool normalize,
-                          std::optional<double> scale) {
-             return c10::make_intrusive<ChunkwiseLinearAttention>(
-                 LinearAttentionOptions{.feature_map = std::move(feature_map),
-                                        .chunk_size = chunk_size,
-                                        .normalize = normalize,
-                                        .scale = scale});
-           }),
-           "Linear attention of one sequence: the options and the state so far.",
-           {arg("feature_map") = "elu+1", arg("chunk_size") = 64, arg("normalize") = false,
-            arg("scale") = std::optional<double>()})
-      .def(
-          "forward",
-          [](const Linear& self, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-             const std::optional<at::Tensor>& log_decay) {
-            return self->forward(q, k, v, log_decay.value_or(at::Tensor()));
-          },
-          "Go on with the sequence by q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]; return "
-          "[B, Hq, T, Dv].",
-          {arg("q"), arg("k"), arg("v"), arg("log_decay") = std::optional<at::Tensor>()})
-      .def("length", &ChunkwiseLinearAttention::length, "Return the tokens so far.")
-      .def("reset", &ChunkwiseLinearAttention::reset, "Begin another sequence.")
-      .def("state_tensors", &ChunkwiseLinearAttention::state_tensors,
-           "Return the sequence as plain tensors: copies.")
-      .def("load_state_tensors", &ChunkwiseLinearAttention::load_state_tensors,
-           "Go on from what state_tensors returned.", {arg("tensors")})
-      .def_pickle(
-          [](const Linear& self) {
-            const LinearAttentionOptions& options = self->options();
-            return PickledLinear{options.feature_map,
-                                 {options.chunk_size, options.normalize, options.scale},
-                                 self->state_tensors()};
-          },
-          [](const PickledLinear& pickled) {
-            const auto& [feature_map, options, tensors] = pickled;
-            const auto& [chunk_size, normalize, scale] = options;
-            auto linear = c10::make_intrusive<ChunkwiseLinearAttention>(
-                LinearAttentionOptions{.feature_map = feature_map,
-                                       .chunk_size = chunk_size,
-                                       .normalize = normalize,
-                                       .scale = scale});
-            linear->load_state_tensors(tensors);
-            return linear;
-          });
-}
-
 void register_context(torch::Library& m) {
   auto cls = m.class_<PrefillContext>("PrefillContext");
   cls.def(torch::init([](int64_t num_layers, int64_t max_tokens, const Config& config) {
@@ -469,7 +415,6 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   register_past(m);
   register_attention(m);
   register_context(m);
-  register_linear_attention(m);
 }
 
 }  // namespace

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from op_testing import Shape, make_qkv
-from torch import nn
 
 from h2o_prefill import ChunkwiseLinearAttention, LinearAttentionState, linear_attention, ops
 
@@ -61,36 +60,3 @@ def test_heads_must_divide():
         ChunkwiseLinearAttention(32, 5)
     with pytest.raises(ValueError, match=r"num_kv_heads must divide num_heads \(4\), got 3"):
         ChunkwiseLinearAttention(32, 4, 3)
-
-
-def test_the_class_of_a_sequence_continues_after_a_copy_and_a_script():
-    sequence = torch.classes.h2o_prefill.ChunkwiseLinearAttention
-    q, k, v = make_qkv(Shape(1, 4, 2, 30, 8, 6))
-    decay = torch.tensor([-0.1, -0.2])
-    expected, _, _ = ops.chunkwise_linear_attention(q, k, v, decay, scale=0.5)
-
-    class Script(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.sequence = sequence("elu+1", 64, False, 0.5)
-
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor):
-            return self.sequence.forward(q, k, v, decay), self.sequence.length()
-
-    scripted = torch.jit.script(Script())
-    first, length = scripted(*(x[:, :, :20] for x in (q, k, v)), decay)
-    buffer = io.BytesIO()
-    torch.jit.save(scripted, buffer)
-    buffer.seek(0)
-    for other in (torch.jit.load(buffer), scripted):
-        rest, total = other(*(x[:, :, 20:] for x in (q, k, v)), decay)
-        assert (length, total) == (20, 30)
-        torch.testing.assert_close(torch.cat([first, rest], 2), expected)
-    one, other = sequence(), sequence()
-    one.forward(q, k, v)
-    other.load_state_tensors(one.state_tensors())
-    torch.testing.assert_close(other.state_tensors(), one.state_tensors())
-    one.reset()
-    assert (one.length(), other.length()) == (0, 30)
-    with pytest.raises(ValueError, match="feature_map must be"):
-        sequence("gelu")
