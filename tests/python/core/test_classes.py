@@ -73,11 +73,6 @@ def test_config_takes_every_field_by_name() -> None:
     assert config.is_dense_layer(8) and not config.is_dense_layer(0)
 
 
-def test_config_is_read_only() -> None:
-    with pytest.raises(RuntimeError, match="can't set attribute"):
-        classes.PrefillConfig().chunk_size = 4
-
-
 def test_attention_is_the_op() -> None:
     qkv = random_qkv(70)
     cache, tracker = make_state()
@@ -171,34 +166,3 @@ def test_scripted_module_is_saved_with_the_classes() -> None:
         assert torch.equal(got_out, out)
         assert torch.equal(got_scores, scores)
         assert length == 70
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: classes.PrefillConfig(chunk_size=0), "chunk_size must be >= 1, got 0"),
-        (lambda: classes.ChunkManager(0, 5, 4).begin(2), r"chunk must be in \[0, 2\), got 2"),
-        (lambda: classes.ChunkedKVCache(4, 8, 8).length(7), r"layer must be in \[0, 4\), got 7"),
-        (lambda: classes.MemorySetTracker(1, 1, -2), "heavy_budget must be >= 0, got -2"),
-    ],
-)
-def test_wrong_arguments_are_value_errors(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        call()
-
-
-def test_calls_in_a_window_are_exact_and_leave_the_tracker_alone() -> None:
-    text, calls = "h2o,chunk_size=16,local_window=4,heavy_budget=4,min_prefill=2", (40, 30, 1, 9)
-    q, k, v = make_qkv(Shape(1, 4, 2, sum(calls), 16, 16))
-    config = classes.PrefillConfig.parse(text)
-    attention = classes.ChunkedSparseAttention(config)
-    cache, tracker = classes.ChunkedKVCache(1, 8, 128), classes.MemorySetTracker(1, 4, 4, 0)
-    begin = 0
-    for rows in calls:
-        new = [x[:, :, begin : begin + rows] for x in (q, k, v)]
-        begin += rows
-        out = attention.forward(0, *new, cache, tracker, window=30)
-        keys, values = (x[:, :, :begin] for x in (k, v))
-        expected, _ = ops.sliding_window_attention(new[0], keys, values, 30)
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-        assert tracker.length(0) == 0

@@ -8,12 +8,6 @@ from h2o_prefill import PRESETS, PrefillConfig, preset_config
 from h2o_prefill.presets import chosen_config
 
 
-def test_h2o_is_the_default_config():
-    assert list(PRESETS) == ["exact", "recommended", "h2o"]
-    assert PRESETS["h2o"] == PrefillConfig()
-    assert PRESETS["recommended"].recall > 0
-
-
 def test_settings_come_whole_by_name_or_by_default():
     config = PrefillConfig(chunk_size=32, local_window=4, heavy_budget=4)
     assert chosen_config(config) is config
