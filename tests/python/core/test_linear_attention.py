@@ -1,12 +1,11 @@
 """Linear attention as a function and as a module: states, scripts, feature maps, training."""
 
 import copy
-import io
 
 import pytest
 import torch
 import torch.nn.functional as F
-from op_testing import Shape, make_qkv
+from op_testing import Shape, make_qkv, saved_and_loaded
 from torch import nn
 
 from h2o_prefill import ChunkwiseLinearAttention, LinearAttentionState, linear_attention, ops
@@ -47,10 +46,7 @@ def test_a_module_is_scripted_copied_and_saved(log_decay):
     hidden = torch.randn(1, 20, 32)
     expected = module(hidden)
     scripted = torch.jit.script(module)
-    buffer = io.BytesIO()
-    torch.jit.save(scripted, buffer)
-    buffer.seek(0)
-    for other in (scripted, torch.jit.load(buffer), copy.deepcopy(module)):
+    for other in (scripted, saved_and_loaded(scripted, torch.jit), copy.deepcopy(module)):
         torch.testing.assert_close(other(hidden), expected, rtol=0, atol=0)
     if log_decay is not None:
         assert "log_decay" in module.state_dict()
@@ -79,10 +75,7 @@ def test_the_class_of_a_sequence_continues_after_a_copy_and_a_script():
 
     scripted = torch.jit.script(Script())
     first, length = scripted(*(x[:, :, :20] for x in (q, k, v)), decay)
-    buffer = io.BytesIO()
-    torch.jit.save(scripted, buffer)
-    buffer.seek(0)
-    for other in (torch.jit.load(buffer), scripted):
+    for other in (saved_and_loaded(scripted, torch.jit), scripted):
         rest, total = other(*(x[:, :, 20:] for x in (q, k, v)), decay)
         assert (length, total) == (20, 30)
         torch.testing.assert_close(torch.cat([first, rest], 2), expected)

@@ -113,15 +113,6 @@ def test_a_memory_that_holds_everything_is_dense(heads, sinks, local, heavy, cal
     assert_equal(prefill(q, k, v, calls, **sizes)[0], sdpa(q, k, v, is_causal=True))
 
 
-@pytest.mark.parametrize("calls", [[S, 2 * S + 5], [2 * S, S + 5], [S, S, S, 5]])
-def test_calls_in_multiples_of_s_equal_one_call(calls):
-    q, k, v = random_qkv(3 * S + 5)
-    whole, parts = prefill(q, k, v, sink_tokens=3), prefill(q, k, v, calls, sink_tokens=3)
-    assert_equal(parts[0], whole[0])
-    assert_equal(parts[1], whole[1])
-    assert torch.equal(parts[2], whole[2])
-
-
 def test_tokens_from_outside_prefill_score_zero_and_are_candidates():
     q, k, v = random_qkv(3 * S)
     settings = text(local_window=2, heavy_budget=S + 2)
