@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,6 @@ class Shape:
     length: int
     head_dim: int
     value_dim: int
-
-    def __str__(self) -> str:
-        return (
-            f"B{self.batch}-Hq{self.query_heads}-Hkv{self.kv_heads}-T{self.length}"
-            f"-D{self.head_dim}-Dv{self.value_dim}"
-        )
 
 
 def make_qkv(
@@ -130,6 +125,14 @@ def assert_close_to_reference(
         peer_error = (same_dtype[finite].double() - truth).abs().max().item()
         limit = 2 * peer_error + torch.finfo(actual.dtype).eps * magnitude / 2
     assert error <= limit, f"{what}: error {error:.3g} > {limit:.3g}"
+
+
+def saved_and_loaded(value: Any, through: Any = torch, **options: Any) -> Any:
+    """Return what is loaded from what `torch.save`, or `torch.jit.save`, made of a value."""
+    buffer = io.BytesIO()
+    through.save(value, buffer)
+    buffer.seek(0)
+    return through.load(buffer, **options)
 
 
 # Operators whose fourth result is `errors`.

@@ -100,11 +100,6 @@ inline at::Tensor positions(const std::vector<int32_t>& values, int64_t batch = 
       .contiguous();
 }
 
-inline std::vector<int32_t> to_vector(const at::Tensor& t) {
-  const auto here = t.contiguous();
-  return {here.const_data_ptr<int32_t>(), here.const_data_ptr<int32_t>() + here.numel()};
-}
-
 // Same shape, and no further apart than `tolerance` anywhere; infinities must agree.
 inline ::testing::AssertionResult close(const at::Tensor& got, const at::Tensor& expected,
                                         double tolerance = 1e-5) {

@@ -5,17 +5,6 @@
 namespace h2o_prefill::testing {
 namespace {
 
-TEST(PrefillConfig, DefaultsAreTheAlgorithmWithoutOptions) {
-  const PrefillConfig config;
-  EXPECT_NO_THROW(config.validate());
-  EXPECT_EQ(config.memory_size(), config.local_window + config.heavy_budget);
-  EXPECT_EQ(config.sparse_from(), config.chunk_size);
-  EXPECT_EQ(config.sink_tokens, 0);
-  EXPECT_EQ(config.dense_tail, 0);
-  EXPECT_EQ(config.gqa_reduce, "sum");
-  EXPECT_FALSE(config.is_dense_layer(0));
-}
-
 TEST(PrefillConfig, DerivedValuesFollowTheFields) {
   // Budgets may exceed the chunk.
   PrefillConfig config{.chunk_size = 4, .local_window = 8, .heavy_budget = 16, .sink_tokens = 4};

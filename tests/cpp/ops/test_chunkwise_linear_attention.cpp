@@ -34,31 +34,6 @@ TEST(ChunkwiseLinearAttention, EqualsFloat64) {
   }
 }
 
-TEST(ChunkwiseLinearAttention, AStateContinuesASequence) {
-  const auto x = random_qkv(40, 4, 2, at::kDouble);
-  const LinearAttentionOptions options{.chunk_size = 16, .normalize = true};
-  const auto [whole, last] = chunkwise_linear_attention(x.q, x.k, x.v, {}, {}, options);
-  LinearState state;
-  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 30}, {30, 31}, {31, 40}}) {
-    const auto part = x.tokens(begin, end);
-    const auto [out, next] = chunkwise_linear_attention(part.q, part.k, part.v, {}, state, options);
-    EXPECT_TRUE(close(out, whole.slice(2, begin, end), 1e-10));
-    state = next;
-  }
-  EXPECT_TRUE(close(state.state, last.state, 1e-10));
-}
-
-TEST(ChunkwiseLinearAttention, BothDirectionsAreForwardAndReversed) {
-  const auto x = random_qkv(37, 4, 2, at::kDouble);
-  const auto reverse = [](const at::Tensor& t) { return t.flip(2); };
-  const auto forward = std::get<0>(chunkwise_linear_attention(x.q, x.k, x.v));
-  const auto backward =
-      std::get<0>(chunkwise_linear_attention(reverse(x.q), reverse(x.k), reverse(x.v)));
-  const auto both =
-      std::get<0>(chunkwise_linear_attention(x.q, x.k, x.v, {}, {}, {.causal = false}));
-  EXPECT_TRUE(close(both, forward + reverse(backward), 1e-9));
-}
-
 // Gradients of q, k, v, the decay and the states, where every result has one.
 std::vector<at::Tensor> gradients_of(const Qkv& x, const at::Tensor& decay,
                                      const LinearState& initial,
@@ -113,17 +88,6 @@ TEST(ChunkwiseLinearAttention, NoTokens) {
   const auto [out, state] = chunkwise_linear_attention(x.q, x.k, x.v);
   EXPECT_EQ(out.sizes(), at::IntArrayRef({2, 4, 0, kValueDim}));
   EXPECT_TRUE(same(state.state, at::zeros({2, 2, 8, kValueDim})));
-}
-
-TEST(ChunkwiseLinearAttention, WrongArguments) {
-  const auto x = random_qkv(20);
-  EXPECT_VALUE_ERROR(chunkwise_linear_attention(x.q, x.k, x.v, {}, {}, {.chunk_size = 0}),
-                     "chunk_size must be >= 1, got 0");
-  EXPECT_VALUE_ERROR(chunkwise_linear_attention(x.q, x.k, x.v, at::ones({2})),
-                     "log_decay must be <= 0, got 1");
-  EXPECT_VALUE_ERROR_WITH(
-      chunkwise_linear_attention(x.q, x.k, x.v, {}, {.state = at::zeros({2, 2, 8, 8})}),
-      "initial_state must have shape [2, 2, 8, 16], got [2, 2, 8, 8]");
 }
 
 }  // namespace

@@ -77,13 +77,5 @@ TEST(IntraChunkAttention, WrongArguments) {
                           "k must have dtype and device of q (float32 on cpu), got float16");
 }
 
-TEST(IntraChunkAttention, RefusesGradientsOnlyWhileTheyAreOn) {
-  const auto x = random_qkv(20);
-  const auto q = x.q.clone().requires_grad_();
-  EXPECT_THROW(intra_chunk_attention(q, x.k, x.v, kChunkSize), c10::Error);
-  const at::NoGradGuard no_grad;
-  EXPECT_FALSE(std::get<0>(intra_chunk_attention(q, x.k, x.v, kChunkSize)).requires_grad());
-}
-
 }  // namespace
 }  // namespace h2o_prefill::testing

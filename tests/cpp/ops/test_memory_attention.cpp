@@ -65,11 +65,5 @@ TEST(MemoryAttention, WrongArguments) {
                           "indices must have the KV heads (2)");
 }
 
-TEST(MemoryAttention, PositionOutOfRange) {
-  const auto x = random_qkv(kLength);
-  EXPECT_THROW(memory_attention(x.q, x.k, x.v, positions({3, 40}, 2, 2)), c10::Error)
-      << "the last key is 39";
-}
-
 }  // namespace
 }  // namespace h2o_prefill::testing

@@ -40,11 +40,6 @@ TEST(SelectMemory, PositionsWithoutAScoreHaveScoreZero) {
   EXPECT_TRUE(same(call(none, no_memory(), 0, 6, {1, 2, 0}), positions({0, 1, 5})));
 }
 
-TEST(SelectMemory, WhatLeftDoesNotReturn) {
-  const auto scores = at::tensor(std::vector<float>{1, 9, 2, 1, 1, 1, 1, 1}).view({1, 1, 8});
-  EXPECT_TRUE(same(call(scores, positions({0, 2, 3}), 4, 8, {1, 2, 0}), positions({0, 2, 7})));
-}
-
 TEST(SelectMemory, EmptyChunkKeepsTheMemory) {
   const auto scores = at::tensor(std::vector<float>{5, 1, 4, 2}).view({1, 1, 4});
   EXPECT_TRUE(same(call(scores, positions({0, 2, 3}), 4, 4, {1, 2, 0}), positions({0, 2, 3})));

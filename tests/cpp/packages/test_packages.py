@@ -273,14 +273,8 @@ def test_cpp_refuses_damaged_metadata(package, tmp_path, name):
 
 def test_python_refuses_the_same(package, ids, tmp_path):
     runner = PrefillPackage(package)
-    for tokens, message in (
-        (ids[:, :0], r"token_ids must be \[1, T\] with T >= 1"),
-        (ids.repeat(1, 2), "no room for 300 tokens after 0"),
-        (ids + 1, r"token ids must be in \[0, 257\), got 257"),
-        (ids[0], "token_ids must have 2 dimensions"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            runner.forward(tokens)
+    with pytest.raises(ValueError, match="token_ids must have 2 dimensions"):
+        runner.forward(ids[0])
     with pytest.raises(ValueError, match="prompt and new tokens must be <= 256"):
         runner.generate(ids, 200, print)
     assert runner.length == 0

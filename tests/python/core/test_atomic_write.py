@@ -62,17 +62,3 @@ def test_an_error_names_the_target(target: str, why: str) -> None:
         replaced_file(target) as path,
     ):
         path.write_text("new")
-
-
-# Writes files of one digit each, one version after another.
-_WRITER = """
-import importlib.util, itertools, sys
-spec = importlib.util.spec_from_file_location("atomic_write", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-for version in itertools.count():
-    with module.replaced_file(sys.argv[2]) as path, open(path, "w") as file:
-        for _ in range(64):
-            file.write(str(version % 10) * 65536)
-    print(version, flush=True)
-"""

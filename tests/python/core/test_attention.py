@@ -2,13 +2,13 @@
 
 import copy
 import dataclasses
-import io
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from op_testing import Shape, make_qkv
+from op_testing import Shape, make_qkv, saved_and_loaded
 
 import h2o_prefill
 from h2o_prefill import ChunkedSparseAttention, PrefillConfig, ops
@@ -158,16 +158,14 @@ def test_in_place_is_the_same(qkv, scripted):
     assert torch.equal(key[:, :, :150], k) and torch.equal(value[:, :, :150], v)
 
 
-def save_and_load(attention):
-    buffer = io.BytesIO()
-    torch.save(attention, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 @pytest.mark.parametrize(
     "again",
-    [torch.jit.script, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load],
+    [
+        torch.jit.script,
+        copy.deepcopy,
+        lambda m: pickle.loads(pickle.dumps(m)),
+        partial(saved_and_loaded, weights_only=False),
+    ],
     ids=["script", "deepcopy", "pickle", "save"],
 )
 def test_copies_and_scripts_agree(qkv, again):

@@ -1,7 +1,6 @@
 """Linear attention as a function and as a module: states, scripts, feature maps, training."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -46,10 +45,7 @@ def test_a_module_is_scripted_copied_and_saved(log_decay):
     hidden = torch.randn(1, 20, 32)
     expected = module(hidden)
     scripted = torch.jit.script(module)
-    buffer = io.BytesIO()
-    torch.jit.save(scripted, buffer)
-    buffer.seek(0)
-    for other in (scripted, torch.jit.load(buffer), copy.deepcopy(module)):
+    for other in (scripted, saved_and_loaded(scripted, torch.jit), copy.deepcopy(module)):
         torch.testing.assert_close(other(hidden), expected, rtol=0, atol=0)
     if log_decay is not None:
         assert "log_decay" in module.state_dict()

@@ -13,6 +13,8 @@ from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
+from hf_helpers import sparse_layers  # noqa: E402, F401
+
 VOCAB = 61
 COMMON = {
     "vocab_size": VOCAB,
@@ -165,18 +167,6 @@ def spawn() -> Iterator[Callable[..., threading.Thread]]:
         thread.join(20.0)  # seconds, far more than any of these takes
         assert not thread.is_alive()
     assert errors == []
-
-
-@pytest.fixture
-def sparse_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the number of new tokens of every layer that goes sparse."""
-    from hf_helpers import watch
-
-    seen: list[int] = []
-    # Without a cache of ours, and with one.
-    for name in ("chunked_sparse_attention", "prefill_attention_"):
-        watch(monkeypatch, name, lambda q, *_args, **_kwargs: seen.append(q.shape[2]))
-    return seen
 
 
 def random_ids(batch: int, length: int, seed: int = 3) -> torch.Tensor:

@@ -85,6 +85,16 @@ def watch(monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[..., Any]) 
     return seen
 
 
+@pytest.fixture
+def sparse_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of new tokens of every layer that goes sparse."""
+    seen: list[int] = []
+    # Without a cache of ours, and with one.
+    for name in ("chunked_sparse_attention", "prefill_attention_"):
+        watch(monkeypatch, name, lambda q, *_args, **_kwargs: seen.append(q.shape[2]))
+    return seen
+
+
 def is_off(model: Any, implementation: str | None = None) -> bool:
     """Return whether a model carries none of our hooks and its old attention."""
     hooks = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 
@@ -20,6 +19,7 @@ from hf_helpers import (
     in_calls,
     new_cache,
 )
+from op_testing import saved_and_loaded
 from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
@@ -74,15 +74,8 @@ def test_history_that_came_densely_is_a_candidate(llama, make_ids, sparse_layers
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
-    "torch.save": lambda cache: through_torch_save(cache),
+    "torch.save": lambda cache: saved_and_loaded(cache, weights_only=False),
 }
-
-
-def through_torch_save(cache):
-    file = io.BytesIO()
-    torch.save(cache, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("how", list(COPIES))

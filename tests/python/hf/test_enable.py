@@ -114,12 +114,9 @@ def test_a_model_that_does_not_use_the_interface_is_named(build, ids):
     ("arguments", "message"),
     [
         ({"config": {"chunk_size": 16}}, r"config must be .* the name of a preset, got dict"),
-        ({"chunksize": 16}, '"chunksize" is no setting'),
-        ({"local_window": -3}, "local_window must be >= 0, got -3"),
         ({"dense_layers": (2,)}, r"layers of dense_layers must be < 2, got \(2,\)"),
         ({"wide_layers": (0, 5)}, r"layers of wide_layers must be < 2, got \(0, 5\)"),
         ({"wide_heads": ((2, 0, 4),)}, r"layers of wide_heads must be < 2, got \(\(2, 0, 4\),\)"),
-        ({"config": "sp"}, 'preset must be one of exact, recommended, h2o, got "sp"'),
     ],
 )
 def test_wrong_arguments(llama, arguments, message):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import torch
 from hf_helpers import assert_close, in_calls, new_cache, watch
 from test_padding import Batch
 
-from h2o_prefill import PrefillConfig, enable, explain, ops
+from h2o_prefill import PrefillConfig, enable, explain
 
 EXACT = PrefillConfig(chunk_size=16, exact=True)
 # Of grouped heads, latents, caps, sinks, and layers with a window.
@@ -60,11 +59,3 @@ def test_what_explain_says(llama, ids, sparse_layers):
     assert {(row.mode, row.reason) for row in rows} == {("dense", "exact")}
     assert all(row.dense_rows == ids.shape[1] for row in rows)
     assert sparse_layers == []
-
-
-def test_the_operator_for_deployments_is_dense_too(make_ids):
-    """As packages call it: with the settings' text, and buffers of a fixed capacity."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 72, 32) for heads in (4, 2, 2))
-    state = ops.prefill_attention(q, k, v, *(None,) * 5, 0, 1, EXACT.to_string())
-    assert_close(state[0], ops.dense_attention(q, k, v))

@@ -238,27 +238,30 @@ def test_another_model_or_other_settings_are_refused(build, llama, ids, path):
         ChunkedPrefillCache.load(path.with_name("none"), llama)
 
 
+@pytest.fixture
+def whole(llama, ids, path):
+    """The bytes of a saved prompt, whose model is enabled."""
+    with enable(llama, **RECALL):
+        saved_prompt(llama, ids, path)
+        yield path.read_bytes()
+
+
 def refused(path, model):
     with pytest.raises(ValueError, match=f"^session '{path}' cannot be (read|used): .+") as caught:
         ChunkedPrefillCache.load(path, model)
     assert "\n" not in str(caught.value)
 
 
-def test_a_cut_file_is_refused(llama, ids, path):
-    with enable(llama, **RECALL):
-        saved_prompt(llama, ids, path)
-        whole = path.read_bytes()
-        header = 8 + int.from_bytes(whole[:8], "little")
-        cuts = {*range(0, header, 37), header, *range(header, len(whole), 4999), len(whole) - 1}
-        for cut in cuts:
-            path.write_bytes(whole[:cut])
-            refused(path, llama)
-        for more in (whole + b"\0", b"\xff" * 8 + whole[8:], b"\0" * 64, b"{}" * 99):
-            path.write_bytes(more)
-            refused(path, llama)
-        path.write_bytes(whole)
-        path.chmod(0o600)
-        ChunkedPrefillCache.load(path, llama)
+def test_a_cut_file_is_refused(llama, path, whole):
+    header = 8 + int.from_bytes(whole[:8], "little")
+    cuts = {*range(0, header, 37), header, *range(header, len(whole), 4999), len(whole) - 1}
+    more = (whole + b"\0", b"\xff" * 8 + whole[8:], b"\0" * 64, b"{}" * 99)
+    for content in (*(whole[:cut] for cut in cuts), *more):
+        path.write_bytes(content)
+        refused(path, llama)
+    path.write_bytes(whole)
+    path.chmod(0o600)
+    ChunkedPrefillCache.load(path, llama)
 
 
 HEADERS = {
@@ -271,23 +274,21 @@ HEADERS = {
 }
 
 
+@pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_changed_header_is_refused(llama, ids, path, name):
-    with enable(llama, **RECALL):
-        saved_prompt(llama, ids, path)
-        tensors, metadata = contents(path)
-        for value in HEADERS[name]:
-            header = {**json.loads(metadata[KEY]), name: value}
-            save_file(tensors, path, metadata={KEY: json.dumps(header)})
-            refused(path, llama)
-
-
-@pytest.mark.parametrize("text", [None, "", "[]", "5", "{", "[" * 99999, '{"version":1}', "NaN"])
-def test_a_header_of_another_form_is_refused(llama, ids, path, text):
-    with enable(llama, **RECALL):
-        saved_prompt(llama, ids, path)
-        save_file(contents(path)[0], path, metadata=None if text is None else {KEY: text})
+def test_a_changed_header_is_refused(llama, path, name):
+    tensors, metadata = contents(path)
+    for value in HEADERS[name]:
+        header = {**json.loads(metadata[KEY]), name: value}
+        save_file(tensors, path, metadata={KEY: json.dumps(header)})
         refused(path, llama)
+
+
+@pytest.mark.usefixtures("whole")
+@pytest.mark.parametrize("text", [None, "", "[]", "5", "{", "[" * 99999, '{"version":1}', "NaN"])
+def test_a_header_of_another_form_is_refused(llama, path, text):
+    save_file(contents(path)[0], path, metadata=None if text is None else {KEY: text})
+    refused(path, llama)
 
 
 def with_value(value, *where):
@@ -316,38 +317,29 @@ TENSORS = {
 }
 
 
+@pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize("name", TENSORS)
-def test_changed_tensors_are_refused(llama, ids, path, name):
-    with enable(llama, **RECALL):
-        saved_prompt(llama, ids, path)
-        tensors, metadata = contents(path)
-        for change in TENSORS[name]:
-            changed = {**tensors, name: torch.zeros(1)}
-            if change is None:
-                del changed[name]
-            else:
-                changed[name] = change(tensors.get(name, torch.zeros(1)).clone()).contiguous()
-            save_file(changed, path, metadata=metadata)
-            refused(path, llama)
+def test_changed_tensors_are_refused(llama, path, name):
+    tensors, metadata = contents(path)
+    for change in TENSORS[name]:
+        changed = {**tensors, name: torch.zeros(1)}
+        if change is None:
+            del changed[name]
+        else:
+            changed[name] = change(tensors.get(name, torch.zeros(1)).clone()).contiguous()
+        save_file(changed, path, metadata=metadata)
+        refused(path, llama)
 
 
+@pytest.mark.usefixtures("whole")
 def test_keys_of_other_heads_are_refused_when_the_prompt_goes_on(llama, ids, path):
-    with enable(llama, **RECALL):
-        saved_prompt(llama, ids, path)
-        tensors, metadata = contents(path)
-        narrow = {name: x[:, :1].contiguous() if x.ndim > 2 else x for name, x in tensors.items()}
-        save_file(narrow, path, metadata=metadata)
-        cache = ChunkedPrefillCache.load(path, llama)
-        with pytest.raises(ValueError, match="new keys and values must be like those in the cache"):
-            llama(ids[:, :4], past_key_values=cache)
-        assert cache.get_seq_length() == sum(CALLS)
-
-
-@pytest.fixture
-def whole(llama, ids, path):
-    with enable(llama, **RECALL):
-        saved_prompt(llama, ids, path)
-        yield path.read_bytes()
+    tensors, metadata = contents(path)
+    narrow = {name: x[:, :1].contiguous() if x.ndim > 2 else x for name, x in tensors.items()}
+    save_file(narrow, path, metadata=metadata)
+    cache = ChunkedPrefillCache.load(path, llama)
+    with pytest.raises(ValueError, match="new keys and values must be like those in the cache"):
+        llama(ids[:, :4], past_key_values=cache)
+    assert cache.get_seq_length() == sum(CALLS)
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

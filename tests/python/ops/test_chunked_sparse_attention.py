@@ -5,7 +5,7 @@ import torch
 from op_testing import (
     DTYPES,
     Shape,
-    assert_close_to_reference,
+    assert_same_on_threads,
     compare_with_oracle,
     make_qkv,
     recall_text,
@@ -144,34 +144,11 @@ def test_tokens_from_outside_prefill_are_candidates_with_score_zero(device):
     assert (scores[:, :, past - 4 : past] > 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_memory_that_holds_everything_equals_dense_attention(device, dtype):
-    q, k, v = make_qkv(Shape(1, 6, 2, 5 * S + 3, 32, 32), dtype, device)
-    out, *_ = prefill(q, k, v, local_window=100, heavy_budget=200)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    exact = sdpa(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
-    peer = sdpa(q, k, v, is_causal=True, enable_gqa=True)
-    assert_close_to_reference(out, exact, peer)
-
-
 def test_one_chunk_is_phase_one_bit_by_bit(device):
     q, k, v = make_qkv(Shape(1, 4, 2, S, 32, 32), device=device)
     out, scores, memory, _ = prefill(q, k, v)
     alone = ops.intra_chunk_attention(q, k, v, S)
     assert torch.equal(out, alone[0]) and torch.equal(scores, alone[2]) and (memory == -1).all()
-
-
-def test_scores_never_fall_and_count_every_query_twice_at_most(device):
-    q, k, v = make_qkv(Shape(1, 4, 2, 6 * S, 16, 16), device=device)
-    earlier = torch.zeros(1, 2, 0, device=device)
-    for end in range(S, 7 * S, S):
-        _, scores, *_ = prefill(q[:, :, :end], k[:, :, :end], v[:, :, :end])
-        assert (scores[:, :, : end - S] >= earlier).all()
-        # Every query votes once in phase 1, and once in phase 2 unless it is of the first chunk.
-        total = scores.sum(-1)
-        expected = torch.full_like(total, 2 * (2 * end - S))
-        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
-        earlier = scores
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -194,26 +171,8 @@ def test_more_threads_than_tasks_give_the_same_bits(device, reduce):
     q, k, v = make_qkv(Shape(1, 6, 2, 1300, 32, 32), device=device)
     fields = {"chunk_size": 608, "local_window": 300, "heavy_budget": 300, "gqa_reduce": reduce}
     recall = find_recalled(1, 0, 1300, device)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 40):
-            torch.set_num_threads(count)
-            found.append(prefill(q, k, v, recall=recall, recall_block=16, **fields))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("token", [0, 31, 32, 70, 149])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_output_depends_on_a_later_token(device, token, options, dtype):
-    q, k, v = make_qkv(Shape(1, 4, 2, 150, 16, 16), dtype, device=device)
-    before, *_ = prefill(q, k, v, **options)
-    for x in (q, k, v):
-        x[:, :, token:] = torch.randn_like(x[:, :, token:]) * 5
-    after, *_ = prefill(q, k, v, **options)
-    torch.testing.assert_close(before[:, :, :token], after[:, :, :token], rtol=0, atol=1e-6)
+    given = {"recall": recall, "recall_block": 16, **fields}
+    assert_same_on_threads(lambda: prefill(q, k, v, **given), (1, 40))
 
 
 def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
@@ -226,19 +185,8 @@ def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"settings": "h2o,chunk_size=0"}, "chunk_size must be >= 1, got 0"),
-        ({"settings": "h2o,gqa_reduce=mean"}, 'gqa_reduce must be "sum" or "max", got "mean"'),
         ({"settings": "h3o"}, 'preset must be one of exact, recommended, h2o, got "h3o"'),
-        ({"last_chunk_begin": 1}, r"last_chunk_begin must be in \[0, 0\].*got 1"),
-        ({"q": torch.randint(0, 5, (1, 4, 20, 16))}, "q must be float32, .* got int64"),
-        ({"q": torch.randn(4, 20, 16)}, "q must have 4 dimensions"),
-        ({"q": torch.randn(1, 3, 20, 16)}, "multiple of the KV heads, got 3 and 2"),
-        ({"q": torch.randn(1, 4, 21, 16)}, "at least as long as q"),
-        ({"k": torch.randn(1, 2, 20, 8)}, "k must have the head dim of q"),
         ({"v": torch.randn(1, 2, 19, 16)}, "v must have the length of k"),
-        ({"k": torch.randn(1, 2, 20, 16).double()}, r"k must have dtype and .* got float64"),
-        ({"scores": torch.zeros(1, 2, 21)}, "scores must not be longer than k"),
-        ({"memory": torch.zeros(1, 2, 4)}, "memory must be int32, got float32"),
         ({"errors": torch.ones(1, 2, 4).int()}, "errors must be float32, got int32"),
         ({"errors": torch.zeros(1, 3, 4)}, r"errors must have shape \[1, 2, 4\], got \[1, 3, 4"),
         ({"settings": "h2o,wide_heads=0.2x4"}, "wide_heads must name KV heads below 2, got 2"),

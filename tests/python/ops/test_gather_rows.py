@@ -17,19 +17,6 @@ def test_copies_exactly(device, dtype, layout):
     assert torch.equal(ops.gather_rows(x, indices), oracle.gather_rows(x, indices))
 
 
-def test_absent_rows_are_zero_wherever_they_stand(device):
-    x = torch.ones(1, 1, 3, 4, device=device)
-    indices = torch.tensor([[[-1, 2, -1, 0]]], dtype=torch.int32, device=device)
-    assert ops.gather_rows(x, indices).sum(-1).tolist() == [[[0, 4, 0, 4]]]
-
-
-@pytest.mark.parametrize(("length", "size"), [(5, 0), (0, 3)])
-def test_empty(device, length, size):
-    x = torch.randn(2, 2, length, 8, device=device)
-    indices = torch.full((2, 2, size), -1, dtype=torch.int32, device=device)
-    assert torch.equal(ops.gather_rows(x, indices), torch.zeros(2, 2, size, 8, device=device))
-
-
 @pytest.mark.parametrize("position", [3, -2])
 def test_positions_outside_are_refused(position):
     with pytest.raises(ValueError, match=f"got {position}"):

@@ -113,15 +113,6 @@ def test_a_memory_that_holds_everything_is_dense(heads, sinks, local, heavy, cal
     assert_equal(prefill(q, k, v, calls, **sizes)[0], sdpa(q, k, v, is_causal=True))
 
 
-@pytest.mark.parametrize("calls", [[S, 2 * S + 5], [2 * S, S + 5], [S, S, S, 5]])
-def test_calls_in_multiples_of_s_equal_one_call(calls):
-    q, k, v = random_qkv(3 * S + 5)
-    whole, parts = prefill(q, k, v, sink_tokens=3), prefill(q, k, v, calls, sink_tokens=3)
-    assert_equal(parts[0], whole[0])
-    assert_equal(parts[1], whole[1])
-    assert torch.equal(parts[2], whole[2])
-
-
 def test_tokens_from_outside_prefill_score_zero_and_are_candidates():
     q, k, v = random_qkv(3 * S)
     settings = text(local_window=2, heavy_budget=S + 2)
@@ -169,15 +160,3 @@ def test_dense_attention_of_the_last_rows_is_pytorchs(heads, rows):
     mask = torch.ones(rows, 20, dtype=torch.bool).tril(20 - rows)
     expected = sdpa(q, k, v, attn_mask=mask, scale=0.3)
     assert_equal(ops.dense_attention(q, k, v, 0.3), expected)
-
-
-def test_merge_states_ignores_an_empty_side_and_takes_any_lse():
-    out, lse = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
-    poison, nothing = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
-    for sides in ((out, lse, poison, nothing), (poison, nothing, out, lse)):
-        merged = ops.merge_states(*sides)
-        assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
-    both = ops.merge_states(poison, nothing, poison, nothing)
-    assert (both[0] == 0).all() and (both[1] == -torch.inf).all()
-    far, lse = ops.merge_states(out, lse + 1e4, 3 * out, lse - 1e4)
-    assert torch.equal(far, out) and lse.isfinite().all()

@@ -17,7 +17,6 @@ namespace h2o_prefill {
 namespace {
 
 constexpr int kSeeds = 8;
-constexpr unsigned int kAll = 0xFFFFFFFFU;
 constexpr DType kBFloat16 = DType::kBFloat16;
 constexpr DType kFloat16 = DType::kFloat16;
 
@@ -112,39 +111,6 @@ TEST(Emulation, AsynchronousCopiesAreThereAfterTheWaitForTheirGroup) {
   constexpr uint32_t kExpected[8] = {kNotThere, 7, kNotThere, 7, 7, 0, kNotThere, 7};
   const std::vector<uint32_t> out = run_warp(copy_kernel, 8);
   for (size_t i = 0; i < out.size(); ++i) EXPECT_EQ(out[i], kExpected[i % 8]) << i;
-}
-
-__global__ void shuffle_kernel(const Params params) {
-  const int lane = static_cast<int>(threadIdx.x);
-  const uint32_t mine = 100 + threadIdx.x;
-  uint32_t* out = params.out + lane * 8;
-  out[0] = __shfl_sync(kAll, mine, lane + 3);
-  out[1] = __shfl_sync(kAll, mine, 1, 8);
-  out[2] = __shfl_xor_sync(kAll, mine, 5);
-  out[3] = __shfl_xor_sync(kAll, mine, 12, 8);
-  out[4] = __shfl_up_sync(kAll, mine, 2);
-  out[5] = __shfl_up_sync(kAll, mine, 2, 8);
-  out[6] = __ballot_sync(kAll, lane % 3 == 0);
-  out[7] = __any_sync(kAll, lane == 9) * 2 + __any_sync(kAll, lane > 31);
-}
-
-TEST(Emulation, ShufflesAndVotes) {
-  const std::vector<uint32_t> out = run_warp(shuffle_kernel, 8);
-  for (uint32_t lane = 0; lane < 32; ++lane) {
-    const uint32_t segment = lane / 8 * 8;
-    const std::vector<uint32_t> expected{
-        100 + (lane + 3) % 32,
-        100 + segment + 1,
-        100 + (lane ^ 5),
-        // Later segments are out of reach, earlier ones are not.
-        100 + ((lane ^ 12) < segment + 8 ? lane ^ 12 : lane),
-        100 + (lane < 2 ? lane : lane - 2),
-        100 + (lane < segment + 2 ? lane : lane - 2),
-        0x49249249U,
-        2,
-    };
-    EXPECT_EQ(std::vector<uint32_t>(&out[lane * 8], &out[lane * 8] + 8), expected);
-  }
 }
 
 TEST(Emulation, RoundingsAndFunctionsOfNumbers) {

@@ -200,19 +200,14 @@ def test_memory_sets_count_as_errors_have_widened_them(tiny_model: Any) -> None:
     assert plain.widening is None
 
 
-@pytest.mark.parametrize(
-    "suffix, begin", [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")]
-)
-def test_the_figure_shows_both_runs(
-    tiny_model: Any, tmp_path: Path, suffix: str, begin: bytes
-) -> None:
+def test_the_figure_shows_both_runs(tiny_model: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from h2o_prefill.eval.perplexity.plot import plot_perplexity
 
     options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1", "protocol": "llamacpp"}
     result = evaluate_perplexity(tiny_model, TOKENS, CONFIG, **options)
-    figure = plot_perplexity(result, tmp_path / f"p.{suffix}", "a title")
-    assert (tmp_path / f"p.{suffix}").read_bytes().startswith(begin)
+    figure = plot_perplexity(result, tmp_path / "p.svg", "a title")
+    assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
     window, chunk, window_change, chunk_change = figure.axes
     drawn = {patch.get_label(): patch.get_data().values for patch in window.patches}
     for name in ("dense", "sparse"):
