@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from op_testing import Shape, make_qkv
+from op_testing import Shape, make_qkv, saved_and_loaded
 
 from h2o_prefill import ChunkwiseLinearAttention, LinearAttentionState, linear_attention, ops
 
