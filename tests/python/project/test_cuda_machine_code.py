@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels of sm_90a: the order of waits and exponentials.
+"""What the compiler makes of the kernels of sm_90a: waits, exponentials, registers.
 
 Needs nvcc and cuobjdump, of a CUDA toolkit or of Triton, but no GPU.
 """
@@ -15,9 +15,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import ptxas_report
+from machine_code import MachineCode
 
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
-REGISTERS = {"USETMAXREG.DEALLOC": "0x38", "USETMAXREG.TRY_ALLOC": "0xe0"}
+# What producers keep of their registers, and what consumers get.
+REGISTERS = {"USETMAXREG.DEALLOC": 56, "USETMAXREG.TRY_ALLOC": 224}
 
 
 def find_cuobjdump() -> str | None:
@@ -29,8 +31,8 @@ def find_cuobjdump() -> str | None:
     return found
 
 
-def instructions(source: str, folder: Path) -> dict[str, list[str]]:
-    """Compile a file of kernels for sm_90a; return the instructions of each kernel, in order."""
+def instructions(source: str, folder: Path) -> dict[str, str]:
+    """Compile a file of kernels for sm_90a; return the instructions of each kernel."""
     nvcc, cuobjdump = ptxas_report.find_nvcc(), find_cuobjdump()
     if nvcc is None or cuobjdump is None:
         pytest.skip("needs nvcc and cuobjdump: set CUDA_HOME to a CUDA toolkit")
@@ -43,41 +45,33 @@ def instructions(source: str, folder: Path) -> dict[str, list[str]]:
         [cuobjdump, "--dump-sass", cubin], check=True, capture_output=True, text=True
     ).stdout
     _, *functions = re.split(r"\n\s*Function : ", text)
-    line = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;")
-    return {function.split("\n")[0]: line.findall(function) for function in functions}
-
-
-def between_waits(code: list[str]) -> list[tuple[int, int]]:
-    """Return, for each wait, how many groups it leaves and the exponentials since the last one."""
-    found, exponentials = [], 0
-    for instruction in code:
-        exponentials += "MUFU.EX2" in instruction
-        if wait := WAIT.search(instruction):
-            found.append((int(wait[1]), exponentials))
-            exponentials = 0
-    return found
+    return {function.split("\n")[0]: function for function in functions}
 
 
 @pytest.mark.slow
 def test_exponentials_overlap_the_products_and_warps_wait_in_one_place(tmp_path: Path) -> None:
     kernels = instructions("attend_forward_sm90.cu", tmp_path)
     assert kernels
-    for name, code in kernels.items():
+    for name, text in kernels.items():
         # The first tile; the loop: products of the keys, then, after the exponentials of a tile of
         # 64 rows and 128 keys and of two maxima, those of the values; the last tile. A wait for the
         # values in more places would be one at which the warps of a warpgroup may differ.
-        waits = between_waits(code)
-        assert [groups for groups, _ in waits] == [0, 1, 0, 0], name
-        assert waits[2][1] >= 64 * 128 // 128, name
+        assert WAIT.findall(text) == ["0", "1", "0", "0"], name
+        assert MachineCode(text).overlapped("MUFU.EX2") >= 64 * 128 // 128, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["attend_forward_sm90.cu", "column_sums_sm90.cu"])
-def test_warpgroups_exchange_their_registers(source: str, tmp_path: Path) -> None:
+def test_registers_of_roles_and_of_products_under_way(source: str, tmp_path: Path) -> None:
     kernels = {n: x for n, x in instructions(source, tmp_path).items() if "sm90_kernel" in n}
     assert kernels
-    for name, code in kernels.items():
-        for instruction, registers in REGISTERS.items():
-            assert any(instruction in x and registers in x for x in code), (name, instruction)
-        highest = max(int(number) for x in code for number in re.findall(r"\bR(\d+)\b", x))
-        assert highest < int(REGISTERS["USETMAXREG.TRY_ALLOC"], 16), name
+    for name, text in kernels.items():
+        code, roles = MachineCode(text), []
+        for exchange, registers in REGISTERS.items():
+            assert f"{registers:#x}" in code.operands_of(exchange), (name, exchange)
+            roles.append(code.reached(exchange))
+            assert max(number for i in roles[-1] for number in code.registers(i)) < registers, name
+        assert not roles[0] & roles[1], name
+        assert list(code.touched_in_flight()) == [], name
+        without_waits = MachineCode(text.replace("WARPGROUP.DEPBAR", "NOP"))
+        assert list(without_waits.touched_in_flight()), name
