@@ -1,6 +1,6 @@
 """Whether the tests of the emulated CUDA kernels see that one synchronization is missing.
 
-Each statement of the kernels of sm_90a that only orders (a barrier, a fence, a wait, an arrival, a
+Each statement of the kernels of attention and selection that only orders (a barrier, a fence, a wait, an arrival, a
 commit) is removed in turn; the tests must fail, by a wrong result, a stall or a race that
 ThreadSanitizer reports, or the statement must be among those in mutants.json, with the reason why
 nothing needs it there. From the root: python tests/cpp/cuda_emulation/mutants.py
@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[3]
 KERNELS = Path("csrc/kernels/cuda")
 FILES = (
     "attend_forward_sm90.cuh", "pipeline_sm90.cuh", "column_sums_sm90.cuh", "forward_rows.cuh",
+    "attend_forward.cuh", "column_sums.cuh", "select_memory.cuh",
+    "attend_forward_float.cuh", "column_sums_float.cuh",
 )  # fmt: skip
 # Not fence_accumulators(), which is for the compiler alone, and wait_for_earlier_launches(), since
 # emulated launches do not overlap.
