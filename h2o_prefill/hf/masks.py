@@ -147,8 +147,11 @@ def _padding(
 
 def _window(enabled: EnabledState, arguments: dict[str, Any], window: int) -> Window | None:
     """Return what the mask of a window says, if it may be left out."""
+    by_mask = any(arguments.get("config") is one for one in enabled.causal_by_mask)
+    if window not in enabled.windows or by_mask or not may_be_left_out(arguments):
+        return None
     # Checkpointed layers run again in the backward pass, where no context knows of the window.
-    if window not in enabled.windows or not may_be_left_out(arguments) or torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         return None
     attention_mask, length = arguments["attention_mask"], arguments["kv_length"]
     offset, padding = arguments["kv_offset"], None

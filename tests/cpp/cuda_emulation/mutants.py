@@ -1,9 +1,9 @@
 """Whether the tests of the emulated CUDA kernels see that one synchronization is missing.
 
-Each statement of the kernels of attention and selection that only orders (a barrier, a fence, a wait, an arrival, a
-commit) is removed in turn; the tests must fail, by a wrong result, a stall or a race that
-ThreadSanitizer reports, or the statement must be among those in mutants.json, with the reason why
-nothing needs it there. From the root: python tests/cpp/cuda_emulation/mutants.py
+Each statement of the kernels of attention and selection that only orders (a barrier, a fence, a
+wait, an arrival, a commit) is removed in turn; the tests must fail, by a wrong result, a stall or a
+race that ThreadSanitizer reports, or the statement must be among those in mutants.json, with the
+reason why nothing needs it there. From the root: python tests/cpp/cuda_emulation/mutants.py
 """
 
 from __future__ import annotations
