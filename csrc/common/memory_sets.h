@@ -11,6 +11,10 @@
 
 namespace h2o_prefill {
 
+inline MemoryBudget budget_of(const PrefillConfig& settings) {
+  return {settings.local_window, settings.heavy_budget, settings.sink_tokens};
+}
+
 WideningRule widening_of(const PrefillConfig& settings);
 
 // Returns the factors of L and H of all heads of a layer whose tensors have the sizes [B, Hkv,

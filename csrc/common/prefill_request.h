@@ -46,9 +46,7 @@ struct PrefillRequest {
   int64_t total() const { return key.size(2); }
   int64_t past() const { return total() - length(); }
   int64_t units() const { return key.size(0) * key.size(1); }
-  MemoryBudget budget() const {
-    return {settings.local_window, settings.heavy_budget, settings.sink_tokens};
-  }
+  MemoryBudget budget() const { return budget_of(settings); }
   // No memory set has more members.
   int64_t most_members() const { return std::min(settings.memory_size(), total()); }
   // Whether heads differ in the factor of their L and H.

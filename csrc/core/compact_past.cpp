@@ -15,10 +15,6 @@ int64_t widest(const std::vector<int32_t>& factors) {
   return factors.empty() ? 1 : *std::max_element(factors.begin(), factors.end());
 }
 
-MemoryBudget budget_of(const PrefillConfig& settings) {
-  return {settings.local_window, settings.heavy_budget, settings.sink_tokens};
-}
-
 // A buffer with rows [B, H, n, D] at `places` of the first rows, and others that are 0.
 at::Tensor with_rows(const at::Tensor& rows, const at::Tensor& places, int64_t length) {
   auto buffer = at::zeros({rows.size(0), rows.size(1), length, rows.size(3)}, rows.options());

@@ -54,6 +54,7 @@ def h2o_prefill_mask(**given: Any) -> Any:
 def _mask(arguments: dict[str, Any]) -> Any:
     config, attention_mask = arguments.get("config"), arguments["attention_mask"]
     context = current_context(config)
+    enabled = enabled_of(config) if context is None else context.enabled
     make = _previous_mask_function(None if context is None else context.enabled, config)
     by_mask = [] if context is None else context.enabled.causal_by_mask
     if context is not None and (is_traced() or any(config is one for one in by_mask)):
@@ -67,7 +68,7 @@ def _mask(arguments: dict[str, Any]) -> Any:
         context.add_window(shows_all)
     # Transformers makes the masks of a static cache before the forward, where there is no context.
     if context is None:
-        static = enabled_of(config) is not None and not getattr(config, "is_encoder_decoder", False)
+        static = enabled is not None and not getattr(config, "is_encoder_decoder", False)
     else:
         static = isinstance(context.cache, StaticPrefillCache)
     total = _causal_history(arguments, static) if shows_all else None
@@ -86,7 +87,6 @@ def _mask(arguments: dict[str, Any]) -> Any:
                 return None
     elif context is not None and shows_all and changed:
         context.mask_reason = NOT_CAUSAL
-    enabled = enabled_of(config) if context is None else context.enabled
     if enabled is not None and window is not None and not shows_all and not differ:
         left_out = _window(enabled, arguments, window)
         if left_out is not None and context is not None:
