@@ -25,7 +25,8 @@ system = @{ $(2); } &>/dev/null || { apt-get update -q && apt-get install -y -q 
 .PHONY: build demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads \
   test-races test-package test-transformers wheel soak coverage lint lint-cpp format notebooks clean
 build: $(BIN)/.built
-# What compiling needs. The CUDA libraries of PyTorch are larger than all the rest, and are installed while it compiles.
+# What compiling needs. The CUDA libraries of PyTorch are larger than all the rest, and are installed while it compiles; a
+# download that broke off is repeated.
 $(BIN)/.tools:
 	$(call system,g++,command -v c++)
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("make PYTHON=...: Python 3.10 or newer is needed")'
@@ -34,8 +35,8 @@ $(BIN)/.tools:
 	$(PIP) install --no-deps "$(TORCH)"
 	touch $@
 $(BIN)/.built: $(BIN)/.tools $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml VERSION
-	PYTHONWARNINGS=ignore H2O_SKIP_BUILD=1 $(PIP) install --no-build-isolation --editable '.[eval]' "$(TORCH)" & \
-	python -W ignore setup.py --quiet build_ext --inplace --build-lib $(H2O_BUILD_DIR)/package && wait $$!
+	install() { PYTHONWARNINGS=ignore H2O_SKIP_BUILD=1 $(PIP) install --no-build-isolation --editable '.[eval]' "$(TORCH)"; }; \
+	install & python -W ignore setup.py --quiet build_ext --inplace --build-lib $(H2O_BUILD_DIR)/package && { wait $$! || install; }
 	touch $@
 # What tests, lint and packaging need besides.
 $(BIN)/.dev: pyproject.toml | build
