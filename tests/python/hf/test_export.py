@@ -111,6 +111,12 @@ def test_a_graph_that_differs_from_its_model_is_refused(build, monkeypatch):
         export_model(model, describe_package(model, CONFIG, 128))
 
 
+needs_vnni = pytest.mark.skipif(
+    not torch.cpu._is_vnni_supported(), reason="needs a CPU with AVX-512 VNNI"
+)
+
+
+@needs_vnni
 def test_int8_weights(build, prompt):
     model = build("qwen2", tie_word_embeddings=True)  # its projections have biases
     expected = model(prompt).logits[0]
@@ -132,6 +138,7 @@ def test_int8_weights(build, prompt):
     assert_close(ours, expected, 1e-3)
 
 
+@needs_vnni
 @pytest.mark.slow
 def test_a_compiled_package_with_int8_weights(build, prompt, tmp_path):
     model = with_int8_weights(build("gemma3"))
