@@ -15,7 +15,6 @@ Arguments that several operators share:
 - `scale` is the softmax scale, D ** -0.5 by default. `softcap` > 0 caps logits after scaling:
   softcap * tanh(z / softcap). `sinks` [Hq] add one logit to each query head's softmax, neither
   scaled nor capped, without a value; they are also in both softmaxes that scores are summed from.
-  With sinks or softcap, CUDA tensors use composite versions.
 - `scores` [B, Hkv, T_total or less] and `memory` int32 [B, Hkv, any] (positions, ascending, then
   -1) are what the previous call of the prompt returned, None at first; missing scores are 0.
   `last_chunk_begin` is where the last chunk of that call began, 0 at first.

@@ -3,17 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-
 #include "common/tensors.h"
 #include "kernels/cpu/attend_chunk.h"
 
 namespace h2o_prefill {
-
-// Sinks as passes read them; undefined: none.
-inline at::Tensor float_sinks(const std::optional<at::Tensor>& sinks) {
-  return sinks ? sinks->to(at::kFloat).contiguous() : at::Tensor();
-}
 
 // What all passes of a call share. Tensors have contiguous rows; lse [B, Hq, T]; sinks as of
 // float_sinks().

@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(tile::kThreads, ForwardShape<kDim>::kBlocksPer
     const bool masked = keys.fully_masked(j, warp_row);
     if (!masked) {
       tile::multiply_transposed<dtype, kUnits>(s, warp_tile, ring + stage, lane);
+      if (p.cap_scale != 0.0F) tile::cap(s, p.cap_scale);
       if (!keys.unmasked(j, warp_row)) mask(s, keys, j, warp_row, lane);
       const auto rescaling = softmax.update(s, p.scale_log2);
       if (rescaling.is_needed()) rescaling.apply(out);

@@ -28,7 +28,13 @@ struct AttendForwardParams {
   HeadsView value;   // [B, Hkv, T, Dv]
   HeadsView out;     // [B, Hq, Tq, Dv], dtype of the query
   float* lse;        // [B, Hq, Tq], natural; may be null unless merge_with_out
-  float scale_log2;  // softmax scale times log2(e)
+  float scale_log2;  // softmax scale times log2(e), or softcap times log2(e)
+  // The softmax scale over the softcap: products become tanh(product cap_scale) before they are
+  // scaled. 0: they do not.
+  float cap_scale;
+  // [Hq], natural: the logit of a key of value 0 that every row sees besides; null: none. A pass
+  // that merges counts it in memory_lse alone, since what it merges with has it.
+  const float* sinks;
   RowRange rows;
   bool gathered;
   CausalRange causal;     // unless gathered or limited

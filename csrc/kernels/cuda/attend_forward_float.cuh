@@ -100,8 +100,10 @@ __global__ void __launch_bounds__(tile::kThreads, 1)
     if (!p.memory_lse) return;
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
-      const float lse = natural_lse_of(maximum[r], warp::sum(sum[r]));
-      if (lane == 0 && warp_row + r < rows.count) p.memory_lse[state + r] = lse;
+      const float total = warp::sum(sum[r]);
+      if (lane == 0 && warp_row + r < rows.count) {
+        p.memory_lse[state + r] = finish_row(maximum[r], total, sink_of(p, rows.head)).lse;
+      }
     }
   };
 
@@ -121,6 +123,7 @@ __global__ void __launch_bounds__(tile::kThreads, 1)
     float_products(s, query_tile + warp_row * dim, dim, key_tile + lane * key_stride, dim);
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
+      if (p.cap_scale != 0.0F) s[r] = tanhf(s[r] * p.cap_scale);
       s[r] = keys.is_visible(j, lane, warp_row + r) ? s[r] * p.scale_log2 : kNegInf;
       const float before = maximum[r];
       maximum[r] = fmaxf(before, warp::max(s[r]));
@@ -156,9 +159,10 @@ __global__ void __launch_bounds__(tile::kThreads, 1)
   for (int r = 0; r < kWarpRows; ++r) {
     const float denominator = warp::sum(sum[r]);
     if (warp_row + r >= rows.count) continue;
-    float of_new = inverse_denominator(denominator);
+    const FinishedRow finished = finish_pass(p, rows.head, maximum[r], denominator);
+    float of_new = finished.weight;
     float of_old = 0.0F;
-    float lse = natural_lse_of(maximum[r], denominator);
+    float lse = finished.lse;
     if (p.merge_with_out) {
       const MergeWeights weight = merge_weights(lse, p.lse[state + r]);
       lse = weight.lse;

@@ -41,7 +41,7 @@ int64_t widest(const AttendForwardParams& params) {
 
 bool has_attend_forward_sm90(const AttendForwardParams& params) {
   return params.query.dtype != DType::kFloat32 && has_rows_of_sm90(widest(params)) &&
-         params.scale_log2 > 0.0F;
+         params.scale_log2 > 0.0F && params.cap_scale == 0.0F;
 }
 
 cudaError_t launch_attend_forward_sm90(const AttendForwardParams& params, cudaStream_t stream) {

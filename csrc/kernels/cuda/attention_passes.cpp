@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "common/tensors.h"
 #include "kernels/softmax_state.h"
@@ -41,14 +42,21 @@ at::Tensor with_aligned_rows(const at::Tensor& t) {
 }
 
 AttendForwardParams attention_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const at::Tensor& out, const at::Tensor& lse, double scale) {
+                                   const at::Tensor& out, const at::Tensor& lse, double scale,
+                                   const at::Tensor& sinks, double softcap) {
   AttendForwardParams call{};
   call.query = heads_view(q);
   call.key = heads_view(k);
   call.value = heads_view(v);
   call.out = heads_view(out);
   call.lse = lse.defined() ? lse.mutable_data_ptr<float>() : nullptr;
+  if (const double cap = bounded_softcap(softcap); cap > 0) {
+    constexpr double kLargest = std::numeric_limits<float>::max();
+    call.cap_scale = static_cast<float>(std::clamp(scale / cap, -kLargest, kLargest));
+    scale = cap;
+  }
   call.scale_log2 = static_cast<float>(scale * static_cast<double>(kLog2E));
+  call.sinks = sinks.defined() ? sinks.const_data_ptr<float>() : nullptr;
   call.rows = {.begin = 0, .count = q.size(2), .past = k.size(2) - q.size(2)};
   return call;
 }
@@ -89,6 +97,7 @@ ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, 
   params.key = pass.key;
   params.lse = lse;
   params.scale_log2 = pass.scale_log2;
+  params.cap_scale = pass.cap_scale;
   params.rows = pass.rows;
   params.gathered = pass.gathered;
   params.causal = pass.causal;

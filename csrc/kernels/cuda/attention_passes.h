@@ -19,19 +19,17 @@ namespace h2o_prefill {
 // Whether attention with these queries and values has a kernel: float32, bfloat16 or float16, head
 // dims that are multiples of 8 up to 256. The composite versions serve the rest.
 bool has_attention_kernel(const at::Tensor& q, const at::Tensor& v);
-// No kernel supports sinks or a softcap.
-inline bool has_attention_kernel(const std::optional<at::Tensor>& sinks, double softcap) {
-  return !sinks && softcap == 0.0;
-}
 
 // The tensor itself if each of its rows is contiguous and begins at a multiple of 16 bytes, else a
 // contiguous copy.
 at::Tensor with_aligned_rows(const at::Tensor& t);
 
 // What all passes of a call share, for all its rows, of which the last one stands at the last key.
-// Tensors have aligned rows; lse [B, Hq, Tq] may be undefined if no pass wants or merges it.
+// Tensors have aligned rows; lse [B, Hq, Tq] may be undefined if no pass wants or merges it; sinks
+// as of float_sinks().
 AttendForwardParams attention_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const at::Tensor& out, const at::Tensor& lse, double scale);
+                                   const at::Tensor& out, const at::Tensor& lse, double scale,
+                                   const at::Tensor& sinks = {}, double softcap = 0.0);
 
 // Phase 1: all rows attend causally inside their chunks of chunk_size rows.
 AttendForwardParams chunk_pass(const AttendForwardParams& call, int64_t chunk_size);

@@ -134,8 +134,7 @@ RecallLists on_device(const RecallLists& lists, const at::Tensor& q) {
 }
 
 at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
-  if (!has_attention_kernel(request.query, request.value) ||
-      !has_attention_kernel(request.sinks, request.softcap)) {
+  if (!has_attention_kernel(request.query, request.value)) {
     return composite::chunked_sparse_attention(request);
   }
   const c10::cuda::CUDAGuard guard(request.query.device());
@@ -145,7 +144,9 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   const int64_t length = request.length();
   auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
   const auto lse = at::empty({q.size(0), q.size(1), length}, q.options().dtype(at::kFloat));
-  const AttendForwardParams call = attention_call(q, k, v, out, lse, request.scale());
+  const auto sinks = float_sinks(request.sinks);
+  const AttendForwardParams call =
+      attention_call(q, k, v, out, lse, request.scale(), sinks, request.softcap);
   AttentionStream stream(q);
   float* const scores = request.scores.mutable_data_ptr<float>();
   const int64_t scores_stride = request.scores.size(2);
@@ -190,9 +191,9 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   }
 
   if (const int64_t tail = request.tail(); tail > 0) {
-    auto dense = dense_pass(call, {.begin = length - tail, .count = tail, .past = request.past()});
-    dense.lse = nullptr;
-    stream.attend(dense);
+    out.narrow(2, length - tail, tail)
+        .copy_(dense_attention_cuda(q.narrow(2, length - tail, tail), k, v, request.softmax_scale,
+                                    request.sinks, request.softcap));
   }
   return out;
 }

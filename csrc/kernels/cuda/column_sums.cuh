@@ -7,6 +7,8 @@
 // is multiplied the next two are on their way.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/column_sums_grid.h"
 #include "kernels/cuda/tile.cuh"
 #include "kernels/softmax_state.h"
@@ -127,13 +129,15 @@ __device__ __forceinline__ void store_sum(const ColumnSumsParams& p, int64_t uni
 
 // sum += the weights of one query tile for a warp's keys. If masked, key k of the warp counts for
 // rows from k on, where row 0 of the tile is row `first_row`.
-template <DType dtype, int kUnits, int kRows, int kM>
+template <DType dtype, int kUnits, int kRows, bool kCapped, int kM>
 __device__ __forceinline__ void add_tile(float (&sum)[kM][2],
                                          const uint32_t (&keys)[kUnits / 2][kM][4],
-                                         const uint16_t* query, const float* offsets, float scale,
-                                         bool masked, int first_row, int lane) {
+                                         const uint16_t* query, const float* offsets,
+                                         const ColumnSumsParams& p, bool masked, int first_row,
+                                         int lane) {
   const tile::LaneRow<kUnits> lanes(layout::load_b_row(lane), layout::load_b_unit(lane));
-#pragma unroll
+// Unrolled, the tanhf of all rows would be in registers at a time.
+#pragma unroll(kCapped ? 1 : kRows / 16)
   for (int n = 0; n < kRows / 8; n += 2) {
     float s[kM][2][4] = {};
 #pragma unroll
@@ -142,6 +146,7 @@ __device__ __forceinline__ void add_tile(float (&sum)[kM][2],
       ptx::ldmatrix_x4(b, query + lanes.element(2 * k, n));
       tile::multiply_pair<dtype>(s, 0, keys[k], b);
     }
+    if constexpr (kCapped) tile::cap(s, p.cap_scale);
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       const int row = 8 * (n + q) + layout::accumulator_column(lane, 0);
@@ -150,7 +155,7 @@ __device__ __forceinline__ void add_tile(float (&sum)[kM][2],
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float weight = ptx::exp2(s[m][q][i] * scale - row_offsets[i % 2]);
+          float weight = ptx::exp2(s[m][q][i] * p.scale_log2 - row_offsets[i % 2]);
           const int key = 16 * m + layout::accumulator_row(lane, i);
           if (masked && first_row + row + i % 2 < key) weight = 0.0F;
           sum[m][i / 2] += weight;
@@ -256,8 +261,16 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGa
     const int first_key = kGathered ? 0 : part.first_key + warp_key;
     if (kGathered || now.row + kRows > first_key) {
       const bool masked = !kGathered && now.row < first_key + S::kWarpKeys - 1;
-      add_tile<dtype, kUnits, kRows>(sum, keys, ring + stage * S::kStage, shared.offsets[stage],
-                                     p.scale_log2, masked, now.row - first_key, lane);
+      const auto add = [&](auto capped) {
+        add_tile<dtype, kUnits, kRows, decltype(capped)::value>(sum, keys, ring + stage * S::kStage,
+                                                                shared.offsets[stage], p, masked,
+                                                                now.row - first_key, lane);
+      };
+      if (p.cap_scale != 0.0F) {
+        add(std::true_type());
+      } else {
+        add(std::false_type());
+      }
     }
     store_offset(free_stage, offset);
     stage = stage == 2 ? 0 : stage + 1;

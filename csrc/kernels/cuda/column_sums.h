@@ -24,7 +24,8 @@ struct ColumnSumsParams {
   HeadsView query;   // [B, Hq, Tq, D]
   HeadsView key;     // [B, Hkv, T, D], the history
   const float* lse;  // [B, Hq, Tq], natural, over the same keys; -inf: the row counts nothing
-  float scale_log2;  // softmax scale times log2(e)
+  float scale_log2;  // as AttendForwardParams have it
+  float cap_scale;
   RowRange rows;
   bool gathered;
   CausalRange causal;    // unless gathered

@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(tile::kThreads)
       for (int r = 0; r < S::kWarpRows; ++r) {
         const int row = first + warp * S::kWarpRows + r;
         if (row >= part.end_row || (!kGathered && row < key)) continue;
+        if (p.cap_scale != 0.0F) s[r] = tanhf(s[r] * p.cap_scale);
         sum += ptx::exp2(s[r] * p.scale_log2 - offset_of(lse[row]));
       }
     }

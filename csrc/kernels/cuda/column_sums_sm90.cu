@@ -24,7 +24,8 @@ cudaError_t launch_tiles(const ColumnSumsParams& params, cudaStream_t stream) {
 }  // namespace
 
 bool has_column_sums_sm90(const ColumnSumsParams& params) {
-  return params.query.dtype != DType::kFloat32 && has_rows_of_sm90(params.key.dim);
+  return params.query.dtype != DType::kFloat32 && has_rows_of_sm90(params.key.dim) &&
+         params.cap_scale == 0.0F;
 }
 
 int64_t column_sums_sm90_partial_floats(const ColumnSumsParams& params) {

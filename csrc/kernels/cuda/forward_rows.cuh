@@ -44,6 +44,17 @@ inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows,
           false};
 }
 
+// The sink of a head in base 2; -inf: none.
+__device__ __forceinline__ float sink_of(const AttendForwardParams& p, int head) {
+  return p.sinks ? p.sinks[head] * kLog2E : kNegInf;
+}
+
+// A row whose softmax is complete, with the head's sink unless what it is merged with has that.
+__device__ __forceinline__ FinishedRow finish_pass(const AttendForwardParams& p, int head, float m,
+                                                   float l) {
+  return finish_row(m, l, p.merge_with_out ? kNegInf : sink_of(p, head));
+}
+
 // The softmax of a warp's rows so far. Of the rows a lane has two in each of kM products, and
 // shares them with 3 other lanes; sum is of this lane's keys alone until total().
 template <int kM>
@@ -124,10 +135,6 @@ struct OnlineSoftmax {
   }
 };
 
-__device__ __forceinline__ float natural_lse_of(float maximum, float denominator) {
-  return denominator == 0.0F ? kNegInf : (maximum + ptx::log2(denominator)) * kLn2;
-}
-
 // Row tile `number` of the launch, of its first head; count <= 0 where it has no rows. Positions
 // are int32, as they are in lists of them.
 template <int kRows, bool kGathered, int kHeads = 1>
@@ -200,8 +207,10 @@ __device__ __forceinline__ void store_memory_lse(const AttendForwardParams& p, c
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = 16 * m + layout::accumulator_row(lane, 2 * h);
-      const float x = natural_lse_of(softmax.maximum[m][h], softmax.total(m, h));
-      if (lane % 4 == 0 && warp_row + row < rows.count) lse[row] = x;
+      const float total = softmax.total(m, h);
+      if (lane % 4 == 0 && warp_row + row < rows.count) {
+        lse[row] = finish_row(softmax.maximum[m][h], total, sink_of(p, rows.head)).lse;
+      }
     }
   }
 }
@@ -250,10 +259,11 @@ __device__ __forceinline__ void store_result(const AttendForwardParams& p, const
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = 16 * m + layout::accumulator_row(lane, 2 * h);
-      const float denominator = softmax.total(m, h);
-      float of_new = inverse_denominator(denominator);
+      const FinishedRow finished =
+          finish_pass(p, tile_rows.head, softmax.maximum[m][h], softmax.total(m, h));
+      float of_new = finished.weight;
       float of_old = 0.0F;
-      float row_lse = natural_lse_of(softmax.maximum[m][h], denominator);
+      float row_lse = finished.lse;
       if (p.merge_with_out) {
         const float before = row < rows ? lse[row] : kNegInf;
         const MergeWeights weight = merge_weights(row_lse, before);

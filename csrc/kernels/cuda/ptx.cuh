@@ -148,11 +148,4 @@ __device__ __forceinline__ float exp2(float x) {
   return y;
 }
 
-// Within 1e-6 of log2(x), absolutely where x is in [0.5, 2], else relatively; log2(0) = -inf.
-__device__ __forceinline__ float log2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
-}
-
 }  // namespace h2o_prefill::ptx

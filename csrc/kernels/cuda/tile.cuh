@@ -179,4 +179,17 @@ __device__ __forceinline__ void multiply_rounded(float (&c)[kM][kN][4],
   }
 }
 
+// Turns accumulators x into tanh(x scale), as capped logits begin.
+template <int kM, int kN>
+__device__ __forceinline__ void cap(float (&c)[kM][kN][4], float scale) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[m][n][i] = tanhf(c[m][n][i] * scale);
+    }
+  }
+}
+
 }  // namespace h2o_prefill::tile

@@ -16,6 +16,8 @@ struct Options {
   int64_t recall_block = 8;
   RecallLists recall = {};
   int64_t error_rows = 0;
+  std::optional<at::Tensor> sinks = {};
+  double softcap = 0.0;
 
   PrefillConfig settings() const {
     return {.chunk_size = kChunk,
@@ -45,7 +47,8 @@ State state_of(const at::Tensor& scores, const at::Tensor& memory, int64_t last_
 }
 
 State run(const Qkv& x, const State& from = {}, const Options& o = {}) {
-  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, from, o.settings(), o.recall);
+  const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, from, o.settings(), o.recall,
+                                                     std::nullopt, o.sinks, o.softcap);
   return {state, out};
 }
 
@@ -94,6 +97,8 @@ TEST(ChunkedSparseAttentionOp, SixteenBitWithEveryOption) {
     o.dense_tail = 10;
     o.gqa_reduce = "max";
     o.recall = recalled(tokens, 0, o.recall_block, 2);
+    if (dim == 64) o.sinks = at::arange(4, at::kHalf);
+    if (dim == 96) o.softcap = 1.5;
     const auto got = run(x, {}, o), wanted = expected(x, {}, o);
     EXPECT_TRUE(close(got.out, wanted.out, 4e-3));
     EXPECT_TRUE(close(got.scores, wanted.scores, 4e-3));
@@ -109,6 +114,7 @@ TEST(ChunkedSparseAttentionOp, SeveralCallsWithEveryKindOfState) {
     Options o;
     o.wide_heads = {{7, 0, 3}, {7, heads - 1, 2}};
     o.error_rows = 4;
+    if (batch == 3) o.sinks = at::arange(2 * heads, at::kFloat), o.softcap = 1.5;
     State got, wanted;
     int64_t begin = 0;
     for (const int64_t end : {33, 60}) {

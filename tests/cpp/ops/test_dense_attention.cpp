@@ -32,6 +32,20 @@ TEST(DenseAttention, CallsEqualMaskedSoftmax) {
   }
 }
 
+// On CUDA, few rows of one prompt see many keys in parts. A history whose parts leave some over.
+TEST(DenseAttention, SinksAndSoftcapOfFewRows) {
+  const auto x = random_qkv(1100, 3, 1, at::kFloat, 1);
+  const auto sinks = at::arange(3, at::kFloat);
+  for (const int64_t rows : {1, 13}) {
+    const auto call = x.call(1100 - rows, 1100);
+    EXPECT_TRUE(close(dense_attention(call.q, call.k, call.v), attend_causally(call).out));
+    const auto out = dense_attention(call.q, call.k, call.v, 0.7, sinks, 2.0);
+    EXPECT_TRUE(close(out, dense_attention(call.q.to(at::kDouble), call.k.to(at::kDouble),
+                                           call.v.to(at::kDouble), 0.7, sinks, 2.0)));
+    EXPECT_TRUE(out.transpose(1, 2).is_contiguous());
+  }
+}
+
 TEST(DenseAttention, WithoutRows) {
   const auto call = random_qkv(100).call(100, 100);
   EXPECT_EQ(dense_attention(call.q, call.k, call.v).sizes(), at::IntArrayRef({2, 4, 0, kValueDim}));

@@ -18,8 +18,14 @@ from pathlib import Path
 CSRC = Path(__file__).parents[3] / "csrc"
 BUDGET = Path(__file__).parent / "register_budget.json"
 
-# Machine code that the library holds, and that its PTX, of 9.0, becomes on a later GPU.
-ARCHS = {"sm_80": "compute_80", "sm_90a": "compute_90a", "sm_120": "compute_90"}
+# Machine code that the library holds, what its PTX, of 9.0, becomes on a later GPU, and what a build
+# for that GPU alone holds.
+ARCHS = {
+    "sm_80": "compute_80", "sm_90a": "compute_90a", "sm_120": "compute_90",
+    "sm_100 alone": "compute_100", "sm_120 alone": "compute_120",
+}  # fmt: skip
+# Bytes that a kernel may spill.
+SPILLED = {"sm_100 alone": 16, "sm_120 alone": 20}
 PROCESSES = 2
 
 _SERIALISED = re.compile(r"C75(?:08|10|12|14)\b.*")
@@ -72,7 +78,7 @@ def known_archs(nvcc: str) -> list[str]:
     """Return those of `ARCHS` that a compiler knows."""
     listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True)
     # The list leaves out what is for one architecture alone, like 90a.
-    return [arch for arch in ARCHS if arch.rstrip("a") in listed.stdout.split()]
+    return [arch for arch in ARCHS if arch.split()[0].rstrip("a") in listed.stdout.split()]
 
 
 def compile_all(nvcc: str, archs: list[str]) -> list[Compiled]:
@@ -114,7 +120,7 @@ def parse(output: str, arch: str) -> tuple[Kernel, ...]:
 def _compile(nvcc: str, source: Path, arch: str, folder: Path) -> Compiled:
     command = [
         nvcc, "-std=c++20", "-O3", "-DNDEBUG", f"-I{CSRC}", f"-I{CSRC}/include", "-Xptxas", "-v",
-        "-gencode", f"arch={ARCHS[arch]},code={arch}",
+        "-gencode", f"arch={ARCHS[arch]},code={arch.split()[0]}",
         "-c", source, "-o", folder / f"{source.stem}.{arch}.o",
     ]  # fmt: skip
     done = subprocess.run(

@@ -64,6 +64,8 @@ struct AttentionInputs {
   Heads key;
   Heads value;
   float scale;
+  double softcap;            // logits z become softcap tanh(z / softcap); 0: they do not
+  std::vector<float> sinks;  // [Hq]: more logits, of no key; or empty
   std::vector<double> queries = query.numbers();
   std::vector<double> keys = key.numbers();
   std::vector<double> values = value.numbers();
@@ -88,6 +90,8 @@ struct AttentionShape {
   int64_t kv_heads = 1;
   int64_t batch = 1;
   bool transposed = false;
+  double softcap = 0.0;
+  bool sinks = false;
 
   int64_t past() const { return keys - rows; }
 };
@@ -108,7 +112,11 @@ inline AttentionInputs make_inputs(const AttentionShape& x) {
   random.fill(query.rows, 2.0);
   random.fill(key.rows, 2.0);
   random.fill(value.rows, 1.0);
-  return {query, key, value, 1.0F / std::sqrt(static_cast<float>(x.dim))};
+  std::vector<float> sinks;
+  for (int64_t head = 0; x.sinks && head < x.heads; ++head) {
+    sinks.push_back(static_cast<float>(head) - 1.5F);
+  }
+  return {query, key, value, 1.0F / std::sqrt(static_cast<float>(x.dim)), x.softcap, sinks};
 }
 
 // Positions that row t of the call sees, of KV head h of batch row b.
@@ -122,7 +130,8 @@ inline std::vector<double> logits(const AttentionInputs& in, int64_t b, int64_t 
   std::vector<double> z;
   for (const int64_t position : keys) {
     const double* const key = in.key_at(b, head / in.group(), position);
-    z.push_back(in.scale * std::inner_product(query, query + dim, key, 0.0));
+    const double logit = in.scale * std::inner_product(query, query + dim, key, 0.0);
+    z.push_back(in.softcap > 0 ? in.softcap * std::tanh(logit / in.softcap) : logit);
   }
   return z;
 }
@@ -158,7 +167,9 @@ inline Expected attend(const AttentionInputs& in, const VisibleKeys& visible) {
         const int64_t h = head / in.group();
         const std::vector<int64_t> keys = visible(b, h, t);
         const std::vector<double> z = logits(in, b, head, t, keys);
-        const double lse = log_sum_exp(z);
+        std::vector<double> with_sink = z;
+        if (!in.sinks.empty()) with_sink.push_back(in.sinks[head]);
+        const double lse = log_sum_exp(with_sink);
         const double largest = z.empty() ? 0.0 : *std::max_element(z.begin(), z.end());
         std::vector<double> probabilities, narrow;
         for (const double x : z) {

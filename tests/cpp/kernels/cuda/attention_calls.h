@@ -7,6 +7,7 @@
 #include "kernels/cuda/attend_forward.h"
 #include "kernels/cuda/attention.h"
 #include "kernels/cuda/column_sums.h"
+#include "kernels/softmax_state.h"
 
 namespace h2o_prefill::testing {
 
@@ -22,6 +23,7 @@ struct Kernels {
   std::vector<int64_t> dims;
   std::vector<int64_t> widths;  // of memory sets, around the tile of keys
   std::vector<float> scales;
+  std::vector<double> softcaps;
 };
 
 inline const Kernels* tested = nullptr;
@@ -50,6 +52,11 @@ struct Call {
     params.key = in.key.view();
     params.value = in.value.view();
     params.scale_log2 = in.scale_log2();
+    if (in.softcap > 0) {
+      params.cap_scale = in.scale / static_cast<float>(in.softcap);
+      params.scale_log2 = static_cast<float>(in.softcap) * kLog2E;
+    }
+    params.sinks = in.sinks.empty() ? nullptr : in.sinks.data();
   }
 
   // In chunks of chunk_size rows; 0: to every key up to the row.
@@ -98,6 +105,7 @@ inline ColumnSumsParams sums_params(const Call& call, const SumsOptions& options
   params.query = call.params.query;
   params.key = call.params.key;
   params.scale_log2 = call.params.scale_log2;
+  params.cap_scale = call.params.cap_scale;
   params.rows = call.params.rows;
   params.gathered = call.params.gathered;
   params.causal = call.params.causal;

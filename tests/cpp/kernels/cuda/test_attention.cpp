@@ -25,7 +25,8 @@ const Kernels kSm80{"sm80",
                     {DType::kBFloat16, DType::kFloat32},
                     {8, 64, 80, 96, 128, 256},
                     {1, 63, 64, 65, 130, 200},
-                    {-0.3F, 0.0F, 1.0F}};
+                    {-0.3F, 0.0F, 1.0F},
+                    {0.0, 1.5}};
 const Kernels kSm90{"sm90a",
                     launch_attend_forward_sm90,
                     launch_column_sums_sm90,
@@ -35,7 +36,8 @@ const Kernels kSm90{"sm90a",
                     {DType::kBFloat16},
                     {8, 56, 104, 128},
                     {1, 64, 128, 129, 300},
-                    {1.0F}};
+                    {1.0F},
+                    {0.0}};
 
 void use(const Kernels& kernels) {
   tested = &kernels;
@@ -112,6 +114,19 @@ TEST_P(Attention, Scales) {
       call.attend_causally(100);
       call.run();
       call.expect_close(attend(call.in, causal_keys(0, 100)));
+    }
+  }
+}
+
+TEST_P(Attention, SinksAndSoftcaps) {
+  for (const DType dtype : kernels.dtypes) {
+    for (const double softcap : kernels.softcaps) {
+      const AttentionShape shape{
+          .dtype = dtype, .rows = 70, .keys = 140, .heads = 2, .softcap = softcap, .sinks = true};
+      check_causal(shape, 50);
+      check_gathered(shape, 70, 50, {.scatter_add = true});
+      RecallCalls({shape, 70, 35, 30, 70, 50}).check();
+      RecallCalls({shape, 70, 70, 30, 70, 0}).check();
     }
   }
 }
@@ -311,6 +326,7 @@ TEST(AttentionSm90, OtherInputsAreForTheOtherKernels) {
   refused({DType::kFloat32, 2, 2}, 1.0F, true);
   refused({DType::kFloat16, 2, 2}, 0.0F, false);
   refused({DType::kFloat16, 2, 2}, -1.0F, false);
+  refused({DType::kFloat16, 2, 2, 64, 64, 1, 1, 1, false, /*softcap=*/2.0}, 1.0F, true);
 }
 
 TEST(ColumnSums, PartialSumsAreForFewKeysAndNeverMoreForSm90) {

@@ -125,9 +125,6 @@ TEST(Emulation, RoundingsAndFunctionsOfNumbers) {
   EXPECT_EQ(ptx::exp2(-kInf), 0.0F);
   EXPECT_EQ(ptx::exp2(-127.0F), 0.0F);  // subnormal
   EXPECT_EQ(ptx::exp2(10.0F), 1024.0F);
-  EXPECT_EQ(ptx::log2(0.0F), -kInf);
-  EXPECT_EQ(ptx::log2(1e-40F), -kInf);  // subnormal
-  EXPECT_TRUE(std::isnan(ptx::log2(-1.0F)));
 }
 
 __global__ void count_kernel(const Params params) { params.out[0] += 1; }

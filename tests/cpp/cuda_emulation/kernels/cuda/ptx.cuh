@@ -75,7 +75,6 @@ inline float flush(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0F, x) : x;
 }
 inline float exp2(float x) { return flush(std::exp2(flush(x))); }
-inline float log2(float x) { return std::log2(flush(x)); }
 
 struct MatrixLoad {
   uint32_t* r;
