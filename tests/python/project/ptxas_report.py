@@ -18,8 +18,8 @@ from pathlib import Path
 CSRC = Path(__file__).parents[3] / "csrc"
 BUDGET = Path(__file__).parent / "register_budget.json"
 
-# Machine code that the library holds, what its PTX, of 9.0, becomes on a later GPU, and what a build
-# for that GPU alone holds.
+# Machine code that the library holds, what its PTX, of 9.0, becomes on a later GPU, and what a
+# build for that GPU alone holds.
 ARCHS = {
     "sm_80": "compute_80", "sm_90a": "compute_90a", "sm_120": "compute_90",
     "sm_100 alone": "compute_100", "sm_120 alone": "compute_120",
