@@ -100,10 +100,10 @@ __global__ void __launch_bounds__(tile::kThreads, 1)
     if (!p.memory_lse) return;
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
-      const float total = warp::sum(sum[r]);
-      if (lane == 0 && warp_row + r < rows.count) {
-        p.memory_lse[state + r] = finish_row(maximum[r], total, sink_of(p, rows.head)).lse;
-      }
+      float weight = 1.0F;
+      float lse = natural_lse(maximum[r], warp::sum(sum[r]));
+      add_sink(p, rows.head, weight, lse);
+      if (lane == 0 && warp_row + r < rows.count) p.memory_lse[state + r] = lse;
     }
   };
 
@@ -159,16 +159,17 @@ __global__ void __launch_bounds__(tile::kThreads, 1)
   for (int r = 0; r < kWarpRows; ++r) {
     const float denominator = warp::sum(sum[r]);
     if (warp_row + r >= rows.count) continue;
-    const FinishedRow finished = finish_pass(p, rows.head, maximum[r], denominator);
-    float of_new = finished.weight;
+    float of_new = inverse_denominator(denominator);
     float of_old = 0.0F;
-    float lse = finished.lse;
+    float lse = natural_lse(maximum[r], denominator);
     if (p.merge_with_out) {
       const MergeWeights weight = merge_weights(lse, p.lse[state + r]);
       lse = weight.lse;
       of_new *= weight.a;
       of_old = weight.b;
       __syncwarp();  // all lanes have read lse
+    } else {
+      add_sink(p, rows.head, of_new, lse);
     }
     if (p.lse && lane == 0) p.lse[state + r] = lse;
     float* const result =

@@ -27,12 +27,6 @@ cudaError_t launch_tiles(const AttendForwardParams& params, cudaStream_t stream)
                 /*overlapped=*/true);
 }
 
-// Whether tiles have rows of two heads, and so those of fewer blocks that recall keys.
-bool shares_lists(const AttendForwardParams& params) {
-  return params.recall.offsets && params.recall.block < sm90::kBlockRows &&
-         params.query.heads / params.key.heads % 2 == 0;
-}
-
 int64_t widest(const AttendForwardParams& params) {
   return std::max(params.key.dim, params.value.dim);
 }
@@ -53,7 +47,7 @@ cudaError_t launch_attend_forward_sm90(const AttendForwardParams& params, cudaSt
     return with_half_dtype(params.query.dtype, [&](auto dtype) {
       return with_padded_dim<64, 128>(widest(params), [&](auto padded) {
         if constexpr (kind() == attend::KeyKind::kGathered) {
-          if (shares_lists(params)) {
+          if (attend::shares_lists(params, sm90::kBlockRows)) {
             return launch_tiles<dtype(), padded(), 2, kind()>(params, stream);
           }
         }

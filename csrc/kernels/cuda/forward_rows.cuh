@@ -44,15 +44,19 @@ inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows,
           false};
 }
 
-// The sink of a head in base 2; -inf: none.
-__device__ __forceinline__ float sink_of(const AttendForwardParams& p, int head) {
-  return p.sinks ? p.sinks[head] * kLog2E : kNegInf;
+// Counts the head's sink in what finishes a row: the weight of its products, and its lse.
+__device__ __forceinline__ void add_sink(const AttendForwardParams& p, int head, float& weight,
+                                         float& lse) {
+  if (!p.sinks) return;
+  const MergeWeights with_sink = merge_weights(lse, p.sinks[head]);
+  weight *= with_sink.a;
+  lse = with_sink.lse;
 }
 
-// A row whose softmax is complete, with the head's sink unless what it is merged with has that.
-__device__ __forceinline__ FinishedRow finish_pass(const AttendForwardParams& p, int head, float m,
-                                                   float l) {
-  return finish_row(m, l, p.merge_with_out ? kNegInf : sink_of(p, head));
+// Whether tiles of tile_rows rows have those of two heads, and so of fewer blocks that recall keys.
+inline bool shares_lists(const AttendForwardParams& params, int64_t tile_rows) {
+  return params.recall.offsets && params.recall.block < tile_rows &&
+         params.query.heads / params.key.heads % 2 == 0;
 }
 
 // The softmax of a warp's rows so far. Of the rows a lane has two in each of kM products, and
@@ -207,10 +211,10 @@ __device__ __forceinline__ void store_memory_lse(const AttendForwardParams& p, c
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = 16 * m + layout::accumulator_row(lane, 2 * h);
-      const float total = softmax.total(m, h);
-      if (lane % 4 == 0 && warp_row + row < rows.count) {
-        lse[row] = finish_row(softmax.maximum[m][h], total, sink_of(p, rows.head)).lse;
-      }
+      float weight = 1.0F;
+      float of_row = natural_lse(softmax.maximum[m][h], softmax.total(m, h));
+      add_sink(p, rows.head, weight, of_row);
+      if (lane % 4 == 0 && warp_row + row < rows.count) lse[row] = of_row;
     }
   }
 }
@@ -259,11 +263,10 @@ __device__ __forceinline__ void store_result(const AttendForwardParams& p, const
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = 16 * m + layout::accumulator_row(lane, 2 * h);
-      const FinishedRow finished =
-          finish_pass(p, tile_rows.head, softmax.maximum[m][h], softmax.total(m, h));
-      float of_new = finished.weight;
+      const float denominator = softmax.total(m, h);
+      float of_new = inverse_denominator(denominator);
       float of_old = 0.0F;
-      float row_lse = finished.lse;
+      float row_lse = natural_lse(softmax.maximum[m][h], denominator);
       if (p.merge_with_out) {
         const float before = row < rows ? lse[row] : kNegInf;
         const MergeWeights weight = merge_weights(row_lse, before);
@@ -271,6 +274,8 @@ __device__ __forceinline__ void store_result(const AttendForwardParams& p, const
         of_new *= weight.a;
         of_old = weight.b;
         __syncwarp();  // all lanes of the row have read it
+      } else {
+        add_sink(p, tile_rows.head, of_new, row_lse);
       }
       if (lse && row < rows && lane % 4 == 0) lse[row] = row_lse;
 #pragma unroll
