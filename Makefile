@@ -18,7 +18,7 @@ export VIRTUAL_ENV := $(abspath $(VENV))
 export PATH := $(VIRTUAL_ENV)/bin:$(PATH)
 export H2O_BUILD_DIR := build/cmake
 export CTEST_PARALLEL_LEVEL := $(JOBS)
-PIP := python -m pip --quiet
+PIP := python -m pip --quiet --retries 10
 PYTEST := pytest --numprocesses $(JOBS) --dist worksteal
 # $(call system,package of Debian,command that succeeds where it is installed)
 system = @{ $(2); } &>/dev/null || { apt-get update -q && apt-get install -y -q $(1); } || { echo "needed: $(1)" >&2; false; }
