@@ -294,8 +294,6 @@ __global__ void __launch_bounds__(tile::kThreads, Shape<kDim>::blocks_per_sm(kGa
     ptx::cp_async_wait<1>();
     __syncthreads();
   }
-  ptx::cp_async_wait<0>();
-  __syncthreads();
 
   const int columns = kGathered ? static_cast<int>(p.memory.width) : part.chunk_rows;
   if (thread >= S::kKeys || part.first_key + thread >= columns) return;
