@@ -22,6 +22,9 @@ namespace h2o_prefill {
 // long, and a multiple of 8.
 constexpr int64_t kLimitRows = 128;
 
+// Blocks of the kernels of sm_80 that fill the GPUs that these are for.
+constexpr int64_t kManyBlocks = 256;
+
 struct AttendForwardParams {
   HeadsView query;   // [B, Hq, Tq, D]
   HeadsView key;     // [B, Hkv, T, D], the history

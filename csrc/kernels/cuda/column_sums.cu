@@ -1,13 +1,12 @@
 #include "kernels/cuda/column_sums.h"
 
+#include "kernels/cuda/attend_forward.h"
 #include "kernels/cuda/column_sums_float.cuh"
 #include "kernels/cuda/column_sums_launch.cuh"
 #include "kernels/cuda/dispatch.h"
 
 namespace h2o_prefill {
 namespace {
-
-constexpr int64_t kManyBlocks = 256;
 
 template <typename Shape>
 constexpr column_sums::TileSizes kTileSizes{

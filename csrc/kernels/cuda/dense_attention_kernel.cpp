@@ -23,11 +23,9 @@ bool pytorch_has_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tens
 // Parts of the keys before the rows of one prompt, with which few rows fill the GPU; 0: they fill
 // it, or the keys are few.
 int64_t parts_of_past(const at::Tensor& q, const at::Tensor& k) {
-  constexpr int64_t kManyBlocks = 256;  // fill the GPUs that this is for
-  constexpr int64_t kRows = 128;        // of a block
-  constexpr int64_t kLeastKeys = 512;   // of a part
+  constexpr int64_t kLeastKeys = 512;  // of a part
   if (q.size(0) > 1) return 0;
-  const int64_t blocks = q.size(1) * ((q.size(2) + kRows - 1) / kRows);
+  const int64_t blocks = q.size(1) * ((q.size(2) + kLimitRows - 1) / kLimitRows);
   const int64_t parts = std::min(kManyBlocks / blocks, (k.size(2) - q.size(2)) / kLeastKeys);
   return parts > 1 ? parts : 0;
 }

@@ -209,6 +209,7 @@ TEST_P(Attention, RecalledKeys) {
           RecallCase{{dtype, 150, 250, 64, 56, 4, 2, 2, true}, 60, 20, 30, 40, 40},
           RecallCase{{dtype, 150, 250, 128, 128, 3, 1}, 150, 1, 3, 140, 133},
           RecallCase{{dtype, 150, 220, widest, 64}, 150, 150, 200, 70, 0},
+          RecallCase{{dtype, 70, 170}, 70, 35, 150, 0, 0},
           RecallCase{{dtype, 70, 170, 128, 128, 2, 1}, 70, 35, 150, 0, 0}}) {
       RecallCalls(x).check();
     }
