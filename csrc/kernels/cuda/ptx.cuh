@@ -44,13 +44,6 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
       : "memory");
 }
 
-// The same for 4 bytes, both addresses multiples of 4.
-__device__ __forceinline__ void cp_async_4(void* shared, const void* global, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(shared)),
-               "l"(__cvta_generic_to_global(global)), "r"(valid ? 4 : 0)
-               : "memory");
-}
-
 // Closes the group of the copies that this thread began since the last commit.
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");

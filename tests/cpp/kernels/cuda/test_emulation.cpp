@@ -64,9 +64,9 @@ using Kernel = void (*)(Params);
 
 // Runs one warp, each lane of which writes to `width` numbers of the result.
 std::vector<uint32_t> run_warp(Kernel kernel, int width) {
-  const std::vector<uint32_t> in(32 * 8, 7);
+  const std::vector<uint32_t> in(32 * 16, 7);
   std::vector<uint32_t> out(32 * width);
-  EXPECT_EQ(launch(kernel, 1, 32, 1024, nullptr, Params{in.data(), out.data()}), cudaSuccess);
+  EXPECT_EQ(launch(kernel, 1, 32, 2048, nullptr, Params{in.data(), out.data()}), cudaSuccess);
   return out;
 }
 
@@ -86,24 +86,24 @@ TEST(Emulation, SharedMemoryOfEveryBlockBeginsAsNaN) {
 }
 
 __global__ void copy_kernel(const Params params) {
-  auto* shared = ptx::dynamic_shared<uint32_t>() + threadIdx.x * 8;
-  const uint32_t* in = params.in + threadIdx.x * 8;
+  auto* shared = ptx::dynamic_shared<uint32_t>() + threadIdx.x * 16;
+  const uint32_t* in = params.in + threadIdx.x * 16;
   uint32_t* out = params.out + threadIdx.x * 8;
   ptx::cp_async_16(shared, in, true);
   ptx::cp_async_commit();
-  ptx::cp_async_4(shared + 4, in + 4, true);
-  ptx::cp_async_4(shared + 5, nullptr, false);
+  ptx::cp_async_16(shared + 4, in + 4, true);
+  ptx::cp_async_16(shared + 8, nullptr, false);
   ptx::cp_async_commit();
-  ptx::cp_async_4(shared + 6, in + 6, true);  // of no group yet
+  ptx::cp_async_16(shared + 12, in + 12, true);  // of no group yet
   out[0] = shared[0];
   ptx::cp_async_wait<1>();
   out[1] = shared[1];
   out[2] = shared[4];
   ptx::cp_async_wait<0>();
-  std::copy_n(shared + 3, 4, out + 3);
+  for (int i = 0; i < 4; ++i) out[3 + i] = shared[3 + 3 * i];
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
-  out[7] = shared[6];
+  out[7] = shared[12];
 }
 
 TEST(Emulation, AsynchronousCopiesAreThereAfterTheWaitForTheirGroup) {
@@ -151,7 +151,8 @@ uint32_t* shared() { return ptx::dynamic_shared<uint32_t>(); }
 unsigned int opposite() { return (threadIdx.x + 32) % kThreads; }
 
 void copy_mine(const Params& params) {
-  ptx::cp_async_4(shared() + threadIdx.x, params.in + threadIdx.x, true);
+  const unsigned int i = threadIdx.x;
+  if (i % 4 == 0) ptx::cp_async_16(shared() + i, params.in + i, true);
   ptx::cp_async_commit();
 }
 

@@ -29,19 +29,10 @@ inline uint32_t shared_address(const void* pointer) {
   return cuda_emulation::shared_address(pointer);
 }
 
-inline void cp_async(const char* name, void* shared, const void* global, int bytes, bool valid,
-                     Site site) {
-  cuda_emulation::check_shared(name, shared, bytes, site);
-  cuda_emulation::check_alignment(name, global, bytes, site);
-  cuda_emulation::begin_copy(shared, valid ? global : nullptr, bytes);
-}
-
 inline void cp_async_16(void* shared, const void* global, bool valid, Site site = Site::here()) {
-  cp_async("cp_async_16", shared, global, 16, valid, site);
-}
-
-inline void cp_async_4(void* shared, const void* global, bool valid, Site site = Site::here()) {
-  cp_async("cp_async_4", shared, global, 4, valid, site);
+  cuda_emulation::check_shared("cp_async_16", shared, 16, site);
+  cuda_emulation::check_alignment("cp_async_16", global, 16, site);
+  cuda_emulation::begin_copy(shared, valid ? global : nullptr, 16);
 }
 
 inline void cp_async_commit() { cuda_emulation::commit_copies(); }
