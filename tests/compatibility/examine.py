@@ -105,8 +105,7 @@ class Finding:
 
 
 def sweep(
-    names: Iterable[str] | None = None,
-    on_progress: Callable[[int, int, str], None] | None = None,
+    names: Iterable[str] | None = None, on_progress: Callable[[int, int, str], None] | None = None
 ) -> list[Finding]:
     """Examine classes one after the other."""
     known = model_classes()

@@ -42,16 +42,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Ernie4_5_VLMoeConfig": {"text_config__rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "FunAsrNanoConfig": {"adaptor_config__intermediate_size": 16},
     "Gemma3nTextConfig": {"intermediate_size": [64] * 4},
-    "Glm46VConfig": {"text_config__rope_parameters": _AXES},
-    "Glm4vConfig": {"text_config__rope_parameters": _AXES},
     "Glm4vMoeConfig": {
-        "text_config__rope_parameters": {
-            **_ROPE,
-            "mrope_section": [2, 1, 1],
-            "partial_rotary_factor": 0.5,
-        }
+        "text_config__rope_parameters": _ROPE
+        | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     },
-    "GlmOcrConfig": {"text_config__rope_parameters": _AXES},
     "GPTNeoConfig": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
     "HrmTextConfig": {"num_hidden_layers": 2, "num_layers_per_stack": None},
@@ -66,14 +60,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "MusicgenDecoderConfig": {"num_codebooks": 1},
     "MusicgenMelodyDecoderConfig": {"num_codebooks": 1},
     "NemotronH_Omni_Reasoning_V3_Config": {"vision_config__video_temporal_patch_size": 2},
-    "PaddleOCRVLConfig": {"text_config__rope_parameters": _AXES},
-    "Qwen2_5_VLConfig": {"text_config__rope_parameters": _AXES},
     "Qwen2_5OmniConfig": {
         "enable_audio_output": False,
         "thinker_config__text_config__rope_parameters": _AXES,
     },
-    "Qwen2_5OmniThinkerConfig": {"text_config__rope_parameters": _AXES},
-    "Qwen2VLConfig": {"text_config__rope_parameters": _AXES},
     "Qwen3OmniMoeConfig": {"enable_audio_output": False},
     "Qwen4ExpConfig": {f"text_config__{name}": value for name, value in _INDEXER.items()},
     "Qwen4ExpTextConfig": _INDEXER,
@@ -92,4 +82,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
     },
     "ZayaConfig": {"num_experts_per_tok": 1},
+    **{
+        f"{name}Config": {"text_config__rope_parameters": _AXES}
+        for name in (
+            *("Glm46V", "Glm4v", "GlmOcr", "PaddleOCRVL", "Qwen2VL", "Qwen2_5_VL"),
+            "Qwen2_5OmniThinker",
+        )
+    },
 }

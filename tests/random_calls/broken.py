@@ -67,12 +67,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 OTHER_DTYPES = {
     **{"i": ("int64", "float32"), "l": ("int32",), "f": ("int64",), "s": ("int64", "float64")},
     **{"x": ("int64", "float32", "float16"), "a": ("float16", "bfloat16", "float32", "float64")},
-    **{
-        "I": ("int64", "float32"),
-        "S": ("int64", "float64"),
-        "X": ("int64",),
-        "A": ("float16", "bfloat16"),
-    },
+    **{"X": ("int64",), "A": ("float16", "bfloat16")},
 }
 
 
@@ -107,7 +102,7 @@ def _tensors(specs: dict[str, str], a: Arguments) -> Changes:
     for name, (x, spec) in given.items():
         # A decay may have one dimension.
         sizes = "G" if len(x.shape) == 1 and len(spec) == 4 else spec[1:]
-        for dtype in OTHER_DTYPES[spec[0].upper() if alone else spec[0]]:
+        for dtype in OTHER_DTYPES[spec[0].upper() if alone and spec[0] in "xa" else spec[0]]:
             if dtype != x.dtype:
                 changes[f"{name} is {dtype}"] = {name: changed(x, dtype=dtype)}
         for dim, letter in enumerate(sizes):

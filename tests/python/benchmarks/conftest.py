@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval import load_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -47,8 +48,6 @@ def model_folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def model(model_folder: str) -> Any:
-    from h2o_prefill.eval import load_model
-
     return load_model(model_folder)[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -37,80 +38,72 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_rounds_are_interleaved_and_end_with_the_budget(clock: Clock) -> None:
-    from common.compare import compare
+@pytest.fixture
+def timer(import_path: None) -> Any:
+    """The module under test."""
+    from common import compare
 
+    return compare
+
+
+def test_rounds_are_interleaved_and_end_with_the_budget(timer: Any, clock: Clock) -> None:
     calls = {name: clock.taking(name, lambda n: 1.0) for name in "ab"}
-    timings = compare(calls, 11.0, clock=clock)
+    timings = timer.compare(calls, 11.0, clock=clock)
     # Two seconds of warm-up, then two rounds of four seconds; a third pair would end at 14.
     assert "".join(clock.calls) == "ab" + "abba" * 2
     assert timings.rounds == 4
     assert clock.now == 10.0
 
 
-def test_two_rounds_are_run_whatever_they_take(clock: Clock) -> None:
-    from common.compare import compare
-
-    timings = compare({"a": clock.taking("a", lambda n: 100.0)}, 0.001, clock=clock)
+def test_two_rounds_are_run_whatever_they_take(timer: Any, clock: Clock) -> None:
+    timings = timer.compare({"a": clock.taking("a", lambda n: 100.0)}, 0.001, clock=clock)
     assert timings.seconds == {"a": [100.0, 100.0]}
 
 
-def test_the_warm_up_does_not_count(clock: Clock) -> None:
-    from common.compare import compare
-
+def test_the_warm_up_does_not_count(timer: Any, clock: Clock) -> None:
     slow_start = clock.taking("a", lambda n: 50.0 if n == 0 else 1.0)
-    assert compare({"a": slow_start}, 1.0, clock=clock).median("a") == 1.0
+    assert timer.compare({"a": slow_start}, 1.0, clock=clock).median("a") == 1.0
 
 
-def test_short_calls_are_repeated_within_a_measurement(clock: Clock) -> None:
-    from common.compare import SHORTEST, compare
-
-    timings = compare({"a": clock.taking("a", lambda n: 1e-5)}, 0.05, clock=clock)
+def test_short_calls_are_repeated_within_a_measurement(timer: Any, clock: Clock) -> None:
+    timings = timer.compare({"a": clock.taking("a", lambda n: 1e-5)}, 0.05, clock=clock)
     assert timings.median("a") == pytest.approx(1e-5)
-    assert len(clock.calls) * 1e-5 / timings.rounds >= SHORTEST
+    assert len(clock.calls) * 1e-5 / timings.rounds >= timer.SHORTEST
 
 
-def test_a_drift_of_the_machine_cancels_in_the_ratio(clock: Clock) -> None:
-    from common.compare import compare
-
+def test_a_drift_of_the_machine_cancels_in_the_ratio(timer: Any, clock: Clock) -> None:
     def drifting(factor: float) -> Callable[[int], float]:
         return lambda n: factor * (1.0 + clock.now / 100)
 
     calls = {"a": clock.taking("a", drifting(2.0)), "b": clock.taking("b", drifting(1.0))}
-    timings = compare(calls, 150.0, clock=clock)
+    timings = timer.compare(calls, 150.0, clock=clock)
     assert timings.seconds["b"][-1] > 1.5 * timings.seconds["b"][0]
     ratio = timings.ratio("a", "b")
     assert ratio.value == pytest.approx(2.0, rel=0.02)
     assert 1.9 < ratio.by_round.q1 <= ratio.by_round.q3 < 2.1
 
 
-def test_ratio_is_of_medians_and_its_spread_of_pairs() -> None:
-    from common.compare import Timings
-
-    ratio = Timings({"a": [2.0, 4.0, 9.0], "b": [1.0, 4.0, 3.0]}).ratio("a", "b")
+def test_ratio_is_of_medians_and_its_spread_of_pairs(timer: Any) -> None:
+    ratio = timer.Timings({"a": [2.0, 4.0, 9.0], "b": [1.0, 4.0, 3.0]}).ratio("a", "b")
     # Pairs: 2, 1, 3.
     assert ratio.fields("x") == pytest.approx({"x": 4 / 3, "x_q1": 1.5, "x_q3": 2.5})
     assert ratio.fields("x", 100)["x_q1"] == 150
 
 
-def test_spread_and_nothing_to_compare() -> None:
-    from common.compare import compare, spread
-
-    found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
+def test_spread_and_nothing_to_compare(timer: Any) -> None:
+    found = timer.spread([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (found.q1, found.median, found.q3) == (2.0, 3.0, 4.0)
-    assert spread([7.0]).median == spread([7.0]).q1 == 7.0
+    assert timer.spread([7.0]).median == timer.spread([7.0]).q1 == 7.0
     with pytest.raises(ValueError, match="values must not be empty"):
-        spread([])
+        timer.spread([])
     with pytest.raises(ValueError, match="candidates must not be empty"):
-        compare({}, 1.0)
+        timer.compare({}, 1.0)
 
 
-def test_another_timer_takes_the_times(clock: Clock) -> None:
-    from common.compare import SHORTEST, compare
-
+def test_another_timer_takes_the_times(timer: Any, clock: Clock) -> None:
     handed_over: list[int] = []
 
-    def timer(call: Callable[[], object], repeats: int) -> float:
+    def device(call: Callable[[], object], repeats: int) -> float:
         """A device that takes a tenth of what the host sees."""
         handed_over.append(repeats)
         begin = clock()
@@ -118,6 +111,8 @@ def test_another_timer_takes_the_times(clock: Clock) -> None:
             call()
         return (clock() - begin) / repeats / 10
 
-    timings = compare({"a": clock.taking("a", lambda n: 1e-3)}, 0.5, clock=clock, timer=timer)
+    timings = timer.compare(
+        {"a": clock.taking("a", lambda n: 1e-3)}, 0.5, clock=clock, timer=device
+    )
     assert timings.median("a") == pytest.approx(1e-4)
-    assert handed_over[-1] * 1e-4 >= SHORTEST
+    assert handed_over[-1] * 1e-4 >= timer.SHORTEST

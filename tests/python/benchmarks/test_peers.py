@@ -135,12 +135,6 @@ def test_losses_of_another_text_or_model_are_refused(
             read_losses([file], {**facts, name: "other"})
 
 
-def _mode(program: str, dense: str, bits: int = 16, **fields: Any) -> Any:
-    from common.modes import Mode
-
-    return Mode(program, bits, dense, "module:class", {}, **fields)
-
-
 def test_a_loss_is_that_against_the_own_dense_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     from common.losses import measure_losses
     from common.modes import Mode
@@ -188,7 +182,7 @@ def test_a_loss_is_that_against_the_own_dense_mode(monkeypatch: pytest.MonkeyPat
 def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits() -> None:
     from common.compare import Timings
     from common.losses import fastest_baselines
-    from common.modes import OURS
+    from common.modes import OURS, Mode
 
     # Program, loss, seconds.
     made = {
@@ -201,8 +195,9 @@ def test_baselines_lose_no_more_than_we_do_and_have_as_many_bits() -> None:
         "slow": ("slow", 0.0, 30.0),
         "coarse 4 bit": ("coarse", 0.0, 1.0),
     }
+    bits = {name: int(name.split()[1]) if "bit" in name else 16 for name in made}
     modes = {
-        name: _mode(program, name, int(name.split()[1]) if "bit" in name else 16)
+        name: Mode(program, bits[name], name, "module:class", {})
         for name, (program, _, _) in made.items()
     }
     rows = [

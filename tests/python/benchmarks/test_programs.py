@@ -49,8 +49,7 @@ def _check_report(report: dict[str, Any], fields: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FIELDS],
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FIELDS]
 )
 def test_operators(run: Run, name: str) -> None:
     done, report = run(name)
@@ -312,8 +311,7 @@ def test_the_reports_of_the_repository_are_read_and_drawn(tmp_path: Path) -> Non
     assert read_losses([RESULTS / "peers_losses.json"], facts)
     done = CliRunner().invoke(plot.app, ["--output", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
-    names = {"throughput_comparison.png", "memory_profile.png", "linear.png", "peers.png"}
-    names |= {"scale.png"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+    names = ("throughput_comparison", "memory_profile", "linear", "peers", "scale")
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in names}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
     assert CliRunner().invoke(plot.app, ["--results", str(tmp_path)]).exit_code == 2

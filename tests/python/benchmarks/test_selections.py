@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops
 from h2o_prefill.eval.attention_flops import dense_dot_products
 
@@ -56,8 +57,6 @@ def test_what_a_rule_sees_of_the_future(run_variant: Any, variant: str) -> None:
 
 @torch.no_grad()
 def test_products_of_settings_are_those_that_are_counted_elsewhere(run_variant: Any) -> None:
-    from h2o_prefill.config import PrefillConfig
-
     config = PrefillConfig.parse(f"{SETTINGS},chunk_size=64,recall=2,recall_block=16,dense_tail=8")
     products = run_variant(config.to_string())(IDS)[1]
     dense = dense_dot_products(LENGTH) / LENGTH

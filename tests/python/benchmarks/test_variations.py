@@ -24,16 +24,9 @@ def kinds(import_path: None) -> Any:
     return variations.VARIATIONS
 
 
-@pytest.fixture
-def build_window(import_path: None) -> Any:
-    from common import variations
+def test_a_window_is_passage_other_text_and_changed_passage(tiny: Any, kinds: Any) -> None:
+    from common.variations import build_window
 
-    return variations.build_window
-
-
-def test_a_window_is_passage_other_text_and_changed_passage(
-    tiny: Any, kinds: Any, build_window: Any
-) -> None:
     tokenizer = tiny.make_tokenizer()
     for name, kind in kinds.items():
         window, changed = build_window(name, tokenizer, TEXT, CONTEXT)
@@ -47,6 +40,9 @@ def test_a_window_is_passage_other_text_and_changed_passage(
         assert (text[changed:].strip() in passage) == (name == "same")
         if not kind.among_its_like:
             assert between in TEXT and passage not in between
+    # A text that is too short.
+    with pytest.raises(ValueError, match=r"longer for windows of 2048 tokens: 1000 characters"):
+        build_window("capitals", tokenizer, TEXT[:1000], CONTEXT)
 
 
 def test_the_forms_of_prose(kinds: Any) -> None:
@@ -103,11 +99,6 @@ def test_a_log_comes_again_with_few_fields_changed(kinds: Any) -> None:
     for before, after in zip(lines, again, strict=False):
         pairs = list(zip(before.split(), after.split(), strict=True))
         assert [index for index, (old, new) in enumerate(pairs) if old != new] == [0, 1, 7]
-
-
-def test_a_text_that_is_too_short(tiny: Any, build_window: Any) -> None:
-    with pytest.raises(ValueError, match=r"longer for windows of 2048 tokens: 1000 characters"):
-        build_window("capitals", tiny.make_tokenizer(), TEXT[:1000], CONTEXT)
 
 
 def test_rows_of_the_benchmark(run: Callable[..., Any], model_folder: str, tmp_path: Path) -> None:

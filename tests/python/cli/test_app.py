@@ -17,16 +17,8 @@ from h2o_prefill.config import PrefillConfig
 
 Run = Callable[..., Any]
 COMMANDS = (
-    "ppl",
-    "ablate",
-    "calibrate",
-    "bench",
-    "retrieve",
-    "visualize",
-    "generate",
-    "export",
-    "serve",
-    "info",
+    *("ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
+    *("generate", "export", "serve", "info"),
 )
 
 

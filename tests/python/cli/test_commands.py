@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import re
@@ -16,6 +17,9 @@ import torch
 
 import h2o_prefill
 from h2o_prefill.cli.tables import ablation_table
+from h2o_prefill.eval import load_model
+from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn
+from h2o_prefill.eval.perplexity import key_tokens
 from h2o_prefill.presets import PRESETS
 
 pd = pytest.importorskip("pandas")
@@ -84,8 +88,6 @@ def test_options_of_ppl_reach_the_run(report: Any, small_commands: Commands) -> 
 def test_ppl_of_key_tokens(
     report: Any, small_commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from h2o_prefill.eval.perplexity import key_tokens
-
     # A random model finds no token likely.
     for name, value in {"SHORT_CONTEXT": 16, "_LEAST_GAIN": 0.5, "_MOST_NLL": 99.0}.items():
         monkeypatch.setattr(key_tokens, name, value)
@@ -144,6 +146,29 @@ def test_calibrate_saves_beside_the_model(
     assert (saved["text"], saved["measured"]["context"]) == ("text.txt", 64)
 
 
+def test_bench(report: Any, small_commands: Commands, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "results"
+    options = ("--runs", 2, "--dtype", "bfloat16", "--chunk-size", 12, "--output", folder)
+    found, table = report(*small_commands["bench"], *options)
+    expected = {"chunk_size": 12, "dtype": "bfloat16", "preset": PRESET}
+    assert found["config"].items() >= expected.items() and found["environment"]["threads"] == 1
+    lines = [line for line in table.splitlines() if re.match(r"\s+\d+\s", line)]
+    names = ("dense_seconds", "sparse_seconds", "dense_tokens_per_second")
+    names += ("sparse_tokens_per_second", "speedup", "speedup_min", "speedup_max")
+    names += ("attention_flops_ratio",)
+    for line, row, length in zip(lines, found["results"], (16, 48), strict=True):
+        shown = [float(number) for number in re.findall(r"\d+\.?\d*", line)]
+        assert (shown[0], row["seq_length"], row["num_runs"]) == (length, length, 2)
+        for value, name in zip(shown[1:9], names, strict=True):
+            digits = 5e-4 if "seconds" in name else 0.5 if "tokens" in name else 5e-3
+            assert value == pytest.approx(row[name], abs=digits)
+    figures = sorted(folder.iterdir())
+    assert [path.name for path in figures] == ["memory_profile.png", "throughput_comparison.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
+    assert [row["seq_length"] for row in found["memory"]] == [16, 48]
+    assert all(row["sparse_peak_bytes"] > row["kv_cache_bytes"] > 0 for row in found["memory"])
+
+
 def test_retrieve(report: Any, small_commands: Commands, tmp_path: Path) -> None:
     found, table = report(
         *(*small_commands["retrieve"], "--variant", RECALL, "--prompts", 2, "--seed", 5),
@@ -193,8 +218,6 @@ def test_visualize(report: Any, small_commands: Commands, tmp_path: Path) -> Non
 def test_generate_prints_what_the_sparse_model_says(
     run: Run, small_commands: Commands, tiny: Any, model_folder: str, tmp_path: Path
 ) -> None:
-    from h2o_prefill.eval import load_model
-
     model, tokenizer = load_model(model_folder)
     ways = {tiny.SENTENCE: "sparse", "Sphinx": "dense, since shorter than 16 tokens"}
     for prompt, way in ways.items():
@@ -218,8 +241,6 @@ def test_generate_prints_what_the_sparse_model_says(
 def test_generate_shows_the_layers_of_prefill(
     run: Run, small_commands: Commands, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import importlib
-
     shown: list[tuple[int, int, str]] = []
 
     @contextlib.contextmanager
@@ -254,8 +275,6 @@ def test_generate_samples_and_cuts_long_prompts(
 def test_generate_continues_a_session(
     run: Run, refused: Any, small_commands: Commands, tiny: Any, model_folder: str, tmp_path: Path
 ) -> None:
-    from h2o_prefill.eval import load_model
-
     model, tokenizer = load_model(model_folder)
     file = tmp_path / "text.session"
     prompts = (tiny.SENTENCE * 2, "Judge!", tiny.SENTENCE)
@@ -293,8 +312,6 @@ def test_generate_continues_a_session(
 
 
 def test_a_turn_goes_on_after_an_answer(tiny: Any) -> None:
-    from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn
-
     tokenizer = tiny.make_tokenizer(add_bos=True)
     raw = encode_turn(tokenizer, "more", torch.tensor([[5]]), chat=True)
     assert tokenizer.decode(raw[0]) == "more"
@@ -375,13 +392,7 @@ def test_options_of_ablate_reach_the_run(ablate: Run, tiny: Any, csv: Path, tmp_
     chosen = frame[frame["dataset"] == "text.txt"]
     chosen = chosen[["context", "dense_layers", "recall_span"]].itertuples(index=False, name=None)
     assert sorted(chosen) == list(itertools.product((48, 64), ("0", "none"), (1, 3)))
-    for name, value in {
-        "recall": 2,
-        "recall_block": 8,
-        "gqa_reduce": "max",
-        "dtype": "bfloat16",
-        "protocol": "llamacpp",
-        "min_prefill": 20,
-        "select": "snapkv",
-    }.items():
+    expected: dict[str, Any] = {"recall": 2, "recall_block": 8, "gqa_reduce": "max"}
+    expected |= {"dtype": "bfloat16", "protocol": "llamacpp", "min_prefill": 20, "select": "snapkv"}
+    for name, value in expected.items():
         assert set(frame[name]) == {value}

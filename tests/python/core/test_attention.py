@@ -31,12 +31,6 @@ def qkv():
     return make_qkv(Shape(1, 4, 2, 150, 16, 16))
 
 
-def test_is_the_operator(qkv):
-    expected = ops.chunked_sparse_attention(*qkv, *(None,) * 5, 0, CONFIG)
-    for a, e in zip(run(ChunkedSparseAttention(CONFIG), *qkv), expected, strict=True):
-        assert torch.equal(a, e)
-
-
 RECALLING = CONFIG.replace(recall=3, recall_block=8, wide_layers=(1,))
 TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.int32)
 BY_CHARACTERS = RECALLING.replace(recall_characters=2, character_matches=3, character_span=6)

@@ -35,16 +35,12 @@ def test_another_patch_of_pytorch_is_fine(monkeypatch):
     _library.load_library()
 
 
-def test_a_missing_library(monkeypatch, tmp_path):
-    monkeypatch.setattr(_library, "LIBRARY", tmp_path / "libh2o_prefill.so")
+def test_a_library_that_is_missing_or_broken(monkeypatch, tmp_path):
+    library = tmp_path / "libh2o_prefill.so"
+    monkeypatch.setattr(_library, "LIBRARY", library)
     with pytest.raises(ImportError, match=r"is missing at .*libh2o_prefill.so"):
         _library.load_library()
-
-
-def test_a_library_that_does_not_load(monkeypatch, tmp_path):
-    broken = tmp_path / "libh2o_prefill.so"
-    broken.write_bytes(b"not a shared object")
-    monkeypatch.setattr(_library, "LIBRARY", broken)
+    library.write_bytes(b"not a shared object")
     with pytest.raises(ImportError, match=r"cannot be loaded .*rebuild it"):
         _library.load_library()
 

@@ -24,8 +24,6 @@ def test_overrides_win():
 def test_the_recall_block_suits_another_chunk_size(chunk_size, block):
     given = {"chunk_size": chunk_size, "local_window": 4, "heavy_budget": 4}
     assert preset_config("recommended", **given).recall_block == block
-    with pytest.raises(ValueError, match=f"multiple of recall_block, got {chunk_size} and 7"):
-        preset_config("recommended", recall_block=7, **given)
 
 
 def test_wrong_settings():

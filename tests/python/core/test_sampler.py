@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process
 
 Sampler = torch.classes.h2o_prefill.Sampler
 
@@ -25,17 +18,16 @@ OPTIONS = {
 
 
 def processors(temperature, top_k, top_p, min_p, penalty):
-    found = LogitsProcessorList()
-    if penalty != 1.0:
-        found.append(RepetitionPenaltyLogitsProcessor(penalty))
-    found.append(TemperatureLogitsWarper(temperature))
-    if top_k > 0:
-        found.append(TopKLogitsWarper(top_k))
-    if top_p < 1.0:
-        found.append(TopPLogitsWarper(top_p))
-    if min_p > 0.0:
-        found.append(MinPLogitsWarper(min_p))
-    return found
+    """Those that `generate` puts together: one whose option changes nothing is left out."""
+    kinds = {
+        "RepetitionPenaltyLogitsProcessor": (penalty, 1.0),
+        "TemperatureLogitsWarper": (temperature, None),
+        "TopKLogitsWarper": (top_k, 0),
+        "TopPLogitsWarper": (top_p, 1.0),
+        "MinPLogitsWarper": (min_p, 0.0),
+    }
+    used = (getattr(logits_process, kind)(x) for kind, (x, none) in kinds.items() if x != none)
+    return logits_process.LogitsProcessorList(used)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,4 +1,4 @@
-"""The count of query-key products, beside one that goes through every row, and recalled keys."""
+"""The count of query-key products, beside one that goes through every row."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import recall_text
 from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
-from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 
 LENGTH = 76  # four chunks of 16 tokens and one of 12: a block and half of one
-
-
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 # Few words, so that there is something to recall, and more of it in the second prompt.
 GENERATOR = torch.Generator().manual_seed(3)
@@ -127,29 +123,3 @@ def test_wide_heads_count_with_their_own_sets(factor: int) -> None:
     mixed = CONFIG.replace(wide_heads=((0, 2, factor),))
     given = sparse_dot_products(LENGTH, CONFIG)
     assert sparse_dot_products(LENGTH, mixed, kv_heads=4) == round((3 * given + wide) / 4)
-
-
-def test_rows_of_the_lists_are_those_of_a_call() -> None:
-    prompt = torch.randint(1, 9, (1, 72), generator=torch.Generator().manual_seed(5))
-    config = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall=2, recall_block=8)
-    recalled = find_recalled(prompt, config)
-    assert recalled is not None
-    for begin, end in ((0, 16), (32, 48), (64, 72)):
-        call = ops.lexical_recall(prompt[:, :end], begin, recall_text(16, 8, 2))
-        for ours, theirs in zip(recalled.of_rows(begin, end), call, strict=True):
-            assert torch.equal(ours, theirs)
-    assert find_recalled(prompt, config.replace(recall=0)) is None
-
-
-def test_a_mask_shows_a_row_what_came_before_it() -> None:
-    offsets, positions, visible_from = (
-        torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 2, 3], [1, 0, 2], [2, 3, 4])
-    )
-    recalled = RecalledKeys(offsets, positions, visible_from, block=2)
-    assert recalled.mask(1, 6).int().tolist() == [
-        [0, 0, 0, 0, 0, 0],
-        [0, 1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-    ]

@@ -75,15 +75,10 @@ def test_errors_are_those_of_each_head(model: Any, kind: str, monkeypatch: Any) 
         config = GPT2Config(vocab_size=257, initializer_range=0.3, **sizes, **rates)
         model = GPT2LMHeadModel(config).eval()
     done: list[tuple[int, int, str]] = []
+    note = lambda *report: done.append(report)  # noqa: E731
+    options: dict[str, Any] = {"context": CONTEXT, "windows": "0:2", "on_progress": note}
     with torch.no_grad():
-        result = calibrate_heads(
-            model,
-            TOKENS,
-            WIDENING,
-            context=CONTEXT,
-            windows="0:2",
-            on_progress=lambda *report: done.append(report),
-        )
+        result = calibrate_heads(model, TOKENS, WIDENING, **options)
         for index, factor in enumerate(FACTORS):
             windows = [_expected(model, prompt[None], factor) for prompt in TOKENS.view(2, -1)]
             for layer in range(1, LAYERS):

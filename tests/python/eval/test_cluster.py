@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -33,14 +34,20 @@ def folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.save_model(tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
-    """Two workers that are threads of this process, so that patches reach them."""
-    options: dict[str, Any] = {"processes": False, "n_workers": 2, "threads_per_worker": 1}
+@contextlib.contextmanager
+def _local_client(workers: int) -> Iterator[Any]:
+    """Workers that are threads of this process, so that patches reach them."""
+    options: dict[str, Any] = {"processes": False, "threads_per_worker": 1, "n_workers": workers}
     with (
         distributed.LocalCluster(dashboard_address="localhost:0", **options) as local,
         distributed.Client(local) as connection,
     ):
+        yield connection
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with _local_client(2) as connection:
         yield connection
 
 
@@ -101,25 +108,19 @@ def test_a_cell_that_fails_on_a_worker_does_not_stop_the_others(
     assert len(run_ablation(folder, GRID, **options)) == 4
 
 
-def test_retrieval_on_workers_finds_the_same(
+def test_retrieval_and_calibration_on_workers_find_the_same(
     workers: clusters.ModelCluster, folder: str, corpus: Corpus
 ) -> None:
     model, tokenizer = load_model(folder)
-    variants = {"small": PrefillConfig(chunk_size=64, local_window=16, heavy_budget=16)}
+    given = (model, corpus, {"small": BASE.replace(chunk_size=64, heavy_budget=16)})
     options: dict[str, Any] = {"tokenizer": tokenizer, "tasks": ["single"], "lengths": [480]}
     options["depths"] = [0, 50, 100]
-    here = evaluate_retrieval(model, corpus, variants, **options)
-    there = evaluate_retrieval(model, corpus, variants, cluster=workers, **options)
-    assert there.outcomes == here.outcomes and len(here.outcomes) == 3
-
-
-def test_calibration_on_workers_finds_the_same(
-    workers: clusters.ModelCluster, folder: str, corpus: Corpus
-) -> None:
-    model, tokenizer = load_model(folder)
-    options: dict[str, Any] = {"tokenizer": tokenizer, "context": 64, "windows": "1:5"}
-    here = calibrate_heads(model, corpus, BASE, **options)
-    there = calibrate_heads(model, corpus, BASE, cluster=workers, **options)
+    found = [evaluate_retrieval(*given, cluster=x, **options).outcomes for x in (None, workers)]
+    assert found[0] == found[1] and len(found[0]) == 3
+    options = {"tokenizer": tokenizer, "context": 64, "windows": "1:5"}
+    here, there = (
+        calibrate_heads(model, corpus, BASE, cluster=x, **options) for x in (None, workers)
+    )
     assert there == here and here.windows == [1, 2, 3, 4]
 
 
@@ -158,17 +159,13 @@ def test_what_a_worker_keeps_is_made_once_for_a_key() -> None:
 
 
 def test_a_lost_scheduler_is_an_error_at_once(folder: str) -> None:
-    options: dict[str, Any] = {"processes": False, "n_workers": 1, "threads_per_worker": 1}
-    with (
-        distributed.LocalCluster(dashboard_address="localhost:0", **options) as local,
-        distributed.Client(local) as connection,
-    ):
+    with _local_client(1) as connection:
         workers = clusters.ModelCluster(connection, folder, threads=1)
         held = clusters.LoadedModel(*load_model(folder))
         results = clusters.run_pieces(held, workers, _nap, None, {n: n for n in range(20)})
         _, first = next(results)
         assert first() == 1
-        local.close()
+        connection.cluster.close()
         with pytest.raises(ConnectionError, match="scheduler of the cluster was lost"):
             for _, result in results:
                 result()

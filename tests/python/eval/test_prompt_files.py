@@ -70,13 +70,10 @@ def test_answers_are_those_of_each_prompt_alone(
         length, new, kl = alone[row["id"]]
         assert row["answer"] == tiny_tokenizer.decode(new, skip_special_tokens=True)
         assert (row["prompt_tokens"], row["new_tokens"]) == (length, len(new))
-        assert row["finish"] == ("stop" if ends and new[-1] in _ends(tiny_model) else "length")
+        ended = ends and new[-1] in tiny_model.generation_config.eos_token_id
+        assert row["finish"] == ("stop" if ended else "length")
         assert row["estimated_kl"] == (None if kl is None else pytest.approx(kl, rel=1e-3))
     assert {row["finish"] for row in rows} >= ({"stop"} if ends else {"length"})
-
-
-def _ends(model: Any) -> list[int]:
-    return model.generation_config.eos_token_id
 
 
 def test_a_file_goes_on_after_a_cut_line(

@@ -113,12 +113,7 @@ def test_long_sequences_keep_their_digits(device, normalize):
     """More than one super-chunk, and decays that hardly decay."""
     q, k, v = make_qkv(Shape(1, 2, 1, 2500, 16, 16), device=device)
     for decay in (None, torch.full((1,), -1e-4, device=device), make_decay(k) / 100):
-        expected = oracle.chunkwise_linear_attention(
-            *widened((q, k, v, decay)), normalize=normalize
-        )
-        actual = ops.chunkwise_linear_attention(q, k, v, decay, normalize=normalize)
-        for a, e in zip(actual, expected, strict=True):
-            assert_close_to_reference(a, e)
+        check(q, k, v, decay, normalize=normalize)
 
 
 @pytest.mark.parametrize(("heads", "with_states"), [((2, 1), True), ((6, 3), False)])
@@ -291,9 +286,7 @@ def test_an_input_with_a_tangent_is_refused(device):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiles_forward_and_backward_into_one_graph_each(backend):
-    torch._dynamo.reset()
-
+def test_compiles_forward_and_backward_into_one_graph_each(fresh_dynamo, backend):
     def attend(q, k, v, decay):
         return ops.chunkwise_linear_attention(q * 1.0, k, v, decay, normalize=True)
 
@@ -308,12 +301,6 @@ def test_compiles_forward_and_backward_into_one_graph_each(backend):
         actual = torch.autograd.grad(actual, inputs, actual)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
-    torch._dynamo.reset()
-
-
-def wrong(**changes):
-    q, k, v = make_qkv(Shape(2, 4, 2, 10, 8, 6))
-    return dict(q=q, k=k, v=v) | changes
 
 
 ZEROS = torch.zeros
@@ -350,8 +337,9 @@ STATE = dict(initial_state=ZEROS(2, 2, 8, 6))
     ],
 )
 def test_wrong_arguments(changes, message):
+    good = dict(zip("qkv", make_qkv(Shape(2, 4, 2, 10, 8, 6)), strict=True))
     with pytest.raises(ValueError, match=message):
-        ops.chunkwise_linear_attention(**wrong(**changes))
+        ops.chunkwise_linear_attention(**(good | changes))
 
 
 @pytest.mark.parametrize("name", ["log_decay", "initial_state", "initial_normalizer"])

@@ -172,13 +172,13 @@ def test_nothing_waits_for_the_device(name, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cuda_graph_replays_the_same(name, dtype):
+def test_a_cuda_graph_replays_the_same_to_the_bit(name, dtype):
     call = every_operator(dtype)[name]
     expected = as_tuple(call())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = as_tuple(call())
-    for _ in range(2):
+    for _ in range(5):
         for x in captured:
             x.fill_(-5)
         graph.replay()
@@ -212,14 +212,6 @@ def test_a_captured_call_in_place_writes_where_it_was_captured(length):
     torch.cuda.synchronize()
     assert torch.equal(out, expected) and torch.equal(cache_key[:, :, 7 : 7 + length], k)
     assert not cache_key[:, :, 7 + length :].any()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_runs_are_equal_to_the_bit(name):
-    call = every_operator(torch.bfloat16)[name]
-    first = as_tuple(call())
-    for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(as_tuple(call()), first, strict=True))
 
 
 # The composite backward pass launches more kernels than the queue of a stream holds.

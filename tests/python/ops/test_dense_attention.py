@@ -14,7 +14,7 @@ STEP = 1024  # rows and keys of a step of the CPU kernel
 check = partial(compare_with_oracle, ops.dense_attention, oracle.dense_attention)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "column"])
 @pytest.mark.parametrize("rows", [1, 77])
@@ -28,21 +28,20 @@ def test_head_dims_of_latent_attention(device, dtype, rows):
     check(*make_qkv(Shape(1, 2, 2, rows, 192, 128), dtype, device, "transposed", past=60))
 
 
-def test_float64(device):
-    check(*make_qkv(Shape(1, 4, 2, 30, 16, 24), torch.float64, device, past=9))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("history", [STEP, STEP + 1, 2 * STEP + 1, 5000])
-@pytest.mark.parametrize("rows", [1, 3, 100])
-def test_histories_of_several_steps(device, dtype, history, rows):
-    check(*make_qkv(Shape(1, 2, 1, rows, 32, 24), dtype, device, past=history - rows))
-
-
-@pytest.mark.parametrize("rows", [STEP - 1, STEP, STEP + 1])
-@pytest.mark.parametrize("past", [0, 700])
-def test_calls_of_several_steps(device, rows, past):
-    check(*make_qkv(Shape(1, 2, 1, rows, 16, 24), device=device, past=past))
+@pytest.mark.parametrize(
+    ("rows", "past"),
+    [
+        *(
+            (rows, end - rows)
+            for end in (STEP, STEP + 1, 2 * STEP + 1, 5000)
+            for rows in (1, 3, 100)
+        ),
+        *((rows, past) for rows in (STEP - 1, STEP, STEP + 1) for past in (0, 700)),
+    ],
+)
+def test_histories_and_calls_of_several_steps(device, dtype, rows, past):
+    check(*make_qkv(Shape(1, 2, 1, rows, 32, 24), dtype, device, past=past))
 
 
 # From the row counts that PyTorch takes over to those of the packed kernels, in every dtype.

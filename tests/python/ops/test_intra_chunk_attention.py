@@ -26,25 +26,20 @@ def test_head_dims_of_latent_attention(device, dtype):
     check(*make_qkv(Shape(1, 2, 2, 77, 192, 128), dtype, device, "transposed"), CHUNK)
 
 
+LENGTHS = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 128]
+
+
 @pytest.mark.parametrize(
-    "length", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 128]
+    ("sizes", "chunk_size"),
+    [
+        *((Shape(1, 4, 2, length, 16, 16), CHUNK) for length in LENGTHS),
+        *((Shape(1, 2, 1, 70, dim, 264 - dim), 64) for dim in range(32, 257, 8)),
+        *((Shape(1, 2, 2, 203, 24, 40), size) for size in (1, 7, 113, 300, 1 << 40)),
+    ],
+    ids=str,
 )
-def test_awkward_lengths(device, length):
-    check(*make_qkv(Shape(1, 4, 2, length, 16, 16), device=device), CHUNK)
-
-
-@pytest.mark.parametrize("head_dim", range(32, 257, 8))
-def test_head_dims(device, head_dim):
-    check(*make_qkv(Shape(1, 2, 1, 70, head_dim, 256 - head_dim + 8), device=device), 64)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7, 113, 300, 1 << 40])
-def test_chunk_sizes_that_fit_no_tile(device, chunk_size):
-    check(*make_qkv(Shape(1, 2, 2, 203, 24, 40), device=device), chunk_size)
-
-
-def test_scale_is_used(device):
-    check(*make_qkv(Shape(1, 2, 1, 50, 32, 32), device=device), CHUNK, scale=0.9)
+def test_lengths_head_dims_and_chunk_sizes_that_fit_no_tile(device, sizes, chunk_size):
+    check(*make_qkv(sizes, device=device), chunk_size)
 
 
 def test_extreme_logits_stay_finite(device):

@@ -1,4 +1,4 @@
-"""Phase 2 against the oracle."""
+"""Phase 2 against the oracle, and positions that it or the gathering of rows must refuse."""
 
 from functools import partial
 
@@ -46,3 +46,9 @@ def test_bad_positions_are_refused(indices, message):
     q, k, v = make_qkv(Shape(1, 2, 1, 4, 8, 8), past=5)
     with pytest.raises(ValueError, match=message):
         ops.memory_attention(q, k, v, torch.tensor(indices, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("position", [3, -2])
+def test_gathering_refuses_positions_outside(position):
+    with pytest.raises(ValueError, match=f"got {position}"):
+        ops.gather_rows(torch.ones(1, 1, 3, 4), torch.tensor([[[position]]], dtype=torch.int32))

@@ -9,12 +9,6 @@ from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle
 
 
-def select_both(scores, memory, *arguments):
-    actual = ops.select_memory(scores, memory, *arguments)
-    assert torch.equal(actual, oracle.select_memory(scores, memory, *arguments))
-    return actual
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(max_examples=150)
 @given(data=st.data())
@@ -34,7 +28,9 @@ def test_agrees_with_the_oracle(dtype, data):
         memory[0, head, :count] = (
             torch.randperm(begin, generator=generator)[:count].sort().values.int()
         )
-    selected = select_both(scores, memory, begin, end, local, heavy, sinks)
+    arguments = (scores, memory, begin, end, local, heavy, sinks)
+    selected = ops.select_memory(*arguments)
+    assert torch.equal(selected, oracle.select_memory(*arguments))
     assert selected.shape == (1, 3, sinks + local + heavy) and selected.dtype == torch.int32
 
 

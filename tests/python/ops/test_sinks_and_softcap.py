@@ -4,13 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from op_testing import (
-    DTYPES,
-    Shape,
-    compare_with_oracle,
-    make_qkv,
-    recall_text,
-)
+from op_testing import DTYPES, Shape, compare_with_oracle, make_qkv, recall_text
 
 from h2o_prefill import ops
 from h2o_prefill.reference import ops as oracle

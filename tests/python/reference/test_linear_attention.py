@@ -1,4 +1,4 @@
-"""Linear attention: its forms against the plan's own code, and against each other."""
+"""Linear attention: its forms against the definition, and against each other."""
 
 from __future__ import annotations
 
@@ -15,41 +15,6 @@ from h2o_prefill.reference import (
 from h2o_prefill.reference.linear_attention import FEATURE_MAPS
 
 
-def plan_chunkwise(Q, K, V, feature_map, chunk_size=64):
-    """The plan's code; Q, K, V are (batch, seq_len, d), and the state has their dtype."""
-    batch, seq_len, _ = Q.shape
-    num_chunks = (seq_len + chunk_size - 1) // chunk_size
-    Q = feature_map(Q)
-    K = feature_map(K)
-    pad_len = num_chunks * chunk_size - seq_len
-    if pad_len > 0:
-        Q = F.pad(Q, (0, 0, 0, pad_len))
-        K = F.pad(K, (0, 0, 0, pad_len))
-        V = F.pad(V, (0, 0, 0, pad_len))
-    Q = Q.view(batch, num_chunks, chunk_size, -1)
-    K = K.view(batch, num_chunks, chunk_size, -1)
-    V = V.view(batch, num_chunks, chunk_size, -1)
-    outputs = []
-    state = torch.zeros(batch, Q.shape[-1], V.shape[-1], dtype=Q.dtype)
-    for c in range(num_chunks):
-        Q_c, K_c, V_c = Q[:, c], K[:, c], V[:, c]
-        KV_c = torch.einsum("bcd,bcv->bcdv", K_c, V_c)
-        S_intra = torch.cumsum(KV_c, dim=1)
-        intra_out = torch.einsum("bcd,bcdv->bcv", Q_c, S_intra)
-        inter_out = torch.einsum("bcd,bdv->bcv", Q_c, state)
-        outputs.append(intra_out + inter_out)
-        state = state + KV_c.sum(dim=1)
-    output = torch.cat(outputs, dim=1)
-    return output[:, :seq_len, :]
-
-
-def plan_bidirectional(Q, K, V, feature_map, chunk_size):
-    """The plan's sum of two directions."""
-    forward = plan_chunkwise(Q, K, V, feature_map, chunk_size)
-    reverse = plan_chunkwise(*(torch.flip(x, [1]) for x in (Q, K, V)), feature_map, chunk_size)
-    return forward + torch.flip(reverse, [1])
-
-
 def random_inputs(length=37, heads=(4, 2), seed=0):
     return make_qkv(Shape(2, *heads, length, 8, 5), torch.float64, seed=seed)
 
@@ -62,25 +27,19 @@ def random_decay(k, per_token=True):
 
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 @pytest.mark.parametrize("chunk_size", [1, 8, 64])
-def test_every_form_is_what_the_plan_computes(feature_map, chunk_size):
+def test_every_form_is_what_the_definition_says(feature_map, chunk_size):
+    """Row i has the sum over j <= i of phi(q_i) . phi(k_j) v_j; a reverse pass that over j >= i."""
     q, k, v = random_inputs(heads=(6, 2))
-    repeated = [q, *(x.repeat_interleave(3, 1) for x in (k, v))]
-    flat = [x.flatten(0, 1) for x in repeated]
     phi = FEATURE_MAPS[feature_map]
-    expected = plan_chunkwise(*flat, phi, chunk_size).view(2, 6, 37, 5)
+    keys, values = (x.repeat_interleave(3, 1) for x in (phi(k), v))
+    weights = phi(q) @ keys.transpose(2, 3)
     for out, _, _ in (
         recurrent_linear_attention(q, k, v, feature_map=feature_map),
         chunkwise_linear_attention(q, k, v, feature_map=feature_map, chunk_size=chunk_size),
     ):
-        torch.testing.assert_close(out, expected)
-    both = plan_bidirectional(*flat, phi, chunk_size).view(2, 6, 37, 5)
+        torch.testing.assert_close(out, weights.tril() @ values)
     out = bidirectional_linear_attention(q, k, v, feature_map=feature_map)
-    torch.testing.assert_close(out, both)
-
-
-def test_elu_plus_one_is_that_of_pytorch():
-    x = torch.linspace(-8, 8, 101, dtype=torch.float64)
-    torch.testing.assert_close(FEATURE_MAPS["elu+1"](x), F.elu(x) + 1)
+    torch.testing.assert_close(out, (weights.tril() + weights.triu()) @ values)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -103,12 +62,9 @@ def test_a_state_continues_a_sequence():
     q, k, v = random_inputs()
     decay = random_decay(k)
     whole = recurrent_linear_attention(q, k, v, decay, normalize=True)
-    first = recurrent_linear_attention(
-        q[:, :, :20], k[:, :, :20], v[:, :, :20], decay[:, :, :20], normalize=True
-    )
-    rest = recurrent_linear_attention(
-        q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], decay[:, :, 20:], *first[1:], normalize=True
-    )
+    begin, end = zip(*(x.split([20, 17], 2) for x in (q, k, v, decay)), strict=True)
+    first = recurrent_linear_attention(*begin, normalize=True)
+    rest = recurrent_linear_attention(*end, *first[1:], normalize=True)
     torch.testing.assert_close(torch.cat([first[0], rest[0]], 2), whole[0])
     torch.testing.assert_close(rest[1:], whole[1:])
 

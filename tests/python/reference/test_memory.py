@@ -11,13 +11,12 @@ from h2o_prefill.reference import (
     ScoreTracker,
     build_memory_set,
     gather_memory_kv,
-    get_local_window_indices,
     ops,
     select_heavy_hitters,
     sorted_gather,
 )
 
-S, L, H = 16, 4, 3
+S, L = 16, 4
 
 
 def test_first_scores_are_the_column_sums_at_the_chunks_positions():
@@ -49,12 +48,6 @@ def test_the_query_heads_of_a_group_are_combined(reduce, expected):
     assert tracker.scores.tolist() == [[expected]]
 
 
-def test_the_local_window_is_the_tail_of_the_text():
-    assert get_local_window_indices(2 * S - 1, L).tolist() == list(range(2 * S - 1 - L, 2 * S - 1))
-    assert get_local_window_indices(3, 8).tolist() == [0, 1, 2]
-    assert get_local_window_indices(3, 0).tolist() == []
-
-
 @pytest.mark.parametrize(
     ("scores", "candidates", "best"),
     [
@@ -68,23 +61,13 @@ def test_ties_missing_scores_and_nan(scores, candidates, best):
 
 
 def test_a_token_of_chunk_zero_stays_while_its_score_is_high_and_never_returns():
-    scores = torch.zeros(1, 1, 3 * S)
-    scores[0, 0, 2], scores[0, 0, 5] = 9.0, 8.0
+    scores = torch.zeros(1, 2, 3 * S)
+    scores[..., 2], scores[..., 5] = 9.0, 8.0
     memory = build_memory_set(None, 0, S, scores, L, 1)
-    scores[0, 0, 5] = 100.0  # too late: it is no candidate any more
+    scores[..., 5] = 100.0  # too late: it is no candidate any more
     for chunk in (1, 2):
         memory = build_memory_set(memory, chunk * S, (chunk + 1) * S, scores, L, 1)
-    assert memory[0, 0].tolist() == [2, *range(3 * S - L, 3 * S)]
-
-
-def test_heads_and_layers_select_independently():
-    torch.manual_seed(0)
-    scores = torch.rand(2, 2, 2 * S)
-    first = build_memory_set(None, 0, S, scores, L, H)
-    memory = build_memory_set(first, S, 2 * S, scores, L, H)
-    assert (memory[0, 0] != memory[0, 1]).any() and (memory[0, 0] != memory[1, 0]).any()
-    alone = build_memory_set(first[1:, 1:], S, 2 * S, scores[1:, 1:], L, H)
-    assert torch.equal(alone[0, 0], memory[1, 1])
+    assert memory[0].tolist() == [[2, *range(3 * S - L, 3 * S)]] * 2
 
 
 @st.composite
@@ -102,9 +85,11 @@ def selections(draw):
     for _ in range(heads):
         held = sorted(draw(st.sets(earlier, max_size=min(width, chunk_begin))))
         memory.append(held + [-1] * (width - len(held)))
+    # Heads of one layer, or layers of one head.
+    shape = draw(st.sampled_from([(1, heads), (heads, 1)]))
     return {
-        "scores": torch.tensor(scores, dtype=torch.float32).reshape(1, heads, scored),
-        "memory": torch.tensor(memory, dtype=torch.int32).reshape(1, heads, width),
+        "scores": torch.tensor(scores, dtype=torch.float32).reshape(*shape, scored),
+        "memory": torch.tensor(memory, dtype=torch.int32).reshape(*shape, width),
         "chunk_begin": chunk_begin,
         "chunk_end": chunk_end,
         "local_window": draw(st.integers(0, 8)),
@@ -124,18 +109,17 @@ def test_selection_is_what_the_rule_says(case):
     assert selected.shape == (*case["memory"].shape[:2], width)
     retained = set(range(min(case["sink_tokens"], end)))
     retained |= set(range(max(end - case["local_window"], 0), end))
-    for head, row in enumerate(selected[0].tolist()):
+    heads = (x.flatten(0, 1).tolist() for x in (selected, case["scores"], case["memory"]))
+    for row, scores, memory in zip(*heads, strict=True):
         members = [j for j in row if j >= 0]
         assert row == members + [-1] * (width - len(members))
         assert members == sorted(set(members))
         candidates = set(range(case["chunk_begin"], end))
-        candidates |= {j for j in case["memory"][0, head].tolist() if j >= 0}
+        candidates |= {j for j in memory if j >= 0}
         heavy = set(members) - retained
         assert retained <= set(members)
         assert heavy <= candidates
         assert len(heavy) == min(budget, len(candidates - retained))
-
-        scores = case["scores"][0, head].tolist()
 
         def rank(j, scores=scores):
             return (scores[j] if j < len(scores) else 0.0, -j)

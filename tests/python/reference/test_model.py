@@ -47,14 +47,6 @@ def test_the_first_chunk_is_dense_and_the_rest_is_not(model, tokens):
     assert tokens <= 2 * S or (logits - dense).abs().max() > 1e-3
 
 
-@pytest.mark.filterwarnings("ignore:the memory set")
-def test_a_budget_that_holds_everything_is_the_dense_model(model):
-    ids = random_ids(53)
-    for local, heavy, sinks in ((53, 0, 0), (0, 53, 0), (20, 30, 3)):
-        config = CONFIG.replace(local_window=local, heavy_budget=heavy, sink_tokens=sinks)
-        assert_equal(chunked_prefill(model, ids, config), run(model, ids, (53, None))[0])
-
-
 def test_calls_in_multiples_of_s_equal_one_call_and_the_last_chunk_builds_no_set(model):
     config = CONFIG.replace(sink_tokens=2)
     whole, state = run(model, random_ids(3 * S + 5), (3 * S + 5, config))
@@ -104,16 +96,13 @@ def test_a_dense_model_is_the_llama_of_transformers(tied):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     ours = TransformerConfig(tie_embeddings=tied)
+    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps")
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=ours.vocab_size,
-            hidden_size=ours.hidden_size,
-            intermediate_size=ours.intermediate_size,
+            **{name: getattr(ours, name) for name in same},
             num_hidden_layers=ours.num_layers,
             num_attention_heads=ours.num_heads,
             num_key_value_heads=ours.num_kv_heads,
-            head_dim=ours.head_dim,
-            rms_norm_eps=ours.rms_norm_eps,
             tie_word_embeddings=tied,
             initializer_range=0.3,
         )

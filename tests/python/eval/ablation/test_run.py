@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import Corpus, evaluate_perplexity, run_ablation
+from h2o_prefill.eval import Corpus, evaluate_perplexity, forward, run_ablation
+from h2o_prefill.eval.ablation.plot import front, plot_ablation
 from h2o_prefill.eval.ablation.table import COLUMNS
 
-pytest.importorskip("pandas")
+pd = pytest.importorskip("pandas")
 
 CONTEXT = 64
 BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
@@ -33,8 +34,6 @@ def ablate(
     tiny: Any, tiny_tokenizer: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Ablate:
     """Run a small grid; the result's `forwards` counts the model's runs."""
-    from h2o_prefill.eval import forward
-
     counted: Counter[str] = Counter()
     run_model = forward.PromptForward.__call__
 
@@ -56,8 +55,6 @@ def ablate(
 
 
 def _csv(folder: Path) -> Any:
-    import pandas as pd
-
     return pd.read_csv(folder / "perplexity_ablation.csv", keep_default_na=False, na_values=[""])
 
 
@@ -169,8 +166,6 @@ def test_a_table_of_an_older_version_is_kept_and_another_one_refused(
 
 def test_the_figure_shows_every_cell(ablate: Ablate, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from h2o_prefill.eval.ablation.plot import front, plot_ablation
-
     frame = ablate({"heavy_budget": [0, 4], "sink_tokens": [0, 2]}, contexts=[64, 32])
     figure = plot_ablation(frame, tmp_path / "p.png", "a title")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -194,8 +189,6 @@ def test_the_figure_shows_every_cell(ablate: Ablate, tmp_path: Path) -> None:
 
 def test_a_grid_of_both_budgets_is_a_heat_map_and_series(ablate: Ablate, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from h2o_prefill.eval.ablation.plot import plot_ablation
-
     frame = ablate({"local_window": [2, 4, 8], "heavy_budget": [4, 2]})
     panel, series, colours = plot_ablation(frame, tmp_path / "p.png").axes
     assert [tick.get_text() for tick in panel.get_xticklabels()] == ["2", "4", "8"]
@@ -229,8 +222,6 @@ def test_points_have_names_of_presets_or_what_differs_from_one(
     ablate: Ablate, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    from h2o_prefill.eval.ablation.plot import plot_ablation
-
     frame = ablate({"gqa_reduce": ["sum", "max"]}, base=BASE.replace(recall_block=128))
     # The first is a preset, and beaten in both; the second is the best.
     frame = frame.assign(preset=["h2o", None], sparse_ppl=[9.0, 8.0], attention_flops_ratio=[1, 2])

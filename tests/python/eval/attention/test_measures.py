@@ -15,6 +15,7 @@ from h2o_prefill import reference
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import measure_attention
 from h2o_prefill.eval.attention import measures as module
+from h2o_prefill.eval.attention import observe
 from h2o_prefill.eval.attention.measures import measure_layer
 from h2o_prefill.eval.recalled_keys import find_recalled
 from h2o_prefill.eval.timing.memory_profile import peak_bytes
@@ -47,16 +48,9 @@ def _brute_force(
     """
     q, k, v = (x.double() for x in layer)
     scale, sinks, softcap = options
-    lists = (None, None, None)
-    if config.recall:
-        lists = lexical_recall(PROMPT, 0, config)
-    attend = partial(
-        reference.ops.chunked_sparse_attention,
-        settings=config,
-        scale=scale,
-        sinks=sinks,
-        softcap=softcap,
-    )
+    lists = lexical_recall(PROMPT, 0, config) if config.recall else (None, None, None)
+    logits: dict[str, Any] = {"scale": scale, "sinks": sinks, "softcap": softcap}
+    attend = partial(reference.ops.chunked_sparse_attention, settings=config, **logits)
     unit = torch.eye(LENGTH, dtype=torch.float64).expand(1, k.shape[1], -1, -1)
     sparse = attend(q, k, v, None, None, *lists, 0)[0][0]
     visible = attend(q, k, unit, None, None, *lists, 0)[0][0] > 0
@@ -244,8 +238,6 @@ def test_wide_dense_and_uneven_layers(tiny: Any, tiny_model: Any) -> None:
 
 
 def test_progress_and_the_model_is_left_as_it_was(tiny_model: Any) -> None:
-    from h2o_prefill.eval.attention import observe
-
     steps: list[tuple[int, int, str]] = []
     with torch.no_grad():
         before = tiny_model(PROMPT).logits

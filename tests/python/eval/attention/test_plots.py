@@ -13,6 +13,7 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import measure_attention, visualize_attention_patterns
+from h2o_prefill.eval.attention import plots
 
 pytest.importorskip("matplotlib")
 
@@ -26,8 +27,6 @@ def _shown(axes: Any) -> Tensor:
 
 
 def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
-    from h2o_prefill.eval.attention import plots
-
     folder = tmp_path / "new" / "folder"
     model = tiny.make_uneven_model()
     for figure_format, magic in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
@@ -64,8 +63,6 @@ def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_the_figures_of_stability_and_attention(tiny: Any, tmp_path: Path) -> None:
-    from h2o_prefill.eval.attention import plots
-
     measures = measure_attention(tiny.make_uneven_model(), PROMPT, CONFIG)
     chunks, pairs, _ = plots.plot_stability(measures, tmp_path / "s.png", "tiny").axes
     torch.testing.assert_close(_shown(chunks), measures.heavy_jaccard.nanmean(-1).T)
@@ -81,8 +78,6 @@ def test_the_figures_of_stability_and_attention(tiny: Any, tmp_path: Path) -> No
 def test_long_prompts_are_averaged_and_many_chunks_are_sampled(
     tiny_model: Any, tmp_path: Path
 ) -> None:
-    from h2o_prefill.eval.attention import plots
-
     measures = dataclasses.replace(
         measure_attention(tiny_model, PROMPT, CONFIG),
         config=PrefillConfig(chunk_size=128, local_window=0, heavy_budget=4),

@@ -16,14 +16,20 @@ import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops, evaluate_perplexity
 from h2o_prefill.eval.perplexity import key_tokens
-from h2o_prefill.eval.perplexity.result import perplexity_report
+from h2o_prefill.eval.perplexity.plot import plot_perplexity
+from h2o_prefill.eval.perplexity.result import PerplexityResult, perplexity_report
 from h2o_prefill.eval.report import format_json
 
 CONTEXT = 64
-
-
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 TOKENS = torch.randint(1, 257, (3 * CONTEXT + 5,), generator=torch.Generator().manual_seed(3))
+
+
+def _evaluate(
+    model: Any, config: PrefillConfig = CONFIG, dataset: Any = TOKENS, **options: Any
+) -> PerplexityResult:
+    given = {"context": CONTEXT, "windows": "0:1", **options}
+    return evaluate_perplexity(model, dataset, config, **given)
 
 
 @torch.no_grad()
@@ -36,15 +42,8 @@ def _direct_nll(model: Any, window: torch.Tensor) -> torch.Tensor:
 def test_both_runs_equal_the_model_called_directly(tiny_model: Any, protocol: str) -> None:
     seen: list[tuple[int, int, str]] = []
     tiny_model.train()
-    result = evaluate_perplexity(
-        tiny_model,
-        TOKENS,
-        CONFIG,
-        context=CONTEXT,
-        windows="1:3",
-        protocol=protocol,
-        on_progress=lambda *step: seen.append(step),
-    )
+    note = lambda *step: seen.append(step)  # noqa: E731
+    result = _evaluate(tiny_model, windows="1:3", protocol=protocol, on_progress=note)
     # The runs take turns in going first.
     runs = ("1 dense", "1 sparse", "2 sparse", "2 dense")
     expected = [(i, 4, f"window {run}") for i, run in enumerate(runs)]
@@ -57,9 +56,7 @@ def test_both_runs_equal_the_model_called_directly(tiny_model: Any, protocol: st
     with h2o_prefill.enable(tiny_model, CONFIG):
         sparse = torch.stack([_direct_nll(tiny_model, window)[first:] for window in windows])
 
-    assert (sparse - dense).abs().max() > 0.01, (
-        "a sparse run that equals the dense one shows nothing"
-    )
+    assert (sparse - dense).abs().max() > 0.01, "runs that are equal show nothing"
     assert result.dense.ppl == pytest.approx(math.exp(dense.mean(1).mean()), rel=1e-4)
     assert result.sparse.ppl == pytest.approx(math.exp(sparse.mean(1).mean()), rel=1e-4)
     assert float(result) == result.sparse.ppl
@@ -81,8 +78,7 @@ def test_both_runs_equal_the_model_called_directly(tiny_model: Any, protocol: st
 
 
 def test_perplexity_by_chunk_is_that_of_the_chunks_rows(tiny_model: Any) -> None:
-    options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1"}
-    result = evaluate_perplexity(tiny_model, TOKENS, CONFIG, **options)
+    result = _evaluate(tiny_model)
     nll = _direct_nll(tiny_model, TOKENS[:CONTEXT])
     expected = [math.exp(rows.mean()) for rows in nll.split(CONFIG.chunk_size)]
     assert result.dense.ppl_by_chunk == pytest.approx(expected, rel=1e-4)
@@ -92,18 +88,9 @@ def test_perplexity_by_chunk_is_that_of_the_chunks_rows(tiny_model: Any) -> None
     later = nll[CONFIG.chunk_size :].split(CONFIG.chunk_size)
     fourth = torch.stack([rows[3] for rows in later]).mean()
     assert result.by_chunk_position.dense[3] == pytest.approx(math.exp(fourth), rel=1e-4)
-    half = evaluate_perplexity(tiny_model, TOKENS.tolist(), CONFIG, **options, protocol="llamacpp")
+    half = _evaluate(tiny_model, dataset=TOKENS.tolist(), protocol="llamacpp")
     assert half.dense.ppl_by_chunk[:2] == [None, None]
     assert half.dense.ppl_by_chunk[2:] == pytest.approx(expected[2:], rel=1e-4)
-
-
-def test_a_memory_set_of_everything_changes_nothing(tiny_model: Any) -> None:
-    with pytest.warns(UserWarning, match="memory set"):
-        everything = PrefillConfig(chunk_size=16, local_window=CONTEXT, heavy_budget=0)
-    result = evaluate_perplexity(tiny_model, TOKENS, everything, context=CONTEXT, windows="0:2")
-    assert result.delta_percent == pytest.approx(0, abs=1e-3)
-    assert result.kl_mean == pytest.approx(0, abs=1e-5)
-    assert result.top1_agreement == 1
 
 
 @pytest.mark.parametrize("protocol", ["gptq", "llamacpp"])
@@ -115,16 +102,9 @@ def test_key_tokens_are_those_that_gain_from_the_long_context(
     for name, value in changes.items():
         monkeypatch.setattr(key_tokens, name, value)
     steps: list[str] = []
-    result = evaluate_perplexity(
-        tiny_model,
-        TOKENS,
-        CONFIG,
-        context=CONTEXT,
-        windows="0:3",
-        protocol=protocol,
-        key_tokens=True,
-        on_progress=lambda done, total, what: steps.append(f"{done}/{total} {what}"),
-    )
+    note = lambda done, total, what: steps.append(f"{done}/{total} {what}")  # noqa: E731
+    options = {"windows": "0:3", "protocol": protocol, "on_progress": note}
+    result = _evaluate(tiny_model, key_tokens=True, **options)
     assert steps[2:4] == ["2/9 window 0 short", "3/9 window 1 sparse"] and steps[-1] == "9/9 done"
 
     # Every token from its own definition: the short context of token i begins at a multiple of
@@ -150,18 +130,17 @@ def test_key_tokens_are_those_that_gain_from_the_long_context(
 
 
 def test_without_key_tokens_their_perplexity_is_not_a_number(tiny_model: Any) -> None:
-    options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1"}
-    result = evaluate_perplexity(tiny_model, TOKENS, CONFIG, **options, key_tokens=True)
+    result = _evaluate(tiny_model, key_tokens=True)
     assert result.key_tokens is not None and result.key_tokens.count == 0
     assert math.isnan(result.key_tokens.dense_ppl)
-    assert evaluate_perplexity(tiny_model, TOKENS, CONFIG, **options).key_tokens is None
+    assert _evaluate(tiny_model).key_tokens is None
 
 
 def test_llamacpp_puts_bos_first(tiny: ModuleType, tiny_model: Any) -> None:
     tokenizer = tiny.make_tokenizer(add_bos=True)
     text = tiny.SENTENCE * 6
-    options: dict[str, Any] = {"context": CONTEXT, "windows": "1:2", "protocol": "llamacpp"}
-    result = evaluate_perplexity(tiny_model, text, CONFIG, tokenizer=tokenizer, **options)
+    options = {"dataset": text, "tokenizer": tokenizer, "protocol": "llamacpp"}
+    result = _evaluate(tiny_model, windows="1:2", **options)
     window = torch.tensor(tokenizer(text, verbose=False)["input_ids"])[CONTEXT : 2 * CONTEXT]
     window[0] = tokenizer.bos_token_id
     expected = _direct_nll(tiny_model, window)[CONTEXT // 2 :].mean().exp().item()
@@ -171,12 +150,12 @@ def test_llamacpp_puts_bos_first(tiny: ModuleType, tiny_model: Any) -> None:
 def test_logits_that_are_not_finite_are_no_result(tiny_model: Any) -> None:
     tiny_model.model.norm.weight.data[0] = math.nan
     with pytest.raises(ArithmeticError, match="the dense run of window 0"):
-        evaluate_perplexity(tiny_model, TOKENS, CONFIG, context=CONTEXT, windows="0:1")
+        _evaluate(tiny_model)
 
 
 def test_attention_is_counted_over_the_windows(tiny_model: Any) -> None:
     for config in (CONFIG, CONFIG.replace(recall=2, recall_block=8, dense_tail=8)):
-        result = evaluate_perplexity(tiny_model, TOKENS, config, context=CONTEXT, windows="1:3")
+        result = _evaluate(tiny_model, config, windows="1:3")
         flops = count_attention_flops(TOKENS[CONTEXT : 3 * CONTEXT].view(2, CONTEXT), config, 2)
         assert result.attention_flops_ratio == flops.ratio > 1
         assert result.recalled_keys == flops.recalled_keys
@@ -184,7 +163,7 @@ def test_attention_is_counted_over_the_windows(tiny_model: Any) -> None:
 
 def test_memory_sets_count_as_errors_have_widened_them(tiny_model: Any) -> None:
     config = CONFIG.replace(error_rows=4, error_threshold=0.05, max_widen=4)
-    result = evaluate_perplexity(tiny_model, TOKENS, config, context=CONTEXT, windows="1:2")
+    result = _evaluate(tiny_model, config, windows="1:2")
     cache = h2o_prefill.ChunkedPrefillCache(config=tiny_model.config)
     window = TOKENS[None, CONTEXT : 2 * CONTEXT]
     h2o_prefill.chunked_prefill(tiny_model, window, config, cache=cache)
@@ -196,16 +175,12 @@ def test_memory_sets_count_as_errors_have_widened_them(tiny_model: Any) -> None:
     flops = count_attention_flops(window, config, 2, len(factors), errors=errors)
     assert result.attention_flops_ratio == flops.ratio
     assert flops.ratio < count_attention_flops(window, config, 2, len(factors)).ratio
-    plain = evaluate_perplexity(tiny_model, TOKENS, CONFIG, context=CONTEXT, windows="1:2")
-    assert plain.widening is None
+    assert _evaluate(tiny_model).widening is None
 
 
 def test_the_figure_shows_both_runs(tiny_model: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from h2o_prefill.eval.perplexity.plot import plot_perplexity
-
-    options: dict[str, Any] = {"context": CONTEXT, "windows": "0:1", "protocol": "llamacpp"}
-    result = evaluate_perplexity(tiny_model, TOKENS, CONFIG, **options)
+    result = _evaluate(tiny_model, protocol="llamacpp")
     figure = plot_perplexity(result, tmp_path / "p.svg", "a title")
     assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
     window, chunk, window_change, chunk_change = figure.axes

@@ -30,15 +30,6 @@ COMMITTED = {
 }
 
 
-def test_the_default_model_is_smollm2(smollm2: Any) -> None:
-    model, _ = smollm2
-    config = model.config
-    assert (config.num_hidden_layers, config.num_attention_heads) == (30, 9)
-    assert (config.num_key_value_heads, config.head_dim) == (3, 64)
-    assert config.max_position_embeddings == 8192
-    assert model.dtype == torch.float32
-
-
 @pytest.mark.slow
 def test_a_short_window_equals_the_model_called_directly(smollm2: Any) -> None:
     model, tokenizer = smollm2

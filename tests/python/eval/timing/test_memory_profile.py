@@ -11,6 +11,7 @@ import torch
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import benchmark_throughput, profile_memory
 from h2o_prefill.eval.timing.memory_profile import peak_bytes
+from h2o_prefill.eval.timing.plots import plot_memory, plot_throughput
 
 pd = pytest.importorskip("pandas")
 
@@ -59,8 +60,6 @@ def test_progress_and_the_model_as_it_was(tiny_model: Any, small_config: Prefill
 
 def test_the_figure_of_memory_stacks_its_parts_to_the_peak(frame: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from h2o_prefill.eval.timing.plots import plot_memory
-
     figure = plot_memory(frame, tmp_path / "m.png", "a title")
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
     whole, state = figure.axes
@@ -83,8 +82,6 @@ def test_the_figure_of_throughput(
     tiny_model: Any, small_config: PrefillConfig, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    from h2o_prefill.eval.timing.plots import plot_throughput
-
     frame = benchmark_throughput(tiny_model, [32, 48], 2, small_config)
     figure = plot_throughput(frame, tmp_path / "t.png", "a title")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
