@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from transformers.distributed import DistributedConfig
+
+from h2o_prefill.distributed import DistributedPrefillError
 
 # What the server of forks imports once for all processes.
 PRELOADED = ["h2o_prefill.hf", "transformers.models.llama.modeling_llama", "torch._dynamo"]
@@ -84,6 +87,11 @@ def _work(
     os._exit(0)
 
 
+def random_ids(batch: int, length: int, seed: int = 3) -> torch.Tensor:
+    """Return int64 [batch, length] without special tokens."""
+    return torch.randint(1, 257, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
 def load(folder: Path, **sizes: int) -> Any:
     """Return this process's part of a saved model, or the whole without sizes."""
     options = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
@@ -91,6 +99,33 @@ def load(folder: Path, **sizes: int) -> Any:
         folder, dtype=torch.float32, attn_implementation="sdpa", **options
     )
     return model.eval()
+
+
+def strike(name: str) -> None:
+    """Raise an error, or send this process a signal, by its name."""
+    if name == "error":
+        raise ZeroDivisionError
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def assert_survivors_raise(work: Callable[..., Any], folder: Path, victim: int, name: str) -> None:
+    """Run `work` on three ranks, one of which is lost; it returns an error and its seconds."""
+    timeout = 6.0
+    results = run(3, work, folder, victim, name, timeout=timeout, limit=25.0)
+    lost = results.pop(victim)
+    assert lost[0][0] == "ZeroDivisionError" if name == "error" else lost is None
+    for error, seconds in results:
+        assert error[0] == DistributedPrefillError.__name__
+        assert "waited at layer" in error[1]
+        assert {"rank", "layer", "peer"} <= error[2].keys()
+        assert seconds < timeout + 5
+
+
+def assert_refused(errors: Iterable[tuple[str, Raised | None]]) -> None:
+    """Assert that each error is a ValueError whose message contains the text before it."""
+    for text, error in errors:
+        assert error is not None, text
+        assert error[0] == "ValueError" and text in error[1]
 
 
 def error_of(function: Callable[[], Any]) -> Raised | None:

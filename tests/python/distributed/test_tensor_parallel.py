@@ -10,32 +10,27 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.24")
 
-from processes import error_of, load, run
+from hf_helpers import RECOMMENDED
+from processes import error_of, load, random_ids, run
 
 from h2o_prefill import chunked_prefill, enable
 
 HEADS = 6  # KV heads: they can be spread over two processes, and over three
 WIDE = ((0, 0, 2), (0, 5, 4), (1, 2, 4), (1, 3, 2))
-SETTINGS = {
-    "chunk_size": 16,
-    "local_window": 4,
-    "heavy_budget": 4,
-    "recall_block": 8,
-    "wide_heads": WIDE,
-}
+SETTINGS = {**RECOMMENDED, "wide_heads": WIDE}
 
 
 def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
     model = load(folder, tp_size=count) if count > 1 else load(folder)
-    ids = torch.randint(1, 257, (2, 88), generator=torch.Generator().manual_seed(3))
+    ids = random_ids(2, 88)
     mask = torch.ones_like(ids)
     mask[0, :30] = 0
-    with enable(model, "recommended", **SETTINGS) as handle:
+    with enable(model, **SETTINGS) as handle:
         output = model(ids)
         padded = model(ids, attention_mask=mask, use_cache=False).logits
         tokens = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
         wide, layers = handle.config.wide_heads, [x.sparse_calls for x in handle.report()]
-    chunked = chunked_prefill(model, ids, "recommended", **SETTINGS).logits
+    chunked = chunked_prefill(model, ids, **SETTINGS).logits
     memory = [layer.state.memory for layer in output.cache.layers]
     logits = {"one call": output.logits, "padded": padded[mask.bool()], "chunked": chunked}
     return {"logits": logits, "tokens": tokens, "memory": memory, "wide": wide, "calls": layers}

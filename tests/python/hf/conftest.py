@@ -13,7 +13,8 @@ from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
-from hf_helpers import sparse_layers  # noqa: E402, F401
+from hf_helpers import SPARSE, sparse_layers  # noqa: E402, F401
+from op_testing import settings_text, widened  # noqa: E402
 
 VOCAB = 61
 COMMON = {
@@ -57,37 +58,28 @@ CHUNKED = {
     "intermediate_size_mlp": 48,
 }
 
-# name: (config class, model class, what differs from COMMON)
-ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+# name: (model class, what differs from COMMON)
+ZOO: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
     "gpt2": (
-        "GPT2Config",
         "GPT2LMHeadModel",
         {"n_positions": 512, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     ),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
-    "mistral-window": ("MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW}),
-    "phi3-window": (
-        "Phi3Config",
-        "Phi3ForCausalLM",
-        {"sliding_window": WINDOW, "head_dim": None},
-    ),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"head_dim": None, "partial_rotary_factor": 0.5}),
-    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
-    "granite": ("GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.3}),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", MIXED),
-    "gemma2-uncapped": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        {**MIXED, "attn_logit_softcapping": None},
-    ),
-    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", MIXED),
-    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", {**MIXED, **MOE}),
-    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {**CHUNKED, **MOE}),
-    "deepseek-v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "mistral-window": ("MistralForCausalLM", {"sliding_window": WINDOW}),
+    "phi3-window": ("Phi3ForCausalLM", {"sliding_window": WINDOW, "head_dim": None}),
+    "phi3": ("Phi3ForCausalLM", {"head_dim": None, "partial_rotary_factor": 0.5}),
+    "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
+    "granite": ("GraniteForCausalLM", {"attention_multiplier": 0.3}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", MIXED),
+    "gemma2-uncapped": ("Gemma2ForCausalLM", {**MIXED, "attn_logit_softcapping": None}),
+    "gemma3": ("Gemma3ForCausalLM", MIXED),
+    "gpt-oss": ("GptOssForCausalLM", {**MIXED, **MOE}),
+    "llama4": ("Llama4ForCausalLM", {**CHUNKED, **MOE}),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", LATENT),
+    "bloom": ("BloomForCausalLM", {}),
 }
 
 Build = Callable[..., Any]
@@ -119,15 +111,22 @@ def build() -> Build:
     """Return a function that builds a model of the zoo, the same weights for the same name."""
 
     def make(name: str, attn_implementation: str | None = None, **changes: Any) -> Any:
-        config_name, model_name, differs = ZOO[name]
+        model_name, differs = ZOO[name]
         if not hasattr(transformers, model_name):
             pytest.skip(f"transformers {transformers.__version__} has no {model_name}")
+        if name in ("gemma2", "gpt-oss") and attn_implementation == "sdpa":
+            pytest.skip("transformers runs these models eagerly")
         values = {**COMMON, **differs, **changes}
         values = {key: value for key, value in values.items() if key != "head_dim" or value}
-        config = getattr(transformers, config_name)(**values)
+        kind = getattr(transformers, model_name)
+        config = kind.config_class(**values)
         config._attn_implementation = attn_implementation
         torch.manual_seed(7)
-        return getattr(transformers, model_name)(config).eval()
+        model = kind(config).eval()
+        if name == "gpt-oss":  # sinks that take their share
+            for layer in model.model.layers:
+                layer.self_attn.sinks.copy_(torch.tensor([-2.0, 0.5, 2.0, 4.0]))
+        return model
 
     return make
 
@@ -142,6 +141,13 @@ def llama(build: Build) -> Any:
 def ids() -> torch.Tensor:
     """Return one prompt of 72 tokens: four chunks of 16 and a half."""
     return random_ids(1, 72)
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    """Return a prompt of 150 tokens whose words come again, so that there is some to recall."""
+    words = random_ids(12, 3)
+    return words[torch.arange(50) * 5 % 12].reshape(1, -1)
 
 
 @pytest.fixture
@@ -182,37 +188,20 @@ def make_ids() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture
-def reference_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Return a function that registers the oracle as attention of whole prompts; it gives the name.
-
-    Its local window and heavy budget are both `budget`.
-    """
+def reference_attention(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Register the oracle, with the sizes of `SPARSE`, as attention of prompts; return its name."""
     from h2o_prefill.reference import ops as oracle
 
-    def register(chunk_size: int, budget: int) -> str:
-        settings = f"h2o,chunk_size={chunk_size},local_window={budget},heavy_budget={budget}"
+    def attend(module: Any, *qkv_and_mask: Any, scaling: float, **_: Any) -> Any:
+        q, k, v = widened(qkv_and_mask[:3])
+        no_others, settings = [None] * 5, settings_text(**SPARSE)
+        out, *_ = oracle.chunked_sparse_attention(q, k, v, *no_others, 0, settings, scale=scaling)
+        return out.transpose(1, 2).to(qkv_and_mask[0].dtype), None
 
-        def attend(
-            module: Any,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: Any,
-            scaling: float | None = None,
-            **kwargs: Any,
-        ) -> tuple[torch.Tensor, None]:
-            wide = (x.double() for x in (query, key, value))
-            out, *_ = oracle.chunked_sparse_attention(
-                *wide, *[None] * 5, 0, settings, scale=scaling
-            )
-            return out.transpose(1, 2).to(query.dtype), None
-
-        for interface, function in (
-            (transformers.AttentionInterface, attend),
-            (transformers.AttentionMaskInterface, lambda **_: None),
-        ):
-            known = dict(interface._global_mapping)
-            monkeypatch.setattr(interface, "_global_mapping", {**known, "reference": function})
-        return "reference"
-
-    return register
+    for interface, function in (
+        (transformers.AttentionInterface, attend),
+        (transformers.AttentionMaskInterface, lambda **_: None),
+    ):
+        known = dict(interface._global_mapping)
+        monkeypatch.setattr(interface, "_global_mapping", {**known, "reference": function})
+    return "reference"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from h2o_prefill import ChunkedPrefillCache, enable, ops
 
@@ -63,13 +64,30 @@ def assert_same_state(one: Any, other: Any, tolerance: float = 1e-5) -> None:
         assert getattr(one, name, None) == getattr(other, name, None)
 
 
+def stock_copy(cache: Any, config: Any) -> DynamicCache:
+    """Return a plain cache with the same keys and values."""
+    pairs = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    return DynamicCache(pairs, config=config)
+
+
 def assert_dense(model: Any, reason: str, sparse_layers: list[int], **inputs: Any) -> None:
-    """Assert that an enabled model warns of a reason and gives what the stock model gives."""
+    """Assert that an enabled model warns of a reason here and gives what the stock model gives."""
     stock = model(**inputs).logits
-    with enable(model, **SPARSE), pytest.warns(UserWarning, match=reason):
+    with enable(model, **SPARSE), pytest.warns(UserWarning, match=reason) as caught:
         ours = model(**inputs).logits
+    assert {warning.filename for warning in caught} == {__file__}
     assert_close(ours, stock)
     assert sparse_layers == []
+
+
+def assert_close_under_autocast(model: Any, ids: torch.Tensor, **settings: Any) -> None:
+    """Assert that under autocast an enabled model casts as the stock model does."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = model(ids).logits
+        with enable(model, **settings):
+            ours = model(ids).logits
+    assert ours.dtype == stock.dtype
+    torch.testing.assert_close(ours.float(), stock.float(), atol=0.3, rtol=0.1)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[..., Any]) -> list[Any]:

@@ -16,14 +16,8 @@ IMAGE, BEGIN, END = 58, 59, 60
 @pytest.fixture
 def vision_model(build):
     """Return a tiny Gemma 3 with a vision tower."""
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 4,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "image_size": 16, "patch_size": 4}
+    vision = {**sizes, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Gemma3Config(
         text_config=build("gemma3").config,
         vision_config=vision,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
-from hf_helpers import SPARSE, assert_close, in_calls, new_cache, watch
+from hf_helpers import SPARSE, assert_close, assert_close_under_autocast, in_calls, new_cache, watch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -92,8 +93,7 @@ def test_calls_that_only_pytorch_takes(llama, dense_calls, shapes, arguments, ou
     assert bool(dense_calls) == ours
 
 
-def lower_mask(ids):
-    return torch.ones(2, 1, *[ids.shape[1]] * 2, dtype=torch.bool).tril()
+LOWER = torch.ones(2, 1, 15, 15, dtype=torch.bool).tril()
 
 
 def with_a_padded_row(model, ids):
@@ -118,7 +118,7 @@ def with_dropout(model, ids):
     [
         ("eager", lambda model, ids: {}, 0),
         ("sdpa", with_a_padded_row, 0),
-        ("sdpa", lambda model, ids: {"attention_mask": lower_mask(ids)}, 0),
+        ("sdpa", lambda model, ids: {"attention_mask": LOWER}, 0),
         ("sdpa", both_ways, 1),
         ("sdpa", with_dropout, 0),
         ("sdpa", lambda model, ids: {"output_attentions": True}, 0),
@@ -134,26 +134,23 @@ def test_other_calls_do_not(build, make_ids, dense_calls, implementation, change
     assert dense_calls == [(15, 15)] * layers
 
 
-def test_gradients_flow_through_the_stock_function(llama, make_ids, dense_calls):
-    ids = make_ids(1, 15)
+@pytest.mark.parametrize("length", [15, 72])
+def test_gradients_are_those_of_stock(llama, make_ids, dense_calls, sparse_layers, length):
+    ids, weight = make_ids(1, length), llama.model.layers[0].self_attn.q_proj.weight
+    said = pytest.warns(UserWarning, match="gradients are on") if length > 16 else nullcontext()
     with torch.enable_grad():
         llama(ids, labels=ids).loss.backward()
-        stock = llama.model.layers[0].self_attn.q_proj.weight.grad.clone()
+        stock = weight.grad.clone()
         llama.zero_grad()
-        with enable(llama, **SPARSE):
+        with enable(llama, **SPARSE), said:
             llama(ids, labels=ids).loss.backward()
-    assert torch.equal(llama.model.layers[0].self_attn.q_proj.weight.grad, stock)
-    assert dense_calls == []
+    assert torch.equal(weight.grad, stock)
+    assert dense_calls == sparse_layers == []
 
 
 def test_under_autocast_it_casts_as_pytorch_does(llama, make_ids, dense_calls):
-    ids = make_ids(1, 15)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        stock = llama(ids).logits
-        with enable(llama, **SPARSE):
-            ours = llama(ids).logits
-    assert dense_calls == [(15, 15)] * 2 and ours.dtype == stock.dtype
-    torch.testing.assert_close(ours.float(), stock.float(), atol=0.3, rtol=0.1)
+    assert_close_under_autocast(llama, make_ids(1, 15), **SPARSE)
+    assert dense_calls == [(15, 15)] * 2
 
 
 @pytest.mark.parametrize("name", ["sdpa", "another"])

@@ -12,7 +12,7 @@ import torch
 import transformers
 from hf_helpers import OTHER, RECALL, SPARSE, assert_close, is_off, new_cache
 
-from h2o_prefill import PRESETS, PrefillConfig, disable, enable, preset_config
+from h2o_prefill import disable, enable, preset_config
 from h2o_prefill.hf import NAME, register
 
 
@@ -127,16 +127,6 @@ def test_wrong_arguments(llama, arguments, message):
         enable(torch.nn.Linear(2, 2))
 
 
-def test_a_config_a_preset_and_overrides(llama):
-    base = PrefillConfig(chunk_size=64, local_window=8, heavy_budget=8)
-    with enable(llama, base, heavy_budget=2) as handle:
-        assert handle.config == base.replace(heavy_budget=2)
-    with enable(llama, "h2o", **SPARSE) as handle:
-        assert handle.config == PrefillConfig(**SPARSE)
-    with enable(llama) as handle:
-        assert handle.config == PRESETS["recommended"] != PRESETS["h2o"]
-
-
 def test_set_attn_implementation_back_and_forth(llama, ids):
     stock = llama(ids).logits
     with enable(llama, **SPARSE):
@@ -149,11 +139,17 @@ def test_set_attn_implementation_back_and_forth(llama, ids):
     assert is_off(llama) and torch.equal(llama(ids).logits, stock)
 
 
-def test_by_name_alone_a_model_is_dense_until_it_is_enabled(build, make_ids, sparse_layers):
-    ids = make_ids(1, 1100)
-    stock = build("llama", max_position_embeddings=2048)(ids).logits
-    register()
-    named = build("llama", NAME, max_position_embeddings=2048)
+@pytest.mark.parametrize("how", ["by name", "from the config of an enabled one"])
+def test_a_named_model_is_dense_until_it_is_enabled(build, make_ids, sparse_layers, how):
+    llama, ids = build("llama"), make_ids(1, 1100)
+    stock = llama(ids).logits
+    if how == "by name":
+        register()
+        named = build("llama", NAME)
+    else:
+        with enable(llama, **SPARSE):
+            named = transformers.LlamaForCausalLM(copy.deepcopy(llama.config)).eval()
+        named.load_state_dict(llama.state_dict())
     with pytest.warns(UserWarning, match="the model is not enabled"):
         assert_close(named(ids).logits, stock, 1e-4)
     assert sparse_layers == []
@@ -174,17 +170,6 @@ def test_by_name_alone_short_calls_and_decoding_equal_stock(build, make_ids, nam
     for arguments in ({}, {"attention_mask": mask}):
         arguments |= {"max_new_tokens": 6, "do_sample": False}
         assert torch.equal(named.generate(ids, **arguments), stock.generate(ids, **arguments))
-
-
-def test_a_model_built_from_the_config_of_an_enabled_one_is_dense(llama, ids):
-    with enable(llama, **SPARSE):
-        config = copy.deepcopy(llama.config)
-    other = transformers.LlamaForCausalLM(config).eval()
-    other.load_state_dict(llama.state_dict())
-    long = ids.repeat(1, 15)[:, :1100]
-    with pytest.warns(UserWarning, match="the model is not enabled"):
-        ours = other(long).logits
-    assert_close(ours, llama(long).logits, 1e-4)
 
 
 def test_a_model_that_shares_its_config_object_is_not_dragged_along(llama, ids, sparse_layers):

@@ -16,6 +16,7 @@ from hf_helpers import (
     assert_same_state,
     hooked,
     new_cache,
+    stock_copy,
 )
 from transformers import DynamicCache, StaticCache
 
@@ -23,10 +24,8 @@ from h2o_prefill import ChunkedPrefillCache, enable
 
 GREEDY = {**GREEDY, "max_new_tokens": 12}
 
-FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "llama4", "gpt2"]
 
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "llama4", "gpt2"])
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_generate_with_room_for_everything_equals_stock(build, ids, sparse_layers, name, use_cache):
     model = build(name)
@@ -47,9 +46,8 @@ def test_decoding_after_sparse_prefill_sees_every_key(
     token = torch.tensor([[5]])
     with enable(model, **SPARSE):
         cache = model(ids).past_key_values
-        keys = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        stock_cache = stock_copy(cache, model.config)
         ours = model(token, past_key_values=cache).logits
-    stock_cache = DynamicCache(keys, config=model.config)
     stock = model(token, past_key_values=stock_cache).logits
     assert_close(ours, stock, tolerance)
     assert sparse_layers == [72, 72]
@@ -115,33 +113,29 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("step", [16, 32])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     ("name", "cache"),
-    [*(("llama", cache) for cache in CACHES), ("gemma3", "none"), ("gemma3", "static")],
+    [
+        *(("llama", cache) for cache in CACHES),
+        ("gemma3", "none"),
+        *((name, "static") for name in ("qwen3", "gemma3", "llama4")),
+        *((name, "empty static") for name in ("qwen3", "gemma3", "llama4")),
+    ],
 )
-def test_prefill_chunk_size_equals_one_call(build, ids, sparse_layers, step, name, cache):
-    model = build(name)
-    layers = 2 if name == "llama" else 1
+def test_any_cache_and_prefill_chunk_size_generate_the_same(
+    build, ids, sparse_layers, implementation, name, cache
+):
+    model = build(name, implementation)
     with enable(model, min_prefill=2, strict=True, **SPARSE, **WIDENING):
         whole = model.generate(ids, **GREEDY)
-        assert sparse_layers == [72] * layers
-        caches = CACHES[cache](model)
-        pieces = model.generate(ids, prefill_chunk_size=step, **caches, **GREEDY)
-    assert torch.equal(pieces, whole)
-    assert sum(sparse_layers) == 2 * 72 * layers
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "llama4"])
-@pytest.mark.parametrize("cache", ["static", "empty static"])
-def test_a_static_cache_generates_the_same(build, ids, sparse_layers, implementation, name, cache):
-    model = build(name, implementation)
-    with enable(model, strict=True, **SPARSE):
-        plain = model.generate(ids, **GREEDY)
-        layers = len(sparse_layers)
-        assert torch.equal(model.generate(ids, **CACHES[cache](model), **GREEDY), plain)
-    assert len(sparse_layers) == 2 * layers > 0
+        rows = sum(sparse_layers)
+        assert rows == 72 * (1 if name in ("gemma3", "llama4") else 2)
+        for step in (None, 16, 32):
+            sparse_layers.clear()
+            caches = CACHES[cache](model)
+            ours = model.generate(ids, prefill_chunk_size=step, **caches, **GREEDY)
+            assert torch.equal(ours, whole) and sum(sparse_layers) == rows
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, ChunkedPrefillCache])

@@ -25,33 +25,11 @@ class LinearCache:
 
 
 @pytest.fixture
-def minimax():
-    """The module of MiniMax's model."""
-    return pytest.importorskip("transformers.models.minimax.modeling_minimax")
-
-
-@pytest.fixture
-def config(minimax):
-    """A small MiniMax with blocks of 8 tokens, two of its layers lightning attention."""
-    return minimax.MiniMaxConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_hidden_layers=4,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        block_size=8,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        initializer_range=0.2,
-    )
-
-
-@pytest.fixture
-def lightning(minimax, config):
-    """A random layer of lightning attention, and what it gave before its norm and gate."""
+def lightning():
+    """A random layer of lightning attention in blocks of 8, and what it gave before its norm."""
+    minimax = pytest.importorskip("transformers.models.minimax.modeling_minimax")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 16, "block_size": 8}
+    config = minimax.MiniMaxConfig(**sizes, num_hidden_layers=4)
     torch.manual_seed(0)
     layer, seen = minimax.MiniMaxLightningAttention(config, layer_idx=2).eval(), []
     layer.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))

@@ -68,15 +68,19 @@ def test_cross_attention_is_told_by_what_it_is(make_ids, implementation, image_k
     assert_as_stock(model, **inputs)
 
 
+def made_before(layer, config, tokens):
+    """Return a list that gets a mask for so many tokens, made before each forward of a layer."""
+    masks, states = [], torch.zeros(1, tokens, 1)
+    arguments = {"inputs_embeds": states, "attention_mask": None, "past_key_values": None}
+    layer.register_forward_pre_hook(
+        lambda *_: masks.append(create_causal_mask(config, **arguments))
+    )
+    return masks
+
+
 def test_layers_that_add_the_mask_themselves_get_one():
-    tiny, masks = build_tiny("GitForCausalLM"), []
-
-    def make_mask(*_):
-        states = torch.zeros(1, 72, 1)
-        arguments = {"attention_mask": None, "past_key_values": None}
-        masks.append(create_causal_mask(tiny.model.config, inputs_embeds=states, **arguments))
-
-    tiny.model.git.encoder.register_forward_pre_hook(make_mask)
+    tiny = build_tiny("GitForCausalLM")
+    masks = made_before(tiny.model.git.encoder, tiny.model.config, 72)
     with pytest.warns(UserWarning, match="do not use transformers' attention interface"):
         enable(tiny.model)
     tiny(random_prompt(72))
@@ -85,15 +89,6 @@ def test_layers_that_add_the_mask_themselves_get_one():
 
 def test_masks_of_several_sizes_in_one_forward(build, ids, sparse_layers):
     llama = build("llama", "eager")
-
-    def make_mask(*_):
-        states = torch.zeros(1, 30, 1)
-        arguments = {"attention_mask": None, "past_key_values": None}
-        create_causal_mask(llama.config, inputs_embeds=states, **arguments)
-
-    stock = llama(ids).logits
-    llama.model.layers[1].register_forward_pre_hook(make_mask)
-    with enable(llama, **EXACT):
-        ours = llama(ids).logits
-    torch.testing.assert_close(ours, stock, atol=2e-5, rtol=1e-5)
+    made_before(llama.model.layers[1], llama.config, 30)
+    assert_as_stock(llama, input_ids=ids)
     assert sparse_layers == [72, 72]

@@ -19,6 +19,7 @@ from hf_helpers import (
     failing,
     in_calls,
     new_cache,
+    stock_copy,
     watch,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -357,60 +358,42 @@ def test_the_last_rows_of_a_call_verify_candidates(llama, make_batch, sparse_lay
     assert together == sorted([67, 65, 63, 35] * 2 if side == "left" else [67, 67, 67, 40] * 2)
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_a_right_padded_batch_with_and_without_its_mask(llama, make_batch, sparse_layers, masked):
+def test_a_right_padded_batch_without_its_mask(llama, make_batch, sparse_layers):
     """The loop of lm-eval passes no mask: pads on the right are seen by nobody."""
     batch = make_batch("right", (72, 40, 55))
-    arguments = {"attention_mask": batch.mask} if masked else {}
     with enable(llama, strict=True, **RECOMMENDED):
         expected = [llama(row).logits[0] for row in batch.rows]
-        ours = llama(batch.ids, **arguments).logits
+        ours = llama(batch.ids).logits
     assert_rows_close(batch, ours, expected, 1e-4)
     assert sparse_layers
-
-
-def stock_copy(cache, config):
-    """Return a plain cache with the same keys and values."""
-    pairs = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    return transformers.DynamicCache(pairs, config=config)
 
 
 @pytest.mark.parametrize("new", [1, 7, 40])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("own_cache", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
 def test_later_calls_are_dense_over_the_cache(
-    build, make_batch, make_ids, sparse_layers, implementation, own_cache, new
+    build, make_batch, make_ids, sparse_layers, implementation, own_cache, masked, new
 ):
     model, batch = build("llama", implementation), make_batch("left")
     more = make_ids(4, new, seed=9)
     mask = torch.cat([batch.mask, torch.ones_like(more)], dim=1)
     positions = batch.positions[:, -1:] + 1 + torch.arange(new)
-    arguments = {"attention_mask": mask, "position_ids": positions}
+    arguments = {"attention_mask": mask, "position_ids": positions} if masked else {}
     with enable(model, **RECOMMENDED):
         kind = ChunkedPrefillCache if own_cache else transformers.DynamicCache
         cache = model(**batch.arguments, past_key_values=kind(config=model.config)).past_key_values
-        plain, sparse = stock_copy(cache, model.config), len(sparse_layers)
+        assert all(layer.padded and layer.state is None for layer in cache.layers)
+        plain, later = stock_copy(cache, model.config), copy.deepcopy(cache)
         with pytest.warns(UserWarning, match=CONTINUES) if new == 40 else nullcontext():
             ours = model(more, past_key_values=cache, **arguments).logits
     stock = model(more, past_key_values=plain, **arguments).logits
     assert_close(ours, stock)
-    assert len(sparse_layers) == sparse == 6
-
-
-def test_a_later_long_call_without_a_mask_is_dense_too(llama, make_batch, make_ids, sparse_layers):
-    batch, more = make_batch("right"), make_ids(4, 40, seed=9)
-    with enable(llama, **H2O):
-        cache = new_cache(llama)
-        llama(**batch.arguments, past_key_values=cache)
-        assert all(layer.padded and layer.state is None for layer in cache.layers)
-        plain, later = stock_copy(cache, llama.config), copy.deepcopy(cache)
-        with pytest.warns(UserWarning, match=CONTINUES):
-            ours = llama(more, past_key_values=cache).logits
+    with enable(model, strict=True, **RECOMMENDED):
+        refused = pytest.raises(NotImplementedError, match=CONTINUES)
+        with refused if new == 40 else nullcontext():
+            model(more, past_key_values=later, **arguments)
     assert len(sparse_layers) == 6
-    stock = llama(more, past_key_values=plain).logits
-    assert_close(ours, stock)
-    with enable(llama, strict=True, **H2O), pytest.raises(NotImplementedError, match=CONTINUES):
-        llama(more, past_key_values=later)
 
 
 def test_padding_after_an_unpadded_prefix_is_dense(llama, make_batch, make_ids, sparse_layers):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hf_helpers import GREEDY, H2O, RECALL, in_calls, new_cache
@@ -97,7 +95,7 @@ def test_the_least_recently_used_texts_are_removed(llama, make_ids):
         assert len(none) == 0
 
 
-def test_threads_share_texts(llama, make_ids):
+def test_threads_share_texts(llama, make_ids, spawn):
     ids, prefixes = make_ids(5, 100), PrefixCache(ROOM)
     ids[:, :48] = ids[:1, :48]
     with enable(llama, **RECALL):
@@ -115,10 +113,7 @@ def test_threads_share_texts(llama, make_ids):
                 prefixes.add(cache)
                 prefixes.clear() if row == 4 else None
 
-        threads = [threading.Thread(target=answer, args=(row,)) for row in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        for thread in [spawn(lambda row=row: answer(row)) for row in range(5)]:
             thread.join()
     assert all(map(torch.equal, answers, expected))
 

@@ -29,13 +29,6 @@ def path(tmp_path):
     return tmp_path / "prompt.safetensors"
 
 
-@pytest.fixture
-def prompt(make_ids):
-    # Words that come again, so that there is something to recall.
-    words = make_ids(12, 3)
-    return words[torch.arange(50) * 5 % 12].reshape(1, -1)
-
-
 def saved_prompt(model, ids, path):
     """Prefill a prompt and save it; return its cache."""
     cache = new_cache(model)
@@ -53,12 +46,13 @@ def assert_equal_caches(one, other):
     assert torch.equal(one.token_ids, other.token_ids)
     for ours, theirs in zip(one.layers, other.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
-        assert (getattr(ours, "state", None) is None) == (getattr(theirs, "state", None) is None)
-        if getattr(ours, "state", None) is not None:
+        state, other_state = (getattr(layer, "state", None) for layer in (ours, theirs))
+        assert (state is None) == (other_state is None)
+        if state is not None:
             for name in ("scores", "memory", "errors"):
-                a, b = getattr(ours.state, name), getattr(theirs.state, name)
+                a, b = getattr(state, name), getattr(other_state, name)
                 assert torch.equal(a, b[..., : a.shape[2]])
-            assert ours.state.last_chunk_begin == theirs.state.last_chunk_begin
+            assert state.last_chunk_begin == other_state.last_chunk_begin
 
 
 @pytest.mark.parametrize(

@@ -94,21 +94,13 @@ def text_of(stories):
     return lambda ids: b"".join(pieces[id] for id in ids).decode().strip()
 
 
-def generate(model, settings):
-    with enable(model, settings, strict=True):
-        ids = torch.tensor([[1]])
-        return model.generate(ids, attention_mask=ids, max_new_tokens=400, do_sample=False)
-
-
-def test_it_tells_the_story(model, text_of):
-    told = generate(model, "exact")[0, 1:].tolist()
+@torch.no_grad()
+def test_it_tells_the_story_and_sparse_prefill_with_room_for_it_is_dense(model, text_of):
+    begin = torch.tensor([[1]])
+    with enable(model, "exact", strict=True):
+        story = model.generate(begin, attention_mask=begin, max_new_tokens=400, do_sample=False)
+    told = story[0, 1:].tolist()
     assert len(told) > 200 and text_of(told).startswith(STORY)
-
-
-def test_sparse_prefill_with_room_for_the_story(model):
-    story = generate(model, "exact")
-    settings = "h2o,chunk_size=64,local_window=256,heavy_budget=256"
-    with torch.no_grad():
-        dense = model(story).logits
-        with enable(model, settings, strict=True):
-            torch.testing.assert_close(model(story).logits, dense, atol=1e-4, rtol=0)
+    dense = model(story).logits
+    with enable(model, "h2o,chunk_size=64,local_window=256,heavy_budget=256", strict=True):
+        torch.testing.assert_close(model(story).logits, dense, atol=1e-4, rtol=0)

@@ -59,8 +59,6 @@ def test_disabled_by_another_thread(build, inputs, spawn, implementation):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_enabled_by_another_thread(build, inputs, spawn, name, implementation):
-    if name == "gpt-oss" and implementation == "sdpa":
-        pytest.skip("transformers runs these models eagerly")
     model = build(name, implementation)
     stock = model(**inputs).logits
     between_layers(model, lambda: spawn(lambda: enable(model, **SPARSE)).join(PATIENCE))

@@ -9,7 +9,17 @@ import warnings
 
 import pytest
 import torch
-from hf_helpers import EXACT, GREEDY, SPARSE, assert_close, in_calls, new_cache, watch
+from hf_helpers import (
+    EXACT,
+    GREEDY,
+    SPARSE,
+    assert_close,
+    assert_close_under_autocast,
+    in_calls,
+    is_off,
+    new_cache,
+    watch,
+)
 from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import enable
@@ -121,13 +131,18 @@ def test_a_second_call_is_dense_where_the_cache_keeps_no_state(
     assert sparse_layers == [20, 20] + [20] * (2 - MODELS[name][3])
 
 
+@pytest.mark.parametrize("name", ["mistral", "phi3"])
 @pytest.mark.parametrize(("window", "least"), [(16, 1), (40, 41)])
-def test_a_window_that_no_sparse_call_fits_is_told_of(build, window, least):
-    model = build("mistral", sliding_window=window)
+def test_a_window_that_no_sparse_call_fits_is_told_of(build, name, window, least):
+    model = build(name, sliding_window=window)
     with pytest.warns(UserWarning, match="no layer of .* can be sparse: its attention is sliding"):
         handle = enable(model, min_prefill=least, **SPARSE)
     assert {layer.reason for layer in handle.report()} == {"sliding attention, exact"}
-    enable(build("mistral", sliding_window=window + 1), min_prefill=least, **SPARSE)
+    handle.disable()
+    with pytest.raises(NotImplementedError, match="no layer of"):
+        enable(model, strict=True, min_prefill=least, **SPARSE)
+    assert is_off(model)
+    enable(build(name, sliding_window=window + 1), min_prefill=least, **SPARSE)
 
 
 CUT = 12  # a window that hides keys of every call of these tests but decoded tokens of few
@@ -149,23 +164,17 @@ def without_masks(monkeypatch):
     monkeypatch.setattr(masks, "_previous_mask_function", lambda *_: refuse)
 
 
-WITH_LOGITS = {  # of other logits than the operators make by default
-    "gemma2": {"attn_logit_softcapping": 0.5},
-    "gpt-oss": {},
-}
+# Models of other logits than the operators make by default.
+WITH_LOGITS = {"gemma2": {"attn_logit_softcapping": 0.5}, "gpt-oss": {}}
 
 
 @pytest.fixture
 def cut(build, request):
-    """A model whose window cuts the prompt, with sinks that take their share."""
+    """A model whose window cuts the prompt."""
     name, implementation = request.param
     if name in MODELS:
         return windowed(build, name, CUT, implementation)
-    model = build(name, implementation, sliding_window=CUT, **WITH_LOGITS[name])
-    if name == "gpt-oss":
-        for layer in model.model.layers:
-            layer.self_attn.sinks.copy_(torch.tensor([-2.0, 0.5, 2.0, 4.0]))
-    return model
+    return build(name, implementation, sliding_window=CUT, **WITH_LOGITS[name])
 
 
 CUT_MODELS = [
@@ -262,9 +271,5 @@ def test_calls_that_the_operator_does_not_take_get_their_mask(build, prompt, win
 
 def test_windows_under_autocast(build, prompt, window_calls):
     model = build("gemma3", "sdpa", **ROPES, sliding_window=CUT)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        stock = model(prompt).logits
-        with enable(model, **EXACT):
-            ours = model(prompt).logits
-    assert window_calls and ours.dtype == stock.dtype
-    torch.testing.assert_close(ours.float(), stock.float(), atol=0.3, rtol=0.1)
+    assert_close_under_autocast(model, prompt, **EXACT)
+    assert window_calls

@@ -40,9 +40,7 @@ PROMPT = [7, *range(1, 120), 7, 8]
 class Served:
     """A server in a thread, with a model whose forwards wait while `gate` is cleared."""
 
-    def __init__(
-        self, model: Any, tokenizer: Any, max_body: int | None = None, **limits: Any
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, max_body: Any = None, **limits: Any) -> None:
         self.model, self.tokenizer, self.forwards, self.pause = model, tokenizer, 0, 0.0
         self.gate = threading.Event()
         self.gate.set()
@@ -215,9 +213,7 @@ WRONG: list[tuple[int, str, Any]] = [
 ]
 
 
-def test_wrong_requests_are_named_and_touch_no_other(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_requests_are_named_and_touch_no_other(serve: Any, monkeypatch: Any) -> None:
     served = serve(max_body=20_000)
     for status, about, content in WRONG:
         path = "chat/completions" if about.startswith("template") else "completions"
@@ -282,9 +278,7 @@ def test_the_end_refuses_those_that_wait(serve: Any) -> None:
         list(stream)
 
 
-def test_a_failure_is_of_its_request_alone(
-    serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_is_of_its_request_alone(serve: Any, monkeypatch: Any, caplog: Any) -> None:
     served = serve()
 
     def broken(*_: Any, **__: Any) -> None:
