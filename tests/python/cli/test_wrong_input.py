@@ -35,7 +35,9 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--context", "64,"): "context must be numbers with commas between, got '64,'",
         ("--dataset", "c4,pydoc"): "dataset must be one of .*got 'c4'",
     },
-    "calibrate": {("--context", 16): "at least two chunks"},
+    "calibrate": {
+        ("--context", 16): "at least two chunks",
+    },
     "retrieve": {
         ("--variant", "h2o,recal=4"): 'settings .h2o,recal=4.: "recal" is no setting',
         ("--variant", "h2o"): "at least two chunks of 1024 tokens for variant 'h2o'",
@@ -44,7 +46,10 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("--prompts", 0): "--prompts",
         ("--workers", 2, "--scheduler", "tcp://x:1"): "give one of --scheduler, --scheduler-file",
         ("--scheduler-file", "missing.json"): "--scheduler-file: no such file: 'missing.json'",
-        ("--scheduler", "x y"): "--scheduler must be an address like tcp://.*:8786, got 'x y'",
+        (
+            "--scheduler",
+            "x y",
+        ): "--scheduler must be an address like tcp://10.0.0.1:8786, got 'x y'",
         ("--workers", 0): "--workers",
         ("--workers", 1, "--device", "cuda:99"): "device must be cpu",
         ("--keep", "kept.csv"): "--keep must end in one of",
@@ -61,7 +66,12 @@ WRONG: dict[str, dict[tuple[object, ...], str]] = {
         ("words", "--max-new-tokens", 600): "prompt and new tokens must be <= 512",
         ("words", "--draft-tokens", 5): "--draft-tokens needs --package",
         ("words", "--workers", 1): "a Dask cluster answers the prompts of --input: give a file",
-        ("words", "--output", "o"): "--input takes no prompt, --prompt-file, .* or sampling beside",
+        (
+            "words",
+            "--output",
+            "o",
+        ): "--input takes no prompt, --prompt-file, --package, --session, --max-prompt-tokens or "
+        "sampling beside it",
         ("--output", "o"): "give --input and --output, both",
         ("--input", "missing.jsonl", "--output", "o"): "--input: no such file: 'missing.jsonl'",
         ("--input", __file__, "--output", "o"): "--input line 1 must be JSON",

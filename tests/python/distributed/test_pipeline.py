@@ -145,6 +145,8 @@ def test_stages_give_what_one_process_gives(folder: Path, expected: Any, count: 
 def test_what_every_rank_refuses_and_shows(folder: Path) -> None:
     for rank, (errors, bars) in enumerate(run(2, refusals, folder, 2)):
         assert_refused(errors)
+        whole = [x for x in errors if x[0].startswith(("a model", "group"))]
+        assert len(whole) == 3 and all(error[1] == text for text, error in whole)
         # A bar on rank 0 alone, if that has a terminal.
         assert bars == [[None if rank == 0 else True, 64, 64]]
 

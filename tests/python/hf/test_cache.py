@@ -23,6 +23,7 @@ from op_testing import saved_and_loaded
 from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
+from h2o_prefill.state import PrefillState
 
 SPARSE = {**SPARSE, "min_prefill": 2}
 RECALL = {**RECALL, "min_prefill": 2}
@@ -131,6 +132,18 @@ def test_crop_below_the_state_leaves_nothing_that_was_removed(llama, ids, kept):
             assert torch.equal(state.memory, memory) and torch.equal(state.errors, old.errors)
         assert llama(ids[:, kept:], past_key_values=cache).logits.isfinite().all()
         assert cache.layers[0].state.length == (72 if kept < 71 else 71)
+
+
+def test_truncating_a_state_leaves_it_alone():
+    sets, errors = torch.arange(6).int().expand(1, 2, 6), torch.ones(1, 2, 4)
+    state = PrefillState(torch.rand(1, 2, 40), sets, 40, 32, errors)
+    assert state.truncated(40) is state
+    assert state.truncated(0) is None
+    inside, before = state.truncated(33), state.truncated(32)
+    assert torch.equal(inside.memory, state.memory) and inside.last_chunk_begin == 32
+    assert inside.errors is before.errors is errors
+    assert bool((before.memory == -1).all()) and before.last_chunk_begin == 0
+    assert torch.equal(before.scores, state.scores[..., :32]) and state.length == 40
 
 
 def test_rows_can_be_repeated_selected_and_reordered(llama, make_ids):

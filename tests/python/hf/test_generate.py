@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from hf_helpers import (
     EXACT,
     GREEDY,
@@ -18,6 +19,7 @@ from hf_helpers import (
     new_cache,
     stock_copy,
 )
+from packaging.version import Version
 from transformers import DynamicCache, StaticCache
 
 from h2o_prefill import ChunkedPrefillCache, enable
@@ -84,9 +86,10 @@ def test_assisted_decoding_of_a_sparse_prompt_equals_plain_decoding(
         plain = generate()
         with hooked(model, lambda *_: forwards.append(1)):
             assert torch.equal(generate(assistant_model=assistant), plain)
-        # Prompt lookup of transformers 5.4 may give a token too many, of stock models too.
         looked_up = generate(prompt_lookup_num_tokens=3)
-        assert torch.equal(looked_up[:, : plain.shape[1]], plain)
+        # Prompt lookup of transformers 5.4 may give a token too many, of stock models too.
+        end = plain.shape[1] if Version(transformers.__version__) < Version("5.5") else None
+        assert torch.equal(looked_up[:, :end], plain)
     assert len(forwards) < (16 if layers == 2 else 25)
     for cache in used if with_cache else ():
         assert torch.equal(cache.token_ids, plain[:, : cache.get_seq_length()])

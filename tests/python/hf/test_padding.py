@@ -375,7 +375,7 @@ def test_a_right_padded_batch_without_its_mask(llama, make_batch, sparse_layers)
 def test_later_calls_are_dense_over_the_cache(
     build, make_batch, make_ids, sparse_layers, implementation, own_cache, masked, new
 ):
-    model, batch = build("llama", implementation), make_batch("left")
+    model, batch = build("llama", implementation), make_batch("left" if masked else "right")
     more = make_ids(4, new, seed=9)
     mask = torch.cat([batch.mask, torch.ones_like(more)], dim=1)
     positions = batch.positions[:, -1:] + 1 + torch.arange(new)

@@ -91,7 +91,10 @@ def test_it_is_seen_unless_the_program_decides_otherwise(llama, monkeypatch, cap
         ("[]", "indices must be integers"),
         ('{"architecture": "0"}', "it has no 'settings'"),
         ('{"settings": "best", "architecture": "0"}', "preset must be one of"),
-        ('{"settings": "h2o", "architecture": "0"}', "of the model's architecture.*got .*0"),
+        (
+            '{"settings": "h2o", "architecture": "0"}',
+            "must be of the model's architecture.*got .*0",
+        ),
     ],
 )
 def test_a_profile_that_does_not_fit_is_refused(llama, places, content, reason):
