@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,6 +123,24 @@ def next_memory(state: PrefillState, config: PrefillConfig) -> Tensor:
     """Return the set that the next chunk attends to, as a state has the last one."""
     sets: Tensor = config.native.next_memory(state.fields)
     return sets
+
+
+def token_rows(values: Any, device: Any = None) -> Tensor:
+    """Return token ids as int64 [B, T], lists and single rows too; other tensors as they are."""
+    rows = values
+    if not isinstance(values, Tensor):
+        try:
+            rows = torch.tensor(values, device=device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"token ids must be a tensor, or lists of ints of equal length ({error})"
+            ) from None
+        if rows.is_floating_point() and rows.numel() > 0:
+            raise ValueError("token ids must be ints, got floats")
+        rows = rows.long()
+    narrow = rows.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
+    rows = rows.long() if narrow else rows
+    return rows.unsqueeze(0) if rows.ndim == 1 else rows
 
 
 def recall_lists(

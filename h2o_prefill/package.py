@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.functional import token_rows
 from h2o_prefill.session import reads_session, writes_session
 from h2o_prefill.state import estimated_kl, no_errors
 
@@ -173,15 +174,16 @@ class PrefillPackage:
         with reads_session(path) as file:
             self._session.load(file)
 
-    def forward(self, token_ids: Tensor, rows: Tensor | None = None) -> Tensor:
+    def forward(self, token_ids: Tensor | Sequence[int], rows: Tensor | None = None) -> Tensor:
         """Run the model over the next tokens of the text.
 
         Parameters
         ----------
-        token_ids : Tensor
-            int64 [1, T].
+        token_ids : Tensor or list
+            Ints [1, T] or [T].
         rows : Tensor, optional
-            int64 [R]: positions within the call whose logits are returned. Default: the last one.
+            int64 [R], R >= 1: positions within the call whose logits are returned. Default: the
+            last one.
 
         Returns
         -------
@@ -191,25 +193,27 @@ class PrefillPackage:
         Raises
         ------
         ValueError
-            If there are no tokens, a token is not in the vocabulary, or the capacity is exceeded.
+            If there are no tokens, a token is not in the vocabulary, a row is not in the call, the
+            capacity is exceeded, or `position` was set to what it cannot be.
         """
+        ids = token_rows(token_ids)
         if rows is None:
-            rows = torch.tensor([token_ids.shape[-1] - 1])
+            rows = torch.tensor([ids.shape[-1] - 1])
         with torch.no_grad():
-            logits: Tensor = self._session.forward(token_ids, rows)
+            logits: Tensor = self._session.forward(ids, rows)
         return logits
 
     def generate(
         self,
-        token_ids: Tensor,
+        token_ids: Tensor | Sequence[int],
         max_new_tokens: int,
-        on_token: Callable[[int], None],
+        on_token: Callable[[int], None] | None = None,
         choose: Callable[[Tensor, Tensor], Tensor] | None = None,
         draft_tokens: int = 0,
-    ) -> None:
-        """Generate after a prompt, int64 [1, T], until a token is one of `info.end_ids`.
+    ) -> list[int]:
+        """Generate after a prompt, ints [1, T] or [T], until a token is one of `info.end_ids`.
 
-        `on_token` is called with each token. `choose` gets the tokens so far, int64 [1, length],
+        Returns the new tokens. `on_token` is called with each of them. `choose` gets the tokens so far, int64 [1, length],
         and the logits [1, vocabulary], and returns the next token, int64 [1]; without it, it is the
         one with the highest logit.
 
@@ -217,25 +221,32 @@ class PrefillPackage:
         those that followed the last two or three tokens where the text had them before. The answer
         is that without, but for logits that calls of several tokens round otherwise.
         """
-        if token_ids.shape[1] + max_new_tokens > self.info.capacity - self.length:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+        ids = token_rows(token_ids)
+        if ids.shape[-1] + max_new_tokens > self.info.capacity - self.length:
             raise ValueError(
                 f"prompt and new tokens must be <= {self.info.capacity - self.length}, the "
-                f"capacity that the package was exported with, got {token_ids.shape[1]} + "
+                f"capacity that the package was exported with, got {ids.shape[-1]} + "
                 f"{max_new_tokens}"
             )
         # Calls that verify tokens are dense.
         drafted = min(draft_tokens, self.info.config.sparse_from - 2)
-        left, call, logits = max_new_tokens, token_ids[:, -1:], self.forward(token_ids)
+        answer: list[int] = []
+        call, logits = ids[:, -1:], self.forward(ids)
         while True:
             before = self.length - len(logits)
             for row in range(len(logits)):
                 self.position[0] = before + row + 1
                 each = logits[row : row + 1]
                 chosen = each.argmax(dim=-1) if choose is None else choose(self.token_ids, each)
-                left, token = left - 1, int(chosen)
-                on_token(token)
+                token = int(chosen)
+                answer.append(token)
+                if on_token is not None:
+                    on_token(token)
+                left = max_new_tokens - len(answer)
                 if token in self.info.end_ids or left == 0:
-                    return
+                    return answer
                 if call[0, row + 1 : row + 2].tolist() != [token]:
                     break
             text = torch.cat([self.token_ids, chosen[None]], dim=1)

@@ -1,8 +1,7 @@
 #include "h2o_prefill/package.h"
 
-#include <ATen/ops/arange.h>
+#include <ATen/ops/aminmax.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <sys/utsname.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/version.h>
@@ -120,10 +119,61 @@ PackageInfo read_info(const Metadata& metadata) {
   return info;
 }
 
+// A tensor of the state of a prompt.
+struct Form {
+  const char* name;
+  std::vector<int64_t> sizes;
+  at::ScalarType dtype;
+};
+
+// In the order in which the model takes them.
+std::vector<Form> forms_of(const PackageInfo& info) {
+  const std::vector<int64_t> heads{1, info.kv_heads};
+  const auto of_heads = [&](std::vector<int64_t> sizes) {
+    sizes.insert(sizes.begin(), heads.begin(), heads.end());
+    return sizes;
+  };
+  std::vector<Form> forms{{"token ids", {1, info.capacity}, at::kLong},
+                          {"position", {2}, at::kLong}};
+  for (int64_t layer = 0; layer < info.layers; ++layer) {
+    for (const char* const name : {"key", "value"}) {
+      forms.push_back({name, of_heads({info.capacity, info.head_dim}), info.dtype});
+    }
+    forms.push_back({"scores", of_heads({info.capacity}), at::kFloat});
+    const int64_t memory_size = info.settings.of_layer(layer).memory_size();
+    forms.push_back({"memory", of_heads({memory_size}), at::kInt});
+    forms.push_back({"errors", of_heads({kErrorFields}), at::kFloat});
+  }
+  return forms;
+}
+
+// The code of a package reads tensors by the sizes that it was compiled for.
+void check_state(const std::vector<at::Tensor>& state, const std::vector<Form>& forms) {
+  TORCH_CHECK_VALUE(state.size() == forms.size(), "state must have ", forms.size(),
+                    " tensors, got ", state.size());
+  for (size_t i = 0; i < forms.size(); ++i) {
+    const at::Tensor& held = state[i];
+    TORCH_CHECK_VALUE(held.defined() && held.layout() == at::kStrided && held.is_cpu() &&
+                          held.is_contiguous() && held.scalar_type() == forms[i].dtype &&
+                          held.sizes() == at::IntArrayRef(forms[i].sizes),
+                      "state must have contiguous ", forms[i].name, " ",
+                      at::IntArrayRef(forms[i].sizes), " ", dtype_name(forms[i].dtype),
+                      " on cpu as tensor ", i, ", got ", describe(held));
+  }
+}
+
+// Of what a caller passes to a model: int64 on the CPU.
+void check_ints(const char* name, const at::Tensor& t, int64_t dims) {
+  check_dims(name, t, dims);
+  check_dtype(name, t, at::kLong);
+  TORCH_CHECK_VALUE(t.is_cpu(), name, " must be on the CPU, got ", describe(t));
+}
+
 }  // namespace
 
 struct Package::Impl {
   PackageInfo info;
+  std::vector<Form> forms;
   AOTIModelPackageLoader loader;
 };
 
@@ -133,9 +183,10 @@ Package::Package(const std::string& path, int64_t concurrency) {
   init();
   const Metadata metadata = read_metadata(path);
   check_machine(metadata);
+  const PackageInfo info = read_info(metadata);
   impl_ = std::unique_ptr<Impl>(
-      new Impl{read_info(metadata), AOTIModelPackageLoader(path, kModel, /*run_single_threaded=*/
-                                                           false, concurrency)});
+      new Impl{info, forms_of(info),
+               AOTIModelPackageLoader(path, kModel, /*run_single_threaded=*/false, concurrency)});
 }
 
 Package::~Package() = default;
@@ -143,24 +194,46 @@ Package::~Package() = default;
 const PackageInfo& Package::info() const { return impl_->info; }
 
 std::vector<at::Tensor> Package::new_state() const {
-  const PackageInfo& of = info();
-  const std::vector<int64_t> rows{1, of.kv_heads, of.capacity};
-  std::vector<at::Tensor> state{at::zeros({1, of.capacity}, at::kLong), at::zeros({2}, at::kLong)};
-  for (int64_t layer = 0; layer < of.layers; ++layer) {
-    for (int i = 0; i < 2; ++i) {
-      state.push_back(at::zeros({1, of.kv_heads, of.capacity, of.head_dim}, of.dtype));
-    }
-    state.push_back(at::zeros(rows, at::kFloat));
-    state.push_back(
-        at::full({1, of.kv_heads, of.settings.of_layer(layer).memory_size()}, -1, at::kInt));
-    state.push_back(at::zeros({1, of.kv_heads, kErrorFields}));
+  std::vector<at::Tensor> state;
+  for (const Form& form : impl_->forms) {
+    state.push_back(at::full(form.sizes, form.dtype == at::kInt ? -1 : 0, form.dtype));
   }
   return state;
 }
 
+int64_t Package::length(const std::vector<at::Tensor>& state) const {
+  check_state(state, impl_->forms);
+  const int64_t* const position = state[1].const_data_ptr<int64_t>();
+  const auto [length, chunk] = std::pair(position[0], position[1]);
+  TORCH_CHECK_VALUE(0 <= chunk && chunk <= length && length <= info().capacity,
+                    "position must be [tokens, begin of the last chunk], 0 <= begin <= tokens <= ",
+                    info().capacity, ", got [", length, ", ", chunk, "]");
+  return length;
+}
+
+void Package::check(const at::Tensor& token_ids, int64_t past) const {
+  check_ints("token_ids", token_ids, 2);
+  TORCH_CHECK_VALUE(token_ids.size(0) == 1 && token_ids.size(1) > 0,
+                    "token_ids must be [1, T] with T >= 1, got shape ", token_ids.sizes());
+  const auto [lowest, highest] = at::aminmax(token_ids);
+  TORCH_CHECK_VALUE(lowest.item<int64_t>() >= 0 && highest.item<int64_t>() < info().vocabulary,
+                    "token ids must be in [0, ", info().vocabulary, "), got ",
+                    lowest.item<int64_t>() < 0 ? lowest.item<int64_t>() : highest.item<int64_t>(),
+                    ": were they made by another tokenizer?");
+  TORCH_CHECK_VALUE(token_ids.size(1) <= info().capacity - past, "no room for ", token_ids.size(1),
+                    " tokens after ", past, ": the package has a capacity of ", info().capacity,
+                    " (h2o-prefill export --capacity)");
+}
+
 at::Tensor Package::run(const at::Tensor& token_ids, const at::Tensor& rows,
                         const std::vector<at::Tensor>& state) const {
-  std::vector<at::Tensor> inputs{token_ids.contiguous(), rows};
+  check(token_ids, length(state));
+  check_ints("rows", rows, 1);
+  check_at_least("number of rows", rows.size(0), 1);
+  const auto [first, last] = at::aminmax(rows);
+  check_index("rows", first.item<int64_t>(), token_ids.size(1));
+  check_index("rows", last.item<int64_t>(), token_ids.size(1));
+  std::vector<at::Tensor> inputs{token_ids.contiguous(), rows.contiguous()};
   inputs.insert(inputs.end(), state.begin(), state.end());
   return impl_->loader.run(inputs).at(0);
 }

@@ -41,36 +41,19 @@ int64_t find_continuation(const int64_t* ids, int64_t length) {
   return length;
 }
 
-void check_in_vocabulary(const at::Tensor& token_ids, int64_t vocabulary) {
-  const int64_t lowest = token_ids.min().item<int64_t>();
-  const int64_t highest = token_ids.max().item<int64_t>();
-  TORCH_CHECK_VALUE(lowest >= 0 && highest < vocabulary, "token ids must be in [0, ", vocabulary,
-                    "), got ", lowest < 0 ? lowest : highest,
-                    ": were they made by another tokenizer?");
-}
-
 }  // namespace
 
 Session::Session(std::shared_ptr<const Package> package)
     : package_(std::move(package)), state_(package_->new_state()) {}
 
-int64_t Session::length() const { return state_[kPosition].const_data_ptr<int64_t>()[0]; }
+int64_t Session::length() const { return package_->length(state_); }
 
 at::Tensor Session::token_ids() const { return state_[kIds].narrow(1, 0, length()); }
 
 void Session::reset() { state_[kPosition].zero_(); }
 
 void Session::check(const at::Tensor& token_ids) const {
-  const PackageInfo& info = package_->info();
-  check_dims("token_ids", token_ids, 2);
-  check_dtype("token_ids", token_ids, at::kLong);
-  TORCH_CHECK_VALUE(token_ids.size(0) == 1 && token_ids.size(1) > 0,
-                    "token_ids must be [1, T] with T >= 1, got shape ", token_ids.sizes());
-  check_in_vocabulary(token_ids, info.vocabulary);
-  TORCH_CHECK_VALUE(token_ids.size(1) <= info.capacity - length(), "no room for ",
-                    token_ids.size(1), " tokens after ", length(),
-                    ": the package has a capacity of ", info.capacity,
-                    " (h2o-prefill export --capacity)");
+  package_->check(token_ids, length());
 }
 
 void Session::check_cancelled() {
@@ -78,7 +61,6 @@ void Session::check_cancelled() {
 }
 
 at::Tensor Session::forward(const at::Tensor& token_ids, const at::Tensor& rows) {
-  check(token_ids);
   return package_->run(token_ids, rows, state_);
 }
 
@@ -206,7 +188,7 @@ void Session::load(const std::string& path) {
   const auto begins = tensors.at("last_chunk_begin");
   saved.check(info.model_hash, info.settings, info.layers, info.capacity);
   TORCH_CHECK_VALUE(tensors.contains("token_ids"), "session must have token ids");
-  check_in_vocabulary(tensors.at("token_ids"), info.vocabulary);
+  package_->check(tensors.at("token_ids"), 0);
   int64_t begin = 0;
   for (int64_t layer = 0; layer < info.layers; ++layer) {
     const at::Tensor* of_layer = &state_[kFirstLayer + layer * kOfLayer];

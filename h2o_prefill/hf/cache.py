@@ -62,7 +62,7 @@ class KeepsTokenIds(Cache):
         """Keep the ids of the tokens that a forward has just added."""
         ids = self.token_ids_with(new)
         known = new is not None and ids is not None and ids.shape[1] == length_of(self)
-        self._token_ids = [ids] if known and ids is not None else None
+        self._token_ids = [ids.long()] if known and ids is not None else None
 
     def reset(self) -> None:
         super().reset()

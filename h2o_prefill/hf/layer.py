@@ -94,6 +94,12 @@ class ChunkedPrefillLayer(DynamicLayer):
         self._state = state
         self._scores = None
 
+    def get_seq_length(self) -> int:
+        """Return the number of cached tokens."""
+        # Shapes alone: in a compiled graph, a view beside the buffer that changes under it is an
+        # alias that AOTAutograd cannot rebuild for dynamic shapes.
+        return self.keys.shape[2] if self.keys is not None and self.keys.ndim == 4 else 0
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

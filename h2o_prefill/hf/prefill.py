@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.functional import token_rows
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
 from h2o_prefill.hf.enable import PrefillHandle, enable
 from h2o_prefill.hf.hooks import handle_of
@@ -229,31 +230,18 @@ def _read_prompt(
     name, tokens, what = "input_ids", prompt, "[B, T]"
     if inputs_embeds is not None:
         name, tokens, what = "inputs_embeds", inputs_embeds, "[B, T, hidden size]"
-    tokens = _as_rows(tokens, device)
+    tokens = token_rows(tokens, device)
     if tokens.ndim != what.count(",") + 1 or tokens.shape[1] == 0:
         raise ValueError(f"{name} must be {what} with T >= 1, got {list(tokens.shape)}")
     if attention_mask is None:
         return name, tokens, None
-    mask = _as_rows(attention_mask, tokens.device)
+    mask = token_rows(attention_mask, tokens.device)
     if mask.shape == tokens.shape[:2] and past > 0:
         mask = torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
     expected = [tokens.shape[0], past + tokens.shape[1]]
     if list(mask.shape) != expected:
         raise ValueError(f"attention_mask must be {expected}, got {list(mask.shape)}")
     return name, tokens, mask
-
-
-def _as_rows(values: Any, device: Any) -> Tensor:
-    """Return a tensor as it is, and lists as int64 rows."""
-    if isinstance(values, Tensor):
-        return values
-    try:
-        rows = torch.tensor(values, dtype=torch.int64, device=device)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"token ids must be a tensor, or lists of ints of equal length ({error})"
-        ) from None
-    return rows.unsqueeze(0) if rows.ndim == 1 else rows
 
 
 def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:

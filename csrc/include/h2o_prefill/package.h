@@ -48,8 +48,17 @@ class H2O_API Package {
   // float32 [1, Hkv, capacity], memory set int32 [1, Hkv, memory_size] and errors.
   std::vector<at::Tensor> new_state() const;
 
-  // Runs the model over token_ids, int64 [1, T], after the tokens of a state, which it changes.
-  // Returns the logits [R, vocabulary] of rows, int64 [R].
+  // Number of tokens of a state. Throws c10::ValueError unless its tensors are like those of
+  // new_state() and its position is in them.
+  int64_t length(const std::vector<at::Tensor>& state) const;
+
+  // Throws c10::ValueError, in one line, unless token_ids are int64 [1, T] with T >= 1, in the
+  // vocabulary, and there is room for them after `past` tokens.
+  void check(const at::Tensor& token_ids, int64_t past) const;
+
+  // Runs the model over token_ids, int64 [1, T] with T >= 1, after the tokens of a state, which it
+  // changes. Returns the logits [R, vocabulary] of rows, int64 [R] in [0, T), R >= 1. Checks all of
+  // them before it reads any: throws c10::ValueError, in one line.
   at::Tensor run(const at::Tensor& token_ids, const at::Tensor& rows,
                  const std::vector<at::Tensor>& state) const;
 

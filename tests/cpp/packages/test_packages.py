@@ -82,6 +82,19 @@ def test_python_runs_a_package(package, model, ids):
         assert runner.length == PROMPT + NEW - 1
         runner.reset()
     assert tokens == greedy(model, ids, SETTINGS) * 5
+    for prompt in (ids[0].tolist(), [ids[0].tolist()], ids[0].int()):
+        assert runner.generate(prompt, NEW) == tokens[:NEW]
+        runner.reset()
+    for wrong in ([0.5], [[1, 2], [3]], "text", ids.float()):
+        with pytest.raises(ValueError, match=r"token.ids must be"):
+            runner.generate(wrong, NEW)
+    for row in (torch.tensor([len(ids[0])]), torch.tensor([0], dtype=torch.int32)):
+        with pytest.raises(ValueError, match="rows must be"):
+            runner.forward(ids, row)
+    runner.position[0] = -(2**62)
+    with pytest.raises(ValueError, match="position must be"):
+        runner.forward(ids)
+    runner.reset()
     rows = torch.tensor([0, 70, 149])
     with torch.no_grad(), enable(model, SETTINGS) as handle:
         expected = model(ids).logits[0, rows]

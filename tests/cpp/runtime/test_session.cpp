@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <random>
@@ -296,6 +297,56 @@ TEST(Session, TakesTheMemoryOfItsStateAlone) {
   EXPECT_LE(resident() - before, states + (4 << 20));
 }
 #endif
+
+TEST(Session, ChecksRowsAndStateBeforeItReadsThem) {
+  const auto package = package_of_tests();
+  Session session(package);
+  const auto ids = prompt_of(3).narrow(1, 0, 3);
+  const auto rows = [](std::vector<int64_t> values) { return at::tensor(values, at::kLong); };
+  constexpr int64_t kFar = int64_t{1} << 62;
+  for (const int64_t row : {int64_t{5}, int64_t{3}, int64_t{-1}, int64_t{-4}, kFar, -kFar}) {
+    EXPECT_REFUSED(session.forward(ids, rows({0, row})), "rows must be in [0, 3), got ");
+  }
+  EXPECT_REFUSED(session.forward(ids, rows({0}).to(at::kInt)), "rows must be int64");
+  EXPECT_REFUSED(session.forward(ids, rows({0}).to(at::kFloat)), "rows must be int64");
+  EXPECT_REFUSED(session.forward(ids, rows({0}).unsqueeze(0)), "rows must have 1 dimensions");
+  EXPECT_REFUSED(session.forward(ids, rows({})), "number of rows must be >= 1");
+  EXPECT_REFUSED(session.forward(ids, rows({0}).to_sparse()), "rows must be a strided tensor");
+  EXPECT_REFUSED(session.forward(ids, rows({0}).to(at::kMeta)), "rows must be on the CPU");
+  EXPECT_REFUSED(session.forward(ids, at::Tensor()), "rows must be a tensor");
+  EXPECT_REFUSED(session.forward(ids.to(at::kMeta), rows({0})), "token_ids must be on the CPU");
+  EXPECT_EQ(session.forward(ids, rows({2, 0, 2})).size(0), 3);
+
+  const at::Tensor position = session.state()[1], before = position.clone();
+  const std::string file = path_of("H2O_TEST_SESSION") + ".position";
+  for (const std::vector<int64_t>& wrong : std::vector<std::vector<int64_t>>{
+           {-1, 0}, {-kFar, 0}, {kFar, 0}, {257, 0}, {3, 4}, {3, -1}}) {
+    position.copy_(rows(wrong));
+    EXPECT_REFUSED(session.forward(ids), "0 <= begin <= tokens <= 256, got [");
+    EXPECT_REFUSED(session.length(), "0 <= begin <= tokens <= 256, got [");
+    EXPECT_REFUSED(session.branch(), "0 <= begin <= tokens <= 256, got [");
+    EXPECT_REFUSED(session.save(file), "0 <= begin <= tokens <= 256, got [");
+    EXPECT_REFUSED(answer_of(session, ids), "0 <= begin <= tokens <= 256, got [");
+  }
+  position.copy_(before);
+  EXPECT_EQ(session.length(), 3);
+
+  const auto refused = [&](auto change) {
+    auto state = package->new_state();
+    change(state);
+    return message_of([&] { package->run(ids, rows({0}), state); });
+  };
+  using State = std::vector<at::Tensor>;
+  for (const auto& change : std::vector<std::function<void(State&)>>{
+           [](State& state) { state.pop_back(); },
+           [](State& state) { state[1] = state[1].to(at::kInt); },
+           [](State& state) { state[2] = state[2].narrow(2, 0, 4); },
+           [](State& state) { state[3] = state[3].transpose(1, 2).contiguous().transpose(1, 2); },
+           [](State& state) { state[4] = at::Tensor(); },
+       }) {
+    EXPECT_NE(refused(change).find("state must have "), std::string::npos) << refused(change);
+  }
+}
 
 TEST(Session, SaysWhatIsWrong) {
   Session session(package_of_tests());

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
 import torch
-from hf_helpers import RECALL, SPARSE, assert_close, assert_same_state, in_calls, new_cache, watch
+from hf_helpers import (
+    H2O,
+    RECALL,
+    RECOMMENDED,
+    SPARSE,
+    assert_close,
+    assert_same_state,
+    in_calls,
+    new_cache,
+    watch,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
@@ -87,13 +98,29 @@ def test_sliding_windows_have_no_masks(build, prompt, monkeypatch, name, cache):
     assert set(windows) == {24}
 
 
-@pytest.mark.slow
-def test_the_code_of_inductor_with_a_static_cache(llama, prompt):
-    with enable(llama, strict=True, **RECALL):
-        logits = []
-        for model in (llama, compiled(llama, "inductor")):
-            logits.append(in_calls(model, CACHES["static"](llama), prompt, (80, 70)))
-    assert_close(*logits)
+@pytest.mark.parametrize(
+    ("cache", "settings"),
+    [
+        (None, H2O),
+        *(slow(None, {**RECOMMENDED, "exact": exact}) for exact in (False, True)),
+        *(slow(cache, RECOMMENDED) for cache in CACHES),
+        slow("ours", None),
+    ],
+)
+def test_the_code_of_inductor_prefills_and_decodes(llama, ids, make_ids, cache, settings):
+    """With shapes that are dynamic from the start; without settings the model is not enabled."""
+    greedy = {"max_new_tokens": 6, "do_sample": False}
+
+    def generate(tokens):
+        given = {} if cache is None else {"past_key_values": CACHES[cache](llama)}
+        return llama.generate(tokens, **given, **greedy)
+
+    prompts = ids, make_ids(1, 90)
+    with enable(llama, **settings) if settings else contextlib.nullcontext():
+        eager = [generate(tokens) for tokens in prompts]
+        llama.compile(dynamic=True, fullgraph=True)
+        for tokens, expected in zip(prompts, eager, strict=True):
+            assert torch.equal(generate(tokens), expected)
 
 
 WITHOUT_A_CACHE = {
