@@ -20,7 +20,9 @@ H2O_INLINE LogitScale logit_scale(float scale, float softcap) {
   if (scale < 0.0F) sign = -1.0F, scale = -scale;
   if (scale == 0.0F) sign = 0.0F, scale = 1.0F;
   if (softcap > 0.0F) {
-    return {sign, __builtin_fminf(scale / softcap, __FLT_MAX__), softcap * kLog2E};
+    const float cap_scale = __builtin_fminf(scale / softcap, __FLT_MAX__);
+    if (cap_scale > 0.0F) return {sign, cap_scale, softcap * kLog2E};
+    sign = 0.0F;  // so small a quotient that all logits are 0
   }
   return {sign, 0.0F, scale * kLog2E};
 }

@@ -53,7 +53,8 @@ AttendForwardParams attention_call(const at::Tensor& q, const at::Tensor& k, con
   if (const double cap = bounded_softcap(softcap); cap > 0) {
     constexpr double kLargest = std::numeric_limits<float>::max();
     call.cap_scale = static_cast<float>(std::clamp(scale / cap, -kLargest, kLargest));
-    scale = cap;
+    // The kernels cap nothing where this is 0: so are all logits then.
+    scale = call.cap_scale == 0.0F ? 0.0 : cap;
   }
   call.scale_log2 = static_cast<float>(scale * static_cast<double>(kLog2E));
   call.sinks = sinks.defined() ? sinks.const_data_ptr<float>() : nullptr;

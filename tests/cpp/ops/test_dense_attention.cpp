@@ -39,10 +39,13 @@ TEST(DenseAttention, SinksAndSoftcapOfFewRows) {
   for (const int64_t rows : {1, 13}) {
     const auto call = x.call(1100 - rows, 1100);
     EXPECT_TRUE(close(dense_attention(call.q, call.k, call.v), attend_causally(call).out));
-    const auto out = dense_attention(call.q, call.k, call.v, 0.7, sinks, 2.0);
-    EXPECT_TRUE(close(out, dense_attention(call.q.to(at::kDouble), call.k.to(at::kDouble),
-                                           call.v.to(at::kDouble), 0.7, sinks, 2.0)));
-    EXPECT_TRUE(out.transpose(1, 2).is_contiguous());
+    for (const auto& [scale, softcap] : {std::pair{0.7, 2.0}, {0.0, 2.0}, {1e-30, 1e300}}) {
+      const auto out = dense_attention(call.q, call.k, call.v, scale, sinks, softcap);
+      EXPECT_TRUE(close(out, dense_attention(call.q.to(at::kDouble), call.k.to(at::kDouble),
+                                             call.v.to(at::kDouble), scale, sinks, softcap)))
+          << "scale " << scale;
+      EXPECT_TRUE(out.transpose(1, 2).is_contiguous());
+    }
   }
 }
 

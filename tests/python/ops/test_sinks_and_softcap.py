@@ -71,20 +71,24 @@ def test_a_sink_of_minus_infinity_and_a_softcap_of_0_are_none(dtype):
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("softcap", [1e-300, 1e-9, 1e6, 1e300])
+EXTREMES = [(1e-300, None), (1e-9, None), (1e6, None), (1e300, None), (2.0, 0.0), (1e300, 1e-30)]
+
+
+@pytest.mark.parametrize(("softcap", "scale"), EXTREMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_softcaps_far_from_the_logits(device, dtype, softcap):
-    """A tiny cap makes all weights equal; a huge one has no effect."""
+def test_softcaps_far_from_the_logits(device, dtype, softcap, scale):
+    """A tiny cap makes all weights equal, as a tiny scale does; a huge one has no effect."""
     q, k, v = make_qkv(Shape(1, 4, 2, 100, 16, 16), dtype, device)
-    capped = ops.dense_attention(q, k, v, softcap=softcap)
-    if softcap > 1:
+    capped = ops.dense_attention(q, k, v, scale=scale, softcap=softcap)
+    one = ops.dense_attention(q[:, :, -1:], k, v, scale=scale, softcap=softcap)
+    torch.testing.assert_close(one, capped[:, :, -1:])
+    if softcap > 1 and scale is None:
         expected = oracle.dense_attention(q.double(), k.double(), v.double())
     else:
         sums = v.double().repeat_interleave(2, dim=1).cumsum(2)
         expected = sums / torch.arange(1, 101, device=device).unsqueeze(-1)
     torch.testing.assert_close(capped.double(), expected, rtol=0, atol=1e-5)
-    out, *_ = ops.chunked_sparse_attention(q, k, v, *NO_STATE, 0, SETTINGS, softcap=softcap)
-    assert out.isfinite().all()
+    check(q, k, v, *NO_STATE, 0, SETTINGS, scale=scale, softcap=softcap)
 
 
 @pytest.mark.parametrize("case", CASES)
