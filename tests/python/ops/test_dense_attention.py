@@ -77,3 +77,22 @@ def test_a_nan_in_a_key_reaches_the_rows_that_see_it(device, rows):
 def test_the_number_of_threads_changes_nothing(rows):
     q, k, v = make_qkv(Shape(1, 4, 2, rows, 32, 32), torch.bfloat16, past=2500)
     assert_same_on_threads(lambda: [ops.dense_attention(q, k, v)], (1, 2, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_reaches_its_tile_alone(device, dtype, value):
+    """As far as docs/method.md says."""
+    before, after = {"cpu": (31, 63), "cuda": (127, 127)}[device]
+    at, window = 777, 40
+    q, k, v = make_qkv(Shape(1, 2, 1, 1000, 64, 64), dtype, device)
+    v[0, 0, at, 3] = value
+    seeing = torch.arange(1000, device=device) >= at
+    for out, last in (
+        (ops.dense_attention(q, k, v), 999),
+        (ops.intra_chunk_attention(q, k, v, 1000)[0], 999),
+        (ops.sliding_window_attention(q, k, v, window)[0], at + window - 1),
+    ):
+        finite = out.isfinite().all(-1).all(1)[0]
+        assert finite[: at - before].all() and finite[last + 1 + after :].all()
+        assert not finite[seeing][: last + 1 - at].any()
