@@ -8,7 +8,6 @@ set(H2O_HOST_SOURCES
     common/checks.cpp
     common/config.cpp
     common/linear_attention_request.cpp
-    common/max_error.cpp
     common/memory_sets.cpp
     common/overlap.cpp
     common/prefill_request.cpp

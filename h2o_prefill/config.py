@@ -139,11 +139,6 @@ class PrefillConfig:
     max_widen: int = _setting(
         "max_widen", "Maximum factor by which errors multiply L and H during a prompt."
     )
-    max_error: float = _setting(
-        "max_error",
-        "Mean error of the heads of a layer in a chunk, above which the chunks of the layer that "
-        "follow are dense; needs `error_rows`. 0 turns this off.",
-    )
     exact: bool = _setting(
         "exact", "Whether every call is dense, by this library's kernels, and nothing is lost."
     )

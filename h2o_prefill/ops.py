@@ -19,9 +19,9 @@ Arguments that several operators share:
   -1) are what the previous call of the prompt returned, None at first; missing scores are 0.
   `last_chunk_begin` is where the last chunk of that call began, 0 at first.
 - `errors` float32 [B, Hkv, 4] is what `error_rows` measured so far, as the previous call returned
-  it; 0 at first. For each head: how often its L and H have doubled, -1 in a layer that is dense
-  since its errors were above `max_error`; the sum of its errors in the chunks where they were
-  measured; the number of these chunks; and the sum of the factors of L and H in them.
+  it; 0 at first. For each head: how often its L and H have doubled, the sum of its errors in the
+  chunks where they were measured, the number of these chunks, and the sum of the factors of L and H
+  in them.
 - `recall_offsets`, `recall_positions` and `recall_visible_from` are what `lexical_recall` returned
   for the call, on the CPU or the device of q; all or none.
 - `settings` are a text that `PrefillConfig.parse` reads or, except inside torch.compile and

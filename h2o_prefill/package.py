@@ -213,9 +213,9 @@ class PrefillPackage:
     ) -> list[int]:
         """Generate after a prompt, ints [1, T] or [T], until a token is one of `info.end_ids`.
 
-        Returns the new tokens. `on_token` is called with each of them. `choose` gets the tokens so far, int64 [1, length],
-        and the logits [1, vocabulary], and returns the next token, int64 [1]; without it, it is the
-        one with the highest logit.
+        Returns the new tokens. `on_token` is called with each of them. `choose` gets the tokens so
+        far, int64 [1, length], and the logits [1, vocabulary], and returns the next token, int64
+        [1]; without it, it is the one with the highest logit.
 
         With `draft_tokens` up to so many tokens are drafted before a call, which verifies them all:
         those that followed the last two or three tokens where the text had them before. The answer

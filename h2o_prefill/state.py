@@ -48,11 +48,6 @@ def estimated_kl(errors: Sequence[Tensor], config: PrefillConfig) -> Tensor:
     return _KL_PER_ERROR[config.recall > 0] * share * error
 
 
-def has_gone_dense(errors: Tensor) -> bool:
-    """Return whether errors above `max_error` have made a layer dense, in some row of a batch."""
-    return bool((errors[..., DOUBLINGS] < 0).any())
-
-
 def no_errors(key: Tensor) -> Tensor:
     """Return the errors of a layer with keys [B, Hkv, T, D] before any is measured."""
     return key.new_zeros((*key.shape[:2], 4), dtype=torch.float32)
@@ -76,8 +71,8 @@ class PrefillState:
         memory set.
     errors : Tensor
         float32 [B, Hkv, 4]: what `error_rows` measured so far. For each head, how often its L and
-        H have doubled (-1: the layer is dense since), the sum of its errors, their number, and the
-        sum of the factors of L and H in these chunks.
+        H have doubled, the sum of its errors, their number, and the sum of the factors of L and H
+        in these chunks.
     queries : Tensor, optional
         [B, Hq, n, D]: those of the last sparse chunk, where a selection rule may need them.
     """

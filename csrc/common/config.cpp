@@ -296,8 +296,6 @@ void PrefillConfig::check() const {
     for (const auto& head : wide_heads) check(by_layer * by_error * head[2]);
   }
   check_gqa_reduce(gqa_reduce);
-  TORCH_CHECK_VALUE(max_error == 0.0 || error_rows > 0,
-                    "max_error must be 0 where error_rows is 0, got ", max_error);
   if (recall > 0) check_recall_block(chunk_size, recall_block);
 }
 
@@ -333,10 +331,7 @@ PrefillConfig PrefillConfig::of_layer(int64_t layer) const {
     config.wide_layers.clear();
   }
   std::erase_if(config.wide_heads, [&](const auto& head) { return head[0] != layer; });
-  if (layer == 0) {
-    config.error_rows = 0;
-    config.max_error = 0.0;
-  }
+  if (layer == 0) config.error_rows = 0;
   return config;
 }
 

@@ -56,7 +56,6 @@ inline constexpr auto kConfigFields = std::make_tuple(
     ConfigField{"error_rows", &PrefillConfig::error_rows, 0, kMostErrorRows},
     ConfigField{"error_threshold", &PrefillConfig::error_threshold},
     ConfigField{"max_widen", &PrefillConfig::max_widen, 1, kMostWidening},
-    ConfigField{"max_error", &PrefillConfig::max_error},
     ConfigField{"exact", &PrefillConfig::exact});
 
 // Calls visit(field) for each, in order.

@@ -1,6 +1,5 @@
 // The adapters between the dispatcher and a device's implementation of sparse prefill. Each builds
 // a PrefillRequest from the arguments of an op's schema (in ops/), checks it and passes it on.
-// These arguments are listed nowhere else.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,10 +8,17 @@
 #include <string_view>
 #include <tuple>
 
-#include "common/max_error.h"
 #include "common/prefill_request.h"
+#include "h2o_prefill/ops.h"
 
 namespace h2o_prefill {
+
+// Computes the attention of the request, updates its state, and returns [B, Hq, T, Dv].
+using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
+
+// Implementations of the operators.
+using DenseAttention = decltype(&dense_attention);
+using WindowAttention = decltype(&sliding_window_attention);
 
 // From the three optional tensors of a schema.
 inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
@@ -45,7 +51,7 @@ inline PrefillRequest functional_request(const at::Tensor& q, const at::Tensor& 
 }
 
 // h2o_prefill::chunked_sparse_attention: sparse in every call, with the settings of one layer.
-template <SparseAttention attend, DenseAttention attend_densely>
+template <SparseAttention attend>
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
@@ -59,8 +65,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attent
                          recall_lists(recall_offsets, recall_positions, recall_visible_from),
                          *read_settings(settings), scale, sinks, softcap);
   request.take_copies(scores, memory, errors, /*keep=*/request.is_empty());
-  at::Tensor out = request.is_empty() ? request.empty_out()
-                                      : attend_up_to_max_error(request, attend, attend_densely);
+  at::Tensor out = request.is_empty() ? request.empty_out() : attend(request);
   return {std::move(out), std::move(request.scores), std::move(request.memory),
           std::move(request.errors)};
 }
@@ -82,7 +87,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> prefill_attention_ent
   const bool is_sparse = request.settings.is_sparse(layer, request.past(), request.length());
   request.take_copies(scores, memory, errors, /*keep=*/!is_sparse);
   at::Tensor out = request.is_empty() ? request.empty_out()
-                   : is_sparse        ? attend_up_to_max_error(request, attend, attend_densely)
+                   : is_sparse        ? attend(request)
                                       : attend_densely(q, k, v, scale, sinks, softcap);
   return {std::move(out), std::move(request.scores), std::move(request.memory),
           std::move(request.errors)};
@@ -104,7 +109,7 @@ at::Tensor prefill_attention_in_place_entry(
                  layer, settings, scale, sinks, softcap, window);
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
-  if (call.is_sparse) return attend_up_to_max_error(request, attend, attend_densely);
+  if (call.is_sparse) return attend(request);
   const at::Tensor& key = request.key;
   const at::Tensor& value = request.value;
   if (fits_window(window, request.total())) {

@@ -1,6 +1,7 @@
 #include "h2o_prefill/package.h"
 
 #include <ATen/ops/aminmax.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <sys/utsname.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -119,46 +120,35 @@ PackageInfo read_info(const Metadata& metadata) {
   return info;
 }
 
-// A tensor of the state of a prompt.
-struct Form {
-  const char* name;
-  std::vector<int64_t> sizes;
-  at::ScalarType dtype;
-};
-
-// In the order in which the model takes them.
-std::vector<Form> forms_of(const PackageInfo& info) {
-  const std::vector<int64_t> heads{1, info.kv_heads};
-  const auto of_heads = [&](std::vector<int64_t> sizes) {
-    sizes.insert(sizes.begin(), heads.begin(), heads.end());
-    return sizes;
+// The tensors of a state, on the meta device, in the order in which the model takes them.
+std::vector<at::Tensor> forms_of(const PackageInfo& info) {
+  const auto form = [](at::IntArrayRef sizes, at::ScalarType dtype) {
+    return at::empty(sizes, at::TensorOptions(dtype).device(at::kMeta));
   };
-  std::vector<Form> forms{{"token ids", {1, info.capacity}, at::kLong},
-                          {"position", {2}, at::kLong}};
+  std::vector<at::Tensor> forms{form({1, info.capacity}, at::kLong), form({2}, at::kLong)};
   for (int64_t layer = 0; layer < info.layers; ++layer) {
-    for (const char* const name : {"key", "value"}) {
-      forms.push_back({name, of_heads({info.capacity, info.head_dim}), info.dtype});
+    for (int i = 0; i < 2; ++i) {
+      forms.push_back(form({1, info.kv_heads, info.capacity, info.head_dim}, info.dtype));
     }
-    forms.push_back({"scores", of_heads({info.capacity}), at::kFloat});
     const int64_t memory_size = info.settings.of_layer(layer).memory_size();
-    forms.push_back({"memory", of_heads({memory_size}), at::kInt});
-    forms.push_back({"errors", of_heads({kErrorFields}), at::kFloat});
+    forms.push_back(form({1, info.kv_heads, info.capacity}, at::kFloat));
+    forms.push_back(form({1, info.kv_heads, memory_size}, at::kInt));
+    forms.push_back(form({1, info.kv_heads, kErrorFields}, at::kFloat));
   }
   return forms;
 }
 
 // The code of a package reads tensors by the sizes that it was compiled for.
-void check_state(const std::vector<at::Tensor>& state, const std::vector<Form>& forms) {
+void check_state(const std::vector<at::Tensor>& state, const std::vector<at::Tensor>& forms) {
   TORCH_CHECK_VALUE(state.size() == forms.size(), "state must have ", forms.size(),
                     " tensors, got ", state.size());
   for (size_t i = 0; i < forms.size(); ++i) {
     const at::Tensor& held = state[i];
     TORCH_CHECK_VALUE(held.defined() && held.layout() == at::kStrided && held.is_cpu() &&
-                          held.is_contiguous() && held.scalar_type() == forms[i].dtype &&
-                          held.sizes() == at::IntArrayRef(forms[i].sizes),
-                      "state must have contiguous ", forms[i].name, " ",
-                      at::IntArrayRef(forms[i].sizes), " ", dtype_name(forms[i].dtype),
-                      " on cpu as tensor ", i, ", got ", describe(held));
+                          held.is_contiguous() && held.scalar_type() == forms[i].scalar_type() &&
+                          held.sizes() == forms[i].sizes(),
+                      "state must have a contiguous tensor ", i, ", ", forms[i].sizes(), " ",
+                      dtype_name(forms[i].scalar_type()), " on cpu, got ", describe(held));
   }
 }
 
@@ -173,7 +163,7 @@ void check_ints(const char* name, const at::Tensor& t, int64_t dims) {
 
 struct Package::Impl {
   PackageInfo info;
-  std::vector<Form> forms;
+  std::vector<at::Tensor> forms;
   AOTIModelPackageLoader loader;
 };
 
@@ -195,8 +185,9 @@ const PackageInfo& Package::info() const { return impl_->info; }
 
 std::vector<at::Tensor> Package::new_state() const {
   std::vector<at::Tensor> state;
-  for (const Form& form : impl_->forms) {
-    state.push_back(at::full(form.sizes, form.dtype == at::kInt ? -1 : 0, form.dtype));
+  for (const at::Tensor& form : impl_->forms) {
+    const auto dtype = form.scalar_type();
+    state.push_back(at::full(form.sizes(), dtype == at::kInt ? -1 : 0, dtype));
   }
   return state;
 }

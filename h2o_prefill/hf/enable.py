@@ -220,8 +220,7 @@ def enable(
         `h2o_prefill.selection.snapkv`. It gets a `SelectionContext` before every chunk of every
         sparse layer but the first chunk of a prompt, and returns positions before the chunk, int32
         or int64 [B, Hkv, any], -1 where absent: others, and one twice, are a ValueError. Recall,
-        `dense_tail`, `max_error` and the measuring of errors are as without it; errors do not
-        widen the sets.
+        `dense_tail` and the measuring of errors are as without it; errors do not widen the sets.
     **overrides
         Fields of `PrefillConfig` to change in it.
 

@@ -14,7 +14,7 @@ from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.layer_kinds import can_be_sparse, is_attention, layer_type, window_of
 from h2o_prefill.hf.rules import NOT_ENABLED
 from h2o_prefill.hf.state import NAME, EnabledState, LayerCalls
-from h2o_prefill.state import CHUNKS, ERROR_SUM, estimated_kl, has_gone_dense
+from h2o_prefill.state import CHUNKS, ERROR_SUM, estimated_kl
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,5 @@ def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
     if not can_be_sparse(module, enabled.config):
         return "not causal" if kind == "full attention" else kind
     if calls.sparse_calls or calls.reason:
-        errors = enabled.errors.get(module.layer_idx)
-        if errors is not None and has_gone_dense(errors):
-            return "errors above max_error"
         return "" if calls.sparse_calls else calls.reason
     return "" if window is None else f"{kind}; sparse for prompts of up to {window} tokens"

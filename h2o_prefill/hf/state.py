@@ -15,13 +15,10 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.selection import Selector
-from h2o_prefill.state import has_gone_dense
 
 # The name under which transformers finds our attention function and mask function. No "flash",
 # "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill"
-
-ABOVE_MAX_ERROR = "errors of some layers were above max_error: they go on dense (see explain)"
 
 # What Hugging Face configs are switched over by, under the configs' ids: several models may share
 # one config object, and then the switch of one reaches a model that nobody enabled.
@@ -79,12 +76,9 @@ class EnabledState:
             calls.reason = reason or calls.reason
 
     def note_errors(self, layer: int | None, errors: Tensor | None) -> None:
-        """Keep the errors of a layer, [B, Hkv, 4], for reports; warn if it goes on dense."""
-        if layer is None or errors is None:
-            return
-        self.errors[layer] = errors
-        if self.config.max_error > 0 and has_gone_dense(errors):
-            self.report(ABOVE_MAX_ERROR)
+        """Keep the errors of a layer, [B, Hkv, 4], for reports."""
+        if layer is not None and errors is not None:
+            self.errors[layer] = errors
 
     def owns(self, hf_config: Any) -> bool:
         """Return whether a Hugging Face config is one of this model's."""

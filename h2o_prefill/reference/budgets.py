@@ -62,7 +62,7 @@ class HeadBudgets:
         sets = torch.full((batch, heads, self.width), -1, dtype=torch.int32, device=scores.device)
         for b in range(batch):
             for h in range(heads):
-                doublings = min(max(int(self.errors[b, h, 0]), 0), self.most_doublings)
+                doublings = min(int(self.errors[b, h, 0]), self.most_doublings)
                 factor = self.factors[h] << doublings
                 window, heavy = (
                     size * factor for size in (self.config.local_window, self.config.heavy_budget)
@@ -107,18 +107,8 @@ class HeadBudgets:
 
     def record(self, error: Tensor) -> None:
         """Record the errors [B, Hkv] of a chunk; double the budgets of heads with large ones."""
-        sparse = ~self.is_dense()
         doublings, total, number, factors = self.errors.unbind(2)
-        factors[sparse] += doublings[sparse].exp2()
-        large = (error > self.config.error_threshold) & (doublings < self.most_doublings)
-        doublings[sparse] += large[sparse]
-        total[sparse] += error[sparse]
-        number[sparse] += 1
-        if self.config.max_error > 0:
-            doublings[sparse & (error.mean(1) > self.config.max_error)] = -1
-
-    def is_dense(self) -> Tensor:
-        """Return which batch rows go on dense, bool [B]: an error was above `max_error`."""
-        if self.config.max_error == 0:
-            return torch.zeros(len(self.errors), dtype=torch.bool)
-        return (self.errors[:, :, 0] < 0).any(1)
+        factors += doublings.exp2()
+        doublings += (error > self.config.error_threshold) & (doublings < self.most_doublings)
+        total += error
+        number += 1

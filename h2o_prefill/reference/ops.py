@@ -150,7 +150,6 @@ def chunked_sparse_attention(
         "sinks": _grouped_sinks(sinks, q, k),
         "softcap": softcap,
     }
-    plain: dict[str, Any] = {"scale": scale, "sinks": sinks, "softcap": softcap}
     out = queries.new_empty(*queries.shape[:4], v.shape[3])
 
     tracker = ScoreTracker(batch, heads, total, queries.dtype, q.device, config.gqa_reduce)
@@ -160,7 +159,7 @@ def chunked_sparse_attention(
     budgets = HeadBudgets(config, batch, heads, errors)
     attended = torch.full((batch, heads, budgets.width), -1, dtype=torch.int32, device=q.device)
     if past and memory is not None:
-        # A call without sparse chunks passes the set on, in the width of these settings.
+        # A call without chunks passes the set on, in the width of these settings.
         kept = min(attended.shape[2], memory.shape[2])
         attended[:, :, :kept] = memory[:, :, :kept]
     previous = attended if memory is None else memory
@@ -175,7 +174,6 @@ def chunked_sparse_attention(
         rows = slice(begin - past, end - past)
         chunk = (queries[:, :, :, rows], keys[:, :, :, begin:end], values[:, :, :, begin:end])
         mask = causal_mask(end - begin)
-        dense, held = budgets.is_dense(), attended
         if begin == 0:
             out[:, :, :, rows], intra_weights = attend_inside(*chunk, mask, **options)
         else:
@@ -192,14 +190,10 @@ def chunked_sparse_attention(
                 recalled=third,
                 **options,
             )
-            for b in torch.where(~dense)[0].tolist():
+            for b in range(batch):
                 tracker.accumulate_scores(b, attended[b], inter_weights[b])
             budgets.measure(*(queries, keys, values, out), begin, end, options)
-            if dense.any():
-                attended[dense] = held[dense]
-                exact = dense_attention(q[:, :, rows], k[:, :, :end], v[:, :, :end], **plain)
-                out[dense, :, :, rows] = _grouped(exact, k, v)[0][dense]
-        for b in torch.where(~dense)[0].tolist():
+        for b in range(batch):
             tracker.set_initial_scores(b, begin, end, intra_weights[b])
         previous, last_chunk_begin = attended, begin
 

@@ -114,7 +114,6 @@ def _draw_settings(
         error_rows=error_rows,
         error_threshold=draw.choice(ERROR_THRESHOLDS),
         max_widen=draw.integer(1, 9),
-        max_error=draw.choice([1e-3, 10.0]) if error_rows and draw.chance(0.3) else 0.0,
     )
 
 

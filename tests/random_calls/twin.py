@@ -123,9 +123,8 @@ class Twin:
             call = (q[:, :, rows], *(x[:, :, :end] for x in history[1:]))
             lists = self._recall(begin, end)
             part, state = sparse_attention(*call, state, config, lists, scale)
-            # A tail ends each call; above the largest error all rows are dense.
-            tail = part.shape[2] if config.max_error > 0 else config.dense_tail
-            self._same_rows(f"{what} again", part, expected[:, :, rows], tail)
+            # A tail ends each call.
+            self._same_rows(f"{what} again", part, expected[:, :, rows], config.dense_tail)
             return state
 
         self._check_again(what, attend, state, config.chunk_size, self.states[layer])

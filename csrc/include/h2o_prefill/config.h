@@ -39,7 +39,6 @@ struct H2O_API PrefillConfig {
   int64_t error_rows = 0;         // rows of a chunk whose error is measured; 0: no widening
   double error_threshold = 0.01;  // relative squared error above which a head's L and H double
   int64_t max_widen = 4;          // the most that L and H grow by during a prompt
-  double max_error = 0.0;         // a layer with a larger error goes on dense; 0: none does
   bool exact = false;             // every call is dense, whatever the other settings
 
   // The settings of a preset: "exact", dense attention; "recommended", with recall and with memory

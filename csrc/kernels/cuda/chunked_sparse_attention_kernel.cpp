@@ -200,7 +200,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CUDA, m) {
   m.impl("chunked_sparse_attention",
-         &chunked_sparse_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
+         &chunked_sparse_attention_entry<chunked_sparse_attention_cuda>);
   m.impl("prefill_attention",
          &prefill_attention_entry<chunked_sparse_attention_cuda, dense_attention_cuda>);
   m.impl("prefill_attention_",

@@ -49,7 +49,6 @@ EVERY_FIELD = [
     (CONFIG, {"error_rows": 4}),
     (CONFIG.replace(error_rows=4, error_threshold=1.0), {"error_threshold": 0.0}),
     (CONFIG.replace(error_rows=4), {"max_widen": 2}),
-    (CONFIG.replace(error_rows=4), {"max_error": 1e-6}),
     (CONFIG, {"exact": True}),
     (CONFIG, {"gqa_reduce": "max"}),
     (CONFIG, {"min_prefill": 200}),

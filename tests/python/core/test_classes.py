@@ -57,7 +57,7 @@ CONFIG_FIELDS = [field.name for field in dataclasses.fields(h2o_prefill.PrefillC
 
 # All different from the default.
 CONFIG_VALUES = [32, 3, 4, 5, 6, [7, 8], [1], 2, [[1, 0, 3]], "max", 9, 2, 16, 4, 5, 7, 8, 2, 5]
-CONFIG_VALUES += [True, 8, 0.5, 2, 0.25, True]
+CONFIG_VALUES += [True, 8, 0.5, 2, True]
 
 
 def test_config_takes_every_field_by_name() -> None:

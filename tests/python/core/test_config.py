@@ -27,7 +27,6 @@ from h2o_prefill.config import PrefillConfig
         ("wide_heads", ((1, 2, 0),), "wide_heads must be >= 1, got 0"),
         ("error_threshold", "0.5", "error_threshold must be a number, got '0.5'"),
         ("error_rows", 257, "error_rows must be <= 256, got 257"),
-        ("max_error", 0.1, "max_error must be 0 where error_rows is 0, got 0.1"),
         ("recall", 2, "chunk_size must be a multiple of recall_block, got 1024 and 100"),
     ],
 )

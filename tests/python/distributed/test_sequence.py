@@ -232,9 +232,8 @@ def refusals(rank: int, folder: Path) -> Any:
     model, ids = load(folder), prompt(1, 96)
     group, sparse = torch.distributed.group.WORLD, RECOMMENDED
     errors: dict[str, Any] = {}
-    for name in ("dense_tail", "max_error"):
-        changed = {**sparse, **MEASURED, name: 3}
-        errors[name] = error_of(lambda: enable(model, process_group=group, **changed))  # noqa: B023
+    changed = {**sparse, **MEASURED, "dense_tail": 3}
+    errors["dense_tail"] = error_of(lambda: enable(model, process_group=group, **changed))
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
     calls: dict[str, Any] = {

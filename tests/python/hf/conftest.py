@@ -101,8 +101,6 @@ def inference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="h2o_prefill: ")
         warnings.filterwarnings("ignore", message="the memory set .* is not smaller")
-        # A test of its own is about it; others only need its settings.
-        warnings.filterwarnings("ignore", message="h2o_prefill: errors of some layers")
         yield
 
 

@@ -25,7 +25,6 @@ OPTIONS = {
     "widening of wide heads": preset_config(
         "recommended", **SIZES, recall_block=8, error_rows=4, wide_heads=((1, 1, 2),)
     ),
-    "dense above an error": BASE.replace(error_rows=2, max_error=0.1),
     "max over the group": BASE.replace(gqa_reduce="max"),
     "no heavy hitters": BASE.replace(heavy_budget=0),
     "no local window": BASE.replace(local_window=0),

@@ -52,21 +52,6 @@ def test_errors_and_the_estimate_of_the_last_prompt(llama, make_ids):
     assert torch.isnan(estimated_kl([torch.zeros(1, 2, 4)], handle.config)).all()
 
 
-def test_a_layer_above_the_maximum_says_so(llama, make_ids):
-    options = {**SPARSE, "error_rows": 4, "max_error": 1e-6}
-    with enable(llama, **options) as handle:
-        with pytest.warns(UserWarning, match="errors of some layers were above max_error"):
-            llama(make_ids(1, 72))
-        first, second = handle.report()
-    assert (first.mode, second.mode) == ("sparse", "dense")
-    assert second.reason == "errors above max_error"
-    with (
-        enable(llama, strict=True, **options),
-        pytest.raises(NotImplementedError, match="above max_error"),
-    ):
-        llama(make_ids(1, 72))
-
-
 def test_a_table_says_why(build, ids):
     model = build("gemma3", "eager")
     assert "not enabled" in str(explain(model))

@@ -98,19 +98,6 @@ def test_a_head_has_the_budgets_of_its_factor_and_its_widening(device):
         torch.testing.assert_close(out[:, rows[0]], one[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"dense_tail": 20}], ids=str)
-def test_layers_go_on_dense_where_errors_are_above_the_maximum(device, options):
-    """The first batch row, whose outputs are the same whatever it attends to, stays sparse."""
-    q, k, v = make_qkv(Shape(2, 4, 2, 6 * S + 3, 16, 16), device=device)
-    v[0] = 1.0
-    options |= {**WIDENING, "max_error": 0.01}
-    *state, errors = check(q, k, v, **options)[1:]
-    assert errors[..., 0].tolist() == [[0, 0], [-1, -1]]
-    assert errors[..., 2].tolist() == [[6, 6], [1, 1]]
-    more = make_qkv(Shape(2, 4, 2, 2 * S, 16, 16), device=device, past=6 * S + 3)
-    check(*more, *state, errors=errors, last=6 * S, recall=NO_RECALL, **options)
-
-
 @pytest.mark.parametrize("length", [0, 1, S - 1, S, S + 1, 2 * S - 1, 2 * S + 128])
 def test_awkward_lengths(device, length):
     check(*make_qkv(Shape(1, 4, 2, length, 16, 16), device=device), sink_tokens=2)
