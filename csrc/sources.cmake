@@ -5,7 +5,9 @@ set(H2O_HOST_SOURCES
     bindings/library.cpp
     bindings/register_classes.cpp
     bindings/register_runtime.cpp
+    common/atomic_file.cpp
     common/checks.cpp
+    common/checksum.cpp
     common/config.cpp
     common/linear_attention_request.cpp
     common/memory_sets.cpp

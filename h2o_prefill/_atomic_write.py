@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 
 @contextlib.contextmanager
@@ -14,27 +16,44 @@ def replaced_file(target: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary file in the same folder, which replaces `target` at the end of the block.
 
     If the block raises, `target` stays as it was. A symbolic link stays, and the file that it
-    points to is replaced. What is no regular file, such as /dev/stdout, is written directly.
+    points to is replaced. The temporary file keeps the suffix, by which matplotlib chooses the
+    format. What is no regular file, such as /dev/stdout, is written directly.
     """
-    # `resolve` would turn /dev/stdout into the name of a pipe that no path leads to.
     path = Path(target).expanduser()
     try:
+        # The native class would follow /dev/stdout to the name of a pipe that no path leads to.
         if path.exists() and not path.is_file():
             yield path
             return
-        path = path.resolve()
-        # The suffix stays last: matplotlib chooses the format by it.
-        scratch = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+        with native_errors():
+            file = torch.classes.h2o_prefill.AtomicFile(os.fspath(path))
         try:
-            yield scratch
-            if path.exists():
-                shutil.copymode(path, scratch)
-            with open(scratch, "rb") as written:
-                os.fsync(written.fileno())
-            os.replace(scratch, path)
+            yield Path(file.scratch())
+            with native_errors():
+                file.commit()
         finally:
-            scratch.unlink(missing_ok=True)
+            file.discard()
     except OSError as error:
         # The error names what the user asked for, not the temporary file.
+        if "cannot write" in str(error):
+            raise
         why = error.strerror or str(error)
         raise OSError(error.errno, f"cannot write {str(target)!r}: {why}") from error
+
+
+@contextlib.contextmanager
+def native_errors() -> Iterator[None]:
+    """Make ValueError and OSError of one line, with its errno, of what C++ throws."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(first_line(error)) from error
+    except RuntimeError as error:
+        line = first_line(error)
+        found = re.match(r"\[Errno (\d+)\] (.*)", line)
+        raise OSError(*((int(found[1]), found[2]) if found else (None, line))) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error; those of C++ go on with where they were raised."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o_prefill._atomic_write import native_errors
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
-from h2o_prefill.session import reads_session, writes_session
+from h2o_prefill.session import reads_session
 from h2o_prefill.state import estimated_kl, no_errors
 
 # Tensors of the state of a layer.
@@ -156,11 +157,13 @@ class PrefillPackage:
         A cache of the model that the package was exported from reads it too. Raises ValueError if
         there are no tokens, OSError if the file cannot be written.
         """
-        with writes_session():
+        with native_errors():
             self._session.save(os.fspath(Path(path).expanduser()))
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, verify: bool = True) -> None:
         """Replace the text by that of a session file, of a package or of a cache.
+
+        With `verify` the checksum of the file is checked.
 
         Raises
         ------
@@ -172,7 +175,7 @@ class PrefillPackage:
             or, in sliding windows, earlier tokens. The text stays as it was.
         """
         with reads_session(path) as file:
-            self._session.load(file)
+            self._session.load(file, verify)
 
     def forward(self, token_ids: Tensor | Sequence[int], rows: Tensor | None = None) -> Tensor:
         """Run the model over the next tokens of the text.

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from h2o_prefill._atomic_write import first_line, native_errors
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.state import PrefillState
 
@@ -35,11 +36,12 @@ class SessionLayer:
 class Session:
     """What a session file holds. The tensors of one that was read are on the CPU."""
 
-    model: str
+    model: str  # what tells models apart whose keys differ, see `hf.session.model_text`
     settings: str  # all fields, see `settings_fields`
     length: int
     token_ids: Tensor | None  # int64 [B, length]
     layers: list[SessionLayer]
+    version: int = 2  # of the format; files of version 1 are read
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a session file whole or not at all.
@@ -49,15 +51,16 @@ class Session:
         that can be read.
         """
         held = _File(self.model, self.settings, self.length, self._tensors())
-        with writes_session():
+        with native_errors():
             held.write(os.fspath(Path(path).expanduser()))
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Session:
+    def read(cls, path: str | os.PathLike[str], verify: bool = True) -> Session:
         """Read a session file; keys and values are a private memory map of it.
 
-        All but the numbers in keys and values is checked. A file that is mapped may be replaced or
-        removed, but not be changed in place.
+        With `verify` its checksum is checked, which reads all of it; without, all but the numbers
+        in keys and values is checked. A file that is mapped may be replaced or removed, but not be
+        changed in place.
 
         Raises
         ------
@@ -67,18 +70,18 @@ class Session:
             If it is no session file, was cut or changed, or is of another version. In one line.
         """
         with reads_session(path) as file:
-            held = _File.read(file)
-        tensors, (model, settings, length) = held.tensors(), held.header()
+            held = _File.read(file, verify)
+        tensors, (model, settings, length, version) = held.tensors(), held.header()
         layers = [
             _layer(tensors, number, length, begin)
             for number, begin in enumerate(tensors["last_chunk_begin"].tolist())
         ]
-        return cls(model, settings, length, tensors.get("token_ids"), layers)
+        return cls(model, settings, length, tensors.get("token_ids"), layers, version)
 
     def check_origin(self, model: str, settings: str | None) -> None:
         """Raise ValueError if a session is of another model, or of others than these settings."""
-        if self.model != model:
-            raise ValueError(f"it must be of this model, {model}, got one of {self.model}")
+        with native_errors():
+            _File(self.model, "", 0, {}).check_model(model)
         here, there = (settings_text(x) for x in (settings or self.settings, self.settings))
         if here != there:
             raise ValueError(f"its settings must be {here}, got {there}")
@@ -101,6 +104,11 @@ class Session:
                 tensors[f"layers.{number}.memory"] = layer.state.memory
                 tensors[f"layers.{number}.errors"] = layer.state.errors
         return tensors
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the checksum of a tensor's elements, which docs/cpp.md defines."""
+    return int(_File.checksum(tensor))
 
 
 def settings_fields(config: PrefillConfig) -> str:
@@ -128,25 +136,9 @@ def _layer(tensors: dict[str, Tensor], number: int, length: int, begin: int) -> 
 def reads_session(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the path for C++, whose errors become FileNotFoundError or ValueError of one line."""
     file = Path(path).expanduser()
-    if not file.is_file():
+    if not file.exists():
         raise FileNotFoundError(f"session: no such file: {str(path)!r}")
     try:
         yield os.fspath(file)
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"session {str(path)!r} cannot be read: {_line(error)}") from error
-
-
-@contextlib.contextmanager
-def writes_session() -> Iterator[None]:
-    """Make ValueError and OSError of one line of what C++ throws."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(_line(error)) from error
-    except RuntimeError as error:
-        raise OSError(None, _line(error)) from error
-
-
-def _line(error: BaseException) -> str:
-    """Return the first line of an error; those of C++ go on with where they were raised."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"session {str(path)!r} cannot be read: {first_line(error)}") from error

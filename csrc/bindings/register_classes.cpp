@@ -403,7 +403,7 @@ void register_context(torch::Library& m) {
            "Write the prompt into a session file; model: the hash of the model.",
            {arg("path"), arg("model")})
       .def("load", &PrefillContext::load, "Replace the prompt by that of a session file.",
-           {arg("path"), arg("model")});
+           {arg("path"), arg("model"), arg("verify") = true});
   add_state(cls);
 }
 

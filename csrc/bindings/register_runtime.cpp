@@ -8,6 +8,8 @@
 #include <tuple>
 #include <utility>
 
+#include "common/atomic_file.h"
+#include "common/checksum.h"
 #include "h2o_prefill/sampler.h"
 #include "h2o_prefill/saved_session.h"
 #include "h2o_prefill/session.h"
@@ -69,8 +71,12 @@ void register_package_session(torch::Library& m) {
           "Return the tensors of the state, which change with every call.")
       .def("save", [](const Self& self, const std::string& path) { self->session.save(path); },
            "Write the text into a session file.", {arg("path")})
-      .def("load", [](const Self& self, const std::string& path) { self->session.load(path); },
-           "Replace the text by that of a session file.", {arg("path")});
+      .def("load",
+           [](const Self& self, const std::string& path, bool verify) {
+             self->session.load(path, verify);
+           },
+           "Replace the text by that of a session file; verify its checksum.",
+           {arg("path"), arg("verify") = true});
 }
 
 struct SessionHolder : torch::CustomClassHolder {
@@ -95,17 +101,24 @@ void register_saved_session(torch::Library& m) {
            "Write a session file whole or not at all.", {arg("path")})
       .def_static(
           "read",
-          [](const std::string& path) {
-            return c10::make_intrusive<SessionHolder>(read_session(path));
+          [](const std::string& path, bool verify) {
+            return c10::make_intrusive<SessionHolder>(read_session(path, verify));
           },
           "Read a session file; its tensors are a private memory map of it.")
+      .def_static(
+          "checksum", [](const at::Tensor& x) { return static_cast<int64_t>(checksum(x)); },
+          "Return the checksum of a tensor's elements.")
+      .def("check_model",
+           [](const Self& self, const std::string& wanted) { self->session.check_model(wanted); },
+           "Refuse a session of another model, and name what differs.", {arg("wanted")})
       .def(
           "header",
           [](const Self& self) {
             const SavedSession& held = self->session;
-            return std::make_tuple(held.model, held.settings, held.length);
+            return std::make_tuple(held.model, held.settings, held.length, held.version);
           },
-          "Return the hash of the model, all fields of the settings, and the number of tokens.")
+          "Return what tells the model from others, all fields of the settings, the number of "
+          "tokens, and the version of the format.")
       .def(
           "tensors",
           [](const Self& self) {
@@ -116,7 +129,30 @@ void register_saved_session(torch::Library& m) {
           "Return the tensors by name.");
 }
 
+struct AtomicFileHolder : torch::CustomClassHolder {
+  explicit AtomicFileHolder(const std::string& path) : file(path) {}
+  AtomicFile file;
+};
+
+void register_atomic_file(torch::Library& m) {
+  using Self = c10::intrusive_ptr<AtomicFileHolder>;
+  m.class_<AtomicFileHolder>("AtomicFile")
+      .def(torch::init(
+               [](const std::string& path) { return c10::make_intrusive<AtomicFileHolder>(path); }),
+           "A scratch file in the folder of a file, which takes its place at the end.",
+           {arg("path")})
+      .def(
+          "scratch", [](const Self& self) { return self->file.scratch(); },
+          "Return the path of the scratch file.")
+      .def(
+          "commit", [](const Self& self) { self->file.commit(); }, "Replace the file.")
+      .def(
+          "discard", [](const Self& self) { self->file.discard(); },
+          "Remove the scratch file unless it has replaced the file.");
+}
+
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
+  register_atomic_file(m);
   register_sampler(m);
   register_package_session(m);
   register_saved_session(m);

@@ -57,6 +57,9 @@ void check_gather_rows(const at::Tensor& x, const at::Tensor& indices);
 // fp32 [B, Hkv, kErrorFields] for x [B, Hkv, ...], on its device.
 void check_errors(const at::Tensor& errors, const at::Tensor& x);
 
+// The same, and their values after a prompt of `length` tokens.
+void check_errors(const at::Tensor& errors, const at::Tensor& x, int64_t length);
+
 void check_token_text(const std::optional<at::Tensor>& token_text);
 
 void check_lexical_recall(const at::Tensor& token_ids, int64_t begin, const PrefillConfig& config,

@@ -29,8 +29,8 @@ struct PrefillRequest {
   // int32 [B, Hkv, memory_size() of the settings or more], contiguous: on return the sets that the
   // call's last chunk attended to, followed by -1. May be `start`.
   at::Tensor memory = {};
-  // fp32 [B, Hkv, kErrorFields], contiguous: LayerState::errors, updated. Undefined: none so far, where the
-  // settings measure none.
+  // fp32 [B, Hkv, kErrorFields], contiguous: LayerState::errors, updated. Undefined: none so far,
+  // where the settings measure none.
   at::Tensor errors = {};
   int64_t last_chunk_begin = 0;
 

@@ -224,8 +224,8 @@ void PrefillContext::save(const std::string& path, const std::string& model) con
   write_session(path, session);
 }
 
-void PrefillContext::load(const std::string& path, const std::string& model) {
-  const SavedSession session = read_session(path);
+void PrefillContext::load(const std::string& path, const std::string& model, bool verify) {
+  const SavedSession session = read_session(path, verify);
   const int64_t tokens = session.length;
   const auto& tensors = session.tensors;
   const auto begins = tensors.at("last_chunk_begin");

@@ -3,18 +3,19 @@
 #include <ATen/MapAllocator.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
-#include <fcntl.h>
-#include <unistd.h>
 
-#include <atomic>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <memory>
-#include <optional>
+#include <sstream>
 #include <system_error>
 #include <utility>
 #include <vector>
 
+#include "common/atomic_file.h"
+#include "common/checksum.h"
 #include "common/rules.h"
 #include "core/safetensors.h"
 #include "h2o_prefill/memory_set_tracker.h"
@@ -24,8 +25,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t kVersion = 1;
+// Version 1 had no checksum.
+constexpr int64_t kVersion = 2;
 constexpr std::string_view kKey = "h2o_prefill.session";
+const std::string kNoChecksum(16, '0');  // in the header that the checksum is made of
 
 // "float32", as the metadata has it. Keys of other dtypes have no kernels.
 std::string name_of(at::ScalarType dtype) {
@@ -103,10 +106,9 @@ void check_session(const SavedSession& session) {
     const int64_t heads = scores.size(1);
     const auto memory = expected.take(prefix + "memory", at::kInt, {batch, heads, kAnySize});
     const auto errors = expected.take(prefix + "errors", at::kFloat, {batch, heads, kErrorFields});
-    TORCH_CHECK_VALUE(heads > 0 && at::isfinite(scores).all().item<bool>() &&
-                          at::isfinite(errors).all().item<bool>() &&
-                          scores.min().item<double>() >= 0,
-                      "scores and errors of layer ", layer, " must be finite and >= 0");
+    TORCH_CHECK_VALUE(
+        heads > 0 && at::isfinite(scores).all().item<bool>() && scores.min().item<double>() >= 0,
+        "scores of layer ", layer, " must be finite and >= 0");
     tracker.update(
         layer, {.scores = scores, .memory = memory, .last_chunk_begin = begin, .errors = errors});
   }
@@ -114,51 +116,67 @@ void check_session(const SavedSession& session) {
   expected.check_end();
 }
 
-std::string metadata_of(const SavedSession& session) {
+std::string metadata_of(const SavedSession& session, const std::string& settings,
+                        const std::string& sum) {
   using safetensors::quoted;
   const auto& key = session.tensors.at(session_prefix(0) + "key");
-  return c10::str(R"({"version":)", kVersion, R"(,"model":)", quoted(session.model),
-                  R"(,"settings":)", quoted(session.settings), R"(,"dtype":)",
+  const std::string of_sum =
+      session.version > 1 ? c10::str(R"("checksum":)", quoted(sum), ",") : "";
+  return c10::str(R"({"version":)", session.version, ",", of_sum, R"("model":)",
+                  quoted(session.model), R"(,"settings":)", quoted(settings), R"(,"dtype":)",
                   quoted(name_of(key.scalar_type())), R"(,"length":)", session.length, "}");
 }
 
-// A file descriptor that is closed at the end.
-class File {
- public:
-  explicit File(const std::string& path) : file_(open(path.c_str(), kFlags, 0666)) {
-    check(file_ >= 0);
+// Settings as files of version 1 have them in today's fields.
+std::string without_old_fields(std::string settings) {
+  const std::string_view gone = ",max_error=0";
+  const size_t at = settings.find(gone);
+  if (at == std::string::npos) return settings;
+  const size_t end = at + gone.size();
+  TORCH_CHECK_VALUE(end == settings.size() || settings[end] == ',',
+                    "its version is 1, with the setting max_error, which is gone");
+  return settings.erase(at, gone.size());
+}
+
+std::string hexadecimal(uint64_t number) {
+  char text[17];
+  std::snprintf(text, sizeof text, "%016" PRIx64, number);
+  return text;
+}
+
+// Where in the text of a header the checksum is: quotes inside of metadata are escaped.
+size_t place_of_checksum(std::string_view header) {
+  const std::string sought = R"(\"checksum\":\")";
+  return header.find(sought) + sought.size();
+}
+
+// The value of "name=" among words that blanks separate; "none" if there is none.
+std::string value_of(const std::string& words, const std::string& name) {
+  std::istringstream stream(words);
+  for (std::string word; stream >> word;) {
+    if (word.starts_with(name + "=")) return word.substr(name.size() + 1);
   }
-  ~File() { close(file_); }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-
-  void write(const void* data, size_t bytes) const {
-    const char* from = static_cast<const char*>(data);
-    while (bytes > 0) {
-      const ssize_t written = ::write(file_, from, bytes);
-      check(written > 0);
-      from += written;
-      bytes -= static_cast<size_t>(written);
-    }
-  }
-  void sync() const { check(fsync(file_) == 0); }
-
- private:
-  static constexpr int kFlags = O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC;
-
-  static void check(bool succeeded) {
-    if (!succeeded) throw std::system_error(errno, std::generic_category());
-  }
-
-  int file_;
-};
+  return "none";
+}
 
 }  // namespace
 
+void SavedSession::check_model(const std::string& wanted) const {
+  if (model == wanted) return;
+  const bool has_words = model.find('=') < model.size() && wanted.find('=') < wanted.size();
+  std::istringstream words(has_words ? wanted + " " + model : "");
+  for (std::string word; words >> word;) {
+    const std::string name = word.substr(0, word.find('='));
+    const std::string here = value_of(wanted, name), there = value_of(model, name);
+    TORCH_CHECK_VALUE(here == there, "session must be of this model: ", name, " must be ", here,
+                      ", got ", there);
+  }
+  TORCH_CHECK_VALUE(false, "session must be of the model ", wanted, ", got one of ", model);
+}
+
 void SavedSession::check(const std::string& wanted_model, const PrefillConfig& wanted_settings,
                          int64_t layers, int64_t max_tokens) const {
-  TORCH_CHECK_VALUE(model == wanted_model, "session must be of the model ", wanted_model,
-                    ", got one of ", model);
+  check_model(wanted_model);
   const auto here = PrefillConfig::parse(settings);
   TORCH_CHECK_VALUE(here == wanted_settings, "session must have the settings ",
                     wanted_settings.to_string(), ", got ", here.to_string());
@@ -170,44 +188,31 @@ void SavedSession::check(const std::string& wanted_model, const PrefillConfig& w
 std::string session_prefix(int64_t layer) { return c10::str("layers.", layer, "."); }
 
 void write_session(const std::string& path, const SavedSession& session) {
+  TORCH_CHECK_VALUE(session.version == kVersion, "version must be ", kVersion, ", got ",
+                    session.version);
   check_session(session);
   const std::vector<safetensors::Entry> entries = safetensors::layout(session.tensors);
-  const std::string header =
-      safetensors::to_text({std::string(kKey), metadata_of(session), entries});
-  try {
-    // Of a symbolic link, the file that it points to is replaced.
-    const fs::path target = fs::weakly_canonical(path);
-    TORCH_CHECK_VALUE(!fs::exists(target) || fs::is_regular_file(target),
-                      "session must be a regular file, got '", path, "'");
-    // Several threads may write the same file: the last one to end replaces what others wrote.
-    static std::atomic<uint64_t> writes = 0;
-    const fs::path scratch = target.parent_path() / c10::str(".", target.filename().string(), ".",
-                                                             getpid(), ".", writes++, ".part");
-    const auto remove = [](const fs::path* file) {
-      std::error_code ignored;
-      fs::remove(*file, ignored);
-    };
-    const std::unique_ptr<const fs::path, decltype(remove)> removed(&scratch, remove);
-    {
-      const File file(scratch.string());
-      const uint64_t bytes = header.size();
-      file.write(&bytes, sizeof bytes);
-      file.write(header.data(), header.size());
-      for (const auto& entry : entries) {
-        const auto tensor = session.tensors.at(entry.name).detach().cpu().contiguous();
-        file.write(tensor.const_data_ptr(), tensor.nbytes());
-      }
-      file.sync();
-    }
-    if (fs::exists(target)) fs::permissions(scratch, fs::status(target).permissions());
-    fs::rename(scratch, target);
-  } catch (const std::system_error& error) {
-    throw std::runtime_error(c10::str("cannot write '", path, "': ", error.code().message()));
+  const std::string header = safetensors::to_text(
+      {std::string(kKey), metadata_of(session, session.settings, kNoChecksum), entries});
+  AtomicFile file(path);
+  const uint64_t bytes = header.size();
+  file.write(&bytes, sizeof bytes);
+  file.write(header.data(), header.size());
+  uint64_t sum = checksum(header.data(), header.size());
+  for (const auto& entry : entries) {
+    const auto tensor = session.tensors.at(entry.name).detach().cpu().contiguous();
+    sum = combined_checksum(sum, checksum(tensor.const_data_ptr(), tensor.nbytes()));
+    file.write(tensor.const_data_ptr(), tensor.nbytes());
   }
+  const std::string digits = hexadecimal(sum);
+  file.overwrite(static_cast<int64_t>(sizeof bytes + place_of_checksum(header)), digits.data(),
+                 digits.size());
+  file.commit();
 }
 
-SavedSession read_session(const std::string& path) {
+SavedSession read_session(const std::string& path, bool verify) {
   std::error_code unreadable;
+  TORCH_CHECK_VALUE(!fs::is_directory(path, unreadable), "it is a folder");
   const uint64_t size = fs::file_size(path, unreadable);
   TORCH_CHECK_VALUE(!unreadable && size > sizeof(uint64_t), "it is no session file");
   size_t mapped = 0;
@@ -218,35 +223,53 @@ SavedSession read_session(const std::string& path) {
   std::memcpy(&header_bytes, file, sizeof header_bytes);
   TORCH_CHECK_VALUE(header_bytes <= size - sizeof header_bytes,
                     "it is no session file, or was cut");
+  std::string text(file + sizeof header_bytes, header_bytes);
   char* const first = file + sizeof header_bytes + header_bytes;
-  const safetensors::Header header = safetensors::parse({file + sizeof header_bytes, header_bytes},
-                                                        size - sizeof header_bytes - header_bytes);
+  const safetensors::Header header =
+      safetensors::parse(text, size - sizeof header_bytes - header_bytes);
   TORCH_CHECK_VALUE(header.key == kKey, "it is no session file");
 
   SavedSession session;
-  for (const auto& entry : header.entries) {
-    auto tensor = at::for_blob(first + entry.begin, entry.shape)
-                      .deleter([data](void*) {})
-                      .options(at::TensorOptions(entry.dtype))
-                      .make_tensor();
-    TORCH_CHECK_VALUE(session.tensors.emplace(entry.name, std::move(tensor)).second, entry.name,
-                      " must be there once");
-  }
   safetensors::Reader reader(header.value);
   reader.expect(R"({"version":)");
-  const int64_t version = reader.integer();
-  TORCH_CHECK_VALUE(version == kVersion, "its version must be ", kVersion, ", got ", version);
+  session.version = reader.integer();
+  TORCH_CHECK_VALUE(session.version == 1 || session.version == kVersion, "its version must be ",
+                    kVersion, " or 1, got ", session.version);
+  std::string sum;
+  if (session.version > 1) {
+    reader.expect(R"(,"checksum":)");
+    sum = reader.string();
+  }
   reader.expect(R"(,"model":)");
   session.model = reader.string();
   reader.expect(R"(,"settings":)");
-  session.settings = reader.string();
+  const std::string settings = reader.string();
+  session.settings = session.version == 1 ? without_old_fields(settings) : settings;
   reader.expect(R"(,"dtype":)");
   const std::string dtype = reader.string();
   reader.expect(R"(,"length":)");
   session.length = reader.integer();
   reader.expect("}");
+
+  verify = verify && session.version > 1;
+  if (verify) text.replace(place_of_checksum(text), kNoChecksum.size(), kNoChecksum);
+  uint64_t found = checksum(text.data(), text.size());
+  for (const auto& entry : header.entries) {
+    auto tensor = at::for_blob(first + entry.begin, entry.shape)
+                      .deleter([data](void*) {})
+                      .options(at::TensorOptions(entry.dtype))
+                      .make_tensor();
+    if (verify) {
+      found = combined_checksum(found, checksum(tensor.const_data_ptr(), tensor.nbytes()));
+    }
+    TORCH_CHECK_VALUE(session.tensors.emplace(entry.name, std::move(tensor)).second, entry.name,
+                      " must be there once");
+  }
+  TORCH_CHECK_VALUE(!verify || sum == hexadecimal(found), "it was changed: its checksum must be ",
+                    sum, ", got ", hexadecimal(found));
   check_session(session);
-  TORCH_CHECK_VALUE(header.value == metadata_of(session), "its metadata must be of its tensors");
+  TORCH_CHECK_VALUE(header.value == metadata_of(session, settings, sum),
+                    "its metadata must be of its tensors");
   return session;
 }
 

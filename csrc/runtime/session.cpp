@@ -52,9 +52,7 @@ at::Tensor Session::token_ids() const { return state_[kIds].narrow(1, 0, length(
 
 void Session::reset() { state_[kPosition].zero_(); }
 
-void Session::check(const at::Tensor& token_ids) const {
-  package_->check(token_ids, length());
-}
+void Session::check(const at::Tensor& token_ids) const { package_->check(token_ids, length()); }
 
 void Session::check_cancelled() {
   if (cancelled_.exchange(false)) throw Cancelled();
@@ -180,9 +178,9 @@ void Session::save(const std::string& path) const {
   write_session(path, saved);
 }
 
-void Session::load(const std::string& path) {
+void Session::load(const std::string& path, bool verify) {
   const PackageInfo& info = package_->info();
-  const SavedSession saved = read_session(path);
+  const SavedSession saved = read_session(path, verify);
   const int64_t tokens = saved.length;
   const auto& tensors = saved.tensors;
   const auto begins = tensors.at("last_chunk_begin");

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,11 @@ from transformers.cache_utils import (
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions
+from h2o_prefill.hf.identity import Origin, marks_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, prefill_layer_for
-from h2o_prefill.hf.session import Origin, fill, origin_of, session_of
-from h2o_prefill.hf.state import GraphCall, graph
-from h2o_prefill.session import Session, settings_text
+from h2o_prefill.hf.session import fill, session_of
+from h2o_prefill.hf.state import EnabledState, GraphCall, graph
+from h2o_prefill.session import Session, settings_fields, settings_text
 from h2o_prefill.state import no_errors
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
@@ -128,14 +130,15 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
 
     @property
     def settings(self) -> str | None:
-        """Settings that the cache was last used with, as a text; None for a new cache."""
+        """Settings that built the state of the cache, as a text; None for a new cache."""
         return None if self._origin is None else settings_text(self._origin.settings)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything that the prompt needs to go on into a session file.
 
         The file is written whole or not at all. It has the keys, values, states and token ids, the
-        settings and a hash of the model. While it is written, keys and values are in memory twice.
+        settings that built the states, and what tells the model from others. While it is written,
+        keys and values are in memory twice.
 
         Parameters
         ----------
@@ -146,14 +149,17 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         ------
         ValueError
             If the cache is empty, was not used by an enabled model since it was made or unpickled,
-            is of a padded batch, or has layers other than full attention and sliding windows.
+            is of a padded batch, has layers other than full attention and sliding windows, or if
+            the model's weights or adapters have changed since it was filled.
         OSError
             If the file cannot be written.
         """
         session_of(self.layers, self.token_ids, self._origin).write(path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: Any) -> ChunkedPrefillCache:
+    def load(
+        cls, path: str | os.PathLike[str], model: Any, verify: bool = True
+    ) -> ChunkedPrefillCache:
         """Read a session file: the prompt goes on as if it had never been saved.
 
         Keys and values on the CPU are a memory map until a call appends to them. A file that is
@@ -162,20 +168,24 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         Parameters
         ----------
         path : path
-            What `save` wrote. Nothing in it is executed, and all that is not a key or a value is
-            checked.
+            What `save` wrote. Nothing in it is executed.
         model : PreTrainedModel
-            The model that the prompt was prefilled with. If it is enabled, then with the settings
-            of the file; `cache.settings` has them.
+            The model that the prompt was prefilled with: its weights and active adapters. If it is
+            enabled, then with the settings, selection rule and tokenizer of the file;
+            `cache.settings` has the settings.
+        verify : bool
+            Check the checksum of the file, which reads all of it. What is not a key or a value is
+            checked in any case.
 
         Raises
         ------
         FileNotFoundError
             If there is no such file.
         ValueError
-            If it is no session file, was cut or changed, or is of another model or other settings.
+            If it is no session file, was cut or changed, or is of another model or other settings,
+            in one line that names what differs.
         """
-        session = Session.read(path)
+        session = Session.read(path, verify)
         cache = cls(config=model.config)
         try:
             cache._origin = fill(cache.layers, session, model)
@@ -214,10 +224,17 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         self._token_ids = []
 
 
-def note_use(cache: Any, model: nn.Module, config: PrefillConfig) -> None:
-    """Note which enabled model has just used a cache, and its settings."""
-    if isinstance(cache, ChunkedPrefillCache):
-        cache._origin = origin_of(model, config)
+def note_use(
+    cache: Any, model: nn.Module, enabled: EnabledState, past: int, was_sparse: bool
+) -> None:
+    """Note which enabled model has just used a cache, of `past` tokens before, and with what."""
+    if not isinstance(cache, ChunkedPrefillCache):
+        return
+    before, new = cache._origin if past else None, cache.get_seq_length() - past
+    # Weights are looked at once a prompt and question, not with every decoded token.
+    marks = marks_of(model, enabled) if before is None or new != 1 else before.marks
+    now = Origin(weakref.ref(model), settings_fields(enabled.config), marks)
+    cache._origin = now if before is None else before.after(now, was_sparse)
 
 
 def leave_shared(cache: Any) -> None:

@@ -11,6 +11,7 @@ from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.forward import discard_contexts, switch_off_after_forwards, switching
 from h2o_prefill.hf.hooks import ForwardHook, handle_of
+from h2o_prefill.hf.identity import marks_of, model_text
 from h2o_prefill.hf.layer_kinds import (
     attends_to_tokens_alone,
     can_be_sparse,
@@ -24,7 +25,6 @@ from h2o_prefill.hf.layer_kinds import (
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.profile import settings_of
 from h2o_prefill.hf.report import ModelReport, attention_layers, explain
-from h2o_prefill.hf.session import model_hash
 from h2o_prefill.hf.sharded import check_shardable
 from h2o_prefill.hf.stages import layers_here, with_heads_here
 from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
@@ -50,7 +50,7 @@ class PrefillHandle:
         self.strict = strict
         self.active = False
         self._entered = False
-        self._hash = ""
+        self._text: tuple[Any, str] | None = None
         self.token_text = token_text
         self.profile = profile
         self.process_group = process_group
@@ -126,10 +126,12 @@ class PrefillHandle:
         discard_contexts(self.state)
         switch_off_after_forwards(self.state, self._switch_off)
 
-    def model_hash(self) -> str:
-        """Return what tells models apart, found once: weights are not changed after that."""
-        self._hash = self._hash or model_hash(self.model)
-        return self._hash
+    def model_text(self) -> str:
+        """Return what tells models apart; weights are read again only where they have changed."""
+        marks = marks_of(self.model, self.state)
+        if self._text is None or self._text[0] != marks:
+            self._text = marks, model_text(self.model, marks)
+        return self._text[1]
 
     def report(self) -> ModelReport:
         """Return what each attention layer does, and its calls so far (`explain`)."""

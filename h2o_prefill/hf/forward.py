@@ -45,6 +45,8 @@ class ForwardContext:
         self.input_ids: Tensor | None = None
         self.cache: Any = None
         self.candidates = 0  # tokens at the end that assisted decoding verifies
+        self.begun = 0  # tokens in the cache before the forward
+        self.was_sparse = False  # whether the state of some layer of the cache has changed
         self.call: GraphCall | None = None
         # Query and key lengths for which our mask function was asked for a plain causal mask. Some
         # models have sequences of several lengths in a forward, such as bytes and patches.
@@ -76,6 +78,7 @@ class ForwardContext:
             check_usable(cache)
             adopt(cache)
             self.cache, masks = cache, arguments["attention_mask"]
+            self.begun = self.past
             layers = getattr(cache, "layers", None) or ()
             for layer in layers:
                 if isinstance(layer, ChunkedPrefillLayer):
@@ -162,6 +165,7 @@ class ForwardContext:
 
     def keep_state(self, layer: ChunkedPrefillLayer) -> None:
         """Remember a layer's state, which is about to change, in case the forward fails."""
+        self.was_sparse = True
         if self._snapshot is not None:
             self._snapshot.keep_state(layer)
 

@@ -144,9 +144,9 @@ def after_forward(hook: ForwardHook, model: nn.Module, args: Any, kwargs: Any, o
     context = leave_context(hook.enabled, model, failed=output is None)
     if context is None or output is None:
         return
-    note_use(context.cache, hook.handle.model, hook.enabled.config)
     if context.call is not None:
         _take_from_graph(context, context.call)
+    note_use(context.cache, hook.handle.model, hook.enabled, context.begun, context.was_sparse)
 
 
 def _leave_out(*_args: Any, **_kwargs: Any) -> None:
@@ -229,6 +229,7 @@ def _take_from_graph(context: ForwardContext, call: GraphCall) -> None:
         ops.advance_position_(call.position, rows, call.settings)
     for layer in layers:
         if isinstance(layer, ChunkedPrefillLayer) and layer.traced is not None:
+            context.was_sparse = True
             layer.take_traced(context.past - call.candidates, rows, call.config)
     for number, reason in call.outcomes:
         if reason is None and not call.is_sparse(number):

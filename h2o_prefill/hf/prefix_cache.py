@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 from torch import Tensor
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.identity import CHANGED, Origin, marks_of
 from h2o_prefill.hf.state import enabled_of
 from h2o_prefill.session import settings_fields
 
@@ -64,17 +66,21 @@ class PrefixCache:
         -------
         ChunkedPrefillCache
             A copy of the longest stored text that the prompt begins with and goes on after, of this
-            model and these settings; without one, an empty cache.
+            model, its weights, active adapters, settings, selection rule and tokenizer; without
+            one, an empty cache.
         """
         if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must be [1, T] with T >= 1, got {list(input_ids.shape)}")
         enabled = enabled_of(model.config)
-        settings = None if enabled is None else settings_fields(enabled.config)
+        if enabled is None:
+            return ChunkedPrefillCache(config=model.config)
+        settings = settings_fields(enabled.config)
+        now = Origin(weakref.ref(model), settings, marks_of(model, enabled))
         with self._lock:
             fitting = [
                 number
                 for number, (text, cache) in enumerate(self._held)
-                if _is_of(cache, model, settings) and _begins(input_ids, text)
+                if cache._origin == now and _begins(input_ids, text)
             ]
             if not fitting:
                 return ChunkedPrefillCache(config=model.config)
@@ -86,19 +92,23 @@ class PrefixCache:
         """Store the text that a cache holds now; the cache may go on.
 
         Raises ValueError unless it holds one row of known token ids and was used by an enabled
-        model.
+        model, in all calls with the same settings, weights, adapters, rule and tokenizer.
         """
         ids, origin = cache.token_ids, cache._origin
         if ids is None or ids.shape[0] != 1 or origin is None:
             raise ValueError(
                 "cache must hold one row of known token ids, and have been used by an enabled model"
             )
+        if origin.changed:
+            raise ValueError(
+                f"cache must be of one state of its model, whose {CHANGED[origin.changed]} changed "
+                "since it was filled"
+            )
         with self._lock:
-            model, settings = origin.model(), origin.settings
             self._held = [
                 (text, held)
                 for text, held in self._held
-                if not (_is_of(held, model, settings) and text.equal(ids))
+                if not (held._origin == origin and text.equal(ids))
             ]
             self._held.append((ids, cache.copy()))
             while self._held and _bytes_of(self._held) > self.max_bytes:
@@ -108,11 +118,6 @@ class PrefixCache:
         """Remove all texts."""
         with self._lock:
             self._held.clear()
-
-
-def _is_of(cache: ChunkedPrefillCache, model: Any, settings: str | None) -> bool:
-    origin = cache._origin
-    return origin is not None and origin.model() is model and origin.settings == settings
 
 
 def _begins(ids: Tensor, text: Tensor) -> bool:

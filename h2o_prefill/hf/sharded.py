@@ -285,9 +285,8 @@ def sharded(
     ranks.check_same(
         {
             "settings": config.to_string(),
-            "tokenizer": digest(handle.token_text),
             "versions": versions(),
-            "model": handle.model_hash(),
+            "model": handle.model_text(),
             "token ids": digest(tokens),
             "attention_mask": digest(mask),
             "number of cached tokens": cache.get_seq_length(),

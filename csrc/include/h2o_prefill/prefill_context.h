@@ -71,14 +71,13 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   void reset();
 
   // Writes the prompt, of which all layers have attended in every call, into a session file
-  // (saved_session.h). model: the hash of the model, of 32 hex digits in packages and Python's
-  // sessions.
+  // (saved_session.h). model: what tells the model from others, as SavedSession has it.
   void save(const std::string& path, const std::string& model) const;
 
-  // Replaces the prompt by that of a session file. Throws if it is of another model or of other
-  // settings, of other layers or more tokens than the context has room for, or without the keys
-  // that have left a sliding window; the prompt stays as it was.
-  void load(const std::string& path, const std::string& model);
+  // Replaces the prompt by that of a session file; verify: its checksum too. Throws if it is of
+  // another model or of other settings, of other layers or more tokens than the context has room
+  // for, or without the keys that have left a sliding window; the prompt stays as it was.
+  void load(const std::string& path, const std::string& model, bool verify = true);
 
   const PrefillConfig& config() const { return attention_.config(); }
   const c10::intrusive_ptr<ChunkedKVCache>& cache() const { return cache_; }

@@ -16,10 +16,16 @@
 namespace h2o_prefill {
 
 struct H2O_API SavedSession {
-  std::string model;     // hash of the model's config and weights
+  // What tells models apart whose keys differ, as words "name=value" that blanks separate: config,
+  // dtype and weights, and where there are some adapters, text of tokens and selection rule.
+  std::string model;
   std::string settings;  // as of PrefillConfig::to_fields()
   int64_t length = 0;    // tokens
+  int64_t version = 2;   // of the format; files of version 1 are read
   std::map<std::string, at::Tensor> tensors = {};
+
+  // Throws c10::ValueError, which names what differs, unless it is of this model.
+  void check_model(const std::string& wanted) const;
 
   // Throws c10::ValueError unless it is of this model and these settings, and fits.
   void check(const std::string& wanted_model, const PrefillConfig& wanted_settings, int64_t layers,
@@ -31,13 +37,14 @@ H2O_API std::string session_prefix(int64_t layer);
 
 // Writes a session file whole or not at all; a file that is there keeps its permissions. Takes a
 // copy of tensors that are not contiguous. Throws c10::ValueError if read_session() would refuse
-// the file, std::runtime_error if it cannot be written.
+// the file, std::runtime_error if it cannot be written: "[Errno 13] cannot write ...".
 H2O_API void write_session(const std::string& path, const SavedSession& session);
 
 // Reads a session file; its tensors are a private memory map of it. A file that is mapped may be
-// replaced or removed, but not be changed in place. All but the numbers in keys and values is
-// checked. Throws c10::ValueError if it is no session file, was cut or changed, or is of another
+// replaced or removed, but not be changed in place. verify: whether the checksum is, which reads
+// the whole file; version 1 has none. All but the numbers in keys and values is checked in any
+// case. Throws c10::ValueError if it is no session file, was cut or changed, or is of another
 // version.
-H2O_API SavedSession read_session(const std::string& path);
+H2O_API SavedSession read_session(const std::string& path, bool verify = true);
 
 }  // namespace h2o_prefill

@@ -93,9 +93,10 @@ class H2O_API Session {
   std::unique_ptr<Session> branch() const;
 
   // Writes the text into a session file, or replaces it by that of one (saved_session.h), of this
-  // model and these settings. Throws c10::ValueError; the text stays as it was.
+  // model and these settings; verify: its checksum too. Throws c10::ValueError; the text stays as
+  // it was.
   void save(const std::string& path) const;
-  void load(const std::string& path);
+  void load(const std::string& path, bool verify = true);
 
  private:
   void check(const at::Tensor& token_ids) const;

@@ -34,8 +34,9 @@ def write_package(
     folder, description = path.with_suffix(".tokenizer"), path.with_suffix(".json")
     if weights:
         model = with_int8_weights(model)
-    info = describe_package(model, config, capacity, tokenizer=folder.name, weights=weights)
-    program = export_model(model, info, text_for(tokenizer, config))
+    text = text_for(tokenizer, config)
+    info = describe_package(model, config, capacity, folder.name, weights, text)
+    program = export_model(model, info, text)
     with replaced_file(path) as scratch:
         compile_package(program, info, scratch)
     tokenizer.save_pretrained(folder)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -62,3 +65,49 @@ def test_an_error_names_the_target(target: str, why: str) -> None:
         replaced_file(target) as path,
     ):
         path.write_text("new")
+
+
+def test_a_scratch_file_is_as_private_as_its_target_and_has_no_name_to_guess(
+    tmp_path: Path,
+) -> None:
+    target, names = tmp_path / "secret.bin", set()
+    target.touch(0o600)
+    for _ in range(3):
+        with replaced_file(target) as path:
+            assert path.stat().st_mode & 0o777 == 0o600
+            names.add(path.name)
+    assert len(names) == 3 and not any(str(os.getpid()) in name for name in names)
+
+
+@pytest.mark.parametrize("name", ["file", "file.json", "n" * 250])
+def test_what_killed_processes_leave_is_removed_and_nothing_else(tmp_path: Path, name: str) -> None:
+    target, bystander = tmp_path / name, tmp_path / f".{name[:200]}.notes.part"
+    bystander.touch()
+    program = (
+        "import sys, time; from h2o_prefill._atomic_write import replaced_file\n"
+        "with replaced_file(sys.argv[1]) as path:\n"
+        "    path.write_text('half'); print(path, flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        scratch = Path(process.stdout.readline().strip())
+        # That of a living process stays.
+        with replaced_file(target) as path:
+            path.write_text("new")
+        assert scratch.read_text() == "half"
+        process.kill()
+    assert scratch.exists()
+    with replaced_file(target) as path:
+        path.write_text("newer")
+    assert target.read_text() == "newer"
+    assert sorted(tmp_path.iterdir()) == sorted([bystander, target])
+
+
+def test_an_error_has_its_number(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, replaced_file(tmp_path / "none" / "file"):
+        pass
+    assert caught.value.errno == errno.ENOENT
+    with pytest.raises(ValueError, match="no null byte"), replaced_file(f"{tmp_path}/a\0b"):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,297 @@
+"""What tells models apart whose keys and values differ: in session files, and in this process."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import marshal
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from h2o_prefill.hf.profile import plain_value
+from h2o_prefill.hf.state import EnabledState
+from h2o_prefill.session import checksum
+
+# Fields of a config that change no key, value or logit.
+_NO_PART = {
+    *("architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id"),
+    *("output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict"),
+    *("torch_dtype", "transformers_version", "use_cache"),
+}
+
+# What may change between calls, in a user's words.
+CHANGED = {
+    "model": "owner",
+    "weights": "weights",
+    "adapters": "active adapters, or their weights,",
+    "select": "selection rule",
+    "tokenizer": "tokenizer",
+    "settings": "settings",
+}
+
+# Elements of a weight that are compared between two calls.
+_SAMPLED = 16
+
+# In files of version 1: elements of a weight whose bits are added up together, and those that are
+# converted at once.
+_BLOCK, _PIECE = 1 << 12, 1 << 24
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Marks(NamedTuple):
+    """What changes keys beside the settings, as far as one process needs to tell it apart."""
+
+    weights: int
+    adapters: int
+    select: str  # the selection rule, empty if there is none
+    tokenizer: str  # the text of its tokens that recall compares, empty if there is none
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a cache was filled by."""
+
+    model: weakref.ref[nn.Module]
+    settings: str  # all fields of those that built the state
+    marks: Marks
+    changed: str = ""  # what was not the same in all calls; empty: nothing
+
+    def after(self, now: Origin, was_sparse: bool) -> Origin:
+        """Return the origin after one more call, by what `now` says."""
+        changed = "model" if self.model() is not now.model() else ""
+        changed = changed or difference(self.marks, now.marks)
+        if not changed and self.settings != now.settings:
+            changed = "settings"
+        # What else than settings changes outlasts them.
+        if self.changed not in ("", "settings") or not changed:
+            changed = self.changed
+        settings = now.settings if was_sparse else self.settings
+        return replace(self, settings=settings, changed=changed)
+
+    def __deepcopy__(self, memo: Any) -> Origin:
+        return self
+
+    def __reduce__(self) -> Any:
+        # A reference cannot leave the process: pickled caches know no model.
+        return type(None), ()
+
+
+def difference(one: Marks, other: Marks) -> str:
+    """Return the name of the first mark that differs, empty if none does."""
+    pairs = zip(Marks._fields, one, other, strict=True)
+    return next((name for name, here, there in pairs if here != there), "")
+
+
+def marks_of(model: Any, enabled: EnabledState | None) -> Marks:
+    """Return the marks of a model as it is now.
+
+    Of weights: how often PyTorch has changed them in place, and samples of them, since it does not
+    count what is written through `.data`.
+    """
+    counts: dict[bool, list[Any]] = {False: [], True: []}
+    samples: dict[tuple[bool, torch.device], list[Tensor]] = {}
+    for name, tensor, adapter in _tensors_of(model, keep_meta=True):
+        of_adapter = adapter is not None
+        changes = 0 if tensor.is_inference() else tensor._version
+        counts[of_adapter].append((name, tensor.dtype, changes))
+        if not tensor.is_meta and tensor.numel():
+            flat = tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED)].double()
+            samples.setdefault((of_adapter, tensor.device), []).append(flat)
+    for (of_adapter, _), found in samples.items():
+        counts[of_adapter].append(checksum(torch.cat(found)))
+    return Marks(
+        hash(tuple(counts[False])),
+        hash((*counts[True], *_active_adapters(model).items())),
+        "" if enabled is None or enabled.select is None else rule_word(enabled.select.rule),
+        "" if enabled is None else text_word(enabled.token_text),
+    )
+
+
+def model_text(model: Any, marks: Marks | None = None) -> str:
+    """Return what tells models apart whose keys and values differ, as words "name=value".
+
+    config: SHA-256 of the text decoder's config, without what changes no result (`_NO_PART` and
+    names that begin with "_"), as JSON. weights: the same of the name, dtype, shape and checksum
+    (docs/cpp.md) of each parameter and saved buffer, in the order of their names, without those of
+    adapters (PEFT). adapters: names and weights of the active ones that are not merged. tokenizer
+    and select are those of the marks. This reads the weights once, at the speed of memory; it is no
+    protection against forgery.
+    """
+    active = _active_adapters(model)
+    weights, adapters = hashlib.sha256(), hashlib.sha256(repr(active).encode())
+    for name, tensor, adapter in _tensors_of(model):
+        part = weights if adapter is None else adapters
+        part.update(f"{name} {tensor.dtype} {list(tensor.shape)} {checksum(tensor)}".encode())
+    words = {
+        "config": _hash_of_config(model).hexdigest()[:16],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": weights.hexdigest()[:16],
+    }
+    if names := sorted({name for _, name in active}):
+        words["adapters"] = "+".join(names) + ":" + adapters.hexdigest()[:16]
+    if marks is not None:
+        words |= {name: getattr(marks, name) for name in ("tokenizer", "select")}
+    return " ".join(f"{name}={value}" for name, value in words.items() if value)
+
+
+def text_word(token_text: Tensor | None) -> str:
+    """Return what tells one text of a vocabulary from another; empty for none."""
+    return "" if token_text is None else _hexadecimal(checksum(token_text))
+
+
+def rule_word(rule: Any) -> str:
+    """Return what tells one selection rule from another.
+
+    A function that its module has under its name goes by that. Of others their code and what they
+    were made with decides.
+    """
+    if isinstance(rule, functools.partial):
+        made: list[Any] = [rule_word(rule.func), rule.args, sorted(rule.keywords.items())]
+    else:
+        owner = rule if hasattr(rule, "__qualname__") else type(rule)
+        name = f"{owner.__module__}.{owner.__qualname__}"
+        if _is_importable(rule) and owner.__module__ != "__main__":
+            return name
+        code = getattr(rule, "__code__", None)
+        cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+        made = [name, code and marshal.dumps(code), getattr(rule, "__defaults__", None), cells]
+        made.append(getattr(rule, "__dict__", {}))
+    word = getattr(getattr(rule, "func", rule), "__qualname__", type(rule).__qualname__)
+    return f"{word}:{hashlib.sha256(repr(made).encode()).hexdigest()[:16]}".replace(" ", "")
+
+
+def _is_importable(rule: Any) -> bool:
+    try:
+        found: Any = importlib.import_module(rule.__module__)
+        for name in rule.__qualname__.split("."):
+            found = getattr(found, name)
+    except (AttributeError, ImportError):
+        return False
+    return found is rule
+
+
+def _hash_of_config(model: Any) -> Any:
+    config = model.config.get_text_config(decoder=True).to_dict()
+    kept = {k: plain_value(v) for k, v in config.items() if k not in _NO_PART and k[0] != "_"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+
+
+def _hexadecimal(number: int) -> str:
+    return f"{number % 2**64:016x}"
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that PEFT has put in the place of others, by path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(getattr(module, "active_adapters", None), list)
+        and (hasattr(module, "base_layer") or hasattr(module, "original_module"))
+    }
+
+
+def _active_of(module: Any) -> list[str]:
+    """Return the adapters of a module that change its result: those that are merged are weights."""
+    if module.disable_adapters:
+        return []
+    merged = getattr(module, "merged_adapters", ())
+    return [name for name in module.active_adapters if name not in merged]
+
+
+def _active_adapters(model: nn.Module) -> dict[tuple[str, str], str]:
+    """Return the numbers of each active adapter, as a text, by the path of its module and name."""
+    return {
+        (_without_adapters(path), name): repr(_numbers(module, name))
+        for path, module in _adapted(model).items()
+        for name in _active_of(module)
+    }
+
+
+def _without_adapters(path: str) -> str:
+    """Return the path that a weight or module has in a model without PEFT."""
+    for added in ("base_model.model.", ".base_layer", ".original_module"):
+        path = path.replace(added, "")
+    return path
+
+
+def _numbers(module: Any, adapter: str) -> dict[str, Any]:
+    """Return the plain values that a module has of an adapter, as its scaling."""
+    held = ((name, value) for name, value in vars(module).items() if isinstance(value, dict))
+    found = {name: value[adapter] for name, value in held if adapter in value}
+    return {k: v for k, v in found.items() if isinstance(v, (bool, int, float, str))}
+
+
+def _tensors_of(
+    model: nn.Module, keep_meta: bool = False
+) -> Iterator[tuple[str, Tensor, str | None]]:
+    """Yield each weight's name, its tensors, and the adapter that it is of: active ones alone.
+
+    Names are those without adapters.
+    """
+    adapted = _adapted(model)
+    for name, weight in sorted(model.state_dict().items()):
+        owner = next((x for x in _parents(name) if x in adapted), None)
+        adapter = None
+        if owner is not None:
+            inside = name[len(owner) + 1 :].split(".")
+            if inside[0] not in ("base_layer", "original_module"):
+                adapter = next((x for x in _active_of(adapted[owner]) if x in inside), None)
+                if adapter is None:
+                    continue
+        for tensor in _plain_tensors(weight):
+            absent = tensor.is_meta and not keep_meta
+            held = _offloaded(model, name) if absent else tensor
+            yield _without_adapters(name), held, adapter
+
+
+def _parents(name: str) -> list[str]:
+    """Return the paths of the modules that a tensor's name leads through, the innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
+
+
+def _offloaded(model: nn.Module, name: str) -> Tensor:
+    """Return a weight that accelerate keeps elsewhere; its hooks know where."""
+    for path in _parents(name):
+        hook: Any = getattr(model.get_submodule(path), "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            known: Any = getattr(each, "weights_map", None)
+            try:
+                weight: Tensor = known[name[len(path) + 1 if path else 0 :]]
+                return weight.detach()
+            except (KeyError, TypeError):
+                continue
+    raise ValueError(f"model must have its weights in memory or offloaded by accelerate, {name!r}")
+
+
+def _plain_tensors(weight: Any) -> list[Tensor]:
+    """Return the tensors that a weight consists of: several, if it is quantized."""
+    if not isinstance(weight, Tensor):
+        return []
+    if not is_traceable_wrapper_subclass(weight):
+        return [weight.detach()]
+    names, _ = weight.__tensor_flatten__()
+    return [tensor for name in names for tensor in _plain_tensors(getattr(weight, name))]
+
+
+def old_model_hash(model: Any) -> str:
+    """Return what files of version 1 have of a model, 32 hex digits."""
+    found = _hash_of_config(model)
+    for name, weight in sorted(model.state_dict().items()):
+        for tensor in _plain_tensors(weight):
+            found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            flat = tensor.contiguous().reshape(-1)
+            bits = flat.view(_INTS.get(flat.element_size(), torch.uint8))
+            whole = bits.shape[0] // _BLOCK * _BLOCK
+            pieces = [x.view(-1, _BLOCK).sum(1) for x in bits[:whole].split(_PIECE) if len(x)]
+            sums = torch.cat([*pieces, bits[whole:].sum().reshape(1)])
+            found.update(sums.cpu().numpy().tobytes())
+    return found.hexdigest()[:32]
