@@ -36,15 +36,15 @@ def estimated_kl(errors: Sequence[Tensor], config: PrefillConfig) -> Tensor:
     Returns
     -------
     Tensor
-        float64 [B]: mean KL(dense || sparse) of the next-token distributions, nats a token; NaN
-        where no error was measured.
+        float64 [B]: mean KL(dense || sparse) of the next-token distributions, nats a token; 0 for a
+        row of one chunk, which is exact, and NaN where the settings measure no errors.
     """
     means = torch.stack([x.double().cpu().mean(1) for x in errors])  # [layers, B, 4]
     chunks = means[..., CHUNKS]
     error = (means[..., ERROR_SUM] / chunks.clamp(min=1)).sum(0)
     most = chunks.amax(0)
     # The first chunk of a prompt is exact.
-    share = torch.where(most > 0, most / (most + 1), torch.nan)
+    share = most / (most + 1) if config.error_rows else torch.nan
     return _KL_PER_ERROR[config.recall > 0] * share * error
 
 

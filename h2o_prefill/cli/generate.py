@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from math import isnan, nan
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -351,7 +351,7 @@ def _summary(timing: Any, config: Any, kl: float, past: int) -> str:
         mode = f"dense, since shorter than {config.sparse_from} tokens"
     elif not config.is_sparse_call(past, timing.prompt_tokens):
         mode = "dense, since the memory set is empty"
-    if not isnan(kl):
+    if kl > 0:
         mode += f", estimated KL to dense {kl:.4f} nats a token"
     after = f"after {past} " if past else ""
     return (

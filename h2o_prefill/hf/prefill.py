@@ -112,7 +112,7 @@ def chunked_prefill(
     elif own is not None:
         StageCache.adopt(cache, own)
     past = cache.get_seq_length()
-    name, tokens, mask = _read_prompt(input_ids, attention_mask, inputs_embeds, past, model.device)
+    name, tokens, mask = _read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
     if kind := _rope_by_length(model, past + tokens.shape[1]):
         warn(
             f"h2o_prefill: {kind} rotary embeddings depend on the tokens of a call, so several "
@@ -219,7 +219,11 @@ def _run_stages(
 
 
 def _read_prompt(
-    prompt: Any, attention_mask: Tensor | None, inputs_embeds: Tensor | None, past: int, device: Any
+    prompt: Any,
+    attention_mask: Tensor | None,
+    inputs_embeds: Tensor | None,
+    past: int,
+    model: PreTrainedModel,
 ) -> tuple[str, Tensor, Tensor | None]:
     """Return the argument's name, the tokens [B, T] or [B, T, hidden], the mask [B, T_total]."""
     if isinstance(prompt, Mapping) or hasattr(prompt, "input_ids"):
@@ -230,9 +234,11 @@ def _read_prompt(
     name, tokens, what = "input_ids", prompt, "[B, T]"
     if inputs_embeds is not None:
         name, tokens, what = "inputs_embeds", inputs_embeds, "[B, T, hidden size]"
-    tokens = token_rows(tokens, device)
+    tokens = token_rows(tokens, model.device)
     if tokens.ndim != what.count(",") + 1 or tokens.shape[1] == 0:
         raise ValueError(f"{name} must be {what} with T >= 1, got {list(tokens.shape)}")
+    if name == "input_ids":
+        _check_ids(tokens, model)
     if attention_mask is None:
         return name, tokens, None
     mask = token_rows(attention_mask, tokens.device)
@@ -242,6 +248,22 @@ def _read_prompt(
     if list(mask.shape) != expected:
         raise ValueError(f"attention_mask must be {expected}, got {list(mask.shape)}")
     return name, tokens, mask
+
+
+def _check_ids(tokens: Tensor, model: PreTrainedModel) -> None:
+    """Raise ValueError for ids that are not in the vocabulary.
+
+    Of several processes only the one that embeds would, and the others would wait for it.
+    """
+    vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(f"input_ids must be ints, got {tokens.dtype}")
+    if vocabulary is None or tokens.numel() == 0:
+        return
+    lowest, highest = (int(x) for x in tokens.aminmax())
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"input_ids must be in [0, {vocabulary}), got {wrong}")
 
 
 def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:

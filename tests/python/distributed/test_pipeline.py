@@ -86,6 +86,7 @@ def refusals(rank: int, folder: Path, count: int) -> Any:
     calls: dict[str, Any] = {
         "settings must be the same on every rank, got": lambda: prefill(ids, **other),
         "token ids must be the same on every rank, got": lambda: prefill(ranks_own, **sparse),
+        "input_ids must be in": lambda: prefill(ids + 10**6, **sparse),
         "must be whole in each process, got a stage": lambda: enable(
             model, process_group=group, **H2O
         ),
