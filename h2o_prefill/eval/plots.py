@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -395,8 +396,8 @@ def plot_memory_sets(measures: AttentionMeasures, path: File, title: str) -> Fig
     _name_layers(axes, measures.layers)
     figure.colorbar(image, ax=axes, label="share of KV heads that hold it", aspect=30)
     earlier = share[:, : max(0, ends[-1] - window)]
-    mean = 100 * earlier[earlier > 0].mean().item()
-    finding = f"A key that a layer still holds at the end is held by {mean:.0f} % of its KV heads"
+    mean = _number(100 * earlier[earlier > 0].mean().item(), ".0f")
+    finding = f"A key that a layer still holds at the end is held by {mean} % of its KV heads"
     return save_figure(figure, path, finding, title)
 
 
@@ -432,10 +433,10 @@ def plot_stability(measures: AttentionMeasures, path: File, title: str) -> Figur
     right.set_xlabel("layer")
     right.set_xticks(right.get_yticks(), [tick.get_text() for tick in right.get_yticklabels()])
     figure.colorbar(image, ax=[left, right], label="Jaccard index", aspect=40)
-    chunks, others = np.nanmean(by_chunk), np.nanmean(pairs[~np.eye(len(pairs), dtype=bool)])
-    finding = (
-        f"Heavy hitters agree by {chunks:.2f} from chunk to chunk, by {others:.2f} in two layers"
-    )
+    others = measures.heavy_jaccard_of_layers[~torch.eye(len(pairs), dtype=torch.bool)]
+    means = measures.heavy_jaccard.nanmean().item(), others.nanmean().item()
+    chunk, layer = (_number(mean, ".2f") for mean in means)
+    finding = f"Heavy hitters agree by {chunk} from chunk to chunk, by {layer} in two layers"
     return save_figure(figure, path, finding, title)
 
 
@@ -484,6 +485,10 @@ def _head_map(
             axes.text(
                 head, row, f"{value:{form}}", ha="center", va="center", color=color, fontsize=7
             )
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else f"{value:{form}}"
 
 
 def _map_height(layers: Sequence[int]) -> float:
