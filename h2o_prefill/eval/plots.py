@@ -67,8 +67,8 @@ def open_axes(axes: Axes) -> None:
 
 def save_figure(figure: Figure, path: File, finding: str, measured: str = "") -> Figure:
     """Write a figure into a .png, .svg or .pdf file, whole or not at all."""
-    figure.suptitle(finding, fontsize=11)
-    figure.supxlabel(measured, fontsize=7.5, color="0.35")
+    figure.suptitle(finding, fontsize=11, wrap=True)
+    figure.supxlabel(measured, fontsize=7.5, color="0.35", wrap=True)
     with replaced_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
     return figure
@@ -89,10 +89,10 @@ def plot_perplexity(result: PerplexityResult, path: File, title: str = "") -> Fi
         axes.stairs(change, edges, baseline=0, fill=True, color=SPARSE["color"], alpha=0.6)
         axes.axhline(0, color="0.3", linewidth=0.8)
         axes.set_xlim(0, length)
+        axes.set_ylabel("perplexity above dense (%)")
         open_axes(axes)
     for begin in range(size, result.context, size):
         window.axvline(begin, color="0.5", linewidth=0.8, linestyle=":", zorder=0)
-    window.set_ylabel("perplexity above dense (%)")
     window.set_xlabel("position in the window (tokens); dotted: chunks")
     chunk.set_xlabel("position in a chunk (tokens), mean of all but the first")
     known = "" if math.isnan(result.stderr_percent) else f" ± {result.stderr_percent:.2f}"
