@@ -120,8 +120,11 @@ notebooks: build $(BIN)/.dev $(BIN)/.model
 	  --ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
 	  --ClearMetadataPreprocessor.preserve_cell_metadata_mask=tags \
 	  --ClearMetadataPreprocessor.preserve_nb_metadata_mask="{'kernelspec', ('language_info', 'name')}"
+# Pages stand in the repository as they do on the site, so that their links hold in both.
 docs: build $(BIN)/.dev
 	$(PIP) install --group docs && python docs/draw_pictures.py
+	rm -rf build/pages && mkdir -p build/pages
+	cp -r --parents *.md docs benchmarks/*.md benchmarks/results/{,*/}*.png build/pages
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
 
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')

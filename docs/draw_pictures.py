@@ -1,4 +1,4 @@
-"""Draws the pictures of the page about the method from the operators themselves."""
+"""Draws the picture of the page about the method from the operators themselves."""
 
 from __future__ import annotations
 
@@ -36,25 +36,17 @@ FOLDER = Path(__file__).parent / "pictures"
 
 
 def main() -> None:
-    """Write every picture."""
-    FOLDER.mkdir(exist_ok=True)
+    """Write the picture."""
     codes = visible_keys()
-    titles = {
-        "Dense attention": (codes * 0 + 1).tril(),
-        "Chunks and memory sets": codes.where(codes != 4, 0),
-        "With lexical recall": codes,
-    }
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    for axes, (title, shown) in zip(
-        figure.subplots(1, 3, sharey=True), titles.items(), strict=True
-    ):
-        share = 100 * shown.gt(0).sum().item() / (TOKENS * (TOKENS + 1) / 2)
-        axes.imshow(shown, cmap=ListedColormap(list(KINDS.values())), vmin=0, vmax=len(KINDS) - 1)
-        axes.set_title(f"{title}: {share:.0f} % of the pairs", fontsize=10)
-        axes.set_xlabel("key position")
-    figure.axes[0].set_ylabel("query position")
+    figure = Figure(figsize=(5.6, 5.4), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(codes, cmap=ListedColormap(list(KINDS.values())), vmin=0, vmax=len(KINDS) - 1)
+    share = 100 * codes.gt(0).sum().item() / (TOKENS * (TOKENS + 1) / 2)
+    axes.set_title(f"Queries see {share:.0f} % of what dense attention sees", fontsize=11)
+    axes.set(xlabel="key position (tokens)", ylabel="query position (tokens)")
     patches = [Patch(facecolor=color, label=kind) for kind, color in list(KINDS.items())[1:]]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    axes.legend(handles=patches, loc="upper right", frameon=False)
+    FOLDER.mkdir(exist_ok=True)
     figure.savefig(FOLDER / "visible_keys.png", dpi=130, metadata={"Software": None})
 
 

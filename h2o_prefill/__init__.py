@@ -60,7 +60,7 @@ _LAZY = {
     "reference": "h2o_prefill.reference",
     "run_ablation": "h2o_prefill.eval",
     "token_text": "h2o_prefill.hf",
-    "visualize_attention_patterns": "h2o_prefill.eval",
+    "visualize_attention_patterns": "h2o_prefill.eval.plots",
 }
 
 __all__ = [

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from common.benchmark import Plan, Row
 from common.compare import Timings
+from h2o_prefill.cli.result_table import new_table, print_result
 from h2o_prefill.eval.report import build_report, write_json
 
 # How the names of fields are shortened in the heads of columns.
@@ -79,14 +78,10 @@ class Report:
         for cells in map(_cells, self.rows):
             headers = tuple(cells)
             if headers not in tables:
-                tables[headers] = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-                for header in headers:
-                    column = header.replace(" ", "\n")
-                    tables[headers].add_column(column, justify="right", no_wrap=True)
+                tables[headers] = new_table(*(header.replace(" ", "\n") for header in headers))
             tables[headers].add_row(*cells.values())
         for table in tables.values():
-            # Lines are as long as the table needs.
-            Console(highlight=False, width=1000).print(table)
+            print_result("", table)
         if self._plan.json is not None:
             self.note(f"wrote {self._plan.json}")
 

@@ -72,9 +72,9 @@ def ablate(
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
     with kept_on_interrupt(kept), quiet_libraries():
         from h2o_prefill.eval.ablation.grid import parse_values
-        from h2o_prefill.eval.ablation.plot import plot_ablation
         from h2o_prefill.eval.ablation.run import run_ablation
         from h2o_prefill.eval.ablation.table import CSV_NAME
+        from h2o_prefill.eval.plots import plot_ablation
 
         base = [parse_variant(text) for text in preset]
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
@@ -83,7 +83,7 @@ def ablate(
         csv_file = output.expanduser() / CSV_NAME
         figure = csv_file.with_suffix(f".{figure_format}")
         names = (CSV_NAME, *([figure.name] if plot else []))
-        check_output_folder(output, names, figures=plot)
+        check_output_folder(output, names)
         options.use_threads(threads)
         texts = load_texts(dataset, text_file)
         with (
@@ -109,6 +109,6 @@ def ablate(
         title += f", select={select}" if select else ""
         say_written(csv_file)
         if plot:
-            plot_ablation(frame, figure, title)
+            plot_ablation(frame, figure)
             say_written(figure)
         print_result(title, ablation_table(frame))

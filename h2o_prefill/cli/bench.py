@@ -42,11 +42,14 @@ def bench(
 ) -> None:
     """Measure the time of dense and of sparse prefill, alternately, on random prompts."""
     from h2o_prefill.eval import benchmark_throughput, profile_memory
+    from h2o_prefill.eval.plots import plot_memory_profile, plot_throughput
     from h2o_prefill.eval.report import build_report
-    from h2o_prefill.eval.timing.plots import plot_memory, plot_throughput
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        figures = {"throughput_comparison.png": plot_throughput, "memory_profile.png": plot_memory}
+        figures = {
+            "throughput_comparison.png": plot_throughput,
+            "memory_profile.png": plot_memory_profile,
+        }
         config = parse_variant(preset, **sizes)
         check_output_folder(output, figures)
         chosen = options.parse_numbers(lengths, "lengths", least=1)

@@ -57,8 +57,8 @@ def calibrate(
     """
     from h2o_prefill.cli.tables import calibration_table
     from h2o_prefill.eval import calibrate_heads, load_text
-    from h2o_prefill.eval.calibration import plot_calibration
     from h2o_prefill.eval.environment import environment
+    from h2o_prefill.eval.plots import plot_calibration
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset)
@@ -69,7 +69,7 @@ def calibrate(
             from h2o_prefill.hf.profile import profile_path
 
             path = profile_path(network)
-            check_output_folder(path.parent, [path.name], figures=False, option="--save")
+            check_output_folder(path.parent, [path.name], "--save")
         with cluster.connect(model, dtype, threads) as workers, show_progress("calibrate") as show:
             result = calibrate_heads(
                 network,

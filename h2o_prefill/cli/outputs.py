@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +11,6 @@ from typing import Any
 
 from h2o_prefill.cli.console import say_written
 from h2o_prefill.eval import Corpus
-from h2o_prefill.eval.plotting import PLOT_SUFFIXES
 from h2o_prefill.eval.report import format_json, write_json
 
 
@@ -43,8 +41,9 @@ def plot_output(path: Path | None) -> Callable[[Callable[..., Any], Any, str], N
     """Return the function that draws the figure of a command, from a plotter, data and title."""
     if path is None:
         return lambda draw, result, title: None
-    check_output_file(path, "--plot", PLOT_SUFFIXES)
-    importlib.import_module("matplotlib")  # a missing package ends the command before the work
+    from h2o_prefill.eval.plots import SUFFIXES
+
+    check_output_file(path, "--plot", SUFFIXES)
 
     def save(draw: Callable[..., Any], result: Any, title: str) -> None:
         draw(result, path, title.replace("\n", ", "))
@@ -69,9 +68,7 @@ def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -
         raise ValueError(f"{option} must end in one of {suffixes}, got {str(path)!r}")
 
 
-def check_output_folder(
-    path: Path | None, names: Iterable[str], figures: bool = True, option: str = "--output"
-) -> None:
+def check_output_folder(path: Path | None, names: Iterable[str], option: str = "--output") -> None:
     """Raise ValueError if files could not be written into a folder, which may be new."""
     if path is None:
         return
@@ -82,8 +79,6 @@ def check_output_folder(
         folder = folder.absolute().parent
     for name in ("new", *names):
         _check_writable(folder / name, option)
-    if figures:
-        importlib.import_module("matplotlib")
 
 
 def _check_writable(path: Path, option: str) -> None:

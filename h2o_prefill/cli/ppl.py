@@ -43,8 +43,8 @@ def ppl(
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
     from h2o_prefill.cli.tables import perplexity_table
     from h2o_prefill.eval import check_settings, evaluate_perplexity, load_text
-    from h2o_prefill.eval.perplexity.plot import plot_perplexity
     from h2o_prefill.eval.perplexity.result import perplexity_report
+    from h2o_prefill.eval.plots import plot_perplexity
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset, **sizes)

@@ -70,8 +70,9 @@ def retrieve(
     every worker answers prompts.
     """
     from h2o_prefill.eval import evaluate_retrieval, load_text
+    from h2o_prefill.eval.plots import plot_retrieval
     from h2o_prefill.eval.retrieval.evaluate import check_retrieval
-    from h2o_prefill.eval.retrieval.result import KeptOutcomes, plot_retrieval, retrieval_report
+    from h2o_prefill.eval.retrieval.result import KeptOutcomes, retrieval_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         configs = {text: parse_variant(text) for text in variants}

@@ -40,16 +40,16 @@ def visualize(
     Writes the figures memory, errors, stability and attention.
     """
     from h2o_prefill.cli.tables import attention_table
-    from h2o_prefill.eval import load_text, visualize_attention_patterns
-    from h2o_prefill.eval.attention.plots import FIGURES
+    from h2o_prefill.eval import load_text
     from h2o_prefill.eval.inputs.text import encode
     from h2o_prefill.eval.perplexity.windows import select_windows
+    from h2o_prefill.eval.plots import ATTENTION_FIGURES, visualize_attention_patterns
     from h2o_prefill.eval.report import build_report
 
     with quiet_libraries(), json_output(json_file) as save_json:
         config = parse_variant(preset, **sizes)
         rule = options.parse_select(select)
-        files = [f"{name}.{figure_format}" for name in FIGURES]
+        files = [f"{name}.{figure_format}" for name in ATTENTION_FIGURES]
         check_output_folder(output, files)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)

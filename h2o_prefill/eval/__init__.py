@@ -1,10 +1,9 @@
-"""Evaluation of sparse against dense prefill: perplexity, throughput, attention patterns."""
+"""Evaluation of sparse against dense prefill: perplexity, throughput, errors of attention."""
 
 from __future__ import annotations
 
 from h2o_prefill.eval.ablation.run import run_ablation
 from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
-from h2o_prefill.eval.attention.plots import visualize_attention_patterns
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.calibration import HeadCalibration, calibrate_heads
 from h2o_prefill.eval.cluster import ModelCluster

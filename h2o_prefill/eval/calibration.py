@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.attention.plots import TITLE, head_map, layer_axis
 from h2o_prefill.eval.attention_flops import (
     AttentionFlops,
     count_attention_flops,
@@ -26,7 +23,6 @@ from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, run_pieces
 from h2o_prefill.eval.inputs.text import Corpus, as_corpus
 from h2o_prefill.eval.perplexity.evaluate import check_settings
 from h2o_prefill.eval.perplexity.windows import model_windows
-from h2o_prefill.eval.plotting import make_figure, save_figure
 from h2o_prefill.eval.recalled_keys import find_recalled
 from h2o_prefill.eval.report import write_json
 from h2o_prefill.eval.runs import (
@@ -42,7 +38,7 @@ from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 # By what L and H of every head are multiplied, one after the other.
 FACTORS = (1, 2, 4, 8)
@@ -373,26 +369,3 @@ def _with_factors(config: PrefillConfig, factors: dict[tuple[int, int], int]) ->
     for head, factor in factors.items():
         wide[head] = wide.get(head, 1) * factor
     return config.replace(wide_heads=tuple((*head, wide[head]) for head in sorted(wide)))
-
-
-def plot_calibration(result: HeadCalibration, path: str | os.PathLike[str], title: str) -> Figure:
-    """Draw the error of every layer and KV head, and the factors chosen."""
-    layers = tuple(result.errors)
-    shape = len(layers), max(len(heads) for heads in result.errors.values())
-    error, factor = np.full(shape, np.nan), np.full(shape, np.nan)
-    for row, layer in enumerate(layers):
-        error[row, : len(result.errors[layer])] = [1e6 * head[0] for head in result.errors[layer]]
-        factor[row, : len(result.factors[layer])] = result.factors[layer]
-    figure = make_figure(1.5 + min(9.0, max(2.0, 0.2 * len(layers))))
-    left, right = figure.subplots(1, 2, sharey=True)
-    layer_axis(left, layers, most=32)
-    worst = max(1.0, np.nanmax(error))
-    style: dict[str, Any] = {"form": ".0f", "cmap": "YlOrRd"}
-    head_map(left, error, 0.55 * worst, vmin=0, vmax=worst, **style)
-    left.set_title("error, millionths of the residual", **TITLE)
-    head_map(right, factor, 0.55 * FACTORS[-1], vmin=1, vmax=FACTORS[-1], **style)
-    right.set_title("factor of L and H", **TITLE)
-    for axes in (left, right):
-        axes.set_xlabel("KV head")
-    save_figure(figure, path, title)
-    return figure

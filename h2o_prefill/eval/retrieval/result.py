@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.plotting import make_figure, save_figure
 from h2o_prefill.eval.report import build_report, whole_lines
 from h2o_prefill.eval.runs import DENSE
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 @dataclass(frozen=True)
@@ -166,38 +165,3 @@ def summarize_retrieval(
                 )
             )
     return rows
-
-
-def plot_retrieval(
-    result: RetrievalResult, path: str | os.PathLike[str], title: str = ""
-) -> Figure:
-    """Draw the mean score by length and depth: a row of maps per task, a map per variant."""
-    import numpy as np
-    import pandas as pd
-
-    runs = [DENSE, *result.variants]
-    frame = pd.DataFrame(
-        {"task": o.task, "length": o.length, "depth": o.depth, **o.scores} for o in result.outcomes
-    )
-    tasks = frame["task"].unique()
-    width = 1.6 + len(runs) * (1.2 + 0.6 * frame["length"].nunique())
-    height = 1.0 + len(tasks) * (0.9 + 0.3 * frame["depth"].nunique())
-    figure = make_figure(height, width)
-    panels = figure.subplots(len(tasks), len(runs), sharex=True, sharey=True, squeeze=False)
-    for task, row in zip(tasks, panels, strict=True):
-        row[0].set_ylabel(f"{task}\ndepth (%)")
-        for run, axes in zip(runs, row, strict=True):
-            scores = frame[frame["task"] == task].pivot_table(run, "depth", "length")
-            image = axes.imshow(scores, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-            axes.set_xticks(range(scores.shape[1]), scores.columns)
-            axes.set_yticks(range(scores.shape[0]), [f"{depth:g}" for depth in scores.index])
-            for (y, x), score in np.ndenumerate(scores):
-                color = "black" if score > 0.5 else "white"
-                axes.text(x, y, f"{score:.2g}", ha="center", va="center", color=color, fontsize=7)
-    for run, top, bottom in zip(runs, panels[0], panels[-1], strict=True):
-        # Names of variants can be longer than a map is wide.
-        top.set_title(run.replace(",", ",\n"), fontsize=8)
-        bottom.set_xlabel("tokens")
-    figure.colorbar(image, ax=list(panels.flat), label="mean score")
-    save_figure(figure, path, title)
-    return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -299,19 +300,41 @@ def test_the_column_sum_benchmark_runs_what_the_operators_run(dtype: torch.dtype
     assert torch.equal(out, found[0]) and torch.equal(lse, found[1]) and sums is None
 
 
-def test_the_reports_of_the_repository_are_read_and_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_reports_of_the_repository_are_read_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import plot
     from common.benchmark import RESULTS
     from common.losses import PROTOCOL, read_losses
     from common.report import read_report
+    from matplotlib.text import Annotation
     from typer.testing import CliRunner
 
     facts = {**read_report(RESULTS / "peers.json")["config"], "protocol": PROTOCOL}
     assert read_losses([RESULTS / "peers_losses.json"], facts)
+    figures: dict[str, Any] = {}
+    save = plot.save_figure
+    monkeypatch.setattr(
+        plot, "save_figure", lambda f, path, *texts: figures.update({path: save(f, path, *texts)})
+    )
     done = CliRunner().invoke(plot.app, ["--output", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     names = ("throughput_comparison", "memory_profile", "linear", "peers", "scale")
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in names}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    assert set(figures) == set(tmp_path.iterdir()) == {tmp_path / f"{name}.png" for name in names}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures)
     assert CliRunner().invoke(plot.app, ["--results", str(tmp_path)]).exit_code == 2
+
+    # At most two panels, with units; a title that fits; labels that do not touch each other.
+    for figure in figures.values():
+        figure.draw_without_rendering()
+        assert 1 <= len(figure.axes) <= 2
+        title = next(text for text in figure.texts if text.get_text() == figure.get_suptitle())
+        assert 0 <= title.get_window_extent().x0 < title.get_window_extent().x1 <= figure.bbox.x1
+        for axes in figure.axes:
+            assert axes.get_xlabel() and axes.get_ylabel() and axes.has_data()
+            named = [text for text in axes.texts if isinstance(text, Annotation)]
+            for labels in (axes.get_xticklabels(), axes.get_yticklabels(), named):
+                boxes = [label.get_window_extent() for label in labels if label.get_text()]
+                assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    (axes,) = figures[tmp_path / "peers.png"].axes
+    assert len(axes.lines) == 6 and len(axes.texts) == 6 + 1

@@ -9,7 +9,9 @@ import h2o_prefill
 from h2o_prefill import PrefillConfig
 from h2o_prefill.hf import forward, masks, rules
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = [path for folder in (ROOT, DOCS, ROOT / "benchmarks") for path in folder.glob("*.md")]
 
 # Reasons that are made in functions, and those of other modules than the decision table's.
 OTHERS = {
@@ -29,6 +31,10 @@ OTHERS = {
 def reasons() -> list[str]:
     table = {rule.reason for rule in rules.RULES if isinstance(rule.reason, str)}
     return sorted((table | OTHERS) - {""})
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
 def words(text: str) -> str:
@@ -64,8 +70,21 @@ def test_the_api_page_has_every_public_name() -> None:
     assert documented >= set(h2o_prefill.__all__) - linked
 
 
-def test_links_between_pages_lead_somewhere() -> None:
-    for page in DOCS.glob("*.md"):
-        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        for target in re.findall(r"\]\(([^)#]+)", prose):
-            assert (DOCS / target).exists(), f"{page.name}: {target}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_pictures_of_pages_lead_somewhere_in_the_repository(page: Path) -> None:
+    text = prose(page)
+    for target, _, anchor in re.findall(r"\]\(((?!https?:)[^)#\s]*)(#([^)\s]+))?\)", text):
+        found = page.parent / target if target else page
+        # A browser of the repository shows the target of a symbolic link as text.
+        assert found.exists() and not found.is_symlink(), target
+        # `make docs` checks the anchors that it makes of docstrings.
+        if anchor and not anchor.startswith("h2o_prefill."):
+            headings = re.findall(r"^#+ (.+)$", prose(found), flags=re.MULTILINE)
+            slugs = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
+            assert anchor in [slug.replace(" ", "-") for slug in slugs], f"{target}#{anchor}"
+    # Pages are read as they are: only `make docs` could include a part of another one.
+    assert "--8<--" not in text
+    pictures = {
+        path.name for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.png")
+    }
+    assert set(re.findall(r"`(?:\S*/)?(\w+\.png)`", text)) <= pictures

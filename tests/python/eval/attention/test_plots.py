@@ -7,15 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import measure_attention, visualize_attention_patterns
-from h2o_prefill.eval.attention import plots
-
-pytest.importorskip("matplotlib")
+from h2o_prefill.eval import measure_attention, plots
 
 LENGTH = 72  # four chunks of 16 tokens and one of 8
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
@@ -29,19 +25,17 @@ def _shown(axes: Any) -> Tensor:
 def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     model = tiny.make_uneven_model()
-    for figure_format, magic in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
-        measures = visualize_attention_patterns(model, PROMPT[0], CONFIG, folder, figure_format)
+    for kind, magic in (("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")):
+        measures = plots.visualize_attention_patterns(model, PROMPT[0], CONFIG, folder, kind)
         for name in ("memory", "errors", "stability", "attention"):
-            assert (folder / f"{name}.{figure_format}").read_bytes().startswith(magic)
+            assert (folder / f"{name}.{kind}").read_bytes().startswith(magic)
     torch.testing.assert_close(
         measures.l1_error, measure_attention(model, PROMPT, CONFIG).l1_error, equal_nan=True
     )
 
-    panels = plots.plot_memory(measures, tmp_path / "memory.png", "tiny").axes[:5]
-    for chunk, (panel, end) in enumerate(zip(panels, measures.chunk_ends, strict=True)):
-        torch.testing.assert_close(_shown(panel), measures.head_share(chunk)[:, :end])
-        assert panel.images[0].get_extent()[:2] == [0, end] and panel.get_xlim() == (0, LENGTH)
-        assert f"after chunk {chunk} ({end} tokens)" in panel.get_title(loc="left")
+    panel, _ = plots.plot_memory_sets(measures, tmp_path / "memory.png", "tiny").axes
+    torch.testing.assert_close(_shown(panel), measures.head_share(4))
+    assert panel.images[0].get_extent()[:2] == [0, LENGTH]
 
     error, mass, *_ = plots.plot_errors(measures, tmp_path / "errors.png", "tiny").axes
     # The second layer has half the heads.
@@ -68,16 +62,19 @@ def test_the_figures_of_stability_and_attention(tiny: Any, tmp_path: Path) -> No
     torch.testing.assert_close(_shown(chunks), measures.heavy_jaccard.nanmean(-1).T)
     torch.testing.assert_close(_shown(pairs), measures.heavy_jaccard_of_layers)
     assert [tick.get_text() for tick in chunks.get_xticklabels()] == ["1", "2", "3", "4"]
-    first, second, _ = plots.plot_attention(measures, tmp_path / "a.png", "tiny").axes
-    for layer, axes in enumerate((first, second)):
-        torch.testing.assert_close(_shown(axes).nan_to_num(), measures.pattern[:, layer].nanmean(1))
-        assert axes.get_title(loc="left") == f"layer {layer}"
+    # The layers with the least and the largest error.
+    pattern = measures.pattern[:, [0, 1, 0]]
+    errors = torch.tensor([[0.2], [0.1], [0.3]])
+    layers = dataclasses.replace(measures, layers=(3, 4, 5), l1_error=errors, pattern=pattern)
+    figure = plots.plot_attention(layers, tmp_path / "a.png", "tiny")
+    for layer, axes in zip((1, 2), figure.axes, strict=False):
+        torch.testing.assert_close(_shown(axes).nan_to_num(), pattern[:, layer].nanmean(1))
+        assert axes.get_title() == f"layer {3 + layer}"
         assert axes.images[0].get_extent() == [0, LENGTH, LENGTH, 0]
+    assert "layer 4 (10.0 %), in layer 5 (30.0 %)" in figure.get_suptitle()
 
 
-def test_long_prompts_are_averaged_and_many_chunks_are_sampled(
-    tiny_model: Any, tmp_path: Path
-) -> None:
+def test_long_prompts_are_averaged(tiny_model: Any, tmp_path: Path) -> None:
     measures = dataclasses.replace(
         measure_attention(tiny_model, PROMPT, CONFIG),
         config=PrefillConfig(chunk_size=128, local_window=0, heavy_budget=4),
@@ -86,12 +83,12 @@ def test_long_prompts_are_averaged_and_many_chunks_are_sampled(
         kv_heads=(2,) * 40,
         chunk_ends=tuple(128 * (chunk + 1) for chunk in range(16)),
     )
-    panels = plots.plot_memory(measures, tmp_path / "memory.png", "").axes[:8]
-    titles = [axes.get_title(loc="left") for axes in panels]
-    assert [int(title.split()[4]) for title in titles] == [0, 2, 4, 6, 9, 11, 13, 15]
+    figure = plots.plot_memory_sets(measures, tmp_path / "memory.png", "")
+    panel, _ = figure.axes
     # 2048 positions in 1024 columns: the four that are held fill two of them.
-    last = _shown(panels[-1])
-    assert last.shape == (40, 1024) and last[0, :4].tolist() == [1, 1, 0, 0]
-    labels = [tick.get_text() for tick in panels[0].get_yticklabels()]
+    shown = _shown(panel)
+    assert shown.shape == (40, 1024) and shown[0, :4].tolist() == [1, 1, 0, 0]
+    labels = [tick.get_text() for tick in panel.get_yticklabels()]
     assert labels == ["0", "5", "10", "15", "20", "25", "30", "35"]
-    assert "local window" not in panels[-1].get_xlabel()
+    assert "local window" not in panel.get_xlabel()
+    assert figure.get_suptitle().endswith("held by 100 % of its KV heads")

@@ -16,8 +16,8 @@ import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import count_attention_flops, evaluate_perplexity
 from h2o_prefill.eval.perplexity import key_tokens
-from h2o_prefill.eval.perplexity.plot import plot_perplexity
 from h2o_prefill.eval.perplexity.result import PerplexityResult, perplexity_report
+from h2o_prefill.eval.plots import plot_perplexity
 from h2o_prefill.eval.report import format_json
 
 CONTEXT = 64
@@ -179,16 +179,14 @@ def test_memory_sets_count_as_errors_have_widened_them(tiny_model: Any) -> None:
 
 
 def test_the_figure_shows_both_runs(tiny_model: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     result = _evaluate(tiny_model, protocol="llamacpp")
     figure = plot_perplexity(result, tmp_path / "p.svg", "a title")
     assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
-    window, chunk, window_change, chunk_change = figure.axes
-    drawn = {patch.get_label(): patch.get_data().values for patch in window.patches}
-    for name in ("dense", "sparse"):
-        curve = getattr(result.by_position, name)
-        expected = [math.nan if value is None else value for value in curve]
-        assert list(drawn[name]) == pytest.approx(expected, nan_ok=True)
-    assert [text.get_text() for text in chunk.get_legend().get_texts()] == ["dense", "sparse"]
-    assert window.get_ylabel() == "perplexity"
-    assert "chunk" in chunk_change.get_xlabel() and "window" in window_change.get_xlabel()
+    for axes, curve in zip(
+        figure.axes, (result.by_position, result.by_chunk_position), strict=True
+    ):
+        (drawn,) = axes.patches
+        pairs = zip(curve.dense, curve.sparse, strict=True)
+        change = [math.nan if None in pair else 100 * (pair[1] / pair[0] - 1) for pair in pairs]
+        assert list(drawn.get_data().values) == pytest.approx(change, nan_ok=True)
+    assert f"{result.delta_percent:+.2f} %" in figure.get_suptitle()

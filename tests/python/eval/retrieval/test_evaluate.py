@@ -16,12 +16,12 @@ import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_retrieval
 from h2o_prefill.eval.inputs.text import Corpus
+from h2o_prefill.eval.plots import plot_retrieval
 from h2o_prefill.eval.report import format_json
 from h2o_prefill.eval.retrieval.prompts import Haystack, build_prompt
 from h2o_prefill.eval.retrieval.result import (
     KeptOutcomes,
     PromptOutcome,
-    plot_retrieval,
     retrieval_report,
     substring_score,
     summarize_retrieval,
@@ -74,7 +74,6 @@ def _run(model: Any, tokenizer: Any, **changes: Any) -> Any:
 
 
 def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     steps: list[tuple[int, int, str]] = []
     settings: dict[str, Any] = dict(
         tasks=["single", "multi_key"], lengths=[900, 1200], prompts_per_cell=2, seed=7
@@ -108,12 +107,16 @@ def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_
     assert len(report["summary"]) == 12 and "torch" in report["environment"]
 
     figure = plot_retrieval(result, tmp_path / "r.png", "title")
-    maps = [axes for axes in figure.axes if axes.images][:6]
-    assert [axes.get_title() for axes in maps[:3]] == ["dense", "small", "recall"]
-    assert [axes.get_ylabel().split("\n")[0] for axes in maps[::3]] == ["single", "multi_key"]
-    drawn: Any = maps[4].images[0].get_array()
-    assert drawn.tolist() == [[0, 0], [1, 1]]
-    assert [label.get_text() for label in maps[4].get_xticklabels()] == ["900", "1200"]
+    (axes,) = figure.axes
+    # Tasks and depths by prefill and length.
+    assert axes.images[0].get_array().tolist() == [[1, 1] + 4 * [depth] for depth in (0, 1, 0, 1)]
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert rows == [f"{task}, {depth} %" for task in ("single", "multi_key") for depth in (0, 100)]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["900", "1200"] * 3
+    (above,) = axes.child_axes
+    runs = [label.get_text() for label in above.get_xticklabels()]
+    assert runs == ["dense", "small", "recall"]
+    assert figure.get_suptitle() == "Mean score: dense 100 %, sparse 50 %"
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
