@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "common/checks.h"
@@ -154,6 +155,45 @@ class Characters {
   std::optional<SuffixMatches> matches_;
 };
 
+// Keys that the blocks of a call list, of all rows of a batch: 512 MiB.
+constexpr int64_t kMostEntries = int64_t{1} << 26;
+
+void check_entries(int64_t entries) {
+  TORCH_CHECK_VALUE(entries <= kMostEntries, "recall must list at most ", kMostEntries,
+                    " keys for the blocks of a call, got more: reduce recall, recall_span or "
+                    "recall_max_count, or increase recall_block");
+}
+
+// The positions that a block lists. Those that it has listed already are passed over in nearly one
+// step, however many they are: each points to one after it that it may not have listed.
+class Listed {
+ public:
+  explicit Listed(int64_t length) : block_(length + 1, -1), next_(length + 1) {}
+
+  // Calls with(position) for each position in [first, end) that the block has not listed yet.
+  template <typename With>
+  void add(int32_t block, int32_t first, int32_t end, const With& with) {
+    for (int32_t p = skip(block, first); p < end; p = skip(block, p + 1)) {
+      block_[p] = block;
+      next_[p] = end;  // up to which all are listed in the end
+      with(p);
+    }
+  }
+
+ private:
+  int32_t skip(int32_t block, int32_t p) {
+    while (block_[p] == block) {
+      const int32_t next = next_[p];
+      if (block_[next] == block) next_[p] = next_[next];
+      p = next;
+    }
+    return p;
+  }
+
+  std::vector<int32_t> block_;  // the last one that has listed a position
+  std::vector<int32_t> next_;   // of a position that `block_` has listed
+};
+
 struct Recalled {
   std::vector<int32_t> counts;  // a block
   std::vector<int32_t> positions;
@@ -174,8 +214,8 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
   }
 
   Recalled recalled;
-  std::vector<int64_t> listed(length, -1);  // the last block that lists a position
-  std::vector<int32_t> found;
+  Listed listed(length);
+  std::vector<std::pair<int32_t, int32_t>> found;  // first positions, and the ends
   for (int64_t p = begin; p < length; ++p) {
     const int64_t row = p - begin;
     const int64_t block = row / s.recall_block;
@@ -188,9 +228,8 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
     ++counts[words[p]];
     found.clear();
     const auto find = [&](int64_t first, int64_t span) {
-      for (int64_t position = first; position < std::min(first + span, chunk_begin); ++position) {
-        found.push_back(static_cast<int32_t>(position));
-      }
+      const int64_t end = std::min(first + span, chunk_begin);
+      if (first < end) found.emplace_back(first, end);
     };
     for (int64_t n = s.recall_suffix; n >= 1 && found.empty(); --n) {
       if (n == 1 && counts[words[p]] > s.recall_max_count) break;
@@ -200,14 +239,17 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
       characters->for_latest(p, s.character_matches,
                              [&](int64_t next) { find(next, s.character_span); });
     }
-    std::sort(found.begin(), found.end());
-    for (const int32_t position : found) {
-      if (listed[position] == block) continue;
-      listed[position] = block;
-      recalled.positions.push_back(position);
-      recalled.visible_from.push_back(static_cast<int32_t>(p));
-      ++recalled.counts.back();
+    // By rising first positions, what is new comes by rising positions. Matches come the last first.
+    std::reverse(found.begin(), found.end());
+    if (!std::is_sorted(found.begin(), found.end())) std::sort(found.begin(), found.end());
+    for (const auto& [first, end] : found) {
+      listed.add(static_cast<int32_t>(block), first, end, [&](int32_t position) {
+        recalled.positions.push_back(position);
+        recalled.visible_from.push_back(static_cast<int32_t>(p));
+        ++recalled.counts.back();
+      });
     }
+    check_entries(std::ssize(recalled.positions));
   }
   return recalled;
 }
@@ -229,6 +271,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lexical_recall_cpu(
     }
   });
 
+  int64_t entries = 0;
+  for (const Recalled& row : rows) entries += std::ssize(row.positions);
+  check_entries(entries);
   std::vector<int32_t> offsets{0};
   std::vector<int32_t> positions;
   std::vector<int32_t> visible_from;
