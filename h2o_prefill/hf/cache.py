@@ -240,7 +240,7 @@ def packed_copy(
         begun: list[Any] = [one.layers[number] for one in beginnings]
         if isinstance(layer, ChunkedPrefillLayer):
             layer.pack()
-            if begun:
+            if begun and type(layer) is ChunkedPrefillLayer:
                 layer.share_with(begun)
         elif type(layer) is DynamicSlidingWindowLayer:
             for name in ("keys", "values"):  # Views of all rows of the last call.

@@ -221,14 +221,14 @@ class ChunkedPrefillLayer(DynamicLayer):
     def pack(self) -> None:
         """Leave buffers that have room for more than a few other tokens."""
         size = self.get_seq_length() * 9 // 8
-        if self._buffers is not None and self._buffers[0].shape[2] > size:
+        if self._is_backed() and self._buffers is not None and self._buffers[0].shape[2] > size:
             self._move(size, *self._held())
             self._map_state(torch.clone)
 
     def share_with(self, others: list[ChunkedPrefillLayer]) -> None:
-        """Lend these buffers to layers that begin alike: all in the buffers of the first one.
+        """Lend the buffers of this branch to others, which leave theirs: those that the first has.
 
-        Nothing happens unless the first layer has the first rows of this one, to the bit.
+        Nothing happens unless the rows of the first begin those of this one, to the bit.
         """
         mine, theirs, old = self._held(), others[0]._held(), others[0]._buffers
         length = theirs[0].shape[2]
