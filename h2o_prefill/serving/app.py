@@ -57,72 +57,68 @@ def create_app(
         if host in _LOOPBACK and request.url.hostname not in _LOOPBACK:
             raise ApiError(403, f"this server answers at {host} alone")
 
-    api = _Api(worker, name, max_body or _TOKEN_BYTES * worker.context)
     app = FastAPI(openapi_url=None, dependencies=[Depends(check_host)])
-    app.add_exception_handler(HTTPException, api.refuse)
-    app.add_api_route("/health", api.health)
-    app.add_api_route("/metrics", api.metrics)
-    app.add_api_route("/v1/models", api.models)
-    app.add_api_route("/v1/models/{model:path}", api.model)
-    app.add_api_route("/v1/completions", api.respond, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", api.respond, methods=["POST"])
-    return app
+    requests = _Requests(worker, name, max_body or _TOKEN_BYTES * worker.context)
 
-
-class _Api:
-    """The routes: those of OpenAI, and those for who runs the server."""
-
-    def __init__(self, worker: Worker, name: str, max_body: int) -> None:
-        self.worker, self.name, self.max_body = worker, name, max_body
-        self.held = 0  # bytes of the bodies of all requests
-        self.encoding = asyncio.Lock()  # which takes many times the memory of a text
-
-    async def health(self) -> Response:
-        said, status = ("stopping", 503) if self.worker.stopping else ("ok", 200)
-        return JSONResponse({"status": said}, status)
-
-    async def metrics(self) -> Response:
-        lines = [f"h2o_prefill_{key} {number}\n" for key, number in self.worker.numbers().items()]
-        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
-
-    async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self.described()]})
-
-    async def model(self, model: str) -> Response:
-        self.check_model(model)
-        return JSONResponse(self.described())
-
-    async def refuse(self, _: Request, error: Any) -> Response:
-        known = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)
-        return self.answer(known.body(), known.status_code, error.headers)
-
-    def answer(self, body: Any, status: int = 200, headers: Any = None) -> Response:
-        self.worker.counts[f'requests_total{{status="{status}"}}'] += 1
+    def answer(body: Any, status: int = 200, headers: Any = None) -> Response:
+        worker.counts[f'requests_total{{status="{status}"}}'] += 1
         return JSONResponse(body, status, headers)
 
-    def described(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": 0, "owned_by": "h2o_prefill"}
+    @app.exception_handler(HTTPException)
+    async def refuse(_: Request, error: HTTPException) -> Response:
+        known = error if isinstance(error, ApiError) else ApiError(error.status_code, error.detail)
+        return answer(known.body(), known.status_code, error.headers)
 
-    def check_model(self, model: str | None) -> None:
-        if model not in (None, self.name):
-            message = f"model {model!r} is not here, only {self.name!r}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+    @app.get("/health")
+    async def health() -> Response:
+        said, status = ("stopping", 503) if worker.stopping else ("ok", 200)
+        return JSONResponse({"status": said}, status)
 
-    async def respond(self, request: Request) -> Response:
-        body, job = await self.take(request)
-        self.worker.submit(job)
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        lines = [f"h2o_prefill_{key} {number}\n" for key, number in worker.numbers().items()]
+        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    @app.get("/v1/models/{model:path}")
+    async def models(model: str | None = None) -> Response:
+        requests.check_model(model)
+        known = {"id": name, "object": "model", "created": 0, "owned_by": "h2o_prefill"}
+        return JSONResponse({"object": "list", "data": [known]} if model is None else known)
+
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    async def respond(request: Request) -> Response:
+        body, job = await requests.take(request)
+        worker.submit(job)
         events = _events(job, request)
         # Errors before the first token have their own status, in a stream too.
         first = await anext(events)
-        form = Answer(self.name, isinstance(body, ChatRequest))
+        form = Answer(name, isinstance(body, ChatRequest))
         if body.stream:
-            self.worker.counts['requests_total{status="200"}'] += 1
+            worker.counts['requests_total{status="200"}'] += 1
             stream = form.stream(first, events, body.stream_options.get("include_usage", False))
             return StreamingResponse(stream, media_type="text/event-stream")
         *pieces, finish = [first, *[piece async for piece in events]]
         assert isinstance(finish, Finish)
         text = form.body("".join(map(str, pieces)), finish.reason)
-        return self.answer({**text, "usage": finish.usage})
+        return answer({**text, "usage": finish.usage})
+
+    return app
+
+
+class _Requests:
+    """Bodies of requests, which together may hold so much memory, and what they ask for."""
+
+    def __init__(self, worker: Worker, name: str, max_body: int) -> None:
+        self.worker, self.name, self.max_body = worker, name, max_body
+        self.held = 0  # bytes of all bodies
+        self.encoding = asyncio.Lock()  # which takes many times the memory of a text
+
+    def check_model(self, model: str | None) -> None:
+        if model not in (None, self.name):
+            message = f"model {model!r} is not here, only {self.name!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
 
     async def take(self, request: Request) -> tuple[CompletionRequest | ChatRequest, Job]:
         """Return what a client asks for, and the job; ApiError if there can be none."""
@@ -174,10 +170,9 @@ def _make_job(worker: Worker, body: CompletionRequest | ChatRequest) -> Job:
         wanted = body.max_completion_tokens or wanted or max(worker.context - len(ids), 1)
     else:
         param, wanted = "prompt", wanted or _COMPLETION_TOKENS
-        given = body.prompt
-        if isinstance(given, str):
-            given = encode_prompt(worker.tokenizer, given, chat=False)[0].tolist()
-        ids = given
+        ids = body.only_prompt()
+        if isinstance(ids, str):
+            ids = encode_prompt(worker.tokenizer, ids, chat=False)[0].tolist()
     vocabulary = worker.model.get_input_embeddings().weight.shape[0]
     if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
         rule = f"be token ids >= 0 and < {vocabulary}" if ids else "not be empty"

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from h2o_prefill.eval.timing.generation import Sampling
@@ -44,14 +44,11 @@ class _Object(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
         given = _without_nulls(data)
-        for name in cls.idle.keys() & given.keys():
-            value, served = given.pop(name), cls.idle[name]
-            if (type(value), value) not in [(type(x), x) for x in served]:
-                message = f"{name} must be {' or '.join(map(json.dumps, served))}"
-                raise ApiError(400, message, param=name)
+        for name in cls.idle.keys() & given.keys() if isinstance(given, dict) else ():
+            served = [json.dumps(value) for value in cls.idle[name]]
+            if json.dumps(given.pop(name)) not in served:
+                raise ApiError(400, f"{name} must be {' or '.join(served)}", param=name)
         return given
 
 
@@ -101,16 +98,16 @@ class GenerationRequest(_Object):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | list[str] | list[list[int]]
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _take_the_only_one(cls, given: Any) -> Any:
-        several = isinstance(given, list) and given and not isinstance(given[0], int)
-        if several and len(given) > 1:
-            rule = f"prompt must be one text, or its token ids, got a list of {len(given)}"
-            raise ApiError(400, rule, param="prompt")
-        return given[0] if several else given
+    def only_prompt(self) -> Any:
+        """Return the text, or token ids; of a list of several it has to be the only one."""
+        if not isinstance(self.prompt, list) or not self.prompt or isinstance(self.prompt[0], int):
+            return self.prompt
+        if len(self.prompt) > 1:
+            message = f"prompt must be one text, or its token ids, got a list of {len(self.prompt)}"
+            raise ApiError(400, message, param="prompt")
+        return self.prompt[0]
 
 
 class TextPart(_Object):
@@ -129,14 +126,10 @@ class Message(_Object):
     content: str | list[TextPart] | None = None
     name: str | None = None
 
-    @model_validator(mode="after")
-    def _check_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"content of role {self.role!r} must not be null")
-        return self
-
     def for_template(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
+        if self.content is None and self.role != "assistant":
+            raise ApiError(400, f"content of role {self.role!r} must not be null", param="messages")
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}

@@ -59,22 +59,17 @@ def make_server(app: Any) -> uvicorn.Server:
 
 
 def run_server(app: Any, worker: Worker, listening: socket.socket) -> None:
-    """Serve an app, of a worker, until SIGINT or SIGTERM; a second one ends what still runs."""
+    """Serve an app, of a worker, until SIGINT or SIGTERM; a second SIGINT ends what still runs."""
     server = make_server(app)
-
-    def stop(*_: object) -> None:
-        server.should_exit = True
-
-    before = [(n, signal.signal(n, stop)) for n in (signal.SIGINT, signal.SIGTERM)]
+    before = [(n, signal.signal(n, server.handle_exit)) for n in (signal.SIGINT, signal.SIGTERM)]
+    # In a thread it handles no signals by itself: the worker has to know of them first.
     with ThreadPoolExecutor(1, "server") as pool:
         served = pool.submit(server.run, [listening])
-        try:
-            while not (server.should_exit or served.done()):
-                time.sleep(0.1)
-            worker.stop()
-            for number, handler in before:
-                signal.signal(number, handler)
-            wait([served], _GRACE_SECONDS)
-        finally:
-            worker.stop(cut=True)
-        served.result()
+        while not (server.should_exit or served.done()):
+            time.sleep(0.1)
+        worker.stop()
+        wait([served], _GRACE_SECONDS)
+        worker.stop(cut=True)
+    for number, handler in before:
+        signal.signal(number, handler)
+    served.result()
