@@ -110,12 +110,11 @@ class Selector:
             scale=keys.shape[3] ** -0.5 if scale is None else scale,
         )
         chosen: Any = self.rule(given)
-        kind, shape = getattr(chosen, "dtype", type(chosen)), [*getattr(chosen, "shape", ())]
         where = f"selection rule {self.name!r} in layer {layer}"
-        if kind not in (torch.int32, torch.int64) or len(shape) != 3 or shape[:2] != heads:
-            expected = f"int32 or int64 {[*heads, 'any']}"
-            raise ValueError(f"{where} must return positions, {expected}, got {kind} {shape}")
-        chosen = torch.as_tensor(chosen, device=keys.device)
+        if not _is_plain(chosen) or chosen.ndim != 3 or [*chosen.shape[:2]] != heads:
+            expected = f"a dense tensor, int32 or int64 {[*heads, 'any']}"
+            raise ValueError(f"{where} must return positions, {expected}, got {_kind(chosen)}")
+        chosen = chosen.to(keys.device)
         ordered = chosen.masked_fill(chosen == -1, end).sort(-1).values
         outside = chosen[(chosen < -1) | (chosen >= end)]
         twice = ordered[..., 1:][(ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < end)]
@@ -129,6 +128,20 @@ class Selector:
                 f"{where} must return a position once a head, got {int(twice[0])} twice"
             )
         return ordered.masked_fill(ordered == end, -1).int()
+
+
+def _is_plain(chosen: Any) -> bool:
+    kinds = torch.int32, torch.int64
+    dense = isinstance(chosen, Tensor) and chosen.layout is torch.strided and not chosen.is_nested
+    return dense and not chosen.is_meta and chosen.dtype in kinds
+
+
+def _kind(chosen: Any) -> str:
+    """Return what a rule has returned, in words: a nested tensor has no shape."""
+    if not isinstance(chosen, Tensor):
+        return type(chosen).__name__
+    shape = "nested" if chosen.is_nested else [*chosen.shape]
+    return f"{chosen.dtype} {shape}, {chosen.layout} on {chosen.device}"
 
 
 def load_rule(text: str) -> SelectionRule:

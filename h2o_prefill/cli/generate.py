@@ -190,7 +190,12 @@ def generate(
         )
         return
     from h2o_prefill.eval.inputs.packages import load_package
-    from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn, without_middle
+    from h2o_prefill.eval.inputs.prompts import (
+        check_prompt,
+        encode_prompt,
+        encode_turn,
+        without_middle,
+    )
     from h2o_prefill.eval.inputs.text import read_text
     from h2o_prefill.eval.timing.generation import Sampling, generate_timed
     from h2o_prefill.hf import enable
@@ -201,9 +206,8 @@ def generate(
         config = parse_variant(preset, **sizes)
         if (prompt is None) == (prompt_file is None):
             raise ValueError("give a prompt or --prompt-file, one of the two")
-        text = prompt if prompt_file is None else read_text(prompt_file, "--prompt-file")
-        if not text or not text.strip():
-            raise ValueError("prompt must not be empty")
+        text = (prompt or "") if prompt_file is None else read_text(prompt_file, "--prompt-file")
+        check_prompt(text)
         if package is not None and config != parse_variant(DEFAULT_PRESET):
             raise ValueError("--package has its own settings: leave out --preset and the sizes")
         if session is not None:

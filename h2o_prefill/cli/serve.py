@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +46,13 @@ def serve(
         _limit("--max-body", 1, "Body of a request; default: 16 bytes for each token.", "KIB"),
     ] = None,
     prefix_cache: Annotated[
-        int, _limit("--prefix-cache", 0, "Memory for prompts that begin as one before.", "MIB")
+        int,
+        _limit(
+            "--prefix-cache",
+            0,
+            "Memory for prompts, reused by those that begin with all of one.",
+            "MIB",
+        ),
     ] = 1024,
     dtype: options.DtypeOption = "float32",
     device: options.DeviceOption = "cpu",
@@ -78,3 +85,5 @@ def serve(
         say(f"{name} at http://{shown}:{listening.getsockname()[1]}/v1, until Ctrl-C")
         run_server(app, worker, listening)
         say("stopped")
+        if not worker.close(1):
+            os._exit(0)  # Python would wait for a layer, which takes minutes in a large model.

@@ -16,7 +16,7 @@ from torch import Tensor
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, digest, model_digest, run_pieces
-from h2o_prefill.eval.inputs.prompts import encode_prompt
+from h2o_prefill.eval.inputs.prompts import check_prompt, encode_prompt
 from h2o_prefill.eval.inputs.text import read_text
 from h2o_prefill.eval.report import whole_lines
 from h2o_prefill.eval.runs import (
@@ -35,6 +35,9 @@ PromptId = str | int
 
 # Errors of single batches: too little memory, logits that are not finite.
 _FAILURES = (RuntimeError, ArithmeticError, MemoryError)
+
+# Of each line of answers.
+_BEGIN = b'{"id": '
 
 # Rows of a batch are at least so long, relative to its longest one: the rest would be padding.
 _LEAST_SHARE = 0.75
@@ -60,7 +63,7 @@ def read_prompts(path: str | os.PathLike[str], argument: str = "input") -> dict[
     FileNotFoundError or ValueError, which name `argument` and the line.
     """
     prompts: dict[PromptId, str] = {}
-    for number, line in _parsed(read_text(path, argument).removeprefix("\ufeff"), argument):
+    for number, line in _parsed(read_text(path, argument), argument):
         name, text = line.get("id", number), line.get("prompt")
         if not isinstance(text, str):
             raise ValueError(f'{argument} line {number} must have a text as "prompt", got {text!r}')
@@ -133,11 +136,11 @@ def answer_prompts(
     check_dense(model)
     path = Path(output).expanduser()
     settings = model_digest(model), config.to_string(), max_new_tokens
-    ids = {
-        name: encode_prompt(tokenizer, text, chat=chat)[0].tolist()
+    read = {
+        name: _read_prompt(model, tokenizer, text, chat, max_new_tokens)
         for name, text in prompts.items()
     }
-    keys = {name: digest(settings, tokens) for name, tokens in ids.items()}
+    keys = {name: digest(settings, tokens) for name, (tokens, _) in read.items()}
     kept = _begin_output(path, keys)
     rows = dict(kept)
 
@@ -147,18 +150,12 @@ def answer_prompts(
         with open(path, "ab") as file:
             file.write(_lines(new.values()))
 
-    left = {name: tokens for name, tokens in ids.items() if name not in kept}
-    refused = {name: _refusal(model, prompts[name], left[name], max_new_tokens) for name in left}
-    add((name, {"error": why}) for name, why in refused.items() if why)
-    batches = dict(
-        enumerate(
-            _batches(
-                {n: len(left[n]) for n in left if not refused[n]}, max_new_tokens, batch_tokens
-            )
-        )
-    )
+    left = {name: found for name, found in read.items() if name not in kept}
+    add((name, {"error": why}) for name, (_, why) in left.items() if why)
+    lengths = {name: len(tokens) for name, (tokens, why) in left.items() if not why}
+    batches = dict(enumerate(_batches(lengths, max_new_tokens, batch_tokens)))
     step = count_steps(on_progress, len(batches))
-    pieces = {number: [left[name] for name in names] for number, names in batches.items()}
+    pieces = {number: [left[name][0] for name in names] for number, names in batches.items()}
     shared = config, max_new_tokens
     held = LoadedModel(model, tokenizer, step)
     for number, result in run_pieces(held, cluster, _answer_batch, shared, pieces):
@@ -224,15 +221,18 @@ def _generate(
     return rows
 
 
-def _refusal(model: Any, text: str, tokens: list[int], max_new_tokens: int) -> str | None:
-    """Return why the model cannot answer a prompt, if it cannot."""
-    if not text.strip() or not tokens:
-        return "prompt must not be empty"
+def _read_prompt(
+    model: Any, tokenizer: Any, text: str, chat: bool, max_new_tokens: int
+) -> tuple[list[int], str | None]:
+    """Return the token ids of a prompt, and why the model cannot answer it, if it cannot."""
+    tokens: list[int] = []
     try:
+        check_prompt(text)
+        tokens = encode_prompt(tokenizer, text, chat=chat)[0].tolist()
         check_length(model, len(tokens) + max_new_tokens, "prompt and new tokens")
     except ValueError as error:
-        return str(error)
-    return None
+        return tokens, str(error)
+    return tokens, None if tokens else "prompt must not be empty"
 
 
 def _batches(
@@ -257,7 +257,11 @@ def _begin_output(path: Path, keys: Mapping[PromptId, str]) -> dict[PromptId, di
         path.touch()
         return rows
     held = path.read_bytes()
-    for number, row in _parsed(whole_lines(held).decode("utf-8", "replace"), "output"):
+    try:
+        lines = whole_lines(held, _BEGIN)
+    except ValueError as error:
+        raise ValueError(f"output must hold answers of this command alone: {error}") from None
+    for number, row in _parsed(lines.decode("utf-8", "replace"), "output"):
         name = row.get("id")
         if not _is_id(name) or not {"answer", "error"} & row.keys() or "key" not in row:
             raise ValueError(
@@ -285,7 +289,7 @@ def _parsed(text: str, argument: str) -> list[tuple[int, dict[str, Any]]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{argument} line {number} must be JSON: {error}") from error
         if not isinstance(value, dict):
             raise ValueError(f"{argument} line {number} must be a JSON object, got {line[:40]!r}")

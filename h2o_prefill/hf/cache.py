@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -242,6 +242,27 @@ def leave_shared(cache: Any) -> None:
     for layer in getattr(cache, "layers", None) or ():
         if isinstance(layer, ChunkedPrefillLayer):
             layer.leave_shared()
+
+
+def packed_copy(
+    cache: ChunkedPrefillCache, beginnings: Sequence[ChunkedPrefillCache]
+) -> ChunkedPrefillCache:
+    """Return a copy of a cache with room for few more tokens.
+
+    `beginnings` are caches of beginnings of its text, the longest first: from now on they share its
+    keys and values, if the text was prefilled on from them.
+    """
+    other = cache.copy(room=0)
+    for number, layer in enumerate(other.layers):
+        begun: list[Any] = [one.layers[number] for one in beginnings]
+        if isinstance(layer, ChunkedPrefillLayer):
+            layer.pack()
+            if begun and type(layer) is ChunkedPrefillLayer:
+                layer.share_with(begun)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            for name in ("keys", "values"):  # Views of all rows of the last call.
+                setattr(layer, name, getattr(layer, name).clone())
+    return other
 
 
 def _branch(layer: Any, room: int) -> Any:

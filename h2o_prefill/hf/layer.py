@@ -217,14 +217,37 @@ class ChunkedPrefillLayer(DynamicLayer):
         with _sharing:
             if length := self.get_seq_length():
                 self._room_for(length + room, *self._held(), claims=False)
-                if self._shared is None:
-                    self._shared = SharedRows(self, length)
-                self._shared.freeze(length)
+                self._share(length)
             other = copy.copy(self)
             if not length:
                 other._views = other._shared = None  # a buffer without tokens is not shared
             other.state = None if self._state is None else self._state.clone()
             return other
+
+    def pack(self) -> None:
+        """Leave buffers that have room for more than a few other tokens."""
+        size = self.get_seq_length() * 9 // 8
+        if self._is_backed() and self._buffers is not None and self._buffers[0].shape[2] > size:
+            self._move(size, *self._held())
+            self._map_state(torch.clone)
+
+    def share_with(self, others: list[ChunkedPrefillLayer]) -> None:
+        """Lend the buffers of this branch to others, which leave theirs: those that the first has.
+
+        Nothing happens unless the rows of the first begin those of this one, to the bit.
+        """
+        mine, theirs, old = self._held(), others[0]._held(), others[0]._buffers
+        length = theirs[0].shape[2]
+        if old is self._buffers or not all(
+            x.equal(y[:, :, :length]) for x, y in zip(theirs, mine, strict=True)
+        ):
+            return
+        with _sharing:
+            self._share(self.get_seq_length())
+            for other in others:
+                if other._buffers is old:
+                    other._buffers, other._shared = self._buffers, self._shared
+                    other._use(other.get_seq_length())
 
     def leave_shared(self) -> None:
         """Copy buffers that other layers share."""
@@ -291,6 +314,12 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Return whether rows of the buffers from `past` to `total` are this layer's alone."""
         return self._shared is None or total <= past or self._shared.claim(self, past, total)
 
+    def _share(self, length: int) -> None:
+        """Leave the first rows of the buffers as they are from now on."""
+        if self._shared is None:
+            self._shared = SharedRows(self, length)
+        self._shared.freeze(length)
+
     def _room_for(self, total: int, *like: Tensor, claims: bool = True) -> tuple[Tensor, Tensor]:
         """Return buffers with room for so many tokens, which begin with what the layer holds.
 
@@ -304,8 +333,11 @@ class ChunkedPrefillLayer(DynamicLayer):
             assert self._buffers is not None
             return self._buffers
         # A copy that leaves inference mode keeps its size; one for more tokens at least doubles it.
-        capacity = held if total <= held else max(total + _SPARE_TOKENS, 2 * held)
-        grown = []
+        return self._move(held if total <= held else max(total + _SPARE_TOKENS, 2 * held), *like)
+
+    def _move(self, capacity: int, *like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new buffers, which begin with what the layer holds."""
+        past, grown = self.get_seq_length(), []
         for old, x in zip((self.keys, self.values), like, strict=True):
             buffer = x.new_empty(*x.shape[:2], capacity, x.shape[3])
             if past and old is not None:

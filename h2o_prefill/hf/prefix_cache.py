@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.cache import ChunkedPrefillCache, packed_copy
 from h2o_prefill.hf.identity import CHANGED, Origin, marks_of
 from h2o_prefill.hf.state import enabled_of
 from h2o_prefill.session import settings_fields
+from h2o_prefill.state import PrefillState
 
 
 class PrefixCache:
@@ -25,7 +26,7 @@ class PrefixCache:
     Parameters
     ----------
     max_bytes : int
-        Most bytes of keys, values, scores and memory sets of all texts; above it, those that were
+        Most bytes of keys, values, states and token ids of all texts; above it, those that were
         used least recently are removed.
 
     Raises
@@ -47,7 +48,7 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values, scores and memory sets of all texts, of shared ones once."""
+        """Bytes that keys, values, states and token ids of all texts occupy, shared ones once."""
         with self._lock:
             return _bytes_of(self._held)
 
@@ -86,7 +87,7 @@ class PrefixCache:
                 return ChunkedPrefillCache(config=model.config)
             longest = max(fitting, key=lambda number: self._held[number][0].shape[1])
             self._held.append(self._held.pop(longest))
-            return self._held[-1][1].copy()
+            return self._held[-1][1].copy(room=0)
 
     def add(self, cache: ChunkedPrefillCache) -> None:
         """Store the text that a cache holds now; the cache may go on.
@@ -110,7 +111,9 @@ class PrefixCache:
                 for text, held in self._held
                 if not (held._origin == origin and text.equal(ids))
             ]
-            self._held.append((ids, cache.copy()))
+            begun = [x for x in self._held if x[1]._origin == origin and _begins(ids, x[0])]
+            begun.sort(key=lambda x: x[0].shape[1], reverse=True)
+            self._held.append((ids, packed_copy(cache, [held for _, held in begun])))
             while self._held and _bytes_of(self._held) > self.max_bytes:
                 del self._held[0]
 
@@ -127,14 +130,16 @@ def _begins(ids: Tensor, text: Tensor) -> bool:
 
 
 def _bytes_of(held: list[tuple[Tensor, ChunkedPrefillCache]]) -> int:
-    storages = {}
-    for _, cache in held:
-        layers: Any = cache.layers
-        for layer in layers:
-            state = getattr(layer, "state", None)
-            tensors = [layer.keys, layer.values]
-            tensors += [] if state is None else [state.scores, state.memory, state.errors]
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+    """Return the bytes of the storages of all tensors that texts and the layers of caches have."""
+    storages: dict[int, int] = {}
+    left: list[Any] = [(text, cache._token_ids, *map(vars, cache.layers)) for text, cache in held]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif isinstance(value, (dict, PrefillState)):
+            left += (value if isinstance(value, dict) else vars(value)).values()
     return sum(storages.values())

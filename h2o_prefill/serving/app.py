@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -53,10 +52,13 @@ def create_app(
     `max_body` is the longest body of a request in bytes. On a `host` of loopback, requests for
     other hosts are refused: they come from a web page whose name leads to this machine.
     """
-    app = FastAPI(openapi_url=None)
-    limit = max_body or _TOKEN_BYTES * worker.context
-    held = 0  # bytes of the bodies of all requests
-    encoding = asyncio.Lock()  # which takes many times the memory of a text
+
+    async def check_host(request: Request) -> None:
+        if host in _LOOPBACK and request.url.hostname not in _LOOPBACK:
+            raise ApiError(403, f"this server answers at {host} alone")
+
+    app = FastAPI(openapi_url=None, dependencies=[Depends(check_host)])
+    requests = _Requests(worker, name, max_body or _TOKEN_BYTES * worker.context)
 
     def answer(body: Any, status: int = 200, headers: Any = None) -> Response:
         worker.counts[f'requests_total{{status="{status}"}}'] += 1
@@ -78,27 +80,61 @@ def create_app(
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
-    async def models() -> Response:
+    @app.get("/v1/models/{model:path}")
+    async def models(model: str | None = None) -> Response:
+        requests.check_model(model)
         known = {"id": name, "object": "model", "created": 0, "owned_by": "h2o_prefill"}
-        return JSONResponse({"object": "list", "data": [known]})
+        return JSONResponse({"object": "list", "data": [known]} if model is None else known)
 
-    async def respond(kind: type[CompletionRequest | ChatRequest], request: Request) -> Response:
-        nonlocal held
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    async def respond(request: Request) -> Response:
+        body, job = await requests.take(request)
+        worker.submit(job)
+        events = _events(job, request)
+        # Errors before the first token have their own status, in a stream too.
+        first = await anext(events)
+        form = Answer(name, isinstance(body, ChatRequest))
+        if body.stream:
+            worker.counts['requests_total{status="200"}'] += 1
+            stream = form.stream(first, events, body.stream_options.get("include_usage", False))
+            return StreamingResponse(stream, media_type="text/event-stream")
+        *pieces, finish = [first, *[piece async for piece in events]]
+        assert isinstance(finish, Finish)
+        text = form.body("".join(map(str, pieces)), finish.reason)
+        return answer({**text, "usage": finish.usage})
+
+    return app
+
+
+class _Requests:
+    """Bodies of requests, which together may hold so much memory, and what they ask for."""
+
+    def __init__(self, worker: Worker, name: str, max_body: int) -> None:
+        self.worker, self.name, self.max_body = worker, name, max_body
+        self.held = 0  # bytes of all bodies
+        self.encoding = asyncio.Lock()  # which takes many times the memory of a text
+
+    def check_model(self, model: str | None) -> None:
+        if model not in (None, self.name):
+            message = f"model {model!r} is not here, only {self.name!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    async def take(self, request: Request) -> tuple[CompletionRequest | ChatRequest, Job]:
+        """Return what a client asks for, and the job; ApiError if there can be none."""
+        kind = ChatRequest if "/chat/" in request.url.path else CompletionRequest
         content = bytearray()
         try:
-            await asyncio.wait_for(read(request, content), _BODY_SECONDS)
-            if host in _LOOPBACK and request.url.hostname not in _LOOPBACK:
-                raise ApiError(403, f"this server answers at {host} alone")
+            await asyncio.wait_for(self.read(request, content), _BODY_SECONDS)
             # A web page of another origin cannot send this type.
-            if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            media = request.headers.get("content-type", "").partition(";")[0].strip()
+            if media.lower() != "application/json":
                 raise ApiError(400, "body must be JSON, with Content-Type: application/json")
-            worker.check_open()
+            self.worker.check_open()
             body = kind.model_validate_json(bytes(content))
-            if body.model not in (None, name):
-                message = f"model {body.model!r} is not here, only {name!r}"
-                raise ApiError(404, message, code="model_not_found", param="model")
-            async with encoding:
-                job = await run_in_threadpool(_make_job, worker, body)
+            self.check_model(body.model)
+            async with self.encoding:
+                return body, await run_in_threadpool(_make_job, self.worker, body)
         except asyncio.TimeoutError:
             late = f"body must arrive within {_BODY_SECONDS:g} s"
             raise ApiError(408, late, {"Connection": "close"}) from None
@@ -107,41 +143,23 @@ def create_app(
         except ValidationError as error:
             raise _as_api_error(error) from None
         finally:
-            held -= len(content)
-        worker.submit(job)
-        events = _events(job, request)
-        # Errors before the first token have their own status, in a stream too.
-        first = await anext(events)
-        form = Answer(name, kind is ChatRequest)
-        if body.stream:
-            worker.counts['requests_total{status="200"}'] += 1
-            usage = body.stream_options.get("include_usage", False)
-            stream = form.stream(first, events, usage)
-            return StreamingResponse(stream, media_type="text/event-stream")
-        *pieces, finish = [first, *[piece async for piece in events]]
-        assert isinstance(finish, Finish)
-        text = form.body("".join(map(str, pieces)), finish.reason)
-        return answer({**text, "usage": finish.usage})
+            self.held -= len(content)
 
-    async def read(request: Request, content: bytearray) -> None:
+    async def read(self, request: Request, content: bytearray) -> None:
         """Add the body of a request to `content`; ApiError if there is too much."""
-        nonlocal held
         length = 0
         async for piece in request.stream():
             length += len(piece)
-            if length <= limit:
+            if length <= self.max_body:
                 content += piece
-                held += len(piece)
-            if held > _BODIES * limit:
+                self.held += len(piece)
+            if self.held > _BODIES * self.max_body:
                 raise ApiError(429, "too many long bodies at once", {"Connection": "close"})
-            if length > max(_DISCARDED, limit):
+            if length > max(_DISCARDED, self.max_body):
                 break
-        if length > limit:
-            raise ApiError(413, f"body must be <= {limit} bytes", {"Connection": "close"})
-
-    for path, kind in (("completions", CompletionRequest), ("chat/completions", ChatRequest)):
-        app.add_route(f"/v1/{path}", partial(respond, kind), ["POST"])
-    return app
+        if length > self.max_body:
+            message = f"body must be <= {self.max_body} bytes"
+            raise ApiError(413, message, {"Connection": "close"})
 
 
 def _make_job(worker: Worker, body: CompletionRequest | ChatRequest) -> Job:
@@ -152,10 +170,9 @@ def _make_job(worker: Worker, body: CompletionRequest | ChatRequest) -> Job:
         wanted = body.max_completion_tokens or wanted or max(worker.context - len(ids), 1)
     else:
         param, wanted = "prompt", wanted or _COMPLETION_TOKENS
-        given = body.prompt
-        if isinstance(given, str):
-            given = encode_prompt(worker.tokenizer, given, chat=False)[0].tolist()
-        ids = given
+        ids = body.only_prompt()
+        if isinstance(ids, str):
+            ids = encode_prompt(worker.tokenizer, ids, chat=False)[0].tolist()
     vocabulary = worker.model.get_input_embeddings().weight.shape[0]
     if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
         rule = f"be token ids >= 0 and < {vocabulary}" if ids else "not be empty"

@@ -7,7 +7,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
@@ -38,19 +38,41 @@ class _Object(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    # Other fields that a client may send, with values that ask for nothing.
+    idle: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_nulls(cls, data: Any) -> Any:
-        given = data.items() if isinstance(data, dict) else ()
-        return {name: value for name, value in given if value is not None} if given else data
+    def _leave_out(cls, data: Any) -> Any:
+        given = _without_nulls(data)
+        for name in cls.idle.keys() & given.keys() if isinstance(given, dict) else ():
+            served = [json.dumps(value) for value in cls.idle[name]]
+            if json.dumps(given.pop(name)) not in served:
+                raise ApiError(400, f"{name} must be {' or '.join(served)}", param=name)
+        return given
 
 
-_Zero = Annotated[float, Field(ge=0, le=0)]
+def _without_nulls(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    return {name: _without_nulls(value) for name, value in data.items() if value is not None}
+
+
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_TOOLS = ("none", "auto")
 
 
 class GenerationRequest(_Object):
     """What completions and chat have in common."""
+
+    idle = {
+        **{"n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,)},
+        **{"top_logprobs": (0,), "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0)},
+        **{"logit_bias": ({},), "tools": ([],), "tool_choice": _TOOLS, "functions": ([],)},
+        **{"function_call": _TOOLS, "parallel_tool_calls": (True, False), "store": (False,)},
+        **{"response_format": ({"type": "text"},), "modalities": (["text"],), "metadata": ({},)},
+        "service_tier": ("auto", "default"),
+    }
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -62,11 +84,8 @@ class GenerationRequest(_Object):
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
     h2o_prefill: dict[Literal["settings"], str] = {}
     user: str | None = None
-    # Clients send these; no other values are served.
-    n: Literal[1] = 1
-    logprobs: Literal[False] = False
-    presence_penalty: _Zero = 0.0
-    frequency_penalty: _Zero = 0.0
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     def sampling(self) -> Sampling | None:
         """Return how tokens are drawn, None for the likeliest ones."""
@@ -79,9 +98,16 @@ class GenerationRequest(_Object):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: str | list[int]
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
+    prompt: str | list[int] | list[str] | list[list[int]]
+
+    def only_prompt(self) -> Any:
+        """Return the text, or token ids; of a list of several it has to be the only one."""
+        if not isinstance(self.prompt, list) or not self.prompt or isinstance(self.prompt[0], int):
+            return self.prompt
+        if len(self.prompt) > 1:
+            message = f"prompt must be one text, or its token ids, got a list of {len(self.prompt)}"
+            raise ApiError(400, message, param="prompt")
+        return self.prompt[0]
 
 
 class TextPart(_Object):
@@ -92,15 +118,19 @@ class TextPart(_Object):
 
 
 class Message(_Object):
-    """A message of a chat."""
+    """A message of a chat, as clients write one, and as they hand one back that was an answer."""
+
+    idle = {"annotations": ([],), "tool_calls": ([],)}
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
-        parts = self.content
+        if self.content is None and self.role != "assistant":
+            raise ApiError(400, f"content of role {self.role!r} must not be null", param="messages")
+        parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -124,13 +154,15 @@ class Answer:
 
     def __init__(self, model: str, chat: bool) -> None:
         self.chat = chat
+        self._role = {"role": "assistant"}
         self.shared = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time())}
         self.shared["model"] = model
 
     def body(self, text: str, reason: str | None = None, chunk: bool = False) -> dict[str, Any]:
         """Return an answer, or the chunk of a stream, without its usage."""
         part, kind = ("delta", ".chunk") if chunk else ("message", "")
-        said = {part: {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        said = {part: {**self._role, "content": text}} if self.chat else {"text": text}
+        self._role = {}  # of the first chunk alone, as clients add up what is in all
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
         name = f"chat.completion{kind}" if self.chat else "text_completion"
         return {**self.shared, "object": name, "choices": [choice]}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +52,13 @@ class Job:
 
     def tell(self, event: str | Finish | ApiError) -> None:
         """Pass on an event, from any thread."""
-        self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, with all who wait
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
-    def cancel(self) -> bool:
-        """End the job at its next layer; return whether it has not begun, and never will."""
+    def cancel(self) -> None:
+        """End the job at its next layer, or before it begins."""
         self.cancelled = True
-        return self.future.cancel()
+        self.future.cancel()
 
 
 class Worker:
@@ -118,16 +120,20 @@ class Worker:
         """Refuse new jobs, and those that wait; `cut` cancels the running one as well."""
         self.stopping = True
         for job in list(self._jobs):
-            if (cut or job is not self._running) and job.cancel():
+            if cut or job is not self._running:
+                job.cancel()
                 job.tell(ApiError(503, "the server is stopping"))
 
-    def close(self) -> None:
-        """Cancel all jobs, wait for the thread, and leave the model as it was."""
+    def close(self, seconds: float | None = None) -> bool:
+        """Cancel all jobs, leave the model as it was; return False if one goes on for longer."""
         self.stop(cut=True)
+        if wait([job.future for job in list(self._jobs)], seconds).not_done:
+            return False
         self._pool.shutdown()
         for hook in self._hooks:
             hook.remove()
         self._enable(None)
+        return True
 
     def _check(self, *_: object) -> None:
         if self._running is not None and self._running.cancelled:

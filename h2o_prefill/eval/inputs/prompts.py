@@ -8,6 +8,17 @@ import torch
 from torch import Tensor
 
 
+def check_prompt(text: str) -> None:
+    """Raise ValueError for a prompt without text, or with half a character or stray bytes in it."""
+    if not text.strip():
+        raise ValueError("prompt must not be empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found, place = text[error.start], error.start + 1
+        raise ValueError(f"prompt must be UTF-8 text, got {found!r} as character {place}") from None
+
+
 def encode_prompt(tokenizer: Any, text: str, *, chat: bool) -> Tensor:
     """Return the token ids of a prompt, int64 [1, T]; `chat` applies the chat template, if any."""
     if chat and getattr(tokenizer, "chat_template", None):

@@ -75,14 +75,14 @@ def encode(tokenizer: Any, text: str) -> Tensor:
 
 
 def read_text(path: str | os.PathLike[str], argument: str) -> str:
-    """Read a UTF-8 text; errors name `argument`."""
+    """Read a UTF-8 text, without the mark of its encoding; errors name `argument`."""
     path = Path(path).expanduser()
     if path.is_dir():
         raise ValueError(f"{argument} must be a text file, got the folder {str(path)!r}")
     if not path.exists():
         raise FileNotFoundError(f"{argument}: no such file: {str(path)!r}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{argument} must be UTF-8 text, got {str(path)!r}: {error}") from error
     if "\0" in text:

@@ -79,14 +79,15 @@ class KeptOutcomes:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path).expanduser()
         self._found: dict[str, PromptOutcome] = {}
-        lines = whole_lines(self._path.read_bytes()) if self._path.exists() else b""
+        held = self._path.read_bytes() if self._path.exists() else b""
         try:
+            lines = whole_lines(held, b'{"key": ')
             for line in lines.splitlines():
                 fields = json.loads(line)
                 key = fields.pop("key")
                 fields["answers"] = tuple(fields["answers"])
                 self._found[key] = PromptOutcome(**fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{str(path)!r} must hold outcomes of this command alone") from error
         with self._path.open("ab") as file:
             file.truncate(len(lines))

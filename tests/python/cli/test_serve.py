@@ -19,24 +19,36 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("transformers")
 
 
+@pytest.fixture
+def url() -> str:
+    """Where a server can be, on a port that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def _wait_for(url: str, found: str) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if found in httpx.get(url).text:
+                return
+        time.sleep(0.05)
+
+
 def test_connections_are_bounded_and_a_signal_lets_the_running_answer_end(
-    run: Callable[..., Any], small_commands: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Any],
+    small_commands: dict[str, Any],
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("uvicorn")
     monkeypatch.setattr("h2o_prefill.serving.server._GRACE_SECONDS", 60)
     monkeypatch.setattr("h2o_prefill.serving.server._Connection.most", 8)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url, lines = f"http://127.0.0.1:{port}", []
+    port = int(url.rpartition(":")[2])
+    lines = []
 
     def ask() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-                break
-            except httpx.TransportError:
-                time.sleep(0.05)
+        _wait_for(f"{url}/health", '{"status":"ok"}')
         address = ("127.0.0.1", port)
         with contextlib.ExitStack() as stack:
             idle = [stack.enter_context(socket.create_connection(address)) for _ in range(9)]
@@ -56,6 +68,43 @@ def test_connections_are_bounded_and_a_signal_lets_the_running_answer_end(
     assert f"http://127.0.0.1:{port}/v1" in done.stderr
     assert lines[-1] == "data: [DONE]"
     assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_signal_does_not_wait_for_a_long_layer(
+    run: Callable[..., Any],
+    small_commands: dict[str, Any],
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("uvicorn")
+    layer_ends, said = threading.Event(), []
+
+    def leave(code: int) -> None:
+        said.append(code)
+        layer_ends.set()
+
+    monkeypatch.setattr("h2o_prefill.serving.server._GRACE_SECONDS", 0)
+    monkeypatch.setattr(
+        "h2o_prefill.serving.worker.generate_greedily", lambda *_, **__: layer_ends.wait(30)
+    )
+    monkeypatch.setattr("os._exit", leave)
+
+    def ask() -> None:
+        _wait_for(f"{url}/health", "ok")
+        found = httpx.post(f"{url}/v1/completions", json={"prompt": "Sphinx"}, timeout=60)
+        said.append(found.status_code)
+
+    def end() -> None:
+        _wait_for(f"{url}/metrics", "h2o_prefill_running 1\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    others = [threading.Thread(target=ask), threading.Thread(target=end)]
+    for other in others:
+        other.start()
+    run(*small_commands["serve"], "--port", url.rpartition(":")[2])
+    for other in others:
+        other.join()
+    assert said == [503, 0]
 
 
 def test_without_its_packages_it_says_what_to_install(

@@ -101,16 +101,34 @@ def test_a_file_goes_on_after_a_cut_line(
             answer(**changes)
     with pytest.raises(ValueError, match="under the id 'p1'"):
         answer({"p1": "other words"})
-    path.write_text('{"prompt": "mine"}\n')
-    with pytest.raises(ValueError, match="output line 1 must be an answer"):
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ('{"prompt": "mine"}\n', "output line 1 must be an answer"),
+        ("mine\n", "output line 1 must be JSON"),
+        ("[" * 100_000 + "\n", "output line 1 must be JSON"),
+        ("mine", "output must hold answers of this command alone: its last line is not"),
+        ('{"prompt": "mine', "its last line is not of this command"),
+        ('{"id": 1, "prompt": "mine"}', "its last line is not of this command"),
+        ('{"id": 1, "answer": "", "key": "x"}\nmine', "its last line is not of this command"),
+    ],
+)
+def test_a_file_of_something_else_stays(
+    answer: Any, tmp_path: Path, held: str, message: str
+) -> None:
+    path = tmp_path / "o.jsonl"
+    path.write_text(held)
+    with pytest.raises(ValueError, match=message):
         answer()
-    assert path.read_text() == '{"prompt": "mine"}\n'
+    assert path.read_text() == held
 
 
 def test_a_prompt_that_cannot_be_answered_has_an_error(
     answer: Any, prompts: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"long": tiny.SENTENCE * 20, **prompts, "empty": " "}
+    given = {"long": tiny.SENTENCE * 20, **prompts, "empty": " ", "half": "a\ud800"}
     generate = prompt_files._generate
 
     def no_memory(held: Any, config: Any, new: int, ids: Any) -> Any:
@@ -126,9 +144,10 @@ def test_a_prompt_that_cannot_be_answered_has_an_error(
         "long": "prompt and new tokens must be <= 512, the longest that the model takes, got 766",
         "p3": "no memory",
         "empty": "prompt must not be empty",
+        "half": r"prompt must be UTF-8 text, got '\ud800' as character 2",
     }
     again = answer(given)
-    assert [row["id"] for row in again.failed] == ["long", "empty"] and again.reused == 8
+    assert [row["id"] for row in again.failed] == ["long", "empty", "half"] and again.reused == 8
     assert [row["id"] for row in _read(tmp_path / "o.jsonl")] == list(given)
 
 
@@ -150,6 +169,7 @@ def test_batches_hold_similar_lengths_and_so_many_tokens() -> None:
     ("text", "message"),
     [
         ('{"prompt": "a"}\n{"prompt": ', "in line 2 must be JSON"),
+        ('{"prompt": "a"}\n' + "[" * 100_000, "in line 2 must be JSON: maximum recursion"),
         ('{"prompt": "a"}\n\n["b"]', "in line 3 must be a JSON object"),
         ('{"text": "a"}', 'in line 1 must have a text as "prompt", got None'),
         ('{"prompt": "a", "id": 1.5}', 'in line 1: "id" must be a text or int, got 1.5'),

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+import transformers
+from compatibility.tiny_model import build_tiny
 from hf_helpers import GREEDY, H2O, RECALL, in_calls, new_cache
 
 from h2o_prefill import PrefixCache, enable
+from h2o_prefill.hf.layer import HybridLayer
+from h2o_prefill.selection import snapkv
 
 ROOM = 1 << 30
 
@@ -84,15 +90,49 @@ def test_the_least_recently_used_texts_are_removed(llama, make_ids):
         prefixes.add(caches[2])
         assert [found(row) for row in range(3)] == [True, False, True]
         assert 0 < prefixes.nbytes <= prefixes.max_bytes
-        # Turns of a chat share keys and values.
-        longer = prefixes.find(llama, torch.cat([texts[0], texts[1]])[None])
-        in_calls(llama, longer, texts[1][None], (40,))
-        before = prefixes.nbytes
-        prefixes.add(longer)
-        assert prefixes.nbytes < before + each / 4
         none = PrefixCache(0)
         none.add(caches[0])
         assert len(none) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "FalconH1ForCausalLM"])
+def test_a_text_occupies_what_it_needs(build, make_ids, name):
+    recurrent = name == "FalconH1ForCausalLM"
+    if recurrent and HybridLayer is None:
+        pytest.skip(f"transformers {transformers.__version__} has not its layers")
+    model = build_tiny(name).model if recurrent else build(name)
+    prefixes, needed = PrefixCache(ROOM), 0
+    with enable(model, **H2O, select=None if recurrent else snapkv):
+        cache = prefilled(model, make_ids(1, 38))
+        prefixes.add(cache)
+    for layer in cache.layers:
+        parts = [{name: x for name, x in vars(layer).items() if name != "_scores"}]
+        parts += [vars(layer.state)] if getattr(layer, "state", None) else []
+        parts += [getattr(layer, x) for x in ("conv_states", "recurrent_states") if recurrent]
+        needed += sum(x.nbytes for part in parts for x in part.values() if torch.is_tensor(x))
+    file = io.BytesIO()
+    torch.save(prefixes._held, file)
+    assert 0 < file.tell() - prefixes.nbytes < 20_000 < prefixes.nbytes < 1.15 * needed
+
+
+def test_turns_of_a_chat_share_keys_and_values(llama, make_ids):
+    ids, prefixes, alone = make_ids(1, 240), PrefixCache(ROOM), PrefixCache(ROOM)
+    with enable(llama, **H2O):
+        for length in range(24, 241, 24):
+            cache = prefixes.find(llama, ids[:, :length])
+            past = cache.get_seq_length()
+            assert past == length - 24
+            in_calls(llama, cache, ids[:, past:length], (length - past,))
+            prefixes.add(cache)
+        alone.add(cache)
+        # Scores and memory sets are of each turn.
+        assert alone.nbytes < prefixes.nbytes < 1.5 * alone.nbytes
+        whole = prefilled(llama, ids[:, :24])
+        for length in range(48, 241, 24):
+            in_calls(llama, whole, ids[:, length - 24 : length], (24,))
+            found = prefixes.find(llama, torch.cat([ids[:, :length], ids[:, :1]], dim=1))
+            for ours, layer in zip(found.layers, whole.layers, strict=True):
+                assert torch.equal(ours.keys, layer.keys) and torch.equal(ours.values, layer.values)
 
 
 def test_threads_share_texts(llama, make_ids, spawn):

@@ -17,7 +17,7 @@ import torch
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
@@ -25,6 +25,7 @@ from soak.serve_load import Load, read_metrics  # noqa: E402
 
 from h2o_prefill import PrefillConfig, enable  # noqa: E402
 from h2o_prefill.serving import app as app_module  # noqa: E402
+from h2o_prefill.serving import server as server_module  # noqa: E402
 from h2o_prefill.serving.app import create_app  # noqa: E402
 from h2o_prefill.serving.worker import Worker  # noqa: E402
 
@@ -49,7 +50,7 @@ class Served:
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         app = create_app(self.worker, "tiny", max_body)
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        self.server = server_module.make_server(app)
         self.thread = threading.Thread(target=self.server.run, args=([listening],))
         self.thread.start()
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0)
@@ -116,7 +117,10 @@ def serve(tiny: Any) -> Iterator[Callable[..., Served]]:
 
 def test_answers_are_those_of_the_model(serve: Any, tiny: Any) -> None:
     served = serve(prefix_bytes=0)
-    assert [model.id for model in served.client.models.list()] == ["tiny"]
+    (model,) = served.client.models.list()
+    assert model.id == "tiny" and model == served.client.models.retrieve("tiny")
+    with pytest.raises(openai.NotFoundError, match="model 'org/other' is not here, only 'tiny'"):
+        served.client.models.retrieve("org/other")
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
     said = {}
     for settings in (H2O, "exact", "dense"):
@@ -150,7 +154,8 @@ def test_chat_sampling_and_ends(serve: Any, tiny: Any) -> None:
     whole = f"system: Be short.\nuser: {tiny.SENTENCE}\nbot:"
     assert served.ask(whole, max_tokens=9, seed=1, temperature=1).choices[0].text == texts[0]
     *pieces, _ = create(**asked, seed=1, stream=True)
-    assert pieces[0].choices[0].delta.role == "assistant"
+    roles = [piece.choices[0].delta.role for piece in pieces]
+    assert roles == ["assistant", *[None] * (len(pieces) - 1)] and len(pieces) > 1
     assert "".join(piece.choices[0].delta.content for piece in pieces) == texts[0]
     # Without a limit an answer fills the context.
     filled = create(model="tiny", messages=messages, seed=1).usage
@@ -191,16 +196,79 @@ def test_a_second_turn_prefills_only_its_suffix(serve: Any) -> None:
     assert other.prompt_tokens_details.cached_tokens == 0
 
 
+# Fields that ask for nothing, as clients send them.
+IDLE: dict[str, Any] = {
+    **{"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": []},
+    **{"tool_choice": "none", "response_format": {"type": "text"}, "store": False, "metadata": {}},
+    **{"top_logprobs": 0, "logprobs": False, "service_tier": "auto", "modalities": ["text"]},
+    **{"stream_options": {"include_usage": None}, "h2o_prefill": {"settings": None}, "stop": None},
+    **{"functions": None, "reasoning_effort": None, "parallel_tool_calls": True, "user": "me"},
+}
+
+
+def test_fields_that_ask_for_nothing_are_taken(serve: Any) -> None:
+    served = serve()
+    asked = {"max_tokens": 5, "temperature": 0}
+    for field, content in (("messages", [{"role": "user", "content": "x"}]), ("prompt", "x")):
+        path = "chat/completions" if field == "messages" else "completions"
+        plain, idle = (
+            served.post({field: content, **asked, **more}, path).json() for more in ({}, IDLE)
+        )
+        assert plain["choices"] == idle["choices"]
+    asked = {**asked, "max_tokens": 12}
+    for prompt in (PROMPT, [PROMPT], (text := served.tokenizer.decode(PROMPT)), [text]):
+        usage = served.post({"prompt": prompt, **asked}).json()["usage"]
+        assert usage["completion_tokens"] == 12
+
+
+def test_clients_hand_back_what_they_got(serve: Any) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    served = serve()
+    say: Any = [{"role": "user", "content": "Name a colour."}]
+    asked: Any = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    text = served.client.chat.completions.create(messages=say, **asked).choices[0].message.content
+    # The client wants answers that end before their limit.
+    stop = text[-1]
+    expected = text[: text.index(stop)]
+    with served.client.chat.completions.stream(messages=say, stop=stop, **asked) as events:
+        first = events.get_final_completion().choices[0].message
+    empty = {"role": "assistant", "content": None, "tool_calls": [], "annotations": []}
+    assert first.content == expected and first.role == "assistant"
+    more: Any = {"role": "user", "content": "Another?"}
+    for said in (first.model_dump(), first, {"role": "assistant", "content": expected}, empty):
+        turn = [*say, said, more]
+        with served.client.chat.completions.stream(messages=turn, stop="x" * 9, **asked) as events:
+            assert any(event.type == "content.delta" for event in events)
+    options: Any = {"base_url": f"{served.url}/v1", "api_key": "-", "max_retries": 0, **asked}
+    chat = langchain.ChatOpenAI(**options)
+    answer = chat.invoke("Name a colour.")
+    assert answer.content == text
+    turn = [("human", "Name a colour."), answer, ("human", "Another?")]
+    assert "".join(piece.content for piece in chat.stream(turn)) == chat.invoke(turn).content
+    model = langchain.OpenAI(**options)
+    assert (
+        "".join(model.stream("x"))
+        == model.invoke("x")
+        == served.ask("x", max_tokens=8).choices[0].text
+    )
+
+
 X = {"prompt": "x"}
 WRONG: list[tuple[int, str, Any]] = [
-    (400, "n: Input should be 1", {**X, "n": 2}),
+    (400, "n must be 1", {**X, "n": 2}),
+    (400, "n must be 1", {**X, "n": True}),
     (400, "token ids >= 0 and < 257", {"prompt": [1, 257]}),
     (400, "token ids >= 0 and < 257", {"prompt": [-1]}),
     (400, "prompt must not be empty", {"prompt": []}),
+    (400, "prompt must be one text, or its token ids, got a list of 2", {"prompt": ["a", "b"]}),
     (400, "body: Invalid JSON", {"prompt": "\ud800"}),
+    (400, "body: Invalid JSON", {"messages": [{"role": "user", "content": "\ud800"}]}),
+    (400, "content of role 'user' must not be null", {"messages": [{"role": "user"}]}),
     (400, "500 tokens and 16 new ones must be <= 512", {"prompt": "x" * 500}),
     (400, "temperature: ", {**X, "temperature": float("nan")}),
-    (400, "tools: Extra inputs", {**X, "tools": []}),
+    (400, "nonsense: Extra inputs", {**X, "nonsense": []}),
+    (400, r"tools must be \[\]", {**X, "tools": [{}]}),
+    (400, 'tool_choice must be "none" or "auto"', {**X, "tool_choice": "required"}),
     (400, "preset must be one of", {**X, "h2o_prefill": {"settings": "best"}}),
     (400, "dense_layers must be < 2", {**X, "h2o_prefill": {"settings": "h2o,dense_layers=9"}}),
     (404, "model 'gpt' is not here", {**X, "model": "gpt"}),
@@ -216,14 +284,19 @@ WRONG: list[tuple[int, str, Any]] = [
 def test_wrong_requests_are_named_and_touch_no_other(serve: Any, monkeypatch: Any) -> None:
     served = serve(max_body=20_000)
     for status, about, content in WRONG:
-        path = "chat/completions" if about.startswith("template") else "completions"
+        path = "chat/completions" if "messages" in str(content) else "completions"
         found = served.post(content, path)
         error = found.json()["error"]
         assert (found.status_code, error["type"]) == (status, "invalid_request_error"), about
         assert re.search(about, error["message"]), error
     assert served.post(X, **{"Content-Type": "text/plain"}).status_code == 400
     assert served.post(X, Host="example.com").status_code == 403
+    for path in ("health", "metrics", "v1/models", "v1/models/tiny"):
+        found = httpx.get(f"{served.url}/{path}", headers={"Host": "example.com"})
+        assert found.status_code == 403 and "at 127.0.0.1" in found.json()["error"]["message"]
     assert served.forwards == 0
+    for kind in ("Application/JSON", "application/json ; charset=utf-8"):
+        assert served.post(X, **{"Content-Type": kind}).status_code == 200
     monkeypatch.setattr(app_module, "_BODIES", 0.5)
     assert served.post(b"x" * 11_000).status_code == 429
     monkeypatch.setattr(app_module, "_BODY_SECONDS", 0.1)
@@ -231,6 +304,32 @@ def test_wrong_requests_are_named_and_touch_no_other(serve: Any, monkeypatch: An
         slow.sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
         assert b" 408 " in slow.recv(999)
     assert served.ask().usage.completion_tokens == 12
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"G", GET, GET + b"\r\n" + GET, GET + b"Content-Length: 999999\r\n\r\n"]
+)
+def test_a_header_has_a_deadline(serve: Any, monkeypatch: Any, said: bytes) -> None:
+    monkeypatch.setattr(server_module, "_HEADER_SECONDS", 0.5)
+    served = serve()
+    late = time.monotonic() + 20
+    with served.connect() as slow:
+        slow.settimeout(0.05)
+        slow.sendall(said)
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < late:
+                with contextlib.suppress(TimeoutError):
+                    if not slow.recv(999):
+                        break
+                    continue
+                slow.send(said and b"x")
+    assert time.monotonic() < late
+    if not said:  # An answer may take longer.
+        served.pause = 0.1
+        assert served.ask().usage.completion_tokens == 12
 
 
 def test_the_queue_is_bounded_and_clients_may_leave(serve: Any) -> None:
@@ -272,10 +371,12 @@ def test_the_end_refuses_those_that_wait(serve: Any) -> None:
     waiting.join()
     assert [found[0].status_code, served.post(X).status_code] == [503, 503]
     assert httpx.get(f"{served.url}/health").status_code == 503
-    served.worker.stop(cut=True)
-    served.gate.set()
+    # Its client need not wait until the model has noticed, nor need the process.
+    assert not served.worker.close(0.1)
     with pytest.raises(openai.APIError, match="the server is stopping"):
         list(stream)
+    served.gate.set()
+    assert served.worker.close()
 
 
 def test_a_failure_is_of_its_request_alone(serve: Any, monkeypatch: Any, caplog: Any) -> None:

@@ -35,6 +35,8 @@ def test_a_file_is_taken_as_it_is_and_wikitext2_is_that_of_the_variable(
     monkeypatch.setenv("H2O_PREFILL_WIKITEXT2", str(path))
     named = load_text("wikitext2")
     assert (named.name, named.text, named.source) == ("wikitext2", given.text, source)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte-order mark is no text
+    assert load_text(text_file=path) == given
     (tmp_path / "other.txt").write_text("a file that is given wins")
     for dataset in ("wikitext2", "pydoc"):
         assert load_text(dataset, tmp_path / "other.txt").text == "a file that is given wins"

@@ -200,9 +200,11 @@ def test_kept_prompts_are_not_asked_again(reader: Any, tiny_tokenizer: Any, tmp_
     # Prompts of other settings are others.
     _run(reader, tiny_tokenizer, kept=KeptOutcomes(path), question="first")
     assert len(path.read_bytes().splitlines()) == 4
-    path.write_text('{"id": 1}\n')
-    with pytest.raises(ValueError, match="must hold outcomes of this command alone"):
-        KeptOutcomes(path)
+    for other in ('{"id": 1}\n', "a line without an end", "[" * 100_000 + "\n"):
+        path.write_text(other)
+        with pytest.raises(ValueError, match="must hold outcomes of this command alone"):
+            KeptOutcomes(path)
+        assert path.read_text() == other
 
 
 def test_scores_and_intervals() -> None:
