@@ -58,7 +58,10 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
 
 const char* const kNone = "none";
 
-// Values as texts have them. parse_value() gives what the text means, or nothing.
+bool is_none(std::string_view text) { return text == kNone || text == "None"; }
+
+// Values as texts have them, and as Python prints them. parse_value() gives what the text means, or
+// nothing.
 std::string to_text(int64_t value) { return std::to_string(value); }
 std::string to_text(bool value) { return value ? "true" : "false"; }
 std::string to_text(const std::string& value) { return value; }
@@ -90,8 +93,8 @@ bool parse_value(std::string_view text, Number& value) {
   return error == std::errc() && stop == end;
 }
 bool parse_value(std::string_view text, bool& value) {
-  value = text == "true" || text == "1";
-  return value || text == "false" || text == "0";
+  value = text == "true" || text == "True" || text == "1";
+  return value || text == "false" || text == "False" || text == "0";
 }
 bool parse_value(std::string_view text, std::string& value) {
   value = text;
@@ -99,11 +102,11 @@ bool parse_value(std::string_view text, std::string& value) {
 }
 bool parse_value(std::string_view text, std::optional<int64_t>& value) {
   value.reset();
-  return text == kNone || parse_value(text, value.emplace());
+  return is_none(text) || parse_value(text, value.emplace());
 }
 bool parse_value(std::string_view text, std::vector<int64_t>& values) {
   values.clear();
-  if (text == kNone) return true;
+  if (is_none(text)) return true;
   for (const std::string_view part : split(text, '+')) {
     if (!parse_value(part, values.emplace_back())) return false;
   }
@@ -111,7 +114,7 @@ bool parse_value(std::string_view text, std::vector<int64_t>& values) {
 }
 bool parse_value(std::string_view text, std::vector<std::vector<int64_t>>& heads) {
   heads.clear();
-  if (text == kNone) return true;
+  if (is_none(text)) return true;
   for (const std::string_view part : split(text, '+')) {
     const size_t dot = part.find('.');
     const size_t times = part.find('x');

@@ -92,6 +92,12 @@ def test_wrong_texts(text, message):
         PrefillConfig.parse(text)
 
 
+@pytest.mark.parametrize("yes", ["true", "True", "1"])
+def test_values_as_python_prints_them(yes):
+    text = f"h2o,block_diagonal={yes},exact=False,min_prefill=None,dense_layers=None"
+    assert PrefillConfig.parse(text) == PrefillConfig.parse("h2o,block_diagonal=true")
+
+
 def test_numpy_integers_are_integers():
     config = PrefillConfig(
         chunk_size=np.int64(512), local_window=np.int32(8), wide_layers=[np.int8(1)]
