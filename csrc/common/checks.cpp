@@ -213,31 +213,26 @@ void check_lexical_recall(const Tensor& token_ids, int64_t begin, const PrefillC
   check_token_text(token_text);
 }
 
-void check_errors(const Tensor& errors, const Tensor& x) {
+void check_errors(const Tensor& errors, const Tensor& x, bool is_state) {
   check_dtype("errors", errors, at::kFloat);
   check_device("errors", errors, x, "the scores or keys");
   const std::vector<int64_t> wanted{x.size(0), x.size(1), kErrorFields};
   TORCH_CHECK_VALUE(errors.sizes() == wanted, "errors must have shape ", at::IntArrayRef(wanted),
                     ", got ", errors.sizes());
-}
-
-void check_errors(const Tensor& errors, const Tensor& x, int64_t length) {
-  check_errors(errors, x);
-  if (!errors.is_cpu()) return;
+  if (!is_state || !errors.is_cpu()) return;
   const auto values = errors.detach().contiguous();
   const float* entry = values.const_data_ptr<float>();
-  const auto tokens = static_cast<float>(length);
   for (int64_t unit = 0; unit < values.size(0) * values.size(1); ++unit, entry += kErrorFields) {
     const float doublings = entry[kDoublings], sum = entry[kErrorSum];
     const float chunks = entry[kErrorCount], factors = entry[kFactorSum];
     // Not false for a NaN, so written as what must hold.
     TORCH_CHECK_VALUE(doublings >= 0.0F && std::exp2(doublings) <= kMostWidening &&
                           doublings == std::trunc(doublings) && sum >= 0.0F && std::isfinite(sum) &&
-                          chunks >= 0.0F && chunks <= tokens && chunks == std::trunc(chunks) &&
+                          chunks >= 0.0F && chunks <= kMostScores && chunks == std::trunc(chunks) &&
                           factors >= chunks && factors <= chunks * kMostWidening,
                       "errors must be [doublings, sum of errors, chunks, sum of factors] of up to ",
-                      length, " chunks and factors of up to ", kMostWidening, ", got [", doublings,
-                      ", ", sum, ", ", chunks, ", ", factors, "]");
+                      kMostScores, " chunks and factors of up to ", kMostWidening, ", got [",
+                      doublings, ", ", sum, ", ", chunks, ", ", factors, "]");
   }
 }
 

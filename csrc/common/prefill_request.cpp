@@ -120,8 +120,7 @@ void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   check_per_kv_head("memory", buffers.memory, k);
   check_dtype("memory", buffers.memory, at::kInt);
   check_device("memory", buffers.memory, q, "q");
-  if (!buffers.errors.defined()) return;
-  past > 0 ? check_errors(buffers.errors, k, past) : check_errors(buffers.errors, k);
+  if (buffers.errors.defined()) check_errors(buffers.errors, k, /*is_state=*/past > 0);
 }
 
 // k may be a view of cache_key and v one of cache_value: write_rows() copies rows that overlap
@@ -251,7 +250,7 @@ void PrefillRequest::take_copies(const std::optional<at::Tensor>& earlier_scores
     memory = at::empty({key.size(0), key.size(1), width}, options);
   }
   if (earlier_errors) {
-    check_errors(*earlier_errors, key, past());
+    check_errors(*earlier_errors, key);
     errors = earlier_errors->clone(at::MemoryFormat::Contiguous);
   } else {
     errors = no_errors(key);

@@ -178,7 +178,7 @@ void MemorySetTracker::update(int64_t layer, const LayerState& given) {
                     "memory must have room for K + L + H positions (", memory_size(layer),
                     "), got shape ", memory.sizes());
   check_between("last_chunk_begin", last_chunk_begin, 0, scores.size(2));
-  if (errors.defined()) check_errors(errors, scores, scores.size(2));
+  if (errors.defined()) check_errors(errors, scores);
   const StateGuard guard;
   Layer& state = layers_[layer];
   state.scores = scores.clone(at::MemoryFormat::Contiguous);
