@@ -7,8 +7,10 @@ so shrink a call that crashes like any other that fails.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +63,8 @@ class Sandbox:
             limit = pages * resource.getpagesize() + MEMORY_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # Prompts are saved wherever a text leads.
+        os.chdir(tempfile.mkdtemp())
         while True:
             item = connection.recv()
             try:

@@ -138,10 +138,27 @@ def _longer_query(a: Arguments) -> Changes:
     return {"q is longer than k": {"q": resized(a["q"], 2, a["k"].shape[2] + 1)}}
 
 
+# Doublings, sum of errors, chunks and sum of factors that no head has.
+ERRORS = (
+    *((-1, 0, 0, 0), (7, 0, 0, 0), (0, -1, 0, 0), (0, 0, -1, -1), (0, 0, 10**9, 10**9)),
+    *((0, 0, 2, 1), (0, 0, 1, 65)),
+)
+
+
+def _errors(a: Arguments) -> Changes:
+    """Break the errors of the last head."""
+    x = a["errors"]
+    if x is None or not x.values:
+        return {}
+    heads = x.values[:-4]
+    return {f"errors are {one}": {"errors": replace(x, values=heads + one)} for one in ERRORS}
+
+
 def _history(a: Arguments) -> Changes:
     """Break the state of earlier calls and the recalled keys of `prefill_attention`."""
     total, past = a["k"].shape[2], a["k"].shape[2] - a["q"].shape[2]
     changes = _attention(a) | _longer_query(a) | _positions(a, "memory", past) | _recall(a, total)
+    changes |= _errors(a)
     changes["last_chunk_begin is after the earlier tokens"] = {"last_chunk_begin": past + 1}
     head = f"{a.get('layer', 0)}.{a['k'].shape[1]}"
     changes["there is no such head"] = {"settings": f"h2o,wide_heads={head}x2"}
@@ -156,6 +173,8 @@ def _buffers(a: Arguments) -> Changes:
     caches, room = ("cache_key", "cache_value"), a["position"].values[0] + a["q"].shape[2]
     changes = _attention(a) | _longer_query(a)
     changes["no position so large"] = {"position": Ints((INT64_MAX, 0), (2,), "int64")}
+    if a["position"].values[0]:
+        changes |= _errors(a)
     if room:
         changes["there is no room"] = {x: resized(a[x], 2, room - 1) for x in caches}
     return changes

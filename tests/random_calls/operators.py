@@ -154,8 +154,10 @@ class Problem:
 
     def errors(self) -> Ints:
         """Return the errors of each head so far, float32 [B, Hkv, 4]."""
-        heads = self["B"] * self["G"]
-        values = (self.draw.choice([0, 0, 1, 2, 7]) for _ in range(4 * heads))
+        draw, values = self.draw, []
+        for _ in range(self["B"] * self["G"]):
+            chunks = draw.choice([0, 0, 1, 2, 7])
+            values += [draw.integer(0, 6), draw.integer(0, 9), chunks, chunks * draw.integer(1, 64)]
         return Ints(tuple(values), (*self.per_head, 4), "float32")
 
     def position(self) -> Ints:

@@ -81,6 +81,7 @@ def _methods() -> dict[str, dict[str, Method]]:
         if not name.startswith("__") and not name.endswith("_getter"):
             methods = classes.setdefault(str(owner.type).split(".")[-1], {})
             methods[name] = [(x.name, str(x.type)) for x in arguments]
+    del classes["AtomicFile"]  # which would write wherever a text leads
     for owner, methods in classes.items():
         if hasattr(getattr(CLASSES, owner), "from_tensors"):
             methods["from_tensors"] = [("tensors", "List[Tensor]")]
