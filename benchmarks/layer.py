@@ -45,12 +45,12 @@ RECALL_LENGTHS = ((4096, 8192), (200,))
 MEMORY_LENGTHS = ((1024, 2048, 4096, 8192, 16384), (64, 200))
 
 SEARCHED_TOKENS = 131072
-_NARROW = preset_config("recommended", local_window=256, wide_layers=(0,))
+_NARROW = preset_config("recommended", local_window=256, wide=((0, 4),))
 RECALLS = {
     "h2o, recall=4": preset_config("h2o", recall=4),
     "recommended": preset_config("recommended"),
     # Two layers of the same model.
-    "narrow layer": _NARROW.replace(wide_layers=()),
+    "narrow layer": _NARROW.replace(wide=()),
     "wide layer": _NARROW.of_layer(0),
 }
 

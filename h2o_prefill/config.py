@@ -69,16 +69,10 @@ class PrefillConfig:
     dense_layers: tuple[int, ...] = _setting(
         "dense_layers", "Layers whose attention is always dense."
     )
-    wide_layers: tuple[int, ...] = _setting(
-        "wide_layers", "Layers whose L and H are multiplied by `wide_factor`."
-    )
-    wide_factor: int = _setting(
-        "wide_factor", "Factor by which L and H are multiplied in `wide_layers`."
-    )
-    wide_heads: tuple[tuple[int, int, int], ...] = _setting(
-        "wide_heads",
-        "KV heads whose L and H are multiplied by a factor of their own: (layer, KV head, factor) "
-        "each, 7.2x4 in a settings text.",
+    wide: tuple[tuple[int, ...], ...] = _setting(
+        "wide",
+        "Factors of L and H: (layer, factor) for all KV heads of a layer, (layer, KV head, factor) "
+        "for one head instead; 7x4+18.2x2 in a text.",
     )
     gqa_reduce: str = _setting(
         "gqa_reduce",
@@ -112,14 +106,7 @@ class PrefillConfig:
     recall_characters: int = _setting(
         "recall_characters",
         "Number of characters at the end of each token that lexical recall looks up as well, where "
-        "it knows the text of the tokens; 0 leaves it at tokens.",
-    )
-    character_matches: int = _setting(
-        "character_matches", "Maximum number of matches recalled by the characters of a token."
-    )
-    character_span: int = _setting(
-        "character_span",
-        "Number of keys recalled from each of these, from the next character's token on.",
+        "it knows the text of the tokens: 32 keys after the latest match. 0 leaves it at tokens.",
     )
     block_diagonal: bool = _setting(
         "block_diagonal",
@@ -158,7 +145,7 @@ class PrefillConfig:
         ----------
         text : str
             A preset and fields, separated by commas; layers are joined by "+". For example
-            "recommended,local_window=256,wide_layers=7+17".
+            "recommended,local_window=256,wide=7x4".
 
         Raises
         ------
@@ -205,9 +192,13 @@ class PrefillConfig:
 
     def of_layer(self, layer: int | None) -> PrefillConfig:
         """Return the settings of one layer, with its L and H; None: a layer without an index."""
-        if layer is None or not (self.wide_layers or self.wide_heads or self.error_rows):
+        if layer is None or not (self.wide or self.error_rows):
             return self
         return _of_layer(self, layer)
+
+    def factor_of_head(self, head: int, layer: int | None = None) -> int:
+        """Return the factor of L and H of a KV head in a layer; None: the largest of all layers."""
+        return int(self.native.factor_of_head(head, layer))
 
     def replace(self, **changes: object) -> PrefillConfig:
         """Return a copy with exactly these fields changed."""
@@ -232,7 +223,7 @@ def _with_parameters(docstring: str) -> str:
     types = {
         "int | None": "int, optional",
         "tuple[int, ...]": "tuple of int",
-        "tuple[tuple[int, int, int], ...]": "tuple of (int, int, int)",
+        "tuple[tuple[int, ...], ...]": "str or tuple of tuples of int",
     }
     section = "Parameters\n----------\n"
     for field in dataclasses.fields(PrefillConfig):
@@ -247,7 +238,7 @@ def _with_parameters(docstring: str) -> str:
 if PrefillConfig.__doc__:
     PrefillConfig.__doc__ = _with_parameters(PrefillConfig.__doc__)
 
-# Fields that list layers, or heads of layers.
+# Fields that name layers.
 LAYER_FIELDS = tuple(
     field.name for field in dataclasses.fields(PrefillConfig) if isinstance(field.default, tuple)
 )
@@ -256,7 +247,10 @@ LAYER_FIELDS = tuple(
 def format_value(value: Any) -> str:
     """Return a field's value as it is written in a settings text."""
     if isinstance(value, tuple):
-        items = ("{}.{}x{}".format(*x) if isinstance(x, tuple) else str(x) for x in value)
+        items = (
+            f"{'.'.join(map(str, x[:-1]))}x{x[-1]}" if isinstance(x, tuple) else str(x)
+            for x in value
+        )
         return "+".join(items) or "none"
     if value is None:
         return "none"
@@ -278,8 +272,10 @@ def _typed(name: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} must be a number, got {value!r}")
         return float(value)
-    if name == "wide_heads":
-        return tuple(_as_head(head) for head in _as_sequence(name, value, "heads"))
+    if name == "wide":
+        if isinstance(value, str):
+            value = _Native.parse(f"h2o,wide={value}").wide
+        return tuple(_as_factor(one) for one in _as_sequence(name, value, "factors"))
     if isinstance(default, list):
         return tuple(_as_int(name, layer) for layer in _as_sequence(name, value, "ints"))
     return None if default is None and value is None else _as_int(name, value)
@@ -291,10 +287,12 @@ def _as_sequence(name: str, value: Any, of: str) -> Iterable[Any]:
     return value
 
 
-def _as_head(head: Any) -> tuple[int, ...]:
-    numbers = tuple(_as_int("wide_heads", x) for x in _as_sequence("a head", head, "ints"))
-    if len(numbers) != 3:
-        raise ValueError(f"a head of wide_heads must be (layer, KV head, factor), got {head!r}")
+def _as_factor(one: Any) -> tuple[int, ...]:
+    numbers = tuple(_as_int("wide", x) for x in _as_sequence("a factor of wide", one, "ints"))
+    if len(numbers) not in (2, 3):
+        raise ValueError(
+            f"a factor of wide must be (layer, factor) or (layer, KV head, factor), got {one!r}"
+        )
     return numbers
 
 

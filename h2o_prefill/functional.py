@@ -113,7 +113,7 @@ def _attend_by_rule(
 @lru_cache(maxsize=256)
 def _keeping(config: PrefillConfig, members: int) -> PrefillConfig:
     """Return settings that keep so many candidates and nothing else."""
-    budget = {"sink_tokens": 0, "local_window": 0, "heavy_budget": members, "wide_heads": ()}
+    budget = {"sink_tokens": 0, "local_window": 0, "heavy_budget": members, "wide": ()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The advice on budgets is for those of a user.
         return config.with_fields(**budget, max_widen=1, dense_tail=0)

@@ -121,6 +121,9 @@ void register_config(torch::Library& m) {
            "Return a sentence for each setting that is valid but unlikely to be wanted.")
       .def("of_layer", of(&PrefillConfig::of_layer),
            "Return the settings of one layer: L and H as they are there.", {arg("layer")})
+      .def("factor_of_head", of(&PrefillConfig::factor_of_head),
+           "Return the factor of L and H of a KV head in a layer, or the largest of all layers.",
+           {arg("head"), arg("layer") = std::nullopt})
       .def("memory_size", of(&PrefillConfig::memory_size),
            "Return the positions that a memory set holds at most: K + L + H.")
       .def("memory_width",

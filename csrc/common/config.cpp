@@ -77,11 +77,12 @@ std::string to_text(double value) {
   char digits[32];
   return {digits, std::to_chars(digits, digits + sizeof(digits), value).ptr};
 }
-// A head as its layer, its number and its factor: "7.2x4".
-std::string to_text(const std::vector<std::vector<int64_t>>& heads) {
+// A layer and its factor, or a layer, a KV head and its factor: "7x4+18.2x2".
+std::string to_text(const std::vector<std::vector<int64_t>>& wide) {
   std::vector<std::string> texts;
-  for (const auto& head : heads) {
-    texts.push_back(to_text(head[0]) + "." + to_text(head[1]) + "x" + to_text(head[2]));
+  for (const auto& x : wide) {
+    const std::string head = x.size() == 3 ? "." + to_text(x[1]) : "";
+    texts.push_back(to_text(x[0]) + head + "x" + to_text(x.back()));
   }
   return texts.empty() ? kNone : join(texts, "+");
 }
@@ -112,17 +113,17 @@ bool parse_value(std::string_view text, std::vector<int64_t>& values) {
   }
   return true;
 }
-bool parse_value(std::string_view text, std::vector<std::vector<int64_t>>& heads) {
-  heads.clear();
+bool parse_value(std::string_view text, std::vector<std::vector<int64_t>>& wide) {
+  wide.clear();
   if (is_none(text)) return true;
   for (const std::string_view part : split(text, '+')) {
-    const size_t dot = part.find('.');
     const size_t times = part.find('x');
-    auto& head = heads.emplace_back(3);
-    if (dot == std::string_view::npos || times == std::string_view::npos || times < dot ||
-        !parse_value(part.substr(0, dot), head[0]) ||
-        !parse_value(part.substr(dot + 1, times - dot - 1), head[1]) ||
-        !parse_value(part.substr(times + 1), head[2])) {
+    if (times == std::string_view::npos) return false;
+    auto& found = wide.emplace_back();
+    for (const std::string_view number : split(part.substr(0, times), '.')) {
+      if (!parse_value(number, found.emplace_back())) return false;
+    }
+    if (found.size() > 2 || !parse_value(part.substr(times + 1), found.emplace_back())) {
       return false;
     }
   }
@@ -132,7 +133,7 @@ bool parse_value(std::string_view text, std::vector<std::vector<int64_t>>& heads
 const char* form_of(const int64_t&) { return "an int"; }
 const char* form_of(const double&) { return "a number"; }
 const char* form_of(const std::vector<std::vector<int64_t>>&) {
-  return "heads with a layer, a KV head and a factor, like 7.2x4+18.0x2, or none";
+  return "layers or layer.KV head with a factor, like 7x4+18.2x2, or none";
 }
 const char* form_of(const bool&) { return "true or false"; }
 const char* form_of(const std::string&) { return "a text"; }
@@ -165,7 +166,7 @@ std::set<std::string_view> set_fields(PrefillConfig& config, std::string_view te
     const size_t equals = part.find('=');
     TORCH_CHECK_VALUE(
         equals != std::string_view::npos,
-        "settings must be a preset and fields like \"recommended,local_window=256,wide_layers=7+17"
+        "settings must be a preset and fields like \"recommended,local_window=256,wide=7x4"
         "\", got \"",
         part, "\" where a field is expected");
     const std::string_view name = part.substr(0, equals);
@@ -207,17 +208,18 @@ void check_range(const char* name, double value, const Bounds& /*bounds*/) {
   TORCH_CHECK_VALUE(value >= 0.0 && std::isfinite(value), name,
                     " must be a finite number >= 0, got ", value);
 }
-void check_range(const char* name, const std::vector<std::vector<int64_t>>& heads,
+void check_range(const char* name, const std::vector<std::vector<int64_t>>& wide,
                  const Bounds& bounds) {
-  std::set<std::pair<int64_t, int64_t>> named;
-  for (const auto& head : heads) {
-    TORCH_CHECK_VALUE(head.size() == 3, name,
-                      " must have a layer, a KV head and a factor for each head, got ", head);
-    check_range(name, head[0], bounds);
-    check_range(name, head[1], bounds);
-    check_range(name, head[2], {1, kLargestBudget});
-    TORCH_CHECK_VALUE(named.emplace(head[0], head[1]).second, name, " must name a head once, got ",
-                      head[0], ".", head[1], " twice");
+  std::set<std::vector<int64_t>> named;
+  for (const auto& x : wide) {
+    TORCH_CHECK_VALUE(x.size() == 2 || x.size() == 3, name,
+                      " must have a layer and a factor, or a layer, a KV head and a factor, got ",
+                      x);
+    const std::vector<int64_t> place(x.begin(), x.end() - 1);
+    for (const int64_t number : place) check_range(name, number, bounds);
+    check_range(name, x.back(), {1, kLargestBudget});
+    TORCH_CHECK_VALUE(named.insert(place).second, name, " must name a layer or head once, got ",
+                      to_text(std::vector<std::vector<int64_t>>{x}), " after another factor");
   }
 }
 
@@ -285,18 +287,12 @@ void PrefillConfig::check() const {
   for_each_field([&](const auto& field) {
     check_range(field.name, this->*field.member, {field.least, field.most});
   });
-  const int64_t by_layer = wide_layers.empty() ? 1 : wide_factor;
   const int64_t by_error = widens() ? max_widen : 1;
   for (const int64_t budget : {local_window, heavy_budget}) {
-    // Each factor is a small enough number that two of them can be multiplied.
-    const auto check = [&](int64_t factor) {
-      check_at_most("a factor of local_window or heavy_budget", factor, kLargestBudget);
-      check_at_most("local_window and heavy_budget, multiplied by their factors,", budget * factor,
-                    kLargestBudget);
-    };
-    check(by_layer);
-    check(by_layer * by_error);
-    for (const auto& head : wide_heads) check(by_layer * by_error * head[2]);
+    const int64_t factor = by_error * widest();
+    check_at_most("a factor of local_window or heavy_budget", factor, kLargestBudget);
+    check_at_most("local_window and heavy_budget, multiplied by their factors,", budget * factor,
+                  kLargestBudget);
   }
   check_gqa_reduce(gqa_reduce);
   if (recall > 0) check_recall_block(chunk_size, recall_block);
@@ -328,29 +324,34 @@ void PrefillConfig::validate() const {
 
 PrefillConfig PrefillConfig::of_layer(int64_t layer) const {
   PrefillConfig config = *this;
-  if (contains(wide_layers, layer)) {
-    config.local_window *= wide_factor;
-    config.heavy_budget *= wide_factor;
-    config.wide_layers.clear();
+  std::erase_if(config.wide, [&](const auto& x) { return x[0] != layer; });
+  if (config.wide.size() == 1 && config.wide[0].size() == 2) {
+    config.local_window *= config.wide[0][1];
+    config.heavy_budget *= config.wide[0][1];
+    config.wide.clear();
   }
-  std::erase_if(config.wide_heads, [&](const auto& head) { return head[0] != layer; });
   if (layer == 0) config.error_rows = 0;
   return config;
 }
 
-int64_t PrefillConfig::factor_of_head(int64_t head) const {
-  int64_t factor = 1;
-  for (const auto& wide : wide_heads) {
-    if (wide[1] == head) factor = std::max(factor, wide[2]);
+int64_t PrefillConfig::factor_of_head(int64_t head, std::optional<int64_t> layer) const {
+  int64_t of_layer = 1, of_head = 0;
+  for (const auto& x : wide) {
+    if (layer && x[0] != *layer) continue;
+    if (x.size() == 2) of_layer = std::max(of_layer, x[1]);
+    if (x.size() == 3 && x[1] == head) of_head = std::max(of_head, x[2]);
   }
+  return of_head ? of_head : of_layer;
+}
+
+int64_t PrefillConfig::widest() const {
+  int64_t factor = 1;
+  for (const auto& x : wide) factor = std::max(factor, x.back());
   return factor;
 }
 
 int64_t PrefillConfig::memory_size() const {
-  int64_t factor = 1;
-  for (const auto& head : wide_heads) factor = std::max(factor, head[2]);
-  if (widens()) factor *= max_widen;
-  return sink_tokens + factor * (local_window + heavy_budget);
+  return sink_tokens + widest() * (widens() ? max_widen : 1) * (local_window + heavy_budget);
 }
 
 bool PrefillConfig::is_dense_layer(int64_t layer) const { return contains(dense_layers, layer); }

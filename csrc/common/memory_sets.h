@@ -18,7 +18,7 @@ inline MemoryBudget budget_of(const PrefillConfig& settings) {
 WideningRule widening_of(const PrefillConfig& settings);
 
 // Returns the factors of L and H of all heads of a layer whose tensors have the sizes [B, Hkv,
-// ...]: those of wide_heads, times what errors, fp32 [B, Hkv, kErrorFields] or undefined, widen.
+// ...]: those of the settings, times what errors, fp32 [B, Hkv, kErrorFields] or undefined, widen.
 std::vector<int32_t> factors_of_heads(const PrefillConfig& settings, const at::Tensor& errors,
                                       at::IntArrayRef sizes);
 

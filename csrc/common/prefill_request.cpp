@@ -88,9 +88,9 @@ void check_recall_lists(const PrefillRequest& request) {
 }
 
 void check_wide_heads(const PrefillRequest& request) {
-  for (const auto& head : request.settings.wide_heads) {
-    TORCH_CHECK_VALUE(head[1] < request.key.size(1), "wide_heads must name KV heads below ",
-                      request.key.size(1), ", got ", head[1]);
+  for (const auto& x : request.settings.wide) {
+    TORCH_CHECK_VALUE(x.size() == 2 || x[1] < request.key.size(1), "wide must name KV heads below ",
+                      request.key.size(1), ", got ", x[1]);
   }
 }
 

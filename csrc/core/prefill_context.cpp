@@ -48,15 +48,11 @@ PrefillContext::PrefillContext(int64_t num_layers, int64_t max_tokens, PrefillCo
     : attention_(std::move(config)) {
   check_at_least("num_layers", num_layers, 1);
   check_at_least("max_tokens", max_tokens, 1);
-  for (const auto* layers : {&this->config().dense_layers, &this->config().wide_layers}) {
-    for (const int64_t layer : *layers) {
-      TORCH_CHECK_VALUE(layer < num_layers, "dense_layers and wide_layers must be < ", num_layers,
-                        ", the layers of the context, got ", layer);
-    }
-  }
-  for (const auto& head : this->config().wide_heads) {
-    TORCH_CHECK_VALUE(head[0] < num_layers, "wide_heads must name layers < ", num_layers,
-                      ", the layers of the context, got ", head[0]);
+  std::vector<int64_t> layers = this->config().dense_layers;
+  for (const auto& x : this->config().wide) layers.push_back(x[0]);
+  for (const int64_t layer : layers) {
+    TORCH_CHECK_VALUE(layer < num_layers, "dense_layers and wide must name layers < ", num_layers,
+                      ", the layers of the context, got ", layer);
   }
   cache_ = c10::make_intrusive<ChunkedKVCache>(num_layers, std::min(kInitialCapacity, max_tokens),
                                                max_tokens);

@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
@@ -127,15 +128,44 @@ std::string metadata_of(const SavedSession& session, const std::string& settings
                   quoted(name_of(key.scalar_type())), R"(,"length":)", session.length, "}");
 }
 
-// Settings as files of version 1 have them in today's fields.
-std::string without_old_fields(std::string settings) {
-  const std::string_view gone = ",max_error=0";
-  const size_t at = settings.find(gone);
-  if (at == std::string::npos) return settings;
-  const size_t end = at + gone.size();
-  TORCH_CHECK_VALUE(end == settings.size() || settings[end] == ',',
-                    "its version is 1, with the setting max_error, which is gone");
-  return settings.erase(at, gone.size());
+// The fields of a file of version 1 as those of today. `wide` had three: layers, the factor of all
+// of them, and factors of heads on top of it.
+std::string of_version_1(const std::string& settings) {
+  std::string kept, part, factor = "1", heads = "none";
+  std::vector<std::string> layers;
+  const auto items = [](const std::string& text) {
+    std::istringstream stream(text == "none" ? "" : text);
+    std::vector<std::string> found;
+    for (std::string item; std::getline(stream, item, '+');) found.push_back(item);
+    return found;
+  };
+  for (std::istringstream parts(settings); std::getline(parts, part, ',');) {
+    const std::string name = part.substr(0, part.find('='));
+    const std::string value = name == part ? "" : part.substr(name.size() + 1);
+    const auto gone = [&](const char* field, const char* only) {
+      TORCH_CHECK_VALUE(name != field || value == only, "its version is 1, with the setting ", part,
+                        ", which is gone");
+      return name == field;
+    };
+    if (gone("max_error", "0") || gone("character_matches", "1") || gone("character_span", "32")) {
+      continue;
+    }
+    if (name == "wide_layers") layers = items(value);
+    if (name == "wide_factor") factor = value;
+    if (name == "wide_heads") heads = value;
+    if (!name.starts_with("wide_")) kept += part + ",";
+  }
+  std::string wide;
+  for (const std::string& layer : layers) wide += layer + "x" + factor + "+";
+  for (const std::string& head : items(heads)) {
+    const std::string layer = head.substr(0, head.find('.'));
+    const size_t times = head.find('x') + 1;
+    const bool is_wide = std::find(layers.begin(), layers.end(), layer) != layers.end();
+    const auto number = [](const std::string& text) { return safetensors::Reader(text).integer(); };
+    wide += c10::str(head.substr(0, times),
+                     number(head.substr(times)) * (is_wide ? number(factor) : 1), "+");
+  }
+  return kept + "wide=" + (wide.empty() ? "none" : wide.substr(0, wide.size() - 1));
 }
 
 std::string hexadecimal(uint64_t number) {
@@ -244,7 +274,7 @@ SavedSession read_session(const std::string& path, bool verify) {
   session.model = reader.string();
   reader.expect(R"(,"settings":)");
   const std::string settings = reader.string();
-  session.settings = session.version == 1 ? without_old_fields(settings) : settings;
+  session.settings = session.version == 1 ? of_version_1(settings) : settings;
   reader.expect(R"(,"dtype":)");
   const std::string dtype = reader.string();
   reader.expect(R"(,"length":)");

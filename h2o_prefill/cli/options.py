@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from h2o_prefill.cli.console import error_console
-from h2o_prefill.config import PrefillConfig
+from h2o_prefill.config import PrefillConfig, format_value
 from h2o_prefill.eval import DATASETS, DTYPES, Corpus
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.selection import RULES, SelectionRule, load_rule
@@ -204,7 +204,7 @@ def describe_sizes(config: PrefillConfig, select: str | None = None) -> str:
         "recall": config.recall,
         "tail": config.dense_tail,
         "dense": "+".join(map(str, config.dense_layers)),
-        f"{config.wide_factor}-fold": "+".join(map(str, config.wide_layers)),
+        "wide": format_value(config.wide) if len(config.wide) < 4 else len(config.wide),
         "select": select,
     }
     return (

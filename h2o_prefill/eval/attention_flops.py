@@ -97,9 +97,9 @@ def sparse_dot_products(
     that measure errors see all keys before them. Recalled keys are added, and all keys of the rows
     of a dense tail, whose sparse attention is computed too, because it updates the scores.
     """
-    factors = torch.ones(kv_heads, dtype=torch.float64) if widening is None else widening.clone()
-    for _, head, factor in config.wide_heads:
-        factors[head] *= factor
+    of_heads = [config.factor_of_head(head) for head in range(kv_heads)]
+    factors = torch.tensor(of_heads, dtype=torch.float64)
+    factors = factors if widening is None else factors * widening
     budget = config.local_window + config.heavy_budget
     sizes = [config.sink_tokens + round(budget * factor) for factor in factors.tolist()]
     memory = [memory_dot_products(num_tokens, config.chunk_size, size) for size in sizes]

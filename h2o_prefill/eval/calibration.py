@@ -50,7 +50,7 @@ _PROTOCOL = "gptq"
 class HeadCalibration:
     """The error of each KV head of a model with memory sets of several sizes."""
 
-    # The settings measured, with the heads found among its `wide_heads`.
+    # The settings measured, with the heads found among its `wide`.
     config: PrefillConfig
     # Error of each KV head with each of `FACTORS`, by layer; `calibrate_heads` says of what.
     errors: dict[int, list[list[float]]]
@@ -335,12 +335,11 @@ def _spend(
 
     Greedily: next comes the head and factor with the largest fall of the error for each product.
     """
-    given = {(layer, head): factor for layer, head, factor in config.wide_heads}
     chosen = {(layer, head): 0 for layer, row in errors.items() for head in range(len(row))}
 
     def products(layer: int, head: int) -> list[int]:
-        sizes = config.of_layer(layer)
-        keys = given.get((layer, head), 1) * (sizes.local_window + sizes.heavy_budget)
+        budget = config.local_window + config.heavy_budget
+        keys = config.factor_of_head(head, layer) * budget
         sets = (config.sink_tokens + factor * keys for factor in FACTORS)
         return [memory_dot_products(context, config.chunk_size, size) for size in sets]
 
@@ -365,7 +364,7 @@ def _spend(
 
 def _with_factors(config: PrefillConfig, factors: dict[tuple[int, int], int]) -> PrefillConfig:
     """Return settings with some heads wider than before."""
-    wide = {(layer, head): factor for layer, head, factor in config.wide_heads}
-    for head, factor in factors.items():
-        wide[head] = wide.get(head, 1) * factor
-    return config.replace(wide_heads=tuple((*head, wide[head]) for head in sorted(wide)))
+    wide = {x[:-1]: x[-1] for x in config.wide}
+    for (layer, head), factor in factors.items():
+        wide[layer, head] = config.factor_of_head(head, layer) * factor
+    return config.replace(wide=tuple((*place, wide[place]) for place in sorted(wide)))

@@ -392,11 +392,9 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
 
     def begin(self, config: PrefillConfig) -> None:
         """Make room for the memory sets of a forward."""
-        layers = (None, *config.wide_layers)
-        memory_size = max(config.of_layer(layer).memory_size for layer in layers)
         for layer in self.layers:
             if isinstance(layer, StaticPrefillLayer):
-                layer.prepare(memory_size)
+                layer.prepare(config.memory_size)
 
     def position_for(self, new: int) -> Tensor:
         """Return the position of a call of so many tokens, int64 [2] on the CPU."""

@@ -135,7 +135,7 @@ def new_cache(model: Any) -> ChunkedPrefillCache:
 
 
 def with_heads_here(model: Any, config: PrefillConfig) -> PrefillConfig:
-    """Return settings that number the KV heads of `wide_heads` as this process does.
+    """Return settings that number the KV heads of `wide` as this process does.
 
     With tensor parallelism it has some heads of each layer, numbered from 0. Raises ValueError if
     not every process has as many.
@@ -148,8 +148,13 @@ def with_heads_here(model: Any, config: PrefillConfig) -> PrefillConfig:
         raise ValueError(f"tp_size must divide the number of KV heads, {heads}, got {count}")
     here = heads // count
     first = model._mesh_manager.get_mesh("tp").get_local_rank() * here
-    wide = ((layer, head - first, factor) for layer, head, factor in config.wide_heads)
-    return config.replace(wide_heads=tuple(one for one in wide if 0 <= one[1] < here))
+    return config.replace(
+        wide=tuple(
+            x if len(x) == 2 else (x[0], x[1] - first, x[2])
+            for x in config.wide
+            if len(x) == 2 or first <= x[1] < first + here
+        )
+    )
 
 
 def _spreads_keys(model: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """Budgets by KV head, and how they grow where errors are large.
 
-A head's L and H are those of the layer times a factor of its own. With `error_rows`, a few rows of
-each chunk also attend exactly to everything before them. The error of a head is
+A head's L and H are those of the settings times a factor of its own, or of its layer. With
+`error_rows`, a few rows of each chunk also attend exactly to everything before them. The error of a
+head is
 
     e = mean of |o_sparse - o_exact|^2 / |o_exact|^2
 
@@ -44,16 +45,21 @@ class HeadBudgets:
 
     def __init__(self, config: Any, batch: int, heads: int, errors: Tensor | None) -> None:
         self.config = config
-        self.factors = [1] * heads
-        for _, head, factor in config.wide_heads:
-            self.factors[head] = max(self.factors[head], factor)
+        # One entry each, but where the settings are of several layers: then the largest.
+        of_layer = max((x[1] for x in config.wide if len(x) == 2), default=1)
+        of_heads = {
+            head: [x[2] for x in config.wide if list(x[1:-1]) == [head]] for head in range(heads)
+        }
+        self.factors = [max(found, default=of_layer) for found in of_heads.values()]
         if errors is None:
             errors = torch.zeros(batch, heads, 4)
         # For each head: doublings of L and H, the sum of errors, their number, the sum of factors.
         self.errors = errors.cpu().clone()
         widest = config.max_widen if config.error_rows > 0 else 1
         self.most_doublings = widest.bit_length() - 1
-        room = (config.local_window + config.heavy_budget) * max(self.factors) * widest
+        # Of the widest head of the settings, whether it is one of these or not.
+        factor = max((x[-1] for x in config.wide), default=1)
+        room = (config.local_window + config.heavy_budget) * factor * widest
         self.width = config.sink_tokens + room
 
     def select(self, scores: Tensor, previous: Tensor, chunk_begin: int, chunk_end: int) -> Tensor:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from h2o_prefill.reference.settings import read_settings
 
+# Keys recalled for the latest match of a token's characters.
+_CHARACTER_SPAN = 32
+
 
 def lexical_recall(
     token_ids: Tensor, begin: int, settings: Any, token_text: Tensor | None = None
@@ -38,10 +41,8 @@ def lexical_recall(
             first_row: dict[int, int] = {}
             for p in range(first, min(first + block, total)):
                 found = [(e, config.recall_span) for e in _matches(tokens, p, chunk_begin, config)]
-                found += [
-                    (t, config.character_span)
-                    for t in characters.matches(p, chunk_begin)[: config.character_matches]
-                ]
+                latest = characters.matches(p, chunk_begin)[:1]
+                found += [(t, _CHARACTER_SPAN) for t in latest]
                 for e, span in found:
                     for position in range(e, min(e + span, chunk_begin)):
                         first_row.setdefault(position, p)  # p rises: the first is the smallest

@@ -47,11 +47,11 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
         "h2o,heavy_budget=99999999999999999999",
         "h2o,gqa_reduce=mean",
         "recommended,recall=2,recall_block=7",
-        "h2o,wide_layers=1,wide_factor=2147483647,local_window=4194304",
-        "h2o,wide_heads=1.0",
-        "h2o,wide_heads=1.0x0",
-        "h2o,wide_heads=1.0x2+1.0x3",
-        "h2o,wide_heads=1.0x4194304",
+        "h2o,wide=1x4194304,local_window=4194304",
+        "h2o,wide=1.0",
+        "h2o,wide=1.0x0",
+        "h2o,wide=1.0x2+1.0x3",
+        "h2o,wide=1.0x4194304",
         "h2o,error_rows=257",
         "h2o,error_threshold=nan",
         "h2o,error_rows=1,max_widen=65",
@@ -161,7 +161,7 @@ def _history(a: Arguments) -> Changes:
     changes |= _errors(a)
     changes["last_chunk_begin is after the earlier tokens"] = {"last_chunk_begin": past + 1}
     head = f"{a.get('layer', 0)}.{a['k'].shape[1]}"
-    changes["there is no such head"] = {"settings": f"h2o,wide_heads={head}x2"}
+    changes["there is no such head"] = {"settings": f"h2o,wide={head}x2"}
     if a["scores"]:
         longer = resized(a["scores"], 2, total + 1)
         changes["scores is longer than the history"] = {"scores": longer}

@@ -86,7 +86,7 @@ def _draw_settings(
     least = -(-length // MOST_CHUNKS)
     chunk_size = draw.size(least, max(least, min(LARGEST_CHUNK, length + 1)))
     sinks, local, heavy = _draw_budgets(draw, length, whole)
-    dense, wide = ([x for x in range(layers) if draw.chance(0.15)] for _ in range(2))
+    dense = [x for x in range(layers) if draw.chance(0.15)]
     # Blocks of a few rows make as many lists; the largest item needs no more than the others.
     blocks = [x for x in range(1, min(chunk_size, 64) + 1) if chunk_size % x == 0]
     error_rows = draw.integer(1, 8) if draw.chance(0.3) else 0
@@ -97,9 +97,7 @@ def _draw_settings(
         heavy_budget=heavy,
         dense_tail=draw.choice([draw.size(1, length), 2**31 - 1]) if draw.chance(0.25) else 0,
         dense_layers=tuple(dense),
-        wide_layers=tuple(wide),
-        wide_factor=draw.integer(1, 4),
-        wide_heads=_draw_wide_heads(draw, layers, kv_heads) if draw.chance(0.3) else (),
+        wide=_draw_wide(draw, layers, kv_heads),
         gqa_reduce=draw.choice(["sum", "max"]),
         min_prefill=draw.size(1, 2 * chunk_size) if draw.chance(0.5) else None,
         recall=draw.integer(1, 8) if draw.chance(0.4) else 0,
@@ -108,8 +106,6 @@ def _draw_settings(
         recall_span=draw.integer(1, 5),
         recall_max_count=draw.integer(1, 64),
         recall_characters=draw.integer(1, 6) if draw.chance(0.3) else 0,
-        character_matches=draw.integer(1, 4),
-        character_span=draw.integer(1, 7),
         block_diagonal=draw.chance(0.5),
         error_rows=error_rows,
         error_threshold=draw.choice(ERROR_THRESHOLDS),
@@ -124,10 +120,11 @@ def draw_calls(draw: Draw, begin: int, end: int, multiple: int = 1) -> list[int]
     return sorted({draw.choice(places) for _ in range(count)} | {end})
 
 
-def _draw_wide_heads(draw: Draw, layers: int, kv_heads: int) -> tuple[tuple[int, int, int], ...]:
-    """Draw factors of some heads' budgets."""
-    heads = draw.sample(draw.integer(1, 4), layers * kv_heads)
-    return tuple((i // kv_heads, i % kv_heads, draw.integer(1, 4)) for i in heads)
+def _draw_wide(draw: Draw, layers: int, kv_heads: int) -> tuple[tuple[int, ...], ...]:
+    """Draw factors of the budgets of some layers and heads."""
+    wide = [(layer, draw.integer(1, 4)) for layer in range(layers) if draw.chance(0.15)]
+    heads = draw.sample(draw.integer(1, 4), layers * kv_heads) if draw.chance(0.3) else ()
+    return (*wide, *((i // kv_heads, i % kv_heads, draw.integer(1, 4)) for i in heads))
 
 
 def _draw_budgets(draw: Draw, length: int, whole: bool) -> tuple[int, int, int]:

@@ -130,7 +130,7 @@ def fill_caches() -> None:
     with _surroundings(0):
         for length in range(1, CACHED_SETTINGS):
             config = draw_settings(draw, length, layers=2)
-            config = config.replace(wide_layers=(0,), wide_factor=2)
+            config = config.replace(wide=((0, 2),))
             text = config.of_layer(0).to_string()
             ops.prefill_attention(*[_TOKEN] * 3, *[None] * 5, 0, 0, text)
 

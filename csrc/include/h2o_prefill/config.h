@@ -20,10 +20,9 @@ struct H2O_API PrefillConfig {
   int64_t sink_tokens = 0;     // K, first positions of the prompt, always kept
   int64_t dense_tail = 0;      // last queries of a call that attend to every key
   std::vector<int64_t> dense_layers = {};  // layers that stay dense
-  std::vector<int64_t> wide_layers = {};   // layers with wide_factor times L and H
-  int64_t wide_factor = 4;
-  // Layer, KV head and the factor of its L and H, on top of wide_factor.
-  std::vector<std::vector<int64_t>> wide_heads = {};
+  // Factors of L and H: {layer, factor} for the heads of a layer, {layer, KV head, factor} for one
+  // of them instead.
+  std::vector<std::vector<int64_t>> wide = {};
   std::string gqa_reduce = "sum";  // "sum" or "max" over the query heads of a KV head
   std::optional<int64_t> min_prefill =
       {};                         // calls with fewer new tokens are dense; none: chunk_size
@@ -33,8 +32,6 @@ struct H2O_API PrefillConfig {
   int64_t recall_span = 2;        // keys recalled for each match
   int64_t recall_max_count = 16;  // a single token is looked up if it occurs at most this often
   int64_t recall_characters = 0;  // characters that recall looks up besides; 0: tokens alone
-  int64_t character_matches = 1;  // earlier matches recalled for a token's characters
-  int64_t character_span = 32;    // keys recalled for each of them
   bool block_diagonal = false;    // with K + L + H = 0: attend inside chunks alone, not densely
   int64_t error_rows = 0;         // rows of a chunk whose error is measured; 0: no widening
   double error_threshold = 0.01;  // relative squared error above which a head's L and H double
@@ -47,12 +44,12 @@ struct H2O_API PrefillConfig {
   static const std::vector<std::string>& preset_names();
 
   // The settings of a text: a preset, then fields separated by commas, each at most once, layers
-  // joined by "+": "recommended,local_window=256,wide_layers=7+17,wide_heads=7.2x4". A text of
-  // fields alone changes "h2o". Throws c10::ValueError for another form, an unknown name, or what
+  // joined by "+": "recommended,local_window=256,wide=7x4+18.2x2". A text of fields
+  // alone changes "h2o". Throws c10::ValueError for another form, an unknown name, or what
   // check() refuses.
   static PrefillConfig parse(std::string_view text);
 
-  // A copy with the fields of a text like "local_window=256,wide_layers=7+17" changed. A chunk_size
+  // A copy with the fields of a text like "local_window=256,wide=7x4" changed. A chunk_size
   // that recall_block does not divide changes recall_block too, to their greatest common divisor,
   // unless the text gives it or recall is off.
   PrefillConfig with(std::string_view fields) const;
@@ -71,12 +68,16 @@ struct H2O_API PrefillConfig {
   // Calls check(), and warns with advice() once per process.
   void validate() const;
 
-  // The settings of one layer, with the L and H of that layer, and its wide heads alone. Errors are
-  // not measured in layer 0, whose small outputs inflate them.
+  // The settings of one layer, with the L and H of that layer, and what is wide in it alone. Errors
+  // are not measured in layer 0, whose small outputs inflate them.
   PrefillConfig of_layer(int64_t layer) const;
 
-  // The factor of a KV head's L and H in settings of_layer(); in others, the largest of all layers.
-  int64_t factor_of_head(int64_t head) const;
+  // The factor of a KV head's L and H in a layer; in all of them, the largest. Settings of_layer()
+  // need no layer.
+  int64_t factor_of_head(int64_t head, std::optional<int64_t> layer = std::nullopt) const;
+
+  // The largest factor of L and H.
+  int64_t widest() const;
 
   // Positions that a memory set of settings of_layer() holds at most: K + L + H, of the widest head
   // when it has grown as far as it may.

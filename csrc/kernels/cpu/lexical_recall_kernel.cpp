@@ -155,6 +155,9 @@ class Characters {
   std::optional<SuffixMatches> matches_;
 };
 
+// Keys recalled for the latest match of a token's characters.
+constexpr int64_t kCharacterSpan = 32;
+
 // Keys that the blocks of a call list, of all rows of a batch: 512 MiB.
 constexpr int64_t kMostEntries = int64_t{1} << 26;
 
@@ -236,8 +239,7 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
       suffixes[n - 1].for_latest(p, s.recall, [&](int64_t end) { find(end, s.recall_span); });
     }
     if (characters) {
-      characters->for_latest(p, s.character_matches,
-                             [&](int64_t next) { find(next, s.character_span); });
+      characters->for_latest(p, 1, [&](int64_t next) { find(next, kCharacterSpan); });
     }
     // By rising first positions, what is new comes by rising positions. Matches come the last first.
     std::reverse(found.begin(), found.end());

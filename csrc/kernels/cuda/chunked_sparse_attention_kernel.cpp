@@ -25,10 +25,13 @@ class MemorySets {
         next_(at::empty({request.key.size(0), request.key.size(1), request.settings.memory_size()},
                         request.query.options().dtype(at::kInt))),
         spare_(at::empty_like(next_)) {
-    if (!request.settings.wide_heads.empty()) {
-      by_head_ = at::ones({request.key.size(1)}, next_.options());
-      for (const auto& head : request.settings.wide_heads) {
-        by_head_.narrow(0, head[1], 1).fill_(request.settings.factor_of_head(head[1]));
+    if (!request.settings.wide.empty()) {
+      const int64_t heads = request.key.size(1);
+      by_head_ = at::full({heads}, request.settings.factor_of_head(/*one that is not named*/ heads),
+                          next_.options());
+      for (const auto& x : request.settings.wide) {
+        if (x.size() == 2) continue;
+        by_head_.narrow(0, x[1], 1).fill_(request.settings.factor_of_head(x[1]));
       }
     }
     if (request.start.defined() && request.past() > 0) sets_ = request.start.contiguous();

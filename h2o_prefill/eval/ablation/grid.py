@@ -86,6 +86,4 @@ def _distinct(name: str, values: Sequence[Any]) -> list[Any]:
 
 def _without_idle(config: PrefillConfig) -> PrefillConfig:
     idle = {} if config.recall else dict(_WITHOUT_RECALL)
-    if not config.wide_layers:
-        idle["wide_factor"] = PrefillConfig.wide_factor
     return config.replace(**idle)

@@ -23,7 +23,7 @@ CSV_NAME = "perplexity_ablation.csv"
 _TEXT, _WHOLE, _REAL = "string", "Int64", "float64"
 
 # Layers are joined by "+" or "none"; an empty min_prefill is one chunk; recall_* are at their
-# defaults if recall is 0, and wide_factor without wide layers.
+# defaults if recall is 0.
 _SETTINGS = {
     field.name: _WHOLE if str(field.type).startswith("int") else _TEXT
     for field in dataclasses.fields(PrefillConfig)

@@ -48,7 +48,7 @@ Held held() {
 PrefillConfig every_setting() {
   return PrefillConfig::parse(
       "recommended,chunk_size=32,local_window=6,heavy_budget=6,recall=2,recall_block=16,"
-      "wide_layers=1,wide_factor=2,wide_heads=1.0x2,error_rows=2");
+      "wide=1x2+1.0x4,error_rows=2");
 }
 
 bool counts_freed_blocks() {

@@ -146,9 +146,7 @@ TEST(MemorySetTracker, TruncateRemovesTokens) {
 
 TEST(MemorySetTracker, WideLayersHaveLargerSets) {
   auto config = tracker_config();
-  config.wide_layers = {1};
-  config.wide_factor = 3;
-  config.wide_heads = {{1, 0, 2}};
+  config.wide = {{1, 3}, {1, 0, 6}};
   MemorySetTracker tracker(2, config);
   EXPECT_EQ(tracker.memory_size(0), kLocal + kHeavy + kSinks);
   EXPECT_EQ(tracker.memory_size(1), 2 * 3 * (kLocal + kHeavy) + kSinks);

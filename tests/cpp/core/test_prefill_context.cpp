@@ -19,7 +19,7 @@ constexpr int64_t kContextLayers = 2;
 PrefillConfig recalling_config() {
   return PrefillConfig::parse(
       "recommended,chunk_size=16,local_window=3,heavy_budget=4,recall=2,recall_block=8,"
-      "wide_layers=1,wide_factor=2,wide_heads=0.1x3,error_rows=4");
+      "wide=1x2+0.1x3,error_rows=4");
 }
 
 PrefillContext new_context(const PrefillConfig& config = recalling_config()) {
@@ -381,10 +381,12 @@ TEST(PrefillContext, DefaultsAndWrongArguments) {
   EXPECT_EQ(PrefillContext(1, 8).config(), PrefillConfig::preset("recommended"));
   EXPECT_VALUE_ERROR(PrefillContext(0, 8), "num_layers must be >= 1, got 0");
   EXPECT_VALUE_ERROR(PrefillContext(2, 0), "max_tokens must be >= 1, got 0");
-  EXPECT_VALUE_ERROR(PrefillContext(1, 8, recalling_config()),
-                     "dense_layers and wide_layers must be < 1, the layers of the context, got 1");
-  EXPECT_VALUE_ERROR(PrefillContext(1, 8, {.wide_heads = {{1, 0, 2}}}),
-                     "wide_heads must name layers < 1, the layers of the context, got 1");
+  EXPECT_VALUE_ERROR(
+      PrefillContext(1, 8, recalling_config()),
+      "dense_layers and wide must name layers < 1, the layers of the context, got 1");
+  EXPECT_VALUE_ERROR(
+      PrefillContext(1, 8, {.wide = {{1, 0, 2}}}),
+      "dense_layers and wide must name layers < 1, the layers of the context, got 1");
   EXPECT_VALUE_ERROR(PrefillContext(1, 8, {.chunk_size = 0}), "chunk_size must be >= 1, got 0");
   PrefillContext context(kContextLayers, 50, recalling_config());
   const auto x = prompt.qkv[0];

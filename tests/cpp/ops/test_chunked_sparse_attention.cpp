@@ -11,7 +11,7 @@ constexpr int64_t kChunk = 16;
 struct Options {
   Budgets budgets{3, 4, 1};
   int64_t dense_tail = 0;
-  std::vector<std::vector<int64_t>> wide_heads = {};
+  std::vector<std::vector<int64_t>> wide = {};
   std::string gqa_reduce = "sum";
   int64_t recall_block = 8;
   RecallLists recall = {};
@@ -25,7 +25,7 @@ struct Options {
             .heavy_budget = budgets.heavy_budget,
             .sink_tokens = budgets.sink_tokens,
             .dense_tail = dense_tail,
-            .wide_heads = wide_heads,
+            .wide = wide,
             .gqa_reduce = gqa_reduce,
             .recall_block = recall_block,
             .error_rows = error_rows};
@@ -112,7 +112,7 @@ TEST(ChunkedSparseAttentionOp, SeveralCallsWithEveryKindOfState) {
     const auto x = random_qkv(60, 2 * heads, heads, at::kFloat, batch);
     const auto tokens = at::randint(0, 12, {batch, 60}, at::kLong);
     Options o;
-    o.wide_heads = {{7, 0, 3}, {7, heads - 1, 2}};
+    o.wide = {{7, 0, 3}, {7, heads - 1, 2}};
     o.error_rows = 4;
     if (batch == 3) o.sinks = at::arange(2 * heads, at::kFloat), o.softcap = 1.5;
     State got, wanted;
@@ -143,7 +143,7 @@ TEST(ChunkedSparseAttentionOp, SeveralCallsCarryTheState) {
 
 TEST(ChunkedSparseAttentionOp, BudgetsOfAHeadAndThoseThatErrorsDouble) {
   Options o;
-  o.wide_heads = {{7, 0, 3}};
+  o.wide = {{7, 0, 3}};
   o.error_rows = 4;
   const auto x = random_qkv(100);
   x.v.select(1, 0).fill_(1);  // KV head 0 has no error

@@ -9,7 +9,7 @@ namespace {
 
 const char* const kSettings = "h2o,chunk_size=16,local_window=3,heavy_budget=4,sink_tokens=1";
 constexpr int64_t kMemory = 8;
-const char* const kWidening = ",wide_heads=1.0x2,error_rows=4,max_widen=2";
+const char* const kWidening = ",wide=1.0x2,error_rows=4,max_widen=2";
 constexpr int64_t kWidestMemory = 29;
 
 PrefillConfig config_of(const std::string& settings = kSettings) {
@@ -94,7 +94,7 @@ TEST(PrefillAttentionInPlace, SettingsDecide) {
 
 TEST(PrefillAttentionInPlace, WideLayersAndWiderBuffers) {
   const auto x = random_qkv(90);
-  const std::string settings = std::string(kSettings) + ",wide_layers=1,wide_factor=2";
+  const std::string settings = std::string(kSettings) + ",wide=1x2";
   for (const int64_t layer : {0, 1}) {
     Layer buffers(90, at::kFloat, 20);
     buffers.buffers.memory.fill_(7);  // of another prompt

@@ -117,7 +117,7 @@ def test_calibrate_ends_with_settings_that_other_commands_take(
     text = ("--windows", "0:1", "--dtype", "float32")
     figure = tmp_path / "p.png"
     found, table = report(*small_commands["calibrate"], *text, "--budget", 1.3, "--plot", figure)
-    heads = [(layer, head, x) for layer, head, x in found["config"]["wide_heads"]]
+    heads = [(layer, head, x) for layer, head, x in found["config"]["wide"]]
     rows = re.findall(r"(\d)\.(\d)x(\d) +(\d+\.\d) ", table)
     assert sorted((int(a), int(b), int(x)) for a, b, x, _ in rows) == sorted(map(tuple, heads))
     errors = [found["errors"][str(a)][b][[1, 2, 4, 8].index(x)] for a, b, x in heads]
@@ -126,7 +126,7 @@ def test_calibrate_ends_with_settings_that_other_commands_take(
     )
     assert figure.read_bytes().startswith(b"\x89PNG")
 
-    variant = f"{PRESET},wide_heads={'+'.join(f'{a}.{b}x{x}' for a, b, x in heads)}"
+    variant = f"{PRESET},wide={'+'.join(f'{a}.{b}x{x}' for a, b, x in heads)}"
     assert table.splitlines()[-1] == f"--preset {variant}"
     assert found["variant"] == variant and found["budget"] == 1.3
     assert found["text_source"].startswith("text.txt sha256:")

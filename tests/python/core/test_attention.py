@@ -31,9 +31,9 @@ def qkv():
     return make_qkv(Shape(1, 4, 2, 150, 16, 16))
 
 
-RECALLING = CONFIG.replace(recall=3, recall_block=8, wide_layers=(1,))
+RECALLING = CONFIG.replace(recall=3, recall_block=8, wide=((1, 4),))
 TOKEN_TEXT = torch.tensor([[97, 98], [99, 0], [98, 99], [97, 0]], dtype=torch.int32)
-BY_CHARACTERS = RECALLING.replace(recall_characters=2, character_matches=3, character_span=6)
+BY_CHARACTERS = CONFIG.replace(recall=1, recall_block=8, recall_characters=2, recall_max_count=1)
 EMPTY = {"sink_tokens": 0, "local_window": 0, "heavy_budget": 0}
 # Settings, and a change that the module's output must show.
 EVERY_FIELD = [
@@ -43,9 +43,10 @@ EVERY_FIELD = [
     (CONFIG, {"sink_tokens": 4}),
     (CONFIG, {"dense_tail": 20}),
     (CONFIG, {"dense_layers": (1,)}),
-    (CONFIG, {"wide_layers": (1,), "wide_factor": 2}),
-    (RECALLING, {"wide_factor": 2}),
-    (CONFIG, {"wide_heads": ((1, 0, 3),)}),
+    (CONFIG, {"wide": ((1, 2),)}),
+    (RECALLING, {"wide": ((1, 2),)}),
+    (CONFIG, {"wide": ((1, 0, 3),)}),
+    (RECALLING, {"wide": ((1, 4), (1, 0, 1))}),
     (CONFIG, {"error_rows": 4}),
     (CONFIG.replace(error_rows=4, error_threshold=1.0), {"error_threshold": 0.0}),
     (CONFIG.replace(error_rows=4), {"max_widen": 2}),
@@ -61,9 +62,7 @@ EVERY_FIELD = [
         {"recall_max_count": 1},
     ),
     (EMPTY, {"block_diagonal": True}),
-    (BY_CHARACTERS.replace(recall_characters=0), {"recall_characters": 2}),
-    (BY_CHARACTERS, {"character_matches": 1}),
-    (BY_CHARACTERS, {"character_span": 1}),
+    (BY_CHARACTERS, {"recall_characters": 0}),
 ]
 
 

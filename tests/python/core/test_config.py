@@ -20,11 +20,12 @@ from h2o_prefill.config import PrefillConfig
         ("gqa_reduce", None, "gqa_reduce must be a str, got None"),
         ("dense_layers", 0, "dense_layers must be a sequence of ints, got 0"),
         ("dense_layers", "12", "dense_layers must be a sequence of ints, got '12'"),
-        ("wide_layers", (1.5,), "wide_layers must be an int, got 1.5"),
+        ("dense_layers", (1.5,), "dense_layers must be an int, got 1.5"),
         ("block_diagonal", 1, "block_diagonal must be a bool, got 1"),
-        ("wide_heads", (1, 2), "a head must be a sequence of ints, got 1"),
-        ("wide_heads", ((1, 2),), "must be .layer, KV head, factor., got .1, 2."),
-        ("wide_heads", ((1, 2, 0),), "wide_heads must be >= 1, got 0"),
+        ("wide", (1, 2), "a factor of wide must be a sequence of ints, got 1"),
+        ("wide", ((1,),), r"must be \(layer, factor\) or \(layer, KV head, factor\), got \(1,\)"),
+        ("wide", "7", "wide must be layers or layer.KV head with a factor, like 7x4"),
+        ("wide", ((1, 2, 0),), "wide must be >= 1, got 0"),
         ("error_threshold", "0.5", "error_threshold must be a number, got '0.5'"),
         ("error_rows", 257, "error_rows must be <= 256, got 257"),
         ("recall", 2, "chunk_size must be a multiple of recall_block, got 1024 and 100"),
@@ -53,15 +54,15 @@ def test_texts_stand_for_all_settings(data):
         sink_tokens=data.draw(st.integers(1, 5)),
         dense_tail=data.draw(st.integers(0, 9)),
         dense_layers=data.draw(layers),
-        wide_layers=data.draw(layers),
         gqa_reduce=data.draw(st.sampled_from(["sum", "max"])),
         min_prefill=data.draw(st.none() | size),
         block_diagonal=data.draw(st.booleans()),
-        wide_heads=data.draw(
+        wide=data.draw(
             st.lists(
-                st.tuples(st.integers(0, 99), st.integers(0, 9), st.integers(1, 9)),
+                st.tuples(st.integers(0, 99), st.integers(1, 9))
+                | st.tuples(st.integers(0, 99), st.integers(0, 9), st.integers(1, 9)),
                 max_size=3,
-                unique_by=lambda head: head[:2],
+                unique_by=lambda x: x[:-1],
             )
         ),
         error_rows=data.draw(st.integers(0, 9)),
@@ -100,10 +101,10 @@ def test_values_as_python_prints_them(yes):
 
 def test_numpy_integers_are_integers():
     config = PrefillConfig(
-        chunk_size=np.int64(512), local_window=np.int32(8), wide_layers=[np.int8(1)]
+        chunk_size=np.int64(512), local_window=np.int32(8), wide=[[np.int8(1), 3]]
     )
-    assert config == PrefillConfig(chunk_size=512, local_window=8, wide_layers=(1,))
-    assert type(config.chunk_size) is int and type(config.wide_layers[0]) is int
+    assert config == PrefillConfig(chunk_size=512, local_window=8, wide="1x3")
+    assert type(config.chunk_size) is int and type(config.wide[0][0]) is int
 
 
 def test_budgets_that_do_not_pay_warn():
@@ -120,8 +121,9 @@ def test_budgets_that_do_not_pay_warn():
 
 @pytest.mark.filterwarnings("error")
 def test_a_wide_layer_does_not_warn_of_its_size():
-    config = PrefillConfig(sink_tokens=2, wide_layers=[3, 5], wide_factor=3, dense_layers=(1,))
-    assert config.of_layer(None) == config.of_layer(4) == config
+    config = PrefillConfig(sink_tokens=2, wide="3x3+5x3", dense_layers=(1,))
+    assert config.of_layer(None) is config
+    assert config.of_layer(4) == config.replace(wide=())
     assert config.of_layer(5).memory_size == 1538
 
 

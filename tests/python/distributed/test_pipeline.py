@@ -33,7 +33,7 @@ from h2o_prefill.distributed import PipelinePrefill
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "recommended": RECOMMENDED,
-    "everything": {**EVERYTHING, "wide_heads": ((3, 1, 2),)},
+    "everything": {**EVERYTHING, "wide": ((3, 1, 2),)},
     "h2o": H2O,
     "exact": {"config": "exact", "chunk_size": 16},
 }

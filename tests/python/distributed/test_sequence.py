@@ -40,7 +40,7 @@ from h2o_prefill.distributed import CompactPast, MemoryRows, ShardPlan
 from h2o_prefill.functional import NO_RECALL, recall_lists, sparse_attention
 from h2o_prefill.hf.sharded import attend_to_range
 
-WIDE = {"sink_tokens": 2, "wide_layers": (1,), "wide_heads": ((2, 1, 2),)}
+WIDE = {"sink_tokens": 2, "wide": ((1, 4), (2, 1, 2))}
 MEASURED = {"error_rows": 4, "error_threshold": 0.05, "max_widen": 4}
 RECOMMENDED = {**RECOMMENDED, "error_rows": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def test_a_range_attends_as_in_one_call(data: st.DataObject) -> None:
         recall_block=8,
         gqa_reduce=draw(st.sampled_from(["sum", "max"])),
     )
-    config = config.replace(wide_heads=((1, 0, 2),) if draw(st.booleans()) else ()).of_layer(1)
+    config = config.replace(wide=((1, 0, 2),) if draw(st.booleans()) else ()).of_layer(1)
     length = size * chunks + tail
     begins = sorted({0, *draw(st.lists(st.integers(1, chunks - 1), max_size=3))})
     torch.manual_seed(draw(st.integers(0, 999)))

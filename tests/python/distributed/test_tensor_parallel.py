@@ -17,7 +17,7 @@ from h2o_prefill import chunked_prefill, enable
 
 HEADS = 6  # KV heads: they can be spread over two processes, and over three
 WIDE = ((0, 0, 2), (0, 5, 4), (1, 2, 4), (1, 3, 2))
-SETTINGS = {**RECOMMENDED, "wide_heads": WIDE}
+SETTINGS = {**RECOMMENDED, "wide": WIDE}
 
 
 def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def answers(rank: int, folder: Path, count: int) -> dict[str, Any]:
         output = model(ids)
         padded = model(ids, attention_mask=mask, use_cache=False).logits
         tokens = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-        wide, layers = handle.config.wide_heads, [x.sparse_calls for x in handle.report()]
+        wide, layers = handle.config.wide, [x.sparse_calls for x in handle.report()]
     chunked = chunked_prefill(model, ids, **SETTINGS).logits
     memory = [layer.state.memory for layer in output.cache.layers]
     logits = {"one call": output.logits, "padded": padded[mask.bool()], "chunked": chunked}

@@ -95,7 +95,7 @@ def test_wide_layers_count_with_their_own_sizes(options: dict[str, Any]) -> None
         local_window=3 * config.local_window, heavy_budget=3 * config.heavy_budget
     )
     ratios = [count_attention_flops(PROMPTS, each).ratio for each in (config, wide)]
-    mixed = count_attention_flops(PROMPTS, config.replace(wide_layers=(1, 9), wide_factor=3), 3)
+    mixed = count_attention_flops(PROMPTS, config.replace(wide=((1, 3), (9, 3))), 3)
     assert ratios[0] > ratios[1]
     assert 1 / mixed.ratio == pytest.approx((2 / ratios[0] + 1 / ratios[1]) / 3)
 
@@ -120,6 +120,6 @@ def test_wide_heads_count_with_their_own_sets(factor: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is as large as a chunk
         wide = sparse_dot_products(LENGTH, CONFIG.replace(**sizes))
-    mixed = CONFIG.replace(wide_heads=((0, 2, factor),))
+    mixed = CONFIG.replace(wide=((0, 2, factor),))
     given = sparse_dot_products(LENGTH, CONFIG)
     assert sparse_dot_products(LENGTH, mixed, kv_heads=4) == round((3 * given + wide) / 4)

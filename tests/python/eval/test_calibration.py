@@ -112,11 +112,11 @@ def test_the_head_that_needs_far_keys_is_found(
         weight = torch.zeros_like(layer.self_attn.o_proj.weight)
         weight[:, kept] = layer.self_attn.o_proj.weight[:, kept]
         layer.self_attn.o_proj.weight = torch.nn.Parameter(weight)
-    config = CONFIG.replace(wide_heads=given)
+    config = CONFIG.replace(wide=given)
     result = calibrate_heads(model, TOKENS, config, budget=1.2, context=CONTEXT)
     assert [head[:2] for head in result.chosen] == [(2, 1)]
     factor = result.chosen[0][2]
-    assert result.config == config.replace(wide_heads=((2, 1, factor * (2 if given else 1)),))
+    assert result.config == config.replace(wide=((2, 1, factor * (2 if given else 1)),))
     assert result.error_before == pytest.approx(result.error(2, 1, 1), abs=1e-12)
     assert result.error_after == pytest.approx(result.error(2, 1, factor), abs=1e-12)
     if not given:
@@ -137,11 +137,11 @@ def test_the_budget_is_spent_and_kept(model: Any, budget: float) -> None:
     assert spent <= budget
     for layer in result.errors:
         for head in range(KV_HEADS):
-            wide = {(a, b): factor for a, b, factor in result.config.wide_heads}
+            wide = {(a, b): factor for a, b, factor in result.config.wide}
             factor = wide.get((layer, head), 1)
             if factor < FACTORS[-1]:
                 wide[layer, head] = 2 * factor
-                wider = CONFIG.replace(wide_heads=tuple((*key, x) for key, x in wide.items()))
+                wider = CONFIG.replace(wide=tuple((*key, x) for key, x in wide.items()))
                 more = count_attention_flops(batch, wider, LAYERS, KV_HEADS)
                 assert result.flops_before.ratio / more.ratio > budget
 

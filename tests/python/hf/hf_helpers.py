@@ -19,8 +19,8 @@ EXACT: dict[str, Any] = {"chunk_size": 16, "local_window": 64, "heavy_budget": 6
 RECALL: dict[str, Any] = {**SPARSE, "recall": 2, "recall_block": 8}
 H2O: dict[str, Any] = {"config": "h2o", **SPARSE}
 RECOMMENDED: dict[str, Any] = {"config": "recommended", "recall_block": 8, **SPARSE}
-MANY = {"sink_tokens": 2, "dense_tail": 5, "wide_layers": (1,), "wide_factor": 2}
-WIDENING = {"error_rows": 4, "error_threshold": 0.05, "max_widen": 2, "wide_heads": ((1, 0, 2),)}
+MANY = {"sink_tokens": 2, "dense_tail": 5}
+WIDENING = {"error_rows": 4, "error_threshold": 0.05, "max_widen": 2, "wide": ((1, 2), (1, 0, 4))}
 EVERYTHING: dict[str, Any] = {**RECOMMENDED, **MANY, **WIDENING}
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 

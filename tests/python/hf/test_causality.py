@@ -19,11 +19,11 @@ OPTIONS = {
     "sinks": BASE.replace(sink_tokens=2),
     "dense tail": BASE.replace(dense_tail=10),
     "dense layers": BASE.replace(dense_layers=(0,)),
-    "wide layers": BASE.replace(wide_layers=(1,), wide_factor=2),
-    "wide heads": BASE.replace(wide_heads=((1, 0, 2),)),
+    "wide layers": BASE.replace(wide=((1, 2),)),
+    "wide heads": BASE.replace(wide=((1, 0, 2),)),
     "widening": BASE.replace(error_rows=2, error_threshold=0.1, max_widen=2),
     "widening of wide heads": preset_config(
-        "recommended", **SIZES, recall_block=8, error_rows=4, wide_heads=((1, 1, 2),)
+        "recommended", **SIZES, recall_block=8, error_rows=4, wide=((1, 1, 2),)
     ),
     "max over the group": BASE.replace(gqa_reduce="max"),
     "no heavy hitters": BASE.replace(heavy_budget=0),
@@ -38,7 +38,7 @@ OPTIONS = {
     "recall of single keys": RECALL.replace(recall_span=1),
     "recall of long spans": RECALL.replace(recall_span=5),
     "recall of rare single tokens": RECALL.replace(recall=3, recall_max_count=4),
-    "recall by characters": RECALL.replace(recall_characters=3, character_span=2),
+    "recall by characters": RECALL.replace(recall_characters=3),
     "recall and everything else": RECALL.replace(
         sink_tokens=2, dense_tail=10, dense_layers=(1,), gqa_reduce="max", min_prefill=3
     ),
@@ -105,7 +105,7 @@ def test_a_block_that_sees_what_its_later_rows_recall_is_caught(llama, prompt, o
 
 
 # Settings that are the same in all options.
-ONE_VALUE = ("chunk_size", "character_matches", "exact")
+ONE_VALUE = ("chunk_size", "exact")
 
 
 def test_every_setting_is_among_the_options():

@@ -23,7 +23,7 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from h2o_prefill import enable
 
-RECALL = {**RECALL, "wide_layers": (1,), "wide_factor": 2}
+RECALL = {**RECALL, "wide": ((1, 2),)}
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 # Sparse, sparse after a history, decoded, short, and sparse again.
 CALLS = (40, 32, 1, 1, 5, 71)

@@ -104,15 +104,15 @@ def test_wide_layers_have_their_own_sizes(llama, ids):
     larger = {name: 3 * SPARSE[name] for name in ("local_window", "heavy_budget")}
     with enable(llama, **{**SPARSE, **larger}):
         expected = llama(ids).logits
-    with enable(llama, wide_layers=(0, 1), wide_factor=3, **SPARSE):
+    with enable(llama, wide="0x3+1x3", **SPARSE):
         assert torch.equal(llama(ids).logits, expected)
-    with enable(llama, wide_layers=(1,), wide_factor=3, **SPARSE) as handle:
+    with enable(llama, wide="1x3", **SPARSE) as handle:
         cache = new_cache(llama)
         one_call = llama(ids).logits
         assert_close(in_calls(llama, cache, ids, [32, 40]), one_call)
         size = handle.config.memory_size  # errors widen no set of the first layer
     assert not torch.equal(one_call, expected)
-    assert [layer.state.memory.shape[-1] for layer in cache.layers] == [size // 8, 3 * size]
+    assert [layer.state.memory.shape[-1] for layer in cache.layers] == [size // 24, size]
 
 
 def with_a_4d_mask(model, ids, monkeypatch):

@@ -16,8 +16,8 @@ from h2o_prefill.hf.weights import with_int8_weights
 from h2o_prefill.package import PackageInfo, PrefillPackage
 
 CONFIG = PrefillConfig.parse(
-    "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,wide_layers=1,"
-    "wide_factor=2,wide_heads=1.0x2,error_rows=4,error_threshold=0.05,max_widen=2,"
+    "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,"
+    "wide=1x2+1.0x4,error_rows=4,error_threshold=0.05,max_widen=2,"
     "recall_characters=3"
 )
 # Sparse, sparse after a history, decoded, short.

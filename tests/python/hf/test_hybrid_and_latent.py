@@ -151,7 +151,7 @@ def test_a_failed_forward_marks_the_cache(model, prompt):
 def test_settings_by_layer_need_numbers(prompt):
     model = build_tiny("Zamba2ForCausalLM").model
     stock = model(prompt).logits
-    settings = {**SMALL, "strict": False, "wide_layers": (1,)}
+    settings = {**SMALL, "strict": False, "wide": ((1, 4),)}
     with enable(model, **settings), pytest.warns(match="cannot tell them apart"):
         assert_close(model(prompt).logits, stock, 1e-4)
 

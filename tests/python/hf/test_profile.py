@@ -15,7 +15,7 @@ from h2o_prefill import chunked_prefill, enable, explain, preset_config
 from h2o_prefill.hf import profile
 from h2o_prefill.hf.profile import architecture_hash, build_profile, find_profile, profile_path
 
-CONFIG = preset_config("recommended", **SPARSE, recall_block=8, wide_heads=((1, 0, 2),))
+CONFIG = preset_config("recommended", **SPARSE, recall_block=8, wide=((1, 0, 2),))
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_enable_takes_a_profile_where_no_settings_are_given(llama, ids, sparse_l
     with enable(llama, heavy_budget=2) as handle:
         assert handle.config == CONFIG.replace(heavy_budget=2)
     with enable(llama, **RECOMMENDED) as handle:
-        assert handle.config == CONFIG.replace(wide_heads=())
+        assert handle.config == CONFIG.replace(wide=())
         assert explain(llama).profile == "" and "profile" not in str(explain(llama))
     chunked_prefill(llama, ids)
     assert sparse_layers, "the chunks of the profile are shorter than the prompt"
@@ -127,5 +127,5 @@ def test_fine_tuned_models_share_a_hash():
 def test_the_package_has_a_profile_of_smollm2(monkeypatch):
     monkeypatch.undo()  # look into the package's own folder
     (path,) = profile._shipped(_hash())
-    heads = profile._read(path, _hash()).wide_heads
+    heads = profile._read(path, _hash()).wide
     assert heads and all(0 < layer < 30 and head < 3 for layer, head, _ in heads)

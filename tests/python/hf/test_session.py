@@ -413,7 +413,7 @@ VARIANTS = (
     RECOMMENDED,
     EVERYTHING,
     {**SPARSE, "chunk_size": 32, "local_window": 8},
-    {**SPARSE, "local_window": 2, "heavy_budget": 2, "wide_layers": (1,), "wide_factor": 4},
+    {**SPARSE, "local_window": 2, "heavy_budget": 2, "wide": ((1, 4),)},
     {**SPARSE, "min_prefill": 200},
 )
 
@@ -456,11 +456,13 @@ def test_token_ids_of_int32(llama, ids, path):
 
 
 def test_files_of_version_1_are_read(llama, prompt, path):
-    with enable(llama, **RECALL):
+    with enable(llama, **RECALL, wide="1x2+1.0x6+0.1x3"):
         cache = saved_prompt(llama, prompt, path)
         tensors, metadata = contents(path)
         header = json.loads(metadata[KEY])
         fields = header["settings"].replace(",exact=", ",max_error={},exact=")
+        wide = "wide_layers=1,wide_factor=2,wide_heads=1.0x3+0.1x3,character_matches=1"
+        fields = fields.replace("wide=1x2+1.0x6+0.1x3", f"{wide},character_span=32")
         old = {"version": 1, "model": old_model_hash(llama), "settings": fields.format(0)}
         old |= {name: header[name] for name in ("dtype", "length")}
         text = json.dumps(old, separators=(",", ":"))

@@ -19,7 +19,7 @@ S = 32
 SIZES = {"chunk_size": S, "local_window": 8, "heavy_budget": 8}
 NO_RECALL = (None,) * 3
 OPTIONS = [{}, {"sink_tokens": 3}, {"dense_tail": 40}, {"gqa_reduce": "max"}]
-WIDE = {"wide_heads": "1.0x3"}
+WIDE = {"wide": "1.0x3"}
 WIDENING = {"error_rows": 4, "error_threshold": 0.01, "max_widen": 4}
 OPERATORS = (ops.chunked_sparse_attention, oracle.chunked_sparse_attention)
 
@@ -163,7 +163,7 @@ def test_sixteen_chunks_of_extreme_logits_stay_finite(device):
         ({"v": torch.randn(1, 2, 19, 16)}, "v must have the length of k"),
         ({"errors": torch.ones(1, 2, 4).int()}, "errors must be float32, got int32"),
         ({"errors": torch.zeros(1, 3, 4)}, r"errors must have shape \[1, 2, 4\], got \[1, 3, 4"),
-        ({"settings": "h2o,wide_heads=0.2x4"}, "wide_heads must name KV heads below 2, got 2"),
+        ({"settings": "h2o,wide=0.2x4"}, "wide must name KV heads below 2, got 2"),
         ({"recall_offsets": torch.zeros(4, dtype=torch.int32)}, "must be given together"),
     ],
     ids=lambda x: str(list(x)) if isinstance(x, dict) else "",

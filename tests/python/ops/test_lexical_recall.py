@@ -14,7 +14,7 @@ def draw_settings(data, most):
     """Draw settings of recall, with counts of at most `most`."""
     block = data.draw(st.sampled_from([1, 4, 8, 16]), "block")
     chunk_size = block * data.draw(st.integers(1, 5), "blocks of a chunk")
-    names = ("recall_suffix", "recall_span", "character_matches", "character_span")
+    names = ("recall_suffix", "recall_span")
     return recall_text(
         chunk_size,
         block,

@@ -11,7 +11,7 @@ from h2o_prefill.functional import recall_lists
 VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 4, 2, 16, 2
 CONFIG = PrefillConfig.parse(
     "recommended,chunk_size=64,local_window=8,heavy_budget=8,sink_tokens=2,recall_block=16,"
-    "wide_layers=1,wide_factor=2,max_widen=1"
+    "wide=1x2,max_widen=1"
 )
 # Tokens of the calls over the prompt; single tokens are decoded after it.
 CALLS, NUM_DECODED = (150, 20, 64), 4

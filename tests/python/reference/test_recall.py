@@ -83,6 +83,6 @@ def test_characters_match_across_tokens():
     texts = ["ab", "cd", "ef", "a", "bc", "d", "x", ""]
     table = torch.tensor([[ord(c) for c in text.ljust(2, "\0")] for text in texts]).int()
     tokens = [[3, 4, 7, 5, 2, 6, 6, 6, 0, 1]]
-    found = entries(tokens, 0, 8, 8, 1, table, recall_characters=4, character_span=1)
-    assert found[1] == [(4, 9)]
+    found = entries(tokens, 0, 8, 8, 1, table, recall_characters=4)
+    assert found[1] == [(4, 9), (5, 9), (6, 9), (7, 9)]
     assert entries(tokens, 0, 8, 8, 1, table, recall_characters=5)[1] == []

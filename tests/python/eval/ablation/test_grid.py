@@ -47,9 +47,6 @@ def test_what_cannot_be_run_is_said_once_a_reason() -> None:
 def test_settings_without_effect_do_not_make_cells() -> None:
     grid = build_grid({"recall": [0, 2], "recall_span": [1, 2]}, [64], BASE)
     assert [(c.recall, c.recall_span) for _, c in grid] == [(0, 2), (2, 1), (2, 2)]
-    grid = build_grid({"wide_layers": [(), (1,)], "wide_factor": [2, 3]}, [64], BASE)
-    found = [(c.wide_layers, c.wide_factor) for _, c in grid]
-    assert found == [((), PrefillConfig.wide_factor), ((1,), 2), ((1,), 3)]
 
 
 def test_values_are_read_as_in_a_settings_text() -> None:

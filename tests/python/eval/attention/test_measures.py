@@ -212,7 +212,7 @@ def test_one_chunk_and_a_memory_of_everything_are_exact(
 
 def test_wide_dense_and_uneven_layers(tiny: Any, tiny_model: Any) -> None:
     narrow = measure_attention(tiny_model, PROMPT, CONFIG)
-    wide = measure_attention(tiny_model, PROMPT, CONFIG.replace(wide_layers=(1,), wide_factor=2))
+    wide = measure_attention(tiny_model, PROMPT, CONFIG.replace(wide=((1, 2),)))
     assert wide.memory.shape[-1] == 2 * narrow.memory.shape[-1]
     assert torch.equal(wide.l1_error[0], narrow.l1_error[0])
     assert (wide.mass_recall[1] > narrow.mass_recall[1]).all()
