@@ -22,7 +22,7 @@ set(H2O_HOST_SOURCES
     core/memory_set_tracker.cpp
     core/prefill_context.cpp
     core/safetensors.cpp
-    core/saved_session.cpp
+    core/session_file.cpp
     kernels/composite/accumulate_scores.cpp
     kernels/composite/advance_position.cpp
     kernels/composite/attend.cpp
@@ -55,7 +55,7 @@ set(H2O_HOST_SOURCES
     ops/sliding_window_attention.cpp
     runtime/package.cpp
     runtime/sampler.cpp
-    runtime/session.cpp)
+    runtime/package_session.cpp)
 
 set(H2O_CPU_SOURCES
     kernels/cpu/accumulate_scores_kernel.cpp

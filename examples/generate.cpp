@@ -4,7 +4,7 @@
 //
 // PACKAGE.pt2 and the tokenizer beside it are what `h2o-prefill export` wrote. Questions are lines
 // of standard input; each goes on from the answers before. --dense prefills the text densely.
-#include <h2o_prefill/session.h>
+#include <h2o_prefill/package_session.h>
 #include <h2o_prefill/tokenizer.h>
 
 #include <chrono>
@@ -15,7 +15,7 @@
 namespace {
 
 void run(const std::string& file, const std::string& text_file, bool dense) {
-  h2o_prefill::Session session(std::make_shared<const h2o_prefill::Package>(file));
+  h2o_prefill::PackageSession session(std::make_shared<const h2o_prefill::Package>(file));
   const h2o_prefill::Tokenizer tokenizer(file.substr(0, file.rfind('.')) + ".tokenizer");
   h2o_prefill::Sampler greedy;
   std::ostringstream text;

@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o_prefill._atomic_write import native_errors
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
-from h2o_prefill.session import reads_session
+from h2o_prefill.session_file import reads_session
 from h2o_prefill.state import estimated_kl, no_errors
 
 # Tensors of the state of a layer.
@@ -211,61 +211,53 @@ class PrefillPackage:
         token_ids: Tensor | Sequence[int],
         max_new_tokens: int,
         on_token: Callable[[int], None] | None = None,
-        choose: Callable[[Tensor, Tensor], Tensor] | None = None,
+        *,
+        sampler: Any = None,
         draft_tokens: int = 0,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> list[int]:
-        """Generate after a prompt, ints [1, T] or [T], until a token is one of `info.end_ids`.
+        """Continue the text by a prompt and generate an answer, as `PackageSession::generate` does.
 
-        Returns the new tokens. `on_token` is called with each of them. `choose` gets the tokens so
-        far, int64 [1, length], and the logits [1, vocabulary], and returns the next token, int64
-        [1]; without it, it is the one with the highest logit.
+        Parameters
+        ----------
+        token_ids : Tensor or list
+            The prompt, ints [1, T] or [T]. It is prefilled in calls of a few chunks.
+        max_new_tokens : int
+            Most tokens of the answer, which ends with one of `info.end_ids` before that. The last
+            one is not in the text yet.
+        on_token : callable, optional
+            Called with each token as it comes.
+        sampler : torch.classes.h2o_prefill.Sampler, optional
+            What draws the tokens. Default: the likeliest.
+        draft_tokens : int
+            Up to so many tokens are drafted before a call, which verifies them all: those that
+            followed the last two or three tokens where the text had them before. The answer is
+            that without, but for logits that calls of several tokens round otherwise.
+        on_progress : callable, optional
+            Called with the number of tokens that are prefilled, and of all.
 
-        With `draft_tokens` up to so many tokens are drafted before a call, which verifies them all:
-        those that followed the last two or three tokens where the text had them before. The answer
-        is that without, but for logits that calls of several tokens round otherwise.
+        Returns
+        -------
+        list of int
+            The tokens of the answer.
+
+        Raises
+        ------
+        ValueError
+            As `forward`, or if there is no room for the new tokens.
         """
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
         ids = token_rows(token_ids)
-        if ids.shape[-1] + max_new_tokens > self.info.capacity - self.length:
-            raise ValueError(
-                f"prompt and new tokens must be <= {self.info.capacity - self.length}, the "
-                f"capacity that the package was exported with, got {ids.shape[-1]} + "
-                f"{max_new_tokens}"
-            )
-        # Calls that verify tokens are dense.
-        drafted = min(draft_tokens, self.info.config.sparse_from - 2)
-        answer: list[int] = []
-        call, logits = ids[:, -1:], self.forward(ids)
-        while True:
-            before = self.length - len(logits)
-            for row in range(len(logits)):
-                self.position[0] = before + row + 1
-                each = logits[row : row + 1]
-                chosen = each.argmax(dim=-1) if choose is None else choose(self.token_ids, each)
-                token = int(chosen)
-                answer.append(token)
-                if on_token is not None:
+        chosen_by = torch.classes.h2o_prefill.Sampler() if sampler is None else sampler
+        with torch.no_grad():
+            answer = self._session.answer(ids, max_new_tokens, draft_tokens, chosen_by)
+            while not answer.ended():
+                token = answer.step()
+                if token is not None and on_token is not None:
                     on_token(token)
-                left = max_new_tokens - len(answer)
-                if token in self.info.end_ids or left == 0:
-                    return answer
-                if call[0, row + 1 : row + 2].tolist() != [token]:
-                    break
-            text = torch.cat([self.token_ids, chosen[None]], dim=1)
-            call = torch.cat([chosen[None], _continuation(text, min(drafted, left - 1))], dim=1)
-            logits = self.forward(call, torch.arange(call.shape[1]))
-
-
-def _continuation(token_ids: Tensor, most: int) -> Tensor:
-    """Return what followed the last three tokens of a text [1, T], or two, before: [1, `most`]."""
-    for size in (3, 2) if most > 0 else ():
-        runs = token_ids[0].unfold(0, size, 1) if token_ids.shape[1] > size else token_ids[:0]
-        found = (runs[:-1] == runs[-1:]).all(1).nonzero()
-        if len(found):
-            begin = int(found[-1]) + size
-            return token_ids[:, begin : begin + most]
-    return token_ids[:, :0]
+                elif token is None and on_progress is not None:
+                    on_progress(answer.prefilled(), ids.shape[1])
+        tokens: list[int] = answer.tokens()
+        return tokens
 
 
 def read_info(path: Path) -> PackageInfo:

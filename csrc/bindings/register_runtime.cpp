@@ -10,9 +10,9 @@
 
 #include "common/atomic_file.h"
 #include "common/checksum.h"
+#include "h2o_prefill/package_session.h"
 #include "h2o_prefill/sampler.h"
-#include "h2o_prefill/saved_session.h"
-#include "h2o_prefill/session.h"
+#include "h2o_prefill/session_file.h"
 
 namespace h2o_prefill {
 namespace {
@@ -50,11 +50,37 @@ void register_sampler(torch::Library& m) {
 struct PackageSessionHolder : torch::CustomClassHolder {
   explicit PackageSessionHolder(const std::string& path)
       : session(std::make_shared<const Package>(path)) {}
-  Session session;
+  PackageSession session;
+};
+
+// Keeps alive what an answer refers to.
+struct AnswerHolder : torch::CustomClassHolder {
+  AnswerHolder(c10::intrusive_ptr<PackageSessionHolder> of, const at::Tensor& token_ids,
+               const GenerateOptions& options, c10::intrusive_ptr<SamplerHolder> by)
+      : session(std::move(of)),
+        sampler(std::move(by)),
+        answer(session->session, token_ids, options, sampler->sampler) {}
+  c10::intrusive_ptr<PackageSessionHolder> session;
+  c10::intrusive_ptr<SamplerHolder> sampler;
+  Answer answer;
 };
 
 void register_package_session(torch::Library& m) {
   using Self = c10::intrusive_ptr<PackageSessionHolder>;
+  using Answering = c10::intrusive_ptr<AnswerHolder>;
+  m.class_<AnswerHolder>("Answer")
+      .def(
+          "step", [](const Answering& self) { return self->answer.step(); },
+          "Prefill a few chunks and return nothing, or return the next token.")
+      .def(
+          "ended", [](const Answering& self) { return self->answer.ended(); },
+          "Return whether the answer is complete.")
+      .def(
+          "prefilled", [](const Answering& self) { return self->answer.prefilled(); },
+          "Return how many tokens of the prompt are prefilled.")
+      .def(
+          "tokens", [](const Answering& self) { return self->answer.tokens(); },
+          "Return the tokens of the answer so far.");
   m.class_<PackageSessionHolder>("PackageSession")
       .def(torch::init([](const std::string& path) {
              return c10::make_intrusive<PackageSessionHolder>(path);
@@ -66,6 +92,16 @@ void register_package_session(torch::Library& m) {
            },
            "Run the next tokens, int64 [1, T]; return the logits of rows, int64 [R].",
            {arg("token_ids"), arg("rows")})
+      .def("answer",
+           [](const Self& self, const at::Tensor& token_ids, int64_t max_new_tokens,
+              int64_t draft_tokens, const c10::intrusive_ptr<SamplerHolder>& sampler) {
+             return c10::make_intrusive<AnswerHolder>(
+                 self, token_ids,
+                 GenerateOptions{.max_new_tokens = max_new_tokens, .draft_tokens = draft_tokens},
+                 sampler);
+           },
+           "Return the answer to a prompt, int64 [1, T], which its steps make.",
+           {arg("token_ids"), arg("max_new_tokens"), arg("draft_tokens"), arg("sampler")})
       .def(
           "state", [](const Self& self) { return self->session.state(); },
           "Return the tensors of the state, which change with every call.")
@@ -80,29 +116,31 @@ void register_package_session(torch::Library& m) {
 }
 
 struct SessionHolder : torch::CustomClassHolder {
-  explicit SessionHolder(SavedSession held) : session(std::move(held)) {}
-  const SavedSession session;
+  explicit SessionHolder(SessionFile held) : session(std::move(held)) {}
+  const SessionFile session;
 };
 using Tensors = c10::Dict<std::string, at::Tensor>;
 
-void register_saved_session(torch::Library& m) {
+void register_session_file(torch::Library& m) {
   using Self = c10::intrusive_ptr<SessionHolder>;
-  m.class_<SessionHolder>("SavedSession")
+  m.class_<SessionHolder>("SessionFile")
       .def(torch::init([](const std::string& model, const std::string& settings, int64_t length,
                           const Tensors& tensors) {
-             SavedSession session{.model = model, .settings = settings, .length = length};
+             SessionFile session{.model = model, .settings = settings, .length = length};
              for (const auto& entry : tensors) session.tensors[entry.key()] = entry.value();
              return c10::make_intrusive<SessionHolder>(std::move(session));
            }),
            "What a session file holds; docs/cpp.md has the names of its tensors.",
            {arg("model"), arg("settings"), arg("length"), arg("tensors")})
       .def("write",
-           [](const Self& self, const std::string& path) { write_session(path, self->session); },
+           [](const Self& self, const std::string& path) {
+             write_session_file(path, self->session);
+           },
            "Write a session file whole or not at all.", {arg("path")})
       .def_static(
           "read",
           [](const std::string& path, bool verify) {
-            return c10::make_intrusive<SessionHolder>(read_session(path, verify));
+            return c10::make_intrusive<SessionHolder>(read_session_file(path, verify));
           },
           "Read a session file; its tensors are a private memory map of it.")
       .def_static(
@@ -114,7 +152,7 @@ void register_saved_session(torch::Library& m) {
       .def(
           "header",
           [](const Self& self) {
-            const SavedSession& held = self->session;
+            const SessionFile& held = self->session;
             return std::make_tuple(held.model, held.settings, held.length, held.version);
           },
           "Return what tells the model from others, all fields of the settings, the number of "
@@ -155,7 +193,7 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
   register_atomic_file(m);
   register_sampler(m);
   register_package_session(m);
-  register_saved_session(m);
+  register_session_file(m);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@
 #include "common/checks.h"
 #include "common/rules.h"
 #include "core/state_header.h"
-#include "h2o_prefill/saved_session.h"
+#include "h2o_prefill/session_file.h"
 
 namespace h2o_prefill {
 namespace {
@@ -198,7 +198,7 @@ at::Tensor PrefillContext::token_ids() const {
 void PrefillContext::save(const std::string& path, const std::string& model) const {
   const int64_t tokens = length();
   check_at_least("length", tokens, 1);
-  SavedSession session{.model = model, .settings = config().to_fields(), .length = tokens};
+  SessionFile session{.model = model, .settings = config().to_fields(), .length = tokens};
   std::vector<int64_t> begins;
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
     TORCH_CHECK_VALUE(cache_->length(layer) == tokens,
@@ -217,11 +217,11 @@ void PrefillContext::save(const std::string& path, const std::string& model) con
   }
   session.tensors["last_chunk_begin"] = at::tensor(begins, at::kLong);
   if (token_ids().defined()) session.tensors["token_ids"] = token_ids();
-  write_session(path, session);
+  write_session_file(path, session);
 }
 
 void PrefillContext::load(const std::string& path, const std::string& model, bool verify) {
-  const SavedSession session = read_session(path, verify);
+  const SessionFile session = read_session_file(path, verify);
   const int64_t tokens = session.length;
   const auto& tensors = session.tensors;
   const auto begins = tensors.at("last_chunk_begin");

@@ -42,7 +42,7 @@ def export(
 
     One graph prefills and decodes. FILE.pt2 holds the weights; FILE.json, which describes the
     package, and the folder FILE.tokenizer are written beside it. `h2o-prefill generate --package`
-    runs them, and in C++ the classes Package, Session and Tokenizer (examples/generate.cpp).
+    runs them, and in C++ the classes Package, PackageSession and Tokenizer (examples/generate.cpp).
     """
     from h2o_prefill.eval.inputs.cpp_tokenizer import has_cpp_tokenizers
     from h2o_prefill.eval.inputs.packages import write_package

@@ -27,7 +27,7 @@ from h2o_prefill.hf.identity import Origin, marks_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, prefill_layer_for
 from h2o_prefill.hf.session import fill, session_of
 from h2o_prefill.hf.state import EnabledState, GraphCall, graph
-from h2o_prefill.session import Session, settings_fields, settings_text
+from h2o_prefill.session_file import SessionFile, settings_fields, settings_text
 from h2o_prefill.state import no_errors
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
@@ -185,7 +185,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
             If it is no session file, was cut or changed, or is of another model or other settings,
             in one line that names what differs.
         """
-        session = Session.read(path, verify)
+        session = SessionFile.read(path, verify)
         cache = cls(config=model.config)
         try:
             cache._origin = fill(cache.layers, session, model)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from h2o_prefill.hf.profile import plain_value
 from h2o_prefill.hf.state import EnabledState
-from h2o_prefill.session import checksum
+from h2o_prefill.session_file import checksum
 
 # Fields of a config that change no key, value or logit.
 _NO_PART = {

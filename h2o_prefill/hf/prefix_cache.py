@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_prefill.hf.cache import ChunkedPrefillCache, packed_copy
 from h2o_prefill.hf.identity import CHANGED, Origin, marks_of
 from h2o_prefill.hf.state import enabled_of
-from h2o_prefill.session import settings_fields
+from h2o_prefill.session_file import settings_fields
 from h2o_prefill.state import PrefillState
 
 

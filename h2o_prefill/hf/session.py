@@ -23,11 +23,11 @@ from h2o_prefill.hf.identity import (
 )
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.state import enabled_of
-from h2o_prefill.session import Session, SessionLayer, settings_fields
+from h2o_prefill.session_file import SessionFile, SessionLayer, settings_fields
 from h2o_prefill.state import PrefillState
 
 
-def session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | None) -> Session:
+def session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | None) -> SessionFile:
     """Return what a session file holds of a cache with such layers; ValueError if none can."""
     model = None if origin is None else origin.model()
     if origin is None or model is None:
@@ -53,7 +53,7 @@ def session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | Non
             raise ValueError("cache must not be of a padded batch")
         state = _in_width(getattr(layer, "state", None), config.of_layer(number).memory_size)
         held.append(SessionLayer(layer.keys, layer.values, state))
-    return Session(model_text(model, origin.marks), origin.settings, length, token_ids, held)
+    return SessionFile(model_text(model, origin.marks), origin.settings, length, token_ids, held)
 
 
 def _in_width(state: PrefillState | None, memory_size: int) -> PrefillState | None:
@@ -64,7 +64,7 @@ def _in_width(state: PrefillState | None, memory_size: int) -> PrefillState | No
     return replace(state, memory=pad(state.memory, (0, more), value=-1))
 
 
-def fill(layers: list[Any], session: Session, model: Any) -> Origin:
+def fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
     """Put a session into the empty layers of a cache of a model; ValueError if it does not fit."""
     enabled = enabled_of(model.config)
     settings = None if enabled is None else settings_fields(enabled.config)

@@ -1,7 +1,7 @@
 // A whole model that `h2o-prefill export` wrote as an AOTInductor package.
 //
 //   const auto package = std::make_shared<const h2o_prefill::Package>("model.pt2");
-//   h2o_prefill::Session session(package);   // session.h
+//   h2o_prefill::PackageSession session(package);   // package_session.h
 //
 // The program must link libtorch.so, which the code of packages needs.
 #pragma once

@@ -71,7 +71,7 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
   void reset();
 
   // Writes the prompt, of which all layers have attended in every call, into a session file
-  // (saved_session.h). model: what tells the model from others, as SavedSession has it.
+  // (session_file.h). model: what tells the model from others, as SessionFile has it.
   void save(const std::string& path, const std::string& model) const;
 
   // Replaces the prompt by that of a session file; verify: its checksum too. Throws if it is of

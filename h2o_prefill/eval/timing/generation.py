@@ -40,15 +40,9 @@ class Sampling:
         del fields["seed"]
         return {"do_sample": True, **fields}
 
-    def chooser(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return what draws the token, int64 [1], after tokens [1, T] from logits [1, vocabulary].
-
-        The draws are those of `generate` after `torch.manual_seed(seed)`.
-        """
-        sampler = torch.classes.h2o_prefill.Sampler(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
-        )
-        return lambda token_ids, logits: torch.tensor([sampler.next(token_ids, logits)])
+    def sampler(self) -> Any:
+        """Return what draws the tokens of packages, as `torch.manual_seed` and `generate` do."""
+        return torch.classes.h2o_prefill.Sampler(**asdict(self))
 
 
 def generate_timed(
@@ -77,14 +71,13 @@ def generate_timed(
     streamer = _timed_streamer(tokenizer, on_text)
     start = time.perf_counter()
     if packaged:
-        choose = None if sampling is None else sampling.chooser()
         streamer.put(input_ids)
         model.generate(
             input_ids,
             max_new_tokens,
             lambda token: streamer.put(torch.tensor([token])),
-            choose,
-            draft_tokens,
+            sampler=None if sampling is None else sampling.sampler(),
+            draft_tokens=draft_tokens,
         )
         streamer.end()
     else:

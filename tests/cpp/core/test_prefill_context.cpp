@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "h2o_prefill/ops.h"
-#include "h2o_prefill/saved_session.h"
+#include "h2o_prefill/session_file.h"
 #include "testing.h"
 
 namespace h2o_prefill::testing {

@@ -143,7 +143,7 @@ def test_cpp_answers_questions_about_a_text(program, package, model, text, mode)
 
 
 def test_cpp_sessions(package, ids, tmp_path):
-    """tests/cpp/runtime/test_session.cpp; what C++ saved Python goes on from, and the reverse."""
+    """test_package_session.cpp; what C++ saved Python goes on from, and the reverse."""
     runner, file = PrefillPackage(package), tmp_path / "cpp.session"
     environment = {"H2O_TEST_PACKAGE": str(package), "H2O_TEST_SESSION": str(file)}
     done = subprocess.run(

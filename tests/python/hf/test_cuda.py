@@ -47,7 +47,7 @@ def test_generation_of_a_padded_batch(build, make_ids, dtype):
     assert same == 1 if dtype == torch.float32 else same > 0.9
 
 
-def test_prefill_by_chunks_and_a_saved_session(build, make_ids, tmp_path):
+def test_prefill_by_chunks_and_a_session_file(build, make_ids, tmp_path):
     model, ids, more = build("llama"), make_ids(1, 150), make_ids(1, 9)
     path = tmp_path / "prompt.session"
     handle = enable(model, **RECOMMENDED)

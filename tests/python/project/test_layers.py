@@ -45,7 +45,7 @@ ALLOWED = {
     ),
     r"bindings/": ("common/", "h2o_prefill/", "torch/"),
     # A file is written whole.
-    r"core/saved_session\.cpp": (*ATEN, "common/", "core/", "fcntl.h", "h2o_prefill/", "unistd.h"),
+    r"core/session_file\.cpp": (*ATEN, "common/", "core/", "fcntl.h", "h2o_prefill/", "unistd.h"),
     r"core/": (*ATEN, "common/", "core/", "h2o_prefill/"),
     r"runtime/": (
         *ATEN,

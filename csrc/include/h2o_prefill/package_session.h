@@ -1,6 +1,6 @@
 // One prompt of a package: its state, and what a service does with it.
 //
-//   h2o_prefill::Session session(package);
+//   h2o_prefill::PackageSession session(package);
 //   h2o_prefill::Sampler sampler;   // greedy
 //   session.generate(prompt_ids, {.max_new_tokens = 200}, sampler,
 //                    [](int64_t token) { ...; return true; });
@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -46,9 +47,9 @@ struct GenerateOptions {
 
 // Sessions share their package and nothing else, so each may have a thread of its own; one session
 // is for one thread at a time, but for cancel().
-class H2O_API Session {
+class H2O_API PackageSession {
  public:
-  explicit Session(std::shared_ptr<const Package> package);
+  explicit PackageSession(std::shared_ptr<const Package> package);
 
   const Package& package() const { return *package_; }
 
@@ -90,22 +91,59 @@ class H2O_API Session {
   void cancel() { cancelled_ = true; }
 
   // A session that goes on from the same tokens: a copy.
-  std::unique_ptr<Session> branch() const;
+  std::unique_ptr<PackageSession> branch() const;
 
-  // Writes the text into a session file, or replaces it by that of one (saved_session.h), of this
+  // Writes the text into a session file, or replaces it by that of one (session_file.h), of this
   // model and these settings; verify: its checksum too. Throws c10::ValueError; the text stays as
   // it was.
   void save(const std::string& path) const;
   void load(const std::string& path, bool verify = true);
 
  private:
+  friend class Answer;
+
   void check(const at::Tensor& token_ids) const;
   void check_cancelled();
+  // Prefills the next tokens of a prompt, in one call; returns the logits of the last of them.
+  at::Tensor prefill_some(const at::Tensor& token_ids, int64_t* done);
   at::Tensor with_draft(int64_t token, int64_t most);
 
   std::shared_ptr<const Package> package_;
   std::vector<at::Tensor> state_;
   std::atomic<bool> cancelled_ = false;
+};
+
+// The answer to a prompt, step by step, as generate() makes it. The session may do nothing else
+// until it is complete.
+class H2O_API Answer {
+ public:
+  // Throws as generate() does. session and sampler outlive the answer.
+  Answer(PackageSession& session, const at::Tensor& token_ids, GenerateOptions options,
+         Sampler& sampler);
+
+  // Takes a step: prefills a few chunks of the prompt, and returns nothing, or returns a token.
+  // Throws Cancelled.
+  std::optional<int64_t> step();
+
+  // Ends the answer after the last token.
+  void stop() { ended_ = true; }
+  bool ended() const { return ended_; }
+
+  // Tokens of the prompt that are prefilled, and those of the answer so far.
+  int64_t prefilled() const { return prefilled_; }
+  const std::vector<int64_t>& tokens() const { return tokens_; }
+
+ private:
+  PackageSession& session_;
+  at::Tensor prompt_;
+  GenerateOptions options_;
+  Sampler& sampler_;
+  int64_t prefilled_ = 0;
+  std::vector<int64_t> tokens_;
+  bool ended_ = false;
+  at::Tensor call_, logits_;  // the tokens of the last call, those drafted included, and its logits
+  int64_t row_ = 0;           // of these logits, the next to choose from
+  int64_t before_ = 0;        // tokens before their first row
 };
 
 }  // namespace h2o_prefill

@@ -20,7 +20,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.state import PrefillState
 
 _Settings = torch.classes.h2o_prefill.PrefillConfig
-_File = torch.classes.h2o_prefill.SavedSession
+_File = torch.classes.h2o_prefill.SessionFile
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SessionLayer:
 
 
 @dataclass(frozen=True)
-class Session:
+class SessionFile:
     """What a session file holds. The tensors of one that was read are on the CPU."""
 
     model: str  # what tells models apart whose keys differ, see `hf.session.model_text`
@@ -55,7 +55,7 @@ class Session:
             held.write(os.fspath(Path(path).expanduser()))
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], verify: bool = True) -> Session:
+    def read(cls, path: str | os.PathLike[str], verify: bool = True) -> SessionFile:
         """Read a session file; keys and values are a private memory map of it.
 
         With `verify` its checksum is checked, which reads all of it; without, all but the numbers

@@ -1,4 +1,4 @@
-#include "h2o_prefill/saved_session.h"
+#include "h2o_prefill/session_file.h"
 
 #include <ATen/MapAllocator.h>
 #include <ATen/ops/from_blob.h>
@@ -43,7 +43,7 @@ constexpr int64_t kAnySize = -1;
 // Tensors of a session that have not been checked.
 class Expected {
  public:
-  explicit Expected(const SavedSession& session) : left_(session.tensors) {}
+  explicit Expected(const SessionFile& session) : left_(session.tensors) {}
 
   bool has(const std::string& name) const { return left_.count(name) > 0; }
 
@@ -74,7 +74,7 @@ class Expected {
 
 // Everything but the numbers in keys and values. The state of a layer is checked as the tracker
 // takes it.
-void check_session(const SavedSession& session) {
+void check_session(const SessionFile& session) {
   check_at_least("length", session.length, 1);
   Expected expected(session);
   const auto begins = expected.take("last_chunk_begin", at::kLong, {kAnySize});
@@ -117,7 +117,7 @@ void check_session(const SavedSession& session) {
   expected.check_end();
 }
 
-std::string metadata_of(const SavedSession& session, const std::string& settings,
+std::string metadata_of(const SessionFile& session, const std::string& settings,
                         const std::string& sum) {
   using safetensors::quoted;
   const auto& key = session.tensors.at(session_prefix(0) + "key");
@@ -191,7 +191,7 @@ std::string value_of(const std::string& words, const std::string& name) {
 
 }  // namespace
 
-void SavedSession::check_model(const std::string& wanted) const {
+void SessionFile::check_model(const std::string& wanted) const {
   if (model == wanted) return;
   const bool has_words = model.find('=') < model.size() && wanted.find('=') < wanted.size();
   std::istringstream words(has_words ? wanted + " " + model : "");
@@ -204,8 +204,8 @@ void SavedSession::check_model(const std::string& wanted) const {
   TORCH_CHECK_VALUE(false, "session must be of the model ", wanted, ", got one of ", model);
 }
 
-void SavedSession::check(const std::string& wanted_model, const PrefillConfig& wanted_settings,
-                         int64_t layers, int64_t max_tokens) const {
+void SessionFile::check(const std::string& wanted_model, const PrefillConfig& wanted_settings,
+                        int64_t layers, int64_t max_tokens) const {
   check_model(wanted_model);
   const auto here = PrefillConfig::parse(settings);
   TORCH_CHECK_VALUE(here == wanted_settings, "session must have the settings ",
@@ -217,7 +217,7 @@ void SavedSession::check(const std::string& wanted_model, const PrefillConfig& w
 
 std::string session_prefix(int64_t layer) { return c10::str("layers.", layer, "."); }
 
-void write_session(const std::string& path, const SavedSession& session) {
+void write_session_file(const std::string& path, const SessionFile& session) {
   TORCH_CHECK_VALUE(session.version == kVersion, "version must be ", kVersion, ", got ",
                     session.version);
   check_session(session);
@@ -240,7 +240,7 @@ void write_session(const std::string& path, const SavedSession& session) {
   file.commit();
 }
 
-SavedSession read_session(const std::string& path, bool verify) {
+SessionFile read_session_file(const std::string& path, bool verify) {
   std::error_code unreadable;
   TORCH_CHECK_VALUE(!fs::is_directory(path, unreadable), "it is a folder");
   const uint64_t size = fs::file_size(path, unreadable);
@@ -259,7 +259,7 @@ SavedSession read_session(const std::string& path, bool verify) {
       safetensors::parse(text, size - sizeof header_bytes - header_bytes);
   TORCH_CHECK_VALUE(header.key == kKey, "it is no session file");
 
-  SavedSession session;
+  SessionFile session;
   safetensors::Reader reader(header.value);
   reader.expect(R"({"version":)");
   session.version = reader.integer();

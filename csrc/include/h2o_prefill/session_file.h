@@ -15,7 +15,7 @@
 
 namespace h2o_prefill {
 
-struct H2O_API SavedSession {
+struct H2O_API SessionFile {
   // What tells models apart whose keys differ, as words "name=value" that blanks separate: config,
   // dtype and weights, and where there are some adapters, text of tokens and selection rule.
   std::string model;
@@ -36,15 +36,15 @@ struct H2O_API SavedSession {
 H2O_API std::string session_prefix(int64_t layer);
 
 // Writes a session file whole or not at all; a file that is there keeps its permissions. Takes a
-// copy of tensors that are not contiguous. Throws c10::ValueError if read_session() would refuse
-// the file, std::runtime_error if it cannot be written: "[Errno 13] cannot write ...".
-H2O_API void write_session(const std::string& path, const SavedSession& session);
+// copy of tensors that are not contiguous. Throws c10::ValueError if read_session_file() would
+// refuse the file, std::runtime_error if it cannot be written: "[Errno 13] cannot write ...".
+H2O_API void write_session_file(const std::string& path, const SessionFile& session);
 
 // Reads a session file; its tensors are a private memory map of it. A file that is mapped may be
 // replaced or removed, but not be changed in place. verify: whether the checksum is, which reads
 // the whole file; version 1 has none. All but the numbers in keys and values is checked in any
 // case. Throws c10::ValueError if it is no session file, was cut or changed, or is of another
 // version.
-H2O_API SavedSession read_session(const std::string& path, bool verify = true);
+H2O_API SessionFile read_session_file(const std::string& path, bool verify = true);
 
 }  // namespace h2o_prefill

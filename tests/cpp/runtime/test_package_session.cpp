@@ -1,6 +1,6 @@
 // Sessions of the package that H2O_TEST_PACKAGE names; test_packages.py exports it and runs these.
-#include "h2o_prefill/saved_session.h"
-#include "h2o_prefill/session.h"
+#include "h2o_prefill/package_session.h"
+#include "h2o_prefill/session_file.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -42,8 +42,8 @@ at::Tensor prompt_of(int64_t first) {
   return at::arange(first, first + 30).remainder(250).add(1).repeat({5}).unsqueeze(0);
 }
 
-Tokens answer_of(Session& session, const at::Tensor& ids, const GenerateOptions& options = {kNew},
-                 Sampler sampler = Sampler()) {
+Tokens answer_of(PackageSession& session, const at::Tensor& ids,
+                 const GenerateOptions& options = {kNew}, Sampler sampler = Sampler()) {
   return session.generate(ids, options, sampler, {});
 }
 
@@ -60,8 +60,8 @@ std::string message_of(const Call& call) {
 #define EXPECT_REFUSED(call, text) \
   EXPECT_NE(message_of([&] { call; }).find(text), std::string::npos) << message_of([&] { call; })
 
-TEST(Session, GeneratesWhatForwardSays) {
-  Session session(package_of_tests()), other(package_of_tests());
+TEST(PackageSession, GeneratesWhatForwardSays) {
+  PackageSession session(package_of_tests()), other(package_of_tests());
   const auto ids = prompt_of(3);
   std::vector<std::pair<int64_t, int64_t>> steps;
   Tokens told;
@@ -90,8 +90,8 @@ TEST(Session, GeneratesWhatForwardSays) {
   EXPECT_EQ(stopped, Tokens(answer.begin(), answer.begin() + 4));
 }
 
-TEST(Session, DraftsChangeNoAnswer) {
-  Session session(package_of_tests());
+TEST(PackageSession, DraftsChangeNoAnswer) {
+  PackageSession session(package_of_tests());
   const auto ids = prompt_of(3);
   for (const SamplerOptions& options :
        {SamplerOptions{}, SamplerOptions{.penalty = 1.3}, SamplerOptions{.temperature = 1.0}}) {
@@ -110,8 +110,8 @@ TEST(Session, DraftsChangeNoAnswer) {
   EXPECT_REFUSED(answer_of(session, ids, {.draft_tokens = -1}), "draft_tokens must be >= 0");
 }
 
-TEST(Session, SamplesByItsSeed) {
-  Session session(package_of_tests());
+TEST(PackageSession, SamplesByItsSeed) {
+  PackageSession session(package_of_tests());
   std::vector<Tokens> answers;
   for (const uint64_t seed : {1, 1, 2}) {
     session.reset();
@@ -122,9 +122,9 @@ TEST(Session, SamplesByItsSeed) {
   EXPECT_NE(answers[0], answers[2]);
 }
 
-TEST(Session, FilesAndBranchesGoOnToTheBit) {
+TEST(PackageSession, FilesAndBranchesGoOnToTheBit) {
   const auto package = package_of_tests();
-  Session session(package), loaded(package);
+  PackageSession session(package), loaded(package);
   const auto ids = prompt_of(3), rest = prompt_of(8).narrow(1, 0, 60);
   const std::string file = path_of("H2O_TEST_SESSION");
   session.forward(ids);
@@ -141,9 +141,9 @@ TEST(Session, FilesAndBranchesGoOnToTheBit) {
   std::filesystem::copy_file(file, damaged, std::filesystem::copy_options::overwrite_existing);
   std::filesystem::resize_file(damaged, std::filesystem::file_size(file) - 1);
   EXPECT_REFUSED(loaded.load(damaged), "must lie in the file");
-  SavedSession foreign = read_session(file);
+  SessionFile foreign = read_session_file(file);
   foreign.tensors["token_ids"] = foreign.tensors["token_ids"] + 1000;
-  write_session(damaged, foreign);
+  write_session_file(damaged, foreign);
   EXPECT_REFUSED(loaded.load(damaged), "token ids must be in [0, ");
   EXPECT_REFUSED(loaded.load(path_of("H2O_TEST_PACKAGE")), "it is no session file");
   EXPECT_EQ(loaded.length(), kPrompt + 60);
@@ -151,8 +151,8 @@ TEST(Session, FilesAndBranchesGoOnToTheBit) {
   EXPECT_REFUSED(loaded.save(damaged), "length must be >= 1");
 }
 
-TEST(Session, IsCancelled) {
-  Session session(package_of_tests());
+TEST(PackageSession, IsCancelled) {
+  PackageSession session(package_of_tests());
   const auto ids = prompt_of(3);
   const Tokens expected = answer_of(session, ids);
   session.reset();
@@ -181,14 +181,14 @@ TEST(Session, IsCancelled) {
   EXPECT_EQ(answer_of(session, ids), expected);
 }
 
-TEST(Session, RunsOnThreadsOverOnePackage) {
+TEST(PackageSession, RunsOnThreadsOverOnePackage) {
   constexpr int kThreads = 4;
   const auto sampler_of = [](int i) {
     return Sampler({.temperature = 0.5 * i, .top_k = 20, .top_p = 0.9, .penalty = 1.2, .seed = 7});
   };
   std::vector<Tokens> expected, answers(kThreads);
   for (int i = 0; i < kThreads; ++i) {
-    Session session(package_of_tests());
+    PackageSession session(package_of_tests());
     session.forward(prompt_of(i).narrow(1, 0, 90));
     const auto rest = prompt_of(i).narrow(1, 90, kPrompt - 90);
     expected.push_back(answer_of(session, rest, {kNew}, sampler_of(i)));
@@ -198,7 +198,7 @@ TEST(Session, RunsOnThreadsOverOnePackage) {
     for (int i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
         const std::string file = path_of("H2O_TEST_SESSION") + std::to_string(i);
-        Session session(package), loaded(package);
+        PackageSession session(package), loaded(package);
         session.forward(prompt_of(i).narrow(1, 0, 90));
         session.save(file);
         loaded.load(file);
@@ -212,18 +212,18 @@ TEST(Session, RunsOnThreadsOverOnePackage) {
 }
 
 // Calls wait for each other, a fifth thread cancels them, and all write one file.
-TEST(Session, IsCancelledAndSavedOnThreads) {
+TEST(PackageSession, IsCancelledAndSavedOnThreads) {
   constexpr int kThreads = 4;
   const auto package = load_package(2);
   const std::string shared = path_of("H2O_TEST_SESSION") + ".shared";
-  std::vector<std::unique_ptr<Session>> sessions;
-  for (int i = 0; i < kThreads; ++i) sessions.push_back(std::make_unique<Session>(package));
+  std::vector<std::unique_ptr<PackageSession>> sessions;
+  for (int i = 0; i < kThreads; ++i) sessions.push_back(std::make_unique<PackageSession>(package));
   std::array<std::atomic<int64_t>, kThreads> told{};
   std::atomic<int> running = kThreads;
   std::vector<std::thread> threads;
   for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&, i] {
-      Session& session = *sessions[i];
+      PackageSession& session = *sessions[i];
       const auto prefill = [&] {
         while (true) {
           session.reset();
@@ -248,8 +248,8 @@ TEST(Session, IsCancelledAndSavedOnThreads) {
   for (auto& thread : threads) thread.join();
 }
 
-TEST(Session, RefusesDamagedFilesAndStaysAsItWas) {
-  Session session(package_of_tests()), loaded(package_of_tests());
+TEST(PackageSession, RefusesDamagedFilesAndStaysAsItWas) {
+  PackageSession session(package_of_tests()), loaded(package_of_tests());
   const std::string file = path_of("H2O_TEST_SESSION") + ".damage";
   session.forward(prompt_of(3).narrow(1, 0, 90));
   session.save(file);
@@ -278,18 +278,18 @@ TEST(Session, RefusesDamagedFilesAndStaysAsItWas) {
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-TEST(Session, TakesTheMemoryOfItsStateAlone) {
+TEST(PackageSession, TakesTheMemoryOfItsStateAlone) {
   const auto resident = [] {
     int64_t whole, pages;
     std::ifstream("/proc/self/statm") >> whole >> pages;
     return pages * 4096;
   };
-  answer_of(*std::make_unique<Session>(package_of_tests()), prompt_of(3));
-  std::vector<std::unique_ptr<Session>> sessions;
+  answer_of(*std::make_unique<PackageSession>(package_of_tests()), prompt_of(3));
+  std::vector<std::unique_ptr<PackageSession>> sessions;
   int64_t states = 0;
   const int64_t before = resident();
   for (int i = 0; i < 60; ++i) {
-    sessions.push_back(std::make_unique<Session>(package_of_tests()));
+    sessions.push_back(std::make_unique<PackageSession>(package_of_tests()));
     answer_of(*sessions.back(), prompt_of(i));
     for (const at::Tensor& tensor : sessions.back()->state()) states += tensor.nbytes();
   }
@@ -298,9 +298,9 @@ TEST(Session, TakesTheMemoryOfItsStateAlone) {
 }
 #endif
 
-TEST(Session, ChecksRowsAndStateBeforeItReadsThem) {
+TEST(PackageSession, ChecksRowsAndStateBeforeItReadsThem) {
   const auto package = package_of_tests();
-  Session session(package);
+  PackageSession session(package);
   const auto ids = prompt_of(3).narrow(1, 0, 3);
   const auto rows = [](std::vector<int64_t> values) { return at::tensor(values, at::kLong); };
   constexpr int64_t kFar = int64_t{1} << 62;
@@ -348,8 +348,8 @@ TEST(Session, ChecksRowsAndStateBeforeItReadsThem) {
   }
 }
 
-TEST(Session, SaysWhatIsWrong) {
-  Session session(package_of_tests());
+TEST(PackageSession, SaysWhatIsWrong) {
+  PackageSession session(package_of_tests());
   const auto ids = prompt_of(3);
   EXPECT_REFUSED(Package("/missing.pt2"), "there is no package /missing.pt2");
   EXPECT_REFUSED(load_package(0), "concurrency must be >= 1");

@@ -1,4 +1,4 @@
-#include "h2o_prefill/session.h"
+#include "h2o_prefill/package_session.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "common/rules.h"
-#include "h2o_prefill/saved_session.h"
+#include "h2o_prefill/session_file.h"
 
 namespace h2o_prefill {
 namespace {
@@ -43,32 +43,34 @@ int64_t find_continuation(const int64_t* ids, int64_t length) {
 
 }  // namespace
 
-Session::Session(std::shared_ptr<const Package> package)
+PackageSession::PackageSession(std::shared_ptr<const Package> package)
     : package_(std::move(package)), state_(package_->new_state()) {}
 
-int64_t Session::length() const { return package_->length(state_); }
+int64_t PackageSession::length() const { return package_->length(state_); }
 
-at::Tensor Session::token_ids() const { return state_[kIds].narrow(1, 0, length()); }
+at::Tensor PackageSession::token_ids() const { return state_[kIds].narrow(1, 0, length()); }
 
-void Session::reset() { state_[kPosition].zero_(); }
+void PackageSession::reset() { state_[kPosition].zero_(); }
 
-void Session::check(const at::Tensor& token_ids) const { package_->check(token_ids, length()); }
+void PackageSession::check(const at::Tensor& token_ids) const {
+  package_->check(token_ids, length());
+}
 
-void Session::check_cancelled() {
+void PackageSession::check_cancelled() {
   if (cancelled_.exchange(false)) throw Cancelled();
 }
 
-at::Tensor Session::forward(const at::Tensor& token_ids, const at::Tensor& rows) {
+at::Tensor PackageSession::forward(const at::Tensor& token_ids, const at::Tensor& rows) {
   return package_->run(token_ids, rows, state_);
 }
 
-at::Tensor Session::forward(const at::Tensor& token_ids, Rows rows) {
+at::Tensor PackageSession::forward(const at::Tensor& token_ids, Rows rows) {
   check(token_ids);
   const int64_t tokens = token_ids.size(1);
   return package_->run(token_ids, at::arange(rows == Rows::kLast ? tokens - 1 : 0, tokens), state_);
 }
 
-at::Tensor Session::forward_densely(const at::Tensor& token_ids, Rows rows) {
+at::Tensor PackageSession::forward_densely(const at::Tensor& token_ids, Rows rows) {
   const int64_t most = package_->info().settings.sparse_from() - 1;
   TORCH_CHECK_VALUE(most >= 1, "every call of this package is sparse: its min_prefill is 1");
   check(token_ids);
@@ -77,28 +79,32 @@ at::Tensor Session::forward_densely(const at::Tensor& token_ids, Rows rows) {
   return rows == Rows::kLast ? logits.back() : at::cat(logits);
 }
 
-at::Tensor Session::prefill(const at::Tensor& token_ids,
-                            const std::function<void(int64_t, int64_t)>& on_progress) {
-  check(token_ids);
+at::Tensor PackageSession::prefill_some(const at::Tensor& token_ids, int64_t* done) {
+  check_cancelled();
   const PrefillConfig& settings = package_->info().settings;
-  const int64_t total = token_ids.size(1);
   // Calls of whole chunks. A rest that would be dense, or decoded, joins the last one.
   const int64_t step = kChunksOfCall * settings.chunk_size;
   const int64_t least = std::max<int64_t>(settings.sparse_from(), 2);
+  const int64_t left = token_ids.size(1) - *done;
+  const int64_t tokens = left - step < least ? left : step;
+  const auto logits = forward(token_ids.narrow(1, *done, tokens));
+  *done += tokens;
+  return logits;
+}
+
+at::Tensor PackageSession::prefill(const at::Tensor& token_ids,
+                                   const std::function<void(int64_t, int64_t)>& on_progress) {
+  check(token_ids);
   at::Tensor logits;
-  for (int64_t done = 0; done < total;) {
-    check_cancelled();
-    const int64_t rest = total - done - step;
-    const int64_t tokens = rest < least ? total - done : step;
-    logits = forward(token_ids.narrow(1, done, tokens));
-    done += tokens;
-    if (on_progress) on_progress(done, total);
+  for (int64_t done = 0; done < token_ids.size(1);) {
+    logits = prefill_some(token_ids, &done);
+    if (on_progress) on_progress(done, token_ids.size(1));
   }
   return logits;
 }
 
 // A token that follows the text, and its draft: [1, T].
-at::Tensor Session::with_draft(int64_t token, int64_t most) {
+at::Tensor PackageSession::with_draft(int64_t token, int64_t most) {
   const int64_t end = length() + 1;
   int64_t* const ids = state_[kIds].mutable_data_ptr<int64_t>();
   ids[end - 1] = token;  // as the next call writes it
@@ -107,44 +113,63 @@ at::Tensor Session::with_draft(int64_t token, int64_t most) {
   return at::cat({state_[kIds].narrow(1, end - 1, 1), draft}, 1);
 }
 
-std::vector<int64_t> Session::generate(const at::Tensor& token_ids, const GenerateOptions& options,
-                                       Sampler& sampler,
-                                       const std::function<bool(int64_t)>& on_token) {
-  const PackageInfo& info = package_->info();
-  check_at_least("max_new_tokens", options.max_new_tokens, 1);
-  check_at_least("draft_tokens", options.draft_tokens, 0);
-  check(token_ids);
-  TORCH_CHECK_VALUE(options.max_new_tokens <= info.capacity - length() - token_ids.size(1),
-                    "max_new_tokens must be <= ", info.capacity - length() - token_ids.size(1),
-                    ", the room after the prompt, got ", options.max_new_tokens);
-  // Calls that verify tokens are dense.
-  const int64_t drafted = std::min(options.draft_tokens, info.settings.sparse_from() - 2);
-  at::Tensor call, logits = prefill(token_ids, options.on_progress);
-  std::vector<int64_t> answer;
-  while (true) {
-    const int64_t before = length() - logits.size(0);
-    for (int64_t row = 0; row < logits.size(0); ++row) {
-      state_[kPosition].mutable_data_ptr<int64_t>()[0] = before + row + 1;
-      check_cancelled();
-      const int64_t token = sampler.next(this->token_ids(), logits.narrow(0, row, 1));
-      answer.push_back(token);
-      const bool wanted = !on_token || on_token(token);
-      const auto stops = [&](const auto& sequence) { return ends_with(answer, sequence); };
-      const bool ended =
-          !wanted ||
-          std::find(info.end_ids.begin(), info.end_ids.end(), token) != info.end_ids.end() ||
-          std::any_of(options.stop_sequences.begin(), options.stop_sequences.end(), stops);
-      if (ended || std::ssize(answer) == options.max_new_tokens) return answer;
-      if (row + 1 < logits.size(0) && call[0][row + 1].item<int64_t>() != token) break;
-    }
-    call = with_draft(answer.back(),
-                      std::min(drafted, options.max_new_tokens - std::ssize(answer) - 1));
-    logits = forward(call, Rows::kAll);
-  }
+Answer::Answer(PackageSession& session, const at::Tensor& token_ids, GenerateOptions options,
+               Sampler& sampler)
+    : session_(session), prompt_(token_ids), options_(std::move(options)), sampler_(sampler) {
+  check_at_least("max_new_tokens", options_.max_new_tokens, 1);
+  check_at_least("draft_tokens", options_.draft_tokens, 0);
+  session_.check(token_ids);
+  const int64_t room = session_.package().info().capacity - session_.length() - token_ids.size(1);
+  TORCH_CHECK_VALUE(options_.max_new_tokens <= room, "max_new_tokens must be <= ", room,
+                    ", the room after the prompt, got ", options_.max_new_tokens);
 }
 
-std::unique_ptr<Session> Session::branch() const {
-  auto other = std::make_unique<Session>(package_);
+std::optional<int64_t> Answer::step() {
+  TORCH_CHECK(!ended_, "the answer has ended");
+  const PackageInfo& info = session_.package().info();
+  if (prefilled_ < prompt_.size(1)) {
+    logits_ = session_.prefill_some(prompt_, &prefilled_);
+    before_ = session_.length() - 1;
+    return std::nullopt;
+  }
+  session_.check_cancelled();
+  if (row_ == logits_.size(0)) {
+    // Calls that verify tokens are dense.
+    const int64_t drafted = std::min(options_.draft_tokens, info.settings.sparse_from() - 2);
+    const int64_t left = options_.max_new_tokens - std::ssize(tokens_) - 1;
+    call_ = session_.with_draft(tokens_.back(), std::min(drafted, left));
+    before_ = session_.length();
+    logits_ = session_.forward(call_, Rows::kAll);
+    row_ = 0;
+  }
+  session_.state_[kPosition].mutable_data_ptr<int64_t>()[0] = before_ + row_ + 1;
+  const int64_t token = sampler_.next(session_.token_ids(), logits_.narrow(0, row_, 1));
+  tokens_.push_back(token);
+  const auto stops = [&](const auto& sequence) { return ends_with(tokens_, sequence); };
+  const auto& stop_sequences = options_.stop_sequences;
+  ended_ = std::ssize(tokens_) == options_.max_new_tokens ||
+           std::find(info.end_ids.begin(), info.end_ids.end(), token) != info.end_ids.end() ||
+           std::any_of(stop_sequences.begin(), stop_sequences.end(), stops);
+  // The next row is of the token that was drafted, if that is this one.
+  const bool goes_on = ++row_ < logits_.size(0) && call_[0][row_].item<int64_t>() == token;
+  if (!goes_on) row_ = logits_.size(0);
+  return token;
+}
+
+std::vector<int64_t> PackageSession::generate(const at::Tensor& token_ids,
+                                              const GenerateOptions& options, Sampler& sampler,
+                                              const std::function<bool(int64_t)>& on_token) {
+  Answer answer(*this, token_ids, options, sampler);
+  while (!answer.ended()) {
+    const auto token = answer.step();
+    if (!token && options.on_progress) options.on_progress(answer.prefilled(), token_ids.size(1));
+    if (token && on_token && !on_token(*token)) answer.stop();
+  }
+  return answer.tokens();
+}
+
+std::unique_ptr<PackageSession> PackageSession::branch() const {
+  auto other = std::make_unique<PackageSession>(package_);
   const int64_t tokens = length();
   other->state_[kIds].narrow(1, 0, tokens).copy_(token_ids());
   other->state_[kPosition].copy_(state_[kPosition]);
@@ -156,11 +181,11 @@ std::unique_ptr<Session> Session::branch() const {
   return other;
 }
 
-void Session::save(const std::string& path) const {
+void PackageSession::save(const std::string& path) const {
   const PackageInfo& info = package_->info();
   const int64_t tokens = length();
   check_at_least("length", tokens, 1);
-  SavedSession saved{
+  SessionFile saved{
       .model = info.model_hash, .settings = info.settings.to_fields(), .length = tokens};
   saved.tensors["token_ids"] = token_ids();
   const int64_t begin = state_[kPosition].const_data_ptr<int64_t>()[1];
@@ -175,12 +200,12 @@ void Session::save(const std::string& path) const {
     }
   }
   saved.tensors["last_chunk_begin"] = at::tensor(begins, at::kLong);
-  write_session(path, saved);
+  write_session_file(path, saved);
 }
 
-void Session::load(const std::string& path, bool verify) {
+void PackageSession::load(const std::string& path, bool verify) {
   const PackageInfo& info = package_->info();
-  const SavedSession saved = read_session(path, verify);
+  const SessionFile saved = read_session_file(path, verify);
   const int64_t tokens = saved.length;
   const auto& tensors = saved.tensors;
   const auto begins = tensors.at("last_chunk_begin");
