@@ -44,8 +44,6 @@ ALLOWED = {
         "torch/library.h",
     ),
     r"bindings/": ("common/", "h2o_prefill/", "torch/"),
-    # A file is written whole.
-    r"core/session_file\.cpp": (*ATEN, "common/", "core/", "fcntl.h", "h2o_prefill/", "unistd.h"),
     r"core/": (*ATEN, "common/", "core/", "h2o_prefill/"),
     r"runtime/": (
         *ATEN,
@@ -65,6 +63,8 @@ ALLOWED = {
         "torch/csrc/autograd/",
         "torch/library.h",
     ),
+    # A file is written whole.
+    r"common/atomic_file\.": ("c10/", "common/", "fcntl.h", "sys/file.h", "sys/stat.h", "unistd.h"),
     r"common/": (*ATEN, "common/", "h2o_prefill/", "sys/mman.h", *KERNEL_VOCABULARY),
     r"kernels/[^/]+$": KERNEL_VOCABULARY,
     r"kernels/cuda/[^/]+\.cuh?$": ("kernels/cuda/", *KERNEL_VOCABULARY, *CUDA),
