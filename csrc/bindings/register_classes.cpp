@@ -7,7 +7,9 @@
 #include <tuple>
 #include <vector>
 
+#include "common/checks.h"
 #include "common/config_fields.h"
+#include "common/memory_sets.h"
 #include "h2o_prefill/chunk_manager.h"
 #include "h2o_prefill/chunked_kv_cache.h"
 #include "h2o_prefill/chunked_sparse_attention.h"
@@ -132,6 +134,19 @@ void register_config(torch::Library& m) {
            },
            "Return the most positions of a head's memory set with these errors, [B, Hkv, 4].",
            {arg("errors")})
+      .def("record_errors",
+           [](const Config& self, const at::Tensor& errors, const at::Tensor& error) {
+             check_errors(errors, error.unsqueeze(-1));
+             record_errors(errors, error, widening_of(self->config));
+           },
+           "Add the errors of a chunk, [B, Hkv], to errors, float32 [B, Hkv, 4], in place.",
+           {arg("errors"), arg("error")})
+      .def("measured_rows",
+           [](const Config& self, int64_t begin, int64_t count) {
+             return measured_rows(self->config, begin, count);
+           },
+           "Return which of the `count` rows of a chunk that begins at `begin` are measured.",
+           {arg("begin"), arg("count")})
       .def("next_memory",
            [](const Config& self, const StateFields& state) {
              return next_memory(layer_state(state), self->config);

@@ -16,6 +16,14 @@ WideningRule widening_of(const PrefillConfig& settings) {
           .most_doublings = static_cast<int64_t>(std::bit_width(most)) - 1};
 }
 
+std::vector<int64_t> measured_rows(const PrefillConfig& settings, int64_t begin, int64_t count) {
+  const RowRange rows{.begin = 0, .count = count, .past = begin};
+  const int64_t measured = std::min(settings.error_rows, count);
+  std::vector<int64_t> found;
+  for (int64_t i = 0; i < measured; ++i) found.push_back(error_row(rows, measured, i));
+  return found;
+}
+
 std::vector<int32_t> factors_of_heads(const PrefillConfig& settings, const at::Tensor& errors,
                                       at::IntArrayRef sizes) {
   const auto here = errors.defined() ? errors.cpu().contiguous() : errors;
@@ -27,6 +35,16 @@ std::vector<int32_t> factors_of_heads(const PrefillConfig& settings, const at::T
     factors[unit] = static_cast<int32_t>(settings.factor_of_head(unit % sizes[1]) * widened);
   }
   return factors;
+}
+
+void record_errors(const at::Tensor& errors, const at::Tensor& error, const WideningRule& rule) {
+  const auto entries = errors.cpu().contiguous();
+  const auto found = error.cpu().to(at::kDouble).contiguous();
+  auto* entry = entries.mutable_data_ptr<float>();
+  for (int64_t unit = 0; unit < found.numel(); ++unit, entry += kErrorFields) {
+    rule.record(entry, found.const_data_ptr<double>()[unit]);
+  }
+  if (!entries.is_same(errors)) errors.copy_(entries);
 }
 
 at::Tensor select_sets(const at::Tensor& scores, const at::Tensor& sets, int64_t chunk_begin,

@@ -17,10 +17,17 @@ inline MemoryBudget budget_of(const PrefillConfig& settings) {
 
 WideningRule widening_of(const PrefillConfig& settings);
 
+// The rows of a chunk of `count` tokens from `begin` on in which errors are measured, counted from
+// its first.
+std::vector<int64_t> measured_rows(const PrefillConfig& settings, int64_t begin, int64_t count);
+
 // Returns the factors of L and H of all heads of a layer whose tensors have the sizes [B, Hkv,
 // ...]: those of the settings, times what errors, fp32 [B, Hkv, kErrorFields] or undefined, widen.
 std::vector<int32_t> factors_of_heads(const PrefillConfig& settings, const at::Tensor& errors,
                                       at::IntArrayRef sizes);
+
+// Adds the errors of a chunk, [B, Hkv], to errors, fp32 [B, Hkv, kErrorFields], in place.
+void record_errors(const at::Tensor& errors, const at::Tensor& error, const WideningRule& rule);
 
 // Returns the memory sets of the chunk that begins at chunk_end, int32 [B, Hkv, width], with a
 // budget for each head. scores [B, Hkv, chunk_end or more], sets int32 [B, Hkv, any].

@@ -33,8 +33,7 @@ from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.rules import LAYER_RULES, dense_reason
 from h2o_prefill.hf.stages import layers_here
-from h2o_prefill.reference.attention import masked_logits, softmax_weights
-from h2o_prefill.reference.budgets import HeadBudgets, error_rows
+from h2o_prefill.state import no_errors
 
 STAYS = (
     "a cache whose tokens are spread over processes cannot be copied, saved or cropped: "
@@ -147,7 +146,7 @@ class ShardedLayer(DynamicLayer):
         wait, before = exact.ask(self.number, query, *own, options), None
         # The operator itself would measure against the keys that are here.
         unmeasured = config.replace(error_rows=1, error_threshold=sys.float_info.max)
-        budgets = HeadBudgets(config, len(keys), keys.shape[1], self.rows.errors)
+        errors = (no_errors(keys) if self.rows.errors is None else self.rows.errors).cpu().clone()
         state, outs = self.rows.state, []
         for begin in range(0, new, config.chunk_size):
             end = min(begin + config.chunk_size, new)
@@ -163,8 +162,9 @@ class ShardedLayer(DynamicLayer):
                 before = wait() if before is None else before
                 parts = [] if before is None else [tuple(x[:, :, measured] for x in before)]
                 parts += attend_to_range(query[:, :, rows], *own, rows, begin, options)
-                budgets.record(_error(out[:, :, rows - begin], parts, keys.shape[1]))
-            state.errors = budgets.errors.to(query.device, copy=True)
+                error = _error(out[:, :, rows - begin], parts, keys.shape[1])
+                config.native.record_errors(errors, error)
+            state.errors = errors.to(query.device, copy=True)
             outs.append(out)
         self.rows.state = state
         return torch.cat(outs, 2)
@@ -187,23 +187,16 @@ def attend_to_range(
 
     query [B, Hq, n, D], and keys and values of the range, of which row i sees rows[i] and before.
     """
-    scale, sinks, softcap = options
-    heads, end = key.shape[1], int(rows[-1]) + 1
-    parts = []
+    parts, found = [], []
     if begin > 0:
         parts.append(attend_to_all(query, key[:, :, :begin], value[:, :, :begin], options))
     kind = torch.promote_types(query.dtype, torch.float32)
-    keys, values = (x[:, :, begin:end].to(kind) for x in (key, value))
-    # The rows of all query heads of a group are those of one product.
-    grouped = query.reshape(len(query), heads, -1, query.shape[3]).to(kind)
-    mask = torch.arange(begin, end, device=rows.device) <= rows[:, None]
-    groups = query.shape[1] // heads
-    logits = masked_logits(grouped, keys, mask.repeat(groups, 1), scale, softcap)
-    if sinks is not None:
-        sinks = sinks.repeat_interleave(len(rows)).view(heads, -1)
-    weights, lse = softmax_weights(logits, sinks)
-    shape = query.shape[:3]
-    return [*parts, ((weights @ values).view(*shape, -1), lse.view(shape))]
+    keys, values = (x[:, :, begin : int(rows[-1]) + 1].to(kind) for x in (key, value))
+    for i, row in enumerate(rows.tolist()):
+        seen = row + 1 - begin
+        held = query[:, :, i : i + 1].to(kind), keys[:, :, :seen], values[:, :, :seen]
+        found.append(ops.sliding_window_attention(*held, seen, *options))
+    return [*parts, tuple(torch.cat(x, dim=2) for x in zip(*found, strict=True))]
 
 
 def _error(sparse: Tensor, parts: list[tuple[Tensor, ...]], heads: int) -> Tensor:
@@ -339,7 +332,7 @@ def _measured(config: PrefillConfig, begin: int, end: int) -> Tensor:
     for chunk in range(begin, end, config.chunk_size):
         if chunk > 0:
             rows = min(config.chunk_size, end - chunk)
-            found += [chunk - begin + row for row in error_rows(chunk, rows, config.error_rows)]
+            found += [chunk - begin + row for row in config.native.measured_rows(chunk, rows)]
     return torch.tensor(found, dtype=torch.int64)
 
 

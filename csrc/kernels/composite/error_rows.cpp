@@ -7,7 +7,6 @@
 
 namespace h2o_prefill::composite {
 
-// No value is read back, so no device has to be waited for.
 void measure_errors(const PrefillRequest& request, const at::Tensor& out, const RowRange& rows) {
   const int64_t count = request.measured_rows().count_of(rows);
   const int64_t end = rows.position() + rows.count;
@@ -29,13 +28,7 @@ void measure_errors(const PrefillRequest& request, const at::Tensor& out, const 
   const auto error = at::where(whole > 0, missed / whole, at::zeros_like(whole))
                          .view({request.key.size(0), request.key.size(1), -1})
                          .mean(-1);
-  auto doublings = request.errors.select(2, kDoublings);
-  const WideningRule rule = request.widening();
-  const auto grows = (error > rule.threshold).logical_and(doublings < rule.most_doublings);
-  request.errors.select(2, kFactorSum).add_(doublings.exp2());
-  doublings.add_(grows);
-  request.errors.select(2, kErrorSum).add_(error);
-  request.errors.select(2, kErrorCount).add_(1);
+  record_errors(request.errors, error, request.widening());
 }
 
 }  // namespace h2o_prefill::composite
