@@ -11,11 +11,10 @@ from h2o_prefill.cli import options
 from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.options import add_field_options, load_texts, parse_variant
+from h2o_prefill.cli.options import add_field_options, load_texts
 from h2o_prefill.cli.outputs import check_output_folder
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import ablation_table
-from h2o_prefill.presets import DEFAULT_PRESET
 
 _GRID = "Grid: one or more values, separated by commas"
 
@@ -35,14 +34,9 @@ def ablate(
     windows: options.WindowsOption = "0:6",
     protocol: options.ProtocolOption = "gptq",
     preset: Annotated[
-        list[str],
-        typer.Option(
-            "--preset",
-            metavar="PRESET[,NAME=VALUE...]",
-            help="Settings of all fields that no option of the grid names; each of several presets "
-            "is combined with the grid.",
-        ),
-    ] = [DEFAULT_PRESET],  # noqa: B006 (typer takes a list)
+        list[str] | None,
+        options.preset_option("Settings of fields that no option of the grid names; repeatable"),
+    ] = None,
     select: options.SelectOption = None,
     dtype: options.DtypeOption = "float32",
     output: Annotated[
@@ -76,7 +70,8 @@ def ablate(
         from h2o_prefill.eval.ablation.run import run_ablation
         from h2o_prefill.eval.ablation.table import CSV_NAME
 
-        base = [parse_variant(text) for text in preset]
+        for text in preset or ():
+            options.check_preset(text)
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
         rule = options.parse_select(select)
         contexts = options.parse_numbers(context, "context")
@@ -94,7 +89,7 @@ def ablate(
                 model,
                 axes,
                 output,
-                base=base,
+                base=preset or None,
                 datasets=texts,
                 contexts=contexts,
                 windows=windows,

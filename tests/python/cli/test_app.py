@@ -17,7 +17,7 @@ from h2o_prefill.config import PrefillConfig
 
 Run = Callable[..., Any]
 COMMANDS = (
-    *("ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
+    *("compare", "ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
     *("generate", "export", "serve", "info"),
 )
 

@@ -17,7 +17,7 @@ from h2o_prefill import _atomic_write
 Run = Callable[..., Any]
 Refused = Callable[[Any, str], None]
 ROOT = Path(__file__).parents[3]
-JSON = ("ppl", "calibrate", "bench", "retrieve", "visualize", "info")
+JSON = ("compare", "ppl", "calibrate", "bench", "retrieve", "visualize", "info")
 FOLDER = ("bench", "ablate", "visualize")
 PLOT = ("ppl", "calibrate", "retrieve")
 
