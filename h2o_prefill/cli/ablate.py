@@ -11,7 +11,7 @@ from h2o_prefill.cli import options
 from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.options import add_field_options, load_texts
+from h2o_prefill.cli.options import add_field_options, load_network, load_texts
 from h2o_prefill.cli.outputs import check_output_folder
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import ablation_table
@@ -79,28 +79,30 @@ def ablate(
         figure = csv_file.with_suffix(f".{figure_format}")
         names = (CSV_NAME, *([figure.name] if plot else []))
         check_output_folder(output, names, figures=plot)
-        options.use_threads(threads)
         texts = load_texts(dataset, text_file)
+        network, tokenizer = load_network(model, dtype, threads, device)
+        base = [options.find_settings(network, text) for text in preset or (None,)]
         with (
             cluster.connect(model, dtype, threads, device) as workers,
-            show_progress(f"loading {model}") as show,
+            show_progress("ablation") as show,
         ):
             frame = run_ablation(
-                model,
+                network,
                 axes,
                 output,
-                base=preset or None,
+                base=base,
                 datasets=texts,
                 contexts=contexts,
                 windows=windows,
                 protocol=protocol,
-                dtype=dtype,
-                device=device,
+                tokenizer=tokenizer,
+                model_name=model,
                 select=rule,
                 cluster=workers,
                 on_progress=show,
             )
-        title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells"
+        title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells\n"
+        title += "; ".join(options.describe(network, config) for config in base)
         title += f", select={select}" if select else ""
         say_written(csv_file)
         if plot:

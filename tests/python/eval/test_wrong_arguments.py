@@ -1,5 +1,5 @@
-"""Arguments of every evaluation: wrong ones are refused with their names before anything is written,
-and settings that are not given are those of `enable`.
+"""Arguments of every evaluation: wrong ones are refused with their names, before anything is
+written; settings that are not given are those of `enable`.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def test_the_blocks_of_readme_run_one_after_the_other(smollm2, tmp_path, monkeyp
     (tmp_path / "config.json").unlink()
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    (tmp_path / "book.txt").write_text(BOOK.read_text()[:12_000])
+    (tmp_path / "book.txt").write_text(BOOK.read_text()[:9_000])
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     assert len(blocks) >= 2
@@ -91,7 +91,7 @@ def test_the_blocks_of_readme_run_one_after_the_other(smollm2, tmp_path, monkeyp
     for block in blocks:
         exec(re.sub(r"^name = .*$", 'name = "."', block, flags=re.M), names)
     prompt = names["inputs"]["input_ids"]
-    assert prompt.shape[1] > 2048 and names["model"].dtype == torch.bfloat16
+    assert prompt.shape[1] > 1500 and names["model"].dtype == torch.bfloat16
     assert capsys.readouterr().out.strip(), "the answer is printed"
     assert (tmp_path / "book.session").exists()
     assert torch.equal(names["cache"].token_ids[:, : prompt.shape[1]], prompt)
