@@ -167,6 +167,7 @@ def compare(
             else:
                 scores[name] = score_window(own, logits, input_ids[0], range(tokens - 1))
                 scores[name].check_finite("the prompt")
+            del logits  # before the next ones are made
         seconds: dict[str, list[float]] = {name: [] for name in modes}
         for _ in range(repeats):
             for name, (_, mode) in modes.items():
