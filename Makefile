@@ -1,5 +1,5 @@
-# make build         a virtual environment with everything, and the library built into it
-# make demo          perplexity of a real model on real text, dense against sparse
+# make build         a virtual environment, and the library built into it; make dev also with what tests need
+# make demo          a real model on real text: PyTorch's attention, exact and sparse, seconds and loss
 # make demo-cpp      a C++ program that answers about a long text by an exported model, dense and sparse; TEXT=book.txt
 # make test          every test, Python and C++; make test-fuzz, test-slow and test-sanitize take longer
 # make bench         every benchmark beside its baseline, about half an hour on a machine that does nothing else
@@ -22,7 +22,7 @@ PIP := python -m pip --quiet --retries 10
 PYTEST := pytest --numprocesses $(JOBS) --dist worksteal
 # $(call system,package of Debian,command that succeeds where it is installed)
 system = @{ $(2); } &>/dev/null || { apt-get update -q && apt-get install -y -q $(1); } || { echo "needed: $(1)" >&2; false; }
-.PHONY: build demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads \
+.PHONY: build dev demo demo-cpp docs bench test test-python test-isas test-cpp test-slow test-fuzz test-sanitize test-threads \
   test-races test-package test-transformers wheel soak coverage lint lint-cpp format notebooks clean
 build: $(BIN)/.built
 # What compiling needs. The CUDA libraries of PyTorch are larger than all the rest, and are installed while it compiles; a
@@ -38,7 +38,7 @@ $(BIN)/.built: $(BIN)/.tools $(shell find csrc -type f) CMakeLists.txt setup.py 
 	install() { PYTHONWARNINGS=ignore H2O_SKIP_BUILD=1 $(PIP) install --no-build-isolation --editable '.[eval]' "$(TORCH)"; }; \
 	install & python -W ignore setup.py --quiet build_ext --inplace --build-lib $(H2O_BUILD_DIR)/package && { wait $$! || install; }
 	touch $@
-# What tests, lint and packaging need besides.
+dev: build $(BIN)/.dev
 $(BIN)/.dev: pyproject.toml | build
 	$(call system,libgtest-dev,echo '#include <gtest/gtest.h>' | c++ -x c++ -E -)
 	$(PIP) install --group dev
@@ -50,8 +50,8 @@ $(BIN)/.model: | build
 # WikiText-2 where H2O_PREFILL_WIKITEXT2 names it, otherwise text that comes with Python.
 DEMO_DATASET ?= $(if $(H2O_PREFILL_WIKITEXT2),wikitext2,pydoc)
 demo: build $(BIN)/.model
-	h2o-prefill ablate --preset exact --preset recommended --dataset $(DEMO_DATASET) --windows 0:2 --dtype auto --output demo
-demo-cpp: build $(BIN)/.dev $(BIN)/.model
+	h2o-prefill compare --dataset $(DEMO_DATASET) --dtype auto
+demo-cpp: dev $(BIN)/.model
 	examples/demo.sh demo $(H2O_BUILD_DIR) $(or $(TEXT),docs/guide.md)
 BENCHMARKS := operators.py\ {cpu_peak,intra_chunk,memory,colsum,select,scores,gather,dense} linear.py\ {linear,linear_decode} \
   layer.py\ {recall,prefill,allocations} models.py\ {model,package,padded,decode,session} peers.py
@@ -59,17 +59,17 @@ bench: build $(BIN)/.model
 	for command in $(BENCHMARKS); do python benchmarks/$$command || exit 1; done
 	python benchmarks/plot.py
 test: test-python test-isas test-cpp
-test-python: build $(BIN)/.dev $(BIN)/.model
+test-python: dev $(BIN)/.model
 	$(PYTEST)
 # CMakePresets.json has them: sanitize for every C++ test, threads for contexts on several threads.
-test-cpp test-sanitize test-threads: test-%: build $(BIN)/.dev $(BIN)/.model
+test-cpp test-sanitize test-threads: test-%: dev $(BIN)/.model
 	cmake --workflow --preset $*
 # The CUDA kernels on the emulation under ThreadSanitizer: RACES=name chooses among their tests.
-test-races: build $(BIN)/.dev
+test-races: dev
 	cmake --preset threads >/dev/null && cmake --build build/threads --target test_attention >/dev/null
 	build/threads/tests/cpp/kernels/cuda/test_attention --gtest_filter='$(or $(RACES),*)'
 # The operators' arithmetic under every instruction set that this CPU has but the one that test-python runs under.
-test-isas: build $(BIN)/.dev
+test-isas: dev
 	isa='import torch, h2o_prefill; print(torch.ops.h2o_prefill.cpu_isa())'; chosen=$$(python -c "$$isa") || exit 1; \
 	for name in scalar avx2 avx512 avx512_bf16 amx neon; do \
 	  H2O_PREFILL_ISA=$$name python -c "$$isa" 2>/dev/null | grep -vx $$chosen; \
@@ -77,14 +77,14 @@ test-isas: build $(BIN)/.dev
 	  -k 'not compiles and not opcheck and not refuse and not wrong and not gradcheck and not 128k'
 # The tests that take minutes, and many generated calls; SLOW=name chooses among the tests.
 test-slow: CASES := 5000
-test-slow: build $(BIN)/.dev $(BIN)/.model $(if $(SLOW),,test-fuzz)
+test-slow: dev $(BIN)/.model $(if $(SLOW),,test-fuzz)
 	pytest --runslow -m slow $(if $(SLOW),-k "$(SLOW)")
 # Generated calls of every operator and class under sanitizers: CASES each. The sanitizers' libraries are loaded first, and
 # then the library in which they look up the exceptions of C++.
 CASES ?= 200
 package = cmake --install build/$(1) >/dev/null && cmake --install build/$(1) --component sources >/dev/null
 runtime = $$($(or $(CXX),c++) -print-file-name=$(1))
-test-fuzz: build $(BIN)/.dev
+test-fuzz: dev
 	cmake --workflow --preset fuzz
 	$(call package,sanitize)
 	LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so.6)" \
@@ -92,12 +92,12 @@ test-fuzz: build $(BIN)/.dev
 	  PYTHONPATH=$(abspath build/sanitize/package) H2O_FUZZ_CASES=$(CASES) $(PYTEST) tests/fuzz
 # The tests of the integration under another transformers: VERSION, by default the lowest supported.
 VERSION ?= $(shell grep -om1 'transformers>=[0-9.]*' pyproject.toml | cut -d= -f2)
-test-transformers: build $(BIN)/.dev
+test-transformers: dev
 	$(PIP) install --upgrade --target build/transformers-$(VERSION) transformers==$(VERSION)
 	PYTHONPATH=$(abspath build/transformers-$(VERSION)) pytest tests/python/hf
 # A source distribution, and a wheel that was built from it, without PyTorch's libraries: for one minor version of PyTorch,
 # for the CPU or, with CUDA=ON, for CUDA too.
-wheel: build $(BIN)/.dev
+wheel: dev
 	rm -rf build/wheel dist && python -m build --sdist --no-isolation --outdir dist . >/dev/null
 	H2O_BUILD_DIR= H2O_WITH_CUDA=$(or $(CUDA),OFF) H2O_LOCAL_VERSION=1 \
 	  $(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel dist/*.tar.gz
@@ -108,34 +108,34 @@ test-package: wheel
 soak: build $(BIN)/.model
 	python tests/soak --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0)
 # Lines of csrc that the tests of operators, classes and C++ run, and those that none runs.
-coverage: build $(BIN)/.dev $(BIN)/.model
+coverage: dev $(BIN)/.model
 	cmake --workflow --preset coverage
 	$(call package,coverage)
 	PYTHONPATH=$(abspath build/coverage/package) pytest -q -k 'not compiles and not opcheck' tests/python/ops tests/python/core
 	gcovr --root . --filter csrc/ --print-summary --html-details build/coverage/report.html build/coverage/CMakeFiles
 # Without the times of cells and what names the machine; with the text that H2O_PREFILL_WIKITEXT2 names.
-notebooks: build $(BIN)/.dev $(BIN)/.model
+notebooks: dev $(BIN)/.model
 	rm -rf notebooks/benchmark_results
 	PYTHONWARNINGS='ignore:IProgress not found' jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb \
 	  --ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
 	  --ClearMetadataPreprocessor.preserve_cell_metadata_mask=tags \
 	  --ClearMetadataPreprocessor.preserve_nb_metadata_mask="{'kernelspec', ('language_info', 'name')}"
 # Pages stand in the repository as they do on the site, so that their links hold in both.
-docs: build $(BIN)/.dev
+docs: dev
 	$(PIP) install --group docs && python docs/draw_pictures.py
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r --parents *.md docs benchmarks/*.md benchmarks/results/{,*/}*.png build/pages
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
 
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
-lint: build $(BIN)/.dev
+lint: dev
 	ruff check && ruff format --check
 	mypy
 	lint-imports
 	@clang-format --dry-run --Werror $(CXX_FILES)
-lint-cpp: build $(BIN)/.dev
+lint-cpp: dev
 	@clang-tidy -p $(H2O_BUILD_DIR) --quiet $(filter csrc/%.cpp,$(CXX_FILES))
-format: build $(BIN)/.dev
+format: dev
 	ruff check --fix && ruff format
 	@clang-format -i $(CXX_FILES)
 clean:

@@ -49,6 +49,7 @@ _LAZY = {
     "benchmark_throughput": "h2o_prefill.eval",
     "calibrate_heads": "h2o_prefill.eval",
     "chunked_prefill": "h2o_prefill.hf",
+    "compare": "h2o_prefill.eval",
     "disable": "h2o_prefill.hf",
     "distributed": "h2o_prefill.distributed",
     "enable": "h2o_prefill.hf",

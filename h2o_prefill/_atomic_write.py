@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+_File = torch.classes.h2o_prefill.AtomicFile
+
 
 @contextlib.contextmanager
 def replaced_file(target: str | os.PathLike[str]) -> Iterator[Path]:
@@ -26,7 +28,7 @@ def replaced_file(target: str | os.PathLike[str]) -> Iterator[Path]:
             yield path
             return
         with native_errors():
-            file = torch.classes.h2o_prefill.AtomicFile(os.fspath(path))
+            file = _File(os.fspath(path))
         try:
             yield Path(file.scratch())
             with native_errors():

@@ -14,8 +14,11 @@ PRESETS = {name: PrefillConfig.parse(name) for name in _Native.preset_names()}
 
 SPARSE_PRESETS = [name for name, config in PRESETS.items() if not config.exact]
 
-# The settings of evaluations if none are given, and of `enable` if there is no profile either.
+# The settings of `enable`, and of evaluations, if none are given and the model has no profile.
 DEFAULT_PRESET = "recommended"
+
+# What stands for the profile of a model in a settings text, in the place of a preset.
+PROFILE = "profile"
 
 
 def preset_config(preset: str = DEFAULT_PRESET, **overrides: Any) -> PrefillConfig:
@@ -25,6 +28,11 @@ def preset_config(preset: str = DEFAULT_PRESET, **overrides: Any) -> PrefillConf
     unknown, or a value is out of range.
     """
     return chosen_config(preset, overrides)
+
+
+def is_of_profile(config: PrefillConfig | str | None) -> bool:
+    """Return whether settings are a text that begins with the profile of a model."""
+    return isinstance(config, str) and config.partition(",")[0] == PROFILE
 
 
 def chosen_config(
@@ -38,8 +46,3 @@ def chosen_config(
             f"config must be a PrefillConfig or the name of a preset, got {type(config).__name__}"
         )
     return config.with_fields(**(overrides or {}))
-
-
-def preset_name(config: PrefillConfig) -> str | None:
-    """Return the name of the preset with exactly these settings, or None."""
-    return next((name for name, preset in PRESETS.items() if preset == config), None)

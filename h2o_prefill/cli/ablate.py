@@ -11,11 +11,10 @@ from h2o_prefill.cli import options
 from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.options import add_field_options, load_texts, parse_variant
+from h2o_prefill.cli.options import add_field_options, load_network, load_texts
 from h2o_prefill.cli.outputs import check_output_folder
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import ablation_table
-from h2o_prefill.presets import DEFAULT_PRESET
 
 _GRID = "Grid: one or more values, separated by commas"
 
@@ -35,14 +34,9 @@ def ablate(
     windows: options.WindowsOption = "0:6",
     protocol: options.ProtocolOption = "gptq",
     preset: Annotated[
-        list[str],
-        typer.Option(
-            "--preset",
-            metavar="PRESET[,NAME=VALUE...]",
-            help="Settings of all fields that no option of the grid names; each of several presets "
-            "is combined with the grid.",
-        ),
-    ] = [DEFAULT_PRESET],  # noqa: B006 (typer takes a list)
+        list[str] | None,
+        options.preset_option("Settings of fields that no option of the grid names; repeatable"),
+    ] = None,
     select: options.SelectOption = None,
     dtype: options.DtypeOption = "float32",
     output: Annotated[
@@ -76,7 +70,8 @@ def ablate(
         from h2o_prefill.eval.ablation.table import CSV_NAME
         from h2o_prefill.eval.plots import plot_ablation
 
-        base = [parse_variant(text) for text in preset]
+        for text in preset or ():
+            options.check_preset(text)
         axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
         rule = options.parse_select(select)
         contexts = options.parse_numbers(context, "context")
@@ -84,14 +79,15 @@ def ablate(
         figure = csv_file.with_suffix(f".{figure_format}")
         names = (CSV_NAME, *([figure.name] if plot else []))
         check_output_folder(output, names)
-        options.use_threads(threads)
         texts = load_texts(dataset, text_file)
+        network, tokenizer = load_network(model, dtype, threads, device)
+        base = [options.find_settings(network, text) for text in preset or (None,)]
         with (
             cluster.connect(model, dtype, threads, device) as workers,
-            show_progress(f"loading {model}") as show,
+            show_progress("ablation") as show,
         ):
             frame = run_ablation(
-                model,
+                network,
                 axes,
                 output,
                 base=base,
@@ -99,13 +95,14 @@ def ablate(
                 contexts=contexts,
                 windows=windows,
                 protocol=protocol,
-                dtype=dtype,
-                device=device,
+                tokenizer=tokenizer,
+                model_name=model,
                 select=rule,
                 cluster=workers,
                 on_progress=show,
             )
-        title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells"
+        title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells\n"
+        title += "; ".join(options.describe(network, config) for config in base)
         title += f", select={select}" if select else ""
         say_written(csv_file)
         if plot:

@@ -12,6 +12,7 @@ from h2o_prefill.cli import (
     ablate,
     bench,
     calibrate,
+    compare,
     export,
     generate,
     info,
@@ -58,6 +59,7 @@ def _options(
 
 
 for _command in (
+    compare.compare,
     ppl.ppl,
     ablate.ablate,
     calibrate.calibrate,

@@ -10,11 +10,10 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
-from h2o_prefill.cli.options import load_network, parse_variant
+from h2o_prefill.cli.options import load_network
 from h2o_prefill.cli.outputs import check_output_folder, json_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import throughput_table
-from h2o_prefill.presets import DEFAULT_PRESET
 
 
 @options.add_size_options
@@ -26,7 +25,7 @@ def bench(
     runs: Annotated[
         int, options.count("--runs", "Timed runs per length; the table shows medians.")
     ] = 3,
-    preset: options.PresetOption = DEFAULT_PRESET,
+    preset: options.PresetOption = None,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
     output: Annotated[
@@ -44,23 +43,25 @@ def bench(
     from h2o_prefill.eval import benchmark_throughput, profile_memory
     from h2o_prefill.eval.plots import plot_memory_profile, plot_throughput
     from h2o_prefill.eval.report import build_report
+    from h2o_prefill.hf.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
         figures = {
             "throughput_comparison.png": plot_throughput,
             "memory_profile.png": plot_memory_profile,
         }
-        config = parse_variant(preset, **sizes)
+        options.check_preset(preset, **sizes)
         check_output_folder(output, figures)
         chosen = options.parse_numbers(lengths, "lengths", least=1)
         network, _ = load_network(model, dtype, threads, device)
+        config = options.find_settings(network, preset, **sizes)
         with show_progress("prefill") as show:
             frame = benchmark_throughput(network, chosen, runs, config, on_progress=show)
             memory = None
             if output is not None:
                 memory = profile_memory(network, chosen, config, on_progress=show)
-        what, described = f"{model} {dtype}, prefill", options.describe_sizes(config)
-        origin = {"model": model, "dtype": dtype, "preset": preset}
+        what, described = f"{model} {dtype}, prefill", options.describe(network, config)
+        origin = {"model": model, "dtype": dtype, "preset": settings_name(network, config)}
         tables = {"results": frame.to_dict(orient="records")}
         if memory is not None:
             tables["memory"] = memory.to_dict(orient="records")

@@ -11,7 +11,7 @@ import typer
 from h2o_prefill.cli import options
 from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import output_console, quiet_libraries, say_written, show_progress
-from h2o_prefill.cli.options import load_network, parse_variant
+from h2o_prefill.cli.options import load_network
 from h2o_prefill.cli.outputs import check_output_folder, json_output, plot_output, text_origin
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.presets import DEFAULT_PRESET
@@ -30,7 +30,9 @@ def calibrate(
             "--budget", help="Attention flops of the result, relative to those of --preset."
         ),
     ] = 1.1,
-    preset: options.PresetOption = DEFAULT_PRESET,
+    preset: Annotated[
+        str, options.preset_option("Settings to widen heads of", True)
+    ] = DEFAULT_PRESET,
     dtype: options.DtypeOption = "bfloat16",
     save: Annotated[
         bool,
@@ -59,15 +61,15 @@ def calibrate(
     from h2o_prefill.eval import calibrate_heads, load_text
     from h2o_prefill.eval.environment import environment
     from h2o_prefill.eval.plots import plot_calibration
+    from h2o_prefill.hf.profile import profile_path, settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        config = parse_variant(preset)
+        options.check_preset(preset)
         save_plot = plot_output(plot)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
+        config = options.find_settings(network, preset)
         if save:
-            from h2o_prefill.hf.profile import profile_path
-
             path = profile_path(network)
             check_output_folder(path.parent, [path.name], "--save")
         with cluster.connect(model, dtype, threads) as workers, show_progress("calibrate") as show:
@@ -83,8 +85,10 @@ def calibrate(
                 on_progress=show,
             )
         variant = result.config.to_string()
-        title = f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {preset}"
-        origin = text_origin(model, dtype, corpus, preset=preset, variant=variant, budget=budget)
+        title = f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens\n"
+        title += options.describe(network, config)
+        name = settings_name(network, config)
+        origin = text_origin(model, dtype, corpus, preset=name, variant=variant, budget=budget)
         save_json(lambda: {"environment": environment(), **origin, **dataclasses.asdict(result)})
         save_plot(plot_calibration, result, title)
         if save:

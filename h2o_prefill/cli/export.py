@@ -9,9 +9,8 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import error_console, quiet_libraries, say_written
-from h2o_prefill.cli.options import load_network, parse_variant
+from h2o_prefill.cli.options import load_network
 from h2o_prefill.cli.outputs import check_output_file
-from h2o_prefill.presets import DEFAULT_PRESET
 
 
 @options.add_size_options
@@ -34,7 +33,7 @@ def export(
             "--weights", help="Format of the weights in the package.", show_default="--dtype"
         ),
     ] = None,
-    preset: options.PresetOption = DEFAULT_PRESET,
+    preset: options.PresetOption = None,
     threads: options.ThreadsOption = None,
     **sizes: int | None,
 ) -> None:
@@ -49,8 +48,9 @@ def export(
 
     check_output_file(output, "--output", (".pt2",))
     with quiet_libraries():
-        config = parse_variant(preset, **sizes)
+        options.check_preset(preset, **sizes)
         network, tokenizer = load_network(model, dtype, threads)
+        config = options.find_settings(network, preset, **sizes)
         with error_console().status("compiling, which takes minutes"):
             written = write_package(network, tokenizer, config, capacity, output, weights or "")
     for path in written:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import nan
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +22,9 @@ from h2o_prefill.cli.console import (
     show_progress,
 )
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.options import load_network, parse_variant
+from h2o_prefill.cli.options import load_network
 from h2o_prefill.cli.outputs import check_output_file
-from h2o_prefill.presets import DEFAULT_PRESET
+from h2o_prefill.config import PrefillConfig
 
 _MANY = "Many prompts"
 _SAMPLING = "Sampling"
@@ -149,7 +149,7 @@ def generate(
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of the draws.", rich_help_panel=_SAMPLING)
     ] = 0,
-    preset: options.PresetOption = DEFAULT_PRESET,
+    preset: options.PresetOption = None,
     dtype: options.DtypeOption = "float32",
     device: options.DeviceOption = "cpu",
     threads: options.ThreadsOption = None,
@@ -166,6 +166,7 @@ def generate(
     """
     if draft_tokens is not None and package is None:
         raise ValueError("--draft-tokens needs --package")
+    options.check_preset(preset, **sizes)
     if input_file is not None or output is not None:
         own = (prompt, prompt_file, package, session, max_prompt_tokens, temperature, top_k, top_p)
         if own.count(None) < len(own):
@@ -179,7 +180,7 @@ def generate(
             input_file,
             output,
             cluster,
-            parse_variant(preset, **sizes),
+            lambda network: options.find_settings(network, preset, **sizes),
             model=model,
             dtype=dtype,
             device=device,
@@ -203,12 +204,11 @@ def generate(
     with quiet_libraries():
         if cluster.given:
             raise ValueError("a Dask cluster answers the prompts of --input: give a file")
-        config = parse_variant(preset, **sizes)
         if (prompt is None) == (prompt_file is None):
             raise ValueError("give a prompt or --prompt-file, one of the two")
         text = (prompt or "") if prompt_file is None else read_text(prompt_file, "--prompt-file")
         check_prompt(text)
-        if package is not None and config != parse_variant(DEFAULT_PRESET):
+        if package is not None and any(x is not None for x in (preset, *sizes.values())):
             raise ValueError("--package has its own settings: leave out --preset and the sizes")
         if session is not None:
             check_output_file(session, "--session")
@@ -220,6 +220,7 @@ def generate(
             config = network.info.config
         else:
             network, tokenizer = load_network(model, dtype, threads, device)
+            config = options.find_settings(network, preset, **sizes)
         console = output_console()
 
         def show(piece: str) -> None:
@@ -290,7 +291,7 @@ def _answer_file(
     input_file: Path,
     output: Path,
     cluster: ClusterOptions,
-    config: Any,
+    find_settings: Callable[[Any], PrefillConfig],
     *,
     model: str,
     dtype: str,
@@ -314,7 +315,7 @@ def _answer_file(
                 tokenizer,
                 prompts,
                 output,
-                config,
+                find_settings(network),
                 cluster=workers,
                 on_progress=show,
                 **settings,

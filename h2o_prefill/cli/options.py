@@ -5,19 +5,24 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from h2o_prefill.cli.console import error_console
-from h2o_prefill.config import PrefillConfig, format_value
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import DATASETS, DTYPES, Corpus
-from h2o_prefill.presets import PRESETS
+from h2o_prefill.eval.runs import settings_for
+from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, PROFILE, chosen_config, is_of_profile
 from h2o_prefill.selection import RULES, SelectionRule, load_rule
 
 _SIZES = "Sparse prefill"
+_SIZE_FIELDS = ("chunk_size", "local_window", "heavy_budget", "sink_tokens")  # S, L, H, K
+_OF_MODEL = f"the model's profile, or else {DEFAULT_PRESET}"
 
 
 def add_field_options(
@@ -110,15 +115,6 @@ ProtocolOption = Annotated[
         "llamacpp those in the second half.",
     ),
 ]
-VariantsOption = Annotated[
-    list[str],
-    typer.Option(
-        "--variant",
-        metavar="PRESET[,NAME=VALUE...]",
-        help="Settings of sparse prefill to compare with dense prefill, as in h2o,recall=4; "
-        "may be repeated.",
-    ),
-]
 
 
 def _dtype_of_cpu(name: str) -> str:
@@ -172,14 +168,22 @@ def output_folder(use: str) -> Any:
 FormatOption = Annotated[
     Literal["png", "svg", "pdf"], typer.Option("--format", help="Format of the figures.")
 ]
-PresetOption = Annotated[
-    str,
-    typer.Option(
-        help=f"Settings of sparse prefill: a preset ({', '.join(PRESETS)}), optionally followed by "
-        "changes of single fields, as in h2o,recall=4,dense_tail=64.",
+
+
+def preset_option(use: str = "Settings of sparse prefill", default: str | bool = _OF_MODEL) -> Any:
+    """Return the option of a settings text; `use` says what it is for."""
+    return typer.Option(
+        "--preset",
+        metavar="PRESET[,NAME=VALUE...]",
+        help=f"{use}: {PROFILE} (the model's, found by calibrate) or a preset "
+        f"({', '.join(PRESETS)}), optionally followed by changes of single fields, as in "
+        "h2o,recall=4,dense_tail=64.",
+        show_default=default,
         rich_help_panel=_SIZES,
-    ),
-]
+    )
+
+
+PresetOption = Annotated[str | None, preset_option()]
 
 SelectOption = Annotated[
     str | None,
@@ -194,23 +198,23 @@ SelectOption = Annotated[
 add_size_options = add_field_options(
     int | None,
     panel=_SIZES,
-    names=("chunk_size", "local_window", "heavy_budget", "sink_tokens"),
+    names=_SIZE_FIELDS,
 )
 
 
-def describe_sizes(config: PrefillConfig, select: str | None = None) -> str:
-    """Return the sizes, and the options that add keys, for titles."""
-    more = {
-        "recall": config.recall,
-        "tail": config.dense_tail,
-        "dense": "+".join(map(str, config.dense_layers)),
-        "wide": format_value(config.wide) if len(config.wide) < 4 else len(config.wide),
-        "select": select,
-    }
-    return (
-        f"S={config.chunk_size} L={config.local_window} H={config.heavy_budget} "
-        f"K={config.sink_tokens}" + "".join(f" {name}={n}" for name, n in more.items() if n)
-    )
+def describe(network: Any, config: PrefillConfig, select: str | None = None) -> str:
+    """Return the name of settings, their sizes, and what else they change, for titles."""
+    from h2o_prefill.hf.profile import settings_name
+
+    preset, *changes = settings_name(network, config).split(",")
+    sizes = [
+        f"{letter}={getattr(config, name)}"
+        for letter, name in zip("SLHK", _SIZE_FIELDS, strict=True)
+    ]
+    others = [x for x in changes if x.partition("=")[0] not in _SIZE_FIELDS]
+    others += [f"select={select}"] if select else []
+    # Lists of many heads are cut.
+    return " ".join([preset, *sizes, *(x if len(x) <= 40 else f"{x[:37]}..." for x in others)])
 
 
 def use_threads(threads: int | None) -> None:
@@ -242,14 +246,30 @@ def load_texts(datasets: str | None, files: Iterable[Path] | None) -> list[Corpu
     return corpora + [load_text(text_file=file) for file in chosen]
 
 
-def parse_variant(text: str, **overrides: int | None) -> PrefillConfig:
-    """Return the settings that a text like "h2o,recall=4,dense_layers=0+1" stands for."""
-    given = {name: value for name, value in overrides.items() if value is not None}
+def check_preset(text: str | None, **overrides: int | None) -> None:
+    """Raise the errors of settings that do not depend on the model, before it is loaded."""
+    if text is not None and not is_of_profile(text):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _read_settings(chosen_config, text, overrides)
+
+
+def find_settings(network: Any, text: str | None, **overrides: int | None) -> PrefillConfig:
+    """Return the settings that a text like "h2o,recall=4,dense_layers=0+1" stands for.
+
+    Without a text they are the profile of the model, or else the preset "recommended".
+    """
+    return _read_settings(partial(settings_for, network), text, overrides)
+
+
+def _read_settings(
+    read: Callable[[str | None], PrefillConfig], text: str | None, overrides: dict[str, int | None]
+) -> PrefillConfig:
     try:
-        config = PrefillConfig.parse(text)
+        config = read(text)
     except ValueError as error:
-        raise ValueError(f"settings {text!r}: {error}") from None
-    return config.with_fields(**given)
+        raise ValueError(f"settings {text!r}: {error}" if text else str(error)) from None
+    return config.with_fields(**{k: value for k, value in overrides.items() if value is not None})
 
 
 def parse_select(text: str | None) -> SelectionRule | None:

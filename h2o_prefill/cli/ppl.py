@@ -9,10 +9,9 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
-from h2o_prefill.cli.options import load_network, parse_variant
+from h2o_prefill.cli.options import load_network
 from h2o_prefill.cli.outputs import json_output, plot_output, text_origin
 from h2o_prefill.cli.result_table import print_result
-from h2o_prefill.presets import DEFAULT_PRESET
 
 
 @options.add_size_options
@@ -22,7 +21,7 @@ def ppl(
     text_file: options.TextFileOption = None,
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:6",
-    preset: options.PresetOption = DEFAULT_PRESET,
+    preset: options.PresetOption = None,
     select: options.SelectOption = None,
     dtype: options.DtypeOption = "float32",
     protocol: options.ProtocolOption = "gptq",
@@ -42,17 +41,21 @@ def ppl(
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
     from h2o_prefill.cli.tables import perplexity_table
-    from h2o_prefill.eval import check_settings, evaluate_perplexity, load_text
+    from h2o_prefill.eval import evaluate_perplexity, load_text
     from h2o_prefill.eval.perplexity.result import perplexity_report
+    from h2o_prefill.eval.perplexity.windows import parse_windows, scored_rows
     from h2o_prefill.eval.plots import plot_perplexity
+    from h2o_prefill.hf.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        config = parse_variant(preset, **sizes)
+        options.check_preset(preset, **sizes)
         rule = options.parse_select(select)
         save_plot = plot_output(plot)
-        check_settings(config, context, windows, protocol)
+        scored_rows(protocol, context)
+        parse_windows(windows)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads, device)
+        config = options.find_settings(network, preset, **sizes)
         with show_progress("perplexity") as show:
             result = evaluate_perplexity(
                 network,
@@ -68,9 +71,9 @@ def ppl(
             )
         title = (
             f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens, {protocol}\n"
-            f"{options.describe_sizes(config, select)}"
+            f"{options.describe(network, config, select)}"
         )
-        origin = text_origin(model, dtype, corpus, preset=preset)
+        origin = text_origin(model, dtype, corpus, preset=settings_name(network, config))
         save_json(lambda: perplexity_report(result, **origin))
         save_plot(plot_perplexity, result, title)
         print_result(title, perplexity_table(result))

@@ -1,4 +1,4 @@
-"""`h2o-prefill retrieve`: needles in long prompts, dense against variants of sparse prefill."""
+"""`h2o-prefill retrieve`: needles in long prompts, dense against sparse."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import typer
 from h2o_prefill.cli import options
 from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
 from h2o_prefill.cli.console import quiet_libraries, show_progress
-from h2o_prefill.cli.options import load_network, parse_variant
+from h2o_prefill.cli.options import load_network
 from h2o_prefill.cli.outputs import check_output_file, json_output, plot_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
 from h2o_prefill.eval.retrieval.evaluate import DEPTHS, LENGTHS
 from h2o_prefill.eval.retrieval.tasks import TASKS
-from h2o_prefill.presets import SPARSE_PRESETS
 
 
 @add_cluster_options
@@ -40,7 +39,11 @@ def retrieve(
     ] = ",".join(map(str, DEPTHS)),
     prompts: Annotated[int, options.count("--prompts", "Prompts per task, length and depth.")] = 1,
     question: Annotated[str, typer.Option(help="Put the question last or first.")] = "last",
-    variants: options.VariantsOption = SPARSE_PRESETS,
+    preset: Annotated[
+        list[str] | None,
+        options.preset_option("Settings to compare with dense prefill; repeatable"),
+    ] = None,
+    select: options.SelectOption = None,
     seed: Annotated[
         int, typer.Option(help="Random seed of needles and texts; equal seeds give equal prompts.")
     ] = 0,
@@ -73,9 +76,12 @@ def retrieve(
     from h2o_prefill.eval.plots import plot_retrieval
     from h2o_prefill.eval.retrieval.evaluate import check_retrieval
     from h2o_prefill.eval.retrieval.result import KeptOutcomes, retrieval_report
+    from h2o_prefill.hf.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        configs = {text: parse_variant(text) for text in variants}
+        for text in preset or ():
+            options.check_preset(text)
+        rule = options.parse_select(select)
         save_plot = plot_output(plot)
         settings: dict[str, Any] = {
             "tasks": tasks.split(","),
@@ -84,12 +90,13 @@ def retrieve(
             "prompts_per_cell": prompts,
             "question": question,
         }
-        check_retrieval(configs, **settings)
+        check_retrieval(**settings)
         if keep is not None:
             check_output_file(keep, "--keep", (".jsonl",))
         kept = None if keep is None else KeptOutcomes(keep)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads, device)
+        configs = [options.find_settings(network, text) for text in preset or (None,)]
         with (
             cluster.connect(model, dtype, threads, device) as workers,
             show_progress("retrieval") as show,
@@ -97,15 +104,17 @@ def retrieve(
             result = evaluate_retrieval(
                 network,
                 corpus,
-                configs,
+                {settings_name(network, config): config for config in configs},
                 tokenizer=tokenizer,
                 seed=seed,
+                select=rule,
                 kept=kept,
                 cluster=workers,
                 on_progress=show,
                 **settings,
             )
         title = f"{model} {dtype}\nneedles in {corpus.name}, question {question}"
+        title += f", select={select}" if select else ""
         save_json(lambda: retrieval_report(result, model=model, dtype=dtype))
         save_plot(plot_retrieval, result, title)
         print_result(title, retrieval_table(result))

@@ -12,7 +12,7 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, say
-from h2o_prefill.presets import DEFAULT_PRESET
+from h2o_prefill.eval.runs import DENSE
 
 
 def _limit(name: str, least: int, use: str, metavar: str = "N") -> Any:
@@ -28,12 +28,11 @@ def serve(
         int, typer.Option(min=0, max=65535, help="Port to listen at, 0 for any that is free.")
     ] = 8000,
     preset: Annotated[
-        str,
-        typer.Option(
-            help="Settings of requests that name none: a preset with changes of single fields, as "
-            "in h2o,recall=4, or dense, the model's own attention."
+        str | None,
+        options.preset_option(
+            "Settings of requests that name none (dense: the model's own attention)"
         ),
-    ] = DEFAULT_PRESET,
+    ] = None,
     context: Annotated[
         int | None,
         _limit("--context", 2, "Tokens of a prompt and its answer; default: the model's limit."),
@@ -63,7 +62,7 @@ def serve(
     One request runs at a time. Ctrl-C, or SIGTERM, lets it end, and refuses those that wait.
     """
     try:
-        from h2o_prefill.serving.app import create_app, parse_settings
+        from h2o_prefill.serving.app import create_app
         from h2o_prefill.serving.server import run_server
     except ModuleNotFoundError as error:
         needed = "serve needs FastAPI and uvicorn: pip install 'h2o_prefill[serve]'"
@@ -71,10 +70,12 @@ def serve(
     from h2o_prefill.serving.worker import Worker
 
     with quiet_libraries(), contextlib.ExitStack() as stack:
-        config = parse_settings(preset)
+        if preset != DENSE:
+            options.check_preset(preset)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = stack.enter_context(socket.create_server((host, port), family=family))
         network, tokenizer = options.load_network(model, dtype, threads, device)
+        config = None if preset == DENSE else options.find_settings(network, preset)
         worker = Worker(network, tokenizer, config, context, queue, prefix_cache << 20)
         stack.callback(worker.close)
         # Folders of this machine are nobody's business.

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from h2o_prefill.cli.result_table import new_table
 from h2o_prefill.eval.ablation.table import short_value, varied_settings
+from h2o_prefill.eval.perplexity.estimates import format_change
 from h2o_prefill.eval.runs import DENSE
 
 if TYPE_CHECKING:
@@ -17,26 +18,36 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.attention.measures import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
     from h2o_prefill.eval.calibration import HeadCalibration
+    from h2o_prefill.eval.comparison import Comparison
     from h2o_prefill.eval.perplexity.result import PerplexityResult
     from h2o_prefill.eval.retrieval.result import RetrievalResult
+
+
+def comparison_table(result: Comparison) -> Table:
+    """Return what is measured, one run per row."""
+    headings, *rows = result.table()
+    table = new_table(*headings, folding=headings[-1:])
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def perplexity_table(result: PerplexityResult) -> Table:
     """Return perplexity and other measures, dense and sparse, one per row."""
     dense, sparse = result.dense, result.sparse
     table = new_table("", "dense", "sparse", "difference", folding=("",))
-    difference = _change(result.delta_percent, result.stderr_percent)
+    difference = format_change(result.delta_percent, result.stderr_percent)
     table.add_row("perplexity", f"{dense.ppl:.3f}", f"{sparse.ppl:.3f}", difference, style="bold")
     if len(dense.ppl_by_window) > 1:
-        table.add_row("  worst window", "", "", _change(result.worst_percent))
+        table.add_row("  worst window", "", "", format_change(result.worst_percent))
     pairs = zip(dense.ppl_by_chunk, sparse.ppl_by_chunk, strict=True)
     for chunk, (before, after) in enumerate(pairs):
         if before is not None and after is not None:
-            change = _change(100 * (after / before - 1))
+            change = format_change(100 * (after / before - 1))
             table.add_row(f"  chunk {chunk}", f"{before:.3f}", f"{after:.3f}", change)
     if (keys := result.key_tokens) is not None:
         ppls = (f"{value:.3f}" for value in (keys.dense_ppl, keys.sparse_ppl))
-        change = _change(keys.delta_percent, keys.stderr_percent)
+        change = format_change(keys.delta_percent, keys.stderr_percent)
         table.add_row(f"{keys.count} key tokens (LongPPL)", *ppls, change)
     table.add_row("mean KL(dense || sparse)", "", "", f"{result.kl_mean:.4f} nats")
     table.add_row("same most likely token", "", "", f"{100 * result.top1_agreement:.1f} %")
@@ -63,7 +74,7 @@ def ablation_table(frame: pd.DataFrame) -> Table:
         table.add_row(
             *(short_value(getattr(row, name)) for name in names),
             *(f"{row.dense_ppl:.3f}", f"{row.sparse_ppl:.3f}"),
-            _change(row.delta_percent, row.stderr_percent),
+            format_change(row.delta_percent, row.stderr_percent),
             *(f"{row.kl_mean:.4f}", f"1/{row.attention_flops_ratio:.2f}"),
             *(f"{row.dense_seconds:.3g}", f"{row.sparse_seconds:.3g}"),
         )
@@ -78,7 +89,7 @@ def calibration_table(result: HeadCalibration) -> Table:
         table.add_row(name, f"{1e6 * error:.1f}", change, *flops, **row)
 
     def change(before: float, after: float) -> str:
-        return _change(100 * (after / before - 1)) if before else ""
+        return format_change(100 * (after / before - 1)) if before else ""
 
     def share(flops: AttentionFlops) -> str:
         return f"{100 / flops.ratio:.1f} %"
@@ -163,12 +174,6 @@ def info_table(sections: dict[str, dict[str, Any]]) -> Table:
         for name, value in rows.items():
             table.add_row(f"  {name}", _text(value))
     return table
-
-
-def _change(percent: float, error: float | None = None) -> str:
-    """Return a signed percentage, without a sign if it rounds to zero from below."""
-    known = error is not None and not math.isnan(error)
-    return f"{round(percent, 2) + 0.0:+.2f} %" + (f" ± {error:.2f}" if known else "")
 
 
 def _numbers(form: str, *values: float | None) -> str:

@@ -9,10 +9,9 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import output_console, quiet_libraries, show_progress
-from h2o_prefill.cli.options import load_network, parse_variant
+from h2o_prefill.cli.options import load_network
 from h2o_prefill.cli.outputs import check_output_folder, json_output, text_origin
 from h2o_prefill.cli.result_table import print_result
-from h2o_prefill.presets import DEFAULT_PRESET
 
 
 @options.add_size_options
@@ -28,7 +27,7 @@ def visualize(
         Path, options.output_folder("Folder for the figures, created if necessary.")
     ] = Path("benchmark_results/attention_heatmaps"),
     figure_format: options.FormatOption = "png",
-    preset: options.PresetOption = DEFAULT_PRESET,
+    preset: options.PresetOption = None,
     select: options.SelectOption = None,
     dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
@@ -45,19 +44,21 @@ def visualize(
     from h2o_prefill.eval.perplexity.windows import select_windows
     from h2o_prefill.eval.plots import ATTENTION_FIGURES, visualize_attention_patterns
     from h2o_prefill.eval.report import build_report
+    from h2o_prefill.hf.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
-        config = parse_variant(preset, **sizes)
+        options.check_preset(preset, **sizes)
         rule = options.parse_select(select)
         files = [f"{name}.{figure_format}" for name in ATTENTION_FIGURES]
         check_output_folder(output, files)
         corpus = load_text(dataset, text_file)
         network, tokenizer = load_network(model, dtype, threads)
+        config = options.find_settings(network, preset, **sizes)
         tokens = encode(tokenizer, corpus.text)
         _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
         title = (
             f"{model} {dtype}, {corpus.name} window {window} of {context} tokens, "
-            f"{options.describe_sizes(config, select)}"
+            f"{options.describe(network, config, select)}"
         )
         with show_progress("prefill") as show:
             drawn: dict[str, Any] = {"title": title, "select": rule, "on_progress": show}
@@ -65,7 +66,8 @@ def visualize(
                 network, prompts, config, output, figure_format, **drawn
             )
         report = measures.to_dict()
-        given = {"window": window, "context": context, "preset": preset, "select": select}
+        name = settings_name(network, config)
+        given = {"window": window, "context": context, "preset": name, "select": select}
         config_part = text_origin(model, dtype, corpus, **given) | report.pop("config")
         save_json(lambda: build_report(config_part, **report))
         print_result(title, attention_table(measures))

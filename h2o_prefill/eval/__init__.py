@@ -7,6 +7,7 @@ from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_atten
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.calibration import HeadCalibration, calibrate_heads
 from h2o_prefill.eval.cluster import ModelCluster
+from h2o_prefill.eval.comparison import ComparedRun, Comparison, compare
 from h2o_prefill.eval.inputs.models import DEFAULT_MODEL, DTYPES, load_model
 from h2o_prefill.eval.inputs.text import DATASETS, Corpus, load_text
 from h2o_prefill.eval.perplexity.evaluate import (

@@ -33,9 +33,10 @@ from h2o_prefill.eval.runs import (
     eval_mode,
     last_logits_only,
     report_progress,
+    settings_for,
 )
 from h2o_prefill.functional import NO_RECALL, RecallLists
-from h2o_prefill.presets import chosen_config
+from h2o_prefill.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:
     pass
@@ -128,8 +129,8 @@ def calibrate_heads(
     dataset : Tensor, sequence of int, Corpus or str
         As `evaluate_perplexity` takes it. Use another text than for the evaluation.
     chunk_config : PrefillConfig or str, optional
-        Settings to widen heads of. Default: the preset "recommended". They are measured without
-        widening at run time.
+        Settings to widen heads of, as `enable` takes them. Default: the preset "recommended", not a
+        profile, whose heads are wide already. They are measured without widening at run time.
     budget : float
         Attention flops of the result relative to those of the settings as given, more than 1.
     tokenizer : optional
@@ -158,7 +159,7 @@ def calibrate_heads(
     NotImplementedError
         If the model cannot be prefilled sparsely.
     """
-    config = chosen_config(chunk_config)
+    config = settings_for(model, chunk_config or DEFAULT_PRESET)
     check_settings(config, context, windows, _PROTOCOL)
     if not budget > 1:
         raise ValueError(f"budget must be more than 1, got {budget}")

@@ -53,6 +53,10 @@ class PromptForward:
         hidden, _, seconds = self._hidden_states(input_ids, logits_to_keep=1)
         return PromptLogits(hidden, self.head), seconds
 
+    def prefill(self, input_ids: Tensor) -> float:
+        """Return the seconds of a call that computes the logits of the last token only."""
+        return self._timed(input_ids, **last_logits_only(self._model))[1]
+
     def _timed(self, input_ids: Tensor, **options: Any) -> tuple[Any, float]:
         _synchronize(input_ids.device)
         start = time.perf_counter()

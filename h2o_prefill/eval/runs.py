@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, chosen_config
+from h2o_prefill.presets import PRESETS
 
 # Called with (steps done, steps in all, what runs next).
 Progress = Callable[[int, int, str], None]
@@ -45,10 +45,22 @@ def prefill_mode(
     return enable(model, config, tokenizer=tokenizer, **options)
 
 
-def chosen_variants(variants: Mapping[str, PrefillConfig] | None) -> dict[str, PrefillConfig]:
-    """Return the settings to compare with dense prefill by name, by default the preset."""
+def settings_for(model: Any, config: PrefillConfig | str | None) -> PrefillConfig:
+    """Return settings as `enable` takes them for a model: of its profile, where none are given."""
+    from h2o_prefill.hf.profile import settings_of
+
+    return settings_of(model, config)[0]
+
+
+def chosen_variants(
+    model: Any, variants: Mapping[str, PrefillConfig] | None
+) -> dict[str, PrefillConfig]:
+    """Return the settings to compare with dense prefill by name, by default those of `enable`."""
     if variants is None:
-        return {DEFAULT_PRESET: chosen_config(None)}
+        from h2o_prefill.hf.profile import settings_name
+
+        config = settings_for(model, None)
+        return {settings_name(model, config): config}
     if DENSE in variants:
         raise ValueError(f"variants must not be named {DENSE!r}, which is the baseline's name")
     return dict(variants)
@@ -71,6 +83,15 @@ def check_dense(model: nn.Module) -> None:
     if getattr(settings, "_attn_implementation", None) == "h2o_prefill":
         raise ValueError(
             "model must have dense attention: it is under h2o_prefill.enable() already"
+        )
+
+
+def check_chunks(config: PrefillConfig, tokens: int, argument: str) -> None:
+    """Raise ValueError for a prompt in which nothing would be sparse: shorter than two chunks."""
+    if not config.exact and tokens < 2 * config.chunk_size:
+        raise ValueError(
+            f"{argument} must be at least two chunks of {config.chunk_size} tokens, because within "
+            f"the first chunk attention is dense, got {tokens}"
         )
 
 

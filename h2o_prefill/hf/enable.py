@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
@@ -24,7 +26,7 @@ from h2o_prefill.hf.layer_kinds import (
 )
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.profile import settings_of
-from h2o_prefill.hf.report import ModelReport, attention_layers, explain
+from h2o_prefill.hf.report import ModelReport, attention_layers, explain, no_model
 from h2o_prefill.hf.sharded import check_shardable
 from h2o_prefill.hf.stages import layers_here, with_heads_here
 from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
@@ -205,10 +207,11 @@ def enable(
         A causal decoder. It is enabled when this function returns; a `with` block disables it at
         its end.
     config : PrefillConfig or str, optional
-        Settings, or the name of a preset; "h2o" is the algorithm as specified. Default: the
-        profile of the model, which `h2o-prefill calibrate --save` writes, or else "recommended". A
-        profile is `h2o_prefill.json` in the folder that the model was loaded from, or a file for
-        its architecture in the user's cache or in this package.
+        Settings, or the name of a preset; "h2o" is the algorithm as specified, "profile" the
+        profile of the model, which `h2o-prefill calibrate --save` writes. Default: the profile if
+        there is one, or else "recommended". A profile is `h2o_prefill.json` in the folder that the
+        model was loaded from, or a file for its architecture in the user's cache or in this
+        package; a line on stderr says that it was taken, and `config` of the handle is its text.
     tokenizer : optional
         The model's tokenizer: with `recall_characters`, lexical recall compares the text of the
         tokens too.
@@ -247,7 +250,7 @@ def enable(
     ...     model.generate(**inputs)
     """
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
-        raise ValueError(f"model must be a transformers PreTrainedModel, got {_name(model)}")
+        raise no_model(model)
     chosen, profile = settings_of(model, config, overrides)
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     for name in LAYER_FIELDS:
@@ -276,6 +279,30 @@ def disable(model: PreTrainedModel) -> None:
         handle.disable()
 
 
+@contextlib.contextmanager
+def paused(model: PreTrainedModel) -> Iterator[PrefillHandle | None]:
+    """Give a model its own attention for a block; yield the handle that it is enabled through.
+
+    The handle may be enabled and disabled in the block. At its end the model is as before, with
+    the calls and errors that were counted before.
+    """
+    handles = _handles_of(model)
+    states = [handle.state for handle in handles]
+    try:
+        for handle in handles:
+            handle.disable()
+            if handle.state.on:
+                raise RuntimeError(f"{_name(model)} is enabled and inside of a forward")
+        yield handles[0] if handles else None
+    finally:
+        disable(model)
+        with switching:
+            for handle, state in zip(handles, states, strict=True):
+                if not state.on:
+                    handle.state = state
+                    handle._switch_on()
+
+
 def register() -> str:
     """Register the attention function and the mask function with transformers.
 
@@ -291,6 +318,8 @@ def register() -> str:
 
 def _handles_of(model: PreTrainedModel) -> list[PrefillHandle]:
     """Return the handles that a model, or one inside of it, is enabled through, each once."""
+    if not isinstance(model, nn.Module):
+        raise no_model(model)
     handles = (handle_of(module) for module in model.modules())
     return list({id(handle): handle for handle in handles if handle is not None}.values())
 

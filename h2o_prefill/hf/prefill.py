@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -22,6 +22,7 @@ from h2o_prefill.hf.enable import PrefillHandle, enable
 from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.profile import settings_of
+from h2o_prefill.hf.report import no_model
 from h2o_prefill.hf.sharded import digest, is_sharded, sharded, versions
 from h2o_prefill.hf.snapshot import CacheSnapshot
 from h2o_prefill.hf.stages import Stage, StageCache, layers_here, new_cache
@@ -92,6 +93,8 @@ def chunked_prefill(
         If another process is gone, or silent for longer than the timeout of its group. The cache is
         as it was before the call.
     """
+    if not isinstance(model, nn.Module):
+        raise no_model(model)
     handle = next(filter(None, map(handle_of, model.modules())), None)
     if handle is None:
         chosen, _ = settings_of(model, config, overrides)

@@ -7,14 +7,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from h2o_prefill._cache import cache_dir
 from h2o_prefill._library import build_info
-from h2o_prefill.config import PrefillConfig
-from h2o_prefill.presets import chosen_config
+from h2o_prefill.config import PrefillConfig, format_value
+from h2o_prefill.presets import PROFILE, chosen_config, is_of_profile
 
 # A profile beside a model.
 FILE = "h2o_prefill.json"
@@ -41,10 +41,11 @@ _logger = logging.getLogger("h2o_prefill")
 
 @dataclass(frozen=True)
 class Profile:
-    """Settings of a model, and the file that they are from."""
+    """Settings of a model, the file that they are from, and what tables call them."""
 
     config: PrefillConfig
     source: str
+    name: str
 
 
 def architecture_hash(model: Any) -> str:
@@ -97,27 +98,55 @@ def _own_paths(model: Any, architecture: str) -> Iterator[Path]:
 
 
 def settings_of(
-    model: Any, config: PrefillConfig | str | None, overrides: dict[str, Any]
+    model: Any, config: PrefillConfig | str | None, overrides: dict[str, Any] | None = None
 ) -> tuple[PrefillConfig, str]:
-    """Return settings as a user passes them, of the model's profile if none, and its file or ""."""
-    profile = find_profile(model) if config is None else None
+    """Return settings as a user passes them, and the file of the profile that they are from, or "".
+
+    None stands for the model's profile if there is one, a text that begins with "profile" for it in
+    any case. Logs once in a process that a profile was taken. Raises ValueError.
+    """
+    by_name = is_of_profile(config)
+    profile = find_profile(model) if config is None or by_name else None
     if profile is None:
+        if by_name:
+            raise ValueError(
+                f'the preset "{PROFILE}" must be of a model with a profile, which h2o-prefill '
+                f"calibrate --save makes, got {type(model).__name__}"
+            )
         return chosen_config(config, overrides), ""
-    return profile.config.with_fields(**overrides), profile.source
+    _say_once(_news(model, profile))
+    chosen = profile.config
+    _, changed, changes = str(config).partition(",") if by_name else ("", "", "")
+    if changed:
+        chosen = PrefillConfig.from_native(chosen.native.with_fields(changes))
+    return chosen_config(chosen, overrides), profile.source
+
+
+def settings_name(model: Any, config: PrefillConfig) -> str:
+    """Return the shortest text of settings; the model's profile is like one more preset."""
+    texts = [config.to_string()]
+    try:
+        profile = find_profile(model)
+    except ValueError:  # it cannot be read, and so was not taken
+        profile = None
+    if profile is not None:
+        values = {field.name: getattr(config, field.name) for field in fields(config)}
+        known = vars(profile.config)
+        changes = [f"{k}={format_value(v)}" for k, v in values.items() if v != known[k]]
+        texts.append(",".join([profile.name, *changes]))
+    return min(texts, key=len)
 
 
 def find_profile(model: Any) -> Profile | None:
     """Return the profile beside a model, in the user's cache or of this package, in this order.
 
-    Logs once in a process which file was taken. Raises ValueError if it cannot be read or is of
-    another architecture.
+    Raises ValueError if it cannot be read or is of another architecture.
     """
     architecture = architecture_hash(model)
     own = [path for path in _own_paths(model, architecture) if path.exists()]
     for path in own or _shipped(architecture):
-        found = Profile(_read(path, architecture), str(path))
-        _say_once(found)
-        return found
+        name = Path(getattr(model.config, "_name_or_path", "")).name if own else path.stem
+        return Profile(_read(path, architecture), str(path), f"{PROFILE} {name or path.stem}")
     return None
 
 
@@ -127,13 +156,16 @@ def _shipped(architecture: str) -> list[Path]:
 
 
 def _read(path: Path, architecture: str) -> PrefillConfig:
-    advice = "calibrate again, delete the file, or name a preset"
+    advice, values = "calibrate again, delete the file, or name a preset", {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         config, found = PrefillConfig.parse(str(values["settings"])), values["architecture"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
-        raise ValueError(f"the profile {str(path)!r} cannot be read: {why}; {advice}") from error
+        version = f" of version {values['version']}" if "version" in values else ""
+        raise ValueError(
+            f"the profile {str(path)!r}{version} cannot be read: {why}; {advice}"
+        ) from error
     if found != architecture:
         raise ValueError(
             f"the profile {str(path)!r} must be of the model's architecture, {architecture}, got "
@@ -142,8 +174,19 @@ def _read(path: Path, architecture: str) -> PrefillConfig:
     return config
 
 
+def _news(model: Any, profile: Profile) -> str:
+    """Return what is said of a profile that was taken: the heads with larger sets, if any."""
+    wide = sum(len(x) == 3 for x in profile.config.wide)
+    if not wide:
+        return f"{profile.name}: {profile.config.to_string()}"
+    text = model.config.get_text_config(decoder=True)
+    layers, heads = text.num_hidden_layers, getattr(text, "num_key_value_heads", None)
+    of = f" of {layers * heads}" if isinstance(heads, int) else ""
+    return f"{profile.name}: {wide}{of} KV heads keep more keys"
+
+
 @functools.cache
-def _say_once(profile: Profile) -> None:
+def _say_once(text: str) -> None:
     """Log which profile was taken.
 
     It is news, not a warning, and Python shows nobody what is below a warning. So it goes to stderr
@@ -153,8 +196,4 @@ def _say_once(profile: Profile) -> None:
     if not _logger.hasHandlers() and _logger.level == logging.NOTSET:
         _logger.addHandler(logging.StreamHandler())
         _logger.setLevel(logging.INFO)
-    _logger.info(
-        'h2o_prefill: settings from the profile %s: %s (enable(model, "recommended") takes none)',
-        profile.source,
-        profile.config.to_string(),
-    )
+    _logger.info("h2o_prefill: %s", text)

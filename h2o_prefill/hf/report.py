@@ -78,6 +78,8 @@ def explain(model: PreTrainedModel) -> ModelReport:
 
     The model may be enabled or not. `print` the report for a table.
     """
+    if not isinstance(model, nn.Module):
+        raise no_model(model)
     handle = next((h for h in map(handle_of, model.modules()) if h is not None), None)
     enabled = None if handle is None else handle.state
     return ModelReport(
@@ -87,6 +89,14 @@ def explain(model: PreTrainedModel) -> ModelReport:
         tuple(_report(x, enabled) for x in attention_layers(model, enabled and NAME)),
         None if enabled is None else _estimated_kl(enabled),
         "" if enabled is None or enabled.select is None else enabled.select.name,
+    )
+
+
+def no_model(given: Any) -> ValueError:
+    """Return the error for what is no model; a pipeline has one."""
+    where = ": give pipeline.model" if isinstance(getattr(given, "model", None), nn.Module) else ""
+    return ValueError(
+        f"model must be a transformers PreTrainedModel, got {type(given).__name__}{where}"
     )
 
 

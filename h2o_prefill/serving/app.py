@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.prompts import encode_prompt
-from h2o_prefill.eval.runs import DENSE
+from h2o_prefill.eval.runs import DENSE, settings_for
 from h2o_prefill.serving.protocol import (
     Answer,
     ApiError,
@@ -39,9 +39,9 @@ _COMPLETION_TOKENS = 16
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def parse_settings(text: str) -> PrefillConfig | None:
-    """Return the settings of a text, None for "dense", the model's own attention."""
-    return None if text == DENSE else PrefillConfig.parse(text)
+def parse_settings(model: Any, text: str) -> PrefillConfig | None:
+    """Return a model's settings by a text, None for "dense", the model's own attention."""
+    return None if text == DENSE else settings_for(model, text)
 
 
 def create_app(
@@ -181,7 +181,7 @@ def _make_job(worker: Worker, body: CompletionRequest | ChatRequest) -> Job:
         message = f"{param} of {len(ids)} tokens and {wanted} new ones must be <= {worker.context}"
         raise ApiError(400, message, code="context_length_exceeded", param=param)
     try:
-        config = worker.config if settings is None else parse_settings(settings)
+        config = worker.config if settings is None else parse_settings(worker.model, settings)
     except ValueError as error:
         raise settings_error(error) from None
     stops = [body.stop] if isinstance(body.stop, str) else body.stop

@@ -11,7 +11,6 @@ from typing import Any
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig, format_value
 from h2o_prefill.eval.perplexity.evaluate import check_settings
-from h2o_prefill.presets import chosen_config
 
 FIELDS = [field.name for field in dataclasses.fields(PrefillConfig)]
 
@@ -23,11 +22,13 @@ _WITHOUT_RECALL: dict[str, Any] = {
 
 def build_grid(
     axes: Mapping[str, Sequence[Any]],
-    contexts: Sequence[int] = (4096,),
-    base: PrefillConfig | str | Sequence[PrefillConfig | str] | None = None,
+    contexts: Sequence[int],
+    bases: Sequence[PrefillConfig],
     protocol: str = "gptq",
 ) -> list[tuple[int, PrefillConfig]]:
     """Combine values, as `run_ablation` takes them, into tokens of a window and settings.
+
+    `bases` are settings of the fields that `axes` does not name.
 
     Warns of combinations that cannot be run. Those that differ only in fields without effect, since
     recall is 0 or no layer is wide, count once.
@@ -40,9 +41,7 @@ def build_grid(
         if name not in FIELDS:
             raise ValueError(f"axes must be fields of PrefillConfig, {FIELDS}, got {name!r}")
         values[name] = _distinct(name, given)
-    if base is None or isinstance(base, (PrefillConfig, str)):
-        base = [chosen_config(base)]
-    bases = [chosen_config(one) for one in _distinct("base", base)]
+    bases = _distinct("base", bases)
     found: dict[tuple[int, PrefillConfig], None] = {}
     refused: dict[str, list[str]] = {}
     with warnings.catch_warnings():
@@ -54,7 +53,7 @@ def build_grid(
         for one, context, *settings in itertools.product(bases, *values.values()):
             changes = dict(zip(axes, settings, strict=True))
             try:
-                config = chosen_config(one, changes)
+                config = one.with_fields(**changes)
                 check_settings(config, context, "0:1", protocol)
             except ValueError as error:
                 described = {"context": context, **changes}.items()

@@ -28,6 +28,7 @@ from h2o_prefill.eval.runs import (
     eval_mode,
     prefill_mode,
     report_progress,
+    settings_for,
 )
 from h2o_prefill.selection import SelectionRule, Selector
 
@@ -77,8 +78,8 @@ def run_ablation(
         Folder for the CSV file; it is created if necessary. Rows of another version of this
         package, which a column names, are kept: another folder measures their cells again.
     base : PrefillConfig or str, or a sequence of them, optional
-        Settings of the fields that `axes` does not name; each of several is combined with all
-        values. Default: the preset "recommended".
+        Settings of the fields that `axes` does not name, as `enable` takes them; each of several is
+        combined with all values. Default: those of `enable`.
     datasets : sequence of str or Corpus
         Texts, or names that `load_text` knows.
     contexts : sequence of int
@@ -119,7 +120,6 @@ def run_ablation(
     UserWarning
         About combinations that cannot be run and are left out, and cells that fail.
     """
-    grid = build_grid(axes, contexts, base, protocol)
     parse_windows(windows)
     folder = Path(output).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -130,6 +130,10 @@ def run_ablation(
     path = folder / table.CSV_NAME
     rows = {str(row["cell"]): row for row in table.read_rows(path)}
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
+    bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
+    from h2o_prefill.hf.profile import settings_name
+
+    grid = build_grid(axes, contexts, [settings_for(network, one) for one in bases], protocol)
     check_model(network, max(context for context, _ in grid), "contexts")
     for config in dict.fromkeys(config for _, config in grid):
         with prefill_mode(network, config, select=select):
@@ -166,7 +170,10 @@ def run_ablation(
             failed[f"{cell}: {error}"] = error
             warn(f"a cell failed, {cell}: {error}")
         else:
-            rows[key] = {"cell": key, **measured}
+            # Workers may have no profile, or another one.
+            chosen = settings_name(network, pieces[key][1])
+            named = None if "," in chosen else chosen
+            rows[key] = {"cell": key, **measured, "preset": named}
             table.append_row(rows[key], path)
     report_progress(on_progress, total, total, "done")
     if failed:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig, format_value
 from h2o_prefill.eval.perplexity.result import PerplexityResult
-from h2o_prefill.presets import preset_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,7 +38,8 @@ COLUMNS: dict[str, str] = {
     "context": _WHOLE,  # tokens of a window
     "windows": _TEXT,  # slice "begin:end" of the windows of the text, which do not overlap
     "protocol": _TEXT,  # which tokens of a window are scored, see `windows.scored_rows`
-    "preset": _TEXT,  # the preset that has these settings, empty if none has
+    # The preset that has these settings, or "profile" with its name, empty if none has.
+    "preset": _TEXT,
     **_SETTINGS,
     "select": _TEXT,  # the name of the selection rule, empty if there is none
     "scored_tokens": _WHOLE,  # of all windows
@@ -71,7 +71,6 @@ def measures(result: PerplexityResult) -> dict[str, Any]:
     runs = {"dense": result.dense, "sparse": result.sparse}
     return {
         **measured,
-        "preset": preset_name(result.config),
         **settings,
         **texts,
         **{f"{name}_ppl": run.ppl for name, run in runs.items()},

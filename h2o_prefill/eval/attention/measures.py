@@ -24,6 +24,7 @@ from h2o_prefill.eval.runs import (
     eval_mode,
     last_logits_only,
     report_progress,
+    settings_for,
 )
 from h2o_prefill.functional import (
     NO_RECALL,
@@ -32,7 +33,6 @@ from h2o_prefill.functional import (
     next_memory,
     sparse_attention,
 )
-from h2o_prefill.presets import chosen_config
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
 
@@ -190,7 +190,7 @@ def measure_attention(
     input_ids : Tensor
         int64 [1, T] or [T], at least two tokens.
     chunk_config : PrefillConfig or str, optional
-        Default: the preset "recommended". `min_prefill` has no effect.
+        Default: the settings of `enable`. `min_prefill` has no effect.
     select : callable, optional
         A selection rule, as `enable` takes it.
     on_progress : callable, optional
@@ -207,7 +207,7 @@ def measure_attention(
     NotImplementedError
         If the model cannot be prefilled sparsely.
     """
-    config = chosen_config(chunk_config)
+    config = settings_for(model, chunk_config)
     prompt = prompt_ids(input_ids)
     length = prompt.shape[1]
     if length < 2:

@@ -41,7 +41,7 @@ def load_text(
     if dataset not in DATASETS:
         raise ValueError(f"dataset must be one of {DATASETS}, got {dataset!r}")
     if text_file is not None:
-        return _file_corpus(Path(text_file).name, text_file, "text_file")
+        return file_corpus(Path(text_file).name, text_file, "text_file")
     if dataset == "pydoc":
         from pydoc_data.topics import topics
 
@@ -49,7 +49,7 @@ def load_text(
         return Corpus("pydoc", text, "pydoc_data.topics")
     named = os.environ.get(WIKITEXT2_VARIABLE)
     if named:
-        return _file_corpus("wikitext2", named, WIKITEXT2_VARIABLE)
+        return file_corpus("wikitext2", named, WIKITEXT2_VARIABLE)
     return _wikitext2_from_hub()
 
 
@@ -62,7 +62,8 @@ def as_corpus(text: Corpus | str, argument: str) -> Corpus:
     return text
 
 
-def _file_corpus(name: str, path: str | os.PathLike[str], argument: str) -> Corpus:
+def file_corpus(name: str, path: str | os.PathLike[str], argument: str) -> Corpus:
+    """Return the text of a UTF-8 file as a corpus; errors name `argument`."""
     text = read_text(path, argument)
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
     return Corpus(name, text, f"{Path(path).name} sha256:{digest}")

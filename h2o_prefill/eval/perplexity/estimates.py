@@ -47,6 +47,12 @@ def relative_difference(dense: Tensor, sparse: Tensor) -> tuple[float, float]:
     return 100 * (ratio - 1), 100 * ratio * error
 
 
+def format_change(percent: float, error: float | None = None) -> str:
+    """Return a signed percentage, without a sign if it rounds to zero from below."""
+    known = error is not None and not math.isnan(error)
+    return f"{round(percent, 2) + 0.0:+.2f} %" + (f" ± {error:.2f}" if known else "")
+
+
 def binned_perplexity(nll: Tensor, bins: Tensor, count: int) -> list[float | None]:
     """Return the perplexity of the tokens of each bin, None if empty; bin -1 is left out."""
     result: list[float | None] = []

@@ -19,13 +19,14 @@ from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.perplexity.windows import model_windows, parse_windows, scored_rows
 from h2o_prefill.eval.runs import (
     Progress,
+    check_chunks,
     count_kv_heads,
     count_layers,
     count_steps,
     eval_mode,
     prefill_mode,
+    settings_for,
 )
-from h2o_prefill.presets import chosen_config
 from h2o_prefill.selection import SelectionRule, Selector
 
 
@@ -55,7 +56,7 @@ def evaluate_perplexity(
         Tokens of a text; or a text, or the name of one that `load_text` knows, which need a
         tokenizer.
     chunk_config : PrefillConfig or str, optional
-        Settings of the sparse run. Default: the preset "recommended".
+        Settings of the sparse run, as `enable` takes them. Default: those of `enable`.
     tokenizer : optional
         The model's. A model given by name brings its own.
     context : int
@@ -87,9 +88,9 @@ def evaluate_perplexity(
     ArithmeticError
         If a run gives logits that are not finite.
     """
-    config = chosen_config(chunk_config)
-    check_settings(config, context, windows, protocol)
     network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
+    config = settings_for(network, chunk_config)
+    check_settings(config, context, windows, protocol)
     selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
     step = count_steps(on_progress, (3 if key_tokens else 2) * len(batches))
     with torch.no_grad(), eval_mode(network):
@@ -160,7 +161,7 @@ class PairedRuns:
                     selectors += [] if select is None else [handle.state.select]
             dense, sparse = runs["dense"], runs["sparse"]
             scores.append(score_window(dense[0], sparse[0], input_ids, rows))
-            scores[-1].check_finite(index)
+            scores[-1].check_finite(f"window {index}")
             seconds.append((dense[1], sparse[1]))
             if self._wants_key_tokens:
                 step(index, "short")
@@ -204,14 +205,8 @@ def check_settings(config: PrefillConfig, context: int, windows: str, protocol: 
     """Raise the errors of `evaluate_perplexity` that need neither a model nor a text."""
     scored_rows(protocol, context)
     parse_windows(windows)
-    if config.exact:
-        return
-    if context < 2 * config.chunk_size:
-        raise ValueError(
-            f"context must be at least two chunks of {config.chunk_size} tokens, because within "
-            f"the first chunk attention is dense, got {context}"
-        )
-    if not config.memory_size and not config.block_diagonal:
+    check_chunks(config, context, "context")
+    if not (config.exact or config.memory_size or config.block_diagonal):
         raise ValueError(
             "sink_tokens, local_window and heavy_budget must not all be 0 unless block_diagonal is "
             "on: with an empty memory set every call is dense"

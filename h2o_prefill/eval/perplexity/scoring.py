@@ -22,13 +22,11 @@ class WindowScores(NamedTuple):
     kl: Tensor  # KL(dense || sparse) of the next-token distributions, nats
     same_top1: Tensor  # bool: whether both runs have the same most likely token
 
-    def check_finite(self, window: int) -> None:
-        """Raise ArithmeticError if a run's scores are not finite; `window` is the index to name."""
+    def check_finite(self, what: str) -> None:
+        """Raise ArithmeticError, which names `what` was run, if scores are not finite."""
         for name, nll in (("dense", self.dense_nll), ("sparse", self.sparse_nll)):
             if not bool(nll.isfinite().all()):
-                raise ArithmeticError(
-                    f"the {name} run of window {window} gave logits that are not finite"
-                )
+                raise ArithmeticError(f"the {name} run of {what} gave logits that are not finite")
 
 
 def score_window(

@@ -36,7 +36,9 @@ from h2o_prefill.eval.retrieval.result import (
 )
 from h2o_prefill.eval.retrieval.tasks import TASKS
 from h2o_prefill.eval.runs import (
+    DENSE,
     Progress,
+    check_chunks,
     check_model,
     chosen_variants,
     count_steps,
@@ -45,6 +47,7 @@ from h2o_prefill.eval.runs import (
     prefill_mode,
     with_dense,
 )
+from h2o_prefill.selection import SelectionRule, Selector
 
 LENGTHS = (2048, 4096, 8192)
 DEPTHS = (0, 25, 50, 75, 100)
@@ -62,6 +65,7 @@ def evaluate_retrieval(
     prompts_per_cell: int = 1,
     question: str = "last",
     seed: int = 0,
+    select: SelectionRule | None = None,
     kept: KeptOutcomes | None = None,
     cluster: ModelCluster | None = None,
     on_progress: Progress | None = None,
@@ -81,7 +85,7 @@ def evaluate_retrieval(
     haystack : Corpus or str
         A text, or the name of one that `load_text` knows.
     variants : mapping of str to PrefillConfig, optional
-        Names and settings of the sparse runs. Default: the preset "recommended".
+        Names and settings of the sparse runs. Default: those of `enable`.
     tokenizer : optional
         The model's; default: that of a model given by name. If it has a chat template, prompts are
         formatted with it.
@@ -98,6 +102,9 @@ def evaluate_retrieval(
         Whether the question comes after or before the text.
     seed : int
         Random seed; the same seed gives the same prompts.
+    select : callable, optional
+        A selection rule for the sparse runs, as `enable` takes it. Prompts that are done are known
+        by its name.
     kept : KeptOutcomes, optional
         A file of prompts that are done, which are not asked again, and in which others are written
         as they finish.
@@ -119,13 +126,16 @@ def evaluate_retrieval(
     NotImplementedError
         If the model cannot be prefilled sparsely.
     """
-    chosen = chosen_variants(variants)
-    check_retrieval(chosen, tasks, lengths, depths, prompts_per_cell, question)
+    check_retrieval(tasks, lengths, depths, prompts_per_cell, question)
     network, tokenizer = resolve_model(model, tokenizer)
     check_model(network, max(lengths), "lengths")
     corpus = as_corpus(haystack, "haystack")
+    chosen = chosen_variants(network, variants)
+    for name, config in chosen.items():
+        check_chunks(config, min(lengths), f"lengths for variant {name!r}")
     runs = with_dense(chosen)
-    setup = _Setup(Haystack(corpus.text), question, seed, runs)
+    setup = _Setup(Haystack(corpus.text), question, seed, runs, select)
+    rule = None if select is None else Selector(select).name
     # Lengths that are too short for a task or too long for the text fail before the model runs.
     for task, length in itertools.product(tasks, (min(lengths), max(lengths))):
         setup.build(tokenizer, (task, length, depths[0], 0))
@@ -135,6 +145,7 @@ def evaluate_retrieval(
     if kept is not None:
         settings = {name: config.to_string() for name, config in runs.items()}
         common = model_digest(network), digest(corpus.text), question, seed, settings
+        common += () if rule is None else (rule,)
         keys = {cell: digest(*common, cell) for cell in cells}
         found = {cell: done for cell in cells if (done := kept.get(keys[cell])) is not None}
     pieces = {cell: cell for cell in cells if cell not in found}
@@ -150,6 +161,7 @@ def evaluate_retrieval(
         outcomes=outcomes,
         summary=summarize_retrieval(outcomes, list(runs)),
         variants=chosen,
+        select=rule,
         question=question,
         prompts_per_cell=prompts_per_cell,
         seed=seed,
@@ -169,6 +181,7 @@ class _Setup:
     question: str
     seed: int
     runs: dict[str, PrefillConfig]  # by name, the baseline first
+    select: SelectionRule | None  # of all runs but the baseline
 
     def build(self, tokenizer: Any, cell: _Cell) -> tuple[int, RetrievalPrompt]:
         """Return the seed of a prompt, and the prompt."""
@@ -189,7 +202,8 @@ def _ask(held: LoadedModel, setup: _Setup, cell: _Cell) -> PromptOutcome:
     with torch.no_grad(), eval_mode(network):
         for name, config in setup.runs.items():
             held.step(f"{task} {length} {depth:g} % {name}")
-            with prefill_mode(network, config, tokenizer=tokenizer, strict=True):
+            rule = None if name == DENSE else setup.select
+            with prefill_mode(network, config, tokenizer=tokenizer, strict=True, select=rule):
                 options = {"output_logits": True, "return_dict_in_generate": True}
                 output = generate_greedily(network, ids, new_tokens, **options)
                 log_probs[name] = _answer_log_prob(network, output, ids.shape[1], expected)
@@ -220,7 +234,6 @@ def _answer_log_prob(model: Any, output: Any, prompt_tokens: int, expected: Tens
 
 
 def check_retrieval(
-    variants: Mapping[str, PrefillConfig],
     tasks: Sequence[str],
     lengths: Sequence[int],
     depths: Sequence[float],
@@ -241,9 +254,3 @@ def check_retrieval(
         raise ValueError(f"prompts_per_cell must be >= 1, got {prompts_per_cell}")
     if question not in QUESTIONS:
         raise ValueError(f"question must be one of {QUESTIONS}, got {question!r}")
-    for name, config in variants.items():
-        if min(lengths) < 2 * config.chunk_size:
-            raise ValueError(
-                f"lengths must be at least two chunks of {config.chunk_size} tokens for variant "
-                f"{name!r}, because within the first chunk attention is dense, got {min(lengths)}"
-            )

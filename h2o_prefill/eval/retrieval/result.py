@@ -63,6 +63,7 @@ class RetrievalResult:
     outcomes: list[PromptOutcome]
     summary: list[RetrievalSummary]  # by task, length and variant, "dense" first
     variants: dict[str, PrefillConfig]
+    select: str | None  # the name of the selection rule of the variants, None if there is none
     question: str
     prompts_per_cell: int  # prompts of each task, length and depth
     seed: int

@@ -11,9 +11,15 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.prompts import random_ids
-from h2o_prefill.eval.runs import Progress, count_steps, eval_mode, last_logits_only, prefill_mode
+from h2o_prefill.eval.runs import (
+    Progress,
+    count_steps,
+    eval_mode,
+    last_logits_only,
+    prefill_mode,
+    settings_for,
+)
 from h2o_prefill.eval.timing.throughput import check_runs
-from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +59,7 @@ def profile_memory(
     A run is one call over one prompt of random tokens that computes the logits of the last token
     only, and keeps its KV cache. Counted are tensors, on every device.
     """
-    config = chosen_config(chunk_config)
+    config = settings_for(model, chunk_config)
     lengths = check_runs(model, seq_lengths, 1)
     import pandas as pd
 

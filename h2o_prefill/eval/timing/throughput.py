@@ -20,8 +20,8 @@ from h2o_prefill.eval.runs import (
     count_steps,
     eval_mode,
     prefill_mode,
+    settings_for,
 )
-from h2o_prefill.presets import chosen_config
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +51,7 @@ def benchmark_throughput(
     num_runs : int
         Timed runs of each mode at each length.
     chunk_config : PrefillConfig or str, optional
-        Settings of the sparse runs. Default: the preset "recommended".
+        Settings of the sparse runs, as `enable` takes them. Default: those of `enable`.
     seed : int
         Seed of the random tokens.
     on_progress : callable, optional
@@ -73,7 +73,7 @@ def benchmark_throughput(
     NotImplementedError
         If the model cannot be prefilled sparsely.
     """
-    config = chosen_config(chunk_config)
+    config = settings_for(model, chunk_config)
     lengths = check_runs(model, seq_lengths, num_runs)
     import pandas as pd
 

@@ -40,4 +40,5 @@ def test_the_chat_of_readme(tmp_path):
     assert program["cpp"].count("\n") <= 25
     run(tmp_path, {**blocks_of("docs/cpp.md", "Programs without Python"), **program})
     lost = subprocess.run([tmp_path / "build" / "chat"], capture_output=True, text=True)
-    assert "there is no package model.pt2" in lost.stderr
+    assert lost.returncode == 1
+    assert re.fullmatch(r"error: there is no package model.pt2.*\n", lost.stderr), lost.stderr

@@ -59,8 +59,9 @@ def small_commands(model_folder: str, text_file: str, tiny: Any, tmp_path: Path)
     text = (*model, "--text-file", text_file, "--context", "64")
     haystack = (*model, "--text-file", str(long_text), "--tasks", "single", "--lengths", "480")
     sizes = ("--chunk-size", "16", "--local-window", "4", "--heavy-budget", "0,4")
-    variant = ("--variant", "h2o,chunk_size=64,local_window=16,heavy_budget=16")
+    variant = ("--preset", "h2o,chunk_size=64,local_window=16,heavy_budget=16")
     return {
+        "compare": ("compare", *text, "--repeats", "1", "--preset", PRESET),
         "ppl": ("ppl", *text, "--windows", "0:2", "--preset", PRESET),
         "calibrate": ("calibrate", *text, "--preset", PRESET),
         "bench": ("bench", *model, "--lengths", "16,48", "--runs", "1", "--preset", PRESET),

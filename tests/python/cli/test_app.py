@@ -17,7 +17,7 @@ from h2o_prefill.config import PrefillConfig
 
 Run = Callable[..., Any]
 COMMANDS = (
-    *("ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
+    *("compare", "ppl", "ablate", "calibrate", "bench", "retrieve", "visualize"),
     *("generate", "export", "serve", "info"),
 )
 
@@ -57,7 +57,7 @@ def test_every_field_is_an_option_of_ablate(monkeypatch: pytest.MonkeyPatch, col
         assert f"--{field.name.replace('_', '-')} " in shown
         # Up to the first name of another option.
         assert field.metadata["help"].partition("`")[0].strip() in words
-    assert "Factor by which L and H are multiplied in --wide-layers." in words
+    assert "shorter calls are dense. Default: --chunk-size." in words
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

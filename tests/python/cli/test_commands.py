@@ -17,9 +17,11 @@ import torch
 
 import h2o_prefill
 from h2o_prefill.cli.tables import ablation_table
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import load_model
 from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn
 from h2o_prefill.eval.perplexity import key_tokens
+from h2o_prefill.hf.profile import build_profile
 from h2o_prefill.presets import PRESETS
 
 pd = pytest.importorskip("pandas")
@@ -28,6 +30,7 @@ Run = Callable[..., Any]
 Commands = dict[str, Any]
 PRESET = "h2o,chunk_size=16,local_window=4,heavy_budget=4"
 SMALL = "h2o,chunk_size=64,local_window=16,heavy_budget=16"
+PROFILE = "h2o,chunk_size=16,local_window=3,heavy_budget=3,wide=1.0x2"
 RECALL = f"{SMALL},recall=2,recall_block=32"
 
 
@@ -45,9 +48,92 @@ def report(run: Run, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], str]
     return made
 
 
+@pytest.fixture
+def profiled(model_folder: str, tmp_path: Path) -> Path:
+    """A folder of the model with a profile."""
+    folder = shutil.copytree(model_folder, tmp_path / "profiled")
+    model, _ = load_model(model_folder)
+    content = build_profile(model, PrefillConfig.parse(PROFILE), "", {})
+    (folder / "h2o_prefill.json").write_text(json.dumps(content))
+    return folder
+
+
 def _row(table: str, name: str) -> list[float]:
     (line,) = [line for line in table.splitlines() if line.strip().startswith(name)]
     return [float(number) for number in re.findall(r"[+-]?\d+\.\d+", line.replace(name, "", 1))]
+
+
+def test_compare(report: Any, small_commands: Commands, tiny: Any, tmp_path: Path) -> None:
+    found, table = report(*small_commands["compare"])
+    own, exact, sparse = found["runs"]
+    assert found["tokens"] == 64 and found["config"]["preset"] == sparse["settings"] == PRESET
+    assert (own["settings"], exact["settings"]) == ("", "exact")
+    for run in (own, exact):
+        measured = run["seconds"], run["speedup"]
+        assert _row(table, run["name"])[:2] == pytest.approx(measured, abs=6e-3)
+    assert f" {sparse['kl_mean']:.4f} " in table and "text.txt, 64 tokens" in table
+
+    (tmp_path / "prompt.txt").write_text(tiny.SENTENCE * 3)
+    command = ("compare", *small_commands["generate"][1:3], "--max-new-tokens", 3)
+    given = ("--prompt-file", tmp_path / "prompt.txt", "--preset", PRESET, "--heavy-budget", 2)
+    found, _ = report(*command, *given, "--dtype", "bfloat16")
+    assert found["tokens"] == len(tiny.SENTENCE * 3) and found["config"]["heavy_budget"] == 2
+    assert len(found["runs"][2]["all_seconds"]) == 3
+
+
+@pytest.mark.parametrize("command", ["compare", "ppl", "bench", "retrieve", "visualize"])
+def test_without_a_preset_the_profile_is_measured(
+    report: Any, small_commands: Commands, profiled: Path, tmp_path: Path, command: str
+) -> None:
+    name, *arguments = small_commands[command][:-2]  # without --preset
+    arguments[arguments.index("--model") + 1] = profiled
+    arguments += ["--output", tmp_path / "out"] if command == "visualize" else []
+    for given, sinks in ((), 0), (("--preset", "profile,sink_tokens=1"), 1):
+        found, printed = report(name, *arguments, *given)
+        title, config = "profile profiled" + (",sink_tokens=1" if sinks else ""), found["config"]
+        if command == "retrieve":
+            ((config["preset"], fields),) = config["variants"].items()
+            config |= fields
+        assert config["preset"] == title and {"profile", "profiled"} <= set(
+            re.split(r"[\s,]", printed)
+        )
+        assert (config["sink_tokens"], config["wide"]) == (sinks, [[1, 0, 2]])
+
+
+@pytest.mark.parametrize("command", ["ablate", "generate", "export", "serve"])
+def test_without_a_preset_the_profile_runs(
+    run: Run,
+    small_commands: Commands,
+    profiled: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+) -> None:
+    used: list[PrefillConfig] = []
+    spies = {
+        "generate": ("hf.enable", lambda *given, **_: used.append(given[1]) or enable(*given)),
+        "export": (
+            "eval.inputs.packages.write_package",
+            lambda *given: used.append(given[2]) or [],
+        ),
+        "serve": ("serving.server.run_server", lambda app, worker, _: used.append(worker.config)),
+    }
+    enable = h2o_prefill.hf.enable
+    if command in spies:
+        monkeypatch.setattr(f"h2o_prefill.{spies[command][0]}", spies[command][1])
+    arguments = {
+        "ablate": (*small_commands["ablate"][3:9], "--windows", "0:1", "--output", tmp_path),
+        "generate": ("--max-new-tokens", 1, "words"),
+        "export": ("--output", tmp_path / "model.pt2"),
+        "serve": ("--port", 0),
+    }
+    done = run(command, "--model", profiled, *arguments[command])
+    assert done.exit_code == 0, done.output
+    if command == "ablate":
+        (row,) = pd.read_csv(tmp_path / "perplexity_ablation.csv").to_dict(orient="records")
+        assert (row["preset"], row["wide"]) == ("profile profiled", "1.0x2")
+    else:
+        assert [config.to_string() for config in used] == [PROFILE]
 
 
 def test_ppl(report: Any, small_commands: Commands, tmp_path: Path) -> None:
@@ -150,7 +236,8 @@ def test_bench(report: Any, small_commands: Commands, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "results"
     options = ("--runs", 2, "--dtype", "bfloat16", "--chunk-size", 12, "--output", folder)
     found, table = report(*small_commands["bench"], *options)
-    expected = {"chunk_size": 12, "dtype": "bfloat16", "preset": PRESET}
+    preset = PRESET.replace("16", "12")
+    expected = {"chunk_size": 12, "dtype": "bfloat16", "preset": preset}
     assert found["config"].items() >= expected.items() and found["environment"]["threads"] == 1
     lines = [line for line in table.splitlines() if re.match(r"\s+\d+\s", line)]
     names = ("dense_seconds", "sparse_seconds", "dense_tokens_per_second")
@@ -171,8 +258,9 @@ def test_bench(report: Any, small_commands: Commands, tmp_path: Path) -> None:
 
 def test_retrieve(report: Any, small_commands: Commands, tmp_path: Path) -> None:
     found, table = report(
-        *(*small_commands["retrieve"], "--variant", RECALL, "--prompts", 2, "--seed", 5),
+        *(*small_commands["retrieve"], "--preset", RECALL, "--prompts", 2, "--seed", 5),
         *("--plot", tmp_path / "p.png", "--question", "first", "--keep", tmp_path / "kept.jsonl"),
+        *("--select", "sinks_and_window"),
     )
     assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 4
     rows = [(row["variant"], row["prompts"], row["kept"]) for row in found["summary"]]
@@ -182,7 +270,8 @@ def test_retrieve(report: Any, small_commands: Commands, tmp_path: Path) -> None
     assert found["config"].items() >= expected.items()
     assert found["config"]["variants"][RECALL]["recall"] == 2
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert "needles in long.txt, question first" in table
+    assert "needles in long.txt, question first, select=sinks_and_window" in table
+    assert found["config"]["select"] == "sinks_and_window"
     assert len(re.findall(r" 0 \(0-49\)", table)) == 3
     dense, small, _ = found["summary"]
     change = small["log_prob_change"], small["log_prob_stderr"]
@@ -198,7 +287,7 @@ def test_visualize(report: Any, small_commands: Commands, tmp_path: Path) -> Non
     names = ("memory", "errors", "stability", "attention")
     assert figures == [str(tmp_path / "out" / f"{name}.svg") for name in names]
     assert all(Path(path).read_bytes().startswith(b"<?xml") for path in figures)
-    assert "window 1 of 64 tokens, S=16 L=4 H=4 K=1" in " ".join(printed.split())
+    assert "window 1 of 64 tokens, h2o S=16 L=4 H=4 K=1" in " ".join(printed.split())
 
     assert all(len(line) <= 80 for line in lines[1:])
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
@@ -302,7 +391,9 @@ def test_generate_continues_a_session(
     whole = file.read_bytes()
     command = (*small_commands["generate"], "--session", file, "Judge!")
     refused(run(*command, "--chunk-size", 32), "its settings must be .*chunk_size=32")
-    refused(run(*command, "--dtype", "bfloat16"), "it must be of this model")
+    refused(
+        run(*command, "--dtype", "bfloat16"), "of this model: dtype must be bfloat16, got float32"
+    )
     refused(run(*command, "--max-new-tokens", 512), "prompt and new tokens must be <= 512")
     refused(run(*command[:-2], tmp_path, "Judge!"), "--session must be a file in a folder")
     assert file.read_bytes() == whole

@@ -17,7 +17,7 @@ from h2o_prefill import _atomic_write
 Run = Callable[..., Any]
 Refused = Callable[[Any, str], None]
 ROOT = Path(__file__).parents[3]
-JSON = ("ppl", "calibrate", "bench", "retrieve", "visualize", "info")
+JSON = ("compare", "ppl", "calibrate", "bench", "retrieve", "visualize", "info")
 FOLDER = ("bench", "ablate", "visualize")
 PLOT = ("ppl", "calibrate", "retrieve")
 
@@ -75,11 +75,27 @@ def test_every_file_replaces_the_old_one_at_once(
     options += ["--output", folder / "figures"] if command in FOLDER else []
     options += ["--plot", folder / "plot.png"] if command in PLOT else []
     replaced: list[str] = []
-    monkeypatch.setattr(_atomic_write.os, "replace", lambda _, path: replaced.append(path.name))
+
+    class Unwritten:
+        """A file whose scratch file lies elsewhere, and replaces nothing."""
+
+        def __init__(self, path: str) -> None:
+            self.name = Path(path).name
+
+        def scratch(self) -> str:
+            return str(tmp_path / self.name)
+
+        def commit(self) -> None:
+            replaced.append(self.name)
+
+        def discard(self) -> None:
+            pass
+
+    monkeypatch.setattr(_atomic_write, "_File", Unwritten)
     done = run(*small_commands[command], *options)
     assert done.exit_code == 0, done.output
     assert "result.json" in replaced
-    # A file that did not go through os.replace would be here.
+    # A file that was written by other means would be here.
     assert [path for path in folder.rglob("*") if path.is_file()] == [folder / "result.json"]
     assert (folder / "result.json").read_text() == "old"
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("typer")
 
 Run = Callable[..., Any]
-COMMANDS = ("ppl", "calibrate", "bench", "ablate", "retrieve", "visualize", "info")
+COMMANDS = ("compare", "ppl", "calibrate", "bench", "ablate", "retrieve", "visualize", "info")
 
 
 def _words(table: Any) -> set[str]:

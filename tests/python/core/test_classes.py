@@ -53,16 +53,21 @@ def run_op(qkv: tuple[Tensor, ...], recall: tuple = (None,) * 3, **fields: Any) 
     return ops.chunked_sparse_attention(*qkv, None, None, *recall, 0, settings)
 
 
-CONFIG_FIELDS = [field.name for field in dataclasses.fields(h2o_prefill.PrefillConfig)]
+DEFAULTS = dataclasses.asdict(h2o_prefill.PrefillConfig())
 
-# All different from the default.
-CONFIG_VALUES = [32, 3, 4, 5, 6, [7, 8], [1], 2, [[1, 0, 3]], "max", 9, 2, 16, 4, 5, 7, 8, 2, 5]
-CONFIG_VALUES += [True, 8, 0.5, 2, True]
+# Every field with another value than the default: numbers that are one larger, but for these.
+CHANGED = {
+    name: True if x is False else x + 1
+    for name, x in DEFAULTS.items()
+    if type(x) in (bool, int, float)
+}
+CHANGED |= SETTINGS | {"recall_block": 8, "dense_layers": [7, 8], "wide": [[1, 3], [1, 0, 2]]}
+CHANGED |= {"gqa_reduce": "max", "min_prefill": 9}
 
 
 def test_config_takes_every_field_by_name() -> None:
-    config = classes.PrefillConfig(**dict(zip(CONFIG_FIELDS, CONFIG_VALUES, strict=True)))
-    assert [getattr(config, name) for name in CONFIG_FIELDS] == CONFIG_VALUES
+    config = classes.PrefillConfig(**CHANGED)
+    assert {name: getattr(config, name) for name in DEFAULTS} == CHANGED
 
 
 def test_attention_takes_recalled_keys() -> None:
@@ -75,7 +80,7 @@ def test_attention_takes_recalled_keys() -> None:
 
 @COPIES
 def test_config_copies_whole(duplicate: Callable[[Any], Any]) -> None:
-    config = classes.PrefillConfig(*CONFIG_VALUES)
+    config = classes.PrefillConfig(**CHANGED)
     assert duplicate(config).to_fields() == config.to_fields()
     assert duplicate(classes.PrefillConfig()).min_prefill is None
     copied = duplicate(classes.ChunkedSparseAttention(config)).config()

@@ -53,7 +53,9 @@ def test_logits_of_slices_are_those_of_one_call_for_one_row(tiny_model: Any, ids
         lambda module, args, output: rows.append(output.shape[1])
     )
     logits, seconds = forward(ids)
-    assert [tuple(call.shape) for call in calls] == [(1, 40)] and rows == [1] and seconds > 0
+    assert forward.prefill(ids) > 0
+    assert [tuple(call.shape) for call in calls] == [(1, 40)] * 2 and seconds > 0
+    assert rows == [1, 1]
     assert not tiny_model.base_model._forward_hooks
     tiny_model.lm_head._forward_hooks.clear()
     torch.testing.assert_close(logits.slice(3, 17), full[3:17])
@@ -64,5 +66,10 @@ def test_logits_of_slices_are_those_of_one_call_for_one_row(tiny_model: Any, ids
 @pytest.mark.parametrize("kind", ["softcapped", "only logits"])
 def test_other_models_keep_their_full_logits(tiny_model: Any, ids: Tensor, kind: str) -> None:
     model = _Softcapped(tiny_model) if kind == "softcapped" else _OnlyLogits(257, 257)
-    logits, _ = PromptForward(model)(ids)
+    forward = PromptForward(model)
+    logits, _ = forward(ids)
     torch.testing.assert_close(logits.slice(0, 40), model(ids)[0])
+    rows: list[int] = []
+    model.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
+    forward.prefill(ids)
+    assert rows == [1 if kind == "softcapped" else 40]

@@ -1,4 +1,6 @@
-"""Wrong arguments of every evaluation: refused with their names, before anything is written."""
+"""Arguments of every evaluation: wrong ones are refused with their names, before anything is
+written; settings that are not given are those of `enable`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import h2o_prefill
 from h2o_prefill import eval as evaluation
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.text import Corpus
+from h2o_prefill.hf import profile
 
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 BOTH_DENSE = CONFIG.replace(dense_layers=(0, 1))
@@ -80,7 +83,10 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tasks": ["cwe"]}, r"tasks must be of \('single', .* got 'cwe'"),
         ({"tasks": []}, r"tasks must hold at least one value, each once, got \[\]"),
         ({"lengths": [480, 480]}, r"lengths must hold .* each once, got \[480, 480\]"),
-        ({"lengths": [31]}, "at least two chunks of 16 tokens for variant 'small', .* got 31"),
+        (
+            {"lengths": [31]},
+            "lengths for variant 'small' must be at least two chunks of 16 tokens.*got 31",
+        ),
         ({"lengths": [200]}, "lengths must be >= 3.. for task 'single', .* got 200"),
         ({"lengths": [480, 513]}, "lengths must be <= 512, the longest .* got 513"),
         ({"depths": [-1]}, "depths must be percentages from 0 to 100, got -1"),
@@ -155,3 +161,22 @@ def test_models_that_are_sparse_or_cannot_be_are_refused(
     with pytest.warns(UserWarning, match=message) if warns else refused:
         evaluate(name)
     assert tiny_model.config._attn_implementation == "sdpa"
+
+
+OF_PROFILE: dict[str, tuple[str, Any]] = {
+    "perplexity": ("chunk_config", lambda result: result.config == CONFIG),
+    "ablation": ("base", lambda result: list(result["preset"]) == ["profile small"]),
+    "retrieval": ("variants", lambda result: result.variants == {"profile small": CONFIG}),
+    "attention": ("chunk_config", lambda result: result.config == CONFIG),
+    "throughput": ("chunk_config", lambda result: result["attention_flops_ratio"][0] > 1),
+}
+
+
+@pytest.mark.parametrize("name", OF_PROFILE)
+def test_settings_are_those_of_the_profile_by_default(
+    evaluate: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    found = profile.Profile(CONFIG, "small.json", "profile small")
+    monkeypatch.setattr(profile, "find_profile", lambda model: found)
+    argument, is_of_profile = OF_PROFILE[name]
+    assert is_of_profile(evaluate(name, **{argument: None}))

@@ -12,7 +12,7 @@ import torch
 import transformers
 from hf_helpers import OTHER, RECALL, SPARSE, assert_close, is_off, new_cache
 
-from h2o_prefill import disable, enable, preset_config
+from h2o_prefill import chunked_prefill, disable, enable, explain, preset_config
 from h2o_prefill.hf import NAME, register
 
 
@@ -124,6 +124,10 @@ def test_wrong_arguments(llama, arguments, message):
     with pytest.raises(ValueError, match=message):
         enable(llama, **arguments)
     assert is_off(llama)
+    pipeline = transformers.TextGenerationPipeline(llama, tokenizer=None)
+    for function in (enable, disable, explain, chunked_prefill):
+        with pytest.raises(ValueError, match=r"got TextGenerationPipeline: give pipeline\.model"):
+            function(pipeline)
     with pytest.raises(ValueError, match="PreTrainedModel, got Linear"):
         enable(torch.nn.Linear(2, 2))
 

@@ -13,7 +13,14 @@ from transformers import LlamaConfig
 
 from h2o_prefill import chunked_prefill, enable, explain, preset_config
 from h2o_prefill.hf import profile
-from h2o_prefill.hf.profile import architecture_hash, build_profile, find_profile, profile_path
+from h2o_prefill.hf.profile import (
+    architecture_hash,
+    build_profile,
+    find_profile,
+    profile_path,
+    settings_name,
+    settings_of,
+)
 
 CONFIG = preset_config("recommended", **SPARSE, recall_block=8, wide=((1, 0, 2),))
 
@@ -30,9 +37,9 @@ def places(tmp_path, monkeypatch):
     return folders
 
 
-def _write(path, model):
+def _write(path, model, config=CONFIG):
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(build_profile(model, CONFIG, "a text", {})))
+    path.write_text(json.dumps(build_profile(model, config, "a text", {})))
     return str(path)
 
 
@@ -65,23 +72,55 @@ def test_enable_takes_a_profile_where_no_settings_are_given(llama, ids, sparse_l
     assert sparse_layers, "the chunks of the profile are shorter than the prompt"
 
 
-def test_it_is_said_once(llama, caplog):
-    source = _write(profile_path(llama), llama)
+def test_a_text_that_begins_with_profile_is_of_the_profile(llama):
+    with pytest.raises(ValueError, match='the preset "profile" must be of a model with a profile'):
+        enable(llama, "profile,sink_tokens=2")
+    _write(profile_path(llama), llama)
+    assert settings_of(llama, "profile")[0] == CONFIG
+    for text, overrides in (("profile,sink_tokens=2", {}), ("profile", {"sink_tokens": 2})):
+        with enable(llama, text, **overrides) as handle:
+            assert handle.config == CONFIG.replace(sink_tokens=2) and explain(llama).profile
+    wrong = {"profile,": "where a field is expected", "profile,sinks=2": '"sinks" is no setting'}
+    for text, message in (wrong | {"profiles": "preset must be one of"}).items():
+        with pytest.raises(ValueError, match=message):
+            settings_of(llama, text)
+
+
+def test_settings_have_the_name_of_a_profile(llama, places):
+    assert settings_name(llama, preset_config("recommended")) == "recommended"
+    _write(places["shipped"] / "small.json", llama)
+    llama.config._name_or_path = "makers/other"
+    assert settings_name(llama, CONFIG) == "profile small"
+    assert settings_name(llama, CONFIG.replace(sink_tokens=2)) == "profile small,sink_tokens=2"
+    assert settings_name(llama, preset_config("h2o")) == "h2o"
+    _write(profile_path(llama), llama)
+    assert settings_name(llama, CONFIG) == "profile other"
+    profile_path(llama).write_text("{")
+    assert settings_name(llama, CONFIG) == CONFIG.to_string()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [(CONFIG, "1 of 4 KV heads keep more keys"), (preset_config("h2o"), "h2o")],
+)
+def test_it_is_said_once(llama, places, caplog, config, said):
+    _write(places["shipped"] / "small.json", llama, config)
     with caplog.at_level(logging.INFO, "h2o_prefill"):
+        find_profile(llama)
         for _ in range(2):
             with enable(llama):
                 pass
     (record,) = caplog.records
-    assert source in record.getMessage() and CONFIG.to_string() in record.getMessage()
+    assert record.getMessage() == f"h2o_prefill: profile small: {said}"
 
 
 @pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING])
 def test_it_is_seen_unless_the_program_decides_otherwise(llama, monkeypatch, capsys, level):
     # A logger without parents: that of pytest has handlers.
     monkeypatch.setattr(profile, "_logger", logging.Logger("h2o_prefill", level))
-    source = _write(profile_path(llama), llama)
-    find_profile(llama)
-    assert (source in capsys.readouterr().err) == (level == logging.NOTSET)
+    _write(profile_path(llama), llama)
+    settings_of(llama, None)
+    assert ("1 of 4 KV heads" in capsys.readouterr().err) == (level == logging.NOTSET)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""The pages of docs/ say what the package says."""
+"""The pages of docs/ say what the package says, and README's blocks run."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import h2o_prefill
 from h2o_prefill import PrefillConfig
@@ -12,6 +14,7 @@ from h2o_prefill.hf import forward, masks, rules
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [path for folder in (ROOT, DOCS, ROOT / "benchmarks") for path in folder.glob("*.md")]
+BOOK = ROOT / "tests/python/eval/perplexity/struggle_for_existence.txt"
 
 # Reasons that are made in functions, and those of other modules than the decision table's.
 OTHERS = {
@@ -88,3 +91,25 @@ def test_links_and_pictures_of_pages_lead_somewhere_in_the_repository(page: Path
         path.name for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.png")
     }
     assert set(re.findall(r"`(?:\S*/)?(\w+\.png)`", text)) <= pictures
+
+
+@pytest.mark.model
+def test_the_blocks_of_readme_run_one_after_the_other(smollm2, tmp_path, monkeypatch, capsys):
+    source = Path(smollm2[0].config.name_or_path)
+    for file in source.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    (tmp_path / "book.txt").write_text(BOOK.read_text()[:9_000])
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(blocks) >= 2
+    names = {}
+    for block in blocks:
+        exec(re.sub(r"^name = .*$", 'name = "."', block, flags=re.M), names)
+    prompt = names["inputs"]["input_ids"]
+    assert prompt.shape[1] > 1500 and names["model"].dtype == torch.bfloat16
+    assert capsys.readouterr().out.strip(), "the answer is printed"
+    assert (tmp_path / "book.session").exists()
+    assert torch.equal(names["cache"].token_ids[:, : prompt.shape[1]], prompt)

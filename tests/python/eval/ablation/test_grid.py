@@ -11,6 +11,7 @@ import pytest
 from h2o_prefill.config import PrefillConfig, format_value
 from h2o_prefill.eval.ablation.grid import build_grid, parse_values
 from h2o_prefill.eval.ablation.table import COLUMNS
+from h2o_prefill.presets import PRESETS
 
 BASE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, recall_block=8)
 
@@ -26,14 +27,16 @@ def test_a_grid_is_the_product_of_its_values() -> None:
         for heavy in (0, 4)
         for sinks in (0, 2)
     ]
-    presets = build_grid({"heavy_budget": [64, 128]}, [4096], ["h2o", "recommended"])
+    presets = build_grid(
+        {"heavy_budget": [64, 128]}, [4096], [PRESETS["h2o"], PRESETS["recommended"]]
+    )
     assert [config.recall > 0 for _, config in presets] == [False, False, True, True]
 
 
 def test_what_cannot_be_run_is_said_once_a_reason() -> None:
     axes = {"chunk_size": [16, 20, 64], "recall": [0, 2], "recall_block": [8]}
     with pytest.warns(UserWarning) as said:
-        grid = build_grid({**axes, "heavy_budget": [14]}, [64], BASE)
+        grid = build_grid({**axes, "heavy_budget": [14]}, [64], [BASE])
     assert [(c.chunk_size, c.recall) for _, c in grid] == [(16, 0), (16, 2), (20, 0)]
     by_block, by_context = (str(warning.message) for warning in said)
     assert by_block.startswith(
@@ -45,7 +48,7 @@ def test_what_cannot_be_run_is_said_once_a_reason() -> None:
 
 
 def test_settings_without_effect_do_not_make_cells() -> None:
-    grid = build_grid({"recall": [0, 2], "recall_span": [1, 2]}, [64], BASE)
+    grid = build_grid({"recall": [0, 2], "recall_span": [1, 2]}, [64], [BASE])
     assert [(c.recall, c.recall_span) for _, c in grid] == [(0, 2), (2, 1), (2, 2)]
 
 

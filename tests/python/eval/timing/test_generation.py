@@ -21,10 +21,10 @@ def test_a_model_and_a_package_draw_the_same(tiny, tiny_model, tiny_tokenizer, s
     ids = tiny_tokenizer(tiny.SENTENCE, return_tensors="pt").input_ids
     texts = []
     generate_timed(tiny_model, tiny_tokenizer, ids, 12, texts.append, sampling=sampling)
-    drawn, choose = ids, sampling.chooser()
+    drawn, sampler = ids, sampling.sampler()
     for _ in range(12):
         logits = tiny_model(drawn).logits[:, -1]
-        drawn = torch.cat([drawn, choose(drawn, logits)[None]], dim=1)
+        drawn = torch.cat([drawn, torch.tensor([[sampler.next(drawn, logits)]])], dim=1)
     assert "".join(texts) == tiny_tokenizer.decode(drawn[0, ids.shape[1] :])
     greedy = []
     generate_timed(tiny_model, tiny_tokenizer, ids, 12, greedy.append)

@@ -1,0 +1,261 @@
+"""What sparse prefill brings on one prompt: seconds, what it changes, and the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from h2o_prefill.eval.inputs.prompts import prompt_ids
+from h2o_prefill.eval.inputs.text import encode
+from h2o_prefill.eval.perplexity.estimates import format_change, relative_difference
+from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
+from h2o_prefill.eval.runs import (
+    Progress,
+    check_chunks,
+    check_length,
+    count_steps,
+    eval_mode,
+    generate_greedily,
+    prefill_mode,
+    settings_for,
+)
+
+# What a tokenizer returns for a text.
+_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
+
+# Letters of an answer in a table.
+_SHOWN = 28
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A way to prefill the prompt of a comparison."""
+
+    name: str
+    settings: str  # a settings text; empty: the model's own attention
+    seconds: float  # to the first token, median
+    all_seconds: tuple[float, ...]  # of each run
+    speedup: float  # seconds of the model's own attention over these
+    kl_mean: float  # mean KL(own attention || this) of the next-token distributions, nats a token
+    delta_percent: float  # perplexity of the prompt above that by the model's own attention
+    stderr_percent: float  # its standard error, from blocks of tokens
+    answer: str  # how the prompt goes on, greedily
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A prompt by the model's own attention, by `exact` and by other settings, in this order.
+
+    `str` gives a table.
+    """
+
+    tokens: int  # of the prompt
+    runs: tuple[ComparedRun, ...]
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Return the cells of a table, the headings first."""
+        heads = "", "seconds", "times\nas fast", "mean KL\nin nats"
+        rows: list[tuple[str, ...]] = [(*heads, "perplexity", "answer")]
+        for run in self.runs:
+            answer = " ".join(run.answer.split())
+            cut = answer if len(answer) <= _SHOWN else f"{answer[:_SHOWN].rstrip()}..."
+            measured = f"{run.seconds:.2f}", f"{run.speedup:.2f}x"
+            kl = f"{round(run.kl_mean, 4) + 0.0:.4f}"  # no sign where rounding takes it below zero
+            lost = kl, format_change(run.delta_percent, run.stderr_percent)
+            rows.append((run.name, *measured, *(lost if run.settings else ("", "")), cut))
+        return rows
+
+    def __str__(self) -> str:
+        heads, *rows = self.table()
+        upper, lower = zip(*(f"\n{head}".split("\n")[-2:] for head in heads), strict=True)
+        lines = [upper, lower, *rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        sides = ["<", *">" * (len(heads) - 2), "<"]
+        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+        texts = (form.format(*line).rstrip() for line in lines)
+        return "\n".join([f"{self.tokens} tokens, seconds to the first new one", *texts])
+
+
+def compare(
+    model: Any,
+    inputs: Tensor | Sequence[int] | Mapping[str, Any] | str,
+    *,
+    tokenizer: Any = None,
+    config: PrefillConfig | str | None = None,
+    max_new_tokens: int = 16,
+    repeats: int = 3,
+    on_progress: Progress | None = None,
+) -> Comparison:
+    """Measure what `enable` brings on a prompt, and what it changes.
+
+    The prompt is prefilled by the model's own attention, by the preset "exact" and by the settings
+    of `enable`. They take turns, so that a machine that drifts slows all alike. A prefill computes
+    the logits of the last token alone; one of each before that is not timed, and gives the
+    distributions of all tokens. Where a model does more with its output layer than a product
+    (softcap, scaling), their logits are kept whole.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal decoder. It may be enabled: then the last settings are its own, with the selection
+        rule. In the end it is as it was, also after an error.
+    inputs : Tensor, sequence of int, mapping or str
+        A prompt of at least two chunks: int64 [T] or [1, T], what a tokenizer returned for it, or a
+        text, which needs the tokenizer and gets no chat template.
+    tokenizer : optional
+        The model's, as for `enable`. Without it, answers are token ids.
+    config : PrefillConfig or str, optional
+        The last settings, as `enable` takes them. Default: those of the model if it is enabled, or
+        those that `enable` would take.
+    max_new_tokens : int
+        Tokens of the answers.
+    repeats : int
+        Timed runs of each.
+    on_progress : callable, optional
+        Called with (runs done, runs in all, what runs next).
+
+    Returns
+    -------
+    Comparison
+        `print` it for a table.
+
+    Raises
+    ------
+    ValueError
+        If an argument is wrong, or the prompt is shorter than two chunks or longer than the model
+        takes.
+    ArithmeticError
+        If a run gives logits that are not finite.
+
+    Examples
+    --------
+    >>> print(compare(model, inputs, tokenizer=tokenizer))
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be >= 1 and an int, got {value!r}")
+    from h2o_prefill.hf.enable import paused
+
+    with paused(model) as handle, torch.no_grad(), eval_mode(model):
+        input_ids = _read_prompt(inputs, tokenizer).to(next(model.parameters()).device)
+        tokens = input_ids.shape[1]
+        modes = _modes(model, handle, config, tokenizer, tokens)
+        check_length(model, tokens + max_new_tokens, "prompt and new tokens")
+        forward = PromptForward(model)
+        step = count_steps(on_progress, len(modes) * (repeats + 2))
+        own: PromptLogits | None = None
+        scores: dict[str, WindowScores] = {}
+        answers: dict[str, str] = {}
+        for name, (_, mode) in modes.items():
+            with mode():
+                step(f"{tokens} tokens, {name}")
+                logits, _ = forward(input_ids)
+                step(f"answer, {name}")
+                made = generate_greedily(model, input_ids, max_new_tokens)
+            answers[name] = _text(tokenizer, made[0, tokens:])
+            if own is None:
+                own = logits
+            else:
+                scores[name] = score_window(own, logits, input_ids[0], range(tokens - 1))
+                scores[name].check_finite("the prompt")
+            del logits  # before the next ones are made
+        seconds: dict[str, list[float]] = {name: [] for name in modes}
+        for _ in range(repeats):
+            for name, (_, mode) in modes.items():
+                step(f"{tokens} tokens, {name}")
+                with mode():
+                    seconds[name].append(forward.prefill(input_ids))
+        step("done")
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    first = next(iter(medians.values()))
+
+    def result(name: str, settings: PrefillConfig | None) -> ComparedRun:
+        kl, change = 0.0, (0.0, 0.0)
+        if name in scores:
+            kl = scores[name].kl.double().mean().item()
+            dense, sparse = (x.unsqueeze(0) for x in scores[name][:2])
+            change = relative_difference(dense, sparse)
+        return ComparedRun(
+            name,
+            "" if settings is None else settings.to_string(),
+            medians[name],
+            tuple(seconds[name]),
+            first / medians[name],
+            kl,
+            *change,
+            answers[name],
+        )
+
+    return Comparison(tokens, tuple(result(name, mode[0]) for name, mode in modes.items()))
+
+
+_Mode = tuple[PrefillConfig | None, Callable[[], AbstractContextManager[Any]]]
+
+
+def _modes(
+    model: Any, handle: Any, config: PrefillConfig | str | None, tokenizer: Any, tokens: int
+) -> dict[str, _Mode]:
+    """Return the settings to compare by name, and what switches the model over to them."""
+    from h2o_prefill.hf.profile import settings_name
+
+    as_enabled = handle is not None and config is None
+    chosen = handle.config if as_enabled else settings_for(model, config)
+    check_chunks(chosen, tokens, "the prompt")
+
+    def switched(settings: PrefillConfig | None) -> Callable[[], AbstractContextManager[Any]]:
+        return lambda: prefill_mode(model, settings, tokenizer=tokenizer)
+
+    own = f"{model.config._attn_implementation}, model's own"
+    modes: dict[str, _Mode] = {own: (None, switched(None))}
+    exact = settings_for(model, "exact")
+    modes["exact, lossless"] = exact, switched(exact)
+    if not chosen.exact:
+        name = settings_name(model, chosen)
+        if as_enabled and handle.state.select is not None:
+            name += f", select={handle.state.select.name}"
+        modes[name] = chosen, (lambda: _on(handle)) if as_enabled else switched(chosen)
+    return modes
+
+
+@contextlib.contextmanager
+def _on(handle: Any) -> Iterator[None]:
+    """Enable a handle for a block, which may be inside of its own `with`."""
+    handle.enable()
+    try:
+        yield
+    finally:
+        handle.disable()
+
+
+def _read_prompt(inputs: Any, tokenizer: Any) -> Tensor:
+    """Return the token ids of a prompt, int64 [1, T]."""
+    if isinstance(inputs, str):
+        if tokenizer is None:
+            raise ValueError("inputs is text, so a tokenizer must be given")
+        return encode(tokenizer, inputs).unsqueeze(0)
+    if isinstance(inputs, Mapping):
+        mask = inputs.get("attention_mask")
+        if mask is not None and not bool(torch.as_tensor(mask).all()):
+            raise ValueError("inputs must be a prompt without padding")
+        if others := sorted(set(inputs) - _OF_TEXT):
+            raise ValueError(f"inputs must be the tokens of a text alone, got {others} too")
+        inputs = inputs["input_ids"]
+    try:
+        return prompt_ids(torch.as_tensor(inputs))
+    except (TypeError, RuntimeError):
+        raise ValueError(f"inputs must be token ids or a text, got {inputs!r:.40}") from None
+
+
+def _text(tokenizer: Any, ids: Tensor) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, ids.tolist()))
+    return str(tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,151 @@
+"""What sparse prefill brings on one prompt: measured rightly, and the model stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import h2o_prefill
+from h2o_prefill import PrefillConfig, compare
+from h2o_prefill.eval import evaluate_perplexity
+from h2o_prefill.eval.forward import PromptForward
+from h2o_prefill.hf.state import enabled_of
+from h2o_prefill.selection import sinks_and_window
+
+NAMES = ["sdpa, model's own", "exact, lossless"]
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(0, 257, (64,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def prefills(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The settings of every timed prefill; each takes a second more than the one before."""
+    found: list[str | None] = []
+
+    def prefill(self: Any, input_ids: Tensor) -> float:
+        enabled = enabled_of(self._model.config)
+        found.append(None if enabled is None else enabled.config.to_string())
+        return float(len(found))
+
+    monkeypatch.setattr(PromptForward, "prefill", prefill)
+    return found
+
+
+def test_runs_take_turns_and_agree_with_the_evaluation(
+    tiny_model: Any,
+    tiny_tokenizer: Any,
+    small_config: PrefillConfig,
+    ids: Tensor,
+    prefills: list[str | None],
+) -> None:
+    steps: list[tuple[int, int]] = []
+    tiny_model.train()
+    result = compare(
+        tiny_model,
+        {"input_ids": ids[None], "attention_mask": torch.ones(1, 64)},
+        tokenizer=tiny_tokenizer,
+        config=small_config,
+        max_new_tokens=5,
+        on_progress=lambda done, total, what: steps.append((done, total)),
+    )
+    assert tiny_model.training and enabled_of(tiny_model.config) is None
+    assert prefills == [None, "exact", small_config.to_string()] * 3
+    assert steps == [(done, 15) for done in range(16)]
+    own, exact, sparse = result.runs
+    assert [run.name for run in result.runs] == [*NAMES, small_config.to_string()]
+    assert [run.seconds for run in result.runs] == [4.0, 5.0, 6.0]
+    assert sparse.all_seconds == (3.0, 6.0, 9.0) and sparse.speedup == pytest.approx(4 / 6)
+    assert (own.kl_mean, own.delta_percent, own.speedup, own.settings) == (0.0, 0.0, 1.0, "")
+    assert abs(exact.kl_mean) < 1e-6 and abs(exact.delta_percent) < 1e-3
+    expected = evaluate_perplexity(tiny_model, ids, small_config, context=64, windows="0:1")
+    assert sparse.kl_mean == pytest.approx(expected.kl_mean, rel=1e-5) and sparse.kl_mean > 1e-3
+    assert sparse.delta_percent == pytest.approx(expected.delta_percent, rel=1e-4)
+    with h2o_prefill.enable(tiny_model.eval(), small_config):
+        made = tiny_model.generate(ids[None], max_new_tokens=5, do_sample=False)[0, 64:]
+    assert sparse.answer == tiny_tokenizer.decode(made, skip_special_tokens=True)
+
+    shown = str(result).splitlines()
+    assert shown[0].startswith("64 tokens") and len(shown) == 6 and "%" not in shown[3]
+    row = "6.00", "0.67x", f"{sparse.kl_mean:.4f}", f"{sparse.delta_percent:+.2f}"
+    assert shown[3].split()[3:5] == ["4.00", "1.00x"] and tuple(shown[5].split()[1:5]) == row
+
+
+def test_ids_and_texts_are_prompts(
+    tiny_model: Any, tiny_tokenizer: Any, small_config: PrefillConfig, prefills: list[str | None]
+) -> None:
+    text = "Sphinx of black quartz, judge my vow."
+    ids = tiny_tokenizer(text, verbose=False)["input_ids"]
+    given: dict[str, Any] = {"config": small_config, "max_new_tokens": 2, "repeats": 1}
+    by_text = compare(tiny_model, text, tokenizer=tiny_tokenizer, **given)
+    by_ids = compare(tiny_model, ids, **given)
+    changes = [[(run.kl_mean, run.delta_percent) for run in x.runs] for x in (by_text, by_ids)]
+    assert changes[0] == changes[1]
+    answers = [x.runs[-1].answer for x in (by_text, by_ids)]
+    assert answers[0] == tiny_tokenizer.decode([int(token) for token in answers[1].split()])
+    lossless = compare(tiny_model, ids, **{**given, "config": "exact"})
+    assert [run.name for run in lossless.runs] == NAMES
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_enabled_model_is_measured_with_its_settings_and_stays_as_it_was(
+    tiny_model: Any, small_config: PrefillConfig, ids: Tensor, fails: bool
+) -> None:
+    def stop(done: int, *_: Any) -> None:
+        if fails and done == 5:
+            raise KeyboardInterrupt
+
+    with h2o_prefill.enable(tiny_model, small_config, select=sinks_and_window) as handle:
+        with torch.no_grad():
+            before = tiny_model(ids[None]).logits
+        state, report = handle.state, h2o_prefill.explain(tiny_model)
+        try:
+            result = compare(tiny_model, ids, max_new_tokens=1, repeats=1, on_progress=stop)
+        except KeyboardInterrupt:
+            assert fails
+        assert handle.active and handle.state is state
+        assert h2o_prefill.explain(tiny_model) == report
+        with torch.no_grad():
+            assert torch.equal(tiny_model(ids[None]).logits, before)
+    assert tiny_model.config._attn_implementation == "sdpa"
+    if not fails:
+        given: dict[str, Any] = {"context": 64, "windows": "0:1", "select": sinks_and_window}
+        expected = evaluate_perplexity(tiny_model, ids, small_config, **given)
+        assert result.runs[-1].name == f"{small_config.to_string()}, select=sinks_and_window"
+        assert result.runs[-1].kl_mean == pytest.approx(expected.kl_mean, rel=1e-5)
+
+
+MASK = torch.ones(1, 64, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": torch.ones(31).long()}, "the prompt must be at least two chunks of 16 .* 31"),
+        ({"inputs": torch.ones(2, 64).long()}, r"input_ids must be .*got torch.int64 \[2, 64\]"),
+        ({"inputs": torch.ones(512).long()}, "prompt and new tokens must be <= 512, .* got 528"),
+        ({"inputs": "a text"}, "inputs is text, so a tokenizer must be given"),
+        ({"inputs": None}, "inputs must be token ids or a text, got None"),
+        ({"inputs": {"input_ids": MASK, "attention_mask": MASK.tril()}}, "without padding"),
+        (
+            {"inputs": {"input_ids": MASK, "pixel_values": 0}},
+            "text alone, got .'pixel_values'. too",
+        ),
+        ({"repeats": 0}, "repeats must be >= 1 and an int, got 0"),
+        ({"max_new_tokens": True}, "max_new_tokens must be >= 1 and an int, got True"),
+        ({"config": "best"}, "preset must be one of"),
+    ],
+)
+def test_wrong_arguments_leave_an_enabled_model_enabled(
+    tiny_model: Any, small_config: PrefillConfig, changes: dict[str, Any], message: str
+) -> None:
+    given: dict[str, Any] = {"inputs": torch.arange(64), "config": small_config}
+    with h2o_prefill.enable(tiny_model, small_config) as handle:
+        with pytest.raises(ValueError, match=message):
+            compare(tiny_model, **{**given, **changes})
+        assert handle.active
