@@ -46,8 +46,8 @@ from h2o_prefill.distributed import ShardPlan
 from h2o_prefill.eval import load_model
 from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.functional import NO_RECALL, recall_lists
-from h2o_prefill.hf.token_text import text_for
 from h2o_prefill.presets import preset_config
+from h2o_prefill.vocabulary import text_for
 
 app = new_app()
 

@@ -37,7 +37,7 @@ from h2o_prefill.eval.perplexity.estimates import perplexity, relative_differenc
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
 from h2o_prefill.eval.runs import DENSE, count_kv_heads, count_layers
-from h2o_prefill.hf.token_text import text_for
+from h2o_prefill.vocabulary import text_for
 
 app = new_app()
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from h2o_prefill.hf.prefix_cache import PrefixCache as PrefixCache
     from h2o_prefill.hf.report import explain as explain
     from h2o_prefill.hf.sharded import gather_cache as gather_cache
-    from h2o_prefill.hf.token_text import token_text as token_text
     from h2o_prefill.package import PrefillPackage as PrefillPackage
+    from h2o_prefill.vocabulary import token_text as token_text
 
 __version__: str = build_info()["version"]
 
@@ -60,7 +60,7 @@ _LAZY = {
     "measure_attention": "h2o_prefill.eval",
     "reference": "h2o_prefill.reference",
     "run_ablation": "h2o_prefill.eval",
-    "token_text": "h2o_prefill.hf",
+    "token_text": "h2o_prefill.vocabulary",
     "visualize_attention_patterns": "h2o_prefill.eval.plots",
 }
 

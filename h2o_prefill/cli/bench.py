@@ -43,7 +43,7 @@ def bench(
     from h2o_prefill.eval import benchmark_throughput, profile_memory
     from h2o_prefill.eval.plots import plot_memory_profile, plot_throughput
     from h2o_prefill.eval.report import build_report
-    from h2o_prefill.hf.profile import settings_name
+    from h2o_prefill.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
         figures = {

@@ -61,7 +61,7 @@ def calibrate(
     from h2o_prefill.eval import calibrate_heads, load_text
     from h2o_prefill.eval.environment import environment
     from h2o_prefill.eval.plots import plot_calibration
-    from h2o_prefill.hf.profile import profile_path, settings_name
+    from h2o_prefill.profile import profile_path, settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
         options.check_preset(preset)

@@ -204,7 +204,7 @@ add_size_options = add_field_options(
 
 def describe(network: Any, config: PrefillConfig, select: str | None = None) -> str:
     """Return the name of settings, their sizes, and what else they change, for titles."""
-    from h2o_prefill.hf.profile import settings_name
+    from h2o_prefill.profile import settings_name
 
     preset, *changes = settings_name(network, config).split(",")
     sizes = [

@@ -45,7 +45,7 @@ def ppl(
     from h2o_prefill.eval.perplexity.result import perplexity_report
     from h2o_prefill.eval.perplexity.windows import parse_windows, scored_rows
     from h2o_prefill.eval.plots import plot_perplexity
-    from h2o_prefill.hf.profile import settings_name
+    from h2o_prefill.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
         options.check_preset(preset, **sizes)

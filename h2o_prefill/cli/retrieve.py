@@ -76,7 +76,7 @@ def retrieve(
     from h2o_prefill.eval.plots import plot_retrieval
     from h2o_prefill.eval.retrieval.evaluate import check_retrieval
     from h2o_prefill.eval.retrieval.result import KeptOutcomes, retrieval_report
-    from h2o_prefill.hf.profile import settings_name
+    from h2o_prefill.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
         for text in preset or ():

@@ -44,7 +44,7 @@ def visualize(
     from h2o_prefill.eval.perplexity.windows import select_windows
     from h2o_prefill.eval.plots import ATTENTION_FIGURES, visualize_attention_patterns
     from h2o_prefill.eval.report import build_report
-    from h2o_prefill.hf.profile import settings_name
+    from h2o_prefill.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
         options.check_preset(preset, **sizes)

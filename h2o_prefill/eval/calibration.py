@@ -85,7 +85,7 @@ class HeadCalibration:
         That is `h2o_prefill.json` in the folder that the model was loaded from, or else a file in
         the user's cache under the hash of the model's architecture. Raises OSError.
         """
-        from h2o_prefill.hf.profile import build_profile, profile_path
+        from h2o_prefill.profile import build_profile, profile_path
 
         names = ("error_before", "error_after", "flops_before", "flops_after", "context", "windows")
         whole = asdict(self)
@@ -166,7 +166,7 @@ def calibrate_heads(
     if isinstance(dataset, str):
         dataset = as_corpus(dataset, "dataset")
     selected, batches = model_windows(model, dataset, tokenizer, context, windows, _PROTOCOL)
-    from h2o_prefill.hf.token_text import text_for
+    from h2o_prefill.vocabulary import text_for
 
     token_text = text_for(tokenizer, config)
     total, kv_heads = count_layers(model), count_kv_heads(model)

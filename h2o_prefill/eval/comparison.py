@@ -205,7 +205,7 @@ def _modes(
     model: Any, handle: Any, config: PrefillConfig | str | None, tokenizer: Any, tokens: int
 ) -> dict[str, _Mode]:
     """Return the settings to compare by name, and what switches the model over to them."""
-    from h2o_prefill.hf.profile import settings_name
+    from h2o_prefill.profile import settings_name
 
     as_enabled = handle is not None and config is None
     chosen = handle.config if as_enabled else settings_for(model, config)

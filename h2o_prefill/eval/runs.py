@@ -47,7 +47,7 @@ def prefill_mode(
 
 def settings_for(model: Any, config: PrefillConfig | str | None) -> PrefillConfig:
     """Return settings as `enable` takes them for a model: of its profile, where none are given."""
-    from h2o_prefill.hf.profile import settings_of
+    from h2o_prefill.profile import settings_of
 
     return settings_of(model, config)[0]
 
@@ -57,7 +57,7 @@ def chosen_variants(
 ) -> dict[str, PrefillConfig]:
     """Return the settings to compare with dense prefill by name, by default those of `enable`."""
     if variants is None:
-        from h2o_prefill.hf.profile import settings_name
+        from h2o_prefill.profile import settings_name
 
         config = settings_for(model, None)
         return {settings_name(model, config): config}

@@ -20,8 +20,6 @@
 | stages.py | models that transformers spreads over several processes |
 | state.py | the state of one enabled model, and what its compiled graph is told |
 | report.py | which layers are and were sparse |
-| profile.py | settings found for an architecture, and where they are kept |
-| token_text.py | the text of a vocabulary, for recall by characters |
 | export.py | a whole model as one graph |
 """
 
@@ -35,4 +33,3 @@ from h2o_prefill.hf.prefix_cache import PrefixCache
 from h2o_prefill.hf.report import LayerReport, ModelReport, explain
 from h2o_prefill.hf.sharded import gather_cache
 from h2o_prefill.hf.state import NAME
-from h2o_prefill.hf.token_text import token_text

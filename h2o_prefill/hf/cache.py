@@ -23,10 +23,10 @@ from transformers.cache_utils import (
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions
-from h2o_prefill.hf.identity import Origin, marks_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, prefill_layer_for
 from h2o_prefill.hf.session import fill, session_of
 from h2o_prefill.hf.state import EnabledState, GraphCall, graph
+from h2o_prefill.identity import Origin
 from h2o_prefill.session_file import SessionFile, settings_fields, settings_text
 from h2o_prefill.state import no_errors
 
@@ -232,7 +232,7 @@ def note_use(
         return
     before, new = cache._origin if past else None, cache.get_seq_length() - past
     # Weights are looked at once a prompt and question, not with every decoded token.
-    marks = marks_of(model, enabled) if before is None or new != 1 else before.marks
+    marks = enabled.marks(model) if before is None or new != 1 else before.marks
     now = Origin(weakref.ref(model), settings_fields(enabled.config), marks)
     cache._origin = now if before is None else before.after(now, was_sparse)
 

@@ -13,7 +13,6 @@ from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.forward import discard_contexts, switch_off_after_forwards, switching
 from h2o_prefill.hf.hooks import ForwardHook, handle_of
-from h2o_prefill.hf.identity import marks_of, model_text
 from h2o_prefill.hf.layer_kinds import (
     attends_to_tokens_alone,
     can_be_sparse,
@@ -25,13 +24,14 @@ from h2o_prefill.hf.layer_kinds import (
     window_of,
 )
 from h2o_prefill.hf.masks import h2o_prefill_mask
-from h2o_prefill.hf.profile import settings_of
 from h2o_prefill.hf.report import ModelReport, attention_layers, explain, no_model
 from h2o_prefill.hf.sharded import check_shardable
 from h2o_prefill.hf.stages import layers_here, with_heads_here
 from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
-from h2o_prefill.hf.token_text import text_for
+from h2o_prefill.identity import model_text
+from h2o_prefill.profile import settings_of
 from h2o_prefill.selection import SelectionRule, Selector
+from h2o_prefill.vocabulary import text_for
 
 
 class PrefillHandle:
@@ -130,7 +130,7 @@ class PrefillHandle:
 
     def model_text(self) -> str:
         """Return what tells models apart; weights are read again only where they have changed."""
-        marks = marks_of(self.model, self.state)
+        marks = self.state.marks(self.model)
         if self._text is None or self._text[0] != marks:
             self._text = marks, model_text(self.model, marks)
         return self._text[1]

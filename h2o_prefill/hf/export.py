@@ -15,9 +15,9 @@ from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
-from h2o_prefill.hf.identity import marks_of, model_text, text_word
 from h2o_prefill.hf.layer_kinds import is_causal, layer_type, window_of
 from h2o_prefill.hf.report import attention_layers
+from h2o_prefill.identity import marks_of, model_text
 from h2o_prefill.package import STATE_OF_LAYER, PackageInfo
 
 NAME = "h2o_prefill_package"
@@ -138,7 +138,7 @@ def describe_package(
     end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
     if end_ids is None or isinstance(end_ids, int):
         end_ids = [] if end_ids is None else [end_ids]
-    marks = marks_of(model, None)._replace(tokenizer=text_word(token_text))
+    marks = marks_of(model, None, token_text)
     return PackageInfo(
         model=type(model).__name__,
         settings=config.native.to_fields(),

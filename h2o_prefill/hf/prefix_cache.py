@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache, packed_copy
-from h2o_prefill.hf.identity import CHANGED, Origin, marks_of
 from h2o_prefill.hf.state import enabled_of
+from h2o_prefill.identity import CHANGED, Origin
 from h2o_prefill.session_file import settings_fields
 from h2o_prefill.state import PrefillState
 
@@ -76,7 +76,7 @@ class PrefixCache:
         if enabled is None:
             return ChunkedPrefillCache(config=model.config)
         settings = settings_fields(enabled.config)
-        now = Origin(weakref.ref(model), settings, marks_of(model, enabled))
+        now = Origin(weakref.ref(model), settings, enabled.marks(model))
         with self._lock:
             fitting = [
                 number

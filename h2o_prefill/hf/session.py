@@ -12,7 +12,9 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.hf.identity import (
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.state import enabled_of
+from h2o_prefill.identity import (
     CHANGED,
     Marks,
     Origin,
@@ -21,8 +23,6 @@ from h2o_prefill.hf.identity import (
     model_text,
     old_model_hash,
 )
-from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.state import enabled_of
 from h2o_prefill.session_file import SessionFile, SessionLayer, settings_fields
 from h2o_prefill.state import PrefillState
 
@@ -34,7 +34,7 @@ def session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | Non
         raise ValueError("cache must have been used by an enabled model that still exists")
     changed = "" if origin.changed == "settings" else origin.changed
     # The weights and adapters of now; rule and tokenizer of then.
-    now = Marks(*marks_of(model, None)[:2], *origin.marks[2:])
+    now = Marks(*marks_of(model)[:2], *origin.marks[2:])
     changed = changed or difference(origin.marks, now)
     if changed:
         raise ValueError(
@@ -68,7 +68,7 @@ def fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
     """Put a session into the empty layers of a cache of a model; ValueError if it does not fit."""
     enabled = enabled_of(model.config)
     settings = None if enabled is None else settings_fields(enabled.config)
-    marks = marks_of(model, enabled)
+    marks = marks_of(model) if enabled is None else enabled.marks(model)
     if enabled is None:  # then rule and tokenizer are those of the file, as the settings are
         words = dict(word.split("=", 1) for word in session.model.split() if "=" in word)
         marks = marks._replace(select=words.get("select", ""), tokenizer=words.get("tokenizer", ""))

@@ -13,6 +13,7 @@ from torch import Tensor
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
+from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.selection import Selector
 
@@ -79,6 +80,10 @@ class EnabledState:
         """Keep the errors of a layer, [B, Hkv, 4], for reports."""
         if layer is not None and errors is not None:
             self.errors[layer] = errors
+
+    def marks(self, model: Any) -> Marks:
+        """Return what tells the present state of this model from others."""
+        return marks_of(model, self.select and self.select.rule, self.token_text)
 
     def owns(self, hf_config: Any) -> bool:
         """Return whether a Hugging Face config is one of this model's."""

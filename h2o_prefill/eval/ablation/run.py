@@ -131,7 +131,7 @@ def run_ablation(
     rows = {str(row["cell"]): row for row in table.read_rows(path)}
     network, tokenizer = resolve_model(model, tokenizer, dtype, device)
     bases = [base] if base is None or isinstance(base, (PrefillConfig, str)) else base
-    from h2o_prefill.hf.profile import settings_name
+    from h2o_prefill.profile import settings_name
 
     grid = build_grid(axes, contexts, [settings_for(network, one) for one in bases], protocol)
     check_model(network, max(context for context, _ in grid), "contexts")

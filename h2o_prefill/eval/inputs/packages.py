@@ -12,9 +12,9 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
-from h2o_prefill.hf.token_text import text_for
 from h2o_prefill.hf.weights import with_int8_weights
 from h2o_prefill.package import PrefillPackage
+from h2o_prefill.vocabulary import text_for
 
 
 def write_package(

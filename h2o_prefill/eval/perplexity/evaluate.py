@@ -136,7 +136,7 @@ class PairedRuns:
 
         Before the short forwards that find key tokens, it gets "short".
         """
-        from h2o_prefill.hf.token_text import text_for
+        from h2o_prefill.vocabulary import text_for
 
         context = self._batches.shape[1]
         rows = scored_rows(self._protocol, context)

@@ -21,8 +21,8 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import load_model
 from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn
 from h2o_prefill.eval.perplexity import key_tokens
-from h2o_prefill.hf.profile import build_profile
 from h2o_prefill.presets import PRESETS
+from h2o_prefill.profile import build_profile
 
 pd = pytest.importorskip("pandas")
 

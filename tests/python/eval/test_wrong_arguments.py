@@ -13,9 +13,9 @@ from torch import Tensor
 
 import h2o_prefill
 from h2o_prefill import eval as evaluation
+from h2o_prefill import profile
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.inputs.text import Corpus
-from h2o_prefill.hf import profile
 
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 BOTH_DENSE = CONFIG.replace(dense_layers=(0, 1))

@@ -11,9 +11,9 @@ from hf_helpers import LETTERS, assert_close, new_cache
 
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
-from h2o_prefill.hf.token_text import token_text
 from h2o_prefill.hf.weights import with_int8_weights
 from h2o_prefill.package import PackageInfo, PrefillPackage
+from h2o_prefill.vocabulary import token_text
 
 CONFIG = PrefillConfig.parse(
     "h2o,chunk_size=16,local_window=4,heavy_budget=4,recall=2,recall_block=8,"

@@ -11,9 +11,8 @@ import pytest
 from hf_helpers import RECOMMENDED, SPARSE
 from transformers import LlamaConfig
 
-from h2o_prefill import chunked_prefill, enable, explain, preset_config
-from h2o_prefill.hf import profile
-from h2o_prefill.hf.profile import (
+from h2o_prefill import chunked_prefill, enable, explain, preset_config, profile
+from h2o_prefill.profile import (
     architecture_hash,
     build_profile,
     find_profile,

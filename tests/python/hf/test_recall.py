@@ -7,7 +7,7 @@ import torch
 from hf_helpers import LETTERS, assert_close, in_calls, new_cache, watch
 
 from h2o_prefill import PrefillConfig, enable
-from h2o_prefill.hf.token_text import token_text
+from h2o_prefill.vocabulary import token_text
 
 SPARSE = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4, min_prefill=2)
 RECALL = SPARSE.replace(recall=2, recall_block=8)

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, PrefixCache, disable, enable
-from h2o_prefill.hf.identity import model_text, old_model_hash
+from h2o_prefill.identity import model_text, old_model_hash
 from h2o_prefill.selection import sinks_and_window, snapkv
 
 KEY = "h2o_prefill.session"

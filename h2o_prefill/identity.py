@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from h2o_prefill.hf.profile import plain_value
-from h2o_prefill.hf.state import EnabledState
+from h2o_prefill.profile import plain_value
 from h2o_prefill.session_file import checksum
 
 # Fields of a config that change no key, value or logit.
@@ -90,8 +89,8 @@ def difference(one: Marks, other: Marks) -> str:
     return next((name for name, here, there in pairs if here != there), "")
 
 
-def marks_of(model: Any, enabled: EnabledState | None) -> Marks:
-    """Return the marks of a model as it is now.
+def marks_of(model: Any, select: Any = None, token_text: Tensor | None = None) -> Marks:
+    """Return the marks of a model as it is now, with a selection rule and the text of its tokens.
 
     Of weights: how often PyTorch has changed them in place, and samples of them, since it does not
     count what is written through `.data`.
@@ -110,8 +109,8 @@ def marks_of(model: Any, enabled: EnabledState | None) -> Marks:
     return Marks(
         hash(tuple(counts[False])),
         hash((*counts[True], *_active_adapters(model).items())),
-        "" if enabled is None or enabled.select is None else rule_word(enabled.select.rule),
-        "" if enabled is None else text_word(enabled.token_text),
+        "" if select is None else _rule_word(select),
+        "" if token_text is None else _hexadecimal(checksum(token_text)),
     )
 
 
@@ -142,19 +141,14 @@ def model_text(model: Any, marks: Marks | None = None) -> str:
     return " ".join(f"{name}={value}" for name, value in words.items() if value)
 
 
-def text_word(token_text: Tensor | None) -> str:
-    """Return what tells one text of a vocabulary from another; empty for none."""
-    return "" if token_text is None else _hexadecimal(checksum(token_text))
-
-
-def rule_word(rule: Any) -> str:
+def _rule_word(rule: Any) -> str:
     """Return what tells one selection rule from another.
 
     A function that its module has under its name goes by that. Of others their code and what they
     were made with decides.
     """
     if isinstance(rule, functools.partial):
-        made: list[Any] = [rule_word(rule.func), rule.args, sorted(rule.keywords.items())]
+        made: list[Any] = [_rule_word(rule.func), rule.args, sorted(rule.keywords.items())]
     else:
         owner = rule if hasattr(rule, "__qualname__") else type(rule)
         name = f"{owner.__module__}.{owner.__qualname__}"

@@ -19,7 +19,7 @@ from h2o_prefill.presets import PROFILE, chosen_config, is_of_profile
 # A profile beside a model.
 FILE = "h2o_prefill.json"
 
-_SHIPPED = Path(__file__).parents[1] / "profiles"
+_SHIPPED = Path(__file__).parent / "profiles"
 
 # Fields of a config that decide which layers and heads there are, and what positions are to them.
 _ARCHITECTURE = (
