@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache, StaticPrefillCache
 from h2o_prefill.hf.enable import PrefillHandle, disable, enable, register
+from h2o_prefill.hf.kinds import NAME
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.prefill import chunked_prefill
 from h2o_prefill.hf.prefix_cache import PrefixCache
 from h2o_prefill.hf.report import LayerReport, ModelReport, explain
 from h2o_prefill.hf.sharded import gather_cache
-from h2o_prefill.hf.state import NAME

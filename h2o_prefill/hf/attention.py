@@ -13,12 +13,11 @@ from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.compiled import attend_in_graph
 from h2o_prefill.hf.dense import dense_attention, in_autocast_dtype, with_candidates
-from h2o_prefill.hf.forward import ALL_ROWS
+from h2o_prefill.hf.forward import ALL_ROWS, call_in_graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Rows, Span, is_long_row
 from h2o_prefill.hf.rules import dense_reason
 from h2o_prefill.hf.sharded import ShardedLayer, attend_sharded
-from h2o_prefill.hf.state import call_in_graph
 from h2o_prefill.state import no_errors
 
 
@@ -72,8 +71,10 @@ def _attend_sparsely(call: Call) -> Tensor:
     query, key, value = in_autocast_dtype(call.query, *call.held)
     prompt, number = query[:, :, :rows], call.number
     if isinstance(layer, StaticPrefillLayer):
-        assert call.context.call is not None
-        out = layer.attend(prompt, call.context.call, number, options)
+        forward = call.context.call
+        assert forward is not None and forward.position is not None
+        given = forward.position, forward.recall, number, forward.settings
+        out = layer.attend(prompt, *given, options)
         call.enabled.note_errors(call.layer, layer.errors)
         return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
     recall = _recall_lists(call)

@@ -22,10 +22,9 @@ from transformers.cache_utils import (
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import LogitOptions
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, prefill_layer_for
+from h2o_prefill.functional import LogitOptions, RecallLists
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph, prefill_layer_for
 from h2o_prefill.hf.session import fill, session_of
-from h2o_prefill.hf.state import EnabledState, GraphCall, graph
 from h2o_prefill.identity import Origin
 from h2o_prefill.session_file import SessionFile, settings_fields, settings_text
 from h2o_prefill.state import no_errors
@@ -224,9 +223,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         self._token_ids = []
 
 
-def note_use(
-    cache: Any, model: nn.Module, enabled: EnabledState, past: int, was_sparse: bool
-) -> None:
+def note_use(cache: Any, model: nn.Module, enabled: Any, past: int, was_sparse: bool) -> None:
     """Note which enabled model has just used a cache, of `past` tokens before, and with what."""
     if not isinstance(cache, ChunkedPrefillCache):
         return
@@ -320,9 +317,17 @@ class StaticPrefillLayer(StaticLayer):
             graph.layer = self
         return keys, values
 
-    def attend(self, query: Tensor, call: GraphCall, number: int, options: LogitOptions) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        position: Tensor,
+        recall: RecallLists,
+        layer: int,
+        settings: str,
+        options: LogitOptions,
+    ) -> Tensor:
         """Attend with the first tokens of those that `update` has just written."""
-        assert call.position is not None and self.scores is not None and self.memory is not None
+        assert self.scores is not None and self.memory is not None
         assert self.keys is not None and self.values is not None and self.added is not None
         rows, kind = query.shape[2], self.keys.dtype
         (key, value), self.added = self.added, None
@@ -335,10 +340,10 @@ class StaticPrefillLayer(StaticLayer):
             self.values,
             self.scores,
             self.memory,
-            call.position,
-            *call.recall,
-            number,
-            call.settings,
+            position,
+            *recall,
+            layer,
+            settings,
             *options,
             self.errors,
         )

@@ -11,12 +11,22 @@ from torch import Tensor, nn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.cache import StaticPrefillLayer
-from h2o_prefill.hf.forward import ForwardContext, current_context
+from h2o_prefill.hf.forward import (
+    DEFAULT_STATE,
+    EnabledState,
+    ForwardContext,
+    call_in_graph,
+    current_context,
+)
+from h2o_prefill.hf.kinds import is_causal, layer_type, window_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.layer_kinds import is_causal, layer_type, window_of
-from h2o_prefill.hf.padding import Padding
-from h2o_prefill.hf.state import DEFAULT_STATE, EnabledState, call_in_graph
-from h2o_prefill.hf.windows import Window, attend_in_chunks, attend_in_window, windows_ahead
+from h2o_prefill.hf.padding import (
+    Padding,
+    Window,
+    attend_in_chunks,
+    attend_in_window,
+    windows_ahead,
+)
 
 # What attention functions return: output [B, Tq, Hq, Dv], and the weights where they are made.
 Attended = tuple[Tensor, Tensor | None]

@@ -28,10 +28,10 @@ from h2o_prefill.hf.dense import (
     suits_our_operators,
     with_candidates,
 )
-from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.layer_kinds import layer_type, window_of
+from h2o_prefill.hf.forward import GraphCall
+from h2o_prefill.hf.kinds import layer_type, window_of
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.rules import LAYER_RULES, MASKED, OTHER_VALUES, dense_reason
-from h2o_prefill.hf.state import GraphCall, graph
 
 # The attribute of masks that are plain causal. A graph that needs no mask does not compute it.
 _PLAIN = "_h2o_prefill_plain"
@@ -84,7 +84,9 @@ def attend_in_graph(call: Call, forward: GraphCall) -> Attended:
         return _attend_densely(call, forward, layer)
     rows, options = call.new - forward.candidates, call.logit_options
     if isinstance(layer, StaticPrefillLayer):
-        out = layer.attend(call.query[:, :, :rows], forward, number, options).transpose(1, 2)
+        assert forward.position is not None
+        given = forward.position, forward.recall, number, forward.settings
+        out = layer.attend(call.query[:, :, :rows], *given, options).transpose(1, 2)
         if rows < call.new:
             mask = _mask_of(call, layer)[:, :, rows:]
             last = replace(call, query=call.query[:, :, rows:], mask=mask)
@@ -97,7 +99,8 @@ def attend_in_graph(call: Call, forward: GraphCall) -> Attended:
         state = (None, None, *forward.recall, 0, number, forward.settings)
         out, *_ = ops.prefill_attention(query, key, value, *state, *options)
     else:
-        out = layer.attend_in_graph(query[:, :, :rows], forward, number, options)
+        told = forward.candidates, forward.recall, number, forward.settings
+        out = layer.attend_in_graph(query[:, :, :rows], *told, options)
         out = with_candidates(out, query, key, value, options)
     return out.transpose(1, 2).contiguous(), None
 

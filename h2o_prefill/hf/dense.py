@@ -29,9 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from h2o_prefill import ops
 from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.call import Attended, Call
+from h2o_prefill.hf.kinds import NAME, enabled_of
+from h2o_prefill.hf.padding import Window
 from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
-from h2o_prefill.hf.state import NAME, enabled_of
-from h2o_prefill.hf.windows import Window
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")

@@ -11,12 +11,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from h2o_prefill.config import LAYER_FIELDS, PrefillConfig
 from h2o_prefill.hf.attention import h2o_prefill_attention
-from h2o_prefill.hf.forward import discard_contexts, switch_off_after_forwards, switching
+from h2o_prefill.hf.forward import EnabledState, check_idle
 from h2o_prefill.hf.hooks import ForwardHook, handle_of
-from h2o_prefill.hf.layer_kinds import (
+from h2o_prefill.hf.kinds import (
+    NAME,
     attends_to_tokens_alone,
     can_be_sparse,
     chooses_keys,
+    enabled_of,
     is_attention,
     is_cross_attention,
     layer_type,
@@ -27,7 +29,6 @@ from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.report import ModelReport, attention_layers, explain, no_model
 from h2o_prefill.hf.sharded import check_shardable
 from h2o_prefill.hf.stages import layers_here, with_heads_here
-from h2o_prefill.hf.state import NAME, EnabledState, enabled_of
 from h2o_prefill.identity import model_text
 from h2o_prefill.profile import settings_of
 from h2o_prefill.selection import SelectionRule, Selector
@@ -69,19 +70,15 @@ class PrefillHandle:
         earlier = _handles_of(self.model)
         for handle in earlier:
             handle.disable()
-            if handle.state.on:
-                raise RuntimeError(
-                    f"{_name(self.model)} is enabled and inside of a forward; enable it again after"
-                )
-        with switching:
-            enabled, self.state = self.state, self._new_enabled_state()
-            try:
-                self._switch_on()
-            except BaseException:
-                self.state = enabled
-                for handle in earlier:
-                    handle._switch_on()
-                raise
+        enabled = self.state
+        try:
+            self.state = self._new_enabled_state()
+            self._switch_on()
+        except BaseException:
+            self.state = enabled
+            for handle in earlier:
+                handle._switch_on()
+            raise
         return self
 
     def _new_enabled_state(self) -> EnabledState:
@@ -122,11 +119,11 @@ class PrefillHandle:
     def disable(self) -> None:
         """Restore the attention that the model had. Does nothing if it is not enabled.
 
-        Running forwards complete unchanged: this waits for those of other threads. Inside a forward
-        it returns at once, and the model is restored when that ends.
+        Raises RuntimeError during a forward of the model, in this thread or in another.
         """
-        discard_contexts(self.state)
-        switch_off_after_forwards(self.state, self._switch_off)
+        if self.state.on:
+            check_idle(self.state, _name(self.model))
+            self._switch_off()
 
     def model_text(self) -> str:
         """Return what tells models apart; weights are read again only where they have changed."""
@@ -242,7 +239,7 @@ def enable(
     NotImplementedError
         If `strict` and no layer of the model can be sparse.
     RuntimeError
-        If the model is enabled already and this is called inside one of its forwards.
+        If the model is enabled already and this is called during one of its forwards.
 
     Examples
     --------
@@ -271,7 +268,7 @@ def enable(
 def disable(model: PreTrainedModel) -> None:
     """Restore the attention that a model had before `enable`; does nothing if it is not enabled.
 
-    Waits for forwards of other threads. Inside of a forward it takes effect when that ends.
+    Raises RuntimeError during a forward of the model, in this thread or in another.
 
     A copy of an enabled model (copy.deepcopy, pickle) is enabled too, and has no other handle.
     """
@@ -291,16 +288,13 @@ def paused(model: PreTrainedModel) -> Iterator[PrefillHandle | None]:
     try:
         for handle in handles:
             handle.disable()
-            if handle.state.on:
-                raise RuntimeError(f"{_name(model)} is enabled and inside of a forward")
         yield handles[0] if handles else None
     finally:
         disable(model)
-        with switching:
-            for handle, state in zip(handles, states, strict=True):
-                if not state.on:
-                    handle.state = state
-                    handle._switch_on()
+        for handle, state in zip(handles, states, strict=True):
+            if not state.on:
+                handle.state = state
+                handle._switch_on()
 
 
 def register() -> str:

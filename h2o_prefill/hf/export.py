@@ -15,7 +15,7 @@ from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
-from h2o_prefill.hf.layer_kinds import is_causal, layer_type, window_of
+from h2o_prefill.hf.kinds import is_causal, layer_type, window_of
 from h2o_prefill.hf.report import attention_layers
 from h2o_prefill.identity import marks_of, model_text
 from h2o_prefill.package import STATE_OF_LAYER, PackageInfo

@@ -1,24 +1,29 @@
-"""The context of one forward of an enabled model, and the register of forwards that run."""
+"""One forward of an enabled model: what it knows, what its graph is told, and how it is undone."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from h2o_prefill._warn import warn
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
 from h2o_prefill.hf.cache import KeepsTokenIds, adopt, length_of
-from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.padding import Padding, Rows, Span
-from h2o_prefill.hf.snapshot import CacheSnapshot, check_usable
-from h2o_prefill.hf.state import NAME, EnabledState, GraphCall, graph
-from h2o_prefill.hf.windows import Window, windows_ahead
+from h2o_prefill.hf.kinds import NAME, switched
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
+from h2o_prefill.hf.padding import Padding, Rows, Span, Window, windows_ahead
+from h2o_prefill.identity import Marks, marks_of
+from h2o_prefill.presets import PRESETS
+from h2o_prefill.selection import Selector
+from h2o_prefill.state import PrefillState
 
 CHANGED = "the attention implementation was changed after enable(), so nothing is sparse"
 NO_IDS = "recall is off: the token ids are unknown (inputs_embeds, or tokens cached elsewhere)"
@@ -29,7 +34,215 @@ OWN_PADDING = (
 
 ALL_ROWS = slice(None)
 
-_current: ContextVar[ForwardContext | None] = ContextVar("h2o_prefill_forward", default=None)
+# The forward that is under way in this thread.
+_current = threading.local()
+# Those of all threads.
+_running: list[ForwardContext] = []
+
+
+@dataclass
+class LayerCalls:
+    """What the calls of one layer were."""
+
+    sparse_calls: int = 0
+    sparse_rows: int = 0  # query tokens of these calls, counted once a batch row
+    dense_calls: int = 0
+    dense_rows: int = 0
+    reason: str = ""  # why the last long call was dense; empty if none was
+
+
+@dataclass
+class EnabledState:
+    """The state of one enabled model."""
+
+    config: PrefillConfig
+    # Raise where a call would otherwise fall back to dense attention with a warning.
+    strict: bool = False
+    # The attention implementation that each config of the model had before.
+    previous: list[tuple[Any, str | None]] = field(default_factory=list)
+    reported: set[str] = field(default_factory=set)  # reasons already warned of
+    # Those whose self-attention layers do not say that they are causal: the mask alone makes
+    # them so.
+    causal_by_mask: list[Any] = field(default_factory=list)
+    # Whether every layer that can be sparse has a window (sliding, or chunks).
+    only_windows: bool = False
+    # Whether layers with a window take no mask where it holds all keys.
+    leaves_window_masks: bool = False
+    # The windows of layers that take no mask where it hides some, and the kinds of these layers.
+    windows: dict[int | None, str] = field(default_factory=dict)
+    # What the calls of each layer were, by its number.
+    calls: dict[Any, LayerCalls] = field(default_factory=dict)
+    # What `error_rows` measured in each layer for the last prompt, as `PrefillState.errors` has it.
+    errors: dict[int, Tensor] = field(default_factory=dict)
+    on: bool = False  # whether the model is enabled
+    token_text: Tensor | None = None  # what lexical recall knows of the vocabulary
+    profile: str = ""  # the file that the settings are from, if they are from one
+    select: Selector | None = None  # what chooses memory sets, if the settings do not
+
+    def count(self, layer: Any, rows: int, reason: str | None) -> None:
+        """Count a call of a layer; `reason` is None if it was sparse."""
+        calls = self.calls.setdefault(layer, LayerCalls())
+        if reason is None:
+            calls.sparse_calls += 1
+            calls.sparse_rows += rows
+        else:
+            calls.dense_calls += 1
+            calls.dense_rows += rows
+            calls.reason = reason or calls.reason
+
+    def note_errors(self, layer: int | None, errors: Tensor | None) -> None:
+        """Keep the errors of a layer, [B, Hkv, 4], for reports."""
+        if layer is not None and errors is not None:
+            self.errors[layer] = errors
+
+    def marks(self, model: Any) -> Marks:
+        """Return what tells the present state of this model from others."""
+        return marks_of(model, self.select and self.select.rule, self.token_text)
+
+    def owns(self, hf_config: Any) -> bool:
+        """Return whether a Hugging Face config is one of this model's."""
+        return any(config is hf_config for config, _ in self.previous)
+
+    def previous_of(self, hf_config: Any) -> str | None:
+        """Return the attention implementation that a config had before, None if unknown."""
+        return next((name for config, name in self.previous if config is hf_config), None)
+
+    def report(self, reason: str) -> None:
+        """Warn of a reason once, or raise if strict."""
+        if self.strict:
+            raise NotImplementedError(f"h2o_prefill: {reason}")
+        if reason not in self.reported:
+            self.reported.add(reason)
+            warn(f"h2o_prefill: {reason}")
+
+    def mark(self, on: bool) -> None:
+        """Note that the configs of this model are switched over, or as they were."""
+        self.on = on
+        for config, _ in self.previous:
+            if on:
+                switched[id(config)] = self
+            else:
+                switched.pop(id(config), None)
+
+
+# For a model whose user set attn_implementation="h2o_prefill" and enabled nothing: it is dense.
+DEFAULT_STATE = EnabledState(PRESETS["h2o"])
+
+
+@dataclass
+class GraphCall:
+    """What a compiled graph, or a static cache, cannot determine about a forward."""
+
+    config: PrefillConfig
+    settings: str
+    previous: str | None  # the attention implementation that the model had before
+    sparse: bool  # whether layers that can be sparse are, by the number of tokens
+    cached: bool  # whether the model was given a cache
+    # Whether the model was called with a mask of two dimensions that hides nothing, so that
+    # the graph leaves it out.
+    unpadded: bool
+    # Whether no mask means plain causal attention, since our mask function made none before
+    # the forward.
+    plain: bool
+    windows: frozenset[int]  # whose masks it made none of before the forward either
+    candidates: int  # tokens at the end of the call that assisted decoding verifies
+    recall: RecallLists = NO_RECALL  # what `lexical_recall` found for the call
+    # Of a static cache, int64 [2] on the CPU, as `ops.prefill_attention_` takes it.
+    position: Tensor | None = None
+    # Layers that the graph attended in, and why they had to be dense: empty if by design,
+    # None if they were as the settings say (`is_sparse`).
+    outcomes: list[tuple[int, str | None]] = field(default_factory=list)
+    # bool: whether the graph left out a mask that hides something after all.
+    hidden: list[Tensor] = field(default_factory=list)
+
+    def is_sparse(self, number: int) -> bool:
+        """Return whether a layer that can be sparse is."""
+        return self.sparse and number not in self.config.dense_layers
+
+
+def call_in_graph() -> GraphCall | None:
+    """Return the forward that torch.compile is tracing, None if attention must break its graph."""
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    call: GraphCall | None = getattr(graph, "call", None)
+    return call
+
+
+class CacheSnapshot:
+    """The state of a cache before a forward: full layers by length, sliding layers by reference.
+
+    Layers that change their tensors in place (static caches, linear attention) and layers of
+    unknown classes cannot be restored. If a failed forward has changed one, the cache is marked:
+    using it again would continue from half of a call.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        # The list itself, even if empty: a cache may get its layers only as it grows.
+        self._layers: list[Any] = getattr(cache, "layers", [])
+        self._count = len(self._layers)
+        self._cache = cache
+        self._full: list[tuple[Any, int]] = []
+        self._sliding: list[tuple[Any, dict[str, Any]]] = []
+        self._others: list[tuple[Any, Any]] = []
+        self._states: list[tuple[ChunkedPrefillLayer, PrefillState | None]] = []
+        for layer in self._layers:
+            if type(layer) in (DynamicLayer, ChunkedPrefillLayer):
+                self._full.append((layer, layer.get_seq_length()))
+            elif type(layer) is DynamicSlidingWindowLayer:
+                self._sliding.append((layer, vars(layer).copy()))
+            else:
+                self._others.append((layer, _versions(layer)))
+
+    def keep_state(self, layer: ChunkedPrefillLayer) -> None:
+        """Remember the scores and memory set of a layer, which are about to change in place."""
+        self._states.append((layer, None if layer.state is None else layer.state.clone()))
+
+    def restore(self) -> None:
+        """Restore every remembered layer and remove the layers added since."""
+        # Lengths, not references: the old keys of all layers would double the memory of the cache.
+        for layer, length in self._full:
+            if length == 0:
+                layer.reset()
+            elif layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())
+        for layer, state in reversed(self._states):
+            # A cache that its user has cut since an interrupt stays cut.
+            if state is None or state.length <= layer.get_seq_length():
+                layer.state = state
+        for layer, attributes in self._sliding:
+            if layer.get_seq_length() >= attributes["cumulative_length"]:
+                vars(layer).update(attributes)
+        changed = [layer for layer, versions in self._others if _versions(layer) != versions]
+        if changed:
+            self._cache._h2o_prefill_broken = type(changed[0]).__name__
+        del self._layers[self._count :]
+
+
+def check_usable(cache: Any) -> None:
+    """Refuse a cache that a failed forward has left half updated, until it is reset."""
+    kind = getattr(cache, "_h2o_prefill_broken", None)
+    if kind is None:
+        return
+    if cache.get_seq_length() == 0:
+        del cache._h2o_prefill_broken
+        return
+    raise RuntimeError(
+        f"h2o_prefill: a forward has failed and left layers of the cache ({kind}) half "
+        "updated; reset() the cache, or use a new one"
+    )
+
+
+def _versions(layer: Any) -> list[tuple[str, int, Any]]:
+    """Return which tensors a cache layer has and how often each was changed in place.
+
+    Tensors of inference mode do not count their changes: they compare as changed.
+    """
+    found = []
+    for name, value in vars(layer).items():
+        items = value.values() if isinstance(value, dict) else [value]
+        tensors = (x for x in items if isinstance(x, Tensor))
+        found += [(name, id(x), object() if x.is_inference() else x._version) for x in tensors]
+    return found
 
 
 class ForwardContext:
@@ -40,7 +253,7 @@ class ForwardContext:
         self.modules: list[nn.Module] = []
         self.frame: FrameType | None = None
         self.outer: ForwardContext | None = None
-        self.thread = threading.get_ident()
+        self.thread = threading.current_thread()
         self.tokens: Tensor | None = None  # input_ids [B, Tq], else inputs_embeds [B, Tq, hidden]
         self.input_ids: Tensor | None = None
         self.cache: Any = None
@@ -211,29 +424,20 @@ def is_traced() -> bool:
 
 def current_context(hf_config: Any) -> ForwardContext | None:
     """Return the context of the enabled model that owns a Hugging Face config, None if none is."""
-    context = _current.get()
+    context: ForwardContext | None = getattr(_current, "context", None)
     return context if context is not None and context.enabled.owns(hf_config) else None
 
 
-def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext | None:
-    """Return the context that a forward of a model belongs to; open one if there is none.
-
-    None if the model is not enabled any more.
-    """
-    context = _current.get()
-    again = context is not None and any(module is model for module in context.modules)
+def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext:
+    """Return the context that a forward of a model belongs to; open one if there is none."""
+    context = _open_context(model)
     # A hook inside of a model may call the model: that is a forward of its own.
-    nested = context is not None and again and _is_executing(context.frame)
-    if context is not None and again and not nested:
-        # Torch skips our closing hook on a KeyboardInterrupt.
-        _close(context, failed=True)
-        context = context.outer
-    if context is None or nested or context.enabled is not enabled:
+    again = context is not None and any(module is model for module in context.modules)
+    if context is None or again or context.enabled is not enabled:
         outer, context = context, ForwardContext(enabled)
         context.outer, context.frame = outer, _frame_of_forward()
-        if not _begin(context):
-            return None
-        _current.set(context)
+        _running.append(context)
+        _current.context = context
         names = (str(config._attn_implementation) for config, _ in enabled.previous)
         if not any(name.startswith(NAME) for name in names):
             enabled.report(CHANGED)
@@ -242,7 +446,7 @@ def context_of(enabled: EnabledState, model: nn.Module) -> ForwardContext | None
 
 def leave_context(enabled: EnabledState, model: nn.Module, failed: bool) -> ForwardContext | None:
     """Leave the context that a forward of a model belongs to; return it if that ended it."""
-    context = _current.get()
+    context: ForwardContext | None = getattr(_current, "context", None)
     # A pre-hook that raised before ours ran leaves us nothing to close.
     if context is None or context.enabled is not enabled or context.modules[-1] is not model:
         return None
@@ -253,98 +457,55 @@ def leave_context(enabled: EnabledState, model: nn.Module, failed: bool) -> Forw
     return context
 
 
-def discard_contexts(enabled: EnabledState) -> None:
-    """End the contexts of a model that an interrupt left open, as failed."""
-    context = _current.get()
-    if context is not None and context.enabled is enabled and not _is_executing(context.frame):
+def check_idle(enabled: EnabledState, name: str) -> None:
+    """Raise RuntimeError if a forward of a model runs, in this thread or in another.
+
+    Transformers reads the name of the attention implementation in every layer, so a model is
+    switched over between forwards.
+    """
+    _open_context()
+    mine = threading.current_thread()
+    for context in [x for x in _running if x.enabled is enabled and x.thread.is_alive()]:
+        where = "this thread" if context.thread is mine else "another thread"
+        raise RuntimeError(
+            f"{name} must not be enabled or disabled during its forward, which runs in {where}"
+        )
+
+
+def _open_context(begins: nn.Module | None = None) -> ForwardContext | None:
+    """Return the context of this thread, after closing those that an interrupt left open.
+
+    Torch calls no closing hooks after a KeyboardInterrupt. `begins` is the module whose forward
+    begins, if one does: where no frame of the forward was found, that tells of an earlier one.
+    """
+    context: ForwardContext | None = getattr(_current, "context", None)
+    while context is not None and not _is_executing(context.frame):
+        if context.frame is None and all(module is not begins for module in context.modules):
+            break
         _close(context, failed=True)
+        context = context.outer
+    return context
 
 
 def _close(context: ForwardContext, failed: bool) -> None:
-    _current.set(context.outer)
+    _current.context = context.outer
+    _running.remove(context)
     graph.call, graph.layer = None if context.outer is None else context.outer.call, None
-    try:
-        context.finish(failed)
-    finally:
-        with switching:
-            if context in _open:
-                _open.remove(context)
-            _switch_off_idle()
+    context.finish(failed)
 
 
-# Transformers reads the name of the attention implementation in every layer. So a model is switched
-# back only when no forward of it runs in any thread; until then, no other one begins. A thread that
-# switches a model over holds the lock.
-switching = threading.Condition()
-_open: list[ForwardContext] = []
-_closing: list[tuple[EnabledState, Callable[[], None]]] = []
-
-
-def switch_off_after_forwards(enabled: EnabledState, switch_off: Callable[[], None]) -> None:
-    """Switch a model back once no forward of it runs.
-
-    Waits for those of other threads; but not inside of one, which would wait for itself.
-    """
-    with switching:
-        if enabled.on and not _is_closing(enabled):
-            _closing.append((enabled, switch_off))
-        _switch_off_idle()
-        mine = threading.get_ident()
-        inside = any(x.enabled is enabled and x.thread == mine for x in _open)
-        while not inside and _is_closing(enabled):
-            _wait()
-
-
-def _begin(context: ForwardContext) -> bool:
-    """Note that a forward begins; return whether its model is enabled."""
-    with switching:
-        while context.outer is None and _is_closing(context.enabled):
-            _wait()
-        if context.enabled.on:
-            _open.append(context)
-        return context.enabled.on
-
-
-def _is_closing(enabled: EnabledState) -> bool:
-    return any(closing is enabled for closing, _ in _closing)
-
-
-def _wait() -> None:
-    switching.wait(0.1)  # No hook reports a forward that an interrupt has ended.
-    _switch_off_idle()
-
-
-def _switch_off_idle() -> None:
-    """Switch back the models that are to be disabled and have no forward left."""
-    if not _closing:
-        return
-    _open[:] = [x for x in _open if _is_executing(x.frame)]
-    for closing in list(_closing):
-        enabled, switch_off = closing
-        if not any(x.enabled is enabled for x in _open):
-            _closing.remove(closing)
-            switch_off()
-            switching.notify_all()
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _frame_of_forward() -> FrameType | None:
     """Return the frame in which torch runs the hooks and the forward of a module."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_call_impl":
-        frame = frame.f_back
-    return frame
+    return next((frame for frame in _frames() if frame.f_code.co_name == "_call_impl"), None)
 
 
 def _is_executing(frame: FrameType | None) -> bool:
-    """Return whether any thread executes a frame, and clear the local variables of one that ended.
-
-    Walking the stacks of other threads would tell too, but CPython 3.11 crashes now and then where
-    such a thread continues meanwhile.
-    """
-    if frame is None:
-        return False
-    try:
-        frame.clear()
-    except RuntimeError:  # What clear() is documented to raise for a frame that is executing.
-        return True
-    return False
+    """Return whether this thread executes a frame."""
+    return any(each is frame for each in _frames())

@@ -18,12 +18,17 @@ from h2o_prefill.hf.cache import (
     leave_shared,
     note_use,
 )
-from h2o_prefill.hf.forward import ForwardContext, context_of, leave_context
-from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.forward import (
+    EnabledState,
+    ForwardContext,
+    GraphCall,
+    context_of,
+    leave_context,
+)
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.rules import MASKED
 from h2o_prefill.hf.stages import StageCache, layers_here, new_cache
-from h2o_prefill.hf.state import EnabledState, GraphCall, graph
 
 # Arguments of a model that the hooks read, besides the cache.
 READ_ARGUMENTS = (
@@ -107,9 +112,6 @@ def before_forward(
     """Open a context, or join the enclosing model's; return other arguments if it needs some."""
     compiled = _is_compiled(model)
     context = context_of(hook.enabled, model)
-    if context is None:
-        graph.call = graph.layer = None
-        return None
     arguments = hook.read(args, kwargs)
     context.modules.append(model)
     if len(context.modules) > 1:

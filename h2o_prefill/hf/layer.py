@@ -16,12 +16,17 @@ from transformers.cache_utils import DynamicLayer
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LogitOptions, RecallLists
-from h2o_prefill.hf.state import GraphCall, graph
 from h2o_prefill.state import PrefillState, empty_state
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 RecurrentLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+
+# What dynamo may read of a thread. `call`: the forward that is under way, None if it cannot be in a
+# graph. `layer`: the layer of the cache that was updated last, to which attention that follows
+# belongs. `compiled`: whether the hooks of the model that was called run under torch.compile.
+# Dynamo reads attributes of a thread's own alone, so this is no class with defaults.
+graph = threading.local()
 
 # Tokens that a new buffer has room for beyond those it is made for.
 _SPARE_TOKENS = 256
@@ -154,11 +159,20 @@ class ChunkedPrefillLayer(DynamicLayer):
         return out
 
     def attend_in_graph(
-        self, query: Tensor, call: GraphCall, layer: int, options: LogitOptions
+        self,
+        query: Tensor,
+        candidates: int,
+        recall: RecallLists,
+        layer: int,
+        settings: str,
+        options: LogitOptions,
     ) -> Tensor:
-        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards."""
+        """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
+
+        `candidates` are the tokens after those of `query`.
+        """
         keys, values = self._held()
-        total = keys.shape[2] - call.candidates
+        total = keys.shape[2] - candidates
         state = self._state
         out, scores, memory, errors = ops.prefill_attention(
             query,
@@ -166,10 +180,10 @@ class ChunkedPrefillLayer(DynamicLayer):
             values[:, :, :total],
             None if state is None else state.scores,
             None if state is None else state.memory,
-            *call.recall,
+            *recall,
             0 if state is None else state.last_chunk_begin,
             layer,
-            call.settings,
+            settings,
             *options,
             None if state is None else state.errors,
         )

@@ -20,11 +20,16 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 
 from h2o_prefill.hf.cache import StaticPrefillCache
 from h2o_prefill.hf.compiled import ends_differ, mask_in_graph, may_be_left_out
-from h2o_prefill.hf.forward import ForwardContext, current_context, is_traced
-from h2o_prefill.hf.padding import Padding, is_unpadded, row_spans
+from h2o_prefill.hf.forward import (
+    EnabledState,
+    ForwardContext,
+    call_in_graph,
+    current_context,
+    is_traced,
+)
+from h2o_prefill.hf.kinds import NAME, enabled_of
+from h2o_prefill.hf.padding import Padding, Window, is_unpadded, row_spans, windows_ahead
 from h2o_prefill.hf.rules import CONTINUES
-from h2o_prefill.hf.state import NAME, EnabledState, call_in_graph, enabled_of
-from h2o_prefill.hf.windows import Window, windows_ahead
 
 HOLES = "attention_mask has holes; padding is supported at the ends of rows only"
 GRADIENTS = (

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from h2o_prefill.hf.cache import ChunkedPrefillCache, packed_copy
-from h2o_prefill.hf.state import enabled_of
+from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.identity import CHANGED, Origin
 from h2o_prefill.session_file import settings_fields
 from h2o_prefill.state import PrefillState

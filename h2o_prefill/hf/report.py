@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from h2o_prefill.hf.forward import EnabledState, LayerCalls
 from h2o_prefill.hf.hooks import handle_of
-from h2o_prefill.hf.layer_kinds import can_be_sparse, is_attention, layer_type, window_of
+from h2o_prefill.hf.kinds import NAME, can_be_sparse, is_attention, layer_type, window_of
 from h2o_prefill.hf.rules import NOT_ENABLED
-from h2o_prefill.hf.state import NAME, EnabledState, LayerCalls
 from h2o_prefill.state import CHUNKS, ERROR_SUM, estimated_kl
 
 

@@ -11,7 +11,7 @@ from h2o_prefill.config import LAYER_FIELDS
 from h2o_prefill.hf.cache import KeepsTokenIds, StaticPrefillLayer
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import is_traced
-from h2o_prefill.hf.layer_kinds import WINDOWED, layer_type, window_of
+from h2o_prefill.hf.kinds import WINDOWED, layer_type, window_of
 
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.state import enabled_of
 from h2o_prefill.identity import (
     CHANGED,
     Marks,

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, 
 from h2o_prefill.hf import NAME, ChunkedPrefillCache, enable, register
 from h2o_prefill.hf.attention import h2o_prefill_attention
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
-from h2o_prefill.hf.layer_kinds import layer_type
+from h2o_prefill.hf.kinds import layer_type
 from h2o_prefill.hf.rules import dense_reason
 
 TOKENS = 72

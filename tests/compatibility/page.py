@@ -14,7 +14,7 @@ import transformers
 from compatibility.examine import CHUNK_SIZE, TOKENS, TOLERANCE, Finding, sweep
 from rich.progress import Progress
 
-from h2o_prefill.hf.layer_kinds import WINDOWED
+from h2o_prefill.hf.kinds import WINDOWED
 
 PAGE = Path(__file__).parents[2] / "MODELS.md"
 HEADINGS = {

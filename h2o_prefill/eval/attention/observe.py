@@ -14,9 +14,9 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf import enable
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.dense import dense_attention
+from h2o_prefill.hf.kinds import NAME as SPARSE_NAME
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.rules import dense_reason
-from h2o_prefill.hf.state import NAME as SPARSE_NAME
 
 # No "flash", "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
 NAME = "h2o_prefill_observed"

@@ -12,7 +12,7 @@ import h2o_prefill
 from h2o_prefill import PrefillConfig, compare
 from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.forward import PromptForward
-from h2o_prefill.hf.state import enabled_of
+from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.selection import sinks_and_window
 
 NAMES = ["sdpa, model's own", "exact, lossless"]

@@ -21,9 +21,8 @@ from hf_helpers import (
 
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.call import Call
-from h2o_prefill.hf.forward import ForwardContext
+from h2o_prefill.hf.forward import EnabledState, ForwardContext
 from h2o_prefill.hf.rules import dense_reason
-from h2o_prefill.hf.state import EnabledState
 
 # Layers that go sparse.
 MODELS = {

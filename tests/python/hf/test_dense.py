@@ -16,8 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.dense import dense_attention
-from h2o_prefill.hf.forward import ForwardContext
-from h2o_prefill.hf.state import EnabledState
+from h2o_prefill.hf.forward import EnabledState, ForwardContext
 
 
 @pytest.fixture

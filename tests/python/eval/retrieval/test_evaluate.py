@@ -28,7 +28,7 @@ from h2o_prefill.eval.retrieval.result import (
     wilson_interval,
 )
 from h2o_prefill.hf.cache import cache_argument
-from h2o_prefill.hf.state import enabled_of
+from h2o_prefill.hf.kinds import enabled_of
 
 TEXT = "A quick brown fox did jump over it. The lazy dog sat still all day. " * 60
 CORPUS = Corpus("foxes", TEXT, "foxes.txt")

@@ -1,12 +1,21 @@
-"""The kind of attention that a layer computes, by its class, its attributes and its config."""
+"""The kind of attention that a layer computes, and whether its config is switched over."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import nn
 
 from h2o_prefill.config import PrefillConfig
+
+# The name under which transformers finds our attention function and mask function. No "flash",
+# "sdpa" or "flex_attention" inside: transformers reads a meaning into those.
+NAME = "h2o_prefill"
+
+# The `EnabledState` of each Hugging Face config that is switched over, under the config's id:
+# several models may share one config object, and then the switch of one reaches the others.
+switched: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 # Kinds of layers that attend as full ones do to a prompt that their window holds.
 WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")
@@ -119,3 +128,9 @@ def why_none_sparse(
     kinds = [layer_type(x) if is_causal(x, {}) else not_causal for x in layers]
     # Each once, in the order of the layers.
     return " or ".join(dict.fromkeys(_IN_WORDS.get(kind, kind) for kind in kinds))
+
+
+def enabled_of(hf_config: Any) -> Any:
+    """Return the `EnabledState` that has switched a Hugging Face config over, None if none has."""
+    enabled = switched.get(id(hf_config))
+    return enabled if enabled is not None and enabled.owns(hf_config) else None
