@@ -63,7 +63,7 @@ class Comparison:
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the cells of a table, the headings first."""
-        heads = "", "seconds", "times\nas fast", "mean KL\nin nats"
+        heads = "", "seconds", "times\nas fast", "mean KL,\nnats"
         rows: list[tuple[str, ...]] = [(*heads, "perplexity", "answer")]
         for run in self.runs:
             answer = " ".join(run.answer.split())
@@ -75,14 +75,10 @@ class Comparison:
         return rows
 
     def __str__(self) -> str:
-        heads, *rows = self.table()
-        upper, lower = zip(*(f"\n{head}".split("\n")[-2:] for head in heads), strict=True)
-        lines = [upper, lower, *rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        sides = ["<", *">" * (len(heads) - 2), "<"]
-        form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-        texts = (form.format(*line).rstrip() for line in lines)
-        return "\n".join([f"{self.tokens} tokens, seconds to the first new one", *texts])
+        rows = [[cell.replace("\n", " ") for cell in row] for row in self.table()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([f"{self.tokens} tokens, seconds to the first new one", *lines])
 
 
 def compare(

@@ -71,9 +71,9 @@ def test_runs_take_turns_and_agree_with_the_evaluation(
     assert sparse.answer == tiny_tokenizer.decode(made, skip_special_tokens=True)
 
     shown = str(result).splitlines()
-    assert shown[0].startswith("64 tokens") and len(shown) == 6 and "%" not in shown[3]
+    assert shown[0].startswith("64 tokens") and len(shown) == 5 and "%" not in shown[2]
     row = "6.00", "0.67x", f"{sparse.kl_mean:.4f}", f"{sparse.delta_percent:+.2f}"
-    assert shown[3].split()[3:5] == ["4.00", "1.00x"] and tuple(shown[5].split()[1:5]) == row
+    assert shown[2].split()[3:5] == ["4.00", "1.00x"] and tuple(shown[4].split()[1:5]) == row
 
 
 def test_ids_and_texts_are_prompts(
