@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,91 +11,113 @@ from torch import Tensor
 from h2o_prefill import ops
 from h2o_prefill.functional import RecallLists, sparse_attention
 from h2o_prefill.hf.cache import StaticPrefillLayer
-from h2o_prefill.hf.call import Attended, Call, as_attention_function
-from h2o_prefill.hf.compiled import attend_in_graph
-from h2o_prefill.hf.dense import dense_attention, in_autocast_dtype, with_candidates
+from h2o_prefill.hf.call import Attended, Call
+from h2o_prefill.hf.dense import (
+    dense_attention,
+    in_autocast_dtype,
+    mask_in_graph,
+    with_candidates,
+)
 from h2o_prefill.hf.forward import ALL_ROWS, call_in_graph
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import Padding, Rows, Span, is_long_row
 from h2o_prefill.hf.rules import dense_reason
 from h2o_prefill.hf.sharded import ShardedLayer, attend_sharded
-from h2o_prefill.state import no_errors
+from h2o_prefill.state import PrefillState, no_errors
 
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
     """Attend; the arguments are those of `Call.of`, as transformers passes them."""
-    forward = call_in_graph()
-    if forward is not None:
+    told = call_in_graph()
+    if told is not None:
         call = Call.of(*args, **kwargs)
         # No mask may mean anything, if it was not our mask function that made none.
-        if isinstance(call.mask, Tensor) or forward.plain:
-            return attend_in_graph(call, forward)
-    return _attend(*args, **kwargs)
+        if isinstance(call.mask, Tensor) or told.plain:
+            return _attend(call)
+    return _attend_outside_of_graphs(*args, **kwargs)
 
 
-# Dynamo cannot trace context variables: a compiled model breaks its graph here.
+# What is not settled before the forward needs its context, which dynamo cannot trace: a compiled
+# model breaks its graph here.
 @torch.compiler.disable
-@as_attention_function
-def _attend(call: Call) -> Attended:
+def _attend_outside_of_graphs(*args: Any, **kwargs: Any) -> Attended:
+    call = Call.of(*args, **kwargs)
     layer = None if call.context is None else call.context.layer_of(call.module)
     if isinstance(layer, ShardedLayer):
         return attend_sharded(call, layer), None
-    reason, exact = dense_reason(call), call.config.exact
-    if call.context is not None:
-        rows = call.query.shape[0] * call.new
-        call.enabled.count(getattr(call.module, "layer_idx", None), rows, "" if exact else reason)
-    if exact:
-        ours = reason is None and call.query.device.type == "cpu"
-        return (_attend_exactly(call), None) if ours else dense_attention(call)
-    if reason is None:
-        return _attend_sparsely(call), None
-    if reason:
-        call.enabled.report(f"dense attention: {reason}")
-    return dense_attention(call)
+    return _attend(call)
 
 
-def _attend_exactly(call: Call) -> Tensor:
-    """Prefill one layer densely, with sinks, softcap and padded rows, by our kernels."""
+def _attend(call: Call) -> Attended:
+    """Attend sparsely where no rule forbids it, by the operators where the settings say dense."""
+    reason = dense_reason(call)
+    call.count(reason)
+    foreign = call.config.exact and call.graph is None and call.query.device.type != "cpu"
+    if reason is not None or foreign:
+        return dense_attention(call)
     if call.padding is not None:
-        return _attend_padded(call, call.padding)
+        return _attend_padded(call, call.padding), None
+    layer, number, options = call.cache_layer, call.number, call.logit_options
     query, key, value = in_autocast_dtype(call.query, *call.held)
-    return ops.dense_attention(query, key, value, *call.logit_options).transpose(1, 2)
-
-
-def _attend_sparsely(call: Call) -> Tensor:
-    """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
-    padding, layer, options = call.padding, call.cache_layer, call.logit_options
-    if padding is not None:
-        return _attend_padded(call, padding)
-    assert call.context is not None  # Else it is dense.
-    rows, total = call.prompt_rows, call.past + call.prompt_rows
-    query, key, value = in_autocast_dtype(call.query, *call.held)
-    prompt, number = query[:, :, :rows], call.number
+    prompt = query[:, :, : call.prompt_rows]
     if isinstance(layer, StaticPrefillLayer):
-        forward = call.context.call
-        assert forward is not None and forward.position is not None
-        given = forward.position, forward.recall, number, forward.settings
-        out = layer.attend(prompt, *given, options)
-        call.enabled.note_errors(call.layer, layer.errors)
-        return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
-    recall = _recall_lists(call)
-    if layer is not None:
-        call.context.keep_state(layer)
-    select = call.enabled.select
-    if layer is not None and select is None and layer.holds(key, value):
-        out = layer.attend(prompt, total, recall, number, call.config, options)
-        call.enabled.note_errors(call.layer, layer.errors)
+        out = _attend_in_static_cache(call, layer, prompt)
+        if call.graph is not None and prompt.shape[2] < call.new:
+            # In a graph, keys and values go on after the candidates.
+            mask = mask_in_graph(call)[:, :, prompt.shape[2] :]
+            last = replace(call, query=query[:, :, prompt.shape[2] :], mask=mask)
+            candidates = dense_attention(last)[0]
+            return torch.cat([out.transpose(1, 2), candidates], dim=1).contiguous(), None
+    elif not call.is_sparse:
+        out = ops.dense_attention(query, key, value, *options)
+    elif call.graph is None:
+        out = _attend_sparsely(call, prompt, key, value)
+    elif layer is None:
+        state = (None, None, *call.graph.recall, 0, number, call.graph.settings)
+        out, *_ = ops.prefill_attention(query, key, value, *state, *options)
     else:
-        state = None if layer is None else layer.state
-        config = call.config.of_layer(call.layer)
-        keys, values = key[:, :, :total], value[:, :, :total]
-        out, state = sparse_attention(
-            prompt, keys, values, state, config, recall, *options, call.layer, select
-        )
-        if layer is not None:
-            layer.state = state
+        told = call.graph.candidates, call.graph.recall, number, call.graph.settings
+        out = layer.attend_in_graph(prompt, *told, options)
+    return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous(), None
+
+
+def _attend_in_static_cache(call: Call, layer: StaticPrefillLayer, prompt: Tensor) -> Tensor:
+    told = call.graph if call.context is None else call.context.call
+    assert told is not None and told.position is not None
+    given = told.position, told.recall, call.number, told.settings
+    out = layer.attend(prompt, *given, call.logit_options)
+    if call.graph is None:
+        call.enabled.note_errors(call.layer, layer.errors)
+    return out
+
+
+def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
+    assert call.context is not None  # Else it is dense.
+    layer, options, select = call.cache_layer, call.logit_options, call.enabled.select
+    total, recall = call.past + prompt.shape[2], _recall_lists(call)
+    if layer is None:
+        out, state = _attend_and_return(call, prompt, key[:, :, :total], value[:, :, :total], None)
         call.enabled.note_errors(call.layer, state.errors)
-    return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous()
+        return out
+    assert isinstance(layer, ChunkedPrefillLayer)
+    call.context.keep_state(layer)
+    if select is None and layer.holds(key, value):
+        out = layer.attend(prompt, total, recall, call.number, call.config, options)
+    else:
+        keys, values = key[:, :, :total], value[:, :, :total]
+        out, layer.state = _attend_and_return(call, prompt, keys, values, layer.state)
+    call.enabled.note_errors(call.layer, layer.errors)
+    return out
+
+
+def _attend_and_return(
+    call: Call, prompt: Tensor, key: Tensor, value: Tensor, state: PrefillState | None
+) -> tuple[Tensor, PrefillState]:
+    """Prefill one layer sparsely, by the selection rule if there is one; return the state."""
+    config = call.config.of_layer(call.layer)
+    given = config, _recall_lists(call), *call.logit_options, call.layer, call.enabled.select
+    return sparse_attention(prompt, key, value, state, *given)
 
 
 def _attend_padded(call: Call, padding: Padding) -> Tensor:

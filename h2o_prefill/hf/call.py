@@ -15,11 +15,12 @@ from h2o_prefill.hf.forward import (
     DEFAULT_STATE,
     EnabledState,
     ForwardContext,
+    GraphCall,
     call_in_graph,
     current_context,
 )
 from h2o_prefill.hf.kinds import is_causal, layer_type, window_of
-from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.padding import (
     Padding,
     Window,
@@ -27,6 +28,8 @@ from h2o_prefill.hf.padding import (
     attend_in_window,
     windows_ahead,
 )
+
+Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
 
 # What attention functions return: output [B, Tq, Hq, Dv], and the weights where they are made.
 Attended = tuple[Tensor, Tensor | None]
@@ -47,6 +50,9 @@ class Call:
     config: PrefillConfig
     # The forward that this call belongs to; None if the model was never enabled, and in a graph.
     context: ForwardContext | None
+    # In a compiled graph, what it was told, and the layer of the cache that was updated last.
+    graph: GraphCall | None = None
+    updated: Layer = None
 
     @classmethod
     def of(
@@ -61,14 +67,13 @@ class Call:
         **kwargs: Any,
     ) -> Call:
         """Return a call from the arguments that transformers passes to attention functions."""
-        graph_call = call_in_graph()
-        if graph_call is not None:  # Dynamo cannot trace context variables.
-            context, config = None, graph_call.config
-        else:
-            context = current_context(getattr(module, "config", None))
-            config = (DEFAULT_STATE if context is None else context.enabled).config
         given = (module, query, key, value, attention_mask, dropout, scaling, kwargs)
-        return cls(*given, config, context)
+        told = call_in_graph()
+        if told is not None:
+            updated, graph.layer = graph.layer, None
+            return cls(*given, told.config, None, told, updated)
+        context = current_context(getattr(module, "config", None))
+        return cls(*given, (DEFAULT_STATE if context is None else context.enabled).config, context)
 
     @property
     def hf_config(self) -> Any:
@@ -118,8 +123,15 @@ class Call:
     @property
     def prompt_rows(self) -> int:
         """Tokens of this call before those that assisted decoding verifies, always densely."""
+        if self.graph is not None:
+            return self.new - self.graph.candidates
         verified = 0 if self.context is None else self.context.candidates_in(self.past, self.new)
         return self.new - verified
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the settings make a call sparse that nothing else makes dense."""
+        return not self.config.exact if self.graph is None else self.graph.is_sparse(self.number)
 
     @property
     def layer(self) -> int | None:
@@ -128,11 +140,13 @@ class Call:
         return index if isinstance(index, int) and index >= 0 else None
 
     @property
-    def cache_layer(self) -> ChunkedPrefillLayer | StaticPrefillLayer | None:
+    def cache_layer(self) -> Layer:
         """The layer of one of our caches, if the caller passed one and it holds the keys.
 
         Multi-head latent attention caches latents, one for each key.
         """
+        if self.updated is not None and self.updated.keys is self.key:
+            return self.updated
         if self.context is None:
             return None
         layer = self.context.layer_of(self.module)
@@ -195,6 +209,18 @@ class Call:
     def logit_options(self) -> LogitOptions:
         """How the operators make logits."""
         return self.scaling, self.sinks, self.kwargs.get("softcap") or 0.0
+
+    def count(self, reason: str | None) -> None:
+        """Count the call of its layer, None: sparse; warn of a reason that is not by design."""
+        if self.graph is not None:  # counted after the forward
+            self.graph.outcomes.append((self.number, reason))
+            return
+        if self.context is not None:
+            rows, exact = self.query.shape[0] * self.new, self.config.exact
+            layer = getattr(self.module, "layer_idx", None)
+            self.enabled.count(layer, rows, "" if exact else reason)
+        if reason and not self.config.exact:
+            self.enabled.report(f"dense attention: {reason}")
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what was made for this key, once per forward."""

@@ -24,21 +24,28 @@ from transformers.masking_utils import (
     eager_mask,
     sdpa_mask,
 )
+from transformers.masking_utils import sliding_window_causal_mask_function as sliding_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import ops
 from h2o_prefill.functional import LogitOptions
+from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
-from h2o_prefill.hf.kinds import NAME, enabled_of
+from h2o_prefill.hf.kinds import NAME, enabled_of, layer_type, window_of
 from h2o_prefill.hf.padding import Window
 from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")
 
+# The attribute of masks of a sliding window: its length. The last key is that of the last query.
+WINDOW = "_h2o_prefill_window"
+
 
 def dense_attention(call: Call) -> Attended:
     """Attend to every key that the mask shows, as the model would without this library."""
+    if call.graph is not None:
+        return _attend_in_graph(call)
     window = call.window
     if window is not None and suits_our_operators(call):
         return _attend_in_window(call, window), None
@@ -225,6 +232,54 @@ def _hide_other_keys(call: Call, mask: Any) -> Any:
     if mask.dtype == torch.bool:
         return mask & ~hidden[:, None]
     return mask.masked_fill(hidden[:, None], torch.finfo(call.query.dtype).min)
+
+
+def _attend_in_graph(call: Call) -> Attended:
+    """Attend as the model did before; an implementation that has its own masks becomes sdpa."""
+    window = _window_in_graph(call)
+    # One row sees every key of its window: PyTorch's attention needs no packed ones.
+    if window is not None and call.new > 1 and suits_our_operators(call):
+        out, _ = ops.sliding_window_attention(
+            call.query, call.key, call.value, window, *call.logit_options
+        )
+        return out.transpose(1, 2), None
+    mask = mask_in_graph(call, window)
+    assert call.graph is not None
+    if call.graph.previous == "eager" or call.given(*EAGER_ONLY):
+        function, mask = eager_function(call.module), as_additive(mask, call.query.dtype)
+    else:
+        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return call_function(function, call, call.key, call.value, mask)
+
+
+def _window_in_graph(call: Call) -> int | None:
+    """Return the window that the mask of a call is known to be of, or that is left of it."""
+    window = window_of(call.module)
+    if layer_type(call.module) not in ("sliding_attention", "hybrid_sliding"):
+        return None
+    if call.mask is None:
+        return window if call.graph is not None and window in call.graph.windows else None
+    return window if getattr(call.mask, WINDOW, None) == window else None
+
+
+def mask_in_graph(call: Call, window: int | None = None) -> Tensor:
+    """Return the mask of a call, made if it was left out: plain causal, or of a window."""
+    if call.mask is not None:
+        return call.mask
+    past: Any = call.key.shape[2] - call.new
+    if isinstance(call.updated, StaticPrefillLayer):
+        past = call.updated.cumulative_length - call.new
+    mask = sdpa_mask(
+        call.query.shape[0],
+        call.new,
+        call.key.shape[2],
+        past,
+        mask_function=causal_mask_function if window is None else sliding_mask(window),
+        allow_is_causal_skip=False,
+        device=call.query.device,
+    )
+    assert mask is not None
+    return mask
 
 
 def with_candidates(

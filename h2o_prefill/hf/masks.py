@@ -16,20 +16,22 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
 from h2o_prefill.hf.cache import StaticPrefillCache
-from h2o_prefill.hf.compiled import ends_differ, mask_in_graph, may_be_left_out
+from h2o_prefill.hf.dense import WINDOW
 from h2o_prefill.hf.forward import (
     EnabledState,
     ForwardContext,
+    GraphCall,
     call_in_graph,
     current_context,
     is_traced,
 )
 from h2o_prefill.hf.kinds import NAME, enabled_of
 from h2o_prefill.hf.padding import Padding, Window, is_unpadded, row_spans, windows_ahead
-from h2o_prefill.hf.rules import CONTINUES
+from h2o_prefill.hf.rules import CONTINUES, PLAIN
 
 HOLES = "attention_mask has holes; padding is supported at the ends of rows only"
 GRADIENTS = (
@@ -43,6 +45,42 @@ NOT_CAUSAL = "the attention mask is not plain causal (packed sequences, or an ov
 DEFAULTS = {"q_offset": 0, "kv_offset": 0, "attention_mask": None}
 
 
+def may_be_left_out(arguments: dict[str, Any]) -> bool:
+    """Return whether a mask function may leave out a mask that is plain causal."""
+    return arguments.get("allow_is_causal_skip", True) and not arguments.get("use_vmap", False)
+
+
+def ends_differ(arguments: dict[str, Any]) -> bool:
+    """Return whether the last key is another token than the last query, or may be."""
+    offset = arguments["q_offset"]
+    end = arguments["kv_offset"] + arguments["kv_length"]
+    return isinstance(offset, Tensor) or offset + arguments["q_length"] != end
+
+
+def _mask_in_graph(arguments: dict[str, Any], forward: GraphCall) -> Tensor:
+    """Return the bool mask of PyTorch's attention, marked if it is plain causal."""
+    given = arguments["attention_mask"]
+    if given is not None and forward.unpadded:
+        forward.hidden.append(_hides_keys(given, arguments["q_offset"] + arguments["q_length"]))
+        given = None
+    changed = {"attention_mask": given, "allow_is_causal_skip": False}
+    mask = sdpa_mask(**{**arguments, **changed})
+    assert mask is not None
+    if given is None and may_be_left_out(arguments):
+        window = arguments.get("local_size")
+        if window is not None and not ends_differ(arguments):
+            setattr(mask, WINDOW, window)
+        elif window is None and arguments["mask_function"] is causal_mask_function:
+            setattr(mask, PLAIN, True)
+    return mask
+
+
+def _hides_keys(mask: Tensor, length: int | Tensor) -> Tensor:
+    """Return whether a mask [B, T], perhaps made by the model, hides one of the first keys."""
+    seen = torch.arange(mask.shape[1], device=mask.device) < length
+    return (seen & ~mask.bool()).any()
+
+
 def h2o_prefill_mask(**given: Any) -> Any:
     """Return None for plain causal attention, else the mask that the previous implementation takes.
 
@@ -52,7 +90,7 @@ def h2o_prefill_mask(**given: Any) -> Any:
     """
     arguments = {"mask_function": causal_mask_function, **DEFAULTS, **given}
     forward = call_in_graph()
-    return _mask(arguments) if forward is None else mask_in_graph(arguments, forward)
+    return _mask(arguments) if forward is None else _mask_in_graph(arguments, forward)
 
 
 @torch.compiler.disable

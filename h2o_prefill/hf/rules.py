@@ -13,6 +13,9 @@ from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import is_traced
 from h2o_prefill.hf.kinds import WINDOWED, layer_type, window_of
 
+# The attribute of masks that are plain causal. A graph that needs no mask does not compute it.
+PLAIN = "_h2o_prefill_plain"
+
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 INDEX_ARGUMENTS = ("indices", "block_indices")
 
@@ -30,6 +33,11 @@ CONTINUES = (
 )
 
 
+# Where a rule holds: everywhere; outside of compiled graphs; in them, where what else decides is
+# settled before the forward.
+ANYWHERE, EAGER, GRAPH = "anywhere", "eager", "graph"
+
+
 @dataclass(frozen=True)
 class Rule:
     """A reason for dense attention."""
@@ -37,6 +45,7 @@ class Rule:
     applies: Callable[[Call], bool]
     # What the user reads. Empty for calls that are dense by design, which are not reported.
     reason: str | Callable[[Call], str] = ""
+    where: str = EAGER
 
 
 def _is_windowed(call: Call) -> bool:
@@ -147,30 +156,17 @@ def _history_reason(call: Call) -> str:
     return "a long call goes on from a cache that was not filled by this model while it was enabled"
 
 
-# These look only at the layer and at what the model passed: they hold in a compiled graph too.
-LAYER_RULES = (
-    Rule(lambda call: not call.is_causal),
-    Rule(_is_windowed, _window_reason),
-    Rule(
-        lambda call: not isinstance(getattr(call.module, "layer_idx", None), int),
-        "the attention layers do not know their index",
-    ),
-    Rule(
-        lambda call: call.layer is None and any(getattr(call.config, x) for x in LAYER_FIELDS),
-        "layers share a module, and settings by layer cannot tell them apart",
-    ),
-    Rule(_is_encoder_decoder, "encoder-decoder models are not supported"),
-    Rule(lambda call: call.module.training, "the model is in training mode; call model.eval()"),
-    Rule(needs_gradients, "gradients are on; run under torch.no_grad() or torch.inference_mode()"),
-    Rule(lambda call: call.dropout > 0, "attention dropout is not supported"),
-    Rule(wants_weights, "output_attentions is not supported"),
-    Rule(lambda call: call.given("cache"), "paged caches are not supported"),
-    Rule(_shares_keys, "layers that share the keys of another layer are not supported"),
-    Rule(lambda call: call.given("position_bias"), "position_bias is not supported"),
-    Rule(lambda call: call.given(*PACKING_ARGUMENTS), "packed sequences are not supported"),
-    Rule(lambda call: call.given(*INDEX_ARGUMENTS), "the model chooses its own keys already"),
-)
+def _is_masked(call: Call) -> bool:
+    """Return whether the mask of a call in a graph may hide more than causality does."""
+    assert call.graph is not None
+    return not (call.graph.plain if call.mask is None else getattr(call.mask, PLAIN, False))
 
+
+def _anywhere(applies: Callable[[Call], bool], reason: str | Callable[[Call], str] = "") -> Rule:
+    return Rule(applies, reason, ANYWHERE)
+
+
+# The decision table: the first rule that applies gives the reason.
 RULES = (
     Rule(lambda call: is_traced(), TRACED),
     Rule(_is_short),
@@ -181,8 +177,41 @@ RULES = (
         ),
         "the memory set is empty (K + L + H = 0); block_diagonal=True attends inside chunks alone",
     ),
-    *LAYER_RULES,
-    Rule(_changes_values, OTHER_VALUES),
+    # These look only at the layer and at what the model passed.
+    _anywhere(lambda call: not call.is_causal),
+    _anywhere(_is_windowed, _window_reason),
+    _anywhere(
+        lambda call: not isinstance(getattr(call.module, "layer_idx", None), int),
+        "the attention layers do not know their index",
+    ),
+    _anywhere(
+        lambda call: call.layer is None and any(getattr(call.config, x) for x in LAYER_FIELDS),
+        "layers share a module, and settings by layer cannot tell them apart",
+    ),
+    _anywhere(_is_encoder_decoder, "encoder-decoder models are not supported"),
+    _anywhere(
+        lambda call: call.module.training, "the model is in training mode; call model.eval()"
+    ),
+    _anywhere(
+        needs_gradients, "gradients are on; run under torch.no_grad() or torch.inference_mode()"
+    ),
+    _anywhere(lambda call: call.dropout > 0, "attention dropout is not supported"),
+    _anywhere(wants_weights, "output_attentions is not supported"),
+    _anywhere(lambda call: call.given("cache"), "paged caches are not supported"),
+    _anywhere(_shares_keys, "layers that share the keys of another layer are not supported"),
+    _anywhere(lambda call: call.given("position_bias"), "position_bias is not supported"),
+    _anywhere(lambda call: call.given(*PACKING_ARGUMENTS), "packed sequences are not supported"),
+    _anywhere(lambda call: call.given(*INDEX_ARGUMENTS), "the model chooses its own keys already"),
+    # The mask of one row of a static cache is not marked: decoding is dense.
+    Rule(lambda call: _is_masked(call) and call.new == 1, "", GRAPH),
+    Rule(_is_masked, MASKED, GRAPH),
+    Rule(
+        lambda call: call.cache_layer is None and call.graph is not None and call.graph.cached,
+        "the layers of this cache keep no state of sparse prefill",
+        GRAPH,
+    ),
+    Rule(lambda call: call.cache_layer is None and call.new != call.key.shape[2], MASKED, GRAPH),
+    _anywhere(_changes_values, OTHER_VALUES),
     Rule(
         _is_repeated, "layers that attend several times to the same cached keys are not supported"
     ),
@@ -195,9 +224,10 @@ RULES = (
 )
 
 
-def dense_reason(call: Call, rules: tuple[Rule, ...] = RULES) -> str | None:
+def dense_reason(call: Call, where: str = "") -> str | None:
     """Return why a call is dense: None if it is sparse, empty if it is dense by design."""
-    for rule in rules:
-        if rule.applies(call):
+    where = where or (EAGER if call.graph is None else GRAPH)
+    for rule in RULES:
+        if rule.where in (where, ANYWHERE) and rule.applies(call):
             return rule.reason(call) if callable(rule.reason) else rule.reason
     return None

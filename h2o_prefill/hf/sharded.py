@@ -31,7 +31,7 @@ from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import NO_IDS
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.hf.padding import is_unpadded
-from h2o_prefill.hf.rules import LAYER_RULES, dense_reason
+from h2o_prefill.hf.rules import ANYWHERE, dense_reason
 from h2o_prefill.hf.stages import layers_here
 from h2o_prefill.state import no_errors
 
@@ -214,7 +214,7 @@ def attend_sharded(call: Call, layer: ShardedLayer) -> Tensor:
 
     Raises NotImplementedError where that is not possible.
     """
-    reason = dense_reason(call, LAYER_RULES)
+    reason = dense_reason(call, ANYWHERE)
     if reason is None and call.mask is not None:
         reason = "a custom attention mask"
     elif reason is None and (call.key is not layer.keys or call.value is not layer.values):
