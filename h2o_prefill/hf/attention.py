@@ -13,7 +13,7 @@ from h2o_prefill.functional import RecallLists, sparse_attention
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.dense import (
-    dense_attention,
+    attend_densely,
     in_autocast_dtype,
     mask_in_graph,
     with_candidates,
@@ -54,7 +54,7 @@ def _attend(call: Call) -> Attended:
     call.count(reason)
     foreign = call.config.exact and call.graph is None and call.query.device.type != "cpu"
     if reason is not None or foreign:
-        return dense_attention(call)
+        return attend_densely(call)
     if call.padding is not None:
         return _attend_padded(call, call.padding), None
     layer, number, options = call.cache_layer, call.number, call.logit_options
@@ -66,7 +66,7 @@ def _attend(call: Call) -> Attended:
             # In a graph, keys and values go on after the candidates.
             mask = mask_in_graph(call)[:, :, prompt.shape[2] :]
             last = replace(call, query=query[:, :, prompt.shape[2] :], mask=mask)
-            candidates = dense_attention(last)[0]
+            candidates = attend_densely(last)[0]
             return torch.cat([out.transpose(1, 2), candidates], dim=1).contiguous(), None
     elif not call.is_sparse:
         out = ops.dense_attention(query, key, value, *options)

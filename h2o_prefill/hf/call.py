@@ -51,8 +51,14 @@ class Call:
     # The forward that this call belongs to; None if the model was never enabled, and in a graph.
     context: ForwardContext | None
     # In a compiled graph, what it was told, and the layer of the cache that was updated last.
-    graph: GraphCall | None = None
-    updated: Layer = None
+    graph: GraphCall | None
+    updated: Layer
+    # The layer of one of our caches, if the caller passed one and it holds the keys.
+    cache_layer: Layer
+    total: int  # tokens up to the last of this call; a static cache has unused slots after them
+    window: Window | None = None  # what the layer's window hides, if its mask was left out
+    # Where the rows lie, if the mask that was asked for is that of a padded batch.
+    padding: Padding | None = None
 
     @classmethod
     def of(
@@ -68,12 +74,23 @@ class Call:
     ) -> Call:
         """Return a call from the arguments that transformers passes to attention functions."""
         given = (module, query, key, value, attention_mask, dropout, scaling, kwargs)
+        length = key.shape[2]
         told = call_in_graph()
         if told is not None:
             updated, graph.layer = graph.layer, None
-            return cls(*given, told.config, None, told, updated)
+            held = updated if updated is not None and updated.keys is key else None
+            return cls(*given, told.config, None, told, updated, held, length)
         context = current_context(getattr(module, "config", None))
-        return cls(*given, (DEFAULT_STATE if context is None else context.enabled).config, context)
+        window = None
+        if attention_mask is None:
+            window = _window_of_call(module, context, query.shape[2], length)
+            if context is not None and is_causal(module, kwargs):
+                length = context.filled.get(length, length)
+        layer = None if context is None else _cache_layer(module, context, key)
+        config = (DEFAULT_STATE if context is None else context.enabled).config
+        sizes = query.shape[0], query.shape[2], key.shape[2]
+        padding = _padding_of_call(module, context, window, sizes)
+        return cls(*given, config, context, None, None, layer, length, window, padding)
 
     @property
     def hf_config(self) -> Any:
@@ -99,14 +116,6 @@ class Call:
     def new(self) -> int:
         """Tokens of this call, Tq."""
         return self.query.shape[2]
-
-    @property
-    def total(self) -> int:
-        """Tokens up to the last of this call; a static cache has unused slots after them."""
-        length = self.key.shape[2]
-        if self.context is None or self.mask is not None or not self.is_causal:
-            return length
-        return self.context.filled.get(length, length)
 
     @property
     def past(self) -> int:
@@ -138,59 +147,6 @@ class Call:
         """The number of the layer. None if it has none: Zamba's share a module, numbered -1."""
         index = getattr(self.module, "layer_idx", None)
         return index if isinstance(index, int) and index >= 0 else None
-
-    @property
-    def cache_layer(self) -> Layer:
-        """The layer of one of our caches, if the caller passed one and it holds the keys.
-
-        Multi-head latent attention caches latents, one for each key.
-        """
-        if self.updated is not None and self.updated.keys is self.key:
-            return self.updated
-        if self.context is None:
-            return None
-        layer = self.context.layer_of(self.module)
-        if getattr(layer, "keys", None) is not self.key:
-            # Recurrent models have several cache layers for one module.
-            layers = getattr(self.context.cache, "layers", None) or ()
-            holders = (other for other in layers if getattr(other, "keys", None) is self.key)
-            layer = next(holders, layer)
-        if isinstance(layer, StaticPrefillLayer):
-            return layer if layer.keys is self.key else None
-        if not isinstance(layer, ChunkedPrefillLayer):
-            return None
-        return layer if layer.get_seq_length() == self.key.shape[2] else None
-
-    @property
-    def padding(self) -> Padding | None:
-        """Where the rows lie, if the mask that was asked for is that of a padded batch.
-
-        Other attention of the same forward, such as that to the states of an encoder, may be of the
-        same size.
-        """
-        if self.context is None:
-            return None
-        window, padding = self.window, self.context.paddings.get(self.new)
-        if window is not None:
-            padding = window.padding
-            # Of a window that cuts every long row, no row is sparse.
-            if padding is None or not padding.has_long_row(self.config):
-                return None
-        sizes = (self.query.shape[0], self.new, self.key.shape[2])
-        if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
-            return None
-        return padding if is_causal(self.module, {}) else None
-
-    @property
-    def window(self) -> Window | None:
-        """What the layer's window hides, if its mask was left out."""
-        windows = windows_ahead.get() if self.context is None else self.context.windows
-        if self.mask is not None or not windows:
-            return None
-        window = windows.get(window_of(self.module) or 0)
-        if window is None or window.keys != self.key.shape[2] or window.queries < self.new:
-            return None
-        return window
 
     def attend_in_window(self, query: Tensor, key: Tensor, value: Tensor, end: int) -> Tensor:
         """Attend as the layer's window, or its chunks, say; `end` is the position after `key`."""
@@ -238,3 +194,51 @@ def as_attention_function(attend: Callable[[Call], Attended]) -> Callable[..., A
         return attend(Call.of(*args, **kwargs))
 
     return attention
+
+
+def _cache_layer(module: nn.Module, context: ForwardContext, key: Tensor) -> Layer:
+    """Return the layer of the caller's cache that holds the keys of a call, if it is one of ours.
+
+    Multi-head latent attention caches latents, one for each key.
+    """
+    layer = context.layer_of(module)
+    if getattr(layer, "keys", None) is not key:
+        # Recurrent models have several cache layers for one module.
+        layers = getattr(context.cache, "layers", None) or ()
+        layer = next((one for one in layers if getattr(one, "keys", None) is key), layer)
+    if isinstance(layer, StaticPrefillLayer):
+        return layer if layer.keys is key else None
+    if not isinstance(layer, ChunkedPrefillLayer):
+        return None
+    return layer if layer.get_seq_length() == key.shape[2] else None
+
+
+def _window_of_call(
+    module: nn.Module, context: ForwardContext | None, queries: int, keys: int
+) -> Window | None:
+    """Return what the layer's window hides, of a call whose mask was left out."""
+    windows = windows_ahead.get() if context is None else context.windows
+    window = windows.get(window_of(module) or 0) if windows else None
+    fits = window is not None and window.keys == keys and window.queries >= queries
+    return window if fits else None
+
+
+def _padding_of_call(
+    module: nn.Module, context: ForwardContext | None, window: Window | None, sizes: tuple[int, ...]
+) -> Padding | None:
+    """Return the padding of the rows of a call; `sizes` are batch, queries and keys.
+
+    Other attention of the same forward, such as that to the states of an encoder, may be of the
+    same size.
+    """
+    if context is None:
+        return None
+    padding = context.paddings.get(sizes[1])
+    if window is not None:
+        padding = window.padding
+        # Of a window that cuts every long row, no row is sparse.
+        if padding is not None and not padding.has_long_row(context.enabled.config):
+            return None
+    if padding is None or sizes != (len(padding.spans), padding.length, padding.length):
+        return None
+    return padding if is_causal(module, {}) else None

@@ -42,7 +42,7 @@ EAGER_ONLY = ("s_aux", "softcap")
 WINDOW = "_h2o_prefill_window"
 
 
-def dense_attention(call: Call) -> Attended:
+def attend_densely(call: Call) -> Attended:
     """Attend to every key that the mask shows, as the model would without this library."""
     if call.graph is not None:
         return _attend_in_graph(call)
@@ -51,7 +51,7 @@ def dense_attention(call: Call) -> Attended:
         return _attend_in_window(call, window), None
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-    if function is sdpa_attention_forward and _is_plain(call) and suits_our_operators(call):
+    if function is sdpa_attention_forward and _sdpa_reads_as_causal(call) and suits_our_operators(call):
         query, key, value = in_autocast_dtype(call.query, *call.held)
         return ops.dense_attention(query, key, value, call.scaling).transpose(1, 2), None
     mask = _mask(call, name)
@@ -119,8 +119,8 @@ def _attend_in_window(call: Call, window: Window) -> Tensor:
     )
 
 
-def _is_plain(call: Call) -> bool:
-    """Return whether sdpa's function would read the call as plain causal.
+def _sdpa_reads_as_causal(call: Call) -> bool:
+    """Return whether sdpa's function would take the call for plain causal.
 
     Without a mask that function lets one query see every key, and is causal from the first key on
     for more; after a history that means something else than ours, unless we made the masks.

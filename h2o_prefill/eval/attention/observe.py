@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf import enable
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
-from h2o_prefill.hf.dense import dense_attention
+from h2o_prefill.hf.dense import attend_densely
 from h2o_prefill.hf.kinds import NAME as SPARSE_NAME
 from h2o_prefill.hf.masks import h2o_prefill_mask
 from h2o_prefill.hf.rules import dense_reason
@@ -58,7 +58,7 @@ def observe_attention(
 @as_attention_function
 def _observed_attention(call: Call) -> Attended:
     observe = _observer.get()
-    attended = dense_attention(call)
+    attended = attend_densely(call)
     if call.context is not None and observe is not None:
         reason = dense_reason(call)
         if reason is None:

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from h2o_prefill import PrefillConfig, enable
 from h2o_prefill.hf.call import Call
-from h2o_prefill.hf.dense import dense_attention
+from h2o_prefill.hf.dense import attend_densely
 from h2o_prefill.hf.forward import EnabledState, ForwardContext
 
 
@@ -86,7 +86,8 @@ def test_calls_that_only_pytorch_takes(llama, dense_calls, shapes, arguments, ou
     layer.num_key_value_groups = 1
     run = ForwardContext(EnabledState(config))
     scale = query.shape[-1] ** -0.5
-    out, _ = dense_attention(Call(layer, query, key, key, None, 0.0, scale, arguments, config, run))
+    given = (layer, query, key, key, None, 0.0, scale, arguments)
+    out, _ = attend_densely(Call(*given, config, run, None, None, None, key.shape[2]))
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
     torch.testing.assert_close(out, expected.transpose(1, 2))
     assert bool(dense_calls) == ours
