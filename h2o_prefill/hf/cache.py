@@ -217,7 +217,7 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
 
     def _replace_layers(self) -> None:
         self._origin = None
-        self.layers = [prefill_layer_for(layer) for layer in self.layers]
+        self.layers[:] = [prefill_layer_for(layer) for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = ChunkedPrefillLayer
         self._token_ids = []
@@ -284,12 +284,17 @@ class StaticPrefillLayer(StaticLayer):
 
     memory_size: int  # room for the memory sets of all forwards so far
 
-    @staticmethod
-    def adopt(layer: Any) -> None:
-        """Make an empty `StaticLayer` one of these, in place."""
-        layer.__class__ = StaticPrefillLayer
-        layer.scores = layer.memory = layer.errors = layer.added = None
-        layer.attended, layer.memory_size = False, 0
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len)
+        self.scores = self.memory = self.errors = self.added = None
+        self.attended, self.memory_size = False, 0
+
+    @classmethod
+    def in_place_of(cls, layer: StaticLayer) -> StaticPrefillLayer:
+        """Return a layer with the buffers of one that is empty."""
+        made = cls(layer.max_cache_len)
+        vars(made).update(vars(layer))
+        return made
 
     def prepare(self, memory_size: int) -> None:
         """Make room for the memory sets of a forward."""
@@ -389,9 +394,10 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
         self._replace_layers()
 
     def _replace_layers(self) -> None:
-        for layer in self.layers:
-            if type(layer) is StaticLayer:
-                StaticPrefillLayer.adopt(layer)
+        self.layers[:] = [
+            StaticPrefillLayer.in_place_of(layer) if type(layer) is StaticLayer else layer
+            for layer in self.layers
+        ]
         self._token_ids = []
         self._position = torch.zeros(2, dtype=torch.int64)
 
@@ -411,11 +417,34 @@ class StaticPrefillCache(KeepsTokenIds, StaticCache):
         return self._position
 
 
-def adopt(cache: Any) -> None:
-    """Turn an empty cache of transformers into one of ours, in place, so its owner has it too."""
-    kinds: dict[type, type] = {DynamicCache: ChunkedPrefillCache, StaticCache: StaticPrefillCache}
-    kind = kinds.get(type(cache))
+def take_over(cache: Any, kind: type[Any] | None = None) -> Any:
+    """Return a cache of ours that has the layers of an empty one of transformers; others as is.
+
+    The two share their list of layers, so the user's cache holds what ours does, and what edits
+    the one edits the other. A cache that was taken over before is that one of ours again.
+    """
+    taken = getattr(cache, "_h2o_prefill_cache", None)
+    if taken is not None and taken.layers is cache.layers:
+        return taken
+    kinds: dict[type, type[Any]] = {
+        DynamicCache: ChunkedPrefillCache,
+        StaticCache: StaticPrefillCache,
+    }
+    kind = kind or kinds.get(type(cache))
     offloaded = kind is StaticPrefillCache and cache.offloading
-    if kind is not None and not offloaded and length_of(cache) == 0:
-        cache.__class__ = kind
-        cache._replace_layers()
+    if kind is None or offloaded or length_of(cache) != 0:
+        return cache
+    ours: Any = object.__new__(kind)
+    vars(ours).update(vars(cache))
+    ours._replace_layers()
+    cache._h2o_prefill_cache = ours
+    cache.layer_class_to_replicate = ours.layer_class_to_replicate
+    for edit in (
+        "reset",
+        "crop",
+        "reorder_cache",
+        "batch_repeat_interleave",
+        "batch_select_indices",
+    ):
+        setattr(cache, edit, getattr(ours, edit))
+    return ours

@@ -51,7 +51,8 @@ def attend_densely(call: Call) -> Attended:
         return _attend_in_window(call, window), None
     name = _implementation(call)
     function = eager_function(call.module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-    if function is sdpa_attention_forward and _sdpa_reads_as_causal(call) and suits_our_operators(call):
+    plain = function is sdpa_attention_forward and _sdpa_reads_as_causal(call)
+    if plain and suits_our_operators(call):
         query, key, value = in_autocast_dtype(call.query, *call.held)
         return ops.dense_attention(query, key, value, call.scaling).transpose(1, 2), None
     mask = _mask(call, name)

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
-from h2o_prefill.hf.cache import KeepsTokenIds, adopt, length_of
+from h2o_prefill.hf.cache import KeepsTokenIds, length_of
 from h2o_prefill.hf.kinds import NAME, switched
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 from h2o_prefill.hf.padding import Padding, Rows, Span, Window, windows_ahead
@@ -289,7 +289,6 @@ class ForwardContext:
             self.tokens = arguments["inputs_embeds"] if input_ids is None else input_ids
         if self.cache is None and cache is not None:
             check_usable(cache)
-            adopt(cache)
             self.cache, masks = cache, arguments["attention_mask"]
             self.begun = self.past
             layers = getattr(cache, "layers", None) or ()

@@ -17,6 +17,7 @@ from h2o_prefill.hf.cache import (
     cache_argument,
     leave_shared,
     note_use,
+    take_over,
 )
 from h2o_prefill.hf.forward import (
     EnabledState,
@@ -108,19 +109,23 @@ def note_compilation(*_: Any) -> None:
 @torch.compiler.disable
 def before_forward(
     hook: ForwardHook, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments | None:
-    """Open a context, or join the enclosing model's; return other arguments if it needs some."""
+) -> Arguments:
+    """Open a context, or join the enclosing model's; return the arguments that it needs."""
     compiled = _is_compiled(model)
     context = context_of(hook.enabled, model)
     arguments = hook.read(args, kwargs)
     context.modules.append(model)
+    changed: dict[str, Any] = {}
+    given = arguments["cache"]
+    if given is not None and context.cache is None:
+        own = layers_here(model) if len(context.modules) == 1 else None
+        ours = take_over(given) if own is None else StageCache.of(given, own)
+        arguments["cache"] = ours
+        args = tuple(ours if x is given else x for x in args)
+        kwargs = {name: ours if x is given else x for name, x in kwargs.items()}
     if len(context.modules) > 1:
         context.add_arguments(arguments)
-        return None
-    changed: dict[str, Any] = {}
-    own = layers_here(model)
-    if own is not None and arguments["cache"] is not None:
-        StageCache.adopt(arguments["cache"], own)
+        return args, kwargs
     if hook.makes_cache(model, arguments):
         cache = new_cache(model)
         changed |= cache_argument(model, cache)
@@ -137,7 +142,7 @@ def before_forward(
         shape, device = context.tokens.shape[:2], context.tokens.device
         changed["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=device)
     _tell_graph(context, {**arguments, **changed}["attention_mask"], compiled)
-    return hook.replace(args, kwargs, changed) if changed else None
+    return hook.replace(args, kwargs, changed)
 
 
 @torch.compiler.disable

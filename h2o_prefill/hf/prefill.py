@@ -113,7 +113,7 @@ def chunked_prefill(
     elif not isinstance(cache, ChunkedPrefillCache):
         raise ValueError(f"cache must be a ChunkedPrefillCache, got {type(cache).__name__}")
     elif own is not None:
-        StageCache.adopt(cache, own)
+        cache = StageCache.of(cache, own)
     past = cache.get_seq_length()
     name, tokens, mask = _read_prompt(input_ids, attention_mask, inputs_embeds, past, model)
     if kind := _rope_by_length(model, past + tokens.shape[1]):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
+from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, take_over
 
 OTHER_CACHE = (
     "cache must be one that this model has filled as a stage of a pipeline while it was enabled, "
@@ -33,17 +33,18 @@ class StageCache(ChunkedPrefillCache):
     own: range  # the layers of this process
     coming: Tensor | None = None  # ids [B, n] of a forward that gets hidden states instead
 
-    @staticmethod
-    def adopt(cache: Any, own: range) -> None:
-        """Make an empty cache one of these, in place. Raises ValueError if it cannot be one."""
-        if isinstance(cache, StageCache) and cache.own == own:
-            return
+    @classmethod
+    def of(cls, cache: Any, own: range) -> StageCache:
+        """Return the cache of a stage in the place of an empty one; ValueError if none can be."""
+        ours = getattr(cache, "_h2o_prefill_cache", cache)
+        if isinstance(ours, cls) and ours.own == own:
+            return ours
         used = any(layer.is_initialized for layer in getattr(cache, "layers", ()))
         if used or type(cache) not in (DynamicCache, ChunkedPrefillCache):
             raise ValueError(f"{OTHER_CACHE} {type(cache).__name__}{' with tokens' * used}")
-        cache.__class__ = StageCache
-        cache._replace_layers()
-        cache.own = own
+        made: StageCache = take_over(cache, cls)
+        made.own = own
+        return made
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(super().get_seq_length(self._here(layer_idx)))
@@ -127,11 +128,8 @@ def layers_here(model: nn.Module) -> range | None:
 
 def new_cache(model: Any) -> ChunkedPrefillCache:
     """Return an empty cache of a model, or of a stage of one."""
-    cache = ChunkedPrefillCache(config=model.config)
-    own = layers_here(model)
-    if own is not None:
-        StageCache.adopt(cache, own)
-    return cache
+    cache, own = ChunkedPrefillCache(config=model.config), layers_here(model)
+    return cache if own is None else StageCache.of(cache, own)
 
 
 def with_heads_here(model: Any, config: PrefillConfig) -> PrefillConfig:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 
 import pytest
 import torch
+import transformers
 from hf_helpers import EVERYTHING, H2O, RECALL, in_calls, new_cache
 
 from h2o_prefill import ChunkedPrefillCache, enable
@@ -137,3 +139,20 @@ def test_a_compiled_model_shares_nothing(prompt, ask):
     leave_shared(branch)
     assert not set(keys_at(branch)) & set(keys_at(prompt))
     assert torch.equal(ask(branch, 5), answer)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_a_cache_that_was_taken_over(llama, ids, copy_of):
+    """Copies of a user's cache go on by themselves; what edits it edits the ids that it holds."""
+    with enable(llama, **RECALL):
+        cache = transformers.DynamicCache(config=llama.config)
+        llama(ids[:, :64], past_key_values=cache)
+        other = copy_of(cache)
+        expected = llama(ids[:, 64:], past_key_values=cache).logits
+        assert cache.get_seq_length() == ids.shape[1] and other.get_seq_length() == 64
+        result = llama(ids[:, 64:], past_key_values=other)
+        assert torch.equal(result.logits, expected)
+        other.crop(-30)
+        again = llama(ids[:, -30:], past_key_values=other)
+        assert torch.equal(again.past_key_values.token_ids, ids)
+        assert type(other) is transformers.DynamicCache
