@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,48 @@ LogitOptions = tuple[float | None, Tensor | None, float]
 PLAIN_LOGITS: LogitOptions = (None, None, 0.0)
 
 NO_RECALL: RecallLists = (None, None, None)
+
+
+class LayerOptions(NamedTuple):
+    """What the operators of one layer take besides tensors and state."""
+
+    recall: RecallLists  # what `lexical_recall` found for the call
+    layer: int
+    settings: str  # those of all layers
+    logits: LogitOptions
+
+
+def attend_in_buffers(
+    query: Tensor,
+    added: tuple[Tensor, Tensor],
+    buffers: Sequence[Any],
+    position: Tensor,
+    options: LayerOptions,
+    window: int | None = None,
+) -> Tensor:
+    """Call the operator that keeps a layer's state in place.
+
+    `added` are keys and values of the call; `buffers` are keys, values, scores, memory and errors.
+    """
+    keys, values, scores, memory, errors = buffers
+    recall, layer, settings, logits = options
+    changed = keys, values, scores, memory
+    told = (*recall, layer, settings, *logits)
+    return ops.prefill_attention_(query, *added, *changed, position, *told, errors, window)
+
+
+def attend_functionally(
+    query: Tensor, key: Tensor, value: Tensor, state: PrefillState | None, options: LayerOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Call the operator that returns a layer's state: output, scores, memory and errors."""
+    recall, layer, settings, logits = options
+    scores = memory = errors = None
+    begin = 0
+    if state is not None:
+        scores, memory, errors = state.scores, state.memory, state.errors
+        begin = state.last_chunk_begin
+    told = (*recall, begin, layer, settings, *logits)
+    return ops.prefill_attention(query, key, value, scores, memory, *told, errors)
 
 
 def sparse_attention(

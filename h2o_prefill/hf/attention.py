@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill import ops
-from h2o_prefill.functional import RecallLists, sparse_attention
+from h2o_prefill.functional import LayerOptions, RecallLists, attend_functionally, sparse_attention
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
 from h2o_prefill.hf.dense import (
@@ -57,7 +57,7 @@ def _attend(call: Call) -> Attended:
         return attend_densely(call)
     if call.padding is not None:
         return _attend_padded(call, call.padding), None
-    layer, number, options = call.cache_layer, call.number, call.logit_options
+    layer, options = call.cache_layer, call.logit_options
     query, key, value = in_autocast_dtype(call.query, *call.held)
     prompt = query[:, :, : call.prompt_rows]
     if isinstance(layer, StaticPrefillLayer):
@@ -72,20 +72,20 @@ def _attend(call: Call) -> Attended:
         out = ops.dense_attention(query, key, value, *options)
     elif call.graph is None:
         out = _attend_sparsely(call, prompt, key, value)
-    elif layer is None:
-        state = (None, None, *call.graph.recall, 0, number, call.graph.settings)
-        out, *_ = ops.prefill_attention(query, key, value, *state, *options)
     else:
-        told = call.graph.candidates, call.graph.recall, number, call.graph.settings
-        out = layer.attend_in_graph(prompt, *told, options)
+        told = LayerOptions(call.graph.recall, call.number, call.graph.settings, options)
+        if layer is None:
+            out = attend_functionally(query, key, value, None, told)[0]
+        else:
+            out = layer.attend_in_graph(prompt, call.graph.candidates, told)
     return with_candidates(out, query, key, value, options).transpose(1, 2).contiguous(), None
 
 
 def _attend_in_static_cache(call: Call, layer: StaticPrefillLayer, prompt: Tensor) -> Tensor:
     told = call.graph if call.context is None else call.context.call
     assert told is not None and told.position is not None
-    given = told.position, told.recall, call.number, told.settings
-    out = layer.attend(prompt, *given, call.logit_options)
+    given = LayerOptions(told.recall, call.number, told.settings, call.logit_options)
+    out = layer.attend(prompt, told.position, given)
     if call.graph is None:
         call.enabled.note_errors(call.layer, layer.errors)
     return out
@@ -94,8 +94,8 @@ def _attend_in_static_cache(call: Call, layer: StaticPrefillLayer, prompt: Tenso
 def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Prefill one layer sparsely and keep its state, if the cache has a place for it."""
     assert call.context is not None  # Else it is dense.
-    layer, options, select = call.cache_layer, call.logit_options, call.enabled.select
-    total, recall = call.past + prompt.shape[2], _recall_lists(call)
+    layer, select, config = call.cache_layer, call.enabled.select, call.config
+    total = call.past + prompt.shape[2]
     if layer is None:
         out, state = _attend_and_return(call, prompt, key[:, :, :total], value[:, :, :total], None)
         call.enabled.note_errors(call.layer, state.errors)
@@ -103,7 +103,9 @@ def _attend_sparsely(call: Call, prompt: Tensor, key: Tensor, value: Tensor) -> 
     assert isinstance(layer, ChunkedPrefillLayer)
     call.context.keep_state(layer)
     if select is None and layer.holds(key, value):
-        out = layer.attend(prompt, total, recall, call.number, call.config, options)
+        recall, settings = _recall_lists(call), config.to_string()
+        told = LayerOptions(recall, call.number, settings, call.logit_options)
+        out = layer.attend(prompt, total, config, told)
     else:
         keys, values = key[:, :, :total], value[:, :, :total]
         out, layer.state = _attend_and_return(call, prompt, keys, values, layer.state)

@@ -20,10 +20,13 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import LogitOptions, RecallLists
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph, prefill_layer_for
+from h2o_prefill.functional import LayerOptions, attend_in_buffers
+from h2o_prefill.hf.layer import (
+    ChunkedPrefillLayer,
+    graph,
+    prefill_layer_for,
+)
 from h2o_prefill.hf.session import fill, session_of
 from h2o_prefill.identity import Origin
 from h2o_prefill.session_file import SessionFile, settings_fields, settings_text
@@ -322,36 +325,15 @@ class StaticPrefillLayer(StaticLayer):
             graph.layer = self
         return keys, values
 
-    def attend(
-        self,
-        query: Tensor,
-        position: Tensor,
-        recall: RecallLists,
-        layer: int,
-        settings: str,
-        options: LogitOptions,
-    ) -> Tensor:
+    def attend(self, query: Tensor, position: Tensor, options: LayerOptions) -> Tensor:
         """Attend with the first tokens of those that `update` has just written."""
-        assert self.scores is not None and self.memory is not None
         assert self.keys is not None and self.values is not None and self.added is not None
         rows, kind = query.shape[2], self.keys.dtype
         (key, value), self.added = self.added, None
         self.attended = True
-        return ops.prefill_attention_(
-            query.to(kind),
-            key[:, :, :rows].to(kind),
-            value[:, :, :rows].to(kind),
-            self.keys,
-            self.values,
-            self.scores,
-            self.memory,
-            position,
-            *recall,
-            layer,
-            settings,
-            *options,
-            self.errors,
-        )
+        added = key[:, :, :rows].to(kind), value[:, :, :rows].to(kind)
+        buffers = self.keys, self.values, self.scores, self.memory, self.errors
+        return attend_in_buffers(query.to(kind), added, buffers, position, options)
 
     def reset(self) -> None:
         super().reset()

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from h2o_prefill import ops
 from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import NO_RECALL, RecallLists
+from h2o_prefill.functional import NO_RECALL, LayerOptions, RecallLists, attend_in_buffers
 from h2o_prefill.hf.call import Attended, Call, as_attention_function
 from h2o_prefill.hf.kinds import is_causal, layer_type, window_of
 from h2o_prefill.hf.report import attention_layers
@@ -79,27 +79,11 @@ def attend_in_place(call: Call) -> Attended:
     if given is None:
         raise ValueError("model must pass on the arguments of its forward, to be exported")
     position, recall, settings = given
-    number = call.number
-    first = STATE_OF_LAYER * number
-    key, value, scores, memory, errors = call.kwargs["package_state"][
-        first : first + STATE_OF_LAYER
-    ]
-    out = ops.prefill_attention_(
-        call.query,
-        call.key,
-        call.value,
-        key,
-        value,
-        scores,
-        memory,
-        position,
-        *recall,
-        number,
-        settings,
-        *call.logit_options,
-        errors=errors,
-        window=window_of(call.module),
-    )
+    first = STATE_OF_LAYER * call.number
+    buffers = tuple(call.kwargs["package_state"][first : first + STATE_OF_LAYER])
+    options = LayerOptions(recall, call.number, settings, call.logit_options)
+    added, window = (call.key, call.value), window_of(call.module)
+    out = attend_in_buffers(call.query, added, buffers, position, options, window)
     return out.transpose(1, 2), None
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
-from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.functional import LogitOptions, RecallLists
+from h2o_prefill.functional import LayerOptions, attend_functionally, attend_in_buffers
 from h2o_prefill.state import PrefillState, empty_state
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
@@ -77,7 +76,7 @@ class ChunkedPrefillLayer(DynamicLayer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self.padded = False
-        self.traced: tuple[Tensor, Tensor, Tensor] | None = None
+        self.traced: list[Tensor] | None = None
         self._state: PrefillState | None = None
         self._scores: Tensor | None = None  # [B, Hkv, capacity], 0 after the state's length
         # Key and value buffers, and the views of them that `keys` and `values` were set to: code
@@ -128,66 +127,32 @@ class ChunkedPrefillLayer(DynamicLayer):
         self,
         query: Tensor,
         total: int,
-        recall: RecallLists,
-        layer: int,
         config: PrefillConfig,
-        options: LogitOptions,
+        options: LayerOptions,
     ) -> Tensor:
         """Attend sparsely with tokens that `update` has just appended, and keep the state."""
         new = query.shape[2]
         past = total - new
         held = self._held()
         keys, values = self._room_for(self.get_seq_length(), *held)
-        scores, state = self._place_state(query, keys.shape[2], config.of_layer(layer))
-        out = ops.prefill_attention_(
-            query,
-            keys[:, :, past:total],
-            values[:, :, past:total],
-            keys,
-            values,
-            scores,
-            state.memory,
-            torch.tensor([past, state.last_chunk_begin]),
-            *recall,
-            layer,
-            config.to_string(),
-            *options,
-            state.errors,
-        )
+        scores, state = self._place_state(query, keys.shape[2], config.of_layer(options.layer))
+        added = keys[:, :, past:total], values[:, :, past:total]
+        position = torch.tensor([past, state.last_chunk_begin])
+        buffers = keys, values, scores, state.memory, state.errors
+        out = attend_in_buffers(query, added, buffers, position, options)
         begin = config.last_chunk_begin(past, new)
         self._state = PrefillState(scores[..., :total], state.memory, total, begin, state.errors)
         return out
 
-    def attend_in_graph(
-        self,
-        query: Tensor,
-        candidates: int,
-        recall: RecallLists,
-        layer: int,
-        settings: str,
-        options: LogitOptions,
-    ) -> Tensor:
+    def attend_in_graph(self, query: Tensor, candidates: int, options: LayerOptions) -> Tensor:
         """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
 
         `candidates` are the tokens after those of `query`.
         """
         keys, values = self._held()
         total = keys.shape[2] - candidates
-        state = self._state
-        out, scores, memory, errors = ops.prefill_attention(
-            query,
-            keys[:, :, :total],
-            values[:, :, :total],
-            None if state is None else state.scores,
-            None if state is None else state.memory,
-            *recall,
-            0 if state is None else state.last_chunk_begin,
-            layer,
-            settings,
-            *options,
-            None if state is None else state.errors,
-        )
-        self.traced = scores, memory, errors
+        held = keys[:, :, :total], values[:, :, :total]
+        out, *self.traced = attend_functionally(query, *held, self._state, options)
         return out
 
     @property
@@ -196,7 +161,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         return None if self._state is None else self._state.errors
 
     def take_traced(self, total: int, new: int, config: PrefillConfig) -> None:
-        """Make the state that of a forward whose graph has attended to so many tokens."""
+        """Adopt the state that the compiled forward returned; `total` tokens are cached now."""
         assert self.traced is not None
         (scores, memory, errors), self.traced = self.traced, None
         begin = config.last_chunk_begin(total - new, new)

@@ -19,6 +19,7 @@ from h2o_prefill._library import build_info
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import (
     NO_RECALL,
+    LayerOptions,
     LogitOptions,
     RecallLists,
     attend_to_all,
@@ -92,7 +93,8 @@ class ShardedLayer(DynamicLayer):
             out = self._attend_and_measure(query, recall, options)
             call.enabled.note_errors(self.number, rows.errors)
         else:
-            out = rows.attend(query, total, recall, self.number, call.config, options)
+            told = LayerOptions(recall, self.number, call.config.to_string(), options)
+            out = rows.attend(query, total, call.config, told)
         if not sequence.ranks.is_last and self.config.memory_size:
             memory = self.past.memory_rows(rows.state, keys, values, self.config)
             sequence.pass_on(self.number, memory)
