@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from h2o_prefill.hf.cache import ChunkedPrefillCache as ChunkedPrefillCache
     from h2o_prefill.hf.enable import disable as disable
     from h2o_prefill.hf.enable import enable as enable
+    from h2o_prefill.hf.enable import explain as explain
+    from h2o_prefill.hf.parallel import gather_cache as gather_cache
     from h2o_prefill.hf.prefill import chunked_prefill as chunked_prefill
     from h2o_prefill.hf.prefix_cache import PrefixCache as PrefixCache
-    from h2o_prefill.hf.report import explain as explain
-    from h2o_prefill.hf.sharded import gather_cache as gather_cache
     from h2o_prefill.package import PrefillPackage as PrefillPackage
     from h2o_prefill.vocabulary import token_text as token_text
 

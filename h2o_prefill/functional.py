@@ -49,9 +49,8 @@ def attend_in_buffers(
     """
     keys, values, scores, memory, errors = buffers
     recall, layer, settings, logits = options
-    changed = keys, values, scores, memory
-    told = (*recall, layer, settings, *logits)
-    return ops.prefill_attention_(query, *added, *changed, position, *told, errors, window)
+    held = query, *added, keys, values, scores, memory, position
+    return ops.prefill_attention_(*held, *recall, layer, settings, *logits, errors, window)
 
 
 def attend_functionally(

@@ -36,7 +36,7 @@ class SessionLayer:
 class SessionFile:
     """What a session file holds. The tensors of one that was read are on the CPU."""
 
-    model: str  # what tells models apart whose keys differ, see `hf.session.model_text`
+    model: str  # what tells models apart whose keys differ, see `hf.cache.model_text`
     settings: str  # all fields, see `settings_fields`
     length: int
     token_ids: Tensor | None  # int64 [B, length]

@@ -19,10 +19,10 @@ from h2o_prefill.hf.dense import (
     with_candidates,
 )
 from h2o_prefill.hf.forward import ALL_ROWS, call_in_graph
+from h2o_prefill.hf.kinds import Padding, Rows, Span, is_long_row
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.padding import Padding, Rows, Span, is_long_row
+from h2o_prefill.hf.parallel import ShardedLayer, attend_sharded
 from h2o_prefill.hf.rules import dense_reason
-from h2o_prefill.hf.sharded import ShardedLayer, attend_sharded
 from h2o_prefill.state import PrefillState, no_errors
 
 

@@ -19,15 +19,17 @@ from h2o_prefill.hf.forward import (
     call_in_graph,
     current_context,
 )
-from h2o_prefill.hf.kinds import is_causal, layer_type, window_of
-from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
-from h2o_prefill.hf.padding import (
+from h2o_prefill.hf.kinds import (
     Padding,
     Window,
     attend_in_chunks,
     attend_in_window,
+    is_causal,
+    layer_type,
+    window_of,
     windows_ahead,
 )
+from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
 
 Layer = ChunkedPrefillLayer | StaticPrefillLayer | None
 

@@ -31,8 +31,7 @@ from h2o_prefill import ops
 from h2o_prefill.functional import LogitOptions
 from h2o_prefill.hf.cache import StaticPrefillLayer
 from h2o_prefill.hf.call import Attended, Call
-from h2o_prefill.hf.kinds import NAME, enabled_of, layer_type, window_of
-from h2o_prefill.hf.padding import Window
+from h2o_prefill.hf.kinds import NAME, Window, enabled_of, layer_type, window_of
 from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
 
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.

@@ -17,9 +17,8 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
 from h2o_prefill.hf.cache import KeepsTokenIds, length_of
-from h2o_prefill.hf.kinds import NAME, switched
+from h2o_prefill.hf.kinds import NAME, Padding, Rows, Span, Window, switched, windows_ahead
 from h2o_prefill.hf.layer import ChunkedPrefillLayer, graph
-from h2o_prefill.hf.padding import Padding, Rows, Span, Window, windows_ahead
 from h2o_prefill.identity import Marks, marks_of
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.selection import Selector

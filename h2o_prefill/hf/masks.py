@@ -29,8 +29,15 @@ from h2o_prefill.hf.forward import (
     current_context,
     is_traced,
 )
-from h2o_prefill.hf.kinds import NAME, enabled_of
-from h2o_prefill.hf.padding import Padding, Window, is_unpadded, row_spans, windows_ahead
+from h2o_prefill.hf.kinds import (
+    NAME,
+    Padding,
+    Window,
+    enabled_of,
+    is_unpadded,
+    row_spans,
+    windows_ahead,
+)
 from h2o_prefill.hf.rules import CONTINUES, PLAIN
 
 HOLES = "attention_mask has holes; padding is supported at the ends of rows only"

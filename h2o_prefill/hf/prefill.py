@@ -18,13 +18,20 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import token_rows
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
-from h2o_prefill.hf.enable import PrefillHandle, enable
+from h2o_prefill.hf.enable import PrefillHandle, enable, handle_of
 from h2o_prefill.hf.forward import CacheSnapshot
-from h2o_prefill.hf.hooks import handle_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.parallel import (
+    Stage,
+    StageCache,
+    digest,
+    is_sharded,
+    layers_here,
+    new_cache,
+    sharded,
+    versions,
+)
 from h2o_prefill.hf.report import no_model
-from h2o_prefill.hf.sharded import digest, is_sharded, sharded, versions
-from h2o_prefill.hf.stages import Stage, StageCache, layers_here, new_cache
 from h2o_prefill.profile import settings_of
 
 

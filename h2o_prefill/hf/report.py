@@ -10,9 +10,19 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.forward import EnabledState, LayerCalls
-from h2o_prefill.hf.hooks import handle_of
-from h2o_prefill.hf.kinds import NAME, can_be_sparse, is_attention, layer_type, window_of
+from h2o_prefill.hf.kinds import (
+    NAME,
+    attends_to_tokens_alone,
+    can_be_sparse,
+    chooses_keys,
+    is_attention,
+    is_cross_attention,
+    layer_type,
+    why_none_sparse,
+    window_of,
+)
 from h2o_prefill.hf.rules import NOT_ENABLED
 from h2o_prefill.state import CHUNKS, ERROR_SUM, estimated_kl
 
@@ -73,20 +83,15 @@ class ModelReport:
         return "\n".join(lines)
 
 
-def explain(model: PreTrainedModel) -> ModelReport:
-    """Return what each attention layer of a model does, and its calls so far.
-
-    The model may be enabled or not. `print` the report for a table.
-    """
-    if not isinstance(model, nn.Module):
-        raise no_model(model)
-    handle = next((h for h in map(handle_of, model.modules()) if h is not None), None)
-    enabled = None if handle is None else handle.state
+def report_of(model: nn.Module, enabled: EnabledState | None) -> ModelReport:
+    """Return what each attention layer of a model does; `enabled` is None if it is not enabled."""
     return ModelReport(
         type(model).__name__,
         "" if enabled is None else enabled.config.to_string(),
         "" if enabled is None else enabled.profile,
-        tuple(_report(x, enabled) for x in attention_layers(model, enabled and NAME)),
+        tuple(
+            _report(x, enabled) for x in attention_layers(model, None if enabled is None else NAME)
+        ),
         None if enabled is None else _estimated_kl(enabled),
         "" if enabled is None or enabled.select is None else enabled.select.name,
     )
@@ -146,3 +151,53 @@ def _why_dense(module: Any, enabled: EnabledState, calls: LayerCalls) -> str:
     if calls.sparse_calls or calls.reason:
         return "" if calls.sparse_calls else calls.reason
     return "" if window is None else f"{kind}; sparse for prompts of up to {window} tokens"
+
+
+def causal_by_mask(model: PreTrainedModel, configs: list[Any], config: PrefillConfig) -> list[Any]:
+    """Return the Hugging Face configs of self-attention layers that need their masks to be causal.
+
+    These are layers that say that they are not causal: encoders, and decoders which leave
+    causality to their masks; and layers that choose keys among those that the mask shows, unless
+    the config has others which can be sparse. In a model whose layers add the mask to their logits
+    themselves, and so have no config that could name our attention function, it is all `configs`.
+    """
+    numbered = [m for m in model.modules() if is_attention(m) and hasattr(m, "layer_idx")]
+    switched: list[Any] = [module for module in numbered if hasattr(module, "config")]
+    if numbered and not switched:
+        return configs
+    others = [m.config for m in switched if can_be_sparse(m, config) and not chooses_keys(m)]
+    choosing = [m.config for m in switched if chooses_keys(m)]
+    by_choice = [one for one in choosing if all(one is not other for other in others)]
+    return by_choice + [
+        module.config
+        for path, module in model.named_modules()
+        if getattr(module, "is_causal", None) is False
+        and hasattr(module, "config")
+        and not is_cross_attention(module, path)
+    ]
+
+
+def look_at_layers(model: PreTrainedModel, enabled: EnabledState) -> None:
+    """Record the kinds of the layers of an enabled model; report if none can be sparse."""
+    modules = [module for module in model.modules() if is_attention(module)]
+    numbered = [module for module in modules if hasattr(module, "layer_idx")]
+    configs = [getattr(module, "config", None) for module in numbered]
+    switched = any(getattr(one, "_attn_implementation", None) == NAME for one in configs)
+    layers = attention_layers(model, NAME)
+    candidates = [layer for layer in layers if can_be_sparse(layer, enabled.config)]
+    windows = [window_of(layer) for layer in candidates]
+    enabled.only_windows = bool(windows) and None not in windows
+    enabled.leaves_window_masks = all(attends_to_tokens_alone(layer) for layer in layers)
+    if enabled.leaves_window_masks:
+        enabled.windows = {window_of(layer): layer_type(layer) for layer in layers}
+        enabled.windows.pop(None, None)
+    why = None
+    if layers:
+        kinds = why_none_sparse(layers, enabled.config, bool(model.config.is_encoder_decoder))
+        why = None if kinds is None else f"its attention is {kinds}"
+    elif not modules:
+        why = "it has no attention layers"
+    elif numbered and not switched:
+        why = "its attention layers do not use transformers' attention interface"
+    if why is not None:
+        enabled.report(f"no layer of {type(model).__name__} can be sparse: {why}")

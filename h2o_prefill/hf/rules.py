@@ -28,6 +28,7 @@ NOT_ENABLED = "the model is not enabled: h2o_prefill.enable(model) makes its pre
 OTHER_VALUES = "the model attends to other values than it caches, such as halves of them"
 TRACED = "the model is being exported or traced, which would keep this call's decisions for all"
 MASKED = "a custom attention mask, or padding in a static cache, is not supported"
+NO_STATE = "the cache keeps no state for layers of this kind"
 CONTINUES = (
     "a long call goes on from a padded batch; only the first call of such a batch can be sparse"
 )
@@ -152,7 +153,7 @@ def _history_reason(call: Call) -> str:
     if window_of(call.module) is not None:
         return "a long call goes on in sliding or chunked layers, which keep no state between calls"
     if isinstance(getattr(call.context, "cache", None), KeepsTokenIds):
-        return "the cache keeps no state for layers of this kind"
+        return NO_STATE
     return "a long call goes on from a cache that was not filled by this model while it was enabled"
 
 
@@ -207,7 +208,7 @@ RULES = (
     Rule(_is_masked, MASKED, GRAPH),
     Rule(
         lambda call: call.cache_layer is None and call.graph is not None and call.graph.cached,
-        "the layers of this cache keep no state of sparse prefill",
+        NO_STATE,
         GRAPH,
     ),
     Rule(lambda call: call.cache_layer is None and call.new != call.key.shape[2], MASKED, GRAPH),

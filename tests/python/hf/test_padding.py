@@ -25,7 +25,7 @@ from hf_helpers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from h2o_prefill import ChunkedPrefillCache, enable
-from h2o_prefill.hf.padding import row_spans
+from h2o_prefill.hf.kinds import row_spans
 
 MODELS = ["llama", "qwen3", "gpt2", "gemma2", "gemma3", "gpt-oss", "mistral"]
 SIDES = ["left", "right", "both"]

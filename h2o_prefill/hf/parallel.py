@@ -1,4 +1,9 @@
-"""Caches of a prompt whose tokens are spread over several processes (sequence parallelism)."""
+"""Models and prompts that are spread over several processes.
+
+Transformers gives each process a stage, some of the layers (`DistributedConfig(pp_size=...)`), or
+some of the heads of every layer (`tp_size`). With a `process_group`, each has the whole model and a
+range of the tokens of a prompt (sequence parallelism).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from h2o_prefill import ops
 from h2o_prefill._library import build_info
@@ -27,14 +32,165 @@ from h2o_prefill.functional import (
     recall_lists,
     sparse_attention,
 )
-from h2o_prefill.hf.cache import ChunkedPrefillCache
+from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument, take_over
 from h2o_prefill.hf.call import Call
 from h2o_prefill.hf.forward import NO_IDS
+from h2o_prefill.hf.kinds import is_unpadded
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
-from h2o_prefill.hf.padding import is_unpadded
 from h2o_prefill.hf.rules import ANYWHERE, dense_reason
-from h2o_prefill.hf.stages import layers_here
 from h2o_prefill.state import no_errors
+
+OTHER_CACHE = (
+    "cache must be one that this model has filled as a stage of a pipeline while it was enabled, "
+    "or an empty DynamicCache: the layers of another one would count positions from 0; got"
+)
+
+# What makes keys in the layers of transformers' models.
+_OF_KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
+
+
+class StageCache(ChunkedPrefillCache):
+    """The cache of a stage: it has the number of tokens from a layer that is here.
+
+    Transformers asks the first layer for it, which is elsewhere for all stages but one: positions
+    would begin at 0 in every call.
+    """
+
+    own: range  # the layers of this process
+    coming: Tensor | None = None  # ids [B, n] of a forward that gets hidden states instead
+
+    @classmethod
+    def of(cls, cache: Any, own: range) -> StageCache:
+        """Return the cache of a stage in the place of an empty one; ValueError if none can be."""
+        ours = getattr(cache, "_h2o_prefill_cache", cache)
+        if isinstance(ours, cls) and ours.own == own:
+            return ours
+        used = any(layer.is_initialized for layer in getattr(cache, "layers", ()))
+        if used or type(cache) not in (DynamicCache, ChunkedPrefillCache):
+            raise ValueError(f"{OTHER_CACHE} {type(cache).__name__}{' with tokens' * used}")
+        made: StageCache = take_over(cache, cls)
+        made.own = own
+        return made
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(super().get_seq_length(self._here(layer_idx)))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._here(layer_idx))
+        return sizes
+
+    def token_ids_with(self, new: Tensor | None) -> Tensor | None:
+        return super().token_ids_with(self.coming if new is None else new)
+
+    def append_token_ids(self, new: Tensor | None) -> None:
+        super().append_token_ids(self.coming if new is None else new)
+
+    def _here(self, number: int) -> int:
+        """Return the number of a layer of this process, of the same kind if there is one."""
+        if number in self.own or number >= len(self.layers):
+            return number
+        kind = type(self.layers[number])
+        ours = [one for one in self.own if one < len(self.layers)]
+        counting = [one for one in ours if isinstance(self.layers[one], CacheLayerMixin)]
+        alike = (one for one in counting if type(self.layers[one]) is kind)
+        return next(alike, counting[0] if counting else number)
+
+
+class Stage(nn.Module):
+    """The layers of this process as a function of one call of a prompt.
+
+    It takes ids [B, n] or embeddings on the first rank, on the others the hidden states
+    [B, n, hidden size] of the one before. It returns hidden states, on the last rank logits.
+    `ids` [B, T] are those of the prompt, None if unknown, and `mask` is [B, past + T].
+    """
+
+    def __init__(
+        self, model: Any, cache: StageCache, ids: Tensor | None, mask: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.model, self.cache, self.ids, self.mask = model, cache, ids, mask
+        self.group, self.is_last = model._pp_stage.pp_group, model._pp_stage.pp_is_last_stage
+        self.begin = cache.get_seq_length()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        name = "inputs_embeds" if tokens.ndim == 3 else "input_ids"
+        past = self.cache.get_seq_length()
+        end = past + tokens.shape[1]
+        call: dict[str, Any] = {name: tokens, "use_cache": True}
+        if self.mask is not None:
+            call["attention_mask"] = self.mask[:, :end]
+        if self.ids is not None:
+            self.cache.coming = self.ids[:, past - self.begin : end - self.begin]
+        try:
+            if not self.is_last:
+                base = getattr(self.model, self.model.base_model_prefix)
+                hidden: Tensor = base(**call, **cache_argument(base, self.cache)).last_hidden_state
+                return hidden
+            # Not the model's own `forward`, which would talk to the other stages.
+            options = {"logits_to_keep": 1, **cache_argument(self.model, self.cache)}
+            logits: Tensor = type(self.model).forward(self.model, **call, **options).logits
+            return logits
+        finally:
+            self.cache.coming = None
+
+
+def layers_here(model: nn.Module) -> range | None:
+    """Return the layers of a stage, None if the model is whole.
+
+    Raises ValueError if the stage has none.
+    """
+    parts: Any = getattr(model, "_pp_stage", None)
+    if parts is None:
+        return None
+    config: Any = model.config
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    own = range(*parts.layer_range_for_rank(parts.pp_rank, count))
+    if count < parts.pp_size:
+        raise ValueError(
+            f"a model of {count} layers has at most {count} stages, got {parts.pp_size}"
+        )
+    return own
+
+
+def new_cache(model: Any) -> ChunkedPrefillCache:
+    """Return an empty cache of a model, or of a stage of one."""
+    cache, own = ChunkedPrefillCache(config=model.config), layers_here(model)
+    return cache if own is None else StageCache.of(cache, own)
+
+
+def with_heads_here(model: Any, config: PrefillConfig) -> PrefillConfig:
+    """Return settings that number the KV heads of `wide` as this process does.
+
+    With tensor parallelism it has some heads of each layer, numbered from 0. Raises ValueError if
+    not every process has as many.
+    """
+    count = getattr(model, "_tp_size", None) or 1
+    if count == 1 or not _spreads_keys(model):
+        return config
+    heads = model.config.get_text_config(decoder=True).num_key_value_heads
+    if heads % count:
+        raise ValueError(f"tp_size must divide the number of KV heads, {heads}, got {count}")
+    here = heads // count
+    first = model._mesh_manager.get_mesh("tp").get_local_rank() * here
+    return config.replace(
+        wide=tuple(
+            x if len(x) == 2 else (x[0], x[1] - first, x[2])
+            for x in config.wide
+            if len(x) == 2 or first <= x[1] < first + here
+        )
+    )
+
+
+def _spreads_keys(model: nn.Module) -> bool:
+    """Return whether each process has a part of the parameters that make keys."""
+    from torch.distributed.tensor import DTensor  # Not every build of PyTorch has it.
+
+    return any(
+        isinstance(parameter, DTensor) and any(part.is_shard() for part in parameter.placements)
+        for name, parameter in model.named_parameters()
+        if any(f".{projection}." in name for projection in _OF_KEYS)
+    )
+
 
 STAYS = (
     "a cache whose tokens are spread over processes cannot be copied, saved or cropped: "
