@@ -241,7 +241,7 @@ def note_use(cache: Any, model: nn.Module, enabled: Any, past: int, was_sparse: 
     """Note which enabled model has just used a cache, of `past` tokens before, and with what."""
     if not isinstance(cache, ChunkedPrefillCache):
         return
-    before, new = cache._origin if past else None, cache.get_seq_length() - past
+    before, new = cache._origin if past else None, (length_of(cache) or 0) - past
     # Weights are looked at once a prompt and question, not with every decoded token.
     marks = enabled.marks(model) if before is None or new != 1 else before.marks
     now = Origin(weakref.ref(model), settings_fields(enabled.config), marks)
