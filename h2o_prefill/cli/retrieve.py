@@ -72,10 +72,11 @@ def retrieve(
     expected answer after dense prefill, and its change after sparse prefill. On a Dask cluster
     every worker answers prompts.
     """
-    from h2o_prefill.eval import evaluate_retrieval, load_text
+    from h2o_prefill.eval import evaluate_retrieval
     from h2o_prefill.eval.plots import plot_retrieval
     from h2o_prefill.eval.retrieval.evaluate import check_retrieval
     from h2o_prefill.eval.retrieval.result import KeptOutcomes, retrieval_report
+    from h2o_prefill.generation import load_text
     from h2o_prefill.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:
