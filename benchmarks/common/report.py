@@ -12,7 +12,7 @@ from rich.table import Table
 
 from common.benchmark import Plan, Row
 from common.compare import Timings
-from h2o_prefill.cli.result_table import new_table, print_result
+from h2o_prefill.cli.tables import new_table, print_result
 from h2o_prefill.eval.report import build_report, write_json
 
 # How the names of fields are shortened in the heads of columns.

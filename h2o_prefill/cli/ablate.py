@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
-from h2o_prefill.cli.console import quiet_libraries, say_written, show_progress
+from h2o_prefill.cli.console import show_progress, stderr
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.options import add_field_options, load_network, load_texts
 from h2o_prefill.cli.outputs import check_output_folder
-from h2o_prefill.cli.result_table import print_result
-from h2o_prefill.cli.tables import ablation_table
+from h2o_prefill.cli.tables import ablation_table, print_result
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.generation import DATASETS, Corpus
+from h2o_prefill.selection import load_rule
 
 _GRID = "Grid: one or more values, separated by commas"
 
+if TYPE_CHECKING:
+    GridOptions = Any
+else:
+    GridOptions = dataclasses.make_dataclass(
+        "GridOptions",
+        [
+            (x.name, Annotated[str | None, options.field_option(x.name, _GRID, "V,V,...")], None)
+            for x in dataclasses.fields(PrefillConfig)
+        ],
+    )
 
-@add_field_options(str | None, panel=_GRID, metavar="V,V,...")
-@add_cluster_options
+
+@options.command
 def ablate(
-    model: options.ModelOption = "smollm2-135m",
-    dataset: Annotated[str | None, options.datasets("Evaluation texts", _GRID)] = None,
-    text_file: Annotated[list[Path] | None, options.text_files("evaluate on", _GRID)] = None,
-    context: Annotated[
-        str,
-        typer.Option(
-            "--context", metavar="N,N,...", help="Window length in tokens.", rich_help_panel=_GRID
-        ),
-    ] = "4096",
+    model: options.ModelOptions,
+    cluster: options.ClusterOptions,
+    grid: GridOptions,
+    dataset: str | None = typer.Option(
+        None,
+        metavar="NAME,NAME,...",
+        help=f"Evaluation texts, of {', '.join(DATASETS)}.",
+        rich_help_panel=_GRID,
+        show_default="wikitext2, if no --text-file is given",
+    ),
+    text_file: list[Path] | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="UTF-8 text file to evaluate on, in addition to the datasets; may be repeated.",
+        rich_help_panel=_GRID,
+    ),
+    context: str = typer.Option(
+        "4096", metavar="N,N,...", help="Window length in tokens.", rich_help_panel=_GRID
+    ),
     windows: options.WindowsOption = "0:6",
     protocol: options.ProtocolOption = "gptq",
     preset: Annotated[
@@ -38,23 +59,15 @@ def ablate(
         options.preset_option("Settings of fields that no option of the grid names; repeatable"),
     ] = None,
     select: options.SelectOption = None,
-    dtype: options.DtypeOption = "float32",
-    output: Annotated[
-        Path, options.output_folder("Folder for perplexity_ablation.csv, created if necessary.")
-    ] = Path("benchmark_results"),
-    plot: Annotated[
-        bool,
-        typer.Option(
-            "--plot/--no-plot",
-            help="Also draw perplexity against attention flops, into perplexity_ablation.png.",
-        ),
-    ] = True,
+    output: Path = typer.Option(
+        Path("benchmark_results"),
+        metavar="DIR",
+        help="Folder for perplexity_ablation.csv, created if necessary.",
+    ),
+    plot: bool = typer.Option(
+        True, help="Also draw perplexity against attention flops, into perplexity_ablation.png."
+    ),
     figure_format: options.FormatOption = "png",
-    device: options.DeviceOption = "cpu",
-    threads: options.ThreadsOption = None,
-    *,
-    cluster: ClusterOptions,
-    **fields: str | None,
 ) -> None:
     """Measure perplexity over a grid of settings.
 
@@ -64,28 +77,24 @@ def ablate(
     worker measures cells; the file is written here.
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
-    with kept_on_interrupt(kept), quiet_libraries():
+    with kept_on_interrupt(kept):
         from h2o_prefill.eval.ablation.grid import parse_values
         from h2o_prefill.eval.ablation.run import run_ablation
         from h2o_prefill.eval.ablation.table import CSV_NAME
         from h2o_prefill.eval.plots import plot_ablation
 
-        for text in preset or ():
-            options.check_preset(text)
-        axes = {name: parse_values(name, text) for name, text in fields.items() if text is not None}
-        rule = options.parse_select(select)
+        settings = options.all_settings(preset)
+        given = {name: text for name, text in vars(grid).items() if text is not None}
+        axes = {name: parse_values(name, text) for name, text in given.items()}
+        rule = None if select is None else load_rule(select)
         contexts = options.parse_numbers(context, "context")
         csv_file = output.expanduser() / CSV_NAME
         figure = csv_file.with_suffix(f".{figure_format}")
-        names = (CSV_NAME, *([figure.name] if plot else []))
-        check_output_folder(output, names)
-        texts = load_texts(dataset, text_file)
-        network, tokenizer = load_network(model, dtype, threads, device)
-        base = [options.find_settings(network, text) for text in preset or (None,)]
-        with (
-            cluster.connect(model, dtype, threads, device) as workers,
-            show_progress("ablation") as show,
-        ):
+        check_output_folder(output, (CSV_NAME, *([figure.name] if plot else [])))
+        texts = _load_texts(dataset, text_file)
+        network, tokenizer = model.load()
+        base = [one.find(network) for one in settings]
+        with cluster.connect(model) as workers, show_progress("ablation") as show:
             frame = run_ablation(
                 network,
                 axes,
@@ -96,16 +105,25 @@ def ablate(
                 windows=windows,
                 protocol=protocol,
                 tokenizer=tokenizer,
-                model_name=model,
+                model_name=model.model,
                 select=rule,
                 cluster=workers,
                 on_progress=show,
             )
-        title = f"{model} {dtype}, windows {windows}, {protocol}, {len(frame)} cells\n"
+        title = f"{model}, windows {windows}, {protocol}, {len(frame)} cells\n"
         title += "; ".join(options.describe(network, config) for config in base)
         title += f", select={select}" if select else ""
-        say_written(csv_file)
+        stderr.print(f"wrote {csv_file}")
         if plot:
             plot_ablation(frame, figure)
-            say_written(figure)
+            stderr.print(f"wrote {figure}")
         print_result(title, ablation_table(frame))
+
+
+def _load_texts(datasets: str | None, files: list[Path] | None) -> list[Corpus]:
+    """Return the named datasets and files; WikiText-2 if nothing is named."""
+    from h2o_prefill.generation import load_text
+
+    names = ([] if files else ["wikitext2"]) if datasets is None else datasets.split(",")
+    corpora = [load_text(name.strip()) for name in names]
+    return corpora + [load_text(text_file=file) for file in files or ()]

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from typing import Annotated
 
 import typer
 
 from h2o_prefill import __version__
-from h2o_prefill.cli import (
-    ablate,
-    bench,
-    calibrate,
-    compare,
-    export,
-    generate,
-    info,
-    ppl,
-    retrieve,
-    serve,
-    visualize,
-)
+from h2o_prefill.cli.ablate import ablate
+from h2o_prefill.cli.bench import bench
+from h2o_prefill.cli.calibrate import calibrate
+from h2o_prefill.cli.compare import compare
 from h2o_prefill.cli.errors import OneLineErrors
+from h2o_prefill.cli.export import export
+from h2o_prefill.cli.generate import generate
+from h2o_prefill.cli.info import info
+from h2o_prefill.cli.ppl import ppl
+from h2o_prefill.cli.retrieve import retrieve
+from h2o_prefill.cli.serve import serve
+from h2o_prefill.cli.visualize import visualize
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,27 +45,17 @@ app = typer.Typer(
 
 @app.callback()
 def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
+    version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and exit.",
+    ),
 ) -> None:
     pass
 
 
-for _command in (
-    compare.compare,
-    ppl.ppl,
-    ablate.ablate,
-    calibrate.calibrate,
-    bench.bench,
-    retrieve.retrieve,
-    visualize.visualize,
-    generate.generate,
-    export.export,
-    serve.serve,
-    info.info,
-):
+_MEASURING = (compare, ppl, ablate, calibrate, bench, retrieve, visualize)
+for _command in (*_MEASURING, generate, export, serve, info):
     app.command()(_command)

@@ -9,46 +9,35 @@ from typing import Annotated
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
-from h2o_prefill.cli.console import output_console, quiet_libraries, say_written, show_progress
-from h2o_prefill.cli.options import load_network
-from h2o_prefill.cli.outputs import check_output_folder, json_output, plot_output, text_origin
-from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.console import show_progress, stderr
+from h2o_prefill.cli.outputs import check_output_folder, json_output, plot_output
+from h2o_prefill.cli.tables import calibration_table, print_result
 from h2o_prefill.presets import DEFAULT_PRESET
 
 
-@add_cluster_options
+@options.command
 def calibrate(
-    model: options.ModelOption = "smollm2-135m",
-    dataset: options.DatasetOption = "wikitext2",
-    text_file: options.TextFileOption = None,
+    model: options.Bfloat16ModelOptions,
+    text: options.TextOptions,
+    cluster: options.ClusterOptions,
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:1",
-    budget: Annotated[
-        float,
-        typer.Option(
-            "--budget", help="Attention flops of the result, relative to those of --preset."
-        ),
-    ] = 1.1,
+    budget: float = typer.Option(
+        1.1, help="Attention flops of the result, relative to those of --preset."
+    ),
     preset: Annotated[
         str, options.preset_option("Settings to widen heads of", True)
     ] = DEFAULT_PRESET,
-    dtype: options.DtypeOption = "bfloat16",
-    save: Annotated[
-        bool,
-        typer.Option(
-            "--save",
-            help="Write h2o_prefill.json, from which enable(model) takes the settings, into the "
-            "model's folder, or into the user's cache.",
-        ),
-    ] = False,
+    save: bool = typer.Option(
+        False,
+        "--save",
+        help="Write h2o_prefill.json, from which enable(model) takes the settings, into the "
+        "model's folder, or into the user's cache.",
+    ),
     json_file: options.JsonOption = None,
     plot: Annotated[
-        Path | None, options.plot_file("the error and the factor of every head")
+        Path | None, options.plot_option("the error and the factor of every head")
     ] = None,
-    threads: options.ThreadsOption = None,
-    *,
-    cluster: ClusterOptions,
 ) -> None:
     """Find the KV heads whose sparse attention changes the model's residual stream most.
 
@@ -57,22 +46,21 @@ def calibrate(
     of the kind that the model will read. Prints the settings in the form that --preset takes. On a
     Dask cluster every worker measures windows.
     """
-    from h2o_prefill.cli.tables import calibration_table
-    from h2o_prefill.eval import calibrate_heads, load_text
+    from h2o_prefill.eval import calibrate_heads
     from h2o_prefill.eval.environment import environment
     from h2o_prefill.eval.plots import plot_calibration
     from h2o_prefill.profile import profile_path, settings_name
 
-    with quiet_libraries(), json_output(json_file) as save_json:
-        options.check_preset(preset)
+    with json_output(json_file) as save_json:
+        (settings,) = options.all_settings([preset])
         save_plot = plot_output(plot)
-        corpus = load_text(dataset, text_file)
-        network, tokenizer = load_network(model, dtype, threads)
-        config = options.find_settings(network, preset)
+        corpus = text.load()
+        network, tokenizer = model.load()
+        config = settings.find(network)
         if save:
             path = profile_path(network)
             check_output_folder(path.parent, [path.name], "--save")
-        with cluster.connect(model, dtype, threads) as workers, show_progress("calibrate") as show:
+        with cluster.connect(model) as workers, show_progress("calibrate") as show:
             result = calibrate_heads(
                 network,
                 corpus,
@@ -85,13 +73,13 @@ def calibrate(
                 on_progress=show,
             )
         variant = result.config.to_string()
-        title = f"{model} {dtype}, {corpus.name} windows {windows} of {context} tokens\n"
+        title = f"{model}, {corpus.name} windows {windows} of {context} tokens\n"
         title += options.describe(network, config)
         name = settings_name(network, config)
-        origin = text_origin(model, dtype, corpus, preset=name, variant=variant, budget=budget)
+        origin = model.origin(corpus, preset=name, variant=variant, budget=budget)
         save_json(lambda: {"environment": environment(), **origin, **dataclasses.asdict(result)})
         save_plot(plot_calibration, result, title)
         if save:
-            say_written(result.save(network))
+            stderr.print(f"wrote {result.save(network)}")
         print_result(title, calibration_table(result))
-        output_console().print(f"--preset {variant}", markup=False, soft_wrap=True)
+        print(f"--preset {variant}")

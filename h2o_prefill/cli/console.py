@@ -7,8 +7,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -20,27 +18,36 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-_interrupted = threading.Event()
-forget_interrupt = _interrupted.clear
+# Of warnings, errors and what was written: text as it is, however long a line.
+stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+# Set by Ctrl-C.
+interrupted = threading.Event()
 
 
-def output_console() -> Console:
-    """Return the console of results."""
-    return Console(highlight=False)
+def remember_interrupt(*_: object) -> None:
+    """Handle Ctrl-C as Python does, so that `check_interrupt` knows of it."""
+    interrupted.set()
+    raise KeyboardInterrupt
 
 
-def error_console() -> Console:
-    """Return the console of progress, warnings and errors."""
-    return Console(stderr=True, highlight=False)
+def check_interrupt() -> None:
+    """Raise KeyboardInterrupt again if Ctrl-C has been pressed and the exception was lost.
+
+    Libraries that call Python from C, such as attribute lookups of PyTorch, may clear any error.
+    """
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def show_progress(what: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr for a block; yield the function that evaluations report to."""
-    console = error_console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
     with Progress(
-        *columns,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
@@ -58,41 +65,16 @@ def show_progress(what: str) -> Iterator[Callable[..., None]]:
         yield step
 
 
-def remember_interrupt(*_: object) -> None:
-    """Handle Ctrl-C as Python does, so that `check_interrupt` knows of it."""
-    _interrupted.set()
-    raise KeyboardInterrupt
-
-
-def check_interrupt() -> None:
-    """Raise KeyboardInterrupt again if Ctrl-C has been pressed and the exception was lost.
-
-    Libraries that call Python from C, such as attribute lookups of PyTorch, may clear any error.
-    """
-    if _interrupted.is_set():
-        raise KeyboardInterrupt
-
-
-def say(text: str, **style: Any) -> None:
-    """Print a line on stderr, however long it is."""
-    error_console().print(text, markup=False, soft_wrap=True, **style)
-
-
-def say_written(path: Path) -> None:
-    """Say on stderr that a file was written."""
-    say(f"wrote {path}")
-
-
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Show each warning once, in one line, and silence the libraries' own messages for a block."""
     shown: set[str] = set()  # Python's own filter would drop some warnings and repeat others
 
-    def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *rest: object) -> None:
         text = " ".join(str(message).split())
         if issubclass(category, UserWarning) and text not in shown:
             shown.add(text)
-            say(f"warning: {text}", style="yellow")
+            stderr.print(f"warning: {text}", style="yellow")
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from h2o_prefill.cli.console import forget_interrupt, remember_interrupt, say
+from h2o_prefill.cli.console import interrupted, remember_interrupt, stderr
 
 # Errors that the library raises on purpose. Any other is a bug and keeps its traceback.
 _USAGE_ERRORS = (ValueError, FileNotFoundError)
@@ -35,7 +35,7 @@ class OneLineErrors(TyperGroup):
             code, text = _explain(error)
             if code is None or os.environ.get("H2O_PREFILL_DEBUG"):
                 raise
-            say(text, style="bold red")
+            stderr.print(text, style="bold red")
             if isinstance(error, OSError):
                 # Otherwise Python would flush to a full disk again on its way out.
                 with contextlib.suppress(OSError):
@@ -45,7 +45,7 @@ class OneLineErrors(TyperGroup):
     def invoke(self, ctx: Any) -> None:
         """Run a command. Ctrl-C becomes an error that has a text."""
         handler = signal.getsignal(signal.SIGINT)
-        forget_interrupt()
+        interrupted.clear()
         if handler != signal.SIG_IGN:
             signal.signal(signal.SIGINT, remember_interrupt)
         try:

@@ -1,161 +1,159 @@
-"""`h2o-prefill generate`: continue a prompt with sparse prefill."""
+"""`h2o-prefill generate`: continue a prompt, or those of a file, with sparse prefill."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
+from rich.console import Console
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
-from h2o_prefill.cli.console import (
-    check_interrupt,
-    error_console,
-    output_console,
-    quiet_libraries,
-    say,
-    say_written,
-    show_progress,
-)
+from h2o_prefill.cli.console import check_interrupt, show_progress, stderr
 from h2o_prefill.cli.errors import kept_on_interrupt
-from h2o_prefill.cli.options import load_network
 from h2o_prefill.cli.outputs import check_output_file
 from h2o_prefill.config import PrefillConfig
 
-_MANY = "Many prompts"
-_SAMPLING = "Sampling"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from h2o_prefill.generation.generate import GenerationTiming, Sampling
 
 
-@options.add_size_options
-@add_cluster_options
+@dataclass(frozen=True)
+class PromptOptions:
+    """One prompt, and what runs it."""
+
+    prompt: str | None = typer.Argument(None, help="Text to continue.", show_default=False)
+    prompt_file: Path | None = typer.Option(
+        None, metavar="FILE", help="UTF-8 text file that holds the prompt."
+    )
+    package: Path | None = typer.Option(
+        None,
+        metavar="FILE.pt2",
+        help="Package that h2o-prefill export wrote, instead of a model; its settings and data "
+        "type are used.",
+    )
+    session: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Session file: its text is continued if the file exists, and then it is written, "
+        "with the prompt and the answer. Model, settings and data type must be those of the "
+        "file.",
+    )
+    draft_tokens: int | None = typer.Option(
+        None,
+        metavar="N",
+        min=1,
+        help="With --package: draft up to so many tokens from how the text went on before, and "
+        "verify them in one call.",
+    )
+    max_prompt_tokens: int | None = typer.Option(
+        None,
+        metavar="N",
+        min=2,
+        help="Cut a longer prompt to so many tokens: its middle is left out.",
+    )
+
+    def read(self) -> str:
+        """Return the text of the prompt."""
+        from h2o_prefill.generation.prompts import check_prompt
+        from h2o_prefill.generation.text import read_text
+
+        if (self.prompt is None) == (self.prompt_file is None):
+            raise ValueError("give a prompt or --prompt-file, one of the two")
+        text = self.prompt or ""
+        if self.prompt_file is not None:
+            text = read_text(self.prompt_file, "--prompt-file")
+        check_prompt(text)
+        return text
+
+    def encode(self, tokenizer: Any, text: str, before: Tensor | None, chat: bool) -> Tensor:
+        """Return the token ids of the prompt after those before it, cut if it is too long."""
+        from h2o_prefill.generation.prompts import encode_prompt, encode_turn, without_middle
+
+        if before is None or before.shape[1] == 0:
+            ids = encode_prompt(tokenizer, text, chat=chat)
+        else:
+            ids = encode_turn(tokenizer, text, before, chat=chat)
+        longest = self.max_prompt_tokens
+        if longest is None or ids.shape[1] <= longest:
+            return ids
+        stderr.print(f"the prompt's {ids.shape[1]} tokens are cut to {longest}")
+        return without_middle(ids, longest)
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """A file of prompts."""
+
+    PANEL: ClassVar = "Many prompts"
+    input_file: Path | None = typer.Option(
+        None,
+        "--input",
+        metavar="FILE",
+        help='Prompts to answer, as JSON lines: {"prompt": text, "id": text or number}; '
+        "without an id it is the number of the line.",
+    )
+    output: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Answers as JSON lines; the same command goes on with the prompts that have none.",
+    )
+    batch_tokens: int = typer.Option(
+        16384,
+        min=1,
+        help="Tokens of a batch of prompts, with padding and new tokens, at most; a longer "
+        "prompt is a batch by itself.",
+    )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn."""
+
+    PANEL: ClassVar = "Sampling"
+    temperature: float | None = typer.Option(
+        None,
+        min=1e-3,
+        help="Draw tokens at this temperature; without it, --top-k and --top-p, decoding is "
+        "greedy.",
+    )
+    top_k: int | None = typer.Option(None, min=1, help="Draw from the K likeliest tokens.")
+    top_p: float | None = typer.Option(
+        None,
+        min=0.0,
+        max=1.0,
+        help="Draw from the likeliest tokens whose probabilities add up to this.",
+    )
+    seed: int = typer.Option(0, help="Seed of the draws.")
+
+    def find(self) -> Sampling | None:
+        """Return how tokens are drawn, None for the likeliest ones."""
+        from h2o_prefill.generation.generate import Sampling
+
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return Sampling(**given) if len(given) > 1 else None
+
+
+@options.command
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue.", show_default=False)
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompt-file", metavar="FILE", help="UTF-8 text file that holds the prompt."
-        ),
-    ] = None,
-    input_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--input",
-            metavar="FILE",
-            help='Prompts to answer, as JSON lines: {"prompt": text, "id": text or number}; '
-            "without an id it is the number of the line.",
-            rich_help_panel=_MANY,
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            metavar="FILE",
-            help="Answers as JSON lines; the same command goes on with the prompts that have none.",
-            rich_help_panel=_MANY,
-        ),
-    ] = None,
-    batch_tokens: Annotated[
-        int,
-        typer.Option(
-            "--batch-tokens",
-            min=1,
-            help="Tokens of a batch of prompts, with padding and new tokens, at most; a longer "
-            "prompt is a batch by itself.",
-            rich_help_panel=_MANY,
-        ),
-    ] = 16384,
-    model: options.ModelOption = "smollm2-135m",
-    package: Annotated[
-        Path | None,
-        typer.Option(
-            "--package",
-            metavar="FILE.pt2",
-            help="Package that h2o-prefill export wrote, instead of a model; its settings and data "
-            "type are used.",
-        ),
-    ] = None,
-    session: Annotated[
-        Path | None,
-        typer.Option(
-            "--session",
-            metavar="FILE",
-            help="Session file: its text is continued if the file exists, and then it is written, "
-            "with the prompt and the answer. Model, settings and data type must be those of the "
-            "file.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int, options.count("--max-new-tokens", "Maximum number of tokens to generate.")
-    ] = 128,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat/--raw",
-            help="Put the prompt into the model's chat template, or use it as it is.",
-        ),
-    ] = True,
-    draft_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--draft-tokens",
-            metavar="N",
-            min=1,
-            help="With --package: draft up to so many tokens from how the text went on before, and "
-            "verify them in one call.",
-        ),
-    ] = None,
-    max_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-prompt-tokens",
-            metavar="N",
-            min=2,
-            help="Cut a longer prompt to so many tokens: its middle is left out.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            min=1e-3,
-            help="Draw tokens at this temperature; without it, --top-k and --top-p, decoding is "
-            "greedy.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            "--top-k", min=1, help="Draw from the K likeliest tokens.", rich_help_panel=_SAMPLING
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p",
-            min=0.0,
-            max=1.0,
-            help="Draw from the likeliest tokens whose probabilities add up to this.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", help="Seed of the draws.", rich_help_panel=_SAMPLING)
-    ] = 0,
-    preset: options.PresetOption = None,
-    dtype: options.DtypeOption = "float32",
-    device: options.DeviceOption = "cpu",
-    threads: options.ThreadsOption = None,
-    *,
-    cluster: ClusterOptions,
-    **sizes: int | None,
+    one: PromptOptions,
+    many: FileOptions,
+    model: options.ModelOptions,
+    sampling: SamplingOptions,
+    settings: options.SettingsOptions,
+    cluster: options.ClusterOptions,
+    max_new_tokens: int = typer.Option(128, min=1, help="Maximum number of tokens to generate."),
+    chat: bool = typer.Option(
+        True,
+        "--chat/--raw",
+        help="Put the prompt into the model's chat template, or use it as it is.",
+    ),
 ) -> None:
     """Continue a prompt, or those of a file, after sparse prefill.
 
@@ -164,106 +162,86 @@ def generate(
     answer is written as soon as its batch is done; a prompt that is empty, too long or fails gets a
     line with an error, and is tried again by the next run.
     """
-    if draft_tokens is not None and package is None:
+    if one.draft_tokens is not None and one.package is None:
         raise ValueError("--draft-tokens needs --package")
-    options.check_preset(preset, **sizes)
-    if input_file is not None or output is not None:
-        own = (prompt, prompt_file, package, session, max_prompt_tokens, temperature, top_k, top_p)
-        if own.count(None) < len(own):
-            raise ValueError(
-                "--input takes no prompt, --prompt-file, --package, --session, "
-                "--max-prompt-tokens or sampling beside it"
-            )
-        if input_file is None or output is None:
-            raise ValueError("give --input and --output, both")
-        _answer_file(
-            input_file,
-            output,
-            cluster,
-            lambda network: options.find_settings(network, preset, **sizes),
-            model=model,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            max_new_tokens=max_new_tokens,
-            chat=chat,
-            batch_tokens=batch_tokens,
-        )
+    settings.check()
+    if many.input_file is None and many.output is None:
+        if options.given(cluster):
+            raise ValueError("a Dask cluster answers the prompts of --input: give a file")
+        _answer_prompt(one, model, sampling.find(), settings, max_new_tokens, chat)
         return
-    from h2o_prefill.eval.inputs.packages import load_package
-    from h2o_prefill.eval.inputs.prompts import (
-        check_prompt,
-        encode_prompt,
-        encode_turn,
-        without_middle,
-    )
-    from h2o_prefill.eval.inputs.text import read_text
-    from h2o_prefill.eval.timing.generation import Sampling, generate_timed
+    if options.given(one) or sampling.find():
+        raise ValueError(
+            "--input takes no prompt, --prompt-file, --package, --session, --max-prompt-tokens or "
+            "sampling beside it"
+        )
+    if many.input_file is None or many.output is None:
+        raise ValueError("give --input and --output, both")
+    limits = {"max_new_tokens": max_new_tokens, "chat": chat, "batch_tokens": many.batch_tokens}
+    _answer_file(many.input_file, many.output, model, settings, cluster, limits)
+
+
+def _answer_prompt(
+    one: PromptOptions,
+    model: options.ModelOptions,
+    sampling: Sampling | None,
+    settings: options.SettingsOptions,
+    max_new_tokens: int,
+    chat: bool,
+) -> None:
+    from h2o_prefill.generation.generate import generate_timed, open_session
+
+    text = one.read()
+    if one.package is not None and options.given(settings):
+        raise ValueError("--package has its own settings: leave out --preset and the sizes")
+    if one.session is not None:
+        check_output_file(one.session, "--session")
+
+    def show(piece: str) -> None:
+        check_interrupt()
+        print(piece, end="", flush=True)
+
+    with _loaded(one.package, model, settings) as (network, tokenizer, config, handle):
+        kept = None if one.session is None else open_session(one.session, network)
+        before = None if kept is None else kept.token_ids
+        ids = one.encode(tokenizer, text, before, chat)
+        with contextlib.nullcontext() if handle is None else _bar_of_layers(network):
+            drafts = one.draft_tokens or 0
+            timing = generate_timed(
+                network, tokenizer, ids, max_new_tokens, show, kept, sampling, drafts
+            )
+        if handle is None:
+            kl = network.estimated_kl
+        else:
+            kl = next(iter(handle.report().estimated_kl or ()), nan)
+        if one.session is not None and kept is not None:
+            kept.save(one.session)
+    print()
+    past = 0 if before is None else before.shape[1]
+    stderr.print(_summary(timing, config, kl, past), style="dim")
+    if one.session is not None:
+        stderr.print(f"wrote {one.session}")
+
+
+@contextlib.contextmanager
+def _loaded(
+    package: Path | None, model: options.ModelOptions, settings: options.SettingsOptions
+) -> Iterator[tuple[Any, Any, PrefillConfig, Any]]:
+    """Yield a package or an enabled model, tokenizer, settings, and the handle of the model."""
+    if package is not None:
+        from h2o_prefill.generation.packages import load_package
+
+        model.use_threads()
+        with Console(stderr=True).status(f"loading {package}"):
+            loaded, tokenizer = load_package(package)
+        yield loaded, tokenizer, loaded.info.config, None
+        return
     from h2o_prefill.hf import enable
 
-    with quiet_libraries():
-        if cluster.given:
-            raise ValueError("a Dask cluster answers the prompts of --input: give a file")
-        if (prompt is None) == (prompt_file is None):
-            raise ValueError("give a prompt or --prompt-file, one of the two")
-        text = (prompt or "") if prompt_file is None else read_text(prompt_file, "--prompt-file")
-        check_prompt(text)
-        if package is not None and any(x is not None for x in (preset, *sizes.values())):
-            raise ValueError("--package has its own settings: leave out --preset and the sizes")
-        if session is not None:
-            check_output_file(session, "--session")
-        network: Any
-        if package is not None:
-            options.use_threads(threads)
-            with error_console().status(f"loading {package}"):
-                network, tokenizer = load_package(package)
-            config = network.info.config
-        else:
-            network, tokenizer = load_network(model, dtype, threads, device)
-            config = options.find_settings(network, preset, **sizes)
-        console = output_console()
-
-        def show(piece: str) -> None:
-            check_interrupt()
-            console.print(piece, end="", markup=False, soft_wrap=True)
-
-        enabled: Any = contextlib.nullcontext()
-        if package is None:
-            enabled = enable(network, config, tokenizer=tokenizer)
-        with enabled as handle:
-            kept = None if session is None else _open_session(session, network)
-            before = None if kept is None else kept.token_ids
-            past = 0 if before is None else before.shape[1]
-            if before is None or past == 0:
-                input_ids = encode_prompt(tokenizer, text, chat=chat)
-            else:
-                input_ids = encode_turn(tokenizer, text, before, chat=chat)
-            cut = max_prompt_tokens is not None and input_ids.shape[1] > max_prompt_tokens
-            if max_prompt_tokens is not None and cut:
-                say(f"the prompt's {input_ids.shape[1]} tokens are cut to {max_prompt_tokens}")
-                input_ids = without_middle(input_ids, max_prompt_tokens)
-            drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-            given: Any = {name: value for name, value in drawn.items() if value is not None}
-            sampling = Sampling(seed=seed, **given) if given else None
-            with contextlib.nullcontext() if package else _bar_of_layers(network):
-                timing = generate_timed(
-                    network,
-                    tokenizer,
-                    input_ids,
-                    max_new_tokens,
-                    show,
-                    kept,
-                    sampling,
-                    draft_tokens or 0,
-                )
-            measured = () if handle is None else handle.report().estimated_kl or ()
-            if kept is not None:
-                kept.save(session)
-        kl = network.estimated_kl if handle is None else next(iter(measured), nan)
-        console.print()
-        error_console().print(_summary(timing, config, kl, past), style="dim", soft_wrap=True)
-        if session is not None:
-            say_written(session)
+    network, tokenizer = model.load()
+    config = settings.find(network)
+    with enable(network, config, tokenizer=tokenizer) as handle:
+        yield network, tokenizer, config, handle
 
 
 @contextlib.contextmanager
@@ -287,68 +265,7 @@ def _bar_of_layers(network: Any) -> Iterator[None]:
         yield
 
 
-def _answer_file(
-    input_file: Path,
-    output: Path,
-    cluster: ClusterOptions,
-    find_settings: Callable[[Any], PrefillConfig],
-    *,
-    model: str,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    **settings: Any,
-) -> None:
-    from h2o_prefill.eval.prompt_files import answer_prompts, read_prompts
-
-    kept = f"answers are kept in {str(output)!r}, the same command goes on with the other prompts"
-    with kept_on_interrupt(kept), quiet_libraries():
-        prompts = read_prompts(input_file, "--input")
-        check_output_file(output, "--output")
-        network, tokenizer = load_network(model, dtype, threads, device)
-        with (
-            cluster.connect(model, dtype, threads, device) as workers,
-            show_progress("generate") as show,
-        ):
-            found = answer_prompts(
-                network,
-                tokenizer,
-                prompts,
-                output,
-                find_settings(network),
-                cluster=workers,
-                on_progress=show,
-                **settings,
-            )
-        say_written(output)
-        say(f"{len(prompts)} prompts, {found.reused} of them answered before")
-        if found.failed:
-            first = found.failed[0]
-            raise RuntimeError(
-                f"{len(found.failed)} of {len(prompts)} prompts have no answer, first that with "
-                f"id {first['id']!r}: {first['error']}"
-            )
-
-
-def _open_session(path: Path, network: Any) -> Any:
-    """Return the package, or a cache for the model, with the text of a session if there is one."""
-    from h2o_prefill.hf import ChunkedPrefillCache
-    from h2o_prefill.package import PrefillPackage
-
-    exists = path.expanduser().exists()
-    if isinstance(network, PrefillPackage):
-        if exists:
-            network.load(path)
-        return network
-    if not exists:
-        return ChunkedPrefillCache(config=network.config)
-    cache = ChunkedPrefillCache.load(path, network)
-    if cache.token_ids is None:
-        raise ValueError(f"session {str(path)!r} must have token ids to be continued by a text")
-    return cache
-
-
-def _summary(timing: Any, config: Any, kl: float, past: int) -> str:
+def _summary(timing: GenerationTiming, config: PrefillConfig, kl: float, past: int) -> str:
     mode = "sparse"
     if config.exact:
         mode = "exact"
@@ -363,3 +280,31 @@ def _summary(timing: Any, config: Any, kl: float, past: int) -> str:
         f"prefill {timing.prompt_tokens} tokens {after}in {timing.prefill_seconds:.2f} s ({mode}), "
         f"then {timing.new_tokens} tokens in {timing.decode_seconds:.2f} s"
     )
+
+
+def _answer_file(
+    input_file: Path,
+    output: Path,
+    model: options.ModelOptions,
+    settings: options.SettingsOptions,
+    cluster: options.ClusterOptions,
+    limits: dict[str, Any],
+) -> None:
+    from h2o_prefill.generation import answer_prompts, read_prompts
+
+    kept = f"answers are kept in {str(output)!r}, the same command goes on with the other prompts"
+    with kept_on_interrupt(kept):
+        prompts = read_prompts(input_file, "--input")
+        check_output_file(output, "--output")
+        network, tokenizer = model.load()
+        given = network, tokenizer, prompts, output, settings.find(network)
+        with cluster.connect(model) as workers, show_progress("generate") as show:
+            found = answer_prompts(*given, cluster=workers, on_progress=show, **limits)
+    stderr.print(f"wrote {output}")
+    stderr.print(f"{len(prompts)} prompts, {found.reused} of them answered before")
+    if found.failed:
+        first = found.failed[0]
+        raise RuntimeError(
+            f"{len(found.failed)} of {len(prompts)} prompts have no answer, first that with id "
+            f"{first['id']!r}: {first['error']}"
+        )

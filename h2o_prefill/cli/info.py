@@ -6,22 +6,21 @@ from typing import Any
 
 from h2o_prefill._cache import cache_dir
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import quiet_libraries
 from h2o_prefill.cli.outputs import json_output
-from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.tables import info_table, print_result
 from h2o_prefill.presets import PRESETS
 
 
+@options.command
 def info(json_file: options.JsonOption = None) -> None:
     """Show versions, hardware, build options, and what the library supports."""
-    from h2o_prefill.cli.tables import info_table
-    from h2o_prefill.eval import DATASETS, DEFAULT_MODEL, DTYPES, PROTOCOLS
+    from h2o_prefill.eval import PROTOCOLS
     from h2o_prefill.eval.environment import cuda_kernels, environment, linear_attention, operators
+    from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
 
-    with quiet_libraries(), json_output(json_file) as save_json:
-        facts = environment()
+    with json_output(json_file) as save_json:
         sections: dict[str, dict[str, Any]] = {
-            "environment": facts,
+            "environment": environment(),
             "operators (devices)": operators(),
             "CUDA kernels": cuda_kernels(),
             "linear attention": linear_attention(),

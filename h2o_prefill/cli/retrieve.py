@@ -8,60 +8,48 @@ from typing import Annotated, Any
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.cluster import ClusterOptions, add_cluster_options
-from h2o_prefill.cli.console import quiet_libraries, show_progress
-from h2o_prefill.cli.options import load_network
+from h2o_prefill.cli.console import show_progress
 from h2o_prefill.cli.outputs import check_output_file, json_output, plot_output
-from h2o_prefill.cli.result_table import print_result
-from h2o_prefill.cli.tables import retrieval_table
+from h2o_prefill.cli.tables import print_result, retrieval_table
 from h2o_prefill.eval.retrieval.evaluate import DEPTHS, LENGTHS
 from h2o_prefill.eval.retrieval.tasks import TASKS
+from h2o_prefill.selection import load_rule
 
 
-@add_cluster_options
+@options.command
 def retrieve(
-    model: options.ModelOption = "smollm2-135m",
-    dataset: options.DatasetOption = "wikitext2",
-    text_file: options.TextFileOption = None,
-    tasks: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,NAME,...",
-            help=f"Tasks to run, of {', '.join(TASKS)}.",
-            show_default="all",
-        ),
-    ] = ",".join(TASKS),
-    lengths: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Tokens of prompt and answer together.")
-    ] = ",".join(map(str, LENGTHS)),
-    depths: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Percent of the text before the needle.")
-    ] = ",".join(map(str, DEPTHS)),
-    prompts: Annotated[int, options.count("--prompts", "Prompts per task, length and depth.")] = 1,
-    question: Annotated[str, typer.Option(help="Put the question last or first.")] = "last",
+    model: options.ModelOptions,
+    text: options.TextOptions,
+    cluster: options.ClusterOptions,
+    tasks: str = typer.Option(
+        ",".join(TASKS),
+        metavar="NAME,NAME,...",
+        help=f"Tasks to run, of {', '.join(TASKS)}.",
+        show_default="all",
+    ),
+    lengths: str = typer.Option(
+        ",".join(map(str, LENGTHS)), metavar="N,N,...", help="Tokens of prompt and answer together."
+    ),
+    depths: str = typer.Option(
+        ",".join(map(str, DEPTHS)), metavar="N,N,...", help="Percent of the text before the needle."
+    ),
+    prompts: int = typer.Option(1, min=1, help="Prompts per task, length and depth."),
+    question: str = typer.Option("last", help="Put the question last or first."),
     preset: Annotated[
         list[str] | None,
         options.preset_option("Settings to compare with dense prefill; repeatable"),
     ] = None,
     select: options.SelectOption = None,
-    seed: Annotated[
-        int, typer.Option(help="Random seed of needles and texts; equal seeds give equal prompts.")
-    ] = 0,
-    dtype: options.DtypeOption = "float32",
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            "--keep",
-            metavar="FILE.jsonl",
-            help="File of prompts that are done; the same command goes on with the others.",
-        ),
-    ] = None,
+    seed: int = typer.Option(
+        0, help="Random seed of needles and texts; equal seeds give equal prompts."
+    ),
+    keep: Path | None = typer.Option(
+        None,
+        metavar="FILE.jsonl",
+        help="File of prompts that are done; the same command goes on with the others.",
+    ),
     json_file: options.JsonOption = None,
-    plot: Annotated[Path | None, options.plot_file("the mean score by length and depth")] = None,
-    device: options.DeviceOption = "cpu",
-    threads: options.ThreadsOption = None,
-    *,
-    cluster: ClusterOptions,
+    plot: Annotated[Path | None, options.plot_option("the mean score by length and depth")] = None,
 ) -> None:
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
@@ -72,35 +60,31 @@ def retrieve(
     expected answer after dense prefill, and its change after sparse prefill. On a Dask cluster
     every worker answers prompts.
     """
-    from h2o_prefill.eval import evaluate_retrieval, load_text
+    from h2o_prefill.eval import evaluate_retrieval
     from h2o_prefill.eval.plots import plot_retrieval
     from h2o_prefill.eval.retrieval.evaluate import check_retrieval
     from h2o_prefill.eval.retrieval.result import KeptOutcomes, retrieval_report
     from h2o_prefill.profile import settings_name
 
-    with quiet_libraries(), json_output(json_file) as save_json:
-        for text in preset or ():
-            options.check_preset(text)
-        rule = options.parse_select(select)
+    with json_output(json_file) as save_json:
+        settings = options.all_settings(preset)
+        rule = None if select is None else load_rule(select)
         save_plot = plot_output(plot)
-        settings: dict[str, Any] = {
+        wanted: dict[str, Any] = {
             "tasks": tasks.split(","),
             "lengths": options.parse_numbers(lengths, "lengths"),
             "depths": options.parse_numbers(depths, "depths"),
             "prompts_per_cell": prompts,
             "question": question,
         }
-        check_retrieval(**settings)
+        check_retrieval(**wanted)
         if keep is not None:
             check_output_file(keep, "--keep", (".jsonl",))
         kept = None if keep is None else KeptOutcomes(keep)
-        corpus = load_text(dataset, text_file)
-        network, tokenizer = load_network(model, dtype, threads, device)
-        configs = [options.find_settings(network, text) for text in preset or (None,)]
-        with (
-            cluster.connect(model, dtype, threads, device) as workers,
-            show_progress("retrieval") as show,
-        ):
+        corpus = text.load()
+        network, tokenizer = model.load()
+        configs = [one.find(network) for one in settings]
+        with cluster.connect(model) as workers, show_progress("retrieval") as show:
             result = evaluate_retrieval(
                 network,
                 corpus,
@@ -111,10 +95,10 @@ def retrieve(
                 kept=kept,
                 cluster=workers,
                 on_progress=show,
-                **settings,
+                **wanted,
             )
-        title = f"{model} {dtype}\nneedles in {corpus.name}, question {question}"
+        title = f"{model}\nneedles in {corpus.name}, question {question}"
         title += f", select={select}" if select else ""
-        save_json(lambda: retrieval_report(result, model=model, dtype=dtype))
+        save_json(lambda: retrieval_report(result, model=model.model, dtype=model.dtype))
         save_plot(plot_retrieval, result, title)
         print_result(title, retrieval_table(result))

@@ -3,73 +3,72 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
 from h2o_prefill.cli import options
-from h2o_prefill.cli.console import output_console, quiet_libraries, show_progress
-from h2o_prefill.cli.options import load_network
-from h2o_prefill.cli.outputs import check_output_folder, json_output, text_origin
-from h2o_prefill.cli.result_table import print_result
+from h2o_prefill.cli.console import show_progress
+from h2o_prefill.cli.outputs import check_output_folder, json_output
+from h2o_prefill.cli.tables import attention_table, print_result
+from h2o_prefill.selection import load_rule
 
 
-@options.add_size_options
+@options.command
 def visualize(
-    model: options.ModelOption = "smollm2-135m",
-    dataset: options.DatasetOption = "wikitext2",
-    text_file: options.TextFileOption = None,
-    context: Annotated[int, options.count("--context", "Prompt length in tokens.")] = 4096,
-    window: Annotated[
-        int, typer.Option(min=0, help="Index of the window of the text that is the prompt.")
-    ] = 0,
-    output: Annotated[
-        Path, options.output_folder("Folder for the figures, created if necessary.")
-    ] = Path("benchmark_results/attention_heatmaps"),
+    model: options.CpuModelOptions,
+    text: options.TextOptions,
+    settings: options.SettingsOptions,
+    context: int = typer.Option(4096, min=1, help="Prompt length in tokens."),
+    window: int = typer.Option(
+        0, min=0, help="Index of the window of the text that is the prompt."
+    ),
+    output: Path = typer.Option(
+        Path("benchmark_results/attention_heatmaps"),
+        metavar="DIR",
+        help="Folder for the figures, created if necessary.",
+    ),
     figure_format: options.FormatOption = "png",
-    preset: options.PresetOption = None,
     select: options.SelectOption = None,
-    dtype: options.DtypeOption = "float32",
     json_file: options.JsonOption = None,
-    threads: options.ThreadsOption = None,
-    **sizes: int | None,
 ) -> None:
     """Draw which positions memory sets keep, their errors and stability, and dense attention.
 
     Writes the figures memory, errors, stability and attention.
     """
-    from h2o_prefill.cli.tables import attention_table
-    from h2o_prefill.eval import load_text
-    from h2o_prefill.eval.inputs.text import encode
     from h2o_prefill.eval.perplexity.windows import select_windows
     from h2o_prefill.eval.plots import ATTENTION_FIGURES, visualize_attention_patterns
     from h2o_prefill.eval.report import build_report
+    from h2o_prefill.generation.text import encode
     from h2o_prefill.profile import settings_name
 
-    with quiet_libraries(), json_output(json_file) as save_json:
-        options.check_preset(preset, **sizes)
-        rule = options.parse_select(select)
+    with json_output(json_file) as save_json:
+        settings.check()
+        rule = None if select is None else load_rule(select)
         files = [f"{name}.{figure_format}" for name in ATTENTION_FIGURES]
         check_output_folder(output, files)
-        corpus = load_text(dataset, text_file)
-        network, tokenizer = load_network(model, dtype, threads)
-        config = options.find_settings(network, preset, **sizes)
+        corpus = text.load()
+        network, tokenizer = model.load()
+        config = settings.find(network)
         tokens = encode(tokenizer, corpus.text)
         _, prompts = select_windows(tokens, context, f"{window}:{window + 1}")
-        title = (
-            f"{model} {dtype}, {corpus.name} window {window} of {context} tokens, "
-            f"{options.describe(network, config, select)}"
-        )
+        title = f"{model}, {corpus.name} window {window} of {context} tokens, "
+        title += options.describe(network, config, select)
         with show_progress("prefill") as show:
-            drawn: dict[str, Any] = {"title": title, "select": rule, "on_progress": show}
             measures = visualize_attention_patterns(
-                network, prompts, config, output, figure_format, **drawn
+                network,
+                prompts,
+                config,
+                output,
+                figure_format,
+                title=title,
+                select=rule,
+                on_progress=show,
             )
         report = measures.to_dict()
         name = settings_name(network, config)
         given = {"window": window, "context": context, "preset": name, "select": select}
-        config_part = text_origin(model, dtype, corpus, **given) | report.pop("config")
-        save_json(lambda: build_report(config_part, **report))
+        origin = model.origin(corpus, **given) | report.pop("config")
+        save_json(lambda: build_report(origin, **report))
         print_result(title, attention_table(measures))
         for file in files:
-            output_console().print(str(output / file), markup=False, soft_wrap=True)
+            print(output / file)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.report import build_report, whole_lines
-from h2o_prefill.eval.runs import DENSE
+from h2o_prefill.eval.report import build_report
+from h2o_prefill.generation.json_lines import whole_lines
+from h2o_prefill.generation.runs import DENSE
 
 if TYPE_CHECKING:
     pass

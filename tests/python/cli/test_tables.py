@@ -28,7 +28,7 @@ def test_no_table_loses_a_word_or_leaves_the_terminal(
     capsys: pytest.CaptureFixture[str],
     command: str,
 ) -> None:
-    from h2o_prefill.cli import result_table
+    from h2o_prefill.cli import tables
 
     printed: list[tuple[str, Any]] = []
     monkeypatch.setattr(
@@ -40,7 +40,7 @@ def test_no_table_loses_a_word_or_leaves_the_terminal(
     ((title, table),) = printed
     for width in (40, 60, 80, 120):
         monkeypatch.setenv("COLUMNS", str(width))
-        result_table.print_result(title, table)
+        tables.print_result(title, table)
         shown = capsys.readouterr().out
         assert max(map(len, shown.splitlines())) <= width
         assert _words(table) <= set(shown.split())
@@ -48,7 +48,7 @@ def test_no_table_loses_a_word_or_leaves_the_terminal(
 
 
 def test_without_a_terminal_a_row_is_a_line(capsys: pytest.CaptureFixture[str], run: Run) -> None:
-    from h2o_prefill.cli.result_table import new_table, print_result
+    from h2o_prefill.cli.tables import new_table, print_result
 
     table = new_table()
     for number in range(30):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2o_prefill.eval.runs import check_length, generate_greedily
+from h2o_prefill.generation.runs import check_length, generate_greedily
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
 from h2o_prefill.package import PrefillPackage
 
@@ -91,6 +92,21 @@ def generate_timed(
         with torch.no_grad():
             model.forward(last) if packaged else model(last.to(model.device), **options)
     return GenerationTiming(input_ids.shape[1], len(times), times[0] - start, times[-1] - times[0])
+
+
+def open_session(path: str | Path, model: Any) -> ChunkedPrefillCache | PrefillPackage:
+    """Return the package, or a cache for the model, with the text of a session if there is one."""
+    exists = Path(path).expanduser().exists()
+    if isinstance(model, PrefillPackage):
+        if exists:
+            model.load(path)
+        return model
+    if not exists:
+        return ChunkedPrefillCache(config=model.config)
+    cache = ChunkedPrefillCache.load(path, model)
+    if cache.token_ids is None:
+        raise ValueError(f"session {str(path)!r} must have token ids to be continued by a text")
+    return cache
 
 
 def _timed_streamer(tokenizer: Any, on_text: Callable[[str], None]) -> Any:
