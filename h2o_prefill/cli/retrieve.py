@@ -14,8 +14,8 @@ from h2o_prefill.cli.options import load_network
 from h2o_prefill.cli.outputs import check_output_file, json_output, plot_output
 from h2o_prefill.cli.result_table import print_result
 from h2o_prefill.cli.tables import retrieval_table
-from h2o_prefill.eval.retrieval.evaluate import DEPTHS, LENGTHS
-from h2o_prefill.eval.retrieval.tasks import TASKS
+from h2o_prefill.eval.retrieval import DEPTHS, LENGTHS
+from h2o_prefill.eval.retrieval_prompts import TASKS
 
 
 @add_cluster_options
@@ -66,16 +66,14 @@ def retrieve(
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
     Facts (needles) are hidden in a text (the haystack), and the model is asked for them. The tasks
-    have the form of RULER's; paraphrased asks in words that the text does not use. In the table,
-    accuracy is the mean score, and kept is how many of the prompts solved after dense prefill are
-    also solved after sparse prefill. The last column has the mean log-probability per token of the
-    expected answer after dense prefill, and its change after sparse prefill. On a Dask cluster
-    every worker answers prompts.
+    have the form of RULER's. In the table, accuracy is the mean score, and kept is how many of the
+    prompts solved after dense prefill are also solved after sparse prefill. The last column has the
+    mean log-probability per token of the expected answer after dense prefill, and its change after
+    sparse prefill. On a Dask cluster every worker answers prompts.
     """
     from h2o_prefill.eval import evaluate_retrieval, load_text
     from h2o_prefill.eval.plots import plot_retrieval
-    from h2o_prefill.eval.retrieval.evaluate import check_retrieval
-    from h2o_prefill.eval.retrieval.result import KeptOutcomes, retrieval_report
+    from h2o_prefill.eval.retrieval import KeptOutcomes, check_retrieval, retrieval_report
     from h2o_prefill.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from h2o_prefill.eval.calibration import HeadCalibration
     from h2o_prefill.eval.comparison import Comparison
     from h2o_prefill.eval.perplexity.result import PerplexityResult
-    from h2o_prefill.eval.retrieval.result import RetrievalResult
+    from h2o_prefill.eval.retrieval import RetrievalResult
 
 
 def comparison_table(result: Comparison) -> Table:
@@ -129,7 +129,8 @@ def retrieval_table(result: RetrievalResult) -> Table:
     shares = ("accuracy %\n(95 %)", "kept of\nsolved")
     headings = ("tokens", "prefill", *shares, "log-prob,\nchange")
     table = new_table("task", *headings, folding=("prefill",))
-    for row in result.summary:
+    row: Any
+    for row in result.summary.itertuples():
         first = row.variant == DENSE
         change = row.log_prob_change, row.log_prob_stderr
         if first:

@@ -17,6 +17,6 @@ from h2o_prefill.eval.perplexity.evaluate import (
 )
 from h2o_prefill.eval.perplexity.windows import PROTOCOLS
 from h2o_prefill.eval.prompt_files import answer_prompts, read_prompts
-from h2o_prefill.eval.retrieval.evaluate import evaluate_retrieval
+from h2o_prefill.eval.retrieval import evaluate_retrieval
 from h2o_prefill.eval.timing.memory_profile import profile_memory
 from h2o_prefill.eval.timing.throughput import benchmark_throughput

@@ -23,7 +23,7 @@ from h2o_prefill.eval.ablation.table import short_value, varied_settings
 from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
 from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
 from h2o_prefill.eval.perplexity.result import PerplexityResult
-from h2o_prefill.eval.retrieval.result import RetrievalResult
+from h2o_prefill.eval.retrieval import RetrievalResult
 from h2o_prefill.eval.runs import DENSE as DENSE_RUN
 from h2o_prefill.eval.runs import Progress
 from h2o_prefill.presets import PRESETS
