@@ -57,5 +57,5 @@ def native_errors() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error; those of C++ go on with where they were raised."""
+    """Return the first line of an error; C++ errors append a backtrace."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -198,7 +198,7 @@ class ChunkedSparseAttention(nn.Module):
     def last_chunk_begin(self, past: int, new: int, last_chunk_begin: int = 0) -> int:
         """Return `last_chunk_begin` for the next call, after one of `new` tokens after `past`.
 
-        The argument `last_chunk_begin` is that of the call; a dense call does not change it.
+        The argument is the value before the call; a dense call does not change it.
         """
         position = torch.tensor([past, last_chunk_begin])
         torch.ops.h2o_prefill.advance_position_(position, new, self.settings)

@@ -1,4 +1,4 @@
-"""The operators with a `PrefillConfig` and a `PrefillState` (`config` is that of the layer)."""
+"""The operators with a `PrefillConfig` of one layer and a `PrefillState`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerOptions(NamedTuple):
 
     recall: RecallLists  # what `lexical_recall` found for the call
     layer: int
-    settings: str  # those of all layers
+    settings: str  # of all layers
     logits: LogitOptions
 
 
@@ -82,7 +82,7 @@ def sparse_attention(
 ) -> tuple[Tensor, PrefillState]:
     """Prefill one layer sparsely, whatever the length of the call; return the state after it.
 
-    Arguments are those of `ops.chunked_sparse_attention`. Without a state, all earlier tokens are
+    Arguments as for `ops.chunked_sparse_attention`. Without a state, all earlier tokens are
     candidates for the first memory set, with score 0. `select` replaces the choice of memory sets.
     """
     if state is None:
@@ -157,7 +157,7 @@ def _keeping(config: PrefillConfig, members: int) -> PrefillConfig:
     """Return settings that keep so many candidates and nothing else."""
     budget = {"sink_tokens": 0, "local_window": 0, "heavy_budget": members, "wide": ()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The advice on budgets is for those of a user.
+        warnings.simplefilter("ignore")  # Advice on budgets is for settings that a user wrote.
         return config.with_fields(**budget, max_widen=1, dense_tail=0)
 
 

@@ -119,9 +119,9 @@ def model_text(model: Any, marks: Marks | None = None) -> str:
 
     config: SHA-256 of the text decoder's config, without what changes no result (`_NO_PART` and
     names that begin with "_"), as JSON. weights: the same of the name, dtype, shape and checksum
-    (docs/cpp.md) of each parameter and saved buffer, in the order of their names, without those of
+    (docs/cpp.md) of each parameter and saved buffer, in the order of their names, without
     adapters (PEFT). adapters: names and weights of the active ones that are not merged. tokenizer
-    and select are those of the marks. This reads the weights once, at the speed of memory; it is no
+    and select come from the marks. This reads the weights once, at the speed of memory; it is no
     protection against forgery.
     """
     active = _active_adapters(model)

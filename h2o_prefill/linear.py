@@ -64,8 +64,8 @@ def linear_attention(
     - Retention (RetNet): `log_decay` [H] is log(gamma), `scale` is D ** -0.5.
     - Lightning attention (MiniMax): q, k and v after their activation; `log_decay` [H] is minus the
       slopes. The state is the one that its cache stores.
-    - Mamba-2: q is C, k is B, v is x dt, and `log_decay` [B, H, T] is A dt. The state is that of
-      Mamba-2, transposed; add D x afterwards. Use `expand` for the B and C that heads of a group
+    - Mamba-2: q is C, k is B, v is x dt, and `log_decay` [B, H, T] is A dt. The state is
+      Mamba-2's, transposed; add D x afterwards. Use `expand` for the B and C that heads of a group
       share, and move several groups into the batch.
     """
     if not isinstance(feature_map, str):

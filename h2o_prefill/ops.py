@@ -147,7 +147,7 @@ def sliding_window_attention(
     ----------
     q, k, v : Tensor
         Queries of the call, and keys and values of the history, or of its end alone, as a cache
-        that keeps the window holds it; the last key is that of the last query.
+        that keeps the window holds it; the last key belongs to the last query.
     window : int
         At least 1; one that is longer than the history is full attention.
 
@@ -248,8 +248,8 @@ def chunked_sparse_attention(
         Keys that blocks of `recall_block` rows also see.
     settings : PrefillConfig or str
         Settings of the layer (`PrefillConfig.of_layer`): S, L, H and K, `wide` whatever its
-        layers, `dense_tail`, `gqa_reduce`, `recall_block`, and those of errors. Fields that choose
-        sparse calls and layers have no effect.
+        layers, `dense_tail`, `gqa_reduce`, `recall_block`, and the fields for errors. Fields that
+        choose sparse calls and layers have no effect.
 
     Returns
     -------

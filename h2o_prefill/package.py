@@ -161,7 +161,7 @@ class PrefillPackage:
             self._session.save(os.fspath(Path(path).expanduser()))
 
     def load(self, path: str | Path, verify: bool = True) -> None:
-        """Replace the text by that of a session file, of a package or of a cache.
+        """Replace the text by a session file, written by a package or by a cache.
 
         With `verify` the checksum of the file is checked.
 

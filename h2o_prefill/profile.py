@@ -51,8 +51,8 @@ class Profile:
 def architecture_hash(model: Any) -> str:
     """Return 16 hex digits of the SHA-256 of a model's architecture, as its config describes it.
 
-    That is its type, sizes, heads, vocabulary and RoPE parameters. A fine-tuned model has that of
-    the model it comes from: weights, dtype, names and versions are no part of it.
+    It covers type, sizes, heads, vocabulary and RoPE parameters. A fine-tuned model has the digits
+    of the model it comes from: weights, dtype, names and versions are no part of it.
     """
     # Attributes of configs whose layers differ cannot all be read.
     config = model.config.get_text_config(decoder=True).to_dict()

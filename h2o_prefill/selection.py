@@ -44,7 +44,7 @@ class SelectionContext:
     memory : Tensor
         int32 [B, Hkv, any]: the positions that the last chunk attended to, ascending, then -1.
     queries : Tensor
-        [B, Hq, n, D], after RoPE: those of the tokens from `begin` on. n is 0 after a session
+        [B, Hq, n, D], after RoPE, of the tokens from `begin` on. n is 0 after a session
         file was read, and less than end - begin after decoding.
     keys, values : Tensor
         [B, Hkv, end, D] and [B, Hkv, end, Dv].

@@ -46,9 +46,8 @@ class SessionFile:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a session file whole or not at all.
 
-        Takes a copy of keys and values that are not contiguous, as those of a cache with room for
-        more. Raises OSError if the file cannot be written, ValueError if the session is not one
-        that can be read.
+        Copies keys and values that are not contiguous, as in a cache with room for more. Raises
+        OSError if the file cannot be written, ValueError if the session cannot be read back.
         """
         held = _File(self.model, self.settings, self.length, self._tensors())
         with native_errors():

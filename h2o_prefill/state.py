@@ -74,7 +74,7 @@ class PrefillState:
         H have doubled, the sum of its errors, their number, and the sum of the factors of L and H
         in these chunks.
     queries : Tensor, optional
-        [B, Hq, n, D]: those of the last sparse chunk, where a selection rule may need them.
+        [B, Hq, n, D] of the last sparse chunk, where a selection rule may need them.
     """
 
     scores: Tensor

@@ -51,9 +51,9 @@ class ExactRows:
     ) -> Callable[[], Partial | None]:
         """Ask for the exact attention of the own rows to all ranges before.
 
-        `query` [B, Hq, T, D], `key` and `value` are those of this range, to which the rows of later
-        ranges attend from now on. Returns a function that waits for the answer, None if there is
-        nothing before.
+        `query` [B, Hq, T, D], `key` and `value` belong to this range; rows of later ranges attend
+        to them from now on. Returns a function that waits for the answer, None if nothing is
+        before.
         """
         with self._offered:
             self._offers[layer] = key, value, options, query[:, :, :0]

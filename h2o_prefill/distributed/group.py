@@ -36,8 +36,8 @@ class DistributedPrefillError(RuntimeError):
 class Ranks:
     """The processes of a group, in order: a ProcessGroup, or a DeviceMesh of one dimension.
 
-    None stands for all processes. `layers` are those of the model that this process has, for
-    errors. Raises ValueError if a mesh has several dimensions.
+    None stands for all processes. `layers` are the model's layers in this process, for error
+    messages. Raises ValueError if a mesh has several dimensions.
     """
 
     def __init__(self, group: Any, layers: range) -> None:

@@ -1,4 +1,4 @@
-"""One prompt over several processes, each of which has the chunks of a consecutive range.
+"""One prompt over several processes; each process has a consecutive range of chunks.
 
 A range attends to a few rows before it: the memory sets, which the range before passes on after its
 last chunk, and the recalled keys, which are known from the token ids before any layer runs. These
@@ -96,7 +96,7 @@ class ShardPlan:
         return torch.arange(self.bounds[number][0]) if whole else self.recalled[number]
 
     def sent(self, sender: int, receiver: int, whole: bool) -> Tensor:
-        """Return those of them that another process has, as rows of its range."""
+        """Return the needed positions that `sender` holds, as offsets into its range."""
         begin, end = self.bounds[sender]
         needed = self.needed(receiver, whole)
         return needed[(needed >= begin) & (needed < end)] - begin
@@ -151,8 +151,8 @@ class CompactPast:
     ) -> MemoryRows:
         """Return the memory sets after the range, which the next one begins with.
 
-        `state`, keys and values [B, Hkv, P + T, D] are those of the past and the range, `config` is
-        that of the layer.
+        `state`, keys and values [B, Hkv, P + T, D] cover the past and the range; `config` holds the
+        settings of the layer.
         """
         return MemoryRows(*self._native.memory_rows(state.fields, keys, values, config.native))
 
@@ -196,10 +196,10 @@ class SequencePrefill:
     def past_of(
         self, layer: int, key: Tensor, value: Tensor, config: PrefillConfig | None
     ) -> CompactPast:
-        """Send rows of a layer to the processes that need them; return those of the ones before.
+        """Send rows of a layer to the processes that need them; return the rows of earlier ranges.
 
-        `key` and `value` are those of this range, `config` is that of the layer: without one it
-        attends to all tokens before it.
+        `key` and `value` belong to this range, `config` holds the settings of the layer. Without
+        settings the layer attends to all earlier tokens.
         """
         whole, number = config is None, self.ranks.number
         for receiver in range(number + 1, self.ranks.count):

@@ -27,7 +27,7 @@ from h2o_prefill.state import PrefillState, no_errors
 
 
 def h2o_prefill_attention(*args: Any, **kwargs: Any) -> Attended:
-    """Attend; the arguments are those of `Call.of`, as transformers passes them."""
+    """Attend; takes the arguments of `Call.of`, as transformers passes them."""
     told = call_in_graph()
     if told is not None:
         call = Call.of(*args, **kwargs)

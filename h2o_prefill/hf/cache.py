@@ -485,7 +485,7 @@ def fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
     enabled = enabled_of(model.config)
     settings = None if enabled is None else settings_fields(enabled.config)
     marks = marks_of(model) if enabled is None else enabled.marks(model)
-    if enabled is None:  # then rule and tokenizer are those of the file, as the settings are
+    if enabled is None:  # then rule, tokenizer and settings come from the file
         words = dict(word.split("=", 1) for word in session.model.split() if "=" in word)
         marks = marks._replace(select=words.get("select", ""), tokenizer=words.get("tokenizer", ""))
     old = session.version == 1

@@ -59,7 +59,7 @@ class Call:
     cache_layer: Layer
     total: int  # tokens up to the last of this call; a static cache has unused slots after them
     window: Window | None = None  # what the layer's window hides, if its mask was left out
-    # Where the rows lie, if the mask that was asked for is that of a padded batch.
+    # Where the rows lie, if the model asked for the mask of a padded batch.
     padding: Padding | None = None
 
     @classmethod

@@ -37,7 +37,7 @@ from h2o_prefill.hf.rules import INDEX_ARGUMENTS, needs_gradients, wants_weights
 # What transformers' sdpa function drops, or refuses; the model's own eager function honours it.
 EAGER_ONLY = ("s_aux", "softcap")
 
-# The attribute of masks of a sliding window: its length. The last key is that of the last query.
+# The attribute of masks of a sliding window: its length. The last key belongs to the last query.
 WINDOW = "_h2o_prefill_window"
 
 
@@ -136,7 +136,7 @@ def suits_our_operators(call: Call) -> bool:
         and call.is_causal
         and call.dropout == 0
         and not call.given("position_bias", "cache", *INDEX_ARGUMENTS)
-        and not wants_weights(call)  # of which the function warns
+        and not wants_weights(call)  # the function warns of that
         and not needs_gradients(call)
         # PyTorch broadcasts a batch of one.
         and call.query.shape[0] == call.key.shape[0]
@@ -285,7 +285,7 @@ def mask_in_graph(call: Call, window: int | None = None) -> Tensor:
 def with_candidates(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: LogitOptions
 ) -> Tensor:
-    """Append the rows of `query`, which verify candidates, to those of `out`.
+    """Append the output of `query`, whose rows verify candidates, to `out`.
 
     They attend as decoded tokens do, and leave no trace in the state.
     """

@@ -414,7 +414,7 @@ class ForwardHook:
         ]
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `cache` and those of `READ_ARGUMENTS`, None where the caller gave none."""
+        """Return `cache` and the `READ_ARGUMENTS`, None where the caller gave none."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         caches = (given[name] for name in CACHE_NAMES if given.get(name) is not None)
         return {"cache": next(caches, None), **{name: given.get(name) for name in READ_ARGUMENTS}}

@@ -204,7 +204,7 @@ def compile_package(program: torch.export.ExportedProgram, info: PackageInfo, pa
     """Compile what `export_model` returned into a package."""
     options = {
         "aot_inductor.metadata": info.to_metadata(),
-        # Weights in the layout of oneDNN's products. Those of a tied embedding are there twice.
+        # Weights in the layout of oneDNN's products. A tied embedding's weights are there twice.
         "freezing": True,
         # Else the code runs with as many threads as there are here.
         "cpp.dynamic_threads": True,

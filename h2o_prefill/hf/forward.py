@@ -33,9 +33,9 @@ OWN_PADDING = (
 
 ALL_ROWS = slice(None)
 
-# The forward that is under way in this thread.
+# The running forward of this thread.
 _current = threading.local()
-# Those of all threads.
+# The running forwards of all threads.
 _running: list[ForwardContext] = []
 
 
@@ -341,7 +341,7 @@ class ForwardContext:
     ) -> RecallLists:
         """Return what `lexical_recall` finds for a call, made once for all layers of a device.
 
-        In a padded batch, for the rows whose tokens are those of `span`.
+        In a padded batch, for the rows whose tokens fill `span`.
         """
         if self.enabled.config.recall == 0:
             return NO_RECALL

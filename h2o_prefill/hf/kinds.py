@@ -107,13 +107,13 @@ def window_of(module: nn.Module) -> int | None:
 def attends_to_tokens_alone(module: nn.Module) -> bool:
     """Return whether a layer is of a kind that adds nothing to the mask that it is given.
 
-    DeepSeek V4 adds what hides compressed keys to that of its window, if there is one.
+    DeepSeek V4 hides compressed keys by its mask, in addition to its window.
     """
     return layer_type(module) in ("full_attention", "linear_attention", *WINDOWED)
 
 
 def chooses_keys(module: nn.Module) -> bool:
-    """Return whether a layer reads its mask to choose keys, as those of DSA and Doge do."""
+    """Return whether a layer reads its mask to choose keys, as DSA and Doge do."""
     return getattr(module, "indexer", None) is not None or hasattr(module, "prepare_dynamic_mask")
 
 
@@ -243,14 +243,14 @@ class Window:
     make_mask: Callable[[], Any]
 
 
-# Windows whose masks were left out before the forward: `generate` makes those of static caches.
+# Windows whose masks were left out before the forward: `generate` makes masks of static caches.
 windows_ahead: ContextVar[dict[int, Window]] = ContextVar("h2o_prefill_windows", default={})  # noqa: B039
 
 
 def attend_in_window(
     query: Tensor, key: Tensor, value: Tensor, window: int, options: LogitOptions
 ) -> Tensor:
-    """Attend to the last `window` keys of each query; the last key is that of the last query."""
+    """Attend to the last `window` keys of each query; the last key belongs to the last query."""
     if query.shape[2] == 1 or window >= key.shape[2]:
         # All rows see the same first key: plain causal attention, which may be PyTorch's.
         return ops.dense_attention(query, key[:, :, -window:], value[:, :, -window:], *options)

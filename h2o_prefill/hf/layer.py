@@ -147,7 +147,7 @@ class ChunkedPrefillLayer(DynamicLayer):
     def attend_in_graph(self, query: Tensor, candidates: int, options: LayerOptions) -> Tensor:
         """Attend as `attend` does, in a compiled graph: `take_traced` sets the state afterwards.
 
-        `candidates` are the tokens after those of `query`.
+        `candidates` counts the tokens after the query's.
         """
         keys, values = self._held()
         total = keys.shape[2] - candidates
@@ -211,7 +211,7 @@ class ChunkedPrefillLayer(DynamicLayer):
             self._map_state(torch.clone)
 
     def share_with(self, others: list[ChunkedPrefillLayer]) -> None:
-        """Lend the buffers of this branch to others, which leave theirs: those that the first has.
+        """Lend the buffers of this branch to the other branches, which drop their shared buffers.
 
         Nothing happens unless the rows of the first begin those of this one, to the bit.
         """
@@ -399,7 +399,7 @@ def prefill_layer_for(layer: Any) -> Any:
 if HybridLayer is not None:
 
     def _of_both(name: str) -> Callable[..., None]:
-        # The base class calls the methods of `DynamicLayer`, past those of `ChunkedPrefillLayer`.
+        # The base class calls `DynamicLayer` directly, past the methods of `ChunkedPrefillLayer`.
         def method(self: Any, *args: Any) -> None:
             getattr(RecurrentLayer, name)(self, *args)
             getattr(ChunkedPrefillLayer, name)(self, *args)

@@ -4,7 +4,8 @@ A sliding window, or a chunk, that holds all keys counts as plain causal.
 
 Contract with the attention function: a mask of None made here means that query i of Tq sees the
 keys up to T - Tq + i, where T is the number of keys without the unused slots of a static cache, and
-all of them, or, if `ForwardContext.paddings` has that length, those of its row that are no padding.
+all of them, or, if `ForwardContext.paddings` has that length, the keys of its row that are no
+padding.
 In a layer whose window `ForwardContext.windows` has, it means what that says.
 Everything else is the mask that the model's own implementation would have got.
 """

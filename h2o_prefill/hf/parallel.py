@@ -101,7 +101,7 @@ class Stage(nn.Module):
 
     It takes ids [B, n] or embeddings on the first rank, on the others the hidden states
     [B, n, hidden size] of the one before. It returns hidden states, on the last rank logits.
-    `ids` [B, T] are those of the prompt, None if unknown, and `mask` is [B, past + T].
+    `ids` [B, T] are the prompt's tokens, None if unknown; `mask` is [B, past + T].
     """
 
     def __init__(
@@ -343,7 +343,7 @@ def attend_to_range(
 ) -> list[tuple[Tensor, ...]]:
     """Return the attention of rows of a chunk to its range, to the keys before `begin` and after.
 
-    query [B, Hq, n, D], and keys and values of the range, of which row i sees rows[i] and before.
+    query [B, Hq, n, D], and keys and values of the range. Row i sees the keys up to rows[i].
     """
     parts, found = [], []
     if begin > 0:
@@ -421,8 +421,8 @@ def sharded(
     """Spread a prompt over the processes of a handle, in an empty cache.
 
     Yields a `SequencePrefill`, whose range this process is to pass through the model in one call.
-    An error leaves the cache empty. `tokens` [B, T] or [B, T, hidden size] and `mask` [B, T] are
-    those of the whole prompt.
+    An error leaves the cache empty. `tokens` [B, T] or [B, T, hidden size] and `mask` [B, T]
+    cover the whole prompt.
 
     Raises ValueError, in every process, if the arguments, settings or models are not the same in
     all of them, or the prompt does not suit.

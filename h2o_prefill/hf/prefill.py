@@ -51,14 +51,14 @@ def chunked_prefill(
 ) -> Any:
     """Prefill a prompt sparsely, a few chunks at a time, so that activations stay small.
 
-    The result is that of one call over the whole prompt, except that `dense_tail` applies to the
-    last call only.
+    The result equals one call over the whole prompt, except that `dense_tail` applies to the last
+    call only.
 
     A model that transformers has loaded as stages (`DistributedConfig(pp_size=...)`) is prefilled
     by all of them at the same time, each on another chunk: call this in every process, with the
-    same arguments. The result is that of one process with `chunks_per_call=1`, to the bit. So is
-    that of a model which is enabled with a `process_group`, each process of which prefills a range
-    of the prompt in one call.
+    same arguments. The result equals one process with `chunks_per_call=1`, to the bit. So does the
+    result of a model that is enabled with a `process_group`, where each process prefills a range of
+    the prompt in one call.
 
     Parameters
     ----------

@@ -124,7 +124,7 @@ class PrefixCache:
 
 
 def _begins(ids: Tensor, text: Tensor) -> bool:
-    """Return whether ids [1, T] begin with those of a text, and go on after them."""
+    """Return whether ids [1, T] begin with a stored text, and go on after it."""
     length = text.shape[1]
     return length < ids.shape[1] and bool(ids[:, :length].to(text).equal(text))
 

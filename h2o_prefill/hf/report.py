@@ -111,7 +111,7 @@ def _estimated_kl(enabled: EnabledState) -> tuple[float, ...] | None:
 
 
 def attention_layers(model: nn.Module, implementation: str | None) -> list[Any]:
-    """Return the numbered attention layers of a model by number, those of an implementation."""
+    """Return the numbered attention layers of a model by number, if they run `implementation`."""
     found: list[Any] = []
     for module in model.modules():
         config: Any = getattr(module, "config", None)

@@ -109,7 +109,7 @@ def _shares_keys(call: Call) -> bool:
 
 def _is_encoder_decoder(call: Call) -> bool:
     config = call.hf_config
-    # A decoder with a config of its own, as that of T5Gemma, names the width of the encoder.
+    # A decoder with a config of its own, as T5Gemma's, names the width of the encoder.
     states = getattr(config, "cross_attention_hidden_size", None)
     return bool(getattr(config, "is_encoder_decoder", False)) or states is not None
 
