@@ -22,8 +22,9 @@ from common.report import Report
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.inputs.prompts import encode_prompt
-from h2o_prefill.eval.runs import DENSE, generate_greedily, prefill_mode, with_dense
+from h2o_prefill.eval.runs import with_dense
+from h2o_prefill.generation.prompts import encode_prompt
+from h2o_prefill.generation.runs import DENSE, generate_greedily, prefill_mode
 from h2o_prefill.presets import SPARSE_PRESETS
 
 app = new_app()

@@ -28,14 +28,14 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import load_text
 from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
-from h2o_prefill.eval.inputs.gguf import convert_gguf
-from h2o_prefill.eval.inputs.models import packaged_gguf
-from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
 from h2o_prefill.eval.timing.memory_profile import peak_bytes
 from h2o_prefill.functional import NO_RECALL, sparse_attention
+from h2o_prefill.generation import load_text
+from h2o_prefill.generation.gguf import convert_gguf
+from h2o_prefill.generation.models import packaged_gguf
+from h2o_prefill.generation.text import encode
 from h2o_prefill.presets import preset_config
 
 app = new_app()

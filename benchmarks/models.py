@@ -26,9 +26,9 @@ from common.compare import compare
 from common.machine import keep_freed_memory
 from common.report import Report, decoding_fields, rate_fields
 
-from h2o_prefill.eval import load_model
-from h2o_prefill.eval.inputs.packages import write_package
-from h2o_prefill.eval.inputs.prompts import random_ids
+from h2o_prefill.generation import load_model
+from h2o_prefill.generation.packages import write_package
+from h2o_prefill.generation.prompts import random_ids
 from h2o_prefill.package import PrefillPackage
 
 app = new_app()

@@ -19,9 +19,9 @@ from common.worker import Worker
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.inputs.models import packaged_gguf
-from h2o_prefill.eval.inputs.text import WIKITEXT2_VARIABLE, encode
+from h2o_prefill.generation import load_model, load_text
+from h2o_prefill.generation.models import packaged_gguf
+from h2o_prefill.generation.text import WIKITEXT2_VARIABLE, encode
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.profile import find_profile
 

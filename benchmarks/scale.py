@@ -43,9 +43,9 @@ from torch import Tensor
 from h2o_prefill import chunked_prefill, enable
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.distributed import ShardPlan
-from h2o_prefill.eval import load_model
-from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.functional import NO_RECALL, recall_lists
+from h2o_prefill.generation import load_model
+from h2o_prefill.generation.text import encode
 from h2o_prefill.presets import preset_config
 from h2o_prefill.vocabulary import text_for
 

@@ -36,7 +36,8 @@ from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.perplexity.estimates import perplexity, relative_difference
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
-from h2o_prefill.eval.runs import DENSE, count_kv_heads, count_layers
+from h2o_prefill.eval.runs import count_kv_heads, count_layers
+from h2o_prefill.generation.runs import DENSE
 from h2o_prefill.vocabulary import text_for
 
 app = new_app()

@@ -25,7 +25,7 @@ from common.report import Report
 from common.variations import VARIATIONS, build_window
 from selections import losses, run_of
 
-from h2o_prefill.eval.runs import DENSE
+from h2o_prefill.generation.runs import DENSE
 from h2o_prefill.presets import SPARSE_PRESETS
 
 app = new_app()

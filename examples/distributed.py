@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
 from h2o_prefill import chunked_prefill, enable
-from h2o_prefill.eval import DEFAULT_MODEL, load_model, load_text
+from h2o_prefill.generation import DEFAULT_MODEL, load_model, load_text
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Faster prefill for long prompts: chunked sparse attention with an H2O memory set.
 
 `enable(model)` makes a Hugging Face model prefill sparsely; `ops` contains the operators,
-`reference` the method in readable PyTorch.
+`reference` the method in readable PyTorch, `eval` measurements, `generation` what runs prompts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from h2o_prefill import _meta as _meta  # noqa: E402
 from h2o_prefill import ops  # noqa: E402
 from h2o_prefill.attention import ChunkedSparseAttention  # noqa: E402
 from h2o_prefill.config import PrefillConfig  # noqa: E402
-from h2o_prefill.linear import (  # noqa: E402
-    ChunkwiseLinearAttention,
-    LinearAttentionState,
-    linear_attention,
-)
+from h2o_prefill.linear import ChunkwiseLinearAttention, linear_attention  # noqa: E402
 from h2o_prefill.presets import PRESETS, preset_config  # noqa: E402
 from h2o_prefill.state import PrefillState, estimated_kl  # noqa: E402
 
 if TYPE_CHECKING:
     from h2o_prefill import distributed as distributed
     from h2o_prefill import reference as reference
+    from h2o_prefill.eval import compare as compare
     from h2o_prefill.hf.cache import ChunkedPrefillCache as ChunkedPrefillCache
     from h2o_prefill.hf.enable import disable as disable
     from h2o_prefill.hf.enable import enable as enable
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     from h2o_prefill.hf.prefill import chunked_prefill as chunked_prefill
     from h2o_prefill.hf.prefix_cache import PrefixCache as PrefixCache
     from h2o_prefill.package import PrefillPackage as PrefillPackage
-    from h2o_prefill.vocabulary import token_text as token_text
 
 __version__: str = build_info()["version"]
 
@@ -46,46 +42,40 @@ _LAZY = {
     "ChunkedPrefillCache": "h2o_prefill.hf",
     "PrefillPackage": "h2o_prefill.package",
     "PrefixCache": "h2o_prefill.hf",
-    "benchmark_throughput": "h2o_prefill.eval",
-    "calibrate_heads": "h2o_prefill.eval",
     "chunked_prefill": "h2o_prefill.hf",
     "compare": "h2o_prefill.eval",
     "disable": "h2o_prefill.hf",
-    "distributed": "h2o_prefill.distributed",
     "enable": "h2o_prefill.hf",
-    "evaluate_perplexity": "h2o_prefill.eval",
-    "evaluate_retrieval": "h2o_prefill.eval",
     "explain": "h2o_prefill.hf",
     "gather_cache": "h2o_prefill.hf",
-    "measure_attention": "h2o_prefill.eval",
-    "reference": "h2o_prefill.reference",
-    "run_ablation": "h2o_prefill.eval",
-    "token_text": "h2o_prefill.vocabulary",
-    "visualize_attention_patterns": "h2o_prefill.eval.plots",
 }
+# Modules that are loaded on first use. `import *` takes two of them: `eval` is also a builtin.
+_MODULES = ("distributed", "eval", "generation", "reference", "vocabulary")
 
 __all__ = [
     "PRESETS",
     "ChunkedSparseAttention",
     "ChunkwiseLinearAttention",
-    "LinearAttentionState",
     "PrefillConfig",
     "PrefillState",
     "build_info",
     "cmake_prefix_path",
+    "distributed",
     "estimated_kl",
     "linear_attention",
     "ops",
     "preset_config",
+    "reference",
     *_LAZY,
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"h2o_prefill.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'h2o_prefill' has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name])
-    return module if _LAZY[name] == f"h2o_prefill.{name}" else getattr(module, name)
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

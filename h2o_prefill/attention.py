@@ -40,7 +40,8 @@ class ChunkedSparseAttention(nn.Module):
     config : PrefillConfig or str, optional
         Settings, or a text for `PrefillConfig.parse`. Default: the preset "recommended".
     token_text : Tensor, optional
-        What `h2o_prefill.token_text` returned for the model's tokenizer, for `recall_characters`.
+        What `h2o_prefill.vocabulary.token_text` returned for the model's tokenizer, for
+        `recall_characters`.
 
     Example
     -------

@@ -391,8 +391,9 @@ def lexical_recall(
         used, the latest matches first.
     token_text : Tensor, optional
         int32 [vocabulary, any] on the CPU: the characters of each token, then 0, as
-        `h2o_prefill.token_text` makes it. With `recall_characters`, the last characters up to the
-        end of each token are looked up as well, across tokens; those after a match are recalled.
+        `h2o_prefill.vocabulary.token_text` makes it. With `recall_characters`, the last characters
+        up to the end of each token are looked up as well, across tokens; those after a match are
+        recalled.
 
     Returns
     -------

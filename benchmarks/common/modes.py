@@ -17,7 +17,7 @@ import torch
 
 from common.worker import Worker
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.inputs.packages import write_package
+from h2o_prefill.generation.packages import write_package
 
 # The program of the modes of this library.
 OURS = "h2o_prefill"

@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import h2o_prefill
 from common.machine import keep_freed_memory
 from common.variants import decoder, package_decoder, prefill, prefill_package
-from h2o_prefill.eval import load_model
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
 from h2o_prefill.eval.perplexity.scoring import token_nll
+from h2o_prefill.generation import load_model
 from h2o_prefill.package import PrefillPackage
 
 Ids = list[int]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_prefill.eval.inputs.text import encode
+from h2o_prefill.generation.text import encode
 
 # Characters that are tokenised for each token that is needed: prose has about 4 a token.
 _CHARACTERS = 16

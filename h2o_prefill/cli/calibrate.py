@@ -58,9 +58,10 @@ def calibrate(
     Dask cluster every worker measures windows.
     """
     from h2o_prefill.cli.tables import calibration_table
-    from h2o_prefill.eval import calibrate_heads, load_text
+    from h2o_prefill.eval import calibrate_heads
     from h2o_prefill.eval.environment import environment
     from h2o_prefill.eval.plots import plot_calibration
+    from h2o_prefill.generation import load_text
     from h2o_prefill.profile import profile_path, settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:

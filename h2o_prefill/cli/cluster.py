@@ -17,7 +17,7 @@ import torch
 import typer
 
 from h2o_prefill.cli.console import say
-from h2o_prefill.eval.cluster import ModelCluster
+from h2o_prefill.generation.cluster import ModelCluster
 
 
 @dataclass(frozen=True)

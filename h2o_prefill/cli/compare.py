@@ -54,13 +54,13 @@ def compare(
     in the perplexity of the prompt, and how the answers begin.
     """
     from h2o_prefill.cli.tables import comparison_table
-    from h2o_prefill.eval import load_text
     from h2o_prefill.eval.comparison import compare as compare_prefill
-    from h2o_prefill.eval.inputs.prompts import encode_prompt
-    from h2o_prefill.eval.inputs.text import encode, file_corpus
     from h2o_prefill.eval.perplexity.windows import select_windows
     from h2o_prefill.eval.report import build_report
-    from h2o_prefill.eval.runs import check_length
+    from h2o_prefill.generation import load_text
+    from h2o_prefill.generation.prompts import encode_prompt
+    from h2o_prefill.generation.runs import check_length
+    from h2o_prefill.generation.text import encode, file_corpus
 
     with quiet_libraries(), json_output(json_file) as save_json:
         options.check_preset(preset, **sizes)

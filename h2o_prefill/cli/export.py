@@ -43,8 +43,8 @@ def export(
     package, and the folder FILE.tokenizer are written beside it. `h2o-prefill generate --package`
     runs them, and in C++ the classes Package, PackageSession and Tokenizer (examples/generate.cpp).
     """
-    from h2o_prefill.eval.inputs.cpp_tokenizer import has_cpp_tokenizers
-    from h2o_prefill.eval.inputs.packages import write_package
+    from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers
+    from h2o_prefill.generation.packages import write_package
 
     check_output_file(output, "--output", (".pt2",))
     with quiet_libraries():

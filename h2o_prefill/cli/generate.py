@@ -190,15 +190,15 @@ def generate(
             batch_tokens=batch_tokens,
         )
         return
-    from h2o_prefill.eval.inputs.packages import load_package
-    from h2o_prefill.eval.inputs.prompts import (
+    from h2o_prefill.generation.generate import Sampling, generate_timed
+    from h2o_prefill.generation.packages import load_package
+    from h2o_prefill.generation.prompts import (
         check_prompt,
         encode_prompt,
         encode_turn,
         without_middle,
     )
-    from h2o_prefill.eval.inputs.text import read_text
-    from h2o_prefill.eval.timing.generation import Sampling, generate_timed
+    from h2o_prefill.generation.text import read_text
     from h2o_prefill.hf import enable
 
     with quiet_libraries():
@@ -299,7 +299,7 @@ def _answer_file(
     threads: int | None,
     **settings: Any,
 ) -> None:
-    from h2o_prefill.eval.prompt_files import answer_prompts, read_prompts
+    from h2o_prefill.generation.prompt_files import answer_prompts, read_prompts
 
     kept = f"answers are kept in {str(output)!r}, the same command goes on with the other prompts"
     with kept_on_interrupt(kept), quiet_libraries():

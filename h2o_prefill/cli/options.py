@@ -15,8 +15,8 @@ import typer
 
 from h2o_prefill.cli.console import error_console
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import DATASETS, DTYPES, Corpus
-from h2o_prefill.eval.runs import settings_for
+from h2o_prefill.generation import DATASETS, DTYPES, Corpus
+from h2o_prefill.generation.runs import settings_for
 from h2o_prefill.presets import DEFAULT_PRESET, PRESETS, PROFILE, chosen_config, is_of_profile
 from h2o_prefill.selection import RULES, SelectionRule, load_rule
 
@@ -229,7 +229,7 @@ def load_network(
     model: str, dtype: str, threads: int | None, device: str = "cpu"
 ) -> tuple[Any, Any]:
     """Set the number of threads, and load a model and its tokenizer while stderr says so."""
-    from h2o_prefill.eval import load_model
+    from h2o_prefill.generation import load_model
 
     use_threads(threads)
     with error_console().status(f"loading {model}"):
@@ -240,7 +240,7 @@ def load_texts(datasets: str | None, files: Iterable[Path] | None) -> list[Corpu
     """Return the named datasets and files; WikiText-2 if nothing is named."""
     chosen = list(files or [])
     names = ([] if chosen else ["wikitext2"]) if datasets is None else datasets.split(",")
-    from h2o_prefill.eval import load_text
+    from h2o_prefill.generation import load_text
 
     corpora = [load_text(name.strip()) for name in names]
     return corpora + [load_text(text_file=file) for file in chosen]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from h2o_prefill.cli.console import say_written
-from h2o_prefill.eval import Corpus
 from h2o_prefill.eval.report import format_json, write_json
+from h2o_prefill.generation import Corpus
 
 
 @contextlib.contextmanager

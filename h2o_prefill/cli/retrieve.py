@@ -71,9 +71,10 @@ def retrieve(
     mean log-probability per token of the expected answer after dense prefill, and its change after
     sparse prefill. On a Dask cluster every worker answers prompts.
     """
-    from h2o_prefill.eval import evaluate_retrieval, load_text
+    from h2o_prefill.eval import evaluate_retrieval
     from h2o_prefill.eval.plots import plot_retrieval
     from h2o_prefill.eval.retrieval import KeptOutcomes, check_retrieval, retrieval_report
+    from h2o_prefill.generation import load_text
     from h2o_prefill.profile import settings_name
 
     with quiet_libraries(), json_output(json_file) as save_json:

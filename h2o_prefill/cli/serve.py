@@ -12,7 +12,7 @@ import typer
 
 from h2o_prefill.cli import options
 from h2o_prefill.cli.console import quiet_libraries, say
-from h2o_prefill.eval.runs import DENSE
+from h2o_prefill.generation.runs import DENSE
 
 
 def _limit(name: str, least: int, use: str, metavar: str = "N") -> Any:

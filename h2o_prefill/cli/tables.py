@@ -10,7 +10,7 @@ from rich.table import Table
 from h2o_prefill.cli.result_table import new_table
 from h2o_prefill.eval.ablation.table import short_value, varied_settings
 from h2o_prefill.eval.perplexity.estimates import format_change
-from h2o_prefill.eval.runs import DENSE
+from h2o_prefill.generation.runs import DENSE
 
 if TYPE_CHECKING:
     import pandas as pd

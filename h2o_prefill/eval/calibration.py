@@ -19,23 +19,21 @@ from h2o_prefill.eval.attention_flops import (
     dense_dot_products,
     memory_dot_products,
 )
-from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, run_pieces
-from h2o_prefill.eval.inputs.text import Corpus, as_corpus
 from h2o_prefill.eval.perplexity.evaluate import check_settings
 from h2o_prefill.eval.perplexity.windows import model_windows
 from h2o_prefill.eval.recalled_keys import find_recalled
 from h2o_prefill.eval.report import write_json
-from h2o_prefill.eval.runs import (
+from h2o_prefill.eval.runs import count_kv_heads, count_layers, last_logits_only
+from h2o_prefill.functional import NO_RECALL, RecallLists
+from h2o_prefill.generation.cluster import LoadedModel, ModelCluster, run_pieces
+from h2o_prefill.generation.runs import (
     Progress,
-    count_kv_heads,
-    count_layers,
     count_steps,
     eval_mode,
-    last_logits_only,
     report_progress,
     settings_for,
 )
-from h2o_prefill.functional import NO_RECALL, RecallLists
+from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.presets import DEFAULT_PRESET
 
 if TYPE_CHECKING:

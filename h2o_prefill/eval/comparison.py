@@ -14,13 +14,12 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
-from h2o_prefill.eval.inputs.prompts import prompt_ids
-from h2o_prefill.eval.inputs.text import encode
 from h2o_prefill.eval.perplexity.estimates import format_change, relative_difference
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
-from h2o_prefill.eval.runs import (
+from h2o_prefill.eval.runs import check_chunks
+from h2o_prefill.generation.prompts import prompt_ids
+from h2o_prefill.generation.runs import (
     Progress,
-    check_chunks,
     check_length,
     count_steps,
     eval_mode,
@@ -28,6 +27,7 @@ from h2o_prefill.eval.runs import (
     prefill_mode,
     settings_for,
 )
+from h2o_prefill.generation.text import encode
 
 # What a tokenizer returns for a text.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}

@@ -17,7 +17,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.inputs.models import load_model
+from h2o_prefill.generation.models import load_model
 from h2o_prefill.hf.enable import enable
 
 

@@ -24,8 +24,8 @@ from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_atten
 from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
 from h2o_prefill.eval.perplexity.result import PerplexityResult
 from h2o_prefill.eval.retrieval import RetrievalResult
-from h2o_prefill.eval.runs import DENSE as DENSE_RUN
-from h2o_prefill.eval.runs import Progress
+from h2o_prefill.generation.runs import DENSE as DENSE_RUN
+from h2o_prefill.generation.runs import Progress
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.selection import SelectionRule
 

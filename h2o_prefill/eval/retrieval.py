@@ -16,16 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.cluster import (
-    LoadedModel,
-    ModelCluster,
-    digest,
-    model_digest,
-    run_pieces,
-)
-from h2o_prefill.eval.inputs.models import resolve_model
-from h2o_prefill.eval.inputs.text import Corpus, as_corpus
-from h2o_prefill.eval.report import build_report, whole_lines
+from h2o_prefill.eval.report import build_report
 from h2o_prefill.eval.retrieval_prompts import (
     QUESTIONS,
     TASKS,
@@ -34,18 +25,25 @@ from h2o_prefill.eval.retrieval_prompts import (
     build_prompt,
     prompt_seed,
 )
-from h2o_prefill.eval.runs import (
+from h2o_prefill.eval.runs import check_chunks, check_model, chosen_variants, with_dense
+from h2o_prefill.generation.cluster import (
+    LoadedModel,
+    ModelCluster,
+    digest,
+    model_digest,
+    run_pieces,
+)
+from h2o_prefill.generation.json_lines import whole_lines
+from h2o_prefill.generation.models import resolve_model
+from h2o_prefill.generation.runs import (
     DENSE,
     Progress,
-    check_chunks,
-    check_model,
-    chosen_variants,
     count_steps,
     eval_mode,
     generate_greedily,
     prefill_mode,
-    with_dense,
 )
+from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:

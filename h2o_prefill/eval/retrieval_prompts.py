@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_prefill.eval.inputs.prompts import encode_prompt
+from h2o_prefill.generation.prompts import encode_prompt
 
 QUESTIONS = ("last", "first")
 

@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | 5 | enable.py | switch a model to sparse prefill, and back; the hooks around its forward |
 | | prefill.py | prefill a prompt in several calls |
+| | prefix_cache.py | texts that were prefilled, for prompts that begin with them |
 | | report.py | which layers are and were sparse |
 | | export.py | a whole model as one graph |
 | 4 | attention.py, masks.py | the two functions that transformers calls |

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.inputs.prompts import encode_prompt
-from h2o_prefill.eval.runs import DENSE, settings_for
+from h2o_prefill.generation.prompts import encode_prompt
+from h2o_prefill.generation.runs import DENSE, settings_for
 from h2o_prefill.serving.protocol import (
     Answer,
     ApiError,

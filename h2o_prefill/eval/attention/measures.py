@@ -15,17 +15,8 @@ from torch.nn import functional
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.inputs.prompts import prompt_ids
 from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
-from h2o_prefill.eval.runs import (
-    Progress,
-    check_model,
-    count_layers,
-    eval_mode,
-    last_logits_only,
-    report_progress,
-    settings_for,
-)
+from h2o_prefill.eval.runs import check_model, count_layers, last_logits_only
 from h2o_prefill.functional import (
     NO_RECALL,
     PLAIN_LOGITS,
@@ -33,6 +24,8 @@ from h2o_prefill.functional import (
     next_memory,
     sparse_attention,
 )
+from h2o_prefill.generation.prompts import prompt_ids
+from h2o_prefill.generation.runs import Progress, eval_mode, report_progress, settings_for
 from h2o_prefill.selection import SelectionRule, Selector
 from h2o_prefill.state import PrefillState
 

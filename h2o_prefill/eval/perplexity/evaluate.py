@@ -11,22 +11,14 @@ from torch import Tensor, nn
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import count_attention_flops
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
-from h2o_prefill.eval.inputs.models import resolve_model
-from h2o_prefill.eval.inputs.text import Corpus
 from h2o_prefill.eval.perplexity.key_tokens import find_key_tokens
 from h2o_prefill.eval.perplexity.result import PerplexityResult, summarize
 from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.perplexity.windows import model_windows, parse_windows, scored_rows
-from h2o_prefill.eval.runs import (
-    Progress,
-    check_chunks,
-    count_kv_heads,
-    count_layers,
-    count_steps,
-    eval_mode,
-    prefill_mode,
-    settings_for,
-)
+from h2o_prefill.eval.runs import check_chunks, count_kv_heads, count_layers
+from h2o_prefill.generation.models import resolve_model
+from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
+from h2o_prefill.generation.text import Corpus
 from h2o_prefill.selection import SelectionRule, Selector
 
 

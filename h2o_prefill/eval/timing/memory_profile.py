@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.inputs.prompts import random_ids
-from h2o_prefill.eval.runs import (
-    Progress,
-    count_steps,
-    eval_mode,
-    last_logits_only,
-    prefill_mode,
-    settings_for,
-)
+from h2o_prefill.eval.runs import last_logits_only
 from h2o_prefill.eval.timing.throughput import check_runs
+from h2o_prefill.generation.prompts import random_ids
+from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,17 +11,9 @@ import torch
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
 from h2o_prefill.eval.forward import PromptForward
-from h2o_prefill.eval.inputs.prompts import random_ids
-from h2o_prefill.eval.runs import (
-    Progress,
-    check_model,
-    count_kv_heads,
-    count_layers,
-    count_steps,
-    eval_mode,
-    prefill_mode,
-    settings_for,
-)
+from h2o_prefill.eval.runs import check_model, count_kv_heads, count_layers
+from h2o_prefill.generation.prompts import random_ids
+from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 import h2o_prefill
-from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.inputs.text import encode
+from h2o_prefill.generation import load_model, load_text
+from h2o_prefill.generation.text import encode
 
 # Smaller than the presets, so that a short prompt has several chunks and leaves keys out.
 SETTINGS = "recommended,chunk_size=128,local_window=32,heavy_budget=32,wide=1.0x2,error_rows=4"

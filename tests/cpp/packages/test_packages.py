@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from h2o_prefill import ChunkedPrefillCache, PrefillConfig, enable
 from h2o_prefill.cli.app import app
-from h2o_prefill.eval import load_model
-from h2o_prefill.eval.inputs.packages import load_package
+from h2o_prefill.generation import load_model
+from h2o_prefill.generation.packages import load_package
 from h2o_prefill.package import PrefillPackage
 
 SETTINGS = (

@@ -15,8 +15,8 @@ from tokenizer_families import FAMILIES, hostile_texts, make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from h2o_prefill.eval import load_model, load_text
-from h2o_prefill.eval.inputs.cpp_tokenizer import write_cpp_tokenizer
+from h2o_prefill.generation import load_model, load_text
+from h2o_prefill.generation.cpp_tokenizer import write_cpp_tokenizer
 
 
 def texts_of_books():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import load_model
+from h2o_prefill.generation import load_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

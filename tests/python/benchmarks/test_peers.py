@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import evaluate_perplexity, load_model, load_text
-from h2o_prefill.eval.inputs.models import packaged_gguf
-from h2o_prefill.eval.inputs.text import WIKITEXT2_VARIABLE, encode
+from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.perplexity.estimates import perplexity
+from h2o_prefill.generation import load_model, load_text
+from h2o_prefill.generation.models import packaged_gguf
+from h2o_prefill.generation.text import WIKITEXT2_VARIABLE, encode
 
 Run = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
 

@@ -77,7 +77,7 @@ def test_mistakes_of_ours_and_debug_show_the_traceback(
     def broken(*_: object) -> None:
         raise TypeError("ours")
 
-    monkeypatch.setattr("h2o_prefill.eval.load_text", broken)
+    monkeypatch.setattr("h2o_prefill.generation.load_text", broken)
     done = run("ppl")
     assert isinstance(done.exception, TypeError)
     assert done.exit_code == 1

@@ -18,9 +18,9 @@ import torch
 import h2o_prefill
 from h2o_prefill.cli.tables import ablation_table
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import load_model
-from h2o_prefill.eval.inputs.prompts import encode_prompt, encode_turn
 from h2o_prefill.eval.perplexity import key_tokens
+from h2o_prefill.generation import load_model
+from h2o_prefill.generation.prompts import encode_prompt, encode_turn
 from h2o_prefill.presets import PRESETS
 from h2o_prefill.profile import build_profile
 
@@ -113,7 +113,7 @@ def test_without_a_preset_the_profile_runs(
     spies = {
         "generate": ("hf.enable", lambda *given, **_: used.append(given[1]) or enable(*given)),
         "export": (
-            "eval.inputs.packages.write_package",
+            "generation.packages.write_package",
             lambda *given: used.append(given[2]) or [],
         ),
         "serve": ("serving.server.run_server", lambda app, worker, _: used.append(worker.config)),

@@ -40,7 +40,7 @@ def test_a_command_that_keeps_nothing_says_so(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("h2o_prefill.eval.load_model", interrupted)
+    monkeypatch.setattr("h2o_prefill.generation.load_model", interrupted)
     done = run(*small_commands["ppl"])
     assert done.exit_code == 130
     expected = "interrupted: partial results are not kept, existing result files are intact\n"

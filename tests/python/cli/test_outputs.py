@@ -52,8 +52,9 @@ def test_what_cannot_be_written_is_found_before_the_work(
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
 
-    for name in ("load_model", "load_text", "inputs.models.load_model", "ablation.run.load_text"):
-        monkeypatch.setattr(f"h2o_prefill.eval.{name}", work)
+    loaders = ("load_model", "load_text", "models.load_model")
+    for name in (*(f"generation.{name}" for name in loaders), "eval.ablation.run.load_text"):
+        monkeypatch.setattr(f"h2o_prefill.{name}", work)
     if path.endswith("/.."):
         (tmp_path / path).parent.mkdir()
     refused(run(*small_commands[command], option, tmp_path / path), "error: --")

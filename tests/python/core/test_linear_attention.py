@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from op_testing import Shape, make_qkv, saved_and_loaded
 
-from h2o_prefill import ChunkwiseLinearAttention, LinearAttentionState, linear_attention, ops
+from h2o_prefill import ChunkwiseLinearAttention, linear_attention, ops
+from h2o_prefill.linear import LinearAttentionState
 
 
 def make_module(**options):

@@ -187,7 +187,7 @@ def test_a_lost_rank_is_an_error_on_every_survivor(folder: Path, victim: int, na
 
 
 def book(rank: int, count: int) -> Any:
-    from h2o_prefill.eval import load_model, load_text
+    from h2o_prefill.generation import load_model, load_text
 
     distributed = {"distributed_config": DistributedConfig(pp_size=count)} if count > 1 else {}
     model, tokenizer = load_model("smollm2-135m", "float32", **distributed)

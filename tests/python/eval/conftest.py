@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -13,24 +11,8 @@ from h2o_prefill.config import PrefillConfig
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer(tiny: ModuleType) -> Any:
-    return tiny.make_tokenizer()
-
-
-@pytest.fixture
-def tiny_model(tiny: ModuleType) -> Any:
-    return tiny.make_model()
-
-
-@pytest.fixture(scope="session")
 def small_config() -> PrefillConfig:
     return PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
-
-
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the hub look out of reach, whether it is or not."""
-    monkeypatch.setattr("h2o_prefill.eval.inputs.hub.hub_is_reachable", lambda timeout=0.0: False)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import Corpus, calibrate_heads, evaluate_retrieval, load_model, run_ablation
-from h2o_prefill.eval import cluster as clusters
+from h2o_prefill.eval import calibrate_heads, evaluate_retrieval, run_ablation
+from h2o_prefill.generation import Corpus, load_model
+from h2o_prefill.generation import cluster as clusters
 
 pytest.importorskip("pandas")
 distributed = pytest.importorskip("distributed")

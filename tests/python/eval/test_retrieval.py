@@ -15,7 +15,6 @@ import torch
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_retrieval
-from h2o_prefill.eval.inputs.text import Corpus
 from h2o_prefill.eval.plots import plot_retrieval
 from h2o_prefill.eval.report import format_json
 from h2o_prefill.eval.retrieval import (
@@ -27,6 +26,7 @@ from h2o_prefill.eval.retrieval import (
     wilson_interval,
 )
 from h2o_prefill.eval.retrieval_prompts import Haystack, build_prompt
+from h2o_prefill.generation.text import Corpus
 from h2o_prefill.hf.cache import cache_argument
 from h2o_prefill.hf.kinds import enabled_of
 

@@ -15,7 +15,7 @@ import h2o_prefill
 from h2o_prefill import eval as evaluation
 from h2o_prefill import profile
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.inputs.text import Corpus
+from h2o_prefill.generation.text import Corpus
 
 CONFIG = PrefillConfig(chunk_size=16, local_window=4, heavy_budget=4)
 BOTH_DENSE = CONFIG.replace(dense_layers=(0, 1))

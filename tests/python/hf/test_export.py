@@ -10,8 +10,8 @@ import torch
 from hf_helpers import LETTERS, assert_close, new_cache
 
 from h2o_prefill import PrefillConfig, enable
+from h2o_prefill.generation.weights import with_int8_weights
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
-from h2o_prefill.hf.weights import with_int8_weights
 from h2o_prefill.package import PackageInfo, PrefillPackage
 from h2o_prefill.vocabulary import token_text
 

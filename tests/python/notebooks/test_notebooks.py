@@ -87,7 +87,7 @@ def test_perplexity_and_ablation(
     tokens = tiny.make_tokenizer()(tiny.SENTENCE * 10, verbose=False)["input_ids"]
     for name in ("h2o", "recommended"):
         config = h2o_prefill.preset_config(name, **sizes)
-        expected = h2o_prefill.evaluate_perplexity(
+        expected = h2o_prefill.eval.evaluate_perplexity(
             *(tiny.make_model(), tokens, config),
             tokenizer=tiny.make_tokenizer(),
             context=context,
@@ -127,7 +127,7 @@ def test_memory_sets_and_recall(
     tokens = tiny.make_tokenizer()(tiny.SENTENCE * 10, verbose=False)["input_ids"][:context]
     for name, mass in done.values["mass"].items():
         config = h2o_prefill.preset_config(name, **sizes)
-        found = h2o_prefill.measure_attention(tiny.make_model(), torch.tensor(tokens), config)
+        found = h2o_prefill.eval.measure_attention(tiny.make_model(), torch.tensor(tokens), config)
         assert mass == pytest.approx((100 * found.mass_recall.mean(1)).tolist(), rel=1e-4)
 
     # A token a letter: the end of the second "Ada Lovelace" recalls the end of the first.

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import Corpus, evaluate_perplexity, forward, run_ablation
+from h2o_prefill.eval import evaluate_perplexity, forward, run_ablation
 from h2o_prefill.eval.ablation.table import COLUMNS
 from h2o_prefill.eval.plots import front, plot_ablation
+from h2o_prefill.generation import Corpus
 
 pd = pytest.importorskip("pandas")
 

@@ -11,10 +11,11 @@ from torch.nn import functional
 
 from h2o_prefill import PRESETS
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import evaluate_perplexity, load_text
-from h2o_prefill.eval.inputs.text import encode
+from h2o_prefill.eval import evaluate_perplexity
 from h2o_prefill.eval.perplexity.evaluate import PairedRuns
 from h2o_prefill.eval.perplexity.windows import select_windows
+from h2o_prefill.generation import load_text
+from h2o_prefill.generation.text import encode
 from h2o_prefill.presets import DEFAULT_PRESET, SPARSE_PRESETS
 
 pytestmark = pytest.mark.model

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from h2o_prefill._cache import cache_dir
-from h2o_prefill.eval import load_model
-from h2o_prefill.eval.inputs import models
+from h2o_prefill.generation import load_model, models
 
 
 @pytest.fixture

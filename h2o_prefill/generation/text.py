@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill.eval.inputs.hub import OUT_OF_REACH, first_line, offline_unless_reachable
+from h2o_prefill.generation.hub import OUT_OF_REACH, first_line, offline_unless_reachable
 
 DATASETS = ("wikitext2", "pydoc")
 WIKITEXT2_VARIABLE = "H2O_PREFILL_WIKITEXT2"

@@ -16,8 +16,8 @@ import torch
 
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import prompt_files
-from h2o_prefill.eval.prompt_files import answer_prompts, read_prompts
+from h2o_prefill.generation import prompt_files
+from h2o_prefill.generation.prompt_files import answer_prompts, read_prompts
 
 pytest.importorskip("transformers")
 

@@ -15,11 +15,16 @@ from torch import Tensor
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.cluster import LoadedModel, ModelCluster, digest, model_digest, run_pieces
-from h2o_prefill.eval.inputs.prompts import check_prompt, encode_prompt
-from h2o_prefill.eval.inputs.text import read_text
-from h2o_prefill.eval.report import whole_lines
-from h2o_prefill.eval.runs import (
+from h2o_prefill.generation.cluster import (
+    LoadedModel,
+    ModelCluster,
+    digest,
+    model_digest,
+    run_pieces,
+)
+from h2o_prefill.generation.json_lines import whole_lines
+from h2o_prefill.generation.prompts import check_prompt, encode_prompt
+from h2o_prefill.generation.runs import (
     Progress,
     check_dense,
     check_length,
@@ -29,6 +34,7 @@ from h2o_prefill.eval.runs import (
     generate_greedily,
     prefill_mode,
 )
+from h2o_prefill.generation.text import read_text
 
 # What names a prompt: its "id", or the number of its line.
 PromptId = str | int

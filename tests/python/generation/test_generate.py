@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_prefill.eval.inputs.prompts import without_middle
-from h2o_prefill.eval.timing.generation import Sampling, generate_timed
+from h2o_prefill.generation.generate import Sampling, generate_timed
+from h2o_prefill.generation.prompts import without_middle
 
 
 @pytest.mark.parametrize(

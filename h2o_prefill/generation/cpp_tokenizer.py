@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from h2o_prefill.eval.inputs.prompts import turn_text
+from h2o_prefill.generation.prompts import turn_text
 
 # What Digits(individual_digits=True) and then ByteLevel() split text into: ByteLevel's own regular
 # expression, but that digits stand alone and that the blanks before one stay together. OpenVINO

@@ -22,7 +22,7 @@ from torch import nn
 
 import h2o_prefill
 from h2o_prefill._warn import warn
-from h2o_prefill.eval.inputs.models import load_model
+from h2o_prefill.generation.models import load_model
 
 if TYPE_CHECKING:
     from distributed import Client

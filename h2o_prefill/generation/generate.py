@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_prefill.eval.runs import check_length, generate_greedily
+from h2o_prefill.generation.runs import check_length, generate_greedily
 from h2o_prefill.hf.cache import ChunkedPrefillCache, cache_argument
 from h2o_prefill.package import PrefillPackage
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill._warn import warn
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.inputs.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
+from h2o_prefill.generation.cpp_tokenizer import has_cpp_tokenizers, write_cpp_tokenizer
+from h2o_prefill.generation.weights import with_int8_weights
 from h2o_prefill.hf.export import compile_package, describe_package, export_model
-from h2o_prefill.hf.weights import with_int8_weights
 from h2o_prefill.package import PrefillPackage
 from h2o_prefill.vocabulary import text_for
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from h2o_prefill.eval import load_text
-from h2o_prefill.eval.inputs import hub
-from h2o_prefill.eval.inputs.text import encode
+from h2o_prefill.generation import hub, load_text
+from h2o_prefill.generation.text import encode
 
 
 def test_pydoc_is_there_and_stable() -> None:

@@ -1,1 +1,0 @@
-"""Inputs of evaluations: models, texts, prompts, packages."""
