@@ -59,8 +59,8 @@ def calibrate(
     """
     from h2o_prefill.cli.tables import calibration_table
     from h2o_prefill.eval import calibrate_heads
-    from h2o_prefill.eval.environment import environment
     from h2o_prefill.eval.plots import plot_calibration
+    from h2o_prefill.eval.report import environment
     from h2o_prefill.generation import load_text
     from h2o_prefill.profile import profile_path, settings_name
 

@@ -55,8 +55,8 @@ def compare(
     """
     from h2o_prefill.cli.tables import comparison_table
     from h2o_prefill.eval.comparison import compare as compare_prefill
-    from h2o_prefill.eval.perplexity.windows import select_windows
     from h2o_prefill.eval.report import build_report
+    from h2o_prefill.eval.windows import select_windows
     from h2o_prefill.generation import load_text
     from h2o_prefill.generation.prompts import encode_prompt
     from h2o_prefill.generation.runs import check_length

@@ -16,7 +16,7 @@ def info(json_file: options.JsonOption = None) -> None:
     """Show versions, hardware, build options, and what the library supports."""
     from h2o_prefill.cli.tables import info_table
     from h2o_prefill.eval import PROTOCOLS
-    from h2o_prefill.eval.environment import cuda_kernels, environment, linear_attention, operators
+    from h2o_prefill.eval.report import cuda_kernels, environment, linear_attention, operators
     from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
 
     with quiet_libraries(), json_output(json_file) as save_json:

@@ -42,9 +42,9 @@ def ppl(
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
     from h2o_prefill.cli.tables import perplexity_table
     from h2o_prefill.eval import evaluate_perplexity
-    from h2o_prefill.eval.perplexity.result import perplexity_report
-    from h2o_prefill.eval.perplexity.windows import parse_windows, scored_rows
+    from h2o_prefill.eval.perplexity import perplexity_report
     from h2o_prefill.eval.plots import plot_perplexity
+    from h2o_prefill.eval.windows import parse_windows, scored_rows
     from h2o_prefill.generation import load_text
     from h2o_prefill.profile import settings_name
 

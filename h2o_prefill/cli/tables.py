@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.table import Table
 
 from h2o_prefill.cli.result_table import new_table
-from h2o_prefill.eval.ablation.table import short_value, varied_settings
-from h2o_prefill.eval.perplexity.estimates import format_change
+from h2o_prefill.eval.ablation_table import short_value, varied_settings
+from h2o_prefill.eval.scores import format_change
 from h2o_prefill.generation.runs import DENSE
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from h2o_prefill.eval.attention.measures import AttentionMeasures
+    from h2o_prefill.eval.attention import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
     from h2o_prefill.eval.calibration import HeadCalibration
     from h2o_prefill.eval.comparison import Comparison
-    from h2o_prefill.eval.perplexity.result import PerplexityResult
+    from h2o_prefill.eval.perplexity import PerplexityResult
     from h2o_prefill.eval.retrieval import RetrievalResult
 
 
