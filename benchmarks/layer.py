@@ -28,10 +28,9 @@ from torch import Tensor
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.attention_flops import dense_dot_products, sparse_dot_products
-from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
-from h2o_prefill.eval.timing.memory_profile import peak_bytes
-from h2o_prefill.functional import NO_RECALL, sparse_attention
+from h2o_prefill.eval.attention_flops import dense_dot_products, find_recalled, sparse_dot_products
+from h2o_prefill.eval.timing import peak_bytes
+from h2o_prefill.functional import NO_RECALL, RecallLists, sparse_attention
 from h2o_prefill.generation import load_text
 from h2o_prefill.generation.gguf import convert_gguf
 from h2o_prefill.generation.models import packaged_gguf
@@ -93,7 +92,7 @@ def prefill(plan: Plan) -> None:
 
 
 def _prefill_row(
-    case: Case, length: int, config: PrefillConfig, lists: RecalledKeys | None, seconds: float
+    case: Case, length: int, config: PrefillConfig, lists: RecallLists, seconds: float
 ) -> tuple[Row, float]:
     """Return a row, and the seconds that one call of every candidate took."""
     q, k, v = case.qkv(length)
@@ -116,20 +115,19 @@ def _prefill_row(
     return row, sum(map(timings.median, calls))
 
 
-def _recall_finder(plan: Plan, config: PrefillConfig) -> Callable[[int], RecalledKeys | None]:
-    """Return what finds the keys that the first tokens of a text recall, None without recall."""
+def _recall_finder(plan: Plan, config: PrefillConfig) -> Callable[[int], RecallLists]:
+    """Return what finds the keys that the first tokens of a text recall."""
     if not config.recall:
-        return lambda length: None
+        return lambda length: NO_RECALL
     _, ids = _read_ids(max(plan.lengths), plan.quick)
     return lambda length: find_recalled(ids[:, :length], config)
 
 
 def _sparse_call(
-    qkv: tuple[Tensor, Tensor, Tensor], config: PrefillConfig, lists: RecalledKeys | None
+    qkv: tuple[Tensor, Tensor, Tensor], config: PrefillConfig, lists: RecallLists
 ) -> Callable[[], object]:
-    query = qkv[0]
-    recalled = NO_RECALL if lists is None else lists.of_rows(0, query.shape[2], query.device)
-    return partial(sparse_attention, *qkv, None, config, recalled)
+    on_device = tuple(x if x is None else x.to(qkv[0].device) for x in lists)
+    return partial(sparse_attention, *qkv, None, config, on_device)
 
 
 @benchmark(
@@ -294,9 +292,8 @@ def _recall_row(
     length = ids.shape[1]
     qkv = case.qkv(length)
     lists = find_recalled(ids, config)
-    recalled = NO_RECALL if lists is None else (lists.offsets, lists.positions, lists.visible_from)
     calls = {
-        "with": partial(sparse_attention, *qkv, None, config, recalled),
+        "with": partial(sparse_attention, *qkv, None, config, lists),
         "without": partial(sparse_attention, *qkv, None, config),
         "h2o": partial(sparse_attention, *qkv, None, h2o),
     }
@@ -317,8 +314,9 @@ def _recall_row(
     }
 
 
-def _keys_a_block(lists: RecalledKeys | None) -> float:
-    return 0.0 if lists is None else lists.offsets.diff().double().mean().item()
+def _keys_a_block(lists: RecallLists) -> float:
+    offsets = lists[0]
+    return 0.0 if offsets is None else offsets.diff().double().mean().item()
 
 
 def _read_ids(length: int, quick: bool) -> tuple[str, Tensor]:

@@ -11,7 +11,8 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from h2o_prefill import PrefillConfig
-from h2o_prefill.eval.recalled_keys import find_recalled
+from h2o_prefill.eval.attention import recalled_mask
+from h2o_prefill.eval.attention_flops import find_recalled
 from h2o_prefill.functional import next_memory, sparse_attention
 
 TOKENS = 512
@@ -54,7 +55,6 @@ def visible_keys() -> Tensor:
     """Prefill one KV head chunk by chunk; return which kind of key each query sees, [T, T]."""
     query, key, value, token_ids = _prompt()
     recalled = find_recalled(token_ids, CONFIG)
-    assert recalled is not None
     codes = torch.zeros(TOKENS, TOKENS, dtype=torch.int64)
     state = None
     for begin in range(0, TOKENS, CONFIG.chunk_size):
@@ -69,7 +69,7 @@ def visible_keys() -> Tensor:
         _, state = sparse_attention(
             query[:, :, rows], key[:, :, :end], value[:, :, :end], state, CONFIG
         )
-    codes[(codes == 0) & recalled.mask(0, TOKENS)] = 4
+    codes[(codes == 0) & recalled_mask(recalled, CONFIG.recall_block, 0, TOKENS)] = 4
     return codes
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.compare import Timings, compare
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.environment import has_cuda
+from h2o_prefill.eval.report import has_cuda
 from h2o_prefill.generation import DTYPES, Corpus, load_model, load_text
 from h2o_prefill.generation.text import encode
 from h2o_prefill.presets import PRESETS, preset_config

@@ -14,8 +14,8 @@ from torch import Tensor
 from common.compare import Timings
 from common.modes import OURS, Mode
 from common.report import Row, read_report
-from h2o_prefill.eval.perplexity.estimates import perplexity, relative_difference
-from h2o_prefill.eval.perplexity.windows import scored_rows, select_windows
+from h2o_prefill.eval.scores import perplexity, relative_difference
+from h2o_prefill.eval.windows import scored_rows, select_windows
 
 PROTOCOL = "gptq"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from h2o_prefill.eval.timing.memory_profile import peak_bytes
+from h2o_prefill.eval.timing import peak_bytes
 
 # Options of mallopt().
 _M_TRIM_THRESHOLD = -1

@@ -18,7 +18,7 @@ import h2o_prefill
 from common.machine import keep_freed_memory
 from common.variants import decoder, package_decoder, prefill, prefill_package
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
-from h2o_prefill.eval.perplexity.scoring import token_nll
+from h2o_prefill.eval.scores import token_nll
 from h2o_prefill.generation import load_model
 from h2o_prefill.package import PrefillPackage
 

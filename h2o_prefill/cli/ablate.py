@@ -78,9 +78,8 @@ def ablate(
     """
     kept = f"finished cells are kept in {str(output)!r}, the same command goes on with the others"
     with kept_on_interrupt(kept):
-        from h2o_prefill.eval.ablation.grid import parse_values
-        from h2o_prefill.eval.ablation.run import run_ablation
-        from h2o_prefill.eval.ablation.table import CSV_NAME
+        from h2o_prefill.eval.ablation import parse_values, run_ablation
+        from h2o_prefill.eval.ablation_table import CSV_NAME
         from h2o_prefill.eval.plots import plot_ablation
 
         settings = options.all_settings(preset)

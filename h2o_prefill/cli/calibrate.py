@@ -47,8 +47,8 @@ def calibrate(
     Dask cluster every worker measures windows.
     """
     from h2o_prefill.eval import calibrate_heads
-    from h2o_prefill.eval.environment import environment
     from h2o_prefill.eval.plots import plot_calibration
+    from h2o_prefill.eval.report import environment
     from h2o_prefill.profile import profile_path, settings_name
 
     with json_output(json_file) as save_json:

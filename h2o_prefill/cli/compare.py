@@ -37,8 +37,8 @@ def compare(
     in the perplexity of the prompt, and how the answers begin.
     """
     from h2o_prefill import eval as evaluation
-    from h2o_prefill.eval.perplexity.windows import select_windows
     from h2o_prefill.eval.report import build_report
+    from h2o_prefill.eval.windows import select_windows
     from h2o_prefill.generation.prompts import encode_prompt
     from h2o_prefill.generation.runs import check_length
     from h2o_prefill.generation.text import encode, file_corpus

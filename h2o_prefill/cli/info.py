@@ -15,7 +15,7 @@ from h2o_prefill.presets import PRESETS
 def info(json_file: options.JsonOption = None) -> None:
     """Show versions, hardware, build options, and what the library supports."""
     from h2o_prefill.eval import PROTOCOLS
-    from h2o_prefill.eval.environment import cuda_kernels, environment, linear_attention, operators
+    from h2o_prefill.eval.report import cuda_kernels, environment, linear_attention, operators
     from h2o_prefill.generation import DATASETS, DEFAULT_MODEL, DTYPES
 
     with json_output(json_file) as save_json:

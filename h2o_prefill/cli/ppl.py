@@ -34,9 +34,9 @@ def ppl(
 ) -> None:
     """Measure perplexity with dense and with sparse prefill on the same windows of a text."""
     from h2o_prefill.eval import evaluate_perplexity
-    from h2o_prefill.eval.perplexity.result import perplexity_report
-    from h2o_prefill.eval.perplexity.windows import parse_windows, scored_rows
+    from h2o_prefill.eval.perplexity import perplexity_report
     from h2o_prefill.eval.plots import plot_perplexity
+    from h2o_prefill.eval.windows import parse_windows, scored_rows
     from h2o_prefill.profile import settings_name
 
     with json_output(json_file) as save_json:

@@ -11,8 +11,8 @@ from h2o_prefill.cli import options
 from h2o_prefill.cli.console import show_progress
 from h2o_prefill.cli.outputs import check_output_file, json_output, plot_output
 from h2o_prefill.cli.tables import print_result, retrieval_table
-from h2o_prefill.eval.retrieval.evaluate import DEPTHS, LENGTHS
-from h2o_prefill.eval.retrieval.tasks import TASKS
+from h2o_prefill.eval.retrieval import DEPTHS, LENGTHS
+from h2o_prefill.eval.retrieval_prompts import TASKS
 from h2o_prefill.selection import load_rule
 
 
@@ -54,16 +54,14 @@ def retrieve(
     """Measure needle-in-a-haystack retrieval after dense and after sparse prefill.
 
     Facts (needles) are hidden in a text (the haystack), and the model is asked for them. The tasks
-    have the form of RULER's; paraphrased asks in words that the text does not use. In the table,
-    accuracy is the mean score, and kept is how many of the prompts solved after dense prefill are
-    also solved after sparse prefill. The last column has the mean log-probability per token of the
-    expected answer after dense prefill, and its change after sparse prefill. On a Dask cluster
-    every worker answers prompts.
+    have the form of RULER's. In the table, accuracy is the mean score, and kept is how many of the
+    prompts solved after dense prefill are also solved after sparse prefill. The last column has the
+    mean log-probability per token of the expected answer after dense prefill, and its change after
+    sparse prefill. On a Dask cluster every worker answers prompts.
     """
     from h2o_prefill.eval import evaluate_retrieval
     from h2o_prefill.eval.plots import plot_retrieval
-    from h2o_prefill.eval.retrieval.evaluate import check_retrieval
-    from h2o_prefill.eval.retrieval.result import KeptOutcomes, retrieval_report
+    from h2o_prefill.eval.retrieval import KeptOutcomes, check_retrieval, retrieval_report
     from h2o_prefill.profile import settings_name
 
     with json_output(json_file) as save_json:

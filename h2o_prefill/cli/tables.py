@@ -13,19 +13,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from h2o_prefill.eval.ablation.table import short_value, varied_settings
-from h2o_prefill.eval.perplexity.estimates import format_change
+from h2o_prefill.eval.ablation_table import short_value, varied_settings
+from h2o_prefill.eval.scores import format_change
 from h2o_prefill.generation.runs import DENSE
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from h2o_prefill.eval.attention.measures import AttentionMeasures
+    from h2o_prefill.eval.attention import AttentionMeasures
     from h2o_prefill.eval.attention_flops import AttentionFlops
     from h2o_prefill.eval.calibration import HeadCalibration
     from h2o_prefill.eval.comparison import Comparison
-    from h2o_prefill.eval.perplexity.result import PerplexityResult
-    from h2o_prefill.eval.retrieval.result import RetrievalResult
+    from h2o_prefill.eval.perplexity import PerplexityResult
+    from h2o_prefill.eval.retrieval import RetrievalResult
 
 
 # Columns that may fold are not made narrower than this.
@@ -181,7 +181,8 @@ def retrieval_table(result: RetrievalResult) -> Table:
     shares = ("accuracy %\n(95 %)", "kept of\nsolved")
     headings = ("tokens", "prefill", *shares, "log-prob,\nchange")
     table = new_table("task", *headings, folding=("prefill",))
-    for row in result.summary:
+    row: Any
+    for row in result.summary.itertuples():
         first = row.variant == DENSE
         change = row.log_prob_change, row.log_prob_stderr
         if first:

@@ -35,9 +35,9 @@ def visualize(
 
     Writes the figures memory, errors, stability and attention.
     """
-    from h2o_prefill.eval.perplexity.windows import select_windows
     from h2o_prefill.eval.plots import ATTENTION_FIGURES, visualize_attention_patterns
     from h2o_prefill.eval.report import build_report
+    from h2o_prefill.eval.windows import select_windows
     from h2o_prefill.generation.text import encode
     from h2o_prefill.profile import settings_name
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
+from h2o_prefill.functional import NO_RECALL, RecallLists, recall_lists
 from h2o_prefill.state import CHUNKS, FACTOR_SUM
 
 
@@ -48,7 +48,7 @@ def count_attention_flops(
         config = config.replace(sink_tokens=0, local_window=0, heavy_budget=0, block_diagonal=True)
     dense = count * dense_dot_products(length)
     recalled = sum(
-        recalled_dot_products(length, find_recalled(prompt.unsqueeze(0), config, token_text))
+        recalled_dot_products(length, config, find_recalled(prompt[None], config, token_text))
         for prompt in prompts
     )
     # Of every prompt and layer, by KV head.
@@ -64,7 +64,9 @@ def count_attention_flops(
     def sparse(layer: int) -> int:
         settings = config.of_layer(layer)
         each = [found.get(layer) for found in factors] or [None] * count
-        return sum(sparse_dot_products(length, settings, None, kv_heads, x) for x in each)
+        return sum(
+            sparse_dot_products(length, settings, kv_heads=kv_heads, widening=x) for x in each
+        )
 
     all_layers = sum(
         dense if layer in config.dense_layers else recalled + sparse(layer)
@@ -86,7 +88,7 @@ def dense_dot_products(num_tokens: int) -> int:
 def sparse_dot_products(
     num_tokens: int,
     config: PrefillConfig,
-    recalled: RecalledKeys | None = None,
+    recalled: RecallLists = NO_RECALL,
     kv_heads: int = 1,
     widening: Tensor | None = None,
 ) -> int:
@@ -103,7 +105,7 @@ def sparse_dot_products(
     budget = config.local_window + config.heavy_budget
     sizes = [config.sink_tokens + round(budget * factor) for factor in factors.tolist()]
     memory = [memory_dot_products(num_tokens, config.chunk_size, size) for size in sizes]
-    total = recalled_dot_products(num_tokens, recalled) + round(sum(memory) / kv_heads)
+    total = recalled_dot_products(num_tokens, config, recalled) + round(sum(memory) / kv_heads)
     for begin in range(0, num_tokens, config.chunk_size):
         rows = min(config.chunk_size, num_tokens - begin)
         total += dense_dot_products(rows)
@@ -119,10 +121,19 @@ def memory_dot_products(num_tokens: int, chunk_size: int, memory_size: int) -> i
     return sum(min(chunk_size, num_tokens - x) * min(memory_size, x) for x in chunks)
 
 
-def recalled_dot_products(num_tokens: int, recalled: RecalledKeys | None) -> int:
+def recalled_dot_products(num_tokens: int, config: PrefillConfig, recalled: RecallLists) -> int:
     """Count recalled keys times the rows that see them; an upper bound: sets may contain some."""
-    if recalled is None:
+    offsets, _, visible_from = recalled
+    if offsets is None or visible_from is None:
         return 0
-    ends = torch.arange(0, num_tokens, recalled.block).add(recalled.block).clamp(max=num_tokens)
-    sizes = recalled.offsets.long().diff()
-    return int((ends.repeat_interleave(sizes) - recalled.visible_from).sum())
+    block = config.recall_block
+    ends = torch.arange(0, num_tokens, block, device=offsets.device).add(block)
+    rows = ends.clamp(max=num_tokens).repeat_interleave(offsets.long().diff())
+    return int((rows - visible_from).sum())
+
+
+def find_recalled(
+    prompt: Tensor, config: PrefillConfig, token_text: Tensor | None = None
+) -> RecallLists:
+    """Search a prompt, int64 [1, T], for the keys that a sparse prefill of it would recall."""
+    return recall_lists(prompt, 0, config, token_text) if config.recall else NO_RECALL

@@ -17,14 +17,14 @@ from h2o_prefill.eval.attention_flops import (
     AttentionFlops,
     count_attention_flops,
     dense_dot_products,
+    find_recalled,
     memory_dot_products,
 )
-from h2o_prefill.eval.perplexity.evaluate import check_settings
-from h2o_prefill.eval.perplexity.windows import model_windows
-from h2o_prefill.eval.recalled_keys import find_recalled
+from h2o_prefill.eval.perplexity import check_settings
 from h2o_prefill.eval.report import write_json
 from h2o_prefill.eval.runs import count_kv_heads, count_layers, last_logits_only
-from h2o_prefill.functional import NO_RECALL, RecallLists
+from h2o_prefill.eval.windows import model_windows
+from h2o_prefill.functional import RecallLists
 from h2o_prefill.generation.cluster import LoadedModel, ModelCluster, run_pieces
 from h2o_prefill.generation.runs import (
     Progress,
@@ -215,14 +215,13 @@ def _measure_window(
     window: tuple[int, Tensor],
 ) -> _Sums:
     """Run a window, its index and int64 [1, T], densely; return the sums of its errors."""
-    from h2o_prefill.eval.attention.observe import observe_attention
+    from h2o_prefill.eval.observe import observe_attention
 
     config, token_text = settings
     index, prompt = window
     model = held.network
-    recalled = find_recalled(prompt, config, token_text)
-    device = next(model.parameters()).device
-    lists = NO_RECALL if recalled is None else recalled.of_rows(0, prompt.shape[1], device)
+    prompt = prompt.to(next(model.parameters()).device)
+    lists = find_recalled(prompt, config, token_text)
     sums: _Sums = {}
 
     def observe(call: Any, dense: Tensor) -> None:
@@ -239,7 +238,7 @@ def _measure_window(
         _sizes_of_residuals(model) as residuals,
         observe_attention(model, observe, config.dense_layers),
     ):
-        model(prompt.to(device), use_cache=False, **last)
+        model(prompt, use_cache=False, **last)
     return sums
 
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval.forward import PromptForward, PromptLogits
-from h2o_prefill.eval.perplexity.estimates import format_change, relative_difference
-from h2o_prefill.eval.perplexity.scoring import WindowScores, score_window
 from h2o_prefill.eval.runs import check_chunks
+from h2o_prefill.eval.scores import WindowScores, format_change, relative_difference, score_window
 from h2o_prefill.generation.prompts import prompt_ids
 from h2o_prefill.generation.runs import (
     Progress,

@@ -18,12 +18,11 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.ablation.grid import FIELDS
-from h2o_prefill.eval.ablation.table import short_value, varied_settings
-from h2o_prefill.eval.attention.measures import AttentionMeasures, measure_attention
+from h2o_prefill.eval.ablation_table import FIELDS, short_value, varied_settings
+from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
-from h2o_prefill.eval.perplexity.result import PerplexityResult
-from h2o_prefill.eval.retrieval.result import RetrievalResult
+from h2o_prefill.eval.perplexity import PerplexityResult
+from h2o_prefill.eval.retrieval import RetrievalResult
 from h2o_prefill.generation.runs import DENSE as DENSE_RUN
 from h2o_prefill.generation.runs import Progress
 from h2o_prefill.presets import PRESETS

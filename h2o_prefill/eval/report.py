@@ -1,14 +1,20 @@
-"""The JSON files of evaluations."""
+"""Reports of evaluations: the JSON files, with versions, machine and build."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
+import platform
+import subprocess
+from pathlib import Path
 from typing import Any
 
+import torch
+
+import h2o_prefill
 from h2o_prefill._atomic_write import replaced_file
-from h2o_prefill.eval.environment import environment
 
 
 def build_report(config: dict[str, Any], **parts: Any) -> dict[str, Any]:
@@ -36,3 +42,113 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+_PACKAGES = ("transformers", "tokenizers", "safetensors", "gguf", "datasets", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Describe software, machine and build, as plain values for JSON."""
+    return {
+        "h2o_prefill": h2o_prefill.__version__,
+        "commit": commit(),
+        "library": {**h2o_prefill.build_info(), "cpu_isa_used": torch.ops.h2o_prefill.cpu_isa()},
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "packages": {name: _package_version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "gpu": gpu_name(),
+    }
+
+
+def commit() -> str | None:
+    """Return the git commit of the checkout that this runs from, "+" for one with changes."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head, changes = (_git(root, what) for what in ("rev-parse HEAD", "status --porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+" if changes else "")
+
+
+def has_cuda() -> bool:
+    """Return whether CUDA kernels were compiled in."""
+    return bool(torch.ops.h2o_prefill.has_cuda())
+
+
+def cuda_kernels() -> dict[str, str]:
+    """Return which GPUs, dtypes and shapes have CUDA kernels, and what runs otherwise."""
+    if not has_cuda():
+        return {"built": "no: the library was built without CUDA, GPUs run the composite versions"}
+    runs = f", of {torch.ops.h2o_prefill.cuda_arch()} on this GPU" if gpu_name() else ""
+    return {
+        "built": f"for {h2o_prefill.build_info()['cuda_archs']}{runs}",
+        "dtypes": "float32, bfloat16, float16",
+        "head dims": "8 to 256 in steps of 8, padded to 64, 96, 128 or 256",
+        "composite versions": "float64; other head dims, since kernels copy 16 bytes at a time",
+        "dense attention": "PyTorch's own for one query, or as many queries as keys",
+    }
+
+
+def linear_attention() -> dict[str, str]:
+    """Return what computes `chunkwise_linear_attention` and its backward pass, by device."""
+    return {
+        "CPU": "kernels for float32, bfloat16, float16; all head dims, one direction and both",
+        "CUDA": "kernels for bfloat16, float16, causal, head dims up to 128, without gradients",
+        "composite version": "float64; other calls on CUDA; devices without kernels",
+    }
+
+
+def operators() -> dict[str, list[str]]:
+    """Return the operators of `h2o_prefill.ops` and their devices; "any": the composite version."""
+    keys = {
+        "CPU": "cpu",
+        "CUDA": "cuda",
+        "CompositeExplicitAutograd": "any",
+        "CompositeImplicitAutograd": "any",
+    }
+    names = (name.partition("h2o_prefill::")[2] for name in torch._C._dispatch_get_all_op_names())
+    return {
+        name: [
+            device
+            for key, device in keys.items()
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"h2o_prefill::{name}", key)
+        ]
+        for name in sorted(names)
+        if name and hasattr(h2o_prefill.ops, name)
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's model name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def gpu_name() -> str | None:
+    """Return the first GPU's name, None without one."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(root: Path, command: str) -> str:
+    words = ["git", "-C", str(root), *command.split()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

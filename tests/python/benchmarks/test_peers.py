@@ -17,7 +17,7 @@ import torch
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_perplexity
-from h2o_prefill.eval.perplexity.estimates import perplexity
+from h2o_prefill.eval.scores import perplexity
 from h2o_prefill.generation import load_model, load_text
 from h2o_prefill.generation.models import packaged_gguf
 from h2o_prefill.generation.text import WIKITEXT2_VARIABLE, encode

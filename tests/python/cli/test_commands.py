@@ -18,7 +18,7 @@ import torch
 import h2o_prefill
 from h2o_prefill.cli.tables import ablation_table
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.perplexity import key_tokens
+from h2o_prefill.eval import scores
 from h2o_prefill.generation import load_model
 from h2o_prefill.generation.prompts import encode_prompt, encode_turn
 from h2o_prefill.presets import PRESETS
@@ -176,7 +176,7 @@ def test_ppl_of_key_tokens(
 ) -> None:
     # A random model finds no token likely.
     for name, value in {"SHORT_CONTEXT": 16, "_LEAST_GAIN": 0.5, "_MOST_NLL": 99.0}.items():
-        monkeypatch.setattr(key_tokens, name, value)
+        monkeypatch.setattr(scores, name, value)
     found, table = report(*small_commands["ppl"], "--long")
     keys = found["key_tokens"]
     assert keys["count"] > 0

@@ -53,7 +53,7 @@ def test_what_cannot_be_written_is_found_before_the_work(
         raise AssertionError("the work has begun")
 
     loaders = ("load_model", "load_text", "models.load_model")
-    for name in (*(f"generation.{name}" for name in loaders), "eval.ablation.run.load_text"):
+    for name in (*(f"generation.{name}" for name in loaders), "eval.ablation.load_text"):
         monkeypatch.setattr(f"h2o_prefill.{name}", work)
     if path.endswith("/.."):
         (tmp_path / path).parent.mkdir()

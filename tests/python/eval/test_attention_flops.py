@@ -109,7 +109,7 @@ def test_factors_by_errors_and_their_rows_count() -> None:
     assert sparse_dot_products(LENGTH, config, kv_heads=2) == plain + exact
     # Twice and four times 2 + 2 keys: 8 more on average.
     factors = torch.tensor([2.0, 4.0])
-    widened = sparse_dot_products(LENGTH, config, None, 2, factors)
+    widened = sparse_dot_products(LENGTH, config, kv_heads=2, widening=factors)
     assert widened == plain + exact + 8 * sum(rows)
 
 

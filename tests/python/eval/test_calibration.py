@@ -13,8 +13,8 @@ import h2o_prefill
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import calibrate_heads, count_attention_flops, evaluate_perplexity
-from h2o_prefill.eval.attention.observe import observe_attention
 from h2o_prefill.eval.calibration import FACTORS
+from h2o_prefill.eval.observe import observe_attention
 
 CONTEXT = 64
 LAYERS = 3

@@ -87,7 +87,7 @@ def test_a_cell_that_fails_on_a_worker_does_not_stop_the_others(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    evaluate = importlib.import_module("h2o_prefill.eval.perplexity.evaluate")
+    evaluate = importlib.import_module("h2o_prefill.eval.perplexity")
     prefill_mode = evaluate.prefill_mode
 
     def no_memory(model: Any, config: PrefillConfig, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from op_testing import (
 )
 
 from h2o_prefill import ops
-from h2o_prefill.eval.timing.memory_profile import peak_bytes
+from h2o_prefill.eval.timing import peak_bytes
 from h2o_prefill.reference import ops as oracle
 
 CHUNK = 32

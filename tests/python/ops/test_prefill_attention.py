@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from h2o_prefill import ChunkedSparseAttention, PrefillConfig
-from h2o_prefill.eval.timing.memory_profile import peak_bytes
+from h2o_prefill.eval.timing import peak_bytes
 from h2o_prefill.functional import recall_lists
 
 VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 4, 2, 16, 2

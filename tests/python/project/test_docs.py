@@ -14,7 +14,7 @@ from h2o_prefill.hf import forward, masks, rules
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [path for folder in (ROOT, DOCS, ROOT / "benchmarks") for path in folder.glob("*.md")]
-BOOK = ROOT / "tests/python/eval/perplexity/struggle_for_existence.txt"
+BOOK = ROOT / "tests/python/eval/struggle_for_existence.txt"
 
 # Reasons that are made in functions, and those of other modules than the decision table's.
 OTHERS = {

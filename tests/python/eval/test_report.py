@@ -10,19 +10,18 @@ import torch
 from op_testing import Shape, make_qkv
 
 from h2o_prefill import ops
-from h2o_prefill.eval import environment
-from h2o_prefill.eval.report import write_json
+from h2o_prefill.eval import report
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     values = {"a": float("nan"), "b": [float("inf"), 1.5, None], "c": (1, 2)}
-    write_json(values, tmp_path / "v.json")
+    report.write_json(values, tmp_path / "v.json")
     read = json.loads((tmp_path / "v.json").read_text(), parse_constant=pytest.fail)
     assert read == {"a": None, "b": [None, 1.5, None], "c": [1, 2]}
 
 
 def test_environment_names_versions_machine_and_build() -> None:
-    facts = environment.environment()
+    facts = report.environment()
     assert facts["threads"] == torch.get_num_threads()
     assert facts["library"]["torch"] in facts["torch"]
     assert facts["cpu"]
@@ -30,13 +29,13 @@ def test_environment_names_versions_machine_and_build() -> None:
 
 
 def test_operators_have_cpu_kernels() -> None:
-    operators = environment.operators()
+    operators = report.operators()
     assert "cpu" in operators["chunked_sparse_attention"]
     assert all(devices for devices in operators.values())
     # These are some of PyTorch's own operators on every device but the CPU.
     composed = {"accumulate_scores_", "advance_position_", "recall_at_position"}
     with_cuda = {name for name, devices in operators.items() if "cuda" in devices}
-    assert with_cuda == (set(operators) - composed if environment.has_cuda() else set())
+    assert with_cuda == (set(operators) - composed if report.has_cuda() else set())
 
 
 @pytest.mark.parametrize("head_dim", [1, 64, 700])
@@ -51,5 +50,5 @@ def test_linear_attention_is_computed_as_said(name: str, causal: bool, head_dim:
         out.sum().backward()
     # Kernels multiply without PyTorch's products.
     composed = any(event.key == "aten::matmul" for event in run.key_averages())
-    said = environment.linear_attention()
+    said = report.linear_attention()
     assert composed == (name in said["composite version"]) == (name not in said["CPU"])

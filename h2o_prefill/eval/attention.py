@@ -15,12 +15,14 @@ from torch.nn import functional
 
 from h2o_prefill import ops
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.recalled_keys import RecalledKeys, find_recalled
+from h2o_prefill.eval.attention_flops import find_recalled
 from h2o_prefill.eval.runs import check_model, count_layers, last_logits_only
 from h2o_prefill.functional import (
     NO_RECALL,
     PLAIN_LOGITS,
     LogitOptions,
+    RecallLists,
+    lists_of_rows,
     next_memory,
     sparse_attention,
 )
@@ -206,8 +208,9 @@ def measure_attention(
     if length < 2:
         raise ValueError(f"input_ids must hold at least two tokens, got {length}")
     check_model(model, length, "input_ids")
-    from h2o_prefill.eval.attention.observe import observe_attention
+    from h2o_prefill.eval.observe import observe_attention
 
+    prompt = prompt.to(next(model.parameters()).device)
     recalled = find_recalled(prompt, config)
     total = count_layers(model)
     found: dict[int, LayerMeasures] = {}
@@ -221,7 +224,7 @@ def measure_attention(
 
     last = last_logits_only(model)
     with torch.no_grad(), eval_mode(model), observe_attention(model, observe, config.dense_layers):
-        model(prompt.to(next(model.parameters()).device), use_cache=False, **last)
+        model(prompt, use_cache=False, **last)
     report_progress(on_progress, total, total, "done")
     if not found:
         raise ValueError(f"dense_layers must leave a layer sparse, got {config.dense_layers}")
@@ -264,7 +267,7 @@ def measure_layer(
     key: Tensor,
     value: Tensor,
     config: PrefillConfig,
-    recalled: RecalledKeys | None = None,
+    recalled: RecallLists = NO_RECALL,
     options: LogitOptions = PLAIN_LOGITS,
     layer: int | None = None,
     select: SelectionRule | None = None,
@@ -285,7 +288,7 @@ def measure_layer(
     for begin in range(0, length, config.chunk_size):
         end = min(begin + config.chunk_size, length)
         q, k, v = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
-        lists = NO_RECALL if recalled is None else recalled.of_rows(begin, end, q.device)
+        lists = lists_of_rows(recalled, length, begin, end, config.recall_block)
         # The dense tail is that of the prompt, not of the chunk. A copy would repeat warnings.
         tail = max(0, config.dense_tail - (length - end))
         call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
@@ -317,7 +320,7 @@ def _visible_mass(
     k: Tensor,
     begin: int,
     memory: Tensor,
-    recalled: RecalledKeys | None,
+    recalled: RecallLists,
     config: PrefillConfig,
     options: LogitOptions,
     pattern: tuple[Tensor, int],
@@ -347,14 +350,27 @@ def _visible_mass(
         row = torch.arange(first, last, device=q.device).unsqueeze(1)
         key = torch.arange(last, device=q.device)
         visible = (key >= begin) | (row >= end - config.dense_tail)
-        if recalled is not None:
-            visible = visible | recalled.mask(first, last).to(q.device)
+        visible = visible | recalled_mask(recalled, config.recall_block, first, last).to(q.device)
         visible = visible | held[:, :last].unsqueeze(1)
         weights = logits.masked_fill_(key > row, -torch.inf).softmax(-1)
         _add_to_pattern(*pattern, weights.flatten(0, 1), first)
         weights.masked_fill_(~visible.unsqueeze(1), 0)
         masses.append(weights.sum(-1, dtype=torch.float64).flatten(0, 1))
     return torch.cat(masses, dim=1)
+
+
+def recalled_mask(recalled: RecallLists, block: int, begin: int, end: int) -> Tensor:
+    """Return bool [end - begin, end]: whether a row of [begin, end) recalls a key."""
+    mask = torch.zeros(end - begin, end, dtype=torch.bool)
+    offsets, positions, visible_from = recalled
+    if offsets is None or positions is None or visible_from is None:
+        return mask
+    for index in range(begin // block, -(-end // block)):
+        first, last = max(begin, index * block), min(end, (index + 1) * block)
+        entries = slice(int(offsets[index]), int(offsets[index + 1]))
+        seen = visible_from[entries].cpu() <= torch.arange(first, last).unsqueeze(1)
+        mask[first - begin : last - begin, positions[entries].long().cpu()] = seen
+    return mask
 
 
 def _add_to_pattern(pattern: Tensor, width: int, weights: Tensor, first: int) -> None:

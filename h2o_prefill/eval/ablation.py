@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +15,13 @@ from torch import Tensor, nn
 
 import h2o_prefill
 from h2o_prefill._warn import warn
-from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.ablation import table
-from h2o_prefill.eval.ablation.grid import FIELDS, build_grid
-from h2o_prefill.eval.environment import commit, cpu_name, gpu_name
-from h2o_prefill.eval.perplexity.evaluate import PairedRuns
-from h2o_prefill.eval.perplexity.windows import first_token, parse_windows, select_windows
+from h2o_prefill.config import PrefillConfig, format_value
+from h2o_prefill.eval import ablation_table as table
+from h2o_prefill.eval.ablation_table import FIELDS
+from h2o_prefill.eval.perplexity import PairedRuns, check_settings
+from h2o_prefill.eval.report import commit, cpu_name, gpu_name
 from h2o_prefill.eval.runs import check_model
+from h2o_prefill.eval.windows import first_token, parse_windows, select_windows
 from h2o_prefill.generation.cluster import (
     LoadedModel,
     ModelCluster,
@@ -43,8 +45,77 @@ if TYPE_CHECKING:
 
     from h2o_prefill.generation.runs import Progress
 
+# Fields that have no effect without recall, at their defaults.
+_WITHOUT_RECALL: dict[str, Any] = {
+    name: getattr(PrefillConfig, name) for name in FIELDS if name.startswith("recall_")
+}
+
 # Errors of single cells: too little memory, logits that are not finite.
 _FAILURES = (RuntimeError, ArithmeticError, MemoryError)
+
+
+def build_grid(
+    axes: Mapping[str, Sequence[Any]],
+    contexts: Sequence[int],
+    bases: Sequence[PrefillConfig],
+    protocol: str = "gptq",
+) -> list[tuple[int, PrefillConfig]]:
+    """Combine values, as `run_ablation` takes them, into tokens of a window and settings.
+
+    `bases` are settings of the fields that `axes` does not name.
+
+    Warns of combinations that cannot be run. Those that differ only in fields without effect, since
+    recall is 0 or no layer is wide, count once.
+    """
+    values = {"contexts": _distinct("contexts", contexts)}
+    for context in values["contexts"]:
+        if not isinstance(context, int) or context < 1:
+            raise ValueError(f"contexts must be >= 1 and ints, got {context!r}")
+    for name, given in axes.items():
+        if name not in FIELDS:
+            raise ValueError(f"axes must be fields of PrefillConfig, {FIELDS}, got {name!r}")
+        values[name] = _distinct(name, given)
+    bases = _distinct("base", bases)
+    found: dict[tuple[int, PrefillConfig], None] = {}
+    refused: dict[str, list[str]] = {}
+    with warnings.catch_warnings():
+        # A budget that is not smaller than a chunk is one more value of the grid here.
+        warnings.simplefilter("ignore", UserWarning)
+        for name in axes:
+            for value in values[name]:
+                PrefillConfig(**{name: value})
+        for one, context, *settings in itertools.product(bases, *values.values()):
+            changes = dict(zip(axes, settings, strict=True))
+            try:
+                config = one.with_fields(**changes)
+                check_settings(config, context, "0:1", protocol)
+            except ValueError as error:
+                described = {"context": context, **changes}.items()
+                text = " ".join(f"{name}={format_value(value)}" for name, value in described)
+                refused.setdefault(str(error), []).append(text)
+            else:
+                idle = {} if config.recall else _WITHOUT_RECALL
+                found[context, config.replace(**idle)] = None
+    if not found:
+        raise ValueError(f"the grid must hold a combination that can be run: {next(iter(refused))}")
+    for reason, left_out in refused.items():
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        warn(f"left out {left_out[0]}{more}: {reason}")
+    return list(found)
+
+
+def parse_values(name: str, text: str) -> list[Any]:
+    """Read comma-separated values of a field, each written as in a settings text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        settings = [PrefillConfig.parse(f"h2o,{name}={part.strip()}") for part in text.split(",")]
+    return [getattr(config, name) for config in settings]
+
+
+def _distinct(name: str, values: Sequence[Any]) -> list[Any]:
+    if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
+        raise ValueError(f"{name} must be a sequence of at least one value, got {values!r}")
+    return list(dict.fromkeys(tuple(v) if isinstance(v, list) else v for v in values))
 
 
 def run_ablation(
@@ -146,38 +217,36 @@ def run_ablation(
             pass  # raises where settings do not fit the model
     of_rule = [] if select is None else [Selector(select).name]
     texts = _find_cells(grid, corpora, network, tokenizer, windows, protocol, of_rule)
-    keys = [key for _, configs in texts for key in configs]
+    keys = [key for text in texts for key in text.cells]
     name = model if isinstance(model, str) else model_name
     folder.mkdir(parents=True, exist_ok=True)
     table.begin_csv(path, rows.values())
-    texts = [
-        (text, {key: configs[key] for key in configs if key not in rows}) for text, configs in texts
-    ]
-    # Each window dense, where a cell needs it, and sparse once a cell.
-    total = sum(
-        (len(text.batches) * (len(configs) + 1) if cluster is None else len(configs))
-        for text, configs in texts
-        if configs
-    )
-    held = LoadedModel(network, tokenizer, count_steps(on_progress, total))
     pieces = {
         key: (number, config)
-        for number, (_, configs) in enumerate(texts)
-        for key, config in configs.items()
+        for number, text in enumerate(texts)
+        for key, config in text.cells.items()
+        if key not in rows
     }
-    shared = name, protocol, [text for text, _ in texts], select
+    # Each window dense, where a cell needs it, and sparse once a cell.
+    total = len(pieces)
+    if cluster is None:
+        needed = [number for number, _ in pieces.values()]
+        total = sum(len(texts[number].batches) for number in [*needed, *set(needed)])
+    held = LoadedModel(network, tokenizer, count_steps(on_progress, total))
     failed: dict[str, Exception] = {}
-    for key, result in run_pieces(held, cluster, _measure_cell, shared, pieces):
+    for key, result in run_pieces(
+        held, cluster, _measure_cell, (name, protocol, texts, select), pieces
+    ):
+        number, config = pieces[key]
         try:
             measured = result()
         except _FAILURES as error:
-            number, config = pieces[key]
-            cell = texts[number][0].cell_name(config)
+            cell = texts[number].cell_name(config)
             failed[f"{cell}: {error}"] = error
             warn(f"a cell failed, {cell}: {error}")
         else:
             # Workers may have no profile, or another one.
-            chosen = settings_name(network, pieces[key][1])
+            chosen = settings_name(network, config)
             named = None if "," in chosen else chosen
             rows[key] = {"cell": key, **measured, "preset": named}
             table.append_row(rows[key], path)
@@ -190,14 +259,15 @@ def run_ablation(
     return table.to_frame(rows[key] for key in keys)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Text:
-    """The windows of a text at one context."""
+    """The windows of a text at one context, and the cells that run over them."""
 
-    key: str  # stands for the model, the windows and their tokens
+    key: str  # digest of the windows and their tokens
     columns: dict[str, str]  # of all its rows
     indices: range
     batches: Tensor
+    cells: dict[str, PrefillConfig]  # settings by key
 
     def cell_name(self, config: PrefillConfig) -> str:
         return f"{self.columns['dataset']} {self.batches.shape[1]} {config.to_string()}"
@@ -211,16 +281,13 @@ def _measure_cell(
     """Return the row of a cell without its key; the dense runs of a text are kept for the next."""
     name, protocol, texts, select = shared
     number, config = piece
-    text = texts[number]
-    network = held.network
+    text, network = texts[number], held.network
+    cell = text.cell_name(config)
 
     def begin() -> tuple[PairedRuns, dict[str, Any]]:
-        runs = PairedRuns(
-            network, held.tokenizer, text.indices, text.batches, protocol, keep_dense=True
-        )
-        return runs, _origin(network, name)
+        given = held.tokenizer, text.indices, text.batches, protocol
+        return PairedRuns(network, *given, keep_dense=True), _origin(network, name)
 
-    cell = text.cell_name(config)
     with torch.no_grad(), eval_mode(network):
         runs, origin = held.keep(f"{text.key} {protocol} {name}", begin)
         result = runs.evaluate(
@@ -237,8 +304,8 @@ def _find_cells(
     windows: str,
     protocol: str,
     of_rule: list[str],
-) -> list[tuple[_Text, dict[str, PrefillConfig]]]:
-    """Return each text at each context with the settings of its cells by their keys."""
+) -> list[_Text]:
+    """Return each text at each context with its cells."""
     weights = model_digest(network)
     first = first_token(tokenizer, protocol)
     found = []
@@ -247,14 +314,14 @@ def _find_cells(
         for context in dict.fromkeys(context for context, _ in grid):
             indices, batches = select_windows(tokens, context, windows, first)
             digests = [indices.start, *(digest(weights, ids.tolist()) for ids in batches)]
-            configs = {
+            cells = {
                 digest(corpus.name, protocol, digests, _changed(config), *of_rule): config
                 for length, config in grid
                 if length == context
             }
             span = f"{indices.start}:{indices.stop}"
             columns = {"dataset": corpus.name, "text_source": corpus.source, "windows": span}
-            found.append((_Text(digest(digests), columns, indices, batches), configs))
+            found.append(_Text(digest(digests), columns, indices, batches, cells))
     return found
 
 

@@ -17,8 +17,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_retrieval
 from h2o_prefill.eval.plots import plot_retrieval
 from h2o_prefill.eval.report import format_json
-from h2o_prefill.eval.retrieval.prompts import Haystack, build_prompt
-from h2o_prefill.eval.retrieval.result import (
+from h2o_prefill.eval.retrieval import (
     KeptOutcomes,
     PromptOutcome,
     retrieval_report,
@@ -26,6 +25,7 @@ from h2o_prefill.eval.retrieval.result import (
     summarize_retrieval,
     wilson_interval,
 )
+from h2o_prefill.eval.retrieval_prompts import Haystack, build_prompt
 from h2o_prefill.generation.text import Corpus
 from h2o_prefill.hf.cache import cache_argument
 from h2o_prefill.hf.kinds import enabled_of
@@ -81,11 +81,12 @@ def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_
     result = _run(reader, tiny_tokenizer, on_progress=lambda *step: steps.append(step), **settings)
     assert [step[0] for step in steps] == list(range(49)) and {step[1] for step in steps} == {48}
     assert steps[0][2] == "single 900 0 % dense" and steps[7][2] == "single 900 100 % small"
-    keys = [(row.task, row.length, row.variant) for row in result.summary]
+    rows = list(result.summary.itertuples())
+    keys = [(row.task, row.length, row.variant) for row in rows]
     assert keys[:4] == [("single", 900, name) for name in ("dense", *VARIANTS)] + [
         ("single", 1200, "dense")
     ]
-    for row in result.summary:
+    for row in rows:
         assert (row.prompts, row.dense_solved) == (4, 4)
         share = 1 if row.variant == "dense" else 0.5
         assert (row.accuracy, row.kept) == (share, share)
@@ -179,7 +180,7 @@ def test_answers_are_what_the_model_generates_after_each_prefill(
         assert outcome.log_probs[name] == pytest.approx(float(expected), rel=1e-4)
     assert outcome.log_probs["dense"] != pytest.approx(outcome.log_probs["small"], abs=1e-3)
     # A random model solves nothing.
-    assert all(row.dense_solved == 0 and math.isnan(row.kept) for row in result.summary)
+    assert (result.summary["dense_solved"] == 0).all() and result.summary["kept"].isna().all()
 
 
 def test_kept_prompts_are_not_asked_again(reader: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_kept_prompts_are_not_asked_again(reader: Any, tiny_tokenizer: Any, tmp_
         kept=KeptOutcomes(path),
         on_progress=lambda *step: steps.append(step),
     )
-    assert again == first and path.read_bytes() == b"".join(lines)
+    assert again.outcomes == first.outcomes and path.read_bytes() == b"".join(lines)
     assert {step[1] for step in steps} == {3}
     # Prompts of other settings are others.
     _run(reader, tiny_tokenizer, kept=KeptOutcomes(path), question="first")
@@ -232,7 +233,7 @@ def test_the_summary_counts_only_what_dense_solves() -> None:
         )
         for (dense, sparse), change in zip(scores, (0.1, 0.2, 0.3, 0.4, 0.5), strict=True)
     ]
-    dense, x = summarize_retrieval(outcomes, ["dense", "x"])
+    dense, x = summarize_retrieval(outcomes, ["dense", "x"]).itertuples()
     assert (dense.accuracy, x.accuracy) == (0.75, 0.7)
     assert (x.prompts, x.dense_solved, x.kept) == (5, 3, 2 / 3)
     assert x.kept_interval == wilson_interval(2 / 3, 3)
@@ -243,5 +244,5 @@ def test_the_summary_counts_only_what_dense_solves() -> None:
     # Sample deviation of 0.1 .. 0.5: sqrt(0.025), over five prompts.
     assert x.log_prob_change == pytest.approx(-0.3)
     assert x.log_prob_stderr == pytest.approx(math.sqrt(0.025 / 5))
-    (one,) = summarize_retrieval(outcomes[:1], ["dense"])
+    (one,) = summarize_retrieval(outcomes[:1], ["dense"]).itertuples()
     assert math.isnan(one.log_prob_stderr)

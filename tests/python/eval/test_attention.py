@@ -13,12 +13,11 @@ from torch import Tensor
 
 from h2o_prefill import reference
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import measure_attention
-from h2o_prefill.eval.attention import measures as module
-from h2o_prefill.eval.attention import observe
-from h2o_prefill.eval.attention.measures import measure_layer
-from h2o_prefill.eval.recalled_keys import find_recalled
-from h2o_prefill.eval.timing.memory_profile import peak_bytes
+from h2o_prefill.eval import attention as module
+from h2o_prefill.eval import measure_attention, observe
+from h2o_prefill.eval.attention import measure_layer
+from h2o_prefill.eval.attention_flops import find_recalled
+from h2o_prefill.eval.timing import peak_bytes
 from h2o_prefill.functional import LogitOptions
 from h2o_prefill.reference.recall import lexical_recall
 

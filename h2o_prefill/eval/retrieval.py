@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
+import os
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval.retrieval.prompts import (
+from h2o_prefill.eval.report import build_report
+from h2o_prefill.eval.retrieval_prompts import (
     QUESTIONS,
+    TASKS,
     Haystack,
     RetrievalPrompt,
     build_prompt,
     prompt_seed,
 )
-from h2o_prefill.eval.retrieval.result import (
-    KeptOutcomes,
-    PromptOutcome,
-    RetrievalResult,
-    substring_score,
-    summarize_retrieval,
-)
-from h2o_prefill.eval.retrieval.tasks import TASKS
 from h2o_prefill.eval.runs import check_chunks, check_model, chosen_variants, with_dense
 from h2o_prefill.generation.cluster import (
     LoadedModel,
@@ -34,6 +33,7 @@ from h2o_prefill.generation.cluster import (
     model_digest,
     run_pieces,
 )
+from h2o_prefill.generation.json_lines import whole_lines
 from h2o_prefill.generation.models import resolve_model
 from h2o_prefill.generation.runs import (
     DENSE,
@@ -46,8 +46,74 @@ from h2o_prefill.generation.runs import (
 from h2o_prefill.generation.text import Corpus, as_corpus
 from h2o_prefill.selection import SelectionRule, Selector
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 LENGTHS = (2048, 4096, 8192)
 DEPTHS = (0, 25, 50, 75, 100)
+
+
+@dataclass(frozen=True)
+class PromptOutcome:
+    """One prompt, what was expected, and what "dense" and each variant answered."""
+
+    task: str
+    length: int  # tokens of prompt and answer together, at most
+    depth: float  # percent of the text before the needle
+    seed: int  # of `build_prompt`
+    prompt_tokens: int
+    answers: tuple[str, ...]
+    outputs: dict[str, str]
+    scores: dict[str, float]  # `substring_score` of the outputs
+    # Mean log-probability per token of the answers, in nats, whatever was said.
+    log_probs: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RetrievalResult:
+    """Retrieval by a model with dense prefill and with each variant, on the same prompts."""
+
+    outcomes: list[PromptOutcome]
+    summary: pd.DataFrame  # see `summarize_retrieval`
+    variants: dict[str, PrefillConfig]
+    select: str | None  # the name of the selection rule of the variants, None if there is none
+    question: str
+    prompts_per_cell: int  # prompts of each task, length and depth
+    seed: int
+    text_source: str  # what the needles were hidden in
+
+
+class KeptOutcomes:
+    """A file of JSON lines that keeps outcomes as they come, for a run that goes on with the rest.
+
+    Lines of other prompts, models or settings are left alone. Raises ValueError if the file holds
+    anything else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path).expanduser()
+        self._found: dict[str, PromptOutcome] = {}
+        held = self._path.read_bytes() if self._path.exists() else b""
+        try:
+            lines = whole_lines(held, b'{"key": ')
+            for line in lines.splitlines():
+                fields = json.loads(line)
+                key = fields.pop("key")
+                fields["answers"] = tuple(fields["answers"])
+                self._found[key] = PromptOutcome(**fields)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} must hold outcomes of this command alone") from error
+        with self._path.open("ab") as file:
+            file.truncate(len(lines))
+
+    def get(self, key: str) -> PromptOutcome | None:
+        """Return the outcome of a key, if there is one."""
+        return self._found.get(key)
+
+    def add(self, key: str, outcome: PromptOutcome) -> None:
+        """Write an outcome."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key, **asdict(outcome)}) + "\n")
 
 
 def evaluate_retrieval(
@@ -87,8 +153,7 @@ def evaluate_retrieval(
         The model's; default: that of a model given by name. If it has a chat template, prompts are
         formatted with it.
     tasks : sequence of str
-        Of `tasks.TASKS`: "single", "multi_key", "multi_value", "variable_tracking",
-        "common_words", "repeated_span", "paraphrased".
+        Of "single", "multi_key" and "multi_value".
     lengths : sequence of int
         Tokens of prompt and answer together: at least two chunks of every variant.
     depths : sequence of float
@@ -251,3 +316,74 @@ def check_retrieval(
         raise ValueError(f"prompts_per_cell must be >= 1, got {prompts_per_cell}")
     if question not in QUESTIONS:
         raise ValueError(f"question must be one of {QUESTIONS}, got {question!r}")
+
+
+def retrieval_report(result: RetrievalResult, **origin: Any) -> dict[str, Any]:
+    """Return the report of an evaluation; `origin` adds what else reproduces it: model, dtype."""
+    values = asdict(result)
+    summary, prompts = values.pop("summary").to_dict("records"), values.pop("outcomes")
+    return build_report({**origin, **values}, summary=summary, prompts=prompts)
+
+
+def substring_score(output: str, answers: Sequence[str]) -> float:
+    """Return the share of answers that an output contains, ignoring case.
+
+    RULER's `string_match_all` (NVIDIA/RULER, scripts/eval/synthetic/constants.py).
+    """
+    text = output.lower()
+    return sum(answer.lower() in text for answer in answers) / len(answers)
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a share of `count`, NaN for a count of 0.
+
+    Wilson (1927), "Probable inference, the law of succession, and statistical inference":
+    (p + z^2/2n ± z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). For a mean of values in 0 .. 1 it is
+    conservative: their variance is at most p (1 - p).
+    """
+    if count == 0:
+        return math.nan, math.nan
+    z = statistics.NormalDist().inv_cdf(0.975)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    middle, whole = share + z * z / (2 * count), 1 + z * z / count
+    # Rounding may exceed 0 and 1 by an ulp.
+    return max(0.0, (middle - half) / whole), min(1.0, (middle + half) / whole)
+
+
+def summarize_retrieval(outcomes: Sequence[PromptOutcome], variants: Sequence[str]) -> pd.DataFrame:
+    """Return one row for each task, length and variant, in the order of the outcomes.
+
+    Columns: `task`, `length`, `variant`; `prompts`, how many; `accuracy`, their mean score;
+    `log_prob` of the answers, per token, mean of the prompts, nats; `log_prob_change`, its mean
+    difference from dense, and `log_prob_stderr`, the standard error of these paired differences;
+    `dense_solved`, prompts of which the dense run found every answer; `kept`, the share of those of
+    which the variant found every answer too, NaN if there are none: a prompt that the model fails
+    with dense attention says nothing about the variant; `accuracy_interval` and `kept_interval`,
+    (lowest, highest) at 95 %.
+    """
+    import pandas as pd
+
+    rows = pd.DataFrame(
+        {
+            **{"task": outcome.task, "length": outcome.length, "variant": variant},
+            "score": outcome.scores[variant],
+            "solved": outcome.scores[DENSE] == 1,
+            "log_prob": outcome.log_probs[variant],
+            "change": outcome.log_probs[variant] - outcome.log_probs[DENSE],
+        }
+        for outcome in outcomes
+        for variant in variants
+    )
+    rows["kept"] = (rows["score"] == 1).astype(float).where(rows["solved"])
+    table = rows.groupby(["task", "length", "variant"], sort=False, as_index=False).agg(
+        prompts=("score", "size"),
+        accuracy=("score", "mean"),
+        dense_solved=("solved", "sum"),
+        kept=("kept", "mean"),
+        log_prob=("log_prob", "mean"),
+        log_prob_change=("change", "mean"),
+        log_prob_stderr=("change", "sem"),
+    )
+    for share, count in (("accuracy", "prompts"), ("kept", "dense_solved")):
+        table[f"{share}_interval"] = list(map(wilson_interval, table[share], table[count]))
+    return table

@@ -1,4 +1,4 @@
-"""Retrieval prompts: their length, where the needles stand, and what frames them."""
+"""Retrieval prompts: what is hidden and asked, their length, and where the needles stand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_prefill.eval.retrieval.prompts import Haystack, RetrievalPrompt, build_prompt
-from h2o_prefill.eval.retrieval.tasks import TASKS
+from h2o_prefill.eval.retrieval_prompts import TASKS, Haystack, RetrievalPrompt, build_prompt
 
 pytest.importorskip("transformers")
 
@@ -30,6 +29,26 @@ TEXT = " ".join(
 )
 HAYSTACK = Haystack(TEXT)
 LONGEST_SENTENCE = 120
+
+
+@pytest.mark.parametrize(
+    "task, needles, distractors", [("single", 1, 0), ("multi_key", 1, 3), ("multi_value", 4, 0)]
+)
+def test_answers_are_in_the_needles_and_nowhere_else(
+    task: str, needles: int, distractors: int
+) -> None:
+    for seed in range(3):
+        riddle = TASKS[task].make(random.Random(seed), "")
+        assert riddle != TASKS[task].make(random.Random(seed + 100), "")
+        assert (len(riddle.needles), len(riddle.distractors)) == (needles, distractors)
+        assert len(set(riddle.answers)) == needles
+        for answer in riddle.answers:
+            assert answer in " ".join(riddle.needles)
+            for other in (*riddle.distractors, riddle.intro, riddle.question, riddle.lead):
+                assert answer not in other
+        # Text that holds an answer already would give it away.
+        again = TASKS[task].make(random.Random(seed), " ".join(riddle.needles).lower())
+        assert not set(again.answers) & set(riddle.answers)
 
 
 def test_a_needle_goes_to_the_nearest_beginning_of_a_sentence() -> None:

@@ -14,9 +14,8 @@ from torch.nn import functional
 
 import h2o_prefill
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.eval import count_attention_flops, evaluate_perplexity
-from h2o_prefill.eval.perplexity import key_tokens
-from h2o_prefill.eval.perplexity.result import PerplexityResult, perplexity_report
+from h2o_prefill.eval import count_attention_flops, evaluate_perplexity, scores
+from h2o_prefill.eval.perplexity import PerplexityResult, perplexity_report
 from h2o_prefill.eval.plots import plot_perplexity
 from h2o_prefill.eval.report import format_json
 
@@ -100,7 +99,7 @@ def test_key_tokens_are_those_that_gain_from_the_long_context(
     short, gain, most = 8, 0.5, 9.0
     changes = {"SHORT_CONTEXT": short, "_LEAST_GAIN": gain, "_MOST_NLL": most}
     for name, value in changes.items():
-        monkeypatch.setattr(key_tokens, name, value)
+        monkeypatch.setattr(scores, name, value)
     steps: list[str] = []
     note = lambda done, total, what: steps.append(f"{done}/{total} {what}")  # noqa: E731
     options = {"windows": "0:3", "protocol": protocol, "on_progress": note}

@@ -1,4 +1,8 @@
-"""Prompts of retrieval tasks: needles in a text, built to a length in tokens."""
+"""Prompts of retrieval tasks: needles in a text, built to a length in tokens.
+
+The tasks have the form of RULER's (NVIDIA/RULER, arXiv 2404.06654, scripts/data/synthetic):
+niah_single, niah_multikey_1 and niah_multivalue.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,90 @@ import bisect
 import hashlib
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_prefill.eval.retrieval.tasks import TASKS, Riddle
 from h2o_prefill.generation.prompts import encode_prompt
 
 QUESTIONS = ("last", "first")
+
+# A key is an adjective and a noun joined by a hyphen, as RULER's are.
+_ADJECTIVES = """
+ancient bitter bright calm careful cheerful clever clumsy crooked curious distant eager elegant
+fierce fragile gentle golden hollow honest humble jolly lonely massive narrow noisy patient polite
+proud quiet rapid rusty shiny silent slender sturdy tender thirsty tidy vivid weary
+"""
+_NOUNS = """
+anchor apple badge barrel basket beetle blanket bridge bucket button candle carpet cherry compass
+copper cradle feather ferry garlic hammer harbor helmet kettle ladder lantern magnet mirror mushroom
+needle otter pebble pepper pigeon ribbon saddle spoon tunnel turtle walnut whistle
+"""
 
 # A word and the white space after it.
 _WORD = re.compile(r"\S+\s*")
 # A full stop with what may close around it, or a new line. Abbreviations count too: a needle may
 # then stand within a sentence, which does no harm.
 _ENDS_SENTENCE = re.compile(r"""[.!?]["'”’)\]]*\s*\Z|\n""")
+
+
+class Riddle(NamedTuple):
+    """The sentences that one prompt hides in its text, and its question."""
+
+    intro: str  # announces the question, before the text
+    question: str
+    lead: str  # the beginning of the answer, which the model continues, as in RULER
+    answers: tuple[str, ...]
+    needles: tuple[str, ...]  # sentences that hold the answers, in the order of the text
+    distractors: tuple[str, ...]  # sentences of the same form that hold none
+
+
+class Task(NamedTuple):
+    """Magic numbers of some keys, and a question for those of the first."""
+
+    keys: int
+    values: int  # of the first key; the others have one
+    new_tokens: int  # of an answer, at most
+
+    def make(self, rng: random.Random, text: str) -> Riddle:
+        """Draw keys and numbers that a text, in lower case, does not contain."""
+        adjectives, nouns = _ADJECTIVES.split(), _NOUNS.split()
+        names = _distinct(lambda: f"{rng.choice(adjectives)}-{rng.choice(nouns)}", self.keys, text)
+        numbers = _distinct(
+            lambda: str(rng.randrange(10**6, 10**7)), max(self.keys, self.values), text
+        )
+        hidden, asked, verb = "A special magic number is", "number", "is"
+        if self.values > 1:
+            hidden, asked, verb = "Some special magic numbers are", "numbers", "are"
+        what = f"special magic {asked} for {names[0]} mentioned in the provided text"
+        form = "One of the special magic numbers for {} is: {}."
+        return Riddle(
+            intro=f"{hidden} hidden within the following text. Make sure to memorize it. I will "
+            f"quiz you about the {asked} afterwards.",
+            question=f"What {verb}{' all' if self.values > 1 else ''} the {what}?",
+            lead=f"The {what} {verb}",
+            answers=tuple(numbers[: self.values]),
+            needles=tuple(form.format(names[0], number) for number in numbers[: self.values]),
+            distractors=tuple(map(form.format, names[1:], numbers[1:])),
+        )
+
+
+TASKS = {
+    "single": Task(keys=1, values=1, new_tokens=24),
+    "multi_key": Task(keys=4, values=1, new_tokens=24),
+    "multi_value": Task(keys=1, values=4, new_tokens=64),
+}
+
+
+def _distinct(draw: Callable[[], str], count: int, text: str) -> list[str]:
+    found: list[str] = []
+    while len(found) < count:
+        value = draw()
+        if value not in found and value not in text:
+            found.append(value)
+    return found
 
 
 class Haystack:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_prefill._atomic_write import replaced_file
 from h2o_prefill.config import PrefillConfig, format_value
-from h2o_prefill.eval.perplexity.result import PerplexityResult
+from h2o_prefill.eval.perplexity import PerplexityResult
 
 if TYPE_CHECKING:
     import pandas as pd
+
+FIELDS = [field.name for field in dataclasses.fields(PrefillConfig)]
 
 CSV_NAME = "perplexity_ablation.csv"
 

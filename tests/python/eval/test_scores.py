@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from h2o_prefill.eval import scores as scoring
 from h2o_prefill.eval.forward import PromptLogits
-from h2o_prefill.eval.perplexity import estimates, scoring
-from h2o_prefill.eval.perplexity.windows import (
+from h2o_prefill.eval.windows import (
     first_token,
     parse_windows,
     scored_rows,
@@ -101,33 +101,33 @@ def nll() -> torch.Tensor:
 def test_perplexity_and_the_error_of_llama_cpp(nll: torch.Tensor) -> None:
     values = nll.flatten().tolist()
     mean = sum(values) / len(values)
-    assert estimates.perplexity(nll) == pytest.approx(math.exp(mean), rel=1e-12)
+    assert scoring.perplexity(nll) == pytest.approx(math.exp(mean), rel=1e-12)
     mean_square = sum(value * value for value in values) / len(values)
     direct = math.exp(mean) * math.sqrt((mean_square - mean * mean) / (len(values) - 1))
-    assert estimates.perplexity_error(nll) == pytest.approx(direct, rel=1e-6)
-    assert math.isnan(estimates.perplexity_error(nll[:1, :1]))
+    assert scoring.perplexity_error(nll) == pytest.approx(direct, rel=1e-6)
+    assert math.isnan(scoring.perplexity_error(nll[:1, :1]))
 
 
 def test_relative_difference_pairs_windows_or_blocks_of_one(nll: torch.Tensor) -> None:
     sparse = nll + torch.tensor([[0.1], [0.2], [0.6]])
     # Sample deviation of 0.1, 0.2, 0.6: sqrt((0.04 + 0.01 + 0.09) / 2).
     expected = 100 * math.expm1(0.3), 100 * math.exp(0.3) * math.sqrt(0.07 / 3)
-    assert estimates.relative_difference(nll, sparse) == pytest.approx(expected, rel=1e-6)
+    assert scoring.relative_difference(nll, sparse) == pytest.approx(expected, rel=1e-6)
 
-    dense = torch.zeros(1, 2 * estimates.BLOCK_TOKENS)
+    dense = torch.zeros(1, 2 * scoring.BLOCK_TOKENS)
     sparse = dense.clone()
-    sparse[:, estimates.BLOCK_TOKENS :] = 0.2
+    sparse[:, scoring.BLOCK_TOKENS :] = 0.2
     # Two blocks, of 0 and 0.2: mean 0.1, sample deviation 0.2 / sqrt(2).
     expected = 100 * math.expm1(0.1), 100 * math.exp(0.1) * 0.1
-    assert estimates.relative_difference(dense, sparse) == pytest.approx(expected, rel=1e-6)
+    assert scoring.relative_difference(dense, sparse) == pytest.approx(expected, rel=1e-6)
 
-    delta, error = estimates.relative_difference(torch.ones(1, 5), torch.ones(1, 5))
+    delta, error = scoring.relative_difference(torch.ones(1, 5), torch.ones(1, 5))
     assert delta == 0 and math.isnan(error)
 
 
 def test_binned_perplexity_leaves_out_minus_one(nll: torch.Tensor) -> None:
     bins = torch.tensor([-1] * 5 + [0] * 10 + [2] * 5)
-    first, empty, last = estimates.binned_perplexity(nll, bins, 3)
+    first, empty, last = scoring.binned_perplexity(nll, bins, 3)
     assert first == pytest.approx(math.exp(nll[:, 5:15].mean().item()), rel=1e-6)
     assert empty is None
     assert last == pytest.approx(math.exp(nll[:, 15:].mean().item()), rel=1e-6)

@@ -12,8 +12,8 @@ from torch.nn import functional
 from h2o_prefill import PRESETS
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.eval import evaluate_perplexity
-from h2o_prefill.eval.perplexity.evaluate import PairedRuns
-from h2o_prefill.eval.perplexity.windows import select_windows
+from h2o_prefill.eval.perplexity import PairedRuns
+from h2o_prefill.eval.windows import select_windows
 from h2o_prefill.generation import load_text
 from h2o_prefill.generation.text import encode
 from h2o_prefill.presets import DEFAULT_PRESET, SPARSE_PRESETS

@@ -1,1 +1,0 @@
-"""Perplexity over a grid of settings."""

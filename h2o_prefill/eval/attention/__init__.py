@@ -1,1 +1,0 @@
-"""Which keys sparse attention keeps and omits, layer by layer and head by head."""

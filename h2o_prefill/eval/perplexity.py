@@ -1,0 +1,345 @@
+"""Perplexity of a model under sparse prefill, against the same model dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.eval.attention_flops import AttentionFlops, count_attention_flops
+from h2o_prefill.eval.forward import PromptForward, PromptLogits
+from h2o_prefill.eval.report import build_report
+from h2o_prefill.eval.runs import check_chunks, count_kv_heads, count_layers
+from h2o_prefill.eval.scores import (
+    WindowScores,
+    binned_perplexity,
+    find_key_tokens,
+    perplexity,
+    perplexity_error,
+    relative_difference,
+    score_window,
+)
+from h2o_prefill.eval.windows import model_windows, parse_windows, scored_rows
+from h2o_prefill.generation.models import resolve_model
+from h2o_prefill.generation.runs import Progress, count_steps, eval_mode, prefill_mode, settings_for
+from h2o_prefill.generation.text import Corpus
+from h2o_prefill.selection import SelectionRule, Selector
+
+# Bins of a chunk in the curves.
+_BINS_PER_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Perplexity of the dense or the sparse run."""
+
+    ppl: float  # over all scored tokens
+    ppl_stderr: float  # with tokens taken as independent
+    ppl_by_chunk: list[float | None]  # a number a chunk of a window; None where none is scored
+    ppl_by_window: list[float]
+    seconds: float  # of the forward calls of all windows, without the output layer's logits
+    seconds_by_window: list[float]
+
+
+@dataclass(frozen=True)
+class PositionCurve:
+    """Perplexity along an axis of positions."""
+
+    begin: list[int]  # first row of each bin
+    width: int  # rows of a bin
+    dense: list[float | None]  # None where a bin holds no scored row
+    sparse: list[float | None]
+
+
+@dataclass(frozen=True)
+class KeyTokens:
+    """Perplexity on the tokens that need the long context (`find_key_tokens`)."""
+
+    count: int
+    dense_ppl: float  # LongPPL; NaN if there are no such tokens
+    sparse_ppl: float
+    delta_percent: float  # sparse above dense
+    stderr_percent: float  # its standard error, from blocks of these tokens
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """Perplexity sparse and dense on the same windows; as a float, the sparse one."""
+
+    dense: RunResult
+    sparse: RunResult
+    delta_percent: float  # sparse perplexity above dense, in percent
+    # Standard error of delta_percent, from paired differences (`relative_difference`).
+    stderr_percent: float
+    kl_mean: float  # mean KL(dense || sparse) of the next-token distributions, nats
+    top1_agreement: float  # share of rows for which both runs have the same most likely token
+    # Query-key products of dense attention over those of the sparse one, in all windows.
+    attention_flops_ratio: float
+    # By which errors have multiplied L and H, mean of chunks, KV heads and windows; None where
+    # `error_rows` is 0.
+    widening: float | None
+    recalled_keys: float | None  # that a row sees, mean of all rows; None where recall is off
+    by_position: PositionCurve  # along the window
+    # Along a chunk, over all chunks but the first (where both runs are the same).
+    by_chunk_position: PositionCurve
+    config: PrefillConfig
+    select: str | None  # the name of the selection rule, None if there is none
+    protocol: str
+    context: int  # tokens of a window
+    windows: list[int]  # their indices in the text
+    scored_tokens: int
+    key_tokens: KeyTokens | None  # None if they were not asked for
+
+    def __float__(self) -> float:
+        return self.sparse.ppl
+
+    @property
+    def worst_percent(self) -> float:
+        """`delta_percent` of the window where it is largest."""
+        pairs = zip(self.dense.ppl_by_window, self.sparse.ppl_by_window, strict=True)
+        return max(100 * (sparse / dense - 1) for dense, sparse in pairs)
+
+
+def perplexity_report(result: PerplexityResult, **origin: Any) -> dict[str, Any]:
+    """Return the report of an evaluation; `origin` adds model, dtype and text."""
+    values = asdict(result)
+    names = "select", "protocol", "context", "windows"
+    config = {**origin, **{key: values.pop(key) for key in names}}
+    config.update(values.pop("config"))
+    return build_report(config, **values)
+
+
+def evaluate_perplexity(
+    model: nn.Module | str,
+    dataset: Tensor | Sequence[int] | Corpus | str,
+    chunk_config: PrefillConfig | str | None = None,
+    *,
+    tokenizer: Any = None,
+    context: int = 4096,
+    windows: str = "0:6",
+    protocol: str = "gptq",
+    key_tokens: bool = False,
+    select: SelectionRule | None = None,
+    on_progress: Progress | None = None,
+) -> PerplexityResult:
+    """Measure a model's perplexity dense and sparse on the same windows of a text.
+
+    The text is tokenised once as a whole and cut into windows that do not overlap. The two runs of
+    a window follow each other, and take turns in going first, so that their times can be compared.
+
+    Parameters
+    ----------
+    model : nn.Module or str
+        A causal language model with dense attention, or a name that `load_model` knows.
+    dataset : Tensor, sequence of int, Corpus or str
+        Tokens of a text; or a text, or the name of one that `load_text` knows, which need a
+        tokenizer.
+    chunk_config : PrefillConfig or str, optional
+        Settings of the sparse run, as `enable` takes them. Default: those of `enable`.
+    tokenizer : optional
+        The model's. A model given by name brings its own.
+    context : int
+        Tokens of a window: at least two chunks.
+    windows : str
+        A slice "begin:end" of the windows.
+    protocol : {"gptq", "llamacpp"}
+        Which tokens are scored: all but the first of a window, or those of its second half.
+        "llamacpp" also replaces each window's first token by the BOS token, if the tokenizer adds
+        one.
+    key_tokens : bool
+        Whether to measure also on the tokens that need the long context (LongPPL), which takes
+        dense runs of 2,048 tokens: about as long as the window again.
+    select : callable, optional
+        A selection rule for the sparse run, as `enable` takes it.
+    on_progress : callable, optional
+        Called with (forward passes done, passes in all, what runs next).
+
+    Returns
+    -------
+    PerplexityResult
+        With `.dense.ppl` and `.sparse.ppl`; as a float it is the sparse perplexity.
+
+    Raises
+    ------
+    ValueError
+        If a window is shorter than two chunks, the text is too short for the windows, an argument
+        is out of its range, or the model already runs sparsely.
+    ArithmeticError
+        If a run gives logits that are not finite.
+    """
+    network, tokenizer = resolve_model(model, tokenizer, needs_tokenizer=False)
+    config = settings_for(network, chunk_config)
+    check_settings(config, context, windows, protocol)
+    selected, batches = model_windows(network, dataset, tokenizer, context, windows, protocol)
+    step = count_steps(on_progress, (3 if key_tokens else 2) * len(batches))
+    with torch.no_grad(), eval_mode(network):
+        runs = PairedRuns(network, tokenizer, selected, batches, protocol, key_tokens=key_tokens)
+        result = runs.evaluate(config, lambda index, what: step(f"window {index} {what}"), select)
+    step("done")
+    return result
+
+
+class PairedRuns:
+    """Dense and sparse runs of a model over the same windows."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        selected: range,
+        batches: Tensor,
+        protocol: str,
+        *,
+        keep_dense: bool = False,
+        key_tokens: bool = False,
+    ) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._forward = PromptForward(model)
+        self._device = next(model.parameters()).device
+        self._selected, self._batches = selected, batches
+        self._protocol = protocol
+        self._rows = scored_rows(protocol, batches.shape[1])
+        self._key_tokens = key_tokens
+        # For several evaluations: rows on the CPU, and seconds, by window.
+        self._dense: dict[int, tuple[Tensor, float]] | None = {} if keep_dense else None
+
+    def evaluate(
+        self,
+        config: PrefillConfig,
+        step: Callable[[int, str], None],
+        select: SelectionRule | None = None,
+    ) -> PerplexityResult:
+        """Run all windows; `step` gets a window, and "dense" or "sparse" before each forward.
+
+        Before the short forwards that find key tokens, it gets "short".
+        """
+        from h2o_prefill.vocabulary import text_for
+
+        scores: list[WindowScores] = []
+        seconds: dict[str, list[float]] = {"dense": [], "sparse": []}
+        errors: list[dict[int, Tensor]] = []
+        is_key: list[Tensor] = []
+        selectors: list[Selector] = []
+        for number, index in enumerate(self._selected):
+            input_ids = self._batches[number].to(self._device)
+            logits: dict[str, PromptLogits] = {}
+            # The two take turns in going first: what a first call costs must not fall on one alone.
+            for name in ("dense", "sparse") if number % 2 == 0 else ("sparse", "dense"):
+                if name == "dense":
+                    logits[name], took = self._run_dense(index, input_ids, step)
+                else:
+                    step(index, name)
+                    options = {"tokenizer": self._tokenizer, "select": select}
+                    with prefill_mode(self._model, config, **options) as handle:
+                        logits[name], took = self._forward(input_ids.unsqueeze(0))
+                    errors.append(dict(handle.state.errors))
+                    selectors += [] if select is None else [handle.state.select]
+                seconds[name].append(took)
+            scores.append(score_window(logits["dense"], logits["sparse"], input_ids, self._rows))
+            scores[-1].check_finite(f"window {index}")
+            if self._key_tokens:
+                step(index, "short")
+                nll = scores[-1].dense_nll
+                is_key.append(find_key_tokens(self._forward, input_ids, nll, self._rows))
+        flops = count_attention_flops(
+            self._batches,
+            config,
+            count_layers(self._model),
+            count_kv_heads(self._model),
+            text_for(self._tokenizer, config),
+            errors,
+            float(sum(x.dot_products for x in selectors)) if selectors else None,
+        )
+        rule = selectors[0].name if selectors else None
+        return self._result(config, rule, scores, seconds, flops, is_key)
+
+    def _run_dense(
+        self, index: int, input_ids: Tensor, step: Callable[[int, str], None]
+    ) -> tuple[PromptLogits, float]:
+        if self._dense is not None and index in self._dense:
+            kept, seconds = self._dense[index]
+            return PromptLogits(kept.to(self._device), self._forward.head), seconds
+        step(index, "dense")
+        logits, seconds = self._forward(input_ids.unsqueeze(0))
+        if self._dense is not None:
+            self._dense[index] = logits.rows.cpu(), seconds
+        return logits, seconds
+
+    def _result(
+        self,
+        config: PrefillConfig,
+        rule: str | None,
+        scored: list[WindowScores],
+        seconds: dict[str, list[float]],
+        flops: AttentionFlops,
+        is_key: list[Tensor],
+    ) -> PerplexityResult:
+        """Summarise windows; `is_key` marks the rows of each that predict a key token, or none."""
+        scores = WindowScores(*map(torch.stack, zip(*scored, strict=True)))
+        dense, sparse = scores.dense_nll, scores.sparse_nll
+        context, chunk_size = self._batches.shape[1], config.chunk_size
+        row = torch.arange(self._rows.start, self._rows.stop)
+
+        def run(nll: Tensor, times: list[float]) -> RunResult:
+            return RunResult(
+                ppl=perplexity(nll),
+                ppl_stderr=perplexity_error(nll),
+                ppl_by_chunk=binned_perplexity(nll, row // chunk_size, -(-context // chunk_size)),
+                ppl_by_window=[perplexity(window) for window in nll],
+                seconds=sum(times),
+                seconds_by_window=times,
+            )
+
+        def curve(position: Tensor, length: int) -> PositionCurve:
+            """Bin by `position` [scored tokens] in [0, length); -1 leaves a token out."""
+            width = max(1, chunk_size // _BINS_PER_CHUNK)
+            begin = list(range(0, length, width))
+            bins = position.div(width, rounding_mode="floor")
+            binned = (binned_perplexity(nll, bins, len(begin)) for nll in (dense, sparse))
+            return PositionCurve(begin, width, *binned)
+
+        keys = None
+        if is_key:
+            marked = torch.stack(is_key)
+            before, after = dense[marked], sparse[marked]
+            change = relative_difference(before.unsqueeze(0), after.unsqueeze(0))
+            keys = KeyTokens(len(before), perplexity(before), perplexity(after), *change)
+        delta_percent, stderr_percent = relative_difference(dense, sparse)
+        return PerplexityResult(
+            dense=run(dense, seconds["dense"]),
+            sparse=run(sparse, seconds["sparse"]),
+            delta_percent=delta_percent,
+            stderr_percent=stderr_percent,
+            kl_mean=scores.kl.double().mean().item(),
+            top1_agreement=scores.same_top1.double().mean().item(),
+            attention_flops_ratio=flops.ratio,
+            widening=flops.widening,
+            recalled_keys=flops.recalled_keys,
+            by_position=curve(row, context),
+            by_chunk_position=curve(
+                torch.where(row >= chunk_size, row % chunk_size, -1), chunk_size
+            ),
+            config=config,
+            select=rule,
+            protocol=self._protocol,
+            context=context,
+            windows=list(self._selected),
+            scored_tokens=dense.numel(),
+            key_tokens=keys,
+        )
+
+
+def check_settings(config: PrefillConfig, context: int, windows: str, protocol: str) -> None:
+    """Raise the errors of `evaluate_perplexity` that need neither a model nor a text."""
+    scored_rows(protocol, context)
+    parse_windows(windows)
+    check_chunks(config, context, "context")
+    if not (config.exact or config.memory_size or config.block_diagonal):
+        raise ValueError(
+            "sink_tokens, local_window and heavy_budget must not all be 0 unless block_diagonal is "
+            "on: with an empty memory set every call is dense"
+        )

@@ -1,1 +1,0 @@
-"""Perplexity of sparse against dense prefill."""

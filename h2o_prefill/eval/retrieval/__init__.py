@@ -1,1 +1,0 @@
-"""Needle in a haystack: retrieval from long prompts, sparse against dense prefill."""

@@ -1,0 +1,143 @@
+"""Scores of the tokens of a window, and perplexities, errors and key tokens from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_prefill.eval.forward import PromptForward, PromptLogits
+
+# A slice's fp32 logits hold at most this many numbers (32 MiB).
+_SLICE_NUMBERS = 1 << 23
+
+# Neighbouring tokens are not independent; blocks of this many are assumed to be.
+BLOCK_TOKENS = 128
+
+# Tokens of the short context, at least; it is shared by as many scored tokens, so that it has
+# fewer than twice as many.
+SHORT_CONTEXT = 1024
+# A key token gains more than the one from the long context, and costs less than the other with it,
+# in nats: the paper's alpha and -beta.
+_LEAST_GAIN = 2.0
+_MOST_NLL = 2.0
+
+
+class WindowScores(NamedTuple):
+    """Scores of the scored rows of a window, fp32 [rows] each, on the CPU."""
+
+    dense_nll: Tensor  # -log p(next token), nats
+    sparse_nll: Tensor
+    kl: Tensor  # KL(dense || sparse) of the next-token distributions, nats
+    same_top1: Tensor  # bool: whether both runs have the same most likely token
+
+    def check_finite(self, what: str) -> None:
+        """Raise ArithmeticError, which names `what` was run, if scores are not finite."""
+        for name, nll in (("dense", self.dense_nll), ("sparse", self.sparse_nll)):
+            if not bool(nll.isfinite().all()):
+                raise ArithmeticError(f"the {name} run of {what} gave logits that are not finite")
+
+
+def score_window(
+    dense: PromptLogits, sparse: PromptLogits, input_ids: Tensor, rows: range
+) -> WindowScores:
+    """Score rows of a window, each on the next token, in slices of bounded memory."""
+    parts: list[tuple[Tensor, ...]] = []
+    runs = (_log_probs(logits, input_ids, rows) for logits in (dense, sparse))
+    for (log_p, dense_nll), (log_q, sparse_nll) in zip(*runs, strict=True):
+        # where, not a product: a token of probability 0 contributes 0, also if its log is -inf in
+        # both.
+        terms = torch.where(log_p > -torch.inf, log_p.exp() * (log_p - log_q), 0.0)
+        same = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
+        parts.append((dense_nll, sparse_nll, terms.sum(dim=-1), same))
+    return WindowScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
+
+
+def token_nll(logits: PromptLogits, input_ids: Tensor, rows: range) -> Tensor:
+    """Return -log p(next token) of the rows of one run, in nats, fp32 [rows], on the CPU."""
+    return torch.cat([nll for _, nll in _log_probs(logits, input_ids, rows)]).cpu()
+
+
+def _log_probs(
+    logits: PromptLogits, input_ids: Tensor, rows: range
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield log p [slice, vocabulary] and -log p of the next tokens [slice], slice by slice."""
+    step = max(1, _SLICE_NUMBERS // logits.slice(rows.start, rows.start + 1).shape[-1])
+    for begin in range(rows.start, rows.stop, step):
+        end = min(begin + step, rows.stop)
+        log_p = torch.log_softmax(logits.slice(begin, end), dim=-1)
+        yield log_p, -log_p.gather(1, input_ids[begin + 1 : end + 1].unsqueeze(1)).squeeze(1)
+
+
+def perplexity(nll: Tensor) -> float:
+    """Return exp of the mean of per-token NLL (nats), of any shape."""
+    return math.exp(nll.double().mean().item())
+
+
+def perplexity_error(nll: Tensor) -> float:
+    """Return the standard error of a perplexity, with tokens taken as independent.
+
+    ppl * sqrt((E[nll^2] - E[nll]^2) / (count - 1)), as llama.cpp's tools/perplexity prints it.
+    """
+    values = nll.double().flatten()
+    if len(values) < 2:
+        return math.nan
+    return perplexity(nll) * math.sqrt(values.var(correction=0).item() / (len(values) - 1))
+
+
+def relative_difference(dense: Tensor, sparse: Tensor) -> tuple[float, float]:
+    """Return the percentage of the sparse perplexity above the dense one, and its standard error.
+
+    The two run over the same tokens, so the error is that of paired differences: with d_u the mean
+    of `sparse - dense` over unit u, the difference is 100 (exp(mean d) - 1) and its error, by the
+    delta method, 100 exp(mean d) std(d, n - 1) / sqrt(n). Units are windows; with one window, its
+    blocks of `BLOCK_TOKENS` tokens; NaN for fewer than two. (The shared text cancels: this is far
+    smaller than the error of either perplexity.) NLL in nats, [windows, scored tokens].
+    """
+    difference = (sparse.double() - dense.double()).contiguous()
+    ratio = math.exp(difference.mean().item())
+    units = difference.mean(dim=1)
+    if len(units) == 1:
+        units = torch.stack([block.mean() for block in difference[0].split(BLOCK_TOKENS)])
+    error = math.nan
+    if len(units) > 1:
+        error = units.std(correction=1).item() / math.sqrt(len(units))
+    return 100 * (ratio - 1), 100 * ratio * error
+
+
+def format_change(percent: float, error: float | None = None) -> str:
+    """Return a signed percentage, without a sign if it rounds to zero from below."""
+    known = error is not None and not math.isnan(error)
+    return f"{round(percent, 2) + 0.0:+.2f} %" + (f" ± {error:.2f}" if known else "")
+
+
+def binned_perplexity(nll: Tensor, bins: Tensor, count: int) -> list[float | None]:
+    """Return the perplexity of the tokens of each bin, None if empty; bin -1 is left out."""
+    result: list[float | None] = []
+    for index in range(count):
+        chosen = nll[:, bins == index]
+        result.append(perplexity(chosen) if chosen.numel() else None)
+    return result
+
+
+def find_key_tokens(
+    forward: PromptForward, input_ids: Tensor, dense_nll: Tensor, rows: range
+) -> Tensor:
+    """Return which rows predict a key token, bool [rows], on the CPU.
+
+    log P(x | whole window) - log P(x | short context) > 2 and log P(x | whole window) > -2, both of
+    the dense model. Takes the window, int64 [T], and the NLL of its rows, fp32 [rows].
+    """
+    short_nll = dense_nll.clone()
+    # The first scored tokens have a short context anyway.
+    for begin in range(SHORT_CONTEXT, len(input_ids) - SHORT_CONTEXT, SHORT_CONTEXT):
+        piece = input_ids[begin : begin + 2 * SHORT_CONTEXT]
+        scored = range(max(SHORT_CONTEXT - 1, rows.start - begin), len(piece) - 1)
+        if scored:
+            logits, _ = forward(piece.unsqueeze(0))
+            first = begin + scored.start - rows.start
+            short_nll[first : first + len(scored)] = token_nll(logits, piece, scored)
+    return torch.logical_and(short_nll - dense_nll > _LEAST_GAIN, dense_nll < _MOST_NLL)
