@@ -22,6 +22,7 @@ from h2o_prefill.eval.plots import (
     new_figure,
     open_axes,
     save_figure,
+    use_lengths,
 )
 
 app = new_app()
@@ -92,7 +93,7 @@ def draw_throughput(prefill: Row, model: Row, path: Path) -> Path:
         _draw(layer, rows, "speedup", name, {**SPARSE, "color": color})
     most = max(layers.values(), key=len)
     _draw(layer, most, "flop_ratio", "fewer query-key products", OTHER)
-    _use_lengths(layer, most, "prompt (tokens)")
+    use_lengths(layer, _lengths(most))
     _use_numbers(layer, "times as fast as SDPA, one layer")
     layer.legend(frameon=False, fontsize=8)
     rows = model["results"]
@@ -122,7 +123,7 @@ def draw_memory(report: Row, path: Path) -> Path:
     figure, (axes,) = new_figure(7.2, 4.2)
     for field, (label, style) in MEMORY.items():
         _draw(axes, rows, field, label, style)
-    _use_lengths(axes, rows, "prompt (tokens)")
+    use_lengths(axes, _lengths(rows))
     _use_numbers(axes, f"MB, one layer of {name}")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     last = rows[-1]
@@ -142,7 +143,7 @@ def draw_linear(report: Row, path: Path) -> Path:
         for form, (what, style) in FORMS.items():
             field = "temporary_megabytes" if form + unit == "megabytes" else form + unit
             _draw(axes, [row for row in rows if row.get(field)], field, what, style)
-        _use_lengths(axes, rows, "sequence (tokens)")
+        use_lengths(axes, _lengths(rows), "sequence (tokens)")
         _use_numbers(axes, label)
     time.legend(frameon=False, fontsize=8)
     beside = max((row for row in rows if "speedup" in row), key=lambda row: row["length"])
@@ -246,20 +247,15 @@ def _draw(axes: Axes, rows: list[Row], field: str, label: str, style: Style) -> 
         axes.plot(*points, label=label, markersize=4, **style)
 
 
-def _use_lengths(axes: Axes, rows: list[Row], label: str) -> None:
-    """Make the x axis one of the lengths of rows."""
-    lengths = sorted({row["length"] for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(label)
-    open_axes(axes)
+def _lengths(rows: list[Row]) -> set[int]:
+    return {row["length"] for row in rows}
 
 
 def _use_numbers(axes: Axes, label: str) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.set_ylabel(label)
+    open_axes(axes)
 
 
 def _save(figure: Figure, path: Path, finding: str, report: Row, measured: str = "") -> Path:

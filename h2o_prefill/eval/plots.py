@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
@@ -23,6 +24,7 @@ from h2o_prefill.eval.attention import AttentionMeasures, measure_attention
 from h2o_prefill.eval.calibration import FACTORS, HeadCalibration
 from h2o_prefill.eval.perplexity import PerplexityResult
 from h2o_prefill.eval.retrieval import RetrievalResult
+from h2o_prefill.eval.scores import format_change
 from h2o_prefill.generation.runs import DENSE as DENSE_RUN
 from h2o_prefill.generation.runs import Progress
 from h2o_prefill.presets import PRESETS
@@ -47,7 +49,6 @@ OTHER: Style = {"color": "0.45", "marker": "s", "linestyle": ":"}
 _MAP: Style = {"origin": "lower", "aspect": "auto", "interpolation": "nearest"}
 _ABSENT = "0.88"
 _MAX_COLUMNS = 1024
-_MAX_NUMBERED_CELLS = 300
 _LETTERS = {"chunk_size": "S", "local_window": "L", "heavy_budget": "H", "sink_tokens": "K"}
 
 
@@ -57,11 +58,22 @@ def new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, li
     return figure, list(figure.subplots(1, panels, squeeze=False).flat)
 
 
-def open_axes(axes: Axes) -> None:
+def open_axes(axes: Axes, legend: bool = False) -> None:
     """Draw faint grid lines behind a curve, and no frame above and to the right."""
     axes.set_axisbelow(True)
     axes.grid(color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def use_lengths(axes: Axes, lengths: Iterable[int], label: str = "prompt (tokens)") -> None:
+    """Make the x axis one of lengths, a tick each."""
+    ticks = sorted(set(lengths))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{n:,}" if n % 1024 else f"{n // 1024}k" for n in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(label)
 
 
 def save_figure(figure: Figure, path: File, finding: str, measured: str = "") -> Figure:
@@ -77,9 +89,9 @@ def plot_perplexity(result: PerplexityResult, path: File, title: str = "") -> Fi
     """Draw how far perplexity is above dense along the window, and along the average chunk."""
     figure, (window, chunk) = new_figure(9.6, 3.8, 2)
     size = result.config.chunk_size
-    for axes, curve, length in (
-        (window, result.by_position, result.context),
-        (chunk, result.by_chunk_position, size),
+    for axes, curve, length, label in (
+        (window, result.by_position, result.context, "window (tokens); dotted: chunks"),
+        (chunk, result.by_chunk_position, size, "chunk (tokens), mean of all but the first"),
     ):
         # None becomes NaN.
         dense, sparse = (np.array(values, dtype=float) for values in (curve.dense, curve.sparse))
@@ -88,15 +100,14 @@ def plot_perplexity(result: PerplexityResult, path: File, title: str = "") -> Fi
         axes.stairs(change, edges, baseline=0, fill=True, color=SPARSE["color"], alpha=0.6)
         axes.axhline(0, color="0.3", linewidth=0.8)
         axes.set_xlim(0, length)
-        axes.set_ylabel("perplexity above dense (%)")
+        axes.set(xlabel=f"position in the {label}", ylabel="perplexity above dense (%)")
         open_axes(axes)
     for begin in range(size, result.context, size):
         window.axvline(begin, color="0.5", linewidth=0.8, linestyle=":", zorder=0)
-    window.set_xlabel("position in the window (tokens); dotted: chunks")
-    chunk.set_xlabel("position in a chunk (tokens), mean of all but the first")
-    known = "" if math.isnan(result.stderr_percent) else f" ± {result.stderr_percent:.2f}"
-    ppl = f"Perplexity {result.sparse.ppl:.3f} sparse, {result.dense.ppl:.3f} dense"
-    return save_figure(figure, path, f"{ppl}: {result.delta_percent:+.2f} %{known}", title)
+    change = format_change(result.delta_percent, result.stderr_percent)
+    finding = f"Sparse prefill changes perplexity by {change}"
+    ppl = f"{result.dense.ppl:.3f} dense, {result.sparse.ppl:.3f} sparse"
+    return save_figure(figure, path, f"{finding} ({ppl})", title)
 
 
 def plot_ablation(frame: pd.DataFrame, path: File) -> Figure:
@@ -125,46 +136,50 @@ def plot_ablation(frame: pd.DataFrame, path: File) -> Figure:
 
 
 def _draw_points(axes: Axes, frame: pd.DataFrame, texts: int) -> str:
-    flops: list[float] = []
-    loss: list[float] = []
-    errors: list[float] = []
-    named: list[tuple[str, bool]] = []  # a preset or not
-    for _, rows in frame.groupby([*FIELDS, "select"], sort=False, dropna=False):
-        row = rows.iloc[0]
-        is_preset = isinstance(row["preset"], str)
-        missing = "" if len(rows) == texts else f" ({len(rows)} of {texts} texts)"
-        flops.append((100 / rows["attention_flops_ratio"]).mean())
-        loss.append(rows["delta_percent"].mean())
-        errors.append(math.hypot(*rows["stderr_percent"]) / len(rows))
-        named.append(((row["preset"] if is_preset else _describe(row)) + missing, is_preset))
+    cells = frame.assign(flops=100 / frame["attention_flops_ratio"])
+    points = cells.groupby([*FIELDS, "select"], sort=False, dropna=False).agg(
+        flops=("flops", "mean"),
+        loss=("delta_percent", "mean"),
+        error=("stderr_percent", lambda errors: math.hypot(*errors) / len(errors)),
+        texts=("flops", "size"),
+        preset=("preset", "first"),
+    )
+    points = points.reset_index()
     axes.axhline(0, color=DENSE["color"], label="dense")
     style: Style = {"color": SPARSE["color"], "markersize": 4, "elinewidth": 0.8}
     label = "sparse" if texts == 1 else f"sparse, mean of {texts} texts"
-    axes.errorbar(flops, loss, errors, fmt="o", label=label, **style)
-    best = front(flops, loss)
-    axes.plot([flops[i] for i in best], [loss[i] for i in best], color="0.5", lw=0.8, zorder=0)
+    axes.errorbar(points["flops"], points["loss"], points["error"], fmt="o", label=label, **style)
+    best = front(points)
+    axes.plot(best["flops"], best["loss"], color="0.5", lw=0.8, zorder=0)
+    middle = points["flops"].agg(["min", "max"]).mean()
     described: list[str] = []
-    labels: dict[int, str] = {}
-    for i, (name, is_preset) in enumerate(named):
-        if is_preset:
-            labels[i] = name
-        elif i in best:
+    labels: dict[Any, str] = {}
+    for i, point in points.iterrows():
+        missing = "" if point["texts"] == texts else f" ({point['texts']} of {texts} texts)"
+        if isinstance(point["preset"], str):
+            labels[i] = point["preset"] + missing
+        elif i in best.index:
             labels[i] = f"setting {len(described) + 1}"
-            described.append(f"{labels[i]}: {name}")
-    for i, label in labels.items():
+            described.append(f"{labels[i]}: {_describe(point)}{missing}")
+        else:
+            continue
         # Inside the figure, and not on the line of dense.
-        right, below = flops[i] > (min(flops) + max(flops)) / 2, loss[i] < 0
-        place: Style = {"xytext": (-5 if right else 5, -3 if below else 3), "fontsize": 8}
-        place |= {"ha": "right" if right else "left", "va": "top" if below else "bottom"}
+        right, below = point["flops"] > middle, point["loss"] < 0
         axes.annotate(
-            label.removeprefix("setting "), (flops[i], loss[i]), textcoords="offset points", **place
+            labels[i].removeprefix("setting "),
+            (point["flops"], point["loss"]),
+            xytext=(-5 if right else 5, -3 if below else 3),
+            textcoords="offset points",
+            fontsize=8,
+            ha="right" if right else "left",
+            va="top" if below else "bottom",
         )
-    axes.set(xlabel="attention flops (% of dense)", ylabel="perplexity above dense (%)")
     axes.set_title("\n".join(described), fontsize=7.5, loc="left")
-    axes.legend(frameon=False, fontsize=8)
-    open_axes(axes)
-    i = best[-1]
-    return f"Least loss: {labels[i]}, {loss[i]:+.2f} % for {flops[i]:.0f} % of the flops"
+    axes.set(xlabel="attention flops (% of dense)", ylabel="perplexity above dense (%)")
+    open_axes(axes, legend=True)
+    last = best.iloc[-1]
+    finding = f"Least loss: {labels[last.name]}, {last['loss']:+.2f} %"
+    return f"{finding} for {last['flops']:.0f} % of the flops"
 
 
 def _draw_grid(axes: Axes, rows: pd.DataFrame) -> str:
@@ -174,15 +189,15 @@ def _draw_grid(axes: Axes, rows: pd.DataFrame) -> str:
         for name in names
     )
     coloured = np.maximum(kl.astype(float), 1e-9)  # 0 has no logarithm
-    dark = coloured.min() ** 0.4 * coloured.max() ** 0.6
     axes.imshow(coloured, cmap="YlOrRd", norm=LogNorm(), origin="lower", aspect="auto")
     shares = 100 / ratio.astype(float)
-    for (row, column), value in np.ndenumerate(kl):
-        preset = presets[row, column]
-        text = f"{preset}\n" if isinstance(preset, str) else ""
-        text += f"{loss[row, column]:+.2f} %\n{value:.4f}\n{shares[row, column]:.0f} % flops"
-        color = "white" if value > dark else "black"
-        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+
+    def describe(row: int, column: int, value: float) -> str:
+        preset = f"{presets[row, column]}\n" if isinstance(presets[row, column], str) else ""
+        share = f"{shares[row, column]:.0f} % flops"
+        return f"{preset}{loss[row, column]:+.2f} %\n{value:.4f}\n{share}"
+
+    _write_cells(axes, kl, coloured > coloured.min() ** 0.4 * coloured.max() ** 0.6, describe)
     windows, budgets = (sorted(rows[name].unique()) for name in ("local_window", "heavy_budget"))
     axes.set_xticks(range(len(windows)), map(str, windows))
     axes.set_yticks(range(len(budgets)), map(str, budgets))
@@ -193,13 +208,10 @@ def _draw_grid(axes: Axes, rows: pd.DataFrame) -> str:
     return "Smallest sets: {}; largest: {}".format(*ends)
 
 
-def front(flops: Sequence[float], loss: Sequence[float]) -> list[int]:
-    """Return the points that no other point beats in both, by rising flops."""
-    chosen: list[int] = []
-    for index in sorted(range(len(flops)), key=lambda i: (flops[i], loss[i])):
-        if not chosen or loss[index] < loss[chosen[-1]]:
-            chosen.append(index)
-    return chosen
+def front(points: pd.DataFrame) -> pd.DataFrame:
+    """Return the points that no other point beats in both `flops` and `loss`, by rising flops."""
+    ordered = points.sort_values(["flops", "loss"])
+    return ordered[ordered["loss"] < ordered["loss"].cummin().shift(fill_value=math.inf)]
 
 
 def _describe(row: pd.Series[Any]) -> str:
@@ -216,53 +228,45 @@ def _describe(row: pd.Series[Any]) -> str:
 def plot_throughput(frame: pd.DataFrame, path: File, title: str = "") -> Figure:
     """Draw tokens per second, dense and sparse, and their ratio beside that of attention flops."""
     figure, (rate, ratio) = new_figure(9.6, 4.2, 2)
-    ticks = range(len(frame))
+    lengths, speedup = frame["seq_length"], frame["speedup"]
     for name, style in (("dense", DENSE), ("sparse", SPARSE)):
-        rate.plot(ticks, frame[f"{name}_tokens_per_second"], label=name, **style)
-    rate.set_ylabel("tokens / s (higher is better)")
-    speedup = frame["speedup"]
+        rate.plot(lengths, frame[f"{name}_tokens_per_second"], label=name, **style)
     spread = [speedup - frame["speedup_min"], frame["speedup_max"] - speedup]
     label = "speed-up (bars: lowest and highest round)"
-    ratio.errorbar(ticks, speedup, spread, capsize=3, label=label, **SPARSE)
+    ratio.errorbar(lengths, speedup, spread, capsize=3, label=label, **SPARSE)
     flops = frame["attention_flops_ratio"]
-    ratio.plot(ticks, flops, label="attention flops, dense / sparse", **OTHER)
+    ratio.plot(lengths, flops, label="attention flops, dense / sparse", **OTHER)
     ratio.axhline(1, color="0.3", linewidth=0.8)
-    ratio.set_ylabel("sparse beside dense (times)")
-    for axes in (rate, ratio):
-        _use_lengths(axes, frame)
-        axes.legend(frameon=False, fontsize=8)
-    last = frame.iloc[-1]
-    finding = f"sparse is {last['speedup']:.2f} times as fast as dense"
-    return save_figure(figure, path, f"{last['seq_length']:,.0f} tokens: {finding}", title)
+    for axes, unit in ((rate, "tokens / s (higher is better)"), (ratio, "dense / sparse (times)")):
+        use_lengths(axes, lengths)
+        axes.set(ylabel=unit, ylim=(0, None))
+        open_axes(axes, legend=True)
+    finding = f"Sparse prefill is {speedup.iloc[-1]:.2f} times as fast as dense"
+    return save_figure(figure, path, f"{finding} at {lengths.iloc[-1]:,.0f} tokens", title)
 
 
 def plot_memory_profile(frame: pd.DataFrame, path: File, title: str = "") -> Figure:
     """Draw the peak memory of a prefill without the weights, and its components."""
     figure, (axes,) = new_figure(7.2, 4.4)
-    kept, added = frame["kv_cache_bytes"] / 1e6, frame["state_bytes"] / 1e6
-    dense, sparse = frame["dense_peak_bytes"] / 1e6, frame["sparse_peak_bytes"] / 1e6
-    width = 0.36
-    for shift, low, high, color, label in (
-        (-width / 2, 0 * kept, kept, "0.7", "KV cache"),
-        (width / 2, 0 * kept, kept, "0.7", None),
-        (-width / 2, kept, dense, DENSE["color"], "dense: activations, workspace"),
-        (width / 2, kept, kept + added, THIRD["color"], "sparse: scores and memory sets"),
-        (width / 2, kept + added, sparse, SPARSE["color"], "sparse: activations, workspace"),
+    megabytes = frame.set_index("seq_length").filter(like="_bytes") / 1e6
+    cache, state = megabytes["kv_cache_bytes"], megabytes["state_bytes"]
+    work = "activations, workspace"
+    dense = {"KV cache": cache, f"dense: {work}": megabytes["dense_peak_bytes"] - cache}
+    sparse = {"_cache": cache, "sparse: scores and memory sets": state}
+    sparse[f"sparse: {work}"] = megabytes["sparse_peak_bytes"] - cache - state
+    for parts, colors, side in (
+        (dense, ("0.7", DENSE["color"]), 1),
+        (sparse, ("0.7", THIRD["color"], SPARSE["color"]), 0),
     ):
-        axes.bar(np.arange(len(frame)) + shift, high - low, width, low, color=color, label=label)
-    axes.set_ylabel("peak of a prefill beside the weights (MB)")
-    _use_lengths(axes, frame)
-    axes.legend(frameon=False, fontsize=8, reverse=True, loc="upper left")
-    share, length = 100 * added.iloc[-1] / kept.iloc[-1], frame["seq_length"].iloc[-1]
-    finding = f"{length:,} tokens: scores and memory sets add {share:.1f} % to the KV cache"
-    return save_figure(figure, path, finding, title)
-
-
-def _use_lengths(axes: Axes, frame: pd.DataFrame) -> None:
-    axes.set_xticks(range(len(frame)), [f"{length:,}" for length in frame["seq_length"]])
-    axes.set_xlabel("prompt (tokens)")
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+        bars = megabytes.assign(**parts)[list(parts)]
+        bars.plot.bar(ax=axes, stacked=True, color=colors, width=0.36, position=side, rot=0)
+    axes.set_xlim(-0.6, len(frame) - 0.4)
+    axes.set(xlabel="prompt (tokens)", ylabel="peak of a prefill beside the weights (MB)")
     open_axes(axes)
+    axes.legend(frameon=False, fontsize=8, reverse=True, loc="upper left")
+    finding = f"Scores and memory sets add {100 * state.iloc[-1] / cache.iloc[-1]:.1f} %"
+    finding += f" to the KV cache of {frame['seq_length'].iloc[-1]:,} tokens"
+    return save_figure(figure, path, finding, title)
 
 
 def plot_retrieval(result: RetrievalResult, path: File, title: str = "") -> Figure:
@@ -273,52 +277,39 @@ def plot_retrieval(result: RetrievalResult, path: File, title: str = "") -> Figu
     frame = pd.DataFrame(
         {"task": o.task, "length": o.length, "depth": o.depth, **o.scores} for o in result.outcomes
     )
-    maps = {run: frame.pivot_table(run, ["task", "depth"], "length", sort=False) for run in runs}
-    scores = pd.concat(maps, axis=1)
+    scores = frame.pivot_table(runs, ["task", "depth"], "length", sort=False)[runs]
     rows, columns = scores.shape
-    lengths, depths = columns // len(runs), rows // frame["task"].nunique()
-    figure, (axes,) = new_figure(2.5 + 0.7 * columns, 1.8 + 0.3 * rows)
+    figure, (axes,) = new_figure(2.5 + 0.9 * columns, 2.2 + 0.3 * rows)
     axes.imshow(scores, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-    for (y, x), score in np.ndenumerate(scores.to_numpy()):
-        color = "black" if score > 0.5 else "white"
-        axes.text(x, y, f"{score:.2g}", ha="center", va="center", color=color, fontsize=8)
-    axes.set_xticks(range(columns), [str(length) for _, length in scores.columns])
+    cells = scores.to_numpy()
+    _write_cells(axes, cells, cells <= 0.5, lambda row, column, value: f"{value:.2g}")
+    # Settings of many heads would not fit.
+    shown = {run: run if len(run) <= 16 else f"{run[:15]}…" for run in runs}
+    names = [f"{length:,}\n{shown[run]}" for run, length in scores.columns]
+    axes.set_xticks(range(columns), names, fontsize=8)
     axes.set_yticks(range(rows), [f"{task}, {depth:g} %" for task, depth in scores.index])
-    axes.set(xlabel="tokens", ylabel="task, depth of the needle")
-    for column in range(lengths, columns, lengths):
+    axes.set(xlabel="prompt (tokens), prefill", ylabel="task, depth of the needle (%)")
+    for column in range(columns // len(runs), columns, columns // len(runs)):
         axes.axvline(column - 0.5, color="white", linewidth=3)
-    for row in range(depths, rows, depths):
-        axes.axhline(row - 0.5, color="white", linewidth=3)
-    above = axes.secondary_xaxis("top")
-    middles = [lengths * (index + 0.5) - 0.5 for index in range(len(runs))]
-    # Names of variants can be longer than their columns are wide.
-    above.set_xticks(middles, [run.replace(",", ",\n") for run in runs], fontsize=8)
-    above.tick_params(length=0)
     dense, *sparse = (100 * frame[run].mean() for run in runs)
     shares = " to ".join(f"{share:.0f} %" for share in sorted({min(sparse), max(sparse)}))
-    finding = f"Mean score: dense {dense:.0f} %, sparse {shares}" if sparse else "Mean score"
+    finding = f"Mean score: {dense:.0f} % after dense prefill, {shares} after sparse prefill"
     return save_figure(figure, path, finding, title)
 
 
 def plot_calibration(result: HeadCalibration, path: File, title: str) -> Figure:
     """Draw the error of every layer and KV head, and the factors chosen."""
-    layers = tuple(result.errors)
-    shape = len(layers), max(len(heads) for heads in result.errors.values())
-    error, factor = np.full(shape, np.nan), np.full(shape, np.nan)
-    for row, layer in enumerate(layers):
-        error[row, : len(result.errors[layer])] = [1e6 * head[0] for head in result.errors[layer]]
-        factor[row, : len(result.factors[layer])] = result.factors[layer]
-    figure, (left, right) = new_figure(9.6, _map_height(layers), 2)
-    worst = max(1.0, np.nanmax(error))
-    style: Style = {"form": ".0f", "cmap": "YlOrRd"}
-    _head_map(left, error, layers, 0.55 * worst, vmin=0, vmax=worst, **style)
-    left.set_title("error, millionths of the residual", fontsize=9)
-    _head_map(right, factor, layers, 0.55 * FACTORS[-1], vmin=1, vmax=FACTORS[-1], **style)
-    right.set_title("factor of L and H", fontsize=9)
+    import pandas as pd
+
+    alone = {layer: [head[0] for head in heads] for layer, heads in result.errors.items()}
+    error = 1e6 * pd.DataFrame.from_dict(alone, orient="index")
+    factor = pd.DataFrame.from_dict(result.factors, orient="index").astype(float)
+    figure, (left, right) = new_figure(9.6, _map_height(error), 2)
+    _head_map(left, error, "error (millionths of the residual)", vmin=0)
+    _head_map(right, factor, "factor of L and H (times)", vmin=1, vmax=FACTORS[-1])
     for axes in (left, right):
         axes.set_xlabel("KV head")
-    heads = sum(map(len, result.factors.values()))
-    finding = f"{len(result.chosen)} of {heads} KV heads get larger sets"
+    finding = f"{len(result.chosen)} of {factor.count().sum()} KV heads get larger sets"
     if result.error_before:
         finding += f": error {100 * (result.error_after / result.error_before - 1):+.0f} %"
     return save_figure(figure, path, finding, title)
@@ -341,12 +332,10 @@ def visualize_attention_patterns(
     error of each layer and head against dense attention, and the share of the dense softmax that
     falls on visible keys; `stability.png` how much the heavy hitters of a layer change from chunk
     to chunk and differ between layers; `attention.png` the dense softmax of the two layers where
-    sparse attention errs least and most.
+    sparse attention errs least and most. Other arguments and errors are as of `measure_attention`.
 
     Parameters
     ----------
-    model, input_ids, chunk_config, select, on_progress
-        As `measure_attention` takes them.
     output_dir : path
         Folder for the figures, created if necessary.
     figure_format : str
@@ -357,11 +346,6 @@ def visualize_attention_patterns(
     Returns
     -------
     AttentionMeasures
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        As `measure_attention` does.
     """
     folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -381,15 +365,14 @@ def visualize_attention_patterns(
 
 def plot_memory_sets(measures: AttentionMeasures, path: File, title: str) -> Figure:
     """Draw which positions the KV heads of each layer hold after the last chunk."""
-    ends = measures.chunk_ends
+    ends, window = measures.chunk_ends, measures.config.local_window
     share = measures.head_share(len(ends) - 1)
-    figure, (axes,) = new_figure(9.6, _map_height(measures.layers))
+    figure, (axes,) = new_figure(9.6, _map_height(share))
     shown = adaptive_avg_pool1d(share, min(ends[-1], _MAX_COLUMNS)).numpy()
     extent = (0, ends[-1], -0.5, len(share) - 0.5)
     image = axes.imshow(shown, extent=extent, cmap="magma_r", vmin=0, vmax=1, **_MAP)
     for boundary in ends[:-1]:
         axes.axvline(boundary, color="0.35", linewidth=0.8, linestyle=":")
-    window = measures.config.local_window
     local = "; black at the end: local window" if window else ""
     axes.set_xlabel(f"position (tokens); dotted: chunks{local}")
     _name_layers(axes, measures.layers)
@@ -402,40 +385,43 @@ def plot_memory_sets(measures: AttentionMeasures, path: File, title: str) -> Fig
 
 def plot_errors(measures: AttentionMeasures, path: File, title: str) -> Figure:
     """Draw the error and the recalled softmax mass of every layer and query head."""
-    layers = measures.layers
-    figure, (left, right) = new_figure(9.6, _map_height(layers), 2)
-    error, seen = 100 * measures.l1_error.numpy(), 100 * measures.mass_recall.numpy()
-    # Dark is worse in both maps, and a run without errors still needs a colour scale.
-    worst, least = max(0.1, np.nanmax(error)), min(99.9, np.nanmin(seen))
-    _head_map(left, error, layers, 0.55 * worst, cmap="YlOrRd", vmin=0, vmax=worst)
-    left.set_title("relative L1 error of the output (%)", fontsize=9)
-    _head_map(right, seen, layers, 45 + 0.55 * least, cmap="YlOrRd_r", vmin=least, vmax=100)
-    right.set_title("dense softmax mass on visible keys (%)", fontsize=9)
-    row, head = divmod(int(np.nanargmax(error)), error.shape[1])
-    finding = f"Head {head} of layer {layers[row]} errs most, by {error[row, head]:.1f} %"
+    import pandas as pd
+
+    layers = list(measures.layers)
+    error, seen = (
+        pd.DataFrame(100 * values.numpy(), index=layers)
+        for values in (measures.l1_error, measures.mass_recall)
+    )
+    figure, (left, right) = new_figure(9.6, _map_height(error), 2)
+    # Dark is worse in both maps.
+    _head_map(left, error, "relative L1 error of the output (%)", vmin=0)
+    _head_map(right, seen, "dense softmax mass on visible keys (%)", "YlOrRd_r", vmax=100)
+    layer, head = error.stack().idxmax()
+    finding = f"Head {head} of layer {layer} errs most, by {error.loc[layer, head]:.1f} %"
     return save_figure(figure, path, f"{finding}; the mean is {np.nanmean(error):.1f} %", title)
 
 
 def plot_stability(measures: AttentionMeasures, path: File, title: str) -> Figure:
     """Draw Jaccard indices of heavy hitters: of following chunks by layer, and of two layers."""
-    figure, (left, right) = new_figure(9.6, _map_height(measures.layers), 2)
-    by_chunk = measures.heavy_jaccard.nanmean(-1).T.numpy()
-    pairs = measures.heavy_jaccard_of_layers.numpy()
-    for axes, values in ((left, by_chunk), (right, pairs)):
-        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, **_MAP)
+    by_chunk, pairs = measures.heavy_jaccard.nanmean(-1).T, measures.heavy_jaccard_of_layers
+    figure, (left, right) = new_figure(9.6, _map_height(pairs), 2)
+    for axes, values, what, label in (
+        (left, by_chunk, "a chunk and the one before it", "chunk"),
+        (right, pairs, "two layers, after the last chunk", "layer"),
+    ):
+        image = axes.imshow(values.numpy(), cmap="viridis", vmin=0, vmax=1, **_MAP)
         axes.set_facecolor(_ABSENT)
+        axes.set_title(what, fontsize=9)
+        axes.set_xlabel(label)
         _name_layers(axes, measures.layers)
-    left.set_title("after a chunk and after the one before", fontsize=9)
-    left.set_xlabel("chunk")
     left.set_xticks(range(by_chunk.shape[1]), map(str, range(1, by_chunk.shape[1] + 1)))
-    right.set_title("of two layers after the last chunk, any KV head", fontsize=9)
-    right.set_xlabel("layer")
     right.set_xticks(right.get_yticks(), [tick.get_text() for tick in right.get_yticklabels()])
-    figure.colorbar(image, ax=[left, right], label="Jaccard index", aspect=40)
-    others = measures.heavy_jaccard_of_layers[~torch.eye(len(pairs), dtype=torch.bool)]
+    label = "heavy hitters in common (Jaccard index)"
+    figure.colorbar(image, ax=[left, right], label=label, aspect=40)
+    others = pairs[~torch.eye(len(pairs), dtype=torch.bool)]
     means = measures.heavy_jaccard.nanmean().item(), others.nanmean().item()
-    chunk, layer = (_number(mean, ".2f") for mean in means)
-    finding = f"Heavy hitters agree by {chunk} from chunk to chunk, by {layer} in two layers"
+    chunk, layer = (_number(100 * mean, ".0f") for mean in means)
+    finding = f"Following chunks share {chunk} % of their heavy hitters, two layers {layer} %"
     return save_figure(figure, path, finding, title)
 
 
@@ -461,36 +447,33 @@ def plot_attention(measures: AttentionMeasures, path: File, title: str) -> Figur
 
 
 def _head_map(
-    axes: Axes,
-    values: Any,
-    layers: tuple[int, ...],
-    middle: float,
-    form: str = ".1f",
-    **style: Any,
+    axes: Axes, values: pd.DataFrame, what: str, cmap: str = "YlOrRd", **limits: Any
 ) -> None:
-    """Draw [layers, heads]; numbers on the dark side of `middle` are white."""
-    image = axes.imshow(values, **style, **_MAP)
+    """Draw a table of layers and heads."""
+    image = axes.imshow(values, cmap=cmap, **limits, **_MAP)
     axes.set_facecolor(_ABSENT)
+    axes.set_title(what, fontsize=9)
     axes.set_xlabel("query head")
     axes.locator_params(axis="x", integer=True)
-    _name_layers(axes, layers)
+    _name_layers(axes, list(values.index))
     axes.figure.colorbar(image, ax=axes, aspect=40, pad=0.01)
-    if values.size > _MAX_NUMBERED_CELLS:
-        return
-    low_is_dark = style["cmap"].endswith("_r")
-    for (row, head), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            color = "white" if (value < middle) == low_is_dark else "black"
-            axes.text(
-                head, row, f"{value:{form}}", ha="center", va="center", color=color, fontsize=7
-            )
+
+
+def _write_cells(
+    axes: Axes, values: Any, dark: Any, text: Callable[[int, int, float], str]
+) -> None:
+    """Write a text into each cell of a map, white where it is dark."""
+    for (row, column), value in np.ndenumerate(values):
+        color = "white" if dark[row, column] else "black"
+        said = text(row, column, value)
+        axes.text(column, row, said, ha="center", va="center", color=color, fontsize=8)
 
 
 def _number(value: float, form: str) -> str:
     return "-" if math.isnan(value) else f"{value:{form}}"
 
 
-def _map_height(layers: Sequence[int]) -> float:
+def _map_height(layers: Sized) -> float:
     return 1.8 + min(9.0, max(2.0, 0.17 * len(layers)))
 
 

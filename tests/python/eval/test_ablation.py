@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from h2o_prefill.config import PrefillConfig, format_value
-from h2o_prefill.eval import evaluate_perplexity, forward, run_ablation
+from h2o_prefill.eval import evaluate_perplexity, forward, perplexity, run_ablation
 from h2o_prefill.eval.ablation import build_grid, parse_values
 from h2o_prefill.eval.ablation_table import COLUMNS
 from h2o_prefill.eval.plots import front, plot_ablation
@@ -120,16 +120,14 @@ def test_dense_runs_once_and_finished_cells_never_again(ablate: Ablate, tiny: An
 def test_a_cell_that_fails_does_not_stop_the_others(
     ablate: Ablate, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from h2o_prefill.eval.perplexity import evaluate
-
     def no_memory(model: Any, config: PrefillConfig, **options: Any) -> Any:
         if config.heavy_budget == 0 and config.recall == 2:
             raise RuntimeError("no memory")
         return prefill_mode(model, config, **options)
 
-    prefill_mode = evaluate.prefill_mode
+    prefill_mode = perplexity.prefill_mode
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "prefill_mode", no_memory)
+        patch.setattr(perplexity, "prefill_mode", no_memory)
         with (
             pytest.warns(
                 UserWarning, match=r"a cell failed, tale 64 .*heavy_budget=0.*: no memory"
@@ -189,7 +187,8 @@ def test_the_figure_shows_every_cell(ablate: Ablate, tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="frame must hold at least one row"):
         plot_ablation(frame[:0], tmp_path / "q.png")
-    assert front([3.0, 1.0, 2.0, 2.0, 4.0], [8.0, 10.0, 9.0, 8.5, 8.0]) == [1, 3, 0]
+    points = {"flops": [3.0, 1.0, 2.0, 2.0, 4.0], "loss": [8.0, 10.0, 9.0, 8.5, 8.0]}
+    assert front(pd.DataFrame(points)).index.tolist() == [1, 3, 0]
 
 
 def test_a_grid_of_both_budgets_is_a_heat_map(ablate: Ablate, tmp_path: Path) -> None:

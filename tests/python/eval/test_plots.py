@@ -46,14 +46,11 @@ def test_the_figures_show_the_arrays(tiny: Any, tmp_path: Path) -> None:
         (mass, 100 * measures.mass_recall, measures.mass_recall.nan_to_num(1).argmin()),
     ):
         torch.testing.assert_close(_shown(axes), values, equal_nan=True)
-        assert [text.get_text() for text in axes.texts] == [
-            f"{value:.1f}" for value in values[~values.isnan()].tolist()
-        ]
-        # Both maps are darkest at the worst head, whose number is white.
+        # Both maps are darkest at the worst head.
         cells = axes.images[0].get_array()
         brightness = axes.images[0].to_rgba(cells)[..., :3].sum(-1)
         brightness[cells.mask] = 3
-        assert brightness.argmin() == worst and axes.texts[int(worst)].get_color() == "white"
+        assert brightness.argmin() == worst
 
 
 def test_the_figures_of_stability_and_attention(tiny: Any, tmp_path: Path) -> None:

@@ -113,11 +113,11 @@ def test_scores_the_file_and_the_heat_map(reader: Any, tiny_tokenizer: Any, tmp_
     assert axes.images[0].get_array().tolist() == [[1, 1] + 4 * [depth] for depth in (0, 1, 0, 1)]
     rows = [label.get_text() for label in axes.get_yticklabels()]
     assert rows == [f"{task}, {depth} %" for task in ("single", "multi_key") for depth in (0, 100)]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["900", "1200"] * 3
-    (above,) = axes.child_axes
-    runs = [label.get_text() for label in above.get_xticklabels()]
-    assert runs == ["dense", "small", "recall"]
-    assert figure.get_suptitle() == "Mean score: dense 100 %, sparse 50 %"
+    columns = [label.get_text() for label in axes.get_xticklabels()]
+    runs = ("dense", "small", "recall")
+    assert columns == [f"{length}\n{run}" for run in runs for length in ("900", "1,200")]
+    finding = "Mean score: 100 % after dense prefill, 50 % after sparse prefill"
+    assert figure.get_suptitle() == finding
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -161,7 +161,7 @@ def test_the_figure_of_memory_stacks_its_parts_to_the_peak(frame: Any, tmp_path:
     peaks = frame[["dense_peak_bytes", "sparse_peak_bytes"]].to_numpy().flatten() / 1e6
     assert heights == pytest.approx(peaks.tolist())
     share = 100 * frame.state_bytes.iloc[-1] / frame.kv_cache_bytes.iloc[-1]
-    assert f"add {share:.1f} % to the KV cache" in figure.get_suptitle()
+    assert f"add {share:.1f} % to the KV cache of 96 tokens" in figure.get_suptitle()
     assert [tick.get_text() for tick in whole.get_xticklabels()] == ["16", "48", "96"]
 
 
