@@ -17,6 +17,9 @@ CONFIG = "h2o,chunk_size=8,local_window=2,heavy_budget=3,recall=1,recall_block=4
 LAYERS, TOKENS, MODEL = 2, 21, "0123456789abcdef0123456789abcdef"
 # What a number of a header may become.
 NUMBERS = (0, 1, -1, 7, 2**31, 2**32 + 1, 2**62, 2**63 - 1, 2**64, 10**30)
+DTYPES = ("F64", "F32", "BF16", "I32", "I64", "U8", "", "F32\n", 5)
+NAMES = ("layers.0.key", "layers.9.key", "token_ids", "", "\xff", "\u2028")
+WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4}
 
 
 def make_context(tokens: int, seed: int) -> Any:
@@ -37,31 +40,36 @@ def go_on(context: Any, tokens: int, seed: int) -> list[torch.Tensor]:
     return found
 
 
-def saved() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "whole.session"
-        make_context(TOKENS, 1).save(str(path), MODEL)
-        return path.read_bytes()
-
-
 class Damage(NamedTuple):
-    """Bytes to write at places, numbers of the header to replace, and how long the file is then."""
+    """Entries of the header to change, its numbers, bytes anywhere, and the length of the file."""
 
-    bytes_at: list[tuple[int, int]]
+    # (place, what, value); whether offsets and the file's end then follow the shapes.
+    entries: list[tuple[int, str, Any]]
+    consistent: bool
+    # Numbers and bytes: (place, value).
     numbers: list[tuple[int, int]]
+    bytes_at: list[tuple[int, int]]
     header_bytes: int | None
     keep: int | None
     more: int
 
 
 def draw_damage(draw: Draw, size: int) -> Damage:
+    values: dict[str, Any] = {
+        "shape": lambda: [draw.choice(NUMBERS) for _ in range(draw.integer(0, 5))],
+        **dict.fromkeys(("begin", "end"), lambda: draw.choice(NUMBERS)),
+        **{"dtype": lambda: draw.choice(DTYPES), "name": lambda: draw.choice(NAMES)},
+        "nested": lambda: draw.choice((3, 99_999)),
+        **dict.fromkeys(("drop", "twice"), lambda: None),
+    }
+    kinds = [draw.choice(list(values)) for _ in range(draw.integer(0, 3))]
     header = draw.chance(0.7)
+    places = [draw.integer(0, 900 if header else size - 1) for _ in range(draw.integer(0, 3))]
     return Damage(
-        bytes_at=[
-            (draw.integer(0, 900 if header else size - 1), draw.integer(0, 255))
-            for _ in range(draw.integer(0, 3))
-        ],
+        entries=[(draw.integer(0, 99), kind, values[kind]()) for kind in kinds],
+        consistent=draw.chance(0.6),
         numbers=[(draw.integer(0, 99), draw.choice(NUMBERS)) for _ in range(draw.integer(0, 2))],
+        bytes_at=[(place, draw.integer(0, 255)) for place in places],
         header_bytes=draw.choice(NUMBERS[:-2]) if draw.chance(0.1) else None,
         keep=draw.integer(0, size) if draw.chance(0.1) else None,
         more=draw.integer(0, 9) if draw.chance(0.1) else 0,
@@ -71,6 +79,8 @@ def draw_damage(draw: Draw, size: int) -> Damage:
 def damaged(whole: bytes, damage: Damage) -> bytes:
     (length,) = struct.unpack("<Q", whole[:8])
     text, rest = whole[8 : 8 + length], whole[8 + length :]
+    if damage.entries:
+        text, rest = with_entries(json.loads(text), rest, damage)
     for index, number in damage.numbers:
         places = list(re.finditer(rb"\d+", text))
         place = places[index % len(places)]
@@ -82,13 +92,47 @@ def damaged(whole: bytes, damage: Damage) -> bytes:
     return bytes(content[: damage.keep]) + bytes(damage.more)
 
 
+def with_entries(header: dict[str, Any], rest: bytes, damage: Damage) -> tuple[bytes, bytes]:
+    """Change entries of tensors in the header."""
+    metadata, entries, end = header.pop("__metadata__"), list(header.items()), 0
+    for index, what, value in damage.entries:
+        if not entries:
+            break
+        place = index % len(entries)
+        name, entry = entries[place]
+        entry = {**entry, "data_offsets": list(entry["data_offsets"])}
+        if what in ("begin", "end"):
+            entry["data_offsets"][what == "end"] = value
+        elif what in ("shape", "dtype"):
+            entry[what] = value
+        entries[place] = (value if what == "name" else name, entry)
+        if what == "drop":
+            del entries[place]
+        elif what == "twice":
+            entries.append(entries[place])
+        elif what == "nested":
+            metadata = {key: "[" * value for key in metadata}
+    for _, entry in entries if damage.consistent else ():
+        size = math.prod(entry["shape"]) * WIDTHS.get(entry["dtype"], 2)
+        entry["data_offsets"] = [end, end + size]
+        end += size
+    if damage.consistent and 0 <= end <= 1 << 20:
+        rest = rest[:end].ljust(end, b"\0")
+    # Not json.dumps of a dictionary, which would have every name once.
+    pairs = [("__metadata__", metadata), *entries]
+    texts = [f"{as_json(name)}:{as_json(value)}" for name, value in pairs]
+    text = f"{{{','.join(texts)}}}".encode(errors="replace")
+    return text + b" " * (-len(text) % 8), rest
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
 def check_damage(item: tuple[bytes, Damage]) -> None:
-    check_file(damaged(*item), item[0])
-
-
-def check_file(content: bytes, whole: bytes) -> None:
     """The file is refused in one line and the prompt stays, or the prompt of the file goes on."""
-    context, before = make_context(13, 2), make_context(13, 2)
+    whole, damage = item
+    content, context, before = damaged(whole, damage), make_context(13, 2), make_context(13, 2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "damaged.session"
         path.write_bytes(content)
@@ -108,104 +152,16 @@ def check_file(content: bytes, whole: bytes) -> None:
                 assert all(map(torch.equal, found, go_on(make_context(TOKENS, 1), 9, 3)))
 
 
-def test_damaged_session_files(fuzz):
-    whole = saved()
-    assert json.loads(whole[8 : 8 + struct.unpack("<Q", whole[:8])[0]])
-    check_damage((whole, Damage([], [], None, None, 0)))
-
-    def draw_item(draw):
-        return whole, draw_damage(draw, len(whole))
-
-    fuzz(check_damage, draw_item)
-
-
-class Change(NamedTuple):
-    """One change of the entry of a tensor in the header."""
-
-    index: int
-    what: str
-    value: Any
-
-
-def draw_change(draw: Draw) -> Change:
-    what = draw.choice(("shape", "begin", "end", "dtype", "name", "drop", "twice", "nested"))
-    values: dict[str, Any] = {
-        "shape": [draw.choice(NUMBERS) for _ in range(draw.integer(0, 5))],
-        "begin": draw.choice(NUMBERS),
-        "end": draw.choice(NUMBERS),
-        "dtype": draw.choice(("F64", "F32", "BF16", "I32", "I64", "U8", "", "F32\n", 5)),
-        "name": draw.choice(("layers.0.key", "layers.9.key", "token_ids", "", "\xff", "\u2028")),
-        "nested": draw.choice((3, 99_999)),
-    }
-    return Change(draw.integer(0, 99), what, values.get(what))
-
-
-class Changed(NamedTuple):
-    """Changes of the header, and whether offsets and the file's end then follow the shapes."""
-
-    changes: list[Change]
-    consistent: bool
-    encoding: str
-
-
-def draw_changed(draw: Draw) -> Changed:
-    changes = [draw_change(draw) for _ in range(draw.integer(1, 3))]
-    return Changed(changes, draw.chance(0.6), draw.choice(("utf-8", "latin-1")))
-
-
-def size_of(entry: dict[str, Any]) -> int:
-    widths = {"F64": 8, "I64": 8, "F32": 4, "I32": 4}
-    return math.prod(entry["shape"]) * widths.get(entry["dtype"], 2)
-
-
-def changed(whole: bytes, how: Changed) -> bytes:
+def test_damaged_session_files(fuzz, tmp_path):
+    make_context(TOKENS, 1).save(str(tmp_path / "whole.session"), MODEL)
+    whole = (tmp_path / "whole.session").read_bytes()
+    none = Damage([], True, [], [], None, None, 0)
+    assert damaged(whole, none) == whole
+    # Without a change of any entry the header is written as it was.
     (length,) = struct.unpack("<Q", whole[:8])
-    header = json.loads(whole[8 : 8 + length])
-    metadata, entries, rest = header.pop("__metadata__"), list(header.items()), whole[8 + length :]
-    for index, what, value in how.changes:
-        if not entries:
-            break
-        place = index % len(entries)
-        name, entry = entries[place]
-        entry = {**entry, "data_offsets": list(entry["data_offsets"])}
-        if what in ("begin", "end"):
-            entry["data_offsets"][what == "end"] = value
-        elif what in ("shape", "dtype"):
-            entry[what] = value
-        entries[place] = (value if what == "name" else name, entry)
-        if what == "drop":
-            del entries[place]
-        elif what == "twice":
-            entries.append(entries[place])
-        elif what == "nested":
-            metadata = {key: "[" * value for key in metadata}
-    end = 0
-    for _, entry in entries if how.consistent else ():
-        size = size_of(entry)
-        entry["data_offsets"] = [end, end + size]
-        end += size
-    if how.consistent and 0 <= end <= 1 << 20:
-        rest = rest[:end].ljust(end, b"\0")
-    # Not json.dumps of a dictionary, which would have every name once.
-    texts = [f"{json.dumps(k, ensure_ascii=False)}:{as_json(v)}" for k, v in entries]
-    text = f'{{"__metadata__":{as_json(metadata)}{"".join("," + x for x in texts)}}}'
-    content = text.encode(how.encoding, errors="replace")
-    content += b" " * (-len(content) % 8)
-    return struct.pack("<Q", len(content)) + content + rest
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
-def check_changed(item: tuple[bytes, Changed]) -> None:
-    check_file(changed(*item), item[0])
-
-
-def test_changed_headers_of_session_files(fuzz):
-    whole = saved()
-    assert changed(whole, Changed([], True, "utf-8")) == whole
+    text, rest = whole[8 : 8 + length], whole[8 + length :]
+    assert with_entries(json.loads(text), rest, none) == (text, rest)
+    check_damage((whole, none))
     # A tensor without elements whose strides do not fit.
-    large = Change(0, "shape", [0, 10**17, 10**17])
-    check_changed((whole, Changed([large], True, "utf-8")))
-    fuzz(check_changed, lambda draw: (whole, draw_changed(draw)))
+    check_damage((whole, none._replace(entries=[(0, "shape", [0, 10**17, 10**17])])))
+    fuzz(check_damage, lambda draw: (whole, draw_damage(draw, len(whole))))

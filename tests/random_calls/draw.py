@@ -65,27 +65,22 @@ class Draw:
         return torch.randint(*ordinary, (batch, length), generator=generator)
 
 
-def draw_settings(
-    draw: Draw, length: int, layers: int = 1, whole: bool = False, kv_heads: int = 1
-) -> PrefillConfig:
-    """Draw settings from everything that they can be; `whole` memory sets hold `length` tokens."""
+def draw_settings(draw: Draw, length: int, layers: int = 1, kv_heads: int = 1) -> PrefillConfig:
+    """Draw settings from everything that they can be."""
     with warnings.catch_warnings():
         # Some are drawn that the library advises against.
         warnings.simplefilter("ignore")
-        return _draw_settings(draw, length, layers, whole, kv_heads)
+        return _draw_settings(draw, length, layers, kv_heads)
 
 
-def _draw_settings(
-    draw: Draw, length: int, layers: int, whole: bool, kv_heads: int
-) -> PrefillConfig:
+def _draw_settings(draw: Draw, length: int, layers: int, kv_heads: int) -> PrefillConfig:
     length = max(1, length)
     if draw.chance(0.1):
-        preset = PRESETS[draw.choice(sorted(PRESETS))]
-        return preset.with_fields(heavy_budget=length) if whole else preset
+        return PRESETS[draw.choice(sorted(PRESETS))]
     # A rounded up quotient, so that there are never more chunks than MOST_CHUNKS.
     least = -(-length // MOST_CHUNKS)
     chunk_size = draw.size(least, max(least, min(LARGEST_CHUNK, length + 1)))
-    sinks, local, heavy = _draw_budgets(draw, length, whole)
+    sinks, local, heavy = _draw_budgets(draw, length)
     dense = [x for x in range(layers) if draw.chance(0.15)]
     # Blocks of a few rows make as many lists; the largest item needs no more than the others.
     blocks = [x for x in range(1, min(chunk_size, 64) + 1) if chunk_size % x == 0]
@@ -113,9 +108,9 @@ def _draw_settings(
     )
 
 
-def draw_calls(draw: Draw, begin: int, end: int, multiple: int = 1) -> list[int]:
+def draw_calls(draw: Draw, end: int) -> list[int]:
     """Draw where the calls of a prompt end."""
-    places = range(begin + multiple, end, multiple)
+    places = range(1, end)
     count = min(len(places), draw.integer(0, 4))
     return sorted({draw.choice(places) for _ in range(count)} | {end})
 
@@ -127,12 +122,9 @@ def _draw_wide(draw: Draw, layers: int, kv_heads: int) -> tuple[tuple[int, ...],
     return (*wide, *((i // kv_heads, i % kv_heads, draw.integer(1, 4)) for i in heads))
 
 
-def _draw_budgets(draw: Draw, length: int, whole: bool) -> tuple[int, int, int]:
+def _draw_budgets(draw: Draw, length: int) -> tuple[int, int, int]:
     """Draw sinks, local window and heavy hitters."""
     sinks = draw.integer(0, 8) if draw.chance(0.4) else 0
-    if whole:
-        local = draw.integer(0, length)
-        return sinks, local, max(0, length - sinks - local) + draw.integer(0, 8)
     if draw.chance(0.03):
         return 0, 0, 0
     local, heavy = (draw.size(1, max(1, length // 3)) if draw.chance(0.9) else 0 for _ in range(2))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import typer
 from soak.memory_watch import MIB, Reading
-from soak.soak_run import SoakRun
+from soak.soak_run import SoakRun, fill_caches
 
 
 def main(
@@ -30,38 +29,26 @@ def main(
 ) -> None:
     """Run random prompts through the operators, contexts and models, and watch memory."""
     run = SoakRun(seed, 60 * minutes)
+
+    def say(reading: Reading) -> None:
+        """Print a line for every sixth reading, which is a minute."""
+        if len(run.readings) % 6 == 1:
+            typer.echo(
+                f"{time.strftime('%H:%M:%S')}  {reading.seconds:6.0f} s  "
+                f"{run.items.total():7,} items  {reading.resident / MIB:8.1f} MiB  "
+                f"{reading.tensors:,} tensors  {len(run.failures)} wrong"
+            )
+
     if item is not None:
         run.run_item(item)
-        typer.echo("".join(run.failures) or f"item {item} {[*run.items]}: right")
-        raise typer.Exit(int(bool(run.failures)))
-    well = run.run(partial(print_progress, run))
-    typer.echo("\n".join([*run.problems(), summary(run)]))
-    raise typer.Exit(int(not well))
-
-
-def print_progress(run: SoakRun, reading: Reading) -> None:
-    """Print a line for every sixth reading, which is a minute."""
-    if len(run.memory.readings) % 6 == 1:
-        typer.echo(
-            f"{time.strftime('%H:%M:%S')}  {reading.seconds:6.0f} s  {run.items.total():7,} items  "
-            f"{reading.resident / MIB:8.1f} MiB  {reading.tensors:,} tensors  "
-            f"{len(run.failures)} wrong"
-        )
-
-
-def summary(run: SoakRun) -> str:
-    """Return items, exceptions, errors and memory of a run."""
-    lines = [f"soak, seed {run.seed}: {len(run.problems())} problems"]
-    for kind, number in sorted(run.items.items()):
-        lines.append(f"{number:9,} items: {kind}, {run.spent[kind]:,.0f} s")
-    for kind, number in sorted(run.judge.exceptions.items()):
-        lines.append(f"{number:9,} injected: {kind}")
-    for dtype, part in sorted(run.judge.worst.items()):
-        lines.append(f"{part:9.0%} of its limit: largest error of {dtype}")
-    for reading in run.memory.readings[:1] + run.memory.readings[-1:]:
-        memory = f"{reading.tensors:,} tensors, {reading.objects:,} objects of ours"
-        lines.append(f"{reading.resident / MIB:9,.1f} MiB, {memory} at {reading.seconds:,.0f} s")
-    return "\n".join(lines)
+        problems = run.failures
+    else:
+        fill_caches()
+        problems = run.run(say)
+    worst = {dtype: f"{part:.0%} of its limit" for dtype, part in run.judge.worst.items()}
+    told = f"{len(problems)} problems, {dict(run.items)}, largest errors {worst}"
+    typer.echo("\n".join([*problems, told]))
+    raise typer.Exit(int(bool(problems)))
 
 
 if __name__ == "__main__":

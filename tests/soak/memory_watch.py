@@ -1,4 +1,4 @@
-"""Whether memory stays flat: what is resident, and what Python holds."""
+"""Whether memory stays flat: what is resident, and the tensors that Python holds."""
 
 from __future__ import annotations
 
@@ -6,96 +6,49 @@ import ctypes
 import gc
 import os
 import statistics
-import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-
-from h2o_prefill import PrefillConfig
 
 MIB = 1 << 20
 # The most that medians of the first and the last third of the readings may differ. The library
 # keeps the temporaries of the largest call so far, and the heap what is less than a page. A page
 # lost with every item takes far more in half an hour. Some constants are made once.
-TOLERANCES = {"resident": 16 * MIB, "tensors": 16, "objects": 16}
+TOLERANCES = {"resident": 16 * MIB, "tensors": 16}
 FEWEST_READINGS = 6
 
-_STATM = Path("/proc/self/statm")
 
-
-@dataclass(frozen=True)
-class Reading:
-    """Memory at one time."""
+class Reading(NamedTuple):
+    """Bytes that a process has in memory, and live tensors."""
 
     seconds: float
-    # Bytes of the process in memory, 0 where the system does not tell.
     resident: int
-    # Live tensors, and live objects of classes of this library but settings; made since
-    # `without_old_objects`.
-    tensors: int
-    objects: int
+    tensors: int = 0
 
 
-@dataclass
-class MemoryWatch:
-    """Readings after the warm-up, and the judgement over them."""
-
-    readings: list[Reading] = field(default_factory=list)
-
-    def read(self, seconds: float) -> Reading:
-        """Collect garbage, give free memory back to the system, and read."""
-        gc.collect()
-        _trim_heap()
-        kinds = Counter(map(type, gc.get_objects()))
-        reading = Reading(
-            seconds,
-            _resident(),
-            sum(count for kind, count in kinds.items() if issubclass(kind, torch.Tensor)),
-            sum(count for kind, count in kinds.items() if _is_ours(kind)),
-        )
-        self.readings.append(reading)
-        return reading
-
-    def complaints(self) -> list[str]:
-        """Return what is not flat, a sentence each."""
-        if len(self.readings) < FEWEST_READINGS:
-            return [f"{len(self.readings)} readings of memory, too few to judge"]
-        third, complaints = len(self.readings) // 3, []
-        for quantity, limit in TOLERANCES.items():
-            values = [getattr(reading, quantity) for reading in self.readings]
-            growth = statistics.median(values[-third:]) - statistics.median(values[:third])
-            if growth > limit:
-                complaints.append(f"{quantity} grew by {growth:,.0f}, more than {limit:,}")
-        return complaints
+def resident_bytes(process: int | str = "self") -> int:
+    """Return the bytes that a process has in memory."""
+    pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
 
 
-@contextmanager
-def without_old_objects() -> Iterator[None]:
-    """Leave out the objects that there are: hundreds of thousands, which take long to look at."""
+def read_memory(seconds: float) -> Reading:
+    """Collect garbage, give free memory back to the system, and read."""
     gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    ctypes.CDLL(None).malloc_trim(0)
+    tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+    return Reading(seconds, resident_bytes(), tensors)
 
 
-def _is_ours(kind: type) -> bool:
-    # Settings are kept by caches of a bounded size.
-    return str(kind.__module__).startswith("h2o_prefill") and kind is not PrefillConfig
-
-
-def _resident() -> int:
-    if not _STATM.exists():
-        return 0
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def _trim_heap() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+def complaints(readings: list[Reading]) -> list[str]:
+    """Return what is not flat, a sentence each."""
+    if len(readings) < FEWEST_READINGS:
+        return [f"{len(readings)} readings of memory, too few to judge"]
+    third, found = len(readings) // 3, []
+    for quantity, limit in TOLERANCES.items():
+        values = [getattr(reading, quantity) for reading in readings]
+        growth = statistics.median(values[-third:]) - statistics.median(values[:third])
+        if growth > limit:
+            found.append(f"{quantity} grew by {growth:,.0f}, more than {limit:,}")
+    return found

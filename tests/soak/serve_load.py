@@ -6,7 +6,6 @@ python tests/soak/serve_load.py --minutes 30
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import subprocess
@@ -111,7 +110,7 @@ def main(minutes: Annotated[float, typer.Option(min=0.05)] = 30) -> None:
     """Ask a server of a tiny model, and watch the memory of its process."""
     sys.path[:0] = [str(TESTS), str(TESTS / "python" / "eval")]
     import tiny_models
-    from soak.memory_watch import MIB, MemoryWatch, Reading
+    from soak.memory_watch import Reading, complaints, resident_bytes
 
     folder = tiny_models.save_model(Path(tempfile.mkdtemp()))
     options = ("--model", str(folder), "--port", "0", "--threads", "1", "--prefix-cache", "4")
@@ -120,10 +119,9 @@ def main(minutes: Annotated[float, typer.Option(min=0.05)] = 30) -> None:
         assert server.stderr is not None
         address = re.search(r"http://\S+(?=/v1)", server.stderr.readline())
         assert address is not None
-        load, watch, begin = Load(address[0], seed=0), MemoryWatch(), time.monotonic()
+        load, readings, begin = Load(address[0], seed=0), [], time.monotonic()
         said: list[str] = []  # later, which must not fill the pipe
-        reader = threading.Thread(target=lambda: said.extend(server.stderr or ()), daemon=True)
-        reader.start()
+        threading.Thread(target=lambda: said.extend(server.stderr or ()), daemon=True).start()
 
         def more(_: int) -> bool:
             return time.monotonic() - begin < 60 * minutes
@@ -132,19 +130,12 @@ def main(minutes: Annotated[float, typer.Option(min=0.05)] = 30) -> None:
         worker.start()
         while more(0):
             time.sleep(min(10, 60 * minutes / 40))
-            seconds = time.monotonic() - begin
-            pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
-            if seconds > 12 * minutes:  # the warm-up
-                watch.readings.append(Reading(seconds, pages * os.sysconf("SC_PAGESIZE"), 0, 0))
-                if len(watch.readings) % 6 == 1:
-                    typer.echo(
-                        f"{seconds:6.0f} s {load.done.total():8,} requests "
-                        f"{watch.readings[-1].resident / MIB:8.1f} MiB"
-                    )
+            readings.append(Reading(time.monotonic() - begin, resident_bytes(server.pid)))
         worker.join()
         numbers = read_metrics(address[0])
         server.terminate()
-    problems = load.wrong[:10] + watch.complaints() + said[:-1]
+    # Without the fifth that warms up.
+    problems = load.wrong[:10] + complaints(readings[len(readings) // 5 :]) + said[:-1]
     problems += [f"exit code {server.returncode}"] if server.returncode else []
     problems += [f"{name} is not 0" for name in ("running", "queued") if numbers[name]]
     typer.echo("\n".join([*problems, f"{len(problems)} problems, {dict(load.done)}, {numbers}"]))

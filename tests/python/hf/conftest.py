@@ -13,8 +13,8 @@ from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
-from hf_helpers import SPARSE, sparse_layers  # noqa: E402, F401
-from op_testing import settings_text, widened  # noqa: E402
+from hf_helpers import sparse_layers  # noqa: E402, F401
+from op_testing import widened  # noqa: E402
 
 VOCAB = 61
 COMMON = {
@@ -73,6 +73,7 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
     "granite": ("GraniteForCausalLM", {"attention_multiplier": 0.3}),
     "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2-window": ("Qwen2ForCausalLM", {**MIXED, "use_sliding_window": True}),
     "gemma2": ("Gemma2ForCausalLM", MIXED),
     "gemma2-uncapped": ("Gemma2ForCausalLM", {**MIXED, "attn_logit_softcapping": None}),
     "gemma3": ("Gemma3ForCausalLM", MIXED),
@@ -186,20 +187,40 @@ def make_ids() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture
-def reference_attention(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Register the oracle, with the sizes of `SPARSE`, as attention of prompts; return its name."""
+def logits_by_the_oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """Return a function that gives the logits of a model whose attention is the oracle."""
     from h2o_prefill.reference import ops as oracle
 
-    def attend(module: Any, *qkv_and_mask: Any, scaling: float, **_: Any) -> Any:
-        q, k, v = widened(qkv_and_mask[:3])
-        no_others, settings = [None] * 5, settings_text(**SPARSE)
-        out, *_ = oracle.chunked_sparse_attention(q, k, v, *no_others, 0, settings, scale=scaling)
-        return out.transpose(1, 2).to(qkv_and_mask[0].dtype), None
+    given: dict[str, Any] = {}
+
+    def attend(module: Any, q: Any, k: Any, v: Any, *_: Any, scaling: float, **more: Any) -> Any:
+        wide = widened((q, k, v))
+        logits = {"sinks": more.get("s_aux"), "softcap": more.get("softcap") or 0.0}
+        if window := more.get("sliding_window"):
+            out, _ = oracle.sliding_window_attention(*wide, window, scaling, **logits)
+        else:
+            settings = given["config"].of_layer(getattr(module, "layer_idx", None)).to_string()
+            lists = given["recall"] or [None] * 3
+            call = (*wide, None, None, *lists, 0, settings, scaling)
+            out, *_ = oracle.chunked_sparse_attention(*call, **logits)
+        return out.transpose(1, 2).to(q.dtype), None
 
     for interface, function in (
         (transformers.AttentionInterface, attend),
         (transformers.AttentionMaskInterface, lambda **_: None),
     ):
         known = dict(interface._global_mapping)
-        monkeypatch.setattr(interface, "_global_mapping", {**known, "reference": function})
-    return "reference"
+        monkeypatch.setattr(interface, "_global_mapping", {**known, "oracle": function})
+
+    def logits(model: Any, ids: torch.Tensor, config: Any) -> torch.Tensor:
+        given["config"] = config
+        given["recall"] = (
+            oracle.lexical_recall(ids, 0, config.to_string()) if config.recall else None
+        )
+        before = model.config._attn_implementation
+        model.set_attn_implementation("oracle")
+        found = model(ids, use_cache=False).logits
+        model.set_attn_implementation(before)
+        return found
+
+    return logits

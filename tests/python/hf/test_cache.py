@@ -29,20 +29,6 @@ SPARSE = {**SPARSE, "min_prefill": 2}
 RECALL = {**RECALL, "min_prefill": 2}
 
 
-@pytest.mark.parametrize("lengths", [(16, 56), (32, 16, 24), (16, 16, 16, 16, 8), (64, 8)])
-@pytest.mark.parametrize("options", [SPARSE, RECALL, {**SPARSE, "sink_tokens": 2}])
-def test_calls_in_multiples_of_the_chunk_equal_one_call(llama, ids, lengths, options):
-    with enable(llama, **options):
-        whole_cache = new_cache(llama)
-        whole = llama(ids, past_key_values=whole_cache).logits
-        assert_close(whole, llama(ids).logits, 1e-6)
-        cache = new_cache(llama)
-        assert_close(in_calls(llama, cache, ids, lengths), whole)
-    for ours, expected in zip(cache.layers, whole_cache.layers, strict=True):
-        assert_same_state(ours.state, expected.state)
-    assert torch.equal(cache.token_ids, ids)
-
-
 def test_decoding_leaves_the_state_alone_and_a_later_call_takes_the_tokens_in(llama, make_ids):
     ids = make_ids(1, 80)
     with enable(llama, **SPARSE):
@@ -251,7 +237,7 @@ def test_inference_mode_gives_what_no_grad_gives(build, ids, name, kind):
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_cache_of_inference_mode_goes_on_outside_of_it(llama, make_ids, own, backend):
     ids = make_ids(1, 120)
 

@@ -59,7 +59,7 @@ def assert_same_cache(ours, eager):
     ("name", "implementation", "cache"),
     [
         ("llama", "sdpa", "dynamic"),
-        ("llama", "sdpa", "static"),
+        slow("llama", "sdpa", "static"),
         slow("llama", "eager", "static"),
         slow("gemma3", "sdpa", "ours"),
         slow("qwen3", "sdpa", "static"),
@@ -67,9 +67,12 @@ def assert_same_cache(ours, eager):
         slow("gpt-oss", None, "ours"),
     ],
 )
-def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implementation):
+def test_calls_of_one_prompt_equal_eager_ones(
+    build, prompt, monkeypatch, cache, name, implementation
+):
     model = build(name, implementation)
     caches = [CACHES[cache](model) for _ in range(3)]
+    windows = watch(monkeypatch, "sliding_window_attention", lambda q, k, v, window, *_: window)
     with enable(model, strict=True, **RECALL) as handle:
         eager = in_calls(model, caches[0], prompt, CALLS)
         expected = counts(handle)
@@ -82,27 +85,15 @@ def test_calls_of_one_prompt_equal_eager_ones(build, prompt, cache, name, implem
             again = in_calls(graphs, caches[2], prompt, CALLS)
     assert_close(ours, eager)
     assert torch.equal(again, ours)
+    assert set(windows) == ({24} if name in ("gemma2", "gemma3", "gpt-oss") else set())
     if name == "llama":
         assert_same_cache(caches[1], caches[0])
 
 
 @pytest.mark.parametrize(
-    ("name", "cache"), [("gemma3", "ours"), slow("gpt-oss", "ours"), slow("gemma3", "static")]
-)
-def test_sliding_windows_have_no_masks(build, prompt, monkeypatch, name, cache):
-    note = lambda q, k, _v, window, *_: window  # noqa: E731
-    model, windows = build(name), watch(monkeypatch, "sliding_window_attention", note)
-    stock = model(prompt).logits
-    with enable(model, chunk_size=16, local_window=80, heavy_budget=80):
-        ours = in_calls(compiled(model), CACHES[cache](model), prompt, CALLS)
-    assert_close(ours, stock)
-    assert set(windows) == {24}
-
-
-@pytest.mark.parametrize(
     ("cache", "settings"),
     [
-        (None, H2O),
+        slow(None, H2O),
         *(slow(None, {**RECOMMENDED, "exact": exact}) for exact in (False, True)),
         *(slow(cache, RECOMMENDED) for cache in CACHES),
         slow("ours", None),
@@ -138,7 +129,7 @@ WITHOUT_A_CACHE = {
         slow("torch.compile", "no cache"),
         slow("torch.compile", "mask"),
         slow("model.compile", "default"),
-        ("model.forward", "no cache"),
+        slow("model.forward", "no cache"),
     ],
 )
 def test_calls_without_a_cache(llama, ids, make_ids, call, how):
@@ -304,6 +295,7 @@ def test_training_is_dense_in_a_graph_too_and_said(llama, ids):
         compiled(llama)(ids)
 
 
+@pytest.mark.slow
 def test_where_a_graph_breaks_the_result_is_the_same(llama, ids, make_ids):
     """A forward of the user breaks the graph between the layers."""
     llama.model.layers[1].mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())

@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from hf_helpers import assert_close, in_calls, new_cache, watch
+from hf_helpers import assert_close, watch
 from test_padding import Batch
 
 from h2o_prefill import PrefillConfig, enable, explain
 
 EXACT = PrefillConfig(chunk_size=16, exact=True)
-# Of grouped heads, latents, caps, sinks, and layers with a window.
-MODELS = ["llama", "gpt2", "deepseek-v3", "gemma2", "gpt-oss", "gemma3", "mistral-window"]
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +24,6 @@ def no_warnings():
 def by_our_kernel(monkeypatch):
     """Return a list that gets the queries of each call of our operator."""
     return watch(monkeypatch, "dense_attention", lambda q, *_: q.shape[2])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_stock_and_warns_of_nothing(build, make_ids, by_our_kernel, name):
-    model, ids = build(name), make_ids(1, 72)
-    stock = model(ids).logits
-    assert by_our_kernel == []
-    with enable(model, EXACT, strict=True):
-        assert_close(model(ids).logits, stock)
-        assert_close(in_calls(model, new_cache(model), ids, (40, 1, 31)), stock)
-    assert 72 in by_our_kernel or name == "mistral-window"  # whose every layer has a window
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])

@@ -20,7 +20,7 @@ from hf_helpers import (
     new_cache,
     watch,
 )
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
 from h2o_prefill import enable
 from h2o_prefill.hf import masks
@@ -102,19 +102,6 @@ def test_padded_rows_are_what_they_are_alone(build, make_ids, sparse_layers, nam
             assert_close(together[row, places], alone)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("window", [TOKENS, TOKENS + 3])
-def test_generating_beyond_the_window(build, prompt, sparse_layers, name, window):
-    model = windowed(build, name, window)
-    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    stock = model.generate(prompt, **arguments)
-    with enable(model, strict=True, **EXACT):
-        assert torch.equal(model.generate(prompt, **arguments), stock)
-        cache = new_cache(model)
-        assert torch.equal(model.generate(prompt, past_key_values=cache, **arguments), stock)
-    assert sparse_layers == [TOKENS] * 4
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("window", [TOKENS - 1, TOKENS, 30])
@@ -182,21 +169,6 @@ CUT_MODELS = [
     *((name, "eager") for name in WITH_LOGITS),
 ]
 SLIDING = [model for model in CUT_MODELS if model[0] != "llama4"]
-
-
-@pytest.mark.parametrize("cut", CUT_MODELS, indirect=True, ids="-".join)
-def test_layers_whose_window_hides_keys_equal_stock_without_masks(cut, prompt, monkeypatch):
-    """In one call, in several with caches that keep the window alone, and token by token."""
-    stock, text = cut(prompt).logits, cut.generate(prompt, pad_token_id=0, **GREEDY)
-    calls = (20, 1, 14, 5)
-    warnings.filterwarnings("ignore", message="h2o_prefill: no layer of")
-    with enable(cut, **EXACT, min_prefill=64):
-        without_masks(monkeypatch)
-        assert_close(cut(prompt).logits, stock)
-        assert_close(cut(prompt, use_cache=False).logits, stock)
-        for cache in (new_cache(cut), DynamicCache(config=cut.config), DynamicCache()):
-            assert_close(in_calls(cut, cache, prompt, calls), stock)
-        assert torch.equal(cut.generate(prompt, pad_token_id=0, **GREEDY), text)
 
 
 def test_only_rows_that_see_different_first_keys_need_the_operator_of_windows(
