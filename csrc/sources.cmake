@@ -94,8 +94,6 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/lexical_recall_kernel.cpp
     kernels/cuda/memory_attention_kernel.cpp
     kernels/cuda/select_memory.cu
-    kernels/cuda/select_memory_kernel.cpp
-    kernels/cuda/chunkwise_linear_attention_kernel.cpp
-    kernels/cuda/linear_attention.cu)
+    kernels/cuda/select_memory_kernel.cpp)
 
 set(H2O_PYTHON_SOURCES bindings/python_module.cpp)

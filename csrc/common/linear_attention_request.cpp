@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <array>
 
 #include "common/checks.h"
@@ -65,8 +64,6 @@ FeatureMap feature_map_named(std::string_view name) {
   return FeatureMap::kIdentity;
 }
 
-int64_t LinearAttentionRequest::largest_chunk() const { return std::min(chunk_size, length()); }
-
 at::Tensor LinearAttentionRequest::decay_by_token() const {
   if (!log_decay.defined() || log_decay.dim() == 3) return log_decay;
   return log_decay.view({1, -1, 1}).expand({key.size(0), key.size(1), length()});
@@ -102,13 +99,14 @@ LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::T
 }
 
 LinearAttentionResult attend_causally(
-    const LinearAttentionRequest& r, at::Tensor (*with_rows)(const at::Tensor&),
+    const LinearAttentionRequest& r,
     const std::function<void(const LinearAttentionParams&)>& kernel) {
   const auto contiguous = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
   const auto data = [](const at::Tensor& t) {
     return t.defined() ? t.const_data_ptr<float>() : nullptr;
   };
-  const auto q = with_rows(r.query), k = with_rows(r.key), v = with_rows(r.value);
+  const auto q = with_contiguous_rows(r.query), k = with_contiguous_rows(r.key);
+  const auto v = with_contiguous_rows(r.value);
   const auto decay = r.decay_by_token();
   const auto state = contiguous(r.state), normalizer = contiguous(r.normalizer);
   const auto options = k.options().dtype(at::kFloat);
@@ -135,8 +133,7 @@ LinearAttentionResult attend_causally(
           .last_normalizer = r.normalize ? last_normalizer.mutable_data_ptr<float>() : nullptr,
           .feature_map = r.feature_map,
           .normalize = r.normalize,
-          .scale = static_cast<float>(r.scale),
-          .workspace = nullptr});
+          .scale = static_cast<float>(r.scale)});
   return {out, last_state, last_normalizer};
 }
 

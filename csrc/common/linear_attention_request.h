@@ -33,8 +33,6 @@ struct LinearAttentionRequest {
   double scale;  // not used where the output is normalised
 
   int64_t length() const { return query.size(2); }
-  // Tokens of the longest chunk.
-  int64_t largest_chunk() const;
   // The decay as a view [B, Hkv, T]; undefined: none.
   at::Tensor decay_by_token() const;
 };
@@ -80,9 +78,9 @@ LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::T
                                                 std::optional<double> scale);
 
 // Runs a kernel of the causal direction, which writes the output and the last states in its
-// parameters. `with_rows` returns a tensor with rows that the kernel can read.
+// parameters.
 LinearAttentionResult attend_causally(
-    const LinearAttentionRequest& request, at::Tensor (*with_rows)(const at::Tensor&),
+    const LinearAttentionRequest& request,
     const std::function<void(const LinearAttentionParams&)>& kernel);
 
 // Checks the gradients that the backward pass receives.
