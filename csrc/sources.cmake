@@ -11,7 +11,6 @@ set(H2O_HOST_SOURCES
     common/config.cpp
     common/linear_attention_request.cpp
     common/memory_sets.cpp
-    common/overlap.cpp
     common/prefill_request.cpp
     common/rules.cpp
     common/tensors.cpp

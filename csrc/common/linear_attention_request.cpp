@@ -69,33 +69,13 @@ at::Tensor LinearAttentionRequest::decay_by_token() const {
   return log_decay.view({1, -1, 1}).expand({key.size(0), key.size(1), length()});
 }
 
-LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::Tensor& k,
-                                                const at::Tensor& v,
-                                                const std::optional<at::Tensor>& log_decay,
-                                                const std::optional<at::Tensor>& initial_state,
-                                                const std::optional<at::Tensor>& initial_normalizer,
-                                                std::string_view feature_map, int64_t chunk_size,
-                                                bool causal, bool diagonal_once, bool normalize,
-                                                std::optional<double> scale) {
-  check_qkv(q, k, v, scale);
-  check_size("k", k, 2, q.size(2), "the length of q");
+void LinearAttentionRequest::check() const {
+  check_qkv(query, key, value, scale);
+  check_size("k", key, 2, query.size(2), "the length of q");
   check_at_least("chunk_size", chunk_size, 1);
   TORCH_CHECK_VALUE(!(causal && diagonal_once), "diagonal_once must be False where causal is True");
-  const LinearAttentionRequest request{.query = q,
-                                       .key = k,
-                                       .value = v,
-                                       .log_decay = log_decay.value_or(at::Tensor()),
-                                       .state = initial_state.value_or(at::Tensor()),
-                                       .normalizer = initial_normalizer.value_or(at::Tensor()),
-                                       .feature_map = feature_map_named(feature_map),
-                                       .chunk_size = chunk_size,
-                                       .causal = causal,
-                                       .diagonal_once = diagonal_once,
-                                       .normalize = normalize,
-                                       .scale = scale.value_or(1.0)};
-  check_log_decay(request);
-  check_states(request);
-  return request;
+  check_log_decay(*this);
+  check_states(*this);
 }
 
 LinearAttentionResult attend_causally(

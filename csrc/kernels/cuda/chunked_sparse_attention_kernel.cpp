@@ -137,20 +137,13 @@ RecallLists on_device(const RecallLists& lists, const at::Tensor& q) {
 }
 
 at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
-  if (!has_attention_kernel(request.query, request.value)) {
-    return composite::chunked_sparse_attention(request);
-  }
+  if (!has_attention_kernel(request)) return composite::chunked_sparse_attention(request);
   const c10::cuda::CUDAGuard guard(request.query.device());
-  const auto q = with_aligned_rows(request.query);
-  const auto k = with_aligned_rows(request.key);
-  const auto v = with_aligned_rows(request.value);
-  const int64_t length = request.length();
-  auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
-  const auto lse = at::empty({q.size(0), q.size(1), length}, q.options().dtype(at::kFloat));
-  const auto sinks = float_sinks(request.sinks);
-  const AttendForwardParams call =
-      attention_call(q, k, v, out, lse, request.scale(), sinks, request.softcap);
-  AttentionStream stream(q);
+  const AttentionArguments x = request.with_rows(&with_aligned_rows);
+  auto out = x.empty_out();
+  const auto lse = x.empty_lse();
+  const AttendForwardParams call = attention_call(x, out, lse);
+  AttentionStream stream(out);
   float* const scores = request.scores.mutable_data_ptr<float>();
   const int64_t scores_stride = request.scores.size(2);
 
@@ -163,13 +156,13 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
 
   // Phase 2: chunk after chunk, each from the scores that the ones before it left.
   if (request.selects()) {
-    const RecallLists lists = on_device(request.recall, q);
+    const RecallLists lists = on_device(request.recall, out);
     const RecallView recall = request.recall_view(lists);
     const auto memory_lse = at::empty_like(lse);
     float* const of_memory = memory_lse.mutable_data_ptr<float>();
     MemorySets sets(request);
     std::optional<ExactRows> exact;
-    if (request.settings.error_rows > 0) exact.emplace(request, call, q, stream);
+    if (request.settings.error_rows > 0) exact.emplace(request, call, x.query, stream);
     int64_t previous_begin = request.last_chunk_begin;
     for_each_chunk(request, [&](const RowRange& rows) {
       if (const int64_t begin = rows.position(); begin > 0) {
@@ -194,9 +187,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   }
 
   if (const int64_t tail = request.tail(); tail > 0) {
-    out.narrow(2, length - tail, tail)
-        .copy_(dense_attention_cuda(q.narrow(2, length - tail, tail), k, v, request.softmax_scale,
-                                    request.sinks, request.softcap));
+    out.narrow(2, x.length() - tail, tail).copy_(dense_attention_cuda(x.last_rows(tail)));
   }
   return out;
 }
