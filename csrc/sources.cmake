@@ -1,6 +1,6 @@
 # The only list of sources. Every build of the library, with or without CUDA, reads it.
 
-# What is the same for every device.
+# The same for every device.
 set(H2O_HOST_SOURCES
     bindings/library.cpp
     bindings/register_classes.cpp

@@ -1,5 +1,5 @@
-// What every operator of softmax attention takes, and the adapters between the dispatcher and a
-// device's implementation of the exact ones. An adapter checks the arguments, so that no caller can
+// The arguments of softmax attention, and the adapters between the dispatcher and a device's
+// implementation of the exact operators. An adapter checks the arguments, so that no caller can
 // skip the checks. The schemas are in ops/.
 #pragma once
 
@@ -42,7 +42,6 @@ struct AttentionArguments {
   const float* sink_data() const { return sinks ? sinks->const_data_ptr<float>() : nullptr; }
 };
 
-// out, and whatever else an operator returns.
 using Attention = at::Tensor (*)(const AttentionArguments& x);
 using WindowAttention = std::tuple<at::Tensor, at::Tensor> (*)(const AttentionArguments& x,
                                                                int64_t window);

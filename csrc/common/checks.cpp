@@ -284,7 +284,7 @@ void check_errors(const Tensor& errors, const Tensor& x, bool is_state) {
   for (int64_t unit = 0; unit < values.size(0) * values.size(1); ++unit, entry += kErrorFields) {
     const float doublings = entry[kDoublings], sum = entry[kErrorSum];
     const float chunks = entry[kErrorCount], factors = entry[kFactorSum];
-    // Not false for a NaN, so written as what must hold.
+    // Written as what must hold, since a NaN makes every comparison false.
     TORCH_CHECK_VALUE(doublings >= 0.0F && std::exp2(doublings) <= kMostWidening &&
                           doublings == std::trunc(doublings) && sum >= 0.0F && std::isfinite(sum) &&
                           chunks >= 0.0F && chunks <= kMostScores && chunks == std::trunc(chunks) &&

@@ -54,8 +54,8 @@ void check_accumulate_scores(const at::Tensor& scores, const at::Tensor& memory,
 
 void check_gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
-// fp32 [B, Hkv, kErrorFields] for x [B, Hkv, ...], on its device. is_state: whether the values are
-// those of a prompt.
+// fp32 [B, Hkv, kErrorFields] for x [B, Hkv, ...], on its device. is_state: whether the values
+// describe a prompt.
 void check_errors(const at::Tensor& errors, const at::Tensor& x, bool is_state = true);
 
 void check_token_text(const std::optional<at::Tensor>& token_text);

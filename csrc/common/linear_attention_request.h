@@ -50,7 +50,7 @@ struct LinearAttentionGradients {
 
 // out [B, Hq, T, Dv], state [B, Hkv, D, Dv], normaliser [B, Hkv, D or 0].
 using LinearAttentionResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// Gradients of q, k, v, the decay, the state and the normaliser; empty for what was not given.
+// Gradients of q, k, v, the decay, the state and the normaliser; empty where none was given.
 using LinearAttentionInputGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 

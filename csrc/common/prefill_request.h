@@ -105,7 +105,7 @@ PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers
                       const at::Tensor& position, const RecallLists& recall, int64_t layer,
                       std::string_view settings, std::optional<int64_t> window);
 
-// What the position of prefill_attention_ holds: int64 [2] on the CPU.
+// The position of prefill_attention_: int64 [2] on the CPU.
 struct Position {
   int64_t past;              // tokens before the call
   int64_t last_chunk_begin;  // where the last sparse chunk began

@@ -18,7 +18,7 @@ struct StateHeader {
     return (static_cast<int64_t>(numbers.size()) - fields) / layer_fields;
   }
 
-  std::vector<int64_t> numbers;  // the fields of the whole state, then those of each layer
+  std::vector<int64_t> numbers;  // the fields of the whole state, then of each layer
   int64_t fields;
   int64_t layer_fields;
 };

@@ -6,7 +6,7 @@
 
 namespace h2o_prefill {
 
-// What all passes of a call share. x: with contiguous rows (see with_rows()).
+// Common to all passes of a call. x: with contiguous rows (see with_rows()).
 inline AttendChunkArgs attention_call(const AttentionArguments& x, const at::Tensor& out,
                                       float* lse) {
   return {.query = heads_view(x.query),

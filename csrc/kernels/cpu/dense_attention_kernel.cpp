@@ -54,8 +54,8 @@ class KeyRanges {
   int64_t window_;
 };
 
-// Attends with rows of a call, those of x's query, and returns their lse. Two ranges of keys at a
-// time; partial results are merged in float32.
+// Attends with the rows of x's query, which are some of a call's, and returns their lse. Two ranges
+// of keys at a time; partial results are merged in float32.
 at::Tensor attend_rows_of_step(AttendChunk& attend, const AttentionArguments& x,
                                const at::Tensor& out, const RowRange& rows, int64_t window) {
   const auto lse = x.empty_lse();

@@ -241,7 +241,7 @@ Recalled recall_row(const int64_t* tokens, int64_t length, const at::Tensor& tok
     if (characters) {
       characters->for_latest(p, 1, [&](int64_t next) { find(next, kCharacterSpan); });
     }
-    // By rising first positions, what is new comes by rising positions. Matches come the last first.
+    // By rising first positions, new entries come by rising positions. Matches come the last first.
     std::reverse(found.begin(), found.end());
     if (!std::is_sorted(found.begin(), found.end())) std::sort(found.begin(), found.end());
     for (const auto& [first, end] : found) {

@@ -110,8 +110,7 @@ struct CausalKeys : KeyRange<kKeys> {
   }
 };
 
-// The tiles of the memory set, then those of the recalled keys of all blocks that the rows are of:
-// of kRows rows.
+// The tiles of kRows rows of the memory set, then of the recalled keys of all the rows' blocks.
 //
 // Shared memory holds for a tile, in one of kSlots slots, each key's position, -1 where it is
 // absent, and the rows of the query tile that see it: the first one in the low byte, the last one
@@ -155,7 +154,7 @@ struct GatheredKeys {
   Shared* const shared;
   int memory_tiles;
   int tiles;
-  int first_slot;  // that of tile 0; the others follow in turn
+  int first_slot;  // of tile 0; the others follow in turn
 
   // By the block's first kThreads threads, between barriers.
   __device__ __forceinline__ GatheredKeys(const AttendForwardParams& params, const RowTile& rows,

@@ -1,7 +1,7 @@
 // The passes that attention on CUDA is made of: their parameters from tensors, and their launches.
 //
 // No operator reads a value back from the device: none waits for it, and all can be captured into a
-// CUDA graph. So positions in tensors on the device are not checked; kernels leave out what lies
+// CUDA graph. So positions in tensors on the device are not checked; kernels leave out positions
 // outside of the history.
 #pragma once
 
@@ -22,7 +22,7 @@ bool has_attention_kernel(const AttentionArguments& x);
 // contiguous copy.
 at::Tensor with_aligned_rows(const at::Tensor& t);
 
-// What all passes of a call share, for all its rows, of which the last one stands at the last key.
+// Common to all passes of a call, for all its rows; the last one stands at the last key.
 // x: with aligned rows; lse [B, Hq, Tq] may be undefined if no pass wants or merges it.
 AttendForwardParams attention_call(const AttentionArguments& x, const at::Tensor& out,
                                    const at::Tensor& lse);
@@ -46,7 +46,7 @@ AttendForwardParams limited_pass(const AttendForwardParams& call, const int32_t*
 ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
                              int64_t stride);
 
-// Launches passes on the current stream of the current device. Throws what CUDA reports.
+// Launches passes on the current stream of the current device. Throws CUDA's errors.
 class AttentionStream {
  public:
   // like: a tensor on the device.

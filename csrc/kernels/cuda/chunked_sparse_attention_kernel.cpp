@@ -107,7 +107,7 @@ class ExactRows {
     stream.attend(limited_pass(measured, limits.const_data_ptr<int32_t>()));
   }
 
-  // Records the errors of the chunk with these rows, of which the output is final.
+  // Records the errors of the chunk with these rows, whose output is final.
   void record(const AttendForwardParams& call, const RowRange& rows) const {
     const RecordErrorsParams params{.out = call.out,
                                     .exact = heads_view(exact_),

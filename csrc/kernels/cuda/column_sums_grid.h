@@ -8,7 +8,7 @@
 
 namespace h2o_prefill::column_sums {
 
-// What the launch computes once for all blocks. A block works on key tile `tile` of a chunk (a
+// The launch computes this once for all blocks. A block works on key tile `tile` of a chunk (a
 // memory set is one chunk) for some query heads of a KV head and some rows of the chunk: all of
 // them, or one head and split_rows rows, and its sums go to params.partial. Blocks are numbered so
 // that the key tiles of a chunk that the most rows see go first.

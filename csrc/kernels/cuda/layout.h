@@ -1,7 +1,7 @@
 // Where things lie: units of 16 bytes in shared tiles, and matrix elements in the registers of a
 // warp. Plain functions of integers, so that the host can test them.
 //
-// Fragments are those of mma m16n8k16: a[16, 16], b[16, 8] and c[16, 8]. Element i of a lane is,
+// Fragments belong to mma m16n8k16: a[16, 16], b[16, 8] and c[16, 8]. Element i of a lane is,
 // for a and b, half i % 2 of register i / 2 and, for c, register i.
 #pragma once
 
