@@ -197,9 +197,7 @@ void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
 
 }  // namespace
 
-int64_t PrefillRequest::recall_blocks() const {
-  return (length() + settings.recall_block - 1) / settings.recall_block;
-}
+int64_t PrefillRequest::recall_blocks() const { return divide_up(length(), settings.recall_block); }
 
 void PrefillRequest::check() const {
   settings.check();

@@ -17,6 +17,15 @@
 
 namespace h2o_prefill {
 
+// The lists with convert() of each; none stay none.
+template <typename Convert>
+RecallLists converted(const RecallLists& lists, const Convert& convert) {
+  if (!lists.offsets.defined()) return {};
+  return {.offsets = convert(lists.offsets),
+          .positions = convert(lists.positions),
+          .visible_from = convert(lists.visible_from)};
+}
+
 struct PrefillRequest : AttentionArguments {
   // [B, Hkv, T_total or more], contiguous. On entry the scores of earlier positions, 0 where
   // there is none; on return the scores of all positions.

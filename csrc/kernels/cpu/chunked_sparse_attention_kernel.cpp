@@ -15,19 +15,13 @@
 namespace h2o_prefill {
 namespace {
 
-RecallLists contiguous(const RecallLists& lists) {
-  if (!lists.offsets.defined()) return {};
-  return {.offsets = lists.offsets.contiguous(),
-          .positions = lists.positions.contiguous(),
-          .visible_from = lists.visible_from.contiguous()};
-}
-
 at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
   if (request.query.scalar_type() == at::kDouble) {
     return composite::chunked_sparse_attention(request);
   }
   const AttentionArguments x = request.with_rows(&with_contiguous_rows);
-  const RecallLists recall = contiguous(request.recall);
+  const RecallLists recall =
+      converted(request.recall, [](const at::Tensor& list) { return list.contiguous(); });
   const int64_t length = request.length();
   auto out = x.empty_out();
 

@@ -27,8 +27,7 @@ constexpr int64_t kTaskStateBytes = int64_t{1} << 20;
 // The same call from the last token to the first.
 LinearAttentionParams reversed(LinearAttentionParams call) {
   for (HeadsView* view : {&call.query, &call.key, &call.value, &call.out}) {
-    view->data = view->row(0, 0, view->length - 1);
-    view->stride_row = -view->stride_row;
+    *view = view->reversed();
   }
   if (call.log_decay) {
     call.log_decay += (call.key.length - 1) * call.decay_stride_row;

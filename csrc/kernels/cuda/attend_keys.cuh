@@ -53,7 +53,7 @@ struct KeyRange {
   int tiles;
 
   __device__ __forceinline__ explicit KeyRange(int count)
-      : count(count), tiles(tile::divide_up(count, kKeys)) {}
+      : count(count), tiles(divide_up(count, kKeys)) {}
 
   __device__ __forceinline__ Lookup prepare(int /*j*/) const { return {}; }
   __device__ __forceinline__ void store(int /*j*/, const Lookup& /*lookup*/) const {}
@@ -161,7 +161,7 @@ struct GatheredKeys {
                                           void* shared_memory)
       : p(params),
         shared(static_cast<Shared*>(shared_memory)),
-        memory_tiles(tile::divide_up(static_cast<int>(params.memory.width), kKeys)),
+        memory_tiles(divide_up(static_cast<int>(params.memory.width), kKeys)),
         tiles(memory_tiles),
         first_slot(0) {
     Shared all;
@@ -181,7 +181,7 @@ struct GatheredKeys {
       all.first_entry = min(max(p.recall.offsets[all.first_block], 0), entries);
       const int end = min(p.recall.offsets[all.first_block + all.blocks], entries);
       all.entries = max(end - all.first_entry, 0);
-      tiles += tile::divide_up(all.entries, kKeys);
+      tiles += divide_up(all.entries, kKeys);
     }
     if (threadIdx.x == 0) {
       shared->memory = all.memory;

@@ -90,7 +90,7 @@ class ExactRows {
     const int64_t heads = q.size(1);
     const auto ints = q.options().dtype(at::kInt);
     const auto rows = at::empty({q.size(0), heads, measured_.size()}, ints);
-    const int64_t room = (measured_.size() + kLimitRows - 1) / kLimitRows * kLimitRows;
+    const int64_t room = round_up(measured_.size(), kLimitRows);
     const auto limits = at::empty({room}, ints);
     const ListMeasuredParams list{.measured = measured_,
                                   .heads = q.size(0) * heads,
@@ -125,17 +125,6 @@ class ExactRows {
   at::Tensor exact_;
 };
 
-// The lists where the kernels read them.
-RecallLists on_device(const RecallLists& lists, const at::Tensor& q) {
-  if (!lists.offsets.defined()) return {};
-  const auto bring = [&](const at::Tensor& list) {
-    return list.to(q.device(), list.scalar_type(), /*non_blocking=*/true).contiguous();
-  };
-  return {.offsets = bring(lists.offsets),
-          .positions = bring(lists.positions),
-          .visible_from = bring(lists.visible_from)};
-}
-
 at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   if (!has_attention_kernel(request)) return composite::chunked_sparse_attention(request);
   const c10::cuda::CUDAGuard guard(request.query.device());
@@ -156,7 +145,9 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
 
   // Phase 2: chunk after chunk, each from the scores that the ones before it left.
   if (request.selects()) {
-    const RecallLists lists = on_device(request.recall, out);
+    const RecallLists lists = converted(request.recall, [&](const at::Tensor& list) {
+      return list.to(out.device(), list.scalar_type(), /*non_blocking=*/true).contiguous();
+    });
     const RecallView recall = request.recall_view(lists);
     const auto memory_lse = at::empty_like(lse);
     float* const of_memory = memory_lse.mutable_data_ptr<float>();

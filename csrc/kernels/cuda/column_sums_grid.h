@@ -45,7 +45,6 @@ inline bool is_empty(const ColumnSumsParams& p) {
 }
 
 inline Grid divide(const ColumnSumsParams& p, const TileSizes& sizes, bool may_share) {
-  const auto divide_up = [](int64_t n, int64_t by) { return (n + by - 1) / by; };
   const int64_t columns = columns_of(p);
   const int64_t chunk =
       !p.gathered && p.causal.chunk_size < columns ? p.causal.chunk_size : columns;

@@ -23,7 +23,7 @@ bool pytorch_has_kernel(const AttentionArguments& x) {
 int64_t parts_of_past(const AttentionArguments& x) {
   constexpr int64_t kLeastKeys = 512;  // of a part
   if (x.query.size(0) > 1) return 0;
-  const int64_t blocks = x.query.size(1) * ((x.length() + kLimitRows - 1) / kLimitRows);
+  const int64_t blocks = x.query.size(1) * divide_up(x.length(), kLimitRows);
   const int64_t parts = std::min(kManyBlocks / blocks, x.past() / kLeastKeys);
   return parts > 1 ? parts : 0;
 }
@@ -40,7 +40,7 @@ at::Tensor attend_in_parts(const AttentionArguments& x, int64_t parts) {
   const auto in_parts = [&](const at::Tensor& t) {
     return t.narrow(2, 0, parts * keys).unflatten(2, {parts, keys}).squeeze(0).transpose(0, 1);
   };
-  const auto room = (rows + kLimitRows - 1) / kLimitRows * kLimitRows;
+  const auto room = round_up(rows, kLimitRows);
   const auto limits = at::full({room}, keys, q.options().dtype(at::kInt));
   const AttentionStream stream(q);
   AttentionArguments batch{q.expand({parts, -1, -1, -1}), in_parts(x.key), in_parts(x.value),

@@ -33,8 +33,8 @@ inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows,
   const int64_t chunk_size = params.gathered ? 0 : params.causal.chunk_size;
   const int64_t chunk_rows = chunk_size && chunk_size < rows ? chunk_size : rows;
   const int64_t heads = params.query.batch * params.query.heads / tile_heads;
-  const int64_t chunks = tile::divide_up(rows, chunk_rows);
-  const int64_t tiles = tile::divide_up(chunk_rows, tile_rows);
+  const int64_t chunks = divide_up(rows, chunk_rows);
+  const int64_t tiles = divide_up(chunk_rows, tile_rows);
   if (heads * chunks * tiles > INT32_MAX) return {};
   return {params,
           static_cast<uint32_t>(heads),

@@ -39,10 +39,6 @@ H2O_LAYOUT int accumulator_column(int lane, int i) { return 2 * (lane % 4) + i %
 H2O_LAYOUT int load_a_row(int lane) { return lane % 16; }
 H2O_LAYOUT int load_a_unit(int lane) { return lane / 16; }
 
-// The same for a[16, 16] stored by columns, as values are for V^T K, by ldmatrix_x4_transposed.
-H2O_LAYOUT int load_a_transposed_row(int lane) { return lane % 8 + lane / 16 * 8; }
-H2O_LAYOUT int load_a_transposed_unit(int lane) { return lane / 8 % 2; }
-
 // The same for two b fragments, registers {b0, b1} of columns 0..7 and then of columns 8..15,
 // stored by columns: row n of the tile is column n of b, as keys are for Q K^T.
 H2O_LAYOUT int load_b_row(int lane) { return lane % 8 + lane / 16 * 8; }

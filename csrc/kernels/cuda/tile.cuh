@@ -20,11 +20,6 @@ struct alignas(layout::kUnitBytes) Unit {
   uint32_t words[4];
 };
 
-template <typename Int>
-__host__ __device__ __forceinline__ constexpr Int divide_up(Int n, Int by) {
-  return (n + by - 1) / by;
-}
-
 // x itself, as a value that the compiler knows nothing about, so that a loop computes addresses
 // from it anew: the registers that it would take to keep them are accumulators.
 __device__ __forceinline__ int recomputed(int x) {

@@ -314,23 +314,20 @@ TEST(PrefillAttentionInPlace, WrongArgumentsChangeNothing) {
         [](L& l, Qkv&, R&) { l.position = at::zeros({1}, at::kLong); });
   wrong("position must be int64, got int32",
         [](L& l, Qkv&, R&) { l.position = at::zeros({2}, at::kInt); });
-  wrong("position must not be negative", [](L& l, Qkv&, R&) {
-    l.position = at::tensor({-1, 0}, at::kLong);
-  });
-  wrong("last_chunk_begin must be in [0, 20]", [](L& l, Qkv&, R&) {
-    l.position = at::tensor({20, 32}, at::kLong);
-  });
+  wrong("position must not be negative",
+        [](L& l, Qkv&, R&) { l.position = at::tensor({-1, 0}, at::kLong); });
+  wrong("last_chunk_begin must be in [0, 20]",
+        [](L& l, Qkv&, R&) { l.position = at::tensor({20, 32}, at::kLong); });
   wrong("k must have the length of q (40)",
         [](L&, Qkv& t, R&) { t.k = t.k.narrow(2, 0, 9), t.v = t.v.narrow(2, 0, 9); });
   wrong("must be given together", [](L&, Qkv&, R& r) { r.offsets = at::zeros({1}, at::kInt); });
-  wrong(
-      "preset must be one of exact, recommended, h2o, got \"best\"", [](L&, Qkv&, R&) {}, "best");
+  wrong("preset must be one of exact, recommended, h2o, got \"best\"", [](L&, Qkv&, R&) {}, "best");
   EXPECT_VALUE_ERROR(layer.attend(x, kSettings, -1), "layer must be >= 0, got -1");
   EXPECT_VALUE_ERROR(advance_position_(layer.position, -1, kSettings),
                      "num_tokens must be >= 0, got -1");
 }
 
-// Buffers whose keys and values have one width, and what is attended with.
+// Buffers whose keys and values have one width, and the arguments of a call.
 struct Shared {
   at::Tensor q = at::randn({2, 2, 20, 8}), k = at::randn({2, 2, 20, 8}), v = k + 1;
   PrefillBuffers buffers{at::zeros({2, 2, 100, 8}), at::zeros({2, 2, 100, 8}),
@@ -359,9 +356,8 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
     b.key = rows.narrow(3, 0, 8);
     b.value = rows.narrow(3, 4, 8);
   });
-  refused("cache_key must have every element at an address of its own", [](S&, B& b) {
-    b.key = at::zeros({2, 1, 100, 8}).expand({2, 2, 100, 8});
-  });
+  refused("cache_key must have every element at an address of its own",
+          [](S&, B& b) { b.key = at::zeros({2, 1, 100, 8}).expand({2, 2, 100, 8}); });
   refused("q must not share memory with cache_key",
           [](S& s, B& b) { s.q = b.key.narrow(2, 80, 20); });
   refused("q must not share memory with cache_value",
@@ -376,18 +372,16 @@ TEST(PrefillAttentionInPlace, RefusesArgumentsThatShareMemory) {
           [](S& s, B& b) { s.v = b.key.narrow(2, 0, 20); });
   refused("k must not share memory with cache_value",
           [](S& s, B& b) { s.k = b.value.narrow(2, 0, 20); });
-  refused("scores must not share memory with cache_value", [](S&, B& b) {
-    b.scores = b.value.flatten().narrow(0, 16, 400).view({2, 2, 100});
-  });
+  refused("scores must not share memory with cache_value",
+          [](S&, B& b) { b.scores = b.value.flatten().narrow(0, 16, 400).view({2, 2, 100}); });
   refused("memory must not share memory with scores", [](S&, B& b) {
     b.memory = b.scores.view(at::kInt).flatten().narrow(0, 0, 32).view({2, 2, kMemory});
   });
   refused("errors must not share memory with memory", [](S&, B& b) {
     b.errors = b.memory.view(at::kFloat).flatten().narrow(0, 0, 16).view({2, 2, 4});
   });
-  refused("q must not share memory with errors", [](S& s, B& b) {
-    b.errors = s.q.flatten().narrow(0, 0, 16).view({2, 2, 4});
-  });
+  refused("q must not share memory with errors",
+          [](S& s, B& b) { b.errors = s.q.flatten().narrow(0, 0, 16).view({2, 2, 4}); });
 }
 
 TEST(PrefillAttentionInPlace, BuffersMayBePartsOfOneTensor) {
