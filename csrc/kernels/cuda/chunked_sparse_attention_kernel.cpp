@@ -1,6 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/ones.h>
+#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <optional>
