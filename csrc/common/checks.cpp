@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
 #include <vector>
 
 #include "common/config_fields.h"
@@ -92,8 +93,6 @@ bool share_memory(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-void check_qkv(const AttentionArguments& x) { check_qkv(x.query, x.key, x.value, x.softmax_scale); }
-
 at::Tensor AttentionArguments::empty_lse() const {
   return at::empty({query.size(0), query.size(1), length()},
                    query.options().dtype(accumulate_type(query)));
@@ -127,7 +126,8 @@ void check_no_overlap(const NamedTensor& written, std::initializer_list<NamedTen
   }
 }
 
-void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale) {
+void check_qkv(const AttentionArguments& x) {
+  const auto& [q, k, v] = std::tie(x.query, x.key, x.value);
   check_dims("q", q, 4);
   check_dims("k", k, 4);
   check_dims("v", v, 4);
@@ -148,8 +148,8 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<
   TORCH_CHECK_VALUE(k.size(2) <= std::numeric_limits<int32_t>::max(),
                     "k must have fewer than 2^31 rows, got ", k.size(2));
   // Kernels scale in float32.
-  TORCH_CHECK_VALUE(!scale || std::isfinite(static_cast<float>(*scale)),
-                    "scale must be finite, got ", *scale);
+  TORCH_CHECK_VALUE(!x.softmax_scale || std::isfinite(static_cast<float>(*x.softmax_scale)),
+                    "scale must be finite, got ", *x.softmax_scale);
 }
 
 void check_logit_options(const AttentionArguments& x) {

@@ -27,8 +27,6 @@ void check_no_overlap(const NamedTensor& written, std::initializer_list<NamedTen
 
 // q [B, Hq, T, D], k [B, Hkv, *, D] and v [B, Hkv, *, Dv], of one dtype and device; and the
 // softmax scale, which must be finite.
-void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-               std::optional<double> scale);
 void check_qkv(const AttentionArguments& x);
 
 // sinks: floating point [Hq], on the device of the query. softcap: finite, not negative.

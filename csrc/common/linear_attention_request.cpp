@@ -70,7 +70,7 @@ at::Tensor LinearAttentionRequest::decay_by_token() const {
 }
 
 void LinearAttentionRequest::check() const {
-  check_qkv(query, key, value, scale);
+  check_qkv({query, key, value, scale});
   check_size("k", key, 2, query.size(2), "the length of q");
   check_at_least("chunk_size", chunk_size, 1);
   TORCH_CHECK_VALUE(!(causal && diagonal_once), "diagonal_once must be False where causal is True");
