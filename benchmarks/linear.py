@@ -35,21 +35,21 @@ MOST_BYTES = 2**31
 MOST_QUERY_BYTES = 2**30
 
 
-@benchmark(app, "linear", "dtype", "shape", "device", lengths=LENGTHS, seconds=20.0)
+@benchmark(app, "linear", "dtype", "shape", lengths=LENGTHS, seconds=20.0)
 def linear(plan: Plan) -> None:
     """Time chunkwise_linear_attention (elu+1, causal) and its backward beside other attention.
 
     The others are torch SDPA; the masked square, which writes all products of queries and keys;
     the cumulative sums of all outer products of keys and values; and flash-linear-attention if it
-    is installed, on a GPU by its kernels, elsewhere in its PyTorch form. At 4096 tokens the chunk
-    size is swept. Flops are those that count: products of a query with the state and with the keys
-    before it in its chunk, and those of a key and a value. "temporary MB" is what a call holds at
-    most beside its results, "both" a call and its backward, "backward ratio" that without the call.
+    is installed, in its PyTorch form. At 4096 tokens the chunk size is swept. Flops count the
+    products of a query with the state and with the keys before it in its chunk, and the products
+    of keys and values. "temporary MB" is the most that a call holds beside its results, "both" a
+    call and its backward, "backward ratio" the backward alone.
     """
     swept = (plan.lengths[-1], CHUNK_SIZES[:3]) if plan.quick else (SWEPT_LENGTH, CHUNK_SIZES)
     title = "chunkwise_linear_attention (elu+1, causal): speedup over SDPA and over other forms"
     with Report(plan, title, lengths=plan.lengths, freed_memory_kept=keep_freed_memory()) as report:
-        if find_fla(plan.on_gpu) is None:
+        if find_fla() is None:
             report.note("flash-linear-attention is left out: pip install flash-linear-attention")
         for case in plan.cases():
             last: tuple[int, float] | None = None
@@ -77,7 +77,7 @@ def _row(
         calls["both"] = forward_and_backward(attend, q, k, v)
     if with_others:
         calls |= _others(case, q, k, v)
-    peak = _matmul_peak(q) if case.on_gpu else native.peak("fma", case.threads)
+    peak = native.peak("fma", case.threads)
     timings = case.compare({**calls, "peak": peak.run}, seconds)
     taken = timings.median("linear")
     flops = _flops(case, length)
@@ -88,15 +88,9 @@ def _row(
         "gigabytes_per_second": (2 * q.nbytes + k.nbytes + v.nbytes) / taken / 1e9,
         **timings.ratio("peak", "linear").fields("percent", 100 * flops / peak.amount),
         "rounds": timings.rounds,
-        **_times_and_memory(timings, calls, case.on_gpu),
+        **_times_and_memory(timings, calls),
     }
     return row, timings.median("sdpa") + timings.median("sdpa_both") if with_others else None
-
-
-def _matmul_peak(q: Tensor) -> native.Work:
-    """Return a product of large matrices of the dtype and on the device of q."""
-    square = torch.randn(8192, 8192, device=q.device, dtype=q.dtype)
-    return native.Work(lambda: square @ square, 2.0 * square.shape[0] ** 3)
 
 
 def _others(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Attention]:
@@ -112,9 +106,9 @@ def _others(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Attention]
         calls["square"] = partial(masked_square, q, k, v)
     if sums_bytes <= MOST_BYTES:
         calls["cumsum"] = partial(cumulative_sums, q, k, v)
-    fla = find_fla(case.on_gpu)
-    # Its PyTorch form takes whole chunks.
-    if fla is not None and (case.on_gpu or length % 64 == 0):
+    fla = find_fla()
+    # It takes whole chunks.
+    if fla is not None and length % 64 == 0:
         calls["fla"] = flash_linear_attention(fla, q, k, v)
     return calls
 
@@ -126,14 +120,14 @@ def _flops(case: Case, length: int) -> int:
     return length * (heads.query_heads * per_query + heads.kv_heads * 2 * heads.head_dim**2)
 
 
-def _times_and_memory(timings: Timings, calls: dict[str, Attention], on_gpu: bool) -> Row:
+def _times_and_memory(timings: Timings, calls: dict[str, Attention]) -> Row:
     """Return milliseconds and temporary megabytes of every call, and the ratios of their times."""
-    row: Row = {"temporary_megabytes": temporary_megabytes(calls["linear"], on_gpu)}
+    row: Row = {"temporary_megabytes": temporary_megabytes(calls["linear"])}
     for name, call in calls.items():
         prefix = "" if name == "linear" else f"{name}_"
         row[f"{prefix}milliseconds"] = 1e3 * timings.median(name)
         if prefix:
-            row[f"{prefix}megabytes"] = temporary_megabytes(call, on_gpu)
+            row[f"{prefix}megabytes"] = temporary_megabytes(call)
     if "both" in calls:
         row["backward_ratio"] = timings.ratio("both", "linear").value - 1
     if "sdpa" in calls:
@@ -171,16 +165,15 @@ def cumulative_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (queries.unsqueeze(-2) @ states).squeeze(-2).flatten(1, 2)
 
 
-def find_fla(on_gpu: bool) -> Callable[..., Any] | None:
-    """Return the function of flash-linear-attention: its kernels on a GPU, else in PyTorch."""
-    name = "chunk" if on_gpu else "naive"
+def find_fla() -> Callable[..., Any] | None:
+    """Return the PyTorch form of flash-linear-attention, if it is installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no GPU
-            module = importlib.import_module(f"fla.ops.linear_attn.{name}")
+            module = importlib.import_module("fla.ops.linear_attn.naive")
     except ImportError:
         return None
-    return getattr(module, "chunk_linear_attn" if on_gpu else "naive_chunk_linear_attn")
+    return module.naive_chunk_linear_attn
 
 
 def flash_linear_attention(

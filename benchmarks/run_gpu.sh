@@ -101,7 +101,6 @@ depth() {
     bench "model_$path" 60 models model --model llama3-8b-layers --preset recommended \
       --dtype bfloat16 --lengths 8192,32768 --seconds 8
   done
-  bench linear 40 linear linear --seconds 1.5 --lengths 4096,16384,65536
 }
 
 for part in "${parts[@]}"; do $part; done

@@ -1,6 +1,6 @@
 # The only list of sources. Every build of the library, with or without CUDA, reads it.
 
-# What is the same for every device.
+# The same for every device.
 set(H2O_HOST_SOURCES
     bindings/library.cpp
     bindings/register_classes.cpp
@@ -11,7 +11,6 @@ set(H2O_HOST_SOURCES
     common/config.cpp
     common/linear_attention_request.cpp
     common/memory_sets.cpp
-    common/overlap.cpp
     common/prefill_request.cpp
     common/rules.cpp
     common/tensors.cpp
@@ -94,8 +93,6 @@ set(H2O_CUDA_SOURCES
     kernels/cuda/lexical_recall_kernel.cpp
     kernels/cuda/memory_attention_kernel.cpp
     kernels/cuda/select_memory.cu
-    kernels/cuda/select_memory_kernel.cpp
-    kernels/cuda/chunkwise_linear_attention_kernel.cpp
-    kernels/cuda/linear_attention.cu)
+    kernels/cuda/select_memory_kernel.cpp)
 
 set(H2O_PYTHON_SOURCES bindings/python_module.cpp)

@@ -44,19 +44,13 @@ def first_call_peak_bytes(call: Callable[[], object]) -> int:
         return fresh_thread.submit(peak_bytes, call).result()
 
 
-def temporary_megabytes(call: Callable[[], Tensor | tuple[Tensor, ...]], on_gpu: bool) -> float:
+def temporary_megabytes(call: Callable[[], Tensor | tuple[Tensor, ...]]) -> float:
     """Return the most that a call holds at a time beside its results.
 
-    On the CPU in a thread that has kept no workspace yet.
+    In a thread that has kept no workspace yet.
     """
     results: list[Tensor | tuple[Tensor, ...]] = []
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        results.append(call())
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        peak = first_call_peak_bytes(lambda: results.append(call()))
+    peak = first_call_peak_bytes(lambda: results.append(call()))
     tensors = [results[0]] if isinstance(results[0], Tensor) else results[0]
     return (peak - sum(x.nbytes for x in tensors)) / 1e6
 

@@ -36,7 +36,7 @@ using Attention = c10::intrusive_ptr<ChunkedSparseAttention>;
 using Past = c10::intrusive_ptr<CompactPast>;
 using Context = c10::intrusive_ptr<PrefillContext>;
 
-// What lexical_recall returns to TorchScript.
+// The result of lexical_recall in TorchScript.
 using Lists = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 RecallLists recall_lists(const std::optional<Lists>& lists) {
@@ -420,7 +420,7 @@ void register_context(torch::Library& m) {
       .def("save", &PrefillContext::save,
            "Write the prompt into a session file; model: the hash of the model.",
            {arg("path"), arg("model")})
-      .def("load", &PrefillContext::load, "Replace the prompt by that of a session file.",
+      .def("load", &PrefillContext::load, "Replace the prompt by a session file's.",
            {arg("path"), arg("model"), arg("verify") = true});
   add_state(cls);
 }

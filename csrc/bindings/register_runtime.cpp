@@ -53,7 +53,7 @@ struct PackageSessionHolder : torch::CustomClassHolder {
   PackageSession session;
 };
 
-// Keeps alive what an answer refers to.
+// Keeps the session of an answer alive.
 struct AnswerHolder : torch::CustomClassHolder {
   AnswerHolder(c10::intrusive_ptr<PackageSessionHolder> of, const at::Tensor& token_ids,
                const GenerateOptions& options, c10::intrusive_ptr<SamplerHolder> by)
@@ -111,7 +111,7 @@ void register_package_session(torch::Library& m) {
            [](const Self& self, const std::string& path, bool verify) {
              self->session.load(path, verify);
            },
-           "Replace the text by that of a session file; verify its checksum.",
+           "Replace the text by a session file's; verify its checksum.",
            {arg("path"), arg("verify") = true});
 }
 

@@ -11,7 +11,7 @@ include("${CMAKE_CURRENT_LIST_DIR}/cuda_archs.cmake")
 set(H2O_WITH_CUDA AUTO CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO where there is a GPU and a toolkit for it")
 set_property(CACHE H2O_WITH_CUDA PROPERTY STRINGS ON OFF AUTO)
 
-# Machine code for what differs, PTX of the newest for what comes later. Code for 8.0 runs on 8.6, 8.7 and 8.9.
+# Machine code for the architectures that differ, PTX of the newest for later ones. Code for 8.0 runs on 8.6, 8.7 and 8.9.
 set(H2O_CUDA_DEFAULT_ARCHS "80-real;90a-real;90-virtual")
 
 # Sets H2O_CUDA_MAJOR to the CUDA major version that PyTorch was built with, empty for a CPU build, and H2O_NVCC and

@@ -32,5 +32,5 @@ add_library(h2o_torch INTERFACE IMPORTED GLOBAL)
 target_include_directories(h2o_torch SYSTEM INTERFACE "${H2O_TORCH_ROOT}/include"
                                                       "${H2O_TORCH_ROOT}/include/torch/csrc/api/include")
 target_link_libraries(h2o_torch INTERFACE "${H2O_LIB_torch_cpu}" "${H2O_LIB_c10}")
-# The rest of what the PyTorch libraries themselves need is found beside them.
+# The PyTorch libraries find their other dependencies beside them.
 target_link_options(h2o_torch INTERFACE "LINKER:-rpath-link,${H2O_TORCH_LIB_DIR}" "LINKER:--allow-shlib-undefined")

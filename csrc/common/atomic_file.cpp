@@ -57,7 +57,7 @@ bool is_scratch(const std::string& name, const std::string& prefix, const std::s
 
 }  // namespace
 
-// The destructor runs for what the delegated constructor has made, also if this one throws.
+// The destructor runs after the delegated constructor, also if this one throws.
 AtomicFile::AtomicFile(const std::string& path) : AtomicFile() {
   path_ = path;
   TORCH_CHECK_VALUE(path.find('\0') == std::string::npos, "a path must have no null byte");

@@ -1,10 +1,15 @@
 #include "common/checks.h"
 
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
+#include <vector>
 
 #include "common/config_fields.h"
-#include "common/overlap.h"
 #include "common/rules.h"
 #include "common/tensors.h"
 #include "h2o_prefill/ops.h"
@@ -60,9 +65,69 @@ bool is_memory_set(const int32_t* list, int64_t width, int64_t length) {
   return wrong == 0;
 }
 
+// Whether two views of one storage that are not dense share elements. Parts of one tensor have its
+// strides, so that their offsets are where their ranges begin in each of its dimensions.
+bool parts_overlap(const Tensor& a, const Tensor& b) {
+  if (a.strides() != b.strides() || a.itemsize() != b.itemsize()) return true;
+  int64_t offset_a = a.storage_offset(), offset_b = b.storage_offset();
+  std::vector<int64_t> dims;
+  for (int64_t i = 0; i < a.dim(); ++i) {
+    if (a.stride(i) > 0 && (a.size(i) > 1 || b.size(i) > 1)) dims.push_back(i);
+  }
+  std::sort(dims.begin(), dims.end(),
+            [&](int64_t i, int64_t j) { return a.stride(i) > a.stride(j); });
+  for (const int64_t i : dims) {
+    const int64_t begin_a = offset_a / a.stride(i), begin_b = offset_b / a.stride(i);
+    if (begin_a >= begin_b + b.size(i) || begin_b >= begin_a + a.size(i)) return false;
+    offset_a %= a.stride(i);
+    offset_b %= a.stride(i);
+  }
+  return offset_a == offset_b;
+}
+
+bool share_memory(const Tensor& a, const Tensor& b) {
+  const auto status = at::get_overlap_status(a, b);
+  if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
+  return a.is_alias_of(b) && parts_overlap(a, b);
+}
+
 }  // namespace
 
-void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale) {
+at::Tensor AttentionArguments::empty_lse() const {
+  return at::empty({query.size(0), query.size(1), length()},
+                   query.options().dtype(accumulate_type(query)));
+}
+
+AttentionArguments AttentionArguments::with_rows(at::Tensor (*convert)(const at::Tensor&)) const {
+  AttentionArguments x{convert(query), convert(key), convert(value), softmax_scale};
+  if (sinks) x.sinks = sinks->to(at::kFloat).contiguous();
+  x.softcap = softcap;
+  return x;
+}
+
+AttentionArguments AttentionArguments::last_rows(int64_t rows) const {
+  AttentionArguments x = *this;
+  x.query = query.narrow(2, length() - rows, rows);
+  return x;
+}
+
+void check_no_internal_overlap(const NamedTensor& written) {
+  TORCH_CHECK_VALUE(at::has_internal_overlap(written.tensor) != at::MemOverlap::Yes, written.name,
+                    " must have every element at an address of its own, since it is written in "
+                    "place; clone() it: got shape ",
+                    written.tensor.sizes(), " with strides ", written.tensor.strides());
+}
+
+void check_no_overlap(const NamedTensor& written, std::initializer_list<NamedTensor> others) {
+  for (const NamedTensor& other : others) {
+    TORCH_CHECK_VALUE(!share_memory(written.tensor, other.tensor), other.name,
+                      " must not share memory with ", written.name,
+                      ", which is written in place; clone() one of them");
+  }
+}
+
+void check_qkv(const AttentionArguments& x) {
+  const auto& [q, k, v] = std::tie(x.query, x.key, x.value);
   check_dims("q", q, 4);
   check_dims("k", k, 4);
   check_dims("v", v, 4);
@@ -83,18 +148,18 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<
   TORCH_CHECK_VALUE(k.size(2) <= std::numeric_limits<int32_t>::max(),
                     "k must have fewer than 2^31 rows, got ", k.size(2));
   // Kernels scale in float32.
-  TORCH_CHECK_VALUE(!scale || std::isfinite(static_cast<float>(*scale)),
-                    "scale must be finite, got ", *scale);
+  TORCH_CHECK_VALUE(!x.softmax_scale || std::isfinite(static_cast<float>(*x.softmax_scale)),
+                    "scale must be finite, got ", *x.softmax_scale);
 }
 
-void check_logit_options(const std::optional<Tensor>& sinks, double softcap, const Tensor& q) {
-  TORCH_CHECK_VALUE(std::isfinite(softcap) && softcap >= 0.0,
-                    "softcap must be finite and >= 0 (0: none), got ", softcap);
-  if (!sinks) return;
-  check_dims("sinks", *sinks, 1);
-  check_float("sinks", *sinks);
-  check_device("sinks", *sinks, q, "q");
-  check_size("sinks", *sinks, 0, q.size(1), "one entry a query head");
+void check_logit_options(const AttentionArguments& x) {
+  TORCH_CHECK_VALUE(std::isfinite(x.softcap) && x.softcap >= 0.0,
+                    "softcap must be finite and >= 0 (0: none), got ", x.softcap);
+  if (!x.sinks) return;
+  check_dims("sinks", *x.sinks, 1);
+  check_float("sinks", *x.sinks);
+  check_device("sinks", *x.sinks, x.query, "q");
+  check_size("sinks", *x.sinks, 0, x.query.size(1), "one entry a query head");
 }
 
 void check_per_kv_head(const char* name, const Tensor& t, const Tensor& x) {
@@ -115,35 +180,29 @@ void check_memory_sets(const char* name, const Tensor& memory, const Tensor& x, 
   });
 }
 
-void check_intra_chunk_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                 int64_t chunk_size, std::optional<double> scale) {
-  check_qkv(q, k, v, scale);
-  check_size("k", k, 2, q.size(2), "the length of q");
+void check_intra_chunk_attention(const AttentionArguments& x, int64_t chunk_size) {
+  check_qkv(x);
+  check_size("k", x.key, 2, x.query.size(2), "the length of q");
   check_at_least("chunk_size", chunk_size, 1);
 }
 
-void check_memory_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const Tensor& indices, std::optional<double> scale) {
-  check_qkv(q, k, v, scale);
-  check_indices("indices", indices, k);
+void check_memory_attention(const AttentionArguments& x, const Tensor& indices) {
+  check_qkv(x);
+  check_indices("indices", indices, x.key);
   for_each_list(indices, [&](const int32_t* list, int64_t width) {
-    check_end("indices", list, width, k.size(2));
+    check_end("indices", list, width, x.total());
   });
 }
 
-void check_dense_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                           std::optional<double> scale, const std::optional<Tensor>& sinks,
-                           double softcap) {
-  check_qkv(q, k, v, scale);
-  check_logit_options(sinks, softcap, q);
-  TORCH_CHECK_VALUE(k.size(2) >= q.size(2), "k must hold the history with the call's ", q.size(2),
-                    " tokens, got length ", k.size(2));
+void check_dense_attention(const AttentionArguments& x) {
+  check_qkv(x);
+  check_logit_options(x);
+  TORCH_CHECK_VALUE(x.past() >= 0, "k must hold the history with the call's ", x.length(),
+                    " tokens, got length ", x.total());
 }
 
-void check_sliding_window_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                    int64_t window, std::optional<double> scale,
-                                    const std::optional<Tensor>& sinks, double softcap) {
-  check_dense_attention(q, k, v, scale, sinks, softcap);
+void check_sliding_window_attention(const AttentionArguments& x, int64_t window) {
+  check_dense_attention(x);
   check_at_least("window", window, 1);
 }
 
@@ -225,7 +284,7 @@ void check_errors(const Tensor& errors, const Tensor& x, bool is_state) {
   for (int64_t unit = 0; unit < values.size(0) * values.size(1); ++unit, entry += kErrorFields) {
     const float doublings = entry[kDoublings], sum = entry[kErrorSum];
     const float chunks = entry[kErrorCount], factors = entry[kFactorSum];
-    // Not false for a NaN, so written as what must hold.
+    // Written as what must hold, since a NaN makes every comparison false.
     TORCH_CHECK_VALUE(doublings >= 0.0F && std::exp2(doublings) <= kMostWidening &&
                           doublings == std::trunc(doublings) && sum >= 0.0F && std::isfinite(sum) &&
                           chunks >= 0.0F && chunks <= kMostScores && chunks == std::trunc(chunks) &&

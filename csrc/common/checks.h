@@ -1,24 +1,36 @@
-// The argument checks of every op. Each kernel entry calls them first, so that no caller can skip
-// them. Values of position lists are checked where the host can read them; on
-// other devices kernels ignore positions out of range.
+// The argument checks of every op. Each entry calls them first, so that no caller can skip them.
+// Values of position lists are checked where the host can read them; on other devices kernels
+// ignore positions out of range.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <initializer_list>
 #include <optional>
 
+#include "common/attention.h"
 #include "h2o_prefill/config.h"
 
 namespace h2o_prefill {
 
+struct NamedTensor {
+  const char* name;
+  const at::Tensor& tensor;
+};
+
+// Throws c10::ValueError that names a tensor written in place if it is expanded.
+void check_no_internal_overlap(const NamedTensor& written);
+
+// Throws c10::ValueError that names both if `written` shares memory with one of `others`. Parts of
+// one tensor pass if they have no element in common.
+void check_no_overlap(const NamedTensor& written, std::initializer_list<NamedTensor> others);
+
 // q [B, Hq, T, D], k [B, Hkv, *, D] and v [B, Hkv, *, Dv], of one dtype and device; and the
 // softmax scale, which must be finite.
-void check_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-               std::optional<double> scale);
+void check_qkv(const AttentionArguments& x);
 
-// sinks: floating point [Hq], on the device of q [B, Hq, T, D]. softcap: finite, not negative.
-void check_logit_options(const std::optional<at::Tensor>& sinks, double softcap,
-                         const at::Tensor& q);
+// sinks: floating point [Hq], on the device of the query. softcap: finite, not negative.
+void check_logit_options(const AttentionArguments& x);
 
 // [B, Hkv, *] for x [B, Hkv, ...].
 void check_per_kv_head(const char* name, const at::Tensor& t, const at::Tensor& x);
@@ -27,20 +39,6 @@ void check_per_kv_head(const char* name, const at::Tensor& t, const at::Tensor& 
 // `length`, then -1.
 void check_memory_sets(const char* name, const at::Tensor& memory, const at::Tensor& x,
                        int64_t length);
-
-void check_intra_chunk_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 int64_t chunk_size, std::optional<double> scale);
-
-void check_memory_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& indices, std::optional<double> scale);
-
-void check_dense_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-                           double softcap);
-
-void check_sliding_window_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                    int64_t window, std::optional<double> scale,
-                                    const std::optional<at::Tensor>& sinks, double softcap);
 
 void check_merge_states(const at::Tensor& out_a, const at::Tensor& lse_a, const at::Tensor& out_b,
                         const at::Tensor& lse_b);
@@ -54,8 +52,8 @@ void check_accumulate_scores(const at::Tensor& scores, const at::Tensor& memory,
 
 void check_gather_rows(const at::Tensor& x, const at::Tensor& indices);
 
-// fp32 [B, Hkv, kErrorFields] for x [B, Hkv, ...], on its device. is_state: whether the values are
-// those of a prompt.
+// fp32 [B, Hkv, kErrorFields] for x [B, Hkv, ...], on its device. is_state: whether the values
+// describe a prompt.
 void check_errors(const at::Tensor& errors, const at::Tensor& x, bool is_state = true);
 
 void check_token_text(const std::optional<at::Tensor>& token_text);

@@ -60,7 +60,7 @@ const char* const kNone = "none";
 
 bool is_none(std::string_view text) { return text == kNone || text == "None"; }
 
-// Values as texts have them, and as Python prints them. parse_value() gives what the text means, or
+// Values as texts have them, and as Python prints them. parse_value() gives the value of a text, or
 // nothing.
 std::string to_text(int64_t value) { return std::to_string(value); }
 std::string to_text(bool value) { return value ? "true" : "false"; }

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <array>
 
 #include "common/checks.h"
@@ -65,50 +64,29 @@ FeatureMap feature_map_named(std::string_view name) {
   return FeatureMap::kIdentity;
 }
 
-int64_t LinearAttentionRequest::largest_chunk() const { return std::min(chunk_size, length()); }
-
 at::Tensor LinearAttentionRequest::decay_by_token() const {
   if (!log_decay.defined() || log_decay.dim() == 3) return log_decay;
   return log_decay.view({1, -1, 1}).expand({key.size(0), key.size(1), length()});
 }
 
-LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::Tensor& k,
-                                                const at::Tensor& v,
-                                                const std::optional<at::Tensor>& log_decay,
-                                                const std::optional<at::Tensor>& initial_state,
-                                                const std::optional<at::Tensor>& initial_normalizer,
-                                                std::string_view feature_map, int64_t chunk_size,
-                                                bool causal, bool diagonal_once, bool normalize,
-                                                std::optional<double> scale) {
-  check_qkv(q, k, v, scale);
-  check_size("k", k, 2, q.size(2), "the length of q");
+void LinearAttentionRequest::check() const {
+  check_qkv({query, key, value, scale});
+  check_size("k", key, 2, query.size(2), "the length of q");
   check_at_least("chunk_size", chunk_size, 1);
   TORCH_CHECK_VALUE(!(causal && diagonal_once), "diagonal_once must be False where causal is True");
-  const LinearAttentionRequest request{.query = q,
-                                       .key = k,
-                                       .value = v,
-                                       .log_decay = log_decay.value_or(at::Tensor()),
-                                       .state = initial_state.value_or(at::Tensor()),
-                                       .normalizer = initial_normalizer.value_or(at::Tensor()),
-                                       .feature_map = feature_map_named(feature_map),
-                                       .chunk_size = chunk_size,
-                                       .causal = causal,
-                                       .diagonal_once = diagonal_once,
-                                       .normalize = normalize,
-                                       .scale = scale.value_or(1.0)};
-  check_log_decay(request);
-  check_states(request);
-  return request;
+  check_log_decay(*this);
+  check_states(*this);
 }
 
 LinearAttentionResult attend_causally(
-    const LinearAttentionRequest& r, at::Tensor (*with_rows)(const at::Tensor&),
+    const LinearAttentionRequest& r,
     const std::function<void(const LinearAttentionParams&)>& kernel) {
   const auto contiguous = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
   const auto data = [](const at::Tensor& t) {
     return t.defined() ? t.const_data_ptr<float>() : nullptr;
   };
-  const auto q = with_rows(r.query), k = with_rows(r.key), v = with_rows(r.value);
+  const auto q = with_contiguous_rows(r.query), k = with_contiguous_rows(r.key);
+  const auto v = with_contiguous_rows(r.value);
   const auto decay = r.decay_by_token();
   const auto state = contiguous(r.state), normalizer = contiguous(r.normalizer);
   const auto options = k.options().dtype(at::kFloat);
@@ -135,8 +113,7 @@ LinearAttentionResult attend_causally(
           .last_normalizer = r.normalize ? last_normalizer.mutable_data_ptr<float>() : nullptr,
           .feature_map = r.feature_map,
           .normalize = r.normalize,
-          .scale = static_cast<float>(r.scale),
-          .workspace = nullptr});
+          .scale = static_cast<float>(r.scale)});
   return {out, last_state, last_normalizer};
 }
 

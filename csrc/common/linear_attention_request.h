@@ -33,10 +33,12 @@ struct LinearAttentionRequest {
   double scale;  // not used where the output is normalised
 
   int64_t length() const { return query.size(2); }
-  // Tokens of the longest chunk.
-  int64_t largest_chunk() const;
   // The decay as a view [B, Hkv, T]; undefined: none.
   at::Tensor decay_by_token() const;
+
+  // Throws c10::ValueError if an argument is wrong. The sign of decays is checked where the host
+  // can read them; on other devices one above 0 makes states grow without bound.
+  void check() const;
 };
 
 // Gradients with respect to the results of a call. Undefined: 0.
@@ -48,41 +50,14 @@ struct LinearAttentionGradients {
 
 // out [B, Hq, T, Dv], state [B, Hkv, D, Dv], normaliser [B, Hkv, D or 0].
 using LinearAttentionResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// Gradients of q, k, v, the decay, the state and the normaliser; empty for what was not given.
+// Gradients of q, k, v, the decay, the state and the normaliser; empty where none was given.
 using LinearAttentionInputGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// What the dispatcher calls.
-using LinearAttentionSignature = LinearAttentionResult(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
-    const std::optional<at::Tensor>& initial_normalizer, std::string_view feature_map,
-    int64_t chunk_size, bool causal, bool diagonal_once, bool normalize,
-    std::optional<double> scale);
-using LinearAttentionBackwardSignature = LinearAttentionInputGradients(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
-    const std::optional<at::Tensor>& initial_normalizer, const at::Tensor& grad_out,
-    const std::optional<at::Tensor>& grad_state, const std::optional<at::Tensor>& grad_normalizer,
-    std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
-    bool normalize, std::optional<double> scale);
-
-// Makes a request of the operator's arguments. Throws c10::ValueError if one is wrong. The sign of
-// decays is checked where the host can read them; on other devices one above 0 makes states grow
-// without bound.
-LinearAttentionRequest linear_attention_request(const at::Tensor& q, const at::Tensor& k,
-                                                const at::Tensor& v,
-                                                const std::optional<at::Tensor>& log_decay,
-                                                const std::optional<at::Tensor>& initial_state,
-                                                const std::optional<at::Tensor>& initial_normalizer,
-                                                std::string_view feature_map, int64_t chunk_size,
-                                                bool causal, bool diagonal_once, bool normalize,
-                                                std::optional<double> scale);
-
 // Runs a kernel of the causal direction, which writes the output and the last states in its
-// parameters. `with_rows` returns a tensor with rows that the kernel can read.
+// parameters.
 LinearAttentionResult attend_causally(
-    const LinearAttentionRequest& request, at::Tensor (*with_rows)(const at::Tensor&),
+    const LinearAttentionRequest& request,
     const std::function<void(const LinearAttentionParams&)>& kernel);
 
 // Checks the gradients that the backward pass receives.
@@ -98,9 +73,20 @@ LinearAttentionResult chunkwise_linear_attention_entry(
     const std::optional<at::Tensor>& initial_normalizer, std::string_view feature_map,
     int64_t chunk_size, bool causal, bool diagonal_once, bool normalize,
     std::optional<double> scale) {
-  return attend(linear_attention_request(q, k, v, log_decay, initial_state, initial_normalizer,
-                                         feature_map, chunk_size, causal, diagonal_once, normalize,
-                                         scale));
+  const LinearAttentionRequest request{q,
+                                       k,
+                                       v,
+                                       log_decay.value_or(at::Tensor()),
+                                       initial_state.value_or(at::Tensor()),
+                                       initial_normalizer.value_or(at::Tensor()),
+                                       feature_map_named(feature_map),
+                                       chunk_size,
+                                       causal,
+                                       diagonal_once,
+                                       normalize,
+                                       scale.value_or(1.0)};
+  request.check();
+  return attend(request);
 }
 
 template <LinearAttentionInputGradients (*attend_backward)(
@@ -112,13 +98,27 @@ LinearAttentionInputGradients chunkwise_linear_attention_backward_entry(
     const std::optional<at::Tensor>& grad_state, const std::optional<at::Tensor>& grad_normalizer,
     std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
     bool normalize, std::optional<double> scale) {
-  const auto request =
-      linear_attention_request(q, k, v, log_decay, initial_state, initial_normalizer, feature_map,
-                               chunk_size, causal, diagonal_once, normalize, scale);
+  const LinearAttentionRequest request{q,
+                                       k,
+                                       v,
+                                       log_decay.value_or(at::Tensor()),
+                                       initial_state.value_or(at::Tensor()),
+                                       initial_normalizer.value_or(at::Tensor()),
+                                       feature_map_named(feature_map),
+                                       chunk_size,
+                                       causal,
+                                       diagonal_once,
+                                       normalize,
+                                       scale.value_or(1.0)};
+  request.check();
   const LinearAttentionGradients gradients{grad_out, grad_state.value_or(at::Tensor()),
                                            grad_normalizer.value_or(at::Tensor())};
   check_linear_attention_gradients(request, gradients);
   return attend_backward(request, gradients);
 }
+
+using LinearAttentionSignature = decltype(chunkwise_linear_attention_entry<nullptr>);
+using LinearAttentionBackwardSignature =
+    decltype(chunkwise_linear_attention_backward_entry<nullptr>);
 
 }  // namespace h2o_prefill

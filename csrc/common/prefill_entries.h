@@ -16,10 +16,6 @@ namespace h2o_prefill {
 // Computes the attention of the request, updates its state, and returns [B, Hq, T, Dv].
 using SparseAttention = at::Tensor (*)(const PrefillRequest& request);
 
-// Implementations of the operators.
-using DenseAttention = decltype(&dense_attention);
-using WindowAttention = decltype(&sliding_window_attention);
-
 // From the three optional tensors of a schema.
 inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
                                 const std::optional<at::Tensor>& positions,
@@ -29,23 +25,16 @@ inline RecallLists recall_lists(const std::optional<at::Tensor>& offsets,
           .visible_from = visible_from.value_or(at::Tensor())};
 }
 
-// The request of a call that returns scores and memory as new tensors.
-inline PrefillRequest functional_request(const at::Tensor& q, const at::Tensor& k,
-                                         const at::Tensor& v,
+// The checked request of a call that returns scores and memory as new tensors.
+inline PrefillRequest functional_request(const AttentionArguments& x,
                                          const std::optional<at::Tensor>& memory,
                                          int64_t last_chunk_begin, const RecallLists& recall,
-                                         const PrefillConfig& settings, std::optional<double> scale,
-                                         const std::optional<at::Tensor>& sinks, double softcap) {
-  PrefillRequest request{.query = q,
-                         .key = k,
-                         .value = v,
-                         .start = memory.value_or(at::Tensor()),
-                         .last_chunk_begin = last_chunk_begin,
-                         .recall = recall,
-                         .settings = settings,
-                         .softmax_scale = scale,
-                         .sinks = sinks,
-                         .softcap = softcap};
+                                         const PrefillConfig& settings) {
+  PrefillRequest request{x};
+  request.start = memory.value_or(at::Tensor());
+  request.last_chunk_begin = last_chunk_begin;
+  request.recall = recall;
+  request.settings = settings;
   request.check();
   return request;
 }
@@ -61,9 +50,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attent
     std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
     double softcap, const std::optional<at::Tensor>& errors) {
   PrefillRequest request =
-      functional_request(q, k, v, memory, last_chunk_begin,
+      functional_request({q, k, v, scale, sinks, softcap}, memory, last_chunk_begin,
                          recall_lists(recall_offsets, recall_positions, recall_visible_from),
-                         *read_settings(settings), scale, sinks, softcap);
+                         *read_settings(settings));
   request.take_copies(scores, memory, errors, /*keep=*/request.is_empty());
   at::Tensor out = request.is_empty() ? request.empty_out() : attend(request);
   return {std::move(out), std::move(request.scores), std::move(request.memory),
@@ -71,7 +60,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> chunked_sparse_attent
 }
 
 // h2o_prefill::prefill_attention
-template <SparseAttention attend, DenseAttention attend_densely>
+template <SparseAttention attend, Attention attend_densely>
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> prefill_attention_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& memory,
@@ -81,20 +70,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> prefill_attention_ent
     std::string_view settings, std::optional<double> scale, const std::optional<at::Tensor>& sinks,
     double softcap, const std::optional<at::Tensor>& errors) {
   PrefillRequest request =
-      functional_request(q, k, v, memory, last_chunk_begin,
+      functional_request({q, k, v, scale, sinks, softcap}, memory, last_chunk_begin,
                          recall_lists(recall_offsets, recall_positions, recall_visible_from),
-                         layer_settings(settings, layer), scale, sinks, softcap);
+                         layer_settings(settings, layer));
   const bool is_sparse = request.settings.is_sparse(layer, request.past(), request.length());
   request.take_copies(scores, memory, errors, /*keep=*/!is_sparse);
   at::Tensor out = request.is_empty() ? request.empty_out()
                    : is_sparse        ? attend(request)
-                                      : attend_densely(q, k, v, scale, sinks, softcap);
+                                      : attend_densely(request);
   return {std::move(out), std::move(request.scores), std::move(request.memory),
           std::move(request.errors)};
 }
 
 // h2o_prefill::prefill_attention_
-template <SparseAttention attend, DenseAttention attend_densely, WindowAttention attend_in_window>
+template <SparseAttention attend, Attention attend_densely, WindowAttention attend_in_window>
 at::Tensor prefill_attention_in_place_entry(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& cache_key,
     at::Tensor& cache_value, at::Tensor& scores, at::Tensor& memory, const at::Tensor& position,
@@ -103,25 +92,20 @@ at::Tensor prefill_attention_in_place_entry(
     const std::optional<at::Tensor>& recall_visible_from, int64_t layer, std::string_view settings,
     std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap,
     const std::optional<at::Tensor>& errors, std::optional<int64_t> window) {
-  const PlacedCall call =
-      place_call(q, k, v, {cache_key, cache_value, scores, memory, errors.value_or(at::Tensor())},
-                 position, recall_lists(recall_offsets, recall_positions, recall_visible_from),
-                 layer, settings, scale, sinks, softcap, window);
+  const PlacedCall call = place_call(
+      {q, k, v, scale, sinks, softcap},
+      {cache_key, cache_value, scores, memory, errors.value_or(at::Tensor())}, position,
+      recall_lists(recall_offsets, recall_positions, recall_visible_from), layer, settings, window);
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
   if (call.is_sparse) return attend(request);
-  const at::Tensor& key = request.key;
-  const at::Tensor& value = request.value;
-  if (fits_window(window, request.total())) {
-    return attend_densely(q, key, value, scale, sinks, softcap);
-  }
-  if (request.length() > 1) {
-    return std::get<0>(attend_in_window(q, key, value, *window, scale, sinks, softcap));
-  }
+  if (fits_window(window, request.total())) return attend_densely(request);
+  if (request.length() > 1) return std::get<0>(attend_in_window(request, *window));
   // One row sees all keys of its window.
-  const int64_t first = request.total() - *window;
-  return attend_densely(q, key.narrow(2, first, *window), value.narrow(2, first, *window), scale,
-                        sinks, softcap);
+  AttentionArguments row = request;
+  row.key = request.key.narrow(2, request.total() - *window, *window);
+  row.value = request.value.narrow(2, request.total() - *window, *window);
+  return attend_densely(row);
 }
 
 }  // namespace h2o_prefill

@@ -12,11 +12,11 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "common/checks.h"
 #include "common/config_fields.h"
-#include "common/overlap.h"
 #include "common/rules.h"
 #include "common/tensors.h"
 
@@ -102,10 +102,10 @@ void check_buffer(const char* name, const at::Tensor& buffer, const at::Tensor& 
   check_size(name, buffer, 3, x.size(3), "the head dim");
 }
 
-// The buffers must have room for k and v after `past` tokens.
-void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const PrefillBuffers& buffers, int64_t past, std::optional<double> scale) {
-  check_qkv(q, k, v, scale);
+// The buffers must have room for the call's keys and values after `past` tokens.
+void check_buffers(const AttentionArguments& x, const PrefillBuffers& buffers, int64_t past) {
+  check_qkv(x);
+  const auto& [q, k, v] = std::tie(x.query, x.key, x.value);
   check_size("k", k, 2, q.size(2), "the length of q");
   check_buffer("cache_key", buffers.key, k);
   check_buffer("cache_value", buffers.value, v);
@@ -125,9 +125,9 @@ void check_buffers(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
 
 // k may be a view of cache_key and v one of cache_value: write_rows() copies rows that overlap
 // their destination.
-void check_overlaps(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                    const PrefillBuffers& buffers, const at::Tensor& position,
-                    const RecallLists& recall, const std::optional<at::Tensor>& sinks) {
+void check_overlaps(const AttentionArguments& x, const PrefillBuffers& buffers,
+                    const at::Tensor& position, const RecallLists& recall) {
+  const auto& [q, k, v] = std::tie(x.query, x.key, x.value);
   const NamedTensor key{"cache_key", buffers.key}, value{"cache_value", buffers.value},
       scores{"scores", buffers.scores}, memory{"memory", buffers.memory};
   std::vector<NamedTensor> all{key, value, scores, memory};
@@ -140,7 +140,7 @@ void check_overlaps(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
   for (const auto& written : all) {
     check_no_internal_overlap(written);
     check_no_overlap(written, {{"q", q}, {"position", position}});
-    if (sinks) check_no_overlap(written, {{"sinks", *sinks}});
+    if (x.sinks) check_no_overlap(written, {{"sinks", *x.sinks}});
     if (!recall.offsets.defined()) continue;
     check_no_overlap(written, {{"recall_offsets", recall.offsets},
                                {"recall_positions", recall.positions},
@@ -198,20 +198,12 @@ void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
 
 }  // namespace
 
-double PrefillRequest::scale() const { return scale_or_default(softmax_scale, query.size(3)); }
-
-int64_t PrefillRequest::recall_blocks() const {
-  return (length() + settings.recall_block - 1) / settings.recall_block;
-}
-
-at::Tensor PrefillRequest::empty_out() const {
-  return empty_heads(query.size(0), query.size(1), length(), value.size(3), query);
-}
+int64_t PrefillRequest::recall_blocks() const { return divide_up(length(), settings.recall_block); }
 
 void PrefillRequest::check() const {
   settings.check();
-  check_qkv(query, key, value, softmax_scale);
-  check_logit_options(sinks, softcap, query);
+  check_qkv(*this);
+  check_logit_options(*this);
   TORCH_CHECK_VALUE(past() >= 0, "k must hold the call's tokens, so be at least as long as q (",
                     length(), "), got ", total());
   TORCH_CHECK_VALUE(last_chunk_begin >= 0 && last_chunk_begin <= past(),
@@ -267,31 +259,27 @@ RecallView PrefillRequest::recall_view(const RecallLists& lists) const {
           .blocks = recall_blocks()};
 }
 
-PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const PrefillBuffers& buffers, const at::Tensor& position,
-                      const RecallLists& recall, int64_t layer, std::string_view settings,
-                      std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-                      double softcap, std::optional<int64_t> window) {
+PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers,
+                      const at::Tensor& position, const RecallLists& recall, int64_t layer,
+                      std::string_view settings, std::optional<int64_t> window) {
   check_at_least("layer", layer, 0);
   if (window) check_at_least("window", *window, 1);
   const auto config = read_settings(settings);
   const auto [past, last_chunk_begin] = Position::read(position);
-  check_buffers(q, k, v, buffers, past, scale);
-  check_logit_options(sinks, softcap, q);
-  check_overlaps(q, k, v, buffers, position, recall, sinks);
-  const int64_t length = q.size(2);
+  check_buffers(x, buffers, past);
+  check_logit_options(x);
+  const int64_t length = x.length();
+  // The call that wrote the prompt has made sure of the buffers for the tokens decoded after it.
+  if (length > 1) check_overlaps(x, buffers, position, recall);
   PlacedCall call{
       .is_sparse = config->is_sparse(layer, past, length) && fits_window(window, past + length),
-      .request = {.query = q,
-                  .key = buffers.key.narrow(2, 0, past + length),
-                  .value = buffers.value.narrow(2, 0, past + length),
-                  .scores = buffers.scores,
-                  .memory = buffers.memory,
-                  .errors = buffers.errors,
-                  .last_chunk_begin = last_chunk_begin,
-                  .softmax_scale = scale,
-                  .sinks = sinks,
-                  .softcap = softcap}};
+      .request = {x}};
+  call.request.key = buffers.key.narrow(2, 0, past + length);
+  call.request.value = buffers.value.narrow(2, 0, past + length);
+  call.request.scores = buffers.scores;
+  call.request.memory = buffers.memory;
+  call.request.errors = buffers.errors;
+  call.request.last_chunk_begin = last_chunk_begin;
   if (call.is_sparse) {
     call.request.settings = config->of_layer(layer);
     call.request.recall = recall;
@@ -300,12 +288,12 @@ PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor
     call.request.check();
   }
   if (past == 0 && length > 0) {
-    // What an earlier prompt left.
+    // An earlier prompt may have left them.
     if (!call.is_sparse) buffers.memory.fill_(-1);
     if (buffers.errors.defined()) buffers.errors.zero_();
   }
-  write_rows(buffers.key, past, k);
-  write_rows(buffers.value, past, v);
+  write_rows(buffers.key, past, x.key);
+  write_rows(buffers.value, past, x.value);
   if (const int64_t scored = std::min(past + length, buffers.scores.size(2));
       !call.is_sparse && scored > past) {
     buffers.scores.narrow(2, past, scored - past).zero_();

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string_view>
 
+#include "common/attention.h"
 #include "common/memory_sets.h"
 #include "h2o_prefill/config.h"
 #include "h2o_prefill/ops.h"
@@ -16,13 +17,18 @@
 
 namespace h2o_prefill {
 
-struct PrefillRequest {
-  at::Tensor query;  // [B, Hq, T, D]
-  at::Tensor key;    // [B, Hkv, T_total, D], the history, which ends with the call's tokens
-  at::Tensor value;  // [B, Hkv, T_total, Dv]
+// The lists with convert() of each; none stay none.
+template <typename Convert>
+RecallLists converted(const RecallLists& lists, const Convert& convert) {
+  if (!lists.offsets.defined()) return {};
+  return {.offsets = convert(lists.offsets),
+          .positions = convert(lists.positions),
+          .visible_from = convert(lists.visible_from)};
+}
 
+struct PrefillRequest : AttentionArguments {
   // [B, Hkv, T_total or more], contiguous. On entry the scores of earlier positions, 0 where
-  // there is none; on return those of all positions.
+  // there is none; on return the scores of all positions.
   at::Tensor scores = {};
   // int32 [B, Hkv, any]: the sets that the last chunk attended to; undefined: there was none.
   at::Tensor start = {};
@@ -35,16 +41,8 @@ struct PrefillRequest {
   int64_t last_chunk_begin = 0;
 
   RecallLists recall = {};
-  PrefillConfig settings = {};  // those of the layer
-  std::optional<double> softmax_scale = {};
-  // [Hq]: a further logit of each row's denominators, in the output once and in the column sums of
-  // either key set.
-  std::optional<at::Tensor> sinks = {};
-  double softcap = 0.0;  // logits z become softcap tanh(z / softcap); 0: no cap
+  PrefillConfig settings = {};  // of the layer
 
-  int64_t length() const { return query.size(2); }
-  int64_t total() const { return key.size(2); }
-  int64_t past() const { return total() - length(); }
   int64_t units() const { return key.size(0) * key.size(1); }
   MemoryBudget budget() const { return budget_of(settings); }
   // No memory set has more members.
@@ -62,7 +60,6 @@ struct PrefillRequest {
   // The factors of all units.
   std::vector<int32_t> factors() const { return factors_of_heads(settings, errors, key.sizes()); }
   bool reduce_max() const { return settings.gqa_reduce == "max"; }
-  double scale() const;
 
   // Maximum number of rows of a chunk, and of positions between two selections.
   int64_t largest_chunk() const { return std::min(settings.chunk_size, length()); }
@@ -74,17 +71,13 @@ struct PrefillRequest {
   bool recalls() const { return recall.offsets.defined(); }
   int64_t recall_blocks() const;
 
-  // An empty query needs no attention.
-  bool is_empty() const { return query.numel() == 0; }
-  at::Tensor empty_out() const;
-
   // Throws c10::ValueError if a tensor, a list or a setting is wrong. `scores` and `memory` are
   // checked where they are allocated or passed in.
   void check() const;
 
-  // Gives the call its own scores and memory, which continue `earlier`. Throws c10::ValueError if
-  // that does not belong to the call. keep: the call is dense, so the sets are copied in
-  // the width of these settings, and new positions have score 0.
+  // Gives the call its own scores and memory, which continue the earlier ones. Throws
+  // c10::ValueError if these do not belong to the call. keep: the call is dense, so the sets are
+  // copied in the width of these settings, and new positions have score 0.
   void take_copies(const std::optional<at::Tensor>& earlier_scores,
                    const std::optional<at::Tensor>& earlier_memory,
                    const std::optional<at::Tensor>& earlier_errors, bool keep);
@@ -115,15 +108,13 @@ inline bool fits_window(std::optional<int64_t> window, int64_t total) {
   return !window || *window >= total;
 }
 
-// Checks the arguments, writes k and v into the buffers, and sets the scores of a dense call's
-// tokens to 0. A call whose window hides some keys is dense.
-PlacedCall place_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const PrefillBuffers& buffers, const at::Tensor& position,
-                      const RecallLists& recall, int64_t layer, std::string_view settings,
-                      std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-                      double softcap, std::optional<int64_t> window);
+// Checks the arguments, writes the call's keys and values into the buffers, and sets the scores of
+// a dense call's tokens to 0. A call whose window hides some keys is dense.
+PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers,
+                      const at::Tensor& position, const RecallLists& recall, int64_t layer,
+                      std::string_view settings, std::optional<int64_t> window);
 
-// What the position of prefill_attention_ holds: int64 [2] on the CPU.
+// The position of prefill_attention_: int64 [2] on the CPU.
 struct Position {
   int64_t past;              // tokens before the call
   int64_t last_chunk_begin;  // where the last sparse chunk began

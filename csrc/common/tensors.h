@@ -41,9 +41,4 @@ inline double bounded_softcap(double softcap) {
   return softcap == 0.0 ? 0.0 : std::clamp(softcap, 1e-30, 1e30);
 }
 
-// Sinks as kernels read them; undefined: none.
-inline at::Tensor float_sinks(const std::optional<at::Tensor>& sinks) {
-  return sinks ? sinks->to(at::kFloat).contiguous() : at::Tensor();
-}
-
 }  // namespace h2o_prefill

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -92,10 +91,7 @@ std::tuple<at::Tensor, at::Tensor> ChunkedKVCache::reserve(int64_t layer, const 
   TORCH_CHECK_VALUE(added <= max_capacity_ - past, "max_capacity must be >= ", past + added,
                     ", the tokens of layer ", layer, " after this append, got ", max_capacity_);
 
-  // Buffers outlive the call, so they are ordinary tensors even if it is made in inference mode: an
-  // inference tensor could not be appended to outside of it.
-  const c10::InferenceMode ordinary_tensors(false);
-  const at::NoGradGuard no_grad;
+  const StateGuard guard;
   Layer grown = held;
   const bool usable = held.key.defined() && fits(held.key, key) && fits(held.value, value);
   if (!usable) {
@@ -126,25 +122,21 @@ std::tuple<at::Tensor, at::Tensor> ChunkedKVCache::append(int64_t layer, const a
   const auto [keys, values] = reserve(layer, key, value);
   const int64_t past = length(layer);
   const int64_t added = key.size(2);
-  const c10::InferenceMode ordinary_tensors(false);
-  const at::NoGradGuard no_grad;
+  const StateGuard guard;
   keys.narrow(2, past, added).copy_(key);
   values.narrow(2, past, added).copy_(value);
   commit(layer, added);
   return {keys.narrow(2, 0, past + added), values.narrow(2, 0, past + added)};
 }
 
-at::Tensor ChunkedKVCache::key(int64_t layer) const {
+at::Tensor ChunkedKVCache::rows_of(int64_t layer, at::Tensor Layer::* buffer) const {
   const Layer& held = layer_at(layer);
   TORCH_CHECK_VALUE(held.length > 0, "layer must hold tokens, layer ", layer, " has none");
-  return held.key.narrow(2, 0, held.length);
+  return (held.*buffer).narrow(2, 0, held.length);
 }
 
-at::Tensor ChunkedKVCache::value(int64_t layer) const {
-  const Layer& held = layer_at(layer);
-  TORCH_CHECK_VALUE(held.length > 0, "layer must hold tokens, layer ", layer, " has none");
-  return held.value.narrow(2, 0, held.length);
-}
+at::Tensor ChunkedKVCache::key(int64_t layer) const { return rows_of(layer, &Layer::key); }
+at::Tensor ChunkedKVCache::value(int64_t layer) const { return rows_of(layer, &Layer::value); }
 
 void ChunkedKVCache::truncate(int64_t length) {
   check_at_least("length", length, 0);
@@ -177,8 +169,7 @@ c10::intrusive_ptr<ChunkedKVCache> ChunkedKVCache::from_tensors(
     const std::vector<at::Tensor>& tensors) {
   const auto header = read_header(tensors, kCacheHeaderFields, kCacheLayerFields);
   auto cache = c10::make_intrusive<ChunkedKVCache>(header.num_layers(), header[0], header[1]);
-  const c10::InferenceMode ordinary_tensors(false);
-  const at::NoGradGuard no_grad;
+  const StateGuard guard;
   size_t next = 1;
   for (int64_t i = 0; i < header.num_layers(); ++i) {
     const int64_t length = header.layer(i)[0];

@@ -62,7 +62,7 @@ CompactPast::CompactPast(int64_t begin, const at::Tensor& needed, const at::Tens
   keys_ = with_rows(key, places, length_ + room);
   values_ = with_rows(value, places, length_ + room);
   if (!memory) return;
-  // The last chunk before is elsewhere: the memory sets are what the next ones are chosen of.
+  // The last chunk before is elsewhere: the next memory sets are chosen among the present ones.
   const auto numbers =
       at::searchsorted(table_.to(key.device()), memory->positions.to(at::kLong).contiguous());
   const auto where = present.nonzero();

@@ -1,12 +1,10 @@
 #include "h2o_prefill/memory_set_tracker.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -33,13 +31,6 @@ void check_heads(const char* name, const at::Tensor& t, const at::Tensor& scores
                     " must have batch and heads of scores ", scores.sizes(), ", got shape ",
                     t.sizes());
 }
-
-// State outlives the call, so it is ordinary tensors even if that is made in inference mode, and it
-// has no gradient.
-struct StateGuard {
-  c10::InferenceMode ordinary_tensors{false};
-  at::NoGradGuard no_grad;
-};
 
 }  // namespace
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "common/checks.h"
+#include "common/prefill_request.h"
 #include "common/rules.h"
 #include "core/state_header.h"
 #include "h2o_prefill/session_file.h"
@@ -140,9 +141,7 @@ void PrefillContext::set_token_text(const at::Tensor& token_text) {
 const RecallLists& PrefillContext::recall_on(const at::Device& device) {
   RecallLists& lists = call_->recall;
   if (lists.offsets.defined() && lists.offsets.device() != device) {
-    lists = {.offsets = lists.offsets.to(device),
-             .positions = lists.positions.to(device),
-             .visible_from = lists.visible_from.to(device)};
+    lists = converted(lists, [&](const at::Tensor& list) { return list.to(device); });
   }
   return lists;
 }

@@ -24,7 +24,7 @@ constexpr std::array<std::pair<std::string_view, at::ScalarType>, 6> kCodes{{
 constexpr size_t kAlignment = 8;
 
 size_t bytes_of(at::ScalarType dtype, const std::vector<int64_t>& shape) {
-  // Strides must fit too, also those of a tensor without elements.
+  // Strides must fit too, also if a tensor has no elements.
   int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
   bool empty = false;
   for (const int64_t size : shape) {
@@ -86,7 +86,7 @@ std::string to_text(const Header& header) {
 }
 
 Header parse(std::string_view text, size_t bytes) {
-  // What follows lies in memory as it lies in the file.
+  // The data lies in memory as it lies in the file.
   TORCH_CHECK_VALUE(text.size() % kAlignment == 0, "its header is damaged");
   // Blanks would be refused, and only the filling has any at the end.
   text = text.substr(0, text.find_last_not_of(' ') + 1);

@@ -128,7 +128,7 @@ std::string metadata_of(const SessionFile& session, const std::string& settings,
                   quoted(name_of(key.scalar_type())), R"(,"length":)", session.length, "}");
 }
 
-// The fields of a file of version 1 as those of today. `wide` had three: layers, the factor of all
+// The fields of a file of version 1 as today's. `wide` had three: layers, the factor of all
 // of them, and factors of heads on top of it.
 std::string of_version_1(const std::string& settings) {
   std::string kept, part, factor = "1", heads = "none";

@@ -1,7 +1,10 @@
-// The form of a pickled state: an int64 tensor in front of the tensors of all layers.
+// The state of all layers: what its tensors are, and its pickled form, an int64 tensor in front of
+// the others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <vector>
@@ -11,6 +14,13 @@
 
 namespace h2o_prefill {
 
+// State outlives the call, so it is ordinary tensors even if the call is made in inference mode, as
+// an inference tensor could not be written outside of it; and it has no gradient.
+struct StateGuard {
+  c10::InferenceMode ordinary_tensors{false};
+  at::NoGradGuard no_grad;
+};
+
 struct StateHeader {
   int64_t operator[](int64_t field) const { return numbers[field]; }
   const int64_t* layer(int64_t i) const { return numbers.data() + fields + i * layer_fields; }
@@ -18,7 +28,7 @@ struct StateHeader {
     return (static_cast<int64_t>(numbers.size()) - fields) / layer_fields;
   }
 
-  std::vector<int64_t> numbers;  // the fields of the whole state, then those of each layer
+  std::vector<int64_t> numbers;  // the fields of the whole state, then of each layer
   int64_t fields;
   int64_t layer_fields;
 };

@@ -21,8 +21,8 @@ struct RowRange {
   H2O_HOST_DEVICE int64_t position() const { return past + begin; }
 };
 
-// Keys [begin, begin + count) of the history, of which a row sees those up to its own position. In
-// chunks of chunk_size keys, if that is not 0: a row sees those of its own chunk alone. With a
+// Keys [begin, begin + count) of the history; a row sees them up to its own position. In chunks of
+// chunk_size keys, if that is not 0: a row sees its own chunk alone. With a
 // window: a row sees the last `window` keys up to its own position.
 struct CausalRange {
   static constexpr int64_t kNoWindow = INT32_MAX;  // no history is longer

@@ -1,4 +1,4 @@
-// What kernels of causal linear attention get.
+// Arguments of the kernels of causal linear attention.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,6 @@ struct LinearAttentionParams {
   FeatureMap feature_map;
   bool normalize;
   float scale;
-  float* workspace;  // on CUDA: linear_attention_workspace_floats(), aligned to 16 bytes
 };
 
 }  // namespace h2o_prefill

@@ -152,7 +152,7 @@ void check_state(const std::vector<at::Tensor>& state, const std::vector<at::Ten
   }
 }
 
-// Of what a caller passes to a model: int64 on the CPU.
+// An argument of a model: int64 on the CPU.
 void check_ints(const char* name, const at::Tensor& t, int64_t dims) {
   check_dims(name, t, dims);
   check_dtype(name, t, at::kLong);

@@ -20,7 +20,7 @@ constexpr const char* kNames[kOfLayer] = {"key", "value", "scores", "memory", "e
 // Chunks of a call of prefill(), as of Python's chunked_prefill.
 constexpr int64_t kChunksOfCall = 4;
 
-// What a tensor of a layer has of the first tokens: memory set and errors are of all.
+// A layer's tensor up to the first tokens; memory set and errors are of all.
 at::Tensor used(const at::Tensor* of_layer, size_t i, int64_t tokens) {
   return i < 3 ? of_layer[i].narrow(2, 0, tokens) : of_layer[i];
 }
@@ -30,8 +30,7 @@ bool ends_with(const std::vector<int64_t>& tokens, const std::vector<int64_t>& s
          std::equal(sequence.rbegin(), sequence.rend(), tokens.rbegin());
 }
 
-// Where in a text of `length` ids what its last tokens were followed by begins; `length` if
-// nowhere.
+// Where the continuation of an earlier place with the same last tokens begins; `length` if nowhere.
 int64_t find_continuation(const int64_t* ids, int64_t length) {
   for (const int64_t size : {3, 2}) {
     for (int64_t begin = length - size - 1; begin >= 0; --begin) {

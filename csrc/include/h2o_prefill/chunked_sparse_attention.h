@@ -26,7 +26,7 @@ class H2O_API ChunkedSparseAttention : public torch::CustomClassHolder {
   // value [B, Hkv, T, Dv]; key and value are appended to the cache. Returns [B, Hq, T, Dv]. Sparse
   // or dense as config.is_sparse() decides for the layer and the call; a dense call attends to
   // the whole cache, exactly, and does not change the tracker. scale: the softmax scale, default
-  // D^-0.5. recall: what lexical_recall returned for the call; a dense call does not need it, and
+  // D^-0.5. recall: the call's result of lexical_recall; a dense call does not need it, and
   // without it a sparse call recalls nothing. window: of a layer with a sliding window, >= 1; calls
   // whose history is longer are exact in it, and dense to the tracker. Cache and tracker belong to
   // one prompt. A call that throws leaves both as they were, except that buffers may have grown.

@@ -3,12 +3,12 @@
 // chunks of a prompt can be spread over processes, or come back after their past has left memory:
 //
 //   CompactPast past(begin, needed, key_rows, value_rows, /*room=*/tokens, memory);
-//   auto [keys, values] = past.append(key, value);   // those of the range's tokens
+//   auto [keys, values] = past.append(key, value);   // of the range's tokens
 //   auto [out, state] = chunked_sparse_attention(query, keys, values, past.state(), settings,
 //                                                past.recall_lists(lists));
 //   MemoryRows next = past.memory_rows(state, keys, values, settings);   // for the next range
 //
-// Results are those of one call, to the bit: all rules of the method (the last L, the first K, the
+// Results equal one call's, to the bit: all rules of the method (the last L, the first K, the
 // lower of two positions with equal scores, keys recalled before a chunk) depend on the order of
 // positions alone, so that operators take the rows as if nothing lay between them.
 #pragma once
@@ -72,8 +72,8 @@ class H2O_API CompactPast : public torch::CustomClassHolder {
   // Positions of rows, int32; -1 stays -1.
   at::Tensor positions_of(const at::Tensor& numbers) const;
 
-  // The memory sets after the range, which the next one begins with. state: that of the past and
-  // the range, whose keys [B, Hkv, P + T, D] and values these are; settings: those of the layer.
+  // The memory sets after the range, which the next one begins with. state, keys [B, Hkv, P + T, D]
+  // and values are of the past and the range, settings of the layer.
   MemoryRows memory_rows(const LayerState& state, const at::Tensor& keys, const at::Tensor& values,
                          const PrefillConfig& settings) const;
 

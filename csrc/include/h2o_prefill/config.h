@@ -44,9 +44,9 @@ struct H2O_API PrefillConfig {
   static const std::vector<std::string>& preset_names();
 
   // The settings of a text: a preset, then fields separated by commas, each at most once, layers
-  // joined by "+": "recommended,local_window=256,wide=7x4+18.2x2". A text of fields
-  // alone changes "h2o". Throws c10::ValueError for another form, an unknown name, or what
-  // check() refuses.
+  // joined by "+": "recommended,local_window=256,wide=7x4+18.2x2". A text of fields alone changes
+  // "h2o". Throws c10::ValueError for another form, an unknown name, or values that check()
+  // refuses.
   static PrefillConfig parse(std::string_view text);
 
   // A copy with the fields of a text like "local_window=256,wide=7x4" changed. A chunk_size
@@ -68,7 +68,7 @@ struct H2O_API PrefillConfig {
   // Calls check(), and warns with advice() once per process.
   void validate() const;
 
-  // The settings of one layer, with the L and H of that layer, and what is wide in it alone. Errors
+  // The settings of one layer, with its L and H, and the factors of its heads alone. Errors
   // are not measured in layer 0, whose small outputs inflate them.
   PrefillConfig of_layer(int64_t layer) const;
 

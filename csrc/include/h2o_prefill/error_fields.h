@@ -1,4 +1,4 @@
-// What LayerState::errors holds for each KV head.
+// The numbers of LayerState::errors for each KV head.
 #pragma once
 
 #include <cstdint>

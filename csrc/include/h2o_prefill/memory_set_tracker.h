@@ -31,7 +31,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   MemorySetTracker(int64_t num_layers, const PrefillConfig& config);
 
   // Sets the scores of a new chunk to the column sums of its phase 1: colsum fp32 [B, Hkv, T] for
-  // positions [chunk_begin, chunk_begin + T), none of which has a score yet. Positions between the
+  // positions [chunk_begin, chunk_begin + T), which have no score yet. Positions between the
   // old length and chunk_begin get score 0.
   void init_chunk_scores(int64_t layer, int64_t chunk_begin, const at::Tensor& colsum);
 
@@ -67,18 +67,18 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   // A copy of a layer's state; undefined tensors for a layer without scores.
   LayerState state(int64_t layer) const;
 
-  // Replaces the state of a layer by a copy of what chunked_sparse_attention or state() returned;
+  // Replaces the state of a layer by a copy of a result of chunked_sparse_attention or state();
   // undefined tensors make it a layer without scores.
   void update(int64_t layer, const LayerState& state);
 
   // The buffers of a layer, scores [B, Hkv, capacity or more], memory and errors, for a call of
-  // prefill_attention_() with keys like `key`; commit() counts what a sparse call wrote.
+  // prefill_attention_() with keys like `key`; commit() counts the tokens of a sparse call.
   std::tuple<at::Tensor, at::Tensor, at::Tensor> reserve(int64_t layer, const at::Tensor& key,
                                                          int64_t capacity);
   void commit(int64_t layer, int64_t length, int64_t last_chunk_begin);
 
   // Removes the tokens after the first `length`, of all layers or of one. The scores of the others
-  // stay as they are: what removed queries added cannot be separated. If the cut lies before the
+  // stay as they are: the share of removed queries cannot be separated. If the cut lies before the
   // last chunk, the memory set is emptied, and every remaining token is a candidate again.
   void truncate(int64_t length);
   void truncate_layer(int64_t layer, int64_t length);
@@ -107,7 +107,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   const Layer& scored_layer_at(int64_t layer) const;
   // Clears a layer except for its budgets.
   void clear(int64_t layer);
-  // Makes room for scores of `length` positions like those of x [B, Hkv, ...].
+  // Makes room for scores of `length` positions and the heads of x [B, Hkv, ...].
   void grow(int64_t layer, const at::Tensor& x, at::ScalarType type, int64_t length);
 
   int64_t sink_tokens_;

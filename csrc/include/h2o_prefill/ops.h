@@ -7,8 +7,8 @@
 // are float32 (float64 for float64 inputs). scale is the softmax scale, default D^-0.5. With
 // softcap > 0, logits are capped after scaling: softcap * tanh(z / softcap). sinks [Hq], of any of
 // these dtypes, add one logit to the softmax of each query head, neither scaled nor capped and
-// without a value: it counts once in the denominator of the output, and in that of each key set
-// whose column sums become scores. All ops but chunkwise_linear_attention are for inference: an
+// without a value: it counts once in the denominator of the output, and once for each key set whose
+// column sums become scores. All ops but chunkwise_linear_attention are for inference: an
 // input that requires a gradient while gradients are on is an error. A wrong argument is a
 // c10::ValueError. Results are bitwise the same for any number of threads, except where PyTorch's
 // attention computes them (see dense_attention).
@@ -104,9 +104,9 @@ struct LayerState {
 };
 
 // One layer's whole sparse prefill. q [B, Hq, T, D] are the call's queries, k and v the whole
-// history, which ends with the call's tokens. state: what the previous call of the prompt returned.
+// history, which ends with the call's tokens. state: as the prompt's previous call returned it.
 // settings: of the layer (config.of_layer()); the fields that decide between dense and sparse are
-// ignored. recall: what lexical_recall returned for the call. The last dense_tail queries attend to
+// ignored. recall: the call's result of lexical_recall. The last dense_tail queries attend to
 // every key before them. Returns out [B, Hq, T, Dv] and the state: scores of all T_total positions,
 // the memory set that the last chunk attended to, [B, Hkv, settings.memory_size()], and errors.
 H2O_API std::tuple<at::Tensor, LayerState> chunked_sparse_attention(

@@ -48,7 +48,7 @@ class H2O_API Package {
   // float32 [1, Hkv, capacity], memory set int32 [1, Hkv, memory_size] and errors.
   std::vector<at::Tensor> new_state() const;
 
-  // Number of tokens of a state. Throws c10::ValueError unless its tensors are like those of
+  // Number of tokens of a state. Throws c10::ValueError unless its tensors have the forms of
   // new_state() and its position is in them.
   int64_t length(const std::vector<at::Tensor>& state) const;
 

@@ -1,4 +1,4 @@
-// One prompt of a package: its state, and what a service does with it.
+// One prompt of a package: its state, and the calls that a service makes with it.
 //
 //   h2o_prefill::PackageSession session(package);
 //   h2o_prefill::Sampler sampler;   // greedy
@@ -24,7 +24,7 @@
 
 namespace h2o_prefill {
 
-// What prefill() and generate() throw after cancel().
+// prefill() and generate() throw it after cancel().
 class H2O_API Cancelled : public std::runtime_error {
  public:
   Cancelled() : std::runtime_error("the call was cancelled") {}
@@ -39,8 +39,8 @@ struct GenerateOptions {
   std::vector<std::vector<int64_t>> stop_sequences = {};
   // Called during prefill with the tokens that are done, and all.
   std::function<void(int64_t, int64_t)> on_progress = {};
-  // Tokens that are drafted at most before a call, which verifies them all: those that followed the
-  // last two or three tokens where the text had them before. The answer is that of 0, but for
+  // The most tokens to draft before a call, which verifies them all: they followed the last two or
+  // three tokens where the text had these before. The answer is the same as with 0, but for
   // logits that calls of several tokens round otherwise.
   int64_t draft_tokens = 0;
 };
@@ -93,7 +93,7 @@ class H2O_API PackageSession {
   // A session that goes on from the same tokens: a copy.
   std::unique_ptr<PackageSession> branch() const;
 
-  // Writes the text into a session file, or replaces it by that of one (session_file.h), of this
+  // Writes the text into a session file, or replaces it by a file's (session_file.h), of this
   // model and these settings; verify: its checksum too. Throws c10::ValueError; the text stays as
   // it was.
   void save(const std::string& path) const;
@@ -129,7 +129,7 @@ class H2O_API Answer {
   void stop() { ended_ = true; }
   bool ended() const { return ended_; }
 
-  // Tokens of the prompt that are prefilled, and those of the answer so far.
+  // Prefilled tokens of the prompt, and tokens of the answer so far.
   int64_t prefilled() const { return prefilled_; }
   const std::vector<int64_t>& tokens() const { return tokens_; }
 
@@ -141,7 +141,7 @@ class H2O_API Answer {
   int64_t prefilled_ = 0;
   std::vector<int64_t> tokens_;
   bool ended_ = false;
-  at::Tensor call_, logits_;  // the tokens of the last call, those drafted included, and its logits
+  at::Tensor call_, logits_;  // the last call's tokens, drafted ones included, and logits
   int64_t row_ = 0;           // of these logits, the next to choose from
   int64_t before_ = 0;        // tokens before their first row
 };

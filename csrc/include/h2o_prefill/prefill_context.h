@@ -63,18 +63,18 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
 
   // Removes the tokens after the first `length`. A call that some layers have not attended in is
   // undone first: scores, memory sets and ids are again what they were before its begin(), to the
-  // bit. What a complete call added to the scores of earlier tokens stays (see
+  // bit. The share of a complete call in the scores of earlier tokens stays (see
   // MemorySetTracker::truncate).
   void truncate(int64_t length);
 
   // Starts a new prompt; the buffers of keys and values stay allocated.
   void reset();
 
-  // Writes the prompt, of which all layers have attended in every call, into a session file
-  // (session_file.h). model: what tells the model from others, as SessionFile has it.
+  // Writes the prompt, after a call in which all layers have attended, into a session file
+  // (session_file.h). model: as SessionFile::model has it.
   void save(const std::string& path, const std::string& model) const;
 
-  // Replaces the prompt by that of a session file; verify: its checksum too. Throws if it is of
+  // Replaces the prompt by a session file's; verify: its checksum too. Throws if it is of
   // another model or of other settings, of other layers or more tokens than the context has room
   // for, or without the keys that have left a sliding window; the prompt stays as it was.
   void load(const std::string& path, const std::string& model, bool verify = true);

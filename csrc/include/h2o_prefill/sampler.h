@@ -15,7 +15,7 @@ struct SamplerOptions {
   double temperature = 0.0;
   int64_t top_k = 0;     // of the K likeliest; 0: of all
   double top_p = 1.0;    // of the likeliest whose probabilities add up to this
-  double min_p = 0.0;    // of those at least this times as likely as the likeliest
+  double min_p = 0.0;    // of tokens at least this times as likely as the likeliest
   double penalty = 1.0;  // of tokens that the text has: logits above 0 are divided by it
   uint64_t seed = 0;
 };

@@ -16,7 +16,7 @@
 namespace h2o_prefill {
 
 struct H2O_API SessionFile {
-  // What tells models apart whose keys differ, as words "name=value" that blanks separate: config,
+  // Tells models apart whose keys differ, by words "name=value" that blanks separate: config,
   // dtype and weights, and where there are some adapters, text of tokens and selection rule.
   std::string model;
   std::string settings;  // as of PrefillConfig::to_fields()
@@ -24,7 +24,7 @@ struct H2O_API SessionFile {
   int64_t version = 2;   // of the format; files of version 1 are read
   std::map<std::string, at::Tensor> tensors = {};
 
-  // Throws c10::ValueError, which names what differs, unless it is of this model.
+  // Throws c10::ValueError, which names the difference, unless it is of this model.
   void check_model(const std::string& wanted) const;
 
   // Throws c10::ValueError unless it is of this model and these settings, and fits.

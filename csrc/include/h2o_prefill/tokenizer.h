@@ -9,8 +9,9 @@
 //   std::cout << text.end();
 //
 // A component of the CMake package, find_package(H2OPrefill COMPONENTS text), whose target
-// H2OPrefill::text brings OpenVINO and its tokenizers: they run what openvino_tokenizers made of
-// the model's tokenizer.json. All of it stands in this header, so the library itself needs neither.
+// H2OPrefill::text brings OpenVINO and its tokenizers: they run the model's tokenizer.json, which
+// openvino_tokenizers has converted. All of it stands in this header, so the library itself needs
+// neither.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -63,14 +64,14 @@ class Tokenizer {
     }
   }
 
-  // Token ids, int64 [1, T], of a text in UTF-8: those that the tokenizer of Hugging Face gives,
-  // with the special tokens that it puts in front.
+  // Token ids, int64 [1, T], of a text in UTF-8, equal to Hugging Face's, with the special tokens
+  // that its tokenizer puts in front.
   at::Tensor encode(const std::string& text) const {
     const at::Tensor ids = ids_of(text);
     return prefix_.empty() ? ids : at::cat({at::tensor(prefix_).unsqueeze(0), ids}, 1);
   }
 
-  // Ids of what a user says, as the model's chat template words it up to where the answer begins,
+  // Ids of a user's message, as the model's chat template words it up to where the answer begins,
   // but with the blanks around the message, which some templates strip; next: after the tokens of
   // an answer of the same session. Throws c10::ValueError if the model has no chat template.
   at::Tensor chat(const std::string& message, bool next = false) const {
@@ -123,8 +124,8 @@ class TextStream {
   explicit TextStream(const Tokenizer& tokenizer, std::vector<std::string> stops = {})
       : tokenizer_(tokenizer), stops_(std::move(stops)) {}
 
-  // Adds a token. Returns the text that is certain now: bytes of an incomplete character, and what
-  // may be the beginning of a stop, wait for later tokens.
+  // Adds a token. Returns the text that is certain now: bytes of an incomplete character, and a
+  // possible beginning of a stop, wait for later tokens.
   std::string put(int64_t token) {
     tokens_.push_back(token);
     return take(/*all=*/false);
@@ -140,7 +141,7 @@ class TextStream {
   std::string take(bool all) {
     if (stopped_) return "";
     // Tokens before `context_` are done. A tokenizer may drop the space before the first token, so
-    // those since stand in front when later ones are decoded.
+    // the others stand in front when later ones are decoded.
     const std::string whole = tokenizer_.decode(tokens_);
     const bool complete = !whole.ends_with("\xEF\xBF\xBD");
     if (!all && !complete) return "";
@@ -174,7 +175,7 @@ class TextStream {
   const Tokenizer& tokenizer_;
   std::vector<std::string> stops_;
   std::vector<int64_t> tokens_;  // the last ones
-  size_t context_ = 0;           // of them, those whose text is in pending_ or was returned
+  size_t context_ = 0;           // of these, the ones whose text is in pending_ or was returned
   std::string shown_;            // their text
   std::string pending_;          // text that was not returned yet
   bool stopped_ = false;

@@ -28,7 +28,7 @@ Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const std::optional<at::Tensor>& visible, double scale,
                 const LogitOptions& options = {});
 
-// Fuses two results over disjoint key sets; colsum stays that of `a`.
+// Fuses two results over disjoint key sets; colsum comes from `a`.
 Attended merge(const Attended& a, const Attended& b);
 
 // The output, and lse, with the sinks in the denominators.

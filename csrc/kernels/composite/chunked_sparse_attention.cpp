@@ -77,7 +77,7 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
   const at::Tensor& v = request.value;
   const int64_t length = request.length();
   const int64_t past = request.past();
-  auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
+  auto out = request.empty_out();
   auto sets = request.start.defined() && past > 0
                   ? request.start.narrow(2, 0, std::min(request.start.size(2), past))
                         .clone(at::MemoryFormat::Contiguous)
@@ -115,9 +115,7 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
   request.memory.fill_(-1);
   if (request.selects()) request.memory.narrow(2, 0, sets.size(2)).copy_(sets);
   if (const int64_t tail = request.tail(); tail > 0) {
-    out.narrow(2, length - tail, tail)
-        .copy_(composite::dense_attention(q.narrow(2, length - tail, tail), k, v, request.scale(),
-                                          request.sinks, request.softcap));
+    out.narrow(2, length - tail, tail).copy_(composite::dense_attention(request.last_rows(tail)));
   }
   return out;
 }

@@ -15,7 +15,7 @@ at::Tensor map_features(const at::Tensor& x, FeatureMap feature_map) {
   return x.clamp_max(0).exp_().add_(x.relu());  // above 0, the exponential is 1
 }
 
-// The gradient of x, from that of its features.
+// The gradient of x from the gradient of its features.
 at::Tensor map_gradient(const at::Tensor& gradient, const at::Tensor& x, FeatureMap feature_map) {
   if (feature_map == FeatureMap::kIdentity) return gradient;
   if (feature_map == FeatureMap::kRelu) return gradient.masked_fill(x <= 0, 0);
@@ -113,7 +113,7 @@ at::Tensor transposed(const at::Tensor& state) {
   return state.defined() ? state.transpose(2, 3) : state;
 }
 
-// The sum of two tensors, either of which may be undefined.
+// The sum of two tensors; either may be undefined.
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined()) return b;
   return b.defined() ? a + b : a;

@@ -10,15 +10,16 @@
 namespace h2o_prefill::composite {
 
 // With the parameters of the functions in ops.h.
-decltype(h2o_prefill::intra_chunk_attention) intra_chunk_attention;
-decltype(h2o_prefill::memory_attention) memory_attention;
-decltype(h2o_prefill::dense_attention) dense_attention;
-decltype(h2o_prefill::sliding_window_attention) sliding_window_attention;
 decltype(h2o_prefill::merge_states) merge_states;
 decltype(h2o_prefill::select_memory) select_memory;
 decltype(h2o_prefill::accumulate_scores_) accumulate_scores_;
 decltype(h2o_prefill::gather_rows) gather_rows;
 
+AttentionResult intra_chunk_attention(const AttentionArguments& x, int64_t chunk_size);
+AttentionResult memory_attention(const AttentionArguments& x, const at::Tensor& indices);
+at::Tensor dense_attention(const AttentionArguments& x);
+std::tuple<at::Tensor, at::Tensor> sliding_window_attention(const AttentionArguments& x,
+                                                            int64_t window);
 at::Tensor chunked_sparse_attention(const PrefillRequest& request);
 
 // Measures the errors of a chunk's rows, whose output is in `out` [B, Hq, T, Dv], and records them

@@ -9,7 +9,7 @@
 namespace h2o_prefill::composite {
 namespace {
 
-// What decays leave inside a chunk: exp(g_{j+1} + ... + g_i) at [i, j], 0 above the diagonal. Each
+// The decays inside a chunk: exp(g_{j+1} + ... + g_i) at [i, j], 0 above the diagonal. Each
 // entry is a sum of its own: a difference of two long sums would lose digits, and make NaN of two
 // infinite ones.
 at::Tensor decay_matrix(const at::Tensor& log_decay) {

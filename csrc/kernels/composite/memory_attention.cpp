@@ -3,27 +3,19 @@
 
 #include <algorithm>
 
-#include "common/checks.h"
-#include "common/tensors.h"
 #include "kernels/composite/attend.h"
 #include "kernels/composite/composite.h"
 
 namespace h2o_prefill::composite {
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(const at::Tensor& q,
-                                                                const at::Tensor& k,
-                                                                const at::Tensor& v,
-                                                                const at::Tensor& indices,
-                                                                std::optional<double> scale) {
-  check_memory_attention(q, k, v, indices, scale);
+AttentionResult memory_attention(const AttentionArguments& x, const at::Tensor& indices) {
   const int64_t width = indices.size(2);
   // No more positions than keys: the rest of each list is absent.
-  const auto members = indices.narrow(2, 0, std::min(width, k.size(2)));
+  const auto members = indices.narrow(2, 0, std::min(width, x.total()));
   const auto present = (members >= 0).unsqueeze(2).unsqueeze(2);
-  const auto attended =
-      attend(q, composite::gather_rows(k, members), composite::gather_rows(v, members), present,
-             scale_or_default(scale, q.size(3)));
-  auto out = empty_heads(q.size(0), q.size(1), q.size(2), v.size(3), q);
+  const auto attended = attend(x.query, composite::gather_rows(x.key, members),
+                               composite::gather_rows(x.value, members), present, x.scale());
+  auto out = x.empty_out();
   out.copy_(attended.out);
   const int64_t absent = width - members.size(2);
   return {out, attended.lse.contiguous(),
@@ -31,7 +23,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> memory_attention(const at::Tensor
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CompositeExplicitAutograd, m) {
-  m.impl("memory_attention", &memory_attention);
+  m.impl("memory_attention", &memory_attention_entry<&memory_attention>);
 }
 
 }  // namespace h2o_prefill::composite

@@ -65,7 +65,7 @@ struct AttendGrid {
   }
 };
 
-// Tasks that reduce column sums: each those of a range of keys of one set of one unit.
+// Tasks that reduce column sums, each of a range of keys of one set of one unit.
 struct ReduceGrid {
   int64_t units;
   int64_t sets;
@@ -165,7 +165,7 @@ struct AttendChunk::Impl {
     Workspace::Part<float> scratch;      // [threads, scratch_floats]
     Workspace::Part<float> recalled;     // [threads, recalled_floats]: packed keys and values
     Workspace::Part<int32_t> positions;  // [threads, max_recalled]
-    Workspace::Part<int32_t> limits[3];  // [threads, kTaskRows]: of each set, of what is recalled
+    Workspace::Part<int32_t> limits[3];  // [threads, kTaskRows]: of each set, of recalled keys
     Workspace::Part<int32_t> begins[2];  // [threads, kTaskRows]: of each set
   };
   ThreadParts thread_parts;
@@ -254,7 +254,7 @@ void AttendChunk::Impl::pack(const AttendChunkArgs& args, const PackGrid::Task& 
   }
 }
 
-// Recalled keys that the rows of one recall block see: those of the block's list that lie before
+// Recalled keys that the rows of one recall block see: keys of the block's list that lie before
 // the pass's rows and are not in the head's memory set. Each row sees a prefix, since the list
 // rises with visible_from.
 KeySet AttendChunk::Impl::pack_recalled(const AttendChunkArgs& args, int64_t unit,

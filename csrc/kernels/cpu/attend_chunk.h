@@ -11,8 +11,7 @@
 
 namespace h2o_prefill {
 
-// Destination of a key set's column sums: those of unit u start at data + u * stride. Null: not
-// computed.
+// Destination of a key set's column sums; unit u starts at data + u * stride. Null: not computed.
 struct ColumnSums {
   float* data = nullptr;
   int64_t stride = 0;
@@ -39,7 +38,7 @@ struct AttendChunkArgs {
   HeadsView value;
   HeadsView out;      // rows as query; float32 or the dtype of the query
   HeadsView earlier;  // a result over other keys to merge with, as out, float32; no data: none
-  float* lse;         // [B, Hq, query.length]; holds that of `earlier` at first
+  float* lse;         // [B, Hq, query.length]; holds the lse of `earlier` at first
   RowRange rows;
   float scale;
   const float* sinks = nullptr;  // [Hq], a further logit of each head's denominators; null: none
@@ -54,7 +53,7 @@ struct AttendChunkArgs {
 //
 // Phase 1: the rows are a chunk, and attend to its keys causally.
 AttendChunkArgs chunk_pass(const AttendChunkArgs& call, const RowRange& rows, ColumnSums sums);
-// Both phases of a chunk in one pass: its own keys, its memory sets, and what it recalls.
+// Both phases of a chunk in one pass: its own keys, its memory sets and its recalled keys.
 AttendChunkArgs chunk_and_memory_pass(const AttendChunkArgs& call, const RowRange& rows,
                                       ColumnSums chunk_sums, const MemorySetView& memory,
                                       ColumnSums memory_sums);

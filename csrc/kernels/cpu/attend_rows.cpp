@@ -104,7 +104,7 @@ void attend_key_set(const AttendRowsArgs& args, const KeySet& set, const RowBloc
   const int64_t stride = score_stride(set.count);
   const int64_t first_key = set.begins ? set.begins[block.first] : 0;
   const int64_t last_key = set.limits ? set.limits[block.first + rows - 1] : set.count;
-  // What no row sees is left out, in whole panels.
+  // Leaves out whole panels that no row sees.
   const int64_t begin = first_key / kPanel * kPanel;
   const int64_t num_keys = last_key - begin;
   const int64_t padded = pad_to(num_keys, kPanel);

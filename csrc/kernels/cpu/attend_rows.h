@@ -35,7 +35,7 @@ struct KeySet {
       limits;     // row r sees keys [0, limits[r]), never falling with r; null: every row sees all
   float* colsum;  // fp32 [padded(count)], added to: sum over rows of the softmax over this set;
                   // null: not wanted
-  const int32_t* begins = nullptr;  // of these, row r sees those from begins[r] on, never falling
+  const int32_t* begins = nullptr;  // row r sees these from begins[r] on, never falling
                                     // with r; null: all
 };
 
@@ -48,7 +48,7 @@ struct AttendRowsArgs {
   const void* query;  // first row; head_dim elements each
   void* out;          // first row; value_dim elements each
   float* lse;         // natural log, one a row; where there is an earlier result, its own at first
-  DType dtype;        // of the query and of what was packed
+  DType dtype;        // of the query and of packed keys
   DType out_dtype;
   int64_t query_stride;  // in elements
   int64_t out_stride;
@@ -71,7 +71,7 @@ struct AttendRowsArgs {
 // One row of all heads of a group, and keys as they lie in a tensor.
 struct AttendTokenArgs {
   const void* query;  // of the first head, the others query_stride elements after each other
-  const void* keys;   // first row of those that are visible
+  const void* keys;   // first visible row
   const void* values;
   DType dtype;
   int64_t query_stride;
@@ -125,7 +125,7 @@ struct CpuKernels {
   }
 };
 
-// What this CPU runs fastest, or what the environment variable H2O_PREFILL_ISA names. Chosen once.
+// The fastest that this CPU runs, or the one that H2O_PREFILL_ISA names. Chosen once.
 // Throws std::runtime_error if the variable names one that is unknown, not compiled in, or not
 // there.
 const CpuKernels& cpu_kernels();

@@ -32,7 +32,7 @@ H2O_INLINE Vec load_lanes(const void* data, int64_t offset, int64_t i, int64_t d
   return load(lanes);
 }
 
-// Products z[h, j] of kN heads with keys [j, j + kLanes), of which `count` exist.
+// Products z[h, j] of kN heads with keys [j, j + kLanes); `count` exist.
 template <DType kType, int kN>
 H2O_INLINE void multiply_keys(const AttendTokenArgs& args, const float* query, int64_t j,
                               int64_t count, float* z, int64_t stride) {

@@ -1,28 +1,24 @@
-// Tensors of an attention op in the form that its passes take.
+// Arguments of an attention op in the form that its passes take.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include "common/tensors.h"
+#include "common/attention.h"
 #include "kernels/cpu/attend_chunk.h"
 
 namespace h2o_prefill {
 
-// What all passes of a call share. Tensors have contiguous rows; lse [B, Hq, T]; sinks as of
-// float_sinks().
-inline AttendChunkArgs attention_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      const at::Tensor& out, float* lse, double scale,
-                                      const at::Tensor& sinks = {}, double softcap = 0.0) {
-  return {.query = heads_view(q),
-          .key = heads_view(k),
-          .value = heads_view(v),
+// Common to all passes of a call. x: with contiguous rows (see with_rows()).
+inline AttendChunkArgs attention_call(const AttentionArguments& x, const at::Tensor& out,
+                                      float* lse) {
+  return {.query = heads_view(x.query),
+          .key = heads_view(x.key),
+          .value = heads_view(x.value),
           .out = heads_view(out),
           .earlier = {},
           .lse = lse,
           .rows = {},
-          .scale = static_cast<float>(scale),
-          .sinks = sinks.defined() ? sinks.const_data_ptr<float>() : nullptr,
-          .softcap = static_cast<float>(bounded_softcap(softcap)),
+          .scale = static_cast<float>(x.scale()),
+          .sinks = x.sink_data(),
+          .softcap = static_cast<float>(bounded_softcap(x.softcap)),
           .reduce_max = false,
           .sets = {},
           .num_sets = 0,

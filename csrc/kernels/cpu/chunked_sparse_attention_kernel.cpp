@@ -15,30 +15,20 @@
 namespace h2o_prefill {
 namespace {
 
-RecallLists contiguous(const RecallLists& lists) {
-  if (!lists.offsets.defined()) return {};
-  return {.offsets = lists.offsets.contiguous(),
-          .positions = lists.positions.contiguous(),
-          .visible_from = lists.visible_from.contiguous()};
-}
-
 at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
   if (request.query.scalar_type() == at::kDouble) {
     return composite::chunked_sparse_attention(request);
   }
-  const auto q = with_contiguous_rows(request.query);
-  const auto k = with_contiguous_rows(request.key);
-  const auto v = with_contiguous_rows(request.value);
-  const RecallLists recall = contiguous(request.recall);
+  const AttentionArguments x = request.with_rows(&with_contiguous_rows);
+  const RecallLists recall =
+      converted(request.recall, [](const at::Tensor& list) { return list.contiguous(); });
   const int64_t length = request.length();
-  auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
+  auto out = x.empty_out();
 
   Workspace workspace;
   std::optional<MemorySetUpdater> updater;
   if (request.selects()) updater.emplace(request, workspace);
-  const at::Tensor sinks = float_sinks(request.sinks);
-  AttendChunkArgs call =
-      attention_call(q, k, v, out, /*lse=*/nullptr, request.scale(), sinks, request.softcap);
+  AttendChunkArgs call = attention_call(x, out, /*lse=*/nullptr);
   call.reduce_max = request.reduce_max();
   call.recall = request.recall_view(recall);
   const int64_t largest = request.largest_chunk();
@@ -47,7 +37,7 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
                      workspace);
   std::optional<ErrorRows> errors;
   if (updater && request.settings.error_rows > 0) errors.emplace(request, workspace);
-  const auto lse = workspace.add<float>(q.size(0) * q.size(1) * length);
+  const auto lse = workspace.add<float>(call.query.batch * call.query.heads * length);
   workspace.allocate();
   call.lse = workspace.get(lse);
 
@@ -74,9 +64,7 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
     std::fill_n(request.memory.mutable_data_ptr<int32_t>(), request.memory.numel(), -1);
   }
   if (const int64_t tail = request.tail(); tail > 0) {
-    out.narrow(2, length - tail, tail)
-        .copy_(dense_attention_cpu(q.narrow(2, length - tail, tail), k, v, request.scale(),
-                                   request.sinks, request.softcap));
+    out.narrow(2, length - tail, tail).copy_(dense_attention_cpu(x.last_rows(tail)));
   }
   return out;
 }

@@ -27,8 +27,7 @@ constexpr int64_t kTaskStateBytes = int64_t{1} << 20;
 // The same call from the last token to the first.
 LinearAttentionParams reversed(LinearAttentionParams call) {
   for (HeadsView* view : {&call.query, &call.key, &call.value, &call.out}) {
-    view->data = view->row(0, 0, view->length - 1);
-    view->stride_row = -view->stride_row;
+    *view = view->reversed();
   }
   if (call.log_decay) {
     call.log_decay += (call.key.length - 1) * call.decay_stride_row;
@@ -310,7 +309,7 @@ composite::Scanned scan(const at::Tensor& q, const at::Tensor& k, const at::Tens
                                        .diagonal_once = false,
                                        .normalize = false,
                                        .scale = 1.0};
-  const auto found = attend_causally(request, &with_contiguous_rows, [&](const auto& params) {
+  const auto found = attend_causally(request, [&](const auto& params) {
     LinearAttention(reverse ? reversed(params) : params).run();
   });
   return {std::get<0>(found), std::get<1>(found)};
@@ -324,9 +323,8 @@ LinearAttentionResult attend(const LinearAttentionRequest& r) {
   if (!r.causal || r.query.scalar_type() == at::kDouble) {
     return composite::linear_attention(r, scan_of(r.query));
   }
-  return attend_causally(r, &with_contiguous_rows, [](const LinearAttentionParams& params) {
-    LinearAttention(params).run();
-  });
+  return attend_causally(
+      r, [](const LinearAttentionParams& params) { LinearAttention(params).run(); });
 }
 
 LinearAttentionInputGradients attend_backward(const LinearAttentionRequest& r,

@@ -1,4 +1,4 @@
-// What this CPU can run. Include it only where no wide instructions are compiled.
+// The instruction sets of this CPU. Include it only where no wide instructions are compiled.
 #pragma once
 
 #ifdef __x86_64__
@@ -47,7 +47,8 @@ inline bool cpu_has_fast_bfloat16_products() {
 #endif
 }
 
-// Whether it runs what was compiled with the flags of an instruction set (see cmake/isa.cmake).
+// Whether it runs code that was compiled with the flags of an instruction set (see
+// cmake/isa.cmake).
 inline bool cpu_has(std::string_view isa) {
 #ifdef __x86_64__
   __builtin_cpu_init();

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "common/checks.h"
-#include "common/tensors.h"
 #include "kernels/composite/composite.h"
 #include "kernels/cpu/attention_call.h"
 #include "kernels/cpu/dense_attention.h"
@@ -20,7 +18,8 @@ constexpr int64_t kStep = 1024;
 
 // Whether packing the keys pays against PyTorch's attention, which packs nothing for few rows but
 // copies grouped KV heads, and which has no fast path for float16 or a single row of bfloat16.
-bool packing_pays(const at::Tensor& q, const at::Tensor& k) {
+bool packing_pays(const AttentionArguments& x) {
+  const at::Tensor &q = x.query, &k = x.key;
   const int64_t group = q.size(1) / k.size(1);
   const int64_t rows = q.size(2) * group;  // that share packed keys
   if (q.scalar_type() == at::kHalf) return true;
@@ -55,22 +54,19 @@ class KeyRanges {
   int64_t window_;
 };
 
-// Attends with rows of the call, and returns their lse. Two ranges of keys at a time; partial
-// results are merged in float32.
-at::Tensor attend_rows_of_step(AttendChunk& attend, const at::Tensor& q, const at::Tensor& k,
-                               const at::Tensor& v, const at::Tensor& out, const RowRange& rows,
-                               int64_t window, double scale, const at::Tensor& sinks,
-                               double softcap) {
-  const auto lse = at::empty({q.size(0), q.size(1), rows.count}, q.options().dtype(at::kFloat));
-  AttendChunkArgs call =
-      attention_call(q, k, v, out, lse.mutable_data_ptr<float>(), scale, sinks, softcap);
+// Attends with the rows of x's query, which are some of a call's, and returns their lse. Two ranges
+// of keys at a time; partial results are merged in float32.
+at::Tensor attend_rows_of_step(AttendChunk& attend, const AttentionArguments& x,
+                               const at::Tensor& out, const RowRange& rows, int64_t window) {
+  const auto lse = x.empty_lse();
+  AttendChunkArgs call = attention_call(x, out, lse.mutable_data_ptr<float>());
   KeyRanges ranges(rows, window);
   at::Tensor partial;
   while (!ranges.empty()) {
     const CausalRange first = ranges.next();
     const CausalRange second = ranges.next();
     if (!ranges.empty() && !partial.defined()) {
-      partial = empty_heads(q.size(0), q.size(1), rows.count, out.size(3), lse);
+      partial = empty_heads(out.size(0), out.size(1), rows.count, out.size(3), lse);
     }
     call.out = heads_view(ranges.empty() ? out : partial);
     attend.run(range_pass(call, rows, first, second));
@@ -85,17 +81,15 @@ constexpr int64_t kTokenKeys = 512;
 
 // One row of each head, whose visible keys are the last `count`: they are not packed, as each is
 // read once. Returns the outputs in float32, [B, Hq, 1, Dv].
-at::Tensor attend_token(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                        int64_t count, double scale, const at::Tensor& sinks, double softcap,
-                        const at::Tensor& lse) {
-  const HeadsView query = heads_view(q), key = heads_view(k), value = heads_view(v);
+at::Tensor attend_token(const AttentionArguments& x, int64_t count, const at::Tensor& lse) {
+  const HeadsView query = heads_view(x.query), key = heads_view(x.key), value = heads_view(x.value);
   const int64_t units = key.batch * key.heads, group = query.heads / key.heads;
   const int64_t parts = divide_up(count, kTokenKeys), first = key.length - count;
   const int64_t width = group * (value.dim + 2);  // m, l and numerators of a part
   const int64_t scratch = AttendTokenArgs::scratch_floats(key.dim, kTokenKeys);
   const bool serial = units * count * group * (key.dim + value.dim) < kSerialWork;
   const int64_t threads = serial ? 1 : at::get_num_threads();
-  const auto floats = q.options().dtype(at::kFloat);
+  const auto floats = x.query.options().dtype(at::kFloat);
   const auto partial = at::empty({units * parts * width + threads * scratch}, floats);
   const auto out = at::empty({key.batch, query.heads, 1, value.dim}, floats);
   float* const results = partial.mutable_data_ptr<float>();
@@ -114,8 +108,8 @@ at::Tensor attend_token(const at::Tensor& q, const at::Tensor& k, const at::Tens
                                 .count = std::min(kTokenKeys, count - begin),
                                 .head_dim = key.dim,
                                 .value_dim = value.dim,
-                                .scale = static_cast<float>(scale),
-                                .softcap = static_cast<float>(bounded_softcap(softcap)),
+                                .scale = static_cast<float>(x.scale()),
+                                .softcap = static_cast<float>(bounded_softcap(x.softcap)),
                                 .m = result,
                                 .l = result + group,
                                 .out = result + 2 * group,
@@ -137,8 +131,7 @@ at::Tensor attend_token(const at::Tensor& q, const at::Tensor& k, const at::Tens
         row[d] = row[d] * factors.a + numerator[d] * factors.b;
       }
     }
-    const float sink =
-        sinks.defined() ? sinks.const_data_ptr<float>()[head % query.heads] : kNegInf;
+    const float sink = x.sinks ? x.sink_data()[head % query.heads] : kNegInf;
     const FinishedRow finished = finish_row(m, l, sink * kLog2E);
     for (int64_t d = 0; d < value.dim; ++d) row[d] *= finished.weight;
     if (lse.defined()) lse.mutable_data_ptr<float>()[head] = finished.lse;
@@ -148,35 +141,27 @@ at::Tensor attend_token(const at::Tensor& q, const at::Tensor& k, const at::Tens
 
 // Attends causally, with a window of at least 1 key for each row. lse [B, Hq, T], float32, is
 // written if it is defined.
-at::Tensor attend_in_window(const at::Tensor& q_argument, const at::Tensor& k_argument,
-                            const at::Tensor& v_argument, int64_t window,
-                            std::optional<double> scale,
-                            const std::optional<at::Tensor>& sinks_argument, double softcap,
+at::Tensor attend_in_window(const AttentionArguments& given, int64_t window,
                             const at::Tensor& lse) {
-  const auto q = with_contiguous_rows(q_argument);
-  const auto k = with_contiguous_rows(k_argument);
-  const auto v = with_contiguous_rows(v_argument);
-  const auto sinks = float_sinks(sinks_argument);
-  const int64_t length = q.size(2);
+  const AttentionArguments x = given.with_rows(&with_contiguous_rows);
+  const int64_t length = x.length();
   if (length == 1) {
-    return attend_token(q, k, v, std::min(window, k.size(2)), scale_or_default(scale, q.size(3)),
-                        sinks, softcap, lse)
-        .to(q.scalar_type());
+    return attend_token(x, std::min(window, x.total()), lse).to(x.query.scalar_type());
   }
-  const int64_t past = k.size(2) - length;
   const int64_t step = std::min(length, kStep);
-  const int64_t keys = std::min(k.size(2), kStep);
+  const int64_t keys = std::min(x.total(), kStep);
   Workspace workspace;
-  AttendChunk attend(heads_view(q), heads_view(k), heads_view(v), /*recall=*/{},
+  AttendChunk attend(heads_view(x.query), heads_view(x.key), heads_view(x.value), /*recall=*/{},
                      {.rows = step, .keys = {keys, keys}}, workspace);
   workspace.allocate();
-  auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
+  auto out = x.empty_out();
   for (int64_t row = 0; row < length; row += step) {
     const int64_t rows = std::min(step, length - row);
+    AttentionArguments of_step = x;
+    of_step.query = x.query.narrow(2, row, rows);
     const auto part =
-        attend_rows_of_step(attend, q.narrow(2, row, rows), k, v, out.narrow(2, row, rows),
-                            {.begin = 0, .count = rows, .past = past + row}, window,
-                            scale_or_default(scale, q.size(3)), sinks, softcap);
+        attend_rows_of_step(attend, of_step, out.narrow(2, row, rows),
+                            {.begin = 0, .count = rows, .past = x.past() + row}, window);
     if (lse.defined()) lse.narrow(2, row, rows).copy_(part);
   }
   return out;
@@ -184,34 +169,26 @@ at::Tensor attend_in_window(const at::Tensor& q_argument, const at::Tensor& k_ar
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cpu(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t window,
-    std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap) {
-  check_sliding_window_attention(q, k, v, window, scale, sinks, softcap);
-  if (q.scalar_type() == at::kDouble || q.numel() == 0) {
-    return composite::sliding_window_attention(q, k, v, window, scale, sinks, softcap);
+std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cpu(const AttentionArguments& x,
+                                                                int64_t window) {
+  if (x.query.scalar_type() == at::kDouble || x.is_empty()) {
+    return composite::sliding_window_attention(x, window);
   }
-  const auto lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
-  return {attend_in_window(q, k, v, window, scale, sinks, softcap, lse), lse};
+  const auto lse = x.empty_lse();
+  return {attend_in_window(x, window, lse), lse};
 }
 
-at::Tensor dense_attention_cpu(const at::Tensor& q_argument, const at::Tensor& k_argument,
-                               const at::Tensor& v_argument, std::optional<double> scale,
-                               const std::optional<at::Tensor>& sinks_argument, double softcap) {
-  check_dense_attention(q_argument, k_argument, v_argument, scale, sinks_argument, softcap);
-  const bool pytorch_has_it = !sinks_argument && softcap == 0.0;
-  if (q_argument.scalar_type() == at::kDouble || q_argument.numel() == 0 ||
-      (pytorch_has_it && !packing_pays(q_argument, k_argument))) {
-    return composite::dense_attention(q_argument, k_argument, v_argument, scale, sinks_argument,
-                                      softcap);
+at::Tensor dense_attention_cpu(const AttentionArguments& x) {
+  if (x.query.scalar_type() == at::kDouble || x.is_empty() || (x.is_plain() && !packing_pays(x))) {
+    return composite::dense_attention(x);
   }
-  return attend_in_window(q_argument, k_argument, v_argument, /*window=*/k_argument.size(2), scale,
-                          sinks_argument, softcap, /*lse=*/{});
+  return attend_in_window(x, /*window=*/x.total(), /*lse=*/{});
 }
 
 TORCH_LIBRARY_IMPL(h2o_prefill, CPU, m) {
-  m.impl("dense_attention", &dense_attention_cpu);
-  m.impl("sliding_window_attention", &sliding_window_attention_cpu);
+  m.impl("dense_attention", &dense_attention_entry<&dense_attention_cpu>);
+  m.impl("sliding_window_attention",
+         &sliding_window_attention_entry<&sliding_window_attention_cpu>);
 }
 
 }  // namespace h2o_prefill

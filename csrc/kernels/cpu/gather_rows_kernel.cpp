@@ -46,7 +46,7 @@ at::Tensor gather_rows_cpu(const at::Tensor& x_argument, const at::Tensor& indic
   char* to = static_cast<char*>(y.mutable_data_ptr());
   // A task is a range of one head's rows, so that few long lists keep many cores busy.
   constexpr int64_t kTaskRows = 256;
-  const int64_t tasks_of_head = (count + kTaskRows - 1) / kTaskRows;
+  const int64_t tasks_of_head = divide_up(count, kTaskRows);
   at::parallel_for(0, x.size(0) * heads * tasks_of_head, 1, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
       const int64_t head = task / tasks_of_head;

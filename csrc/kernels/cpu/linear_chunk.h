@@ -76,8 +76,9 @@ struct LinearKernels {
                        float* normalizer);
   int64_t (*state_floats)(int64_t key_dim, int64_t value_dim);
   int64_t (*scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows);
-  // Processes all rows of a short call token by token, from the states before them to those after
-  // them. Of the fields from `start` on only `scratch` is used: token_scratch_floats(...) floats.
+  // Processes all rows of a short call token by token, from the states before them to the states
+  // after them. Of the fields from `start` on only `scratch` is used: token_scratch_floats(...)
+  // floats.
   void (*linear_tokens)(const LinearChunkArgs&, const LinearStates&);
   int64_t (*token_scratch_floats)(int64_t key_dim, int64_t value_dim, int64_t rows, int64_t heads);
 };

@@ -12,7 +12,7 @@ namespace h2o_prefill::H2O_ISA {
 struct LogitScale {
   float sign;       // of the queries
   float cap_scale;  // products z become tanh(z cap_scale) first; 0: they do not
-  float scale;      // from what they are then to a logit in base 2, positive
+  float scale;      // from the capped product to a logit in base 2, positive
 };
 
 H2O_INLINE LogitScale logit_scale(float scale, float softcap) {

@@ -7,6 +7,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "kernels/host_device.h"
+
 namespace h2o_prefill {
 
 // Multiply-adds below which waking other threads costs more than they save.
@@ -15,8 +17,6 @@ constexpr int64_t kSerialWork = 1 << 19;
 // Tasks that each thread gets at least, where work can be cut finer, so that no thread waits long
 // for the last one.
 constexpr int64_t kTasksPerThread = 4;
-
-inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // The tasks 0, 1, ..., tasks - 1.
 struct TaskRange {

@@ -88,7 +88,7 @@ struct RowEnds {
   }
 };
 
-// The same for any number of rows: whole tiles, then what is left. Tiles skip zeros of a.
+// The same for any number of rows: whole tiles, then the rest. Tiles skip zeros of a.
 template <typename Products, bool kAccumulate>
 H2O_INLINE void multiply_rows(const float* a, int64_t lda, int rows, const RowEnds& ends,
                               const float* b, int64_t depth, float* c, int64_t ldc) {

@@ -9,7 +9,7 @@ namespace h2o_prefill {
 
 // Parts are added first, then allocated together. A thread keeps the block of its last call for the
 // next one, up to kKeptBytes, since the first touch of fresh memory costs more than what small
-// calls compute; larger ones, and those of a call inside a call, come from PyTorch's allocator.
+// calls compute; larger ones, and ones of a call inside a call, come from PyTorch's allocator.
 class Workspace {
  public:
 #if defined(__SANITIZE_ADDRESS__)

@@ -12,10 +12,10 @@ namespace h2o_prefill {
 
 // Which keys the rows of a pass see (see key_sets.h):
 //
-//   causal    those of a CausalRange;
+//   causal    the keys of a CausalRange;
 //   limits    keys [0, limits[row]), rising by row;
-//   gathered  the members of their head's memory set, and the keys that their block recalls, of
-//             which those not before the pass's rows and those in the set are left out.
+//   gathered  the members of their head's memory set, and the keys that their block recalls, unless
+//             these are in the set or not before the pass's rows.
 //
 // Positions outside of the history are absent. Rows of tensors may lie anywhere as long as they
 // begin at a multiple of 16 bytes, for 16-bit dtypes; the last dimension is contiguous, at most 256
@@ -36,7 +36,7 @@ struct AttendForwardParams {
   // scaled. 0: they do not.
   float cap_scale;
   // [Hq], natural: the logit of a key of value 0 that every row sees besides; null: none. A pass
-  // that merges counts it in memory_lse alone, since what it merges with has it.
+  // that merges counts it in memory_lse alone, since the other side has it.
   const float* sinks;
   RowRange rows;
   bool gathered;
@@ -45,7 +45,7 @@ struct AttendForwardParams {
   MemorySetView memory;   // if gathered
   RecallView recall;
   float* memory_lse;    // [B, Hq, Tq], natural: over the memory sets alone; null: not wanted
-  bool merge_with_out;  // the result is fused with what `out` and `lse` hold
+  bool merge_with_out;  // fuses the result with `out` and `lse`
 };
 
 // Asynchronous on `stream`; allocates nothing.

@@ -6,7 +6,7 @@
 // registers: S = Q K^T of a tile of keys and O += P V of the one before are issued together, and
 // the softmax of S is computed while O is under way.
 //
-// Masks, softmax and results are those of forward_rows.cuh.
+// Masks, softmax and results come from forward_rows.cuh.
 #pragma once
 
 #include "kernels/cuda/forward_rows.cuh"
@@ -32,7 +32,7 @@ struct Shape {
   static_assert(kDim % layout_sm90::kSlabColumns == 0);
 
   // A tile's positions are read until its values are copied; by then the next tile's are known, and
-  // a thread that is ahead writes those of the one after it.
+  // a thread that is ahead writes the positions of the one after it.
   static constexpr int kSlots = 4;
   using Causal = attend::CausalKeys<sm90::kGroupRows, kKeys>;
   using Limited = attend::LimitedKeys<sm90::kGroupRows, kKeys>;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void produce(typename Shape<kDim, kHeads>::Shared& sh
   int row_tiles = 0;
   int key_tiles = 0;
   for_each_row_tile<S::kHeadRows, kHeads, kKind>(grid, [&](const RowTile& rows) {
-    if constexpr (kGathered) sync();  // nobody needs what is known of the last row tile
+    if constexpr (kGathered) sync();  // nobody needs the last row tile's slots
     Keys keys(p, rows, &shared.gathered);
     int memory_tiles = 0;
     if constexpr (kGathered) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void multiply_values(float (&out)[kDim / 2],
   ptx::wgmma_commit();
 }
 
-// A warpgroup's accumulators as forward_rows.cuh has those of a warp's 16 rows.
+// A warpgroup's accumulators, which forward_rows.cuh reads as 16 rows of a warp.
 template <int n>
 __device__ __forceinline__ float (&by_tiles(float (&c)[n]))[1][n / 4][4] {
   return reinterpret_cast<float (&)[1][n / 4][4]>(c);
@@ -209,7 +209,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
                                         const ForwardGrid& grid, int group, int thread) {
   using S = Shape<kDim, kHeads>;
   constexpr bool kGathered = kKind == KeyKind::kGathered;
-  // What the producer keeps of gathered keys is in shared memory.
+  // The producer keeps positions of gathered keys in shared memory.
   using Keys = std::conditional_t<kGathered, typename S::Causal, attend::KeysOf<S, kKind>>;
   constexpr int kWarpRows = 16;
   constexpr uint64_t kStage = S::kKeys * kDim * sizeof(uint16_t) / layout::kUnitBytes;
@@ -293,7 +293,7 @@ __device__ __forceinline__ void consume(typename Shape<kDim, kHeads>::Shared& sh
         turns.give();
         ptx::wgmma_wait<1>();
         const auto rescaling = weigh(j);
-        // Waited for here, although the next products are those that need it: ptxas moves the wait
+        // Waited for here, although only the next products need it: ptxas moves the wait
         // for the products up, before the exponentials, unless a loop lies between.
         shared.value_ring.wait_for_tile(key_tiles + j);
         ptx::wgmma_wait<0>();

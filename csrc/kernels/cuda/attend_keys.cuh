@@ -53,7 +53,7 @@ struct KeyRange {
   int tiles;
 
   __device__ __forceinline__ explicit KeyRange(int count)
-      : count(count), tiles(tile::divide_up(count, kKeys)) {}
+      : count(count), tiles(divide_up(count, kKeys)) {}
 
   __device__ __forceinline__ Lookup prepare(int /*j*/) const { return {}; }
   __device__ __forceinline__ void store(int /*j*/, const Lookup& /*lookup*/) const {}
@@ -110,8 +110,7 @@ struct CausalKeys : KeyRange<kKeys> {
   }
 };
 
-// The tiles of the memory set, then those of the recalled keys of all blocks that the rows are of:
-// of kRows rows.
+// The tiles of kRows rows of the memory set, then of the recalled keys of all the rows' blocks.
 //
 // Shared memory holds for a tile, in one of kSlots slots, each key's position, -1 where it is
 // absent, and the rows of the query tile that see it: the first one in the low byte, the last one
@@ -155,14 +154,14 @@ struct GatheredKeys {
   Shared* const shared;
   int memory_tiles;
   int tiles;
-  int first_slot;  // that of tile 0; the others follow in turn
+  int first_slot;  // of tile 0; the others follow in turn
 
   // By the block's first kThreads threads, between barriers.
   __device__ __forceinline__ GatheredKeys(const AttendForwardParams& params, const RowTile& rows,
                                           void* shared_memory)
       : p(params),
         shared(static_cast<Shared*>(shared_memory)),
-        memory_tiles(tile::divide_up(static_cast<int>(params.memory.width), kKeys)),
+        memory_tiles(divide_up(static_cast<int>(params.memory.width), kKeys)),
         tiles(memory_tiles),
         first_slot(0) {
     Shared all;
@@ -182,7 +181,7 @@ struct GatheredKeys {
       all.first_entry = min(max(p.recall.offsets[all.first_block], 0), entries);
       const int end = min(p.recall.offsets[all.first_block + all.blocks], entries);
       all.entries = max(end - all.first_entry, 0);
-      tiles += tile::divide_up(all.entries, kKeys);
+      tiles += divide_up(all.entries, kKeys);
     }
     if (threadIdx.x == 0) {
       shared->memory = all.memory;

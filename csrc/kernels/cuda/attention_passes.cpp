@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "common/tensors.h"
 #include "kernels/softmax_state.h"
 
 namespace h2o_prefill {
@@ -33,32 +32,33 @@ AttendForwardParams with_rows(const AttendForwardParams& call, const RowRange& r
 
 }  // namespace
 
-bool has_attention_kernel(const at::Tensor& q, const at::Tensor& v) {
-  return q.scalar_type() != at::kDouble && has_kernel(q.size(3)) && has_kernel(v.size(3));
+bool has_attention_kernel(const AttentionArguments& x) {
+  return x.query.scalar_type() != at::kDouble && has_kernel(x.query.size(3)) &&
+         has_kernel(x.value.size(3));
 }
 
 at::Tensor with_aligned_rows(const at::Tensor& t) {
   return t.numel() == 0 || has_aligned_rows(t) ? t : t.clone(at::MemoryFormat::Contiguous);
 }
 
-AttendForwardParams attention_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const at::Tensor& out, const at::Tensor& lse, double scale,
-                                   const at::Tensor& sinks, double softcap) {
+AttendForwardParams attention_call(const AttentionArguments& x, const at::Tensor& out,
+                                   const at::Tensor& lse) {
   AttendForwardParams call{};
-  call.query = heads_view(q);
-  call.key = heads_view(k);
-  call.value = heads_view(v);
+  call.query = heads_view(x.query);
+  call.key = heads_view(x.key);
+  call.value = heads_view(x.value);
   call.out = heads_view(out);
   call.lse = lse.defined() ? lse.mutable_data_ptr<float>() : nullptr;
-  if (const double cap = bounded_softcap(softcap); cap > 0) {
+  double scale = x.scale();
+  if (const double cap = bounded_softcap(x.softcap); cap > 0) {
     constexpr double kLargest = std::numeric_limits<float>::max();
     call.cap_scale = static_cast<float>(std::clamp(scale / cap, -kLargest, kLargest));
     // The kernels cap nothing where this is 0: so are all logits then.
     scale = call.cap_scale == 0.0F ? 0.0 : cap;
   }
   call.scale_log2 = static_cast<float>(scale * static_cast<double>(kLog2E));
-  call.sinks = sinks.defined() ? sinks.const_data_ptr<float>() : nullptr;
-  call.rows = {.begin = 0, .count = q.size(2), .past = k.size(2) - q.size(2)};
+  call.sinks = x.sink_data();
+  call.rows = {.begin = 0, .count = x.length(), .past = x.past()};
   return call;
 }
 

@@ -1,35 +1,31 @@
 // The passes that attention on CUDA is made of: their parameters from tensors, and their launches.
 //
 // No operator reads a value back from the device: none waits for it, and all can be captured into a
-// CUDA graph. So positions in tensors on the device are not checked; kernels leave out what lies
+// CUDA graph. So positions in tensors on the device are not checked; kernels leave out positions
 // outside of the history.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <optional>
-
+#include "common/attention.h"
 #include "kernels/cuda/cuda_kernels.h"
 
 namespace h2o_prefill {
 
-// Whether attention with these queries and values has a kernel: float32, bfloat16 or float16, head
-// dims that are multiples of 8 up to 256. The composite versions serve the rest.
-bool has_attention_kernel(const at::Tensor& q, const at::Tensor& v);
+// Whether attention with these arguments has a kernel: float32, bfloat16 or float16, head dims that
+// are multiples of 8 up to 256. The composite versions serve the rest.
+bool has_attention_kernel(const AttentionArguments& x);
 
 // The tensor itself if each of its rows is contiguous and begins at a multiple of 16 bytes, else a
 // contiguous copy.
 at::Tensor with_aligned_rows(const at::Tensor& t);
 
-// What all passes of a call share, for all its rows, of which the last one stands at the last key.
-// Tensors have aligned rows; lse [B, Hq, Tq] may be undefined if no pass wants or merges it; sinks
-// as of float_sinks().
-AttendForwardParams attention_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const at::Tensor& out, const at::Tensor& lse, double scale,
-                                   const at::Tensor& sinks = {}, double softcap = 0.0);
+// Common to all passes of a call, for all its rows; the last one stands at the last key.
+// x: with aligned rows; lse [B, Hq, Tq] may be undefined if no pass wants or merges it.
+AttendForwardParams attention_call(const AttentionArguments& x, const at::Tensor& out,
+                                   const at::Tensor& lse);
 
 // Phase 1: all rows attend causally inside their chunks of chunk_size rows.
 AttendForwardParams chunk_pass(const AttendForwardParams& call, int64_t chunk_size);
@@ -50,7 +46,7 @@ AttendForwardParams limited_pass(const AttendForwardParams& call, const int32_t*
 ColumnSumsParams column_sums(const AttendForwardParams& pass, const float* lse, float* sums,
                              int64_t stride);
 
-// Launches passes on the current stream of the current device. Throws what CUDA reports.
+// Launches passes on the current stream of the current device. Throws CUDA's errors.
 class AttentionStream {
  public:
   // like: a tensor on the device.

@@ -1,6 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/ones.h>
+#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -90,7 +90,7 @@ class ExactRows {
     const int64_t heads = q.size(1);
     const auto ints = q.options().dtype(at::kInt);
     const auto rows = at::empty({q.size(0), heads, measured_.size()}, ints);
-    const int64_t room = (measured_.size() + kLimitRows - 1) / kLimitRows * kLimitRows;
+    const int64_t room = round_up(measured_.size(), kLimitRows);
     const auto limits = at::empty({room}, ints);
     const ListMeasuredParams list{.measured = measured_,
                                   .heads = q.size(0) * heads,
@@ -107,7 +107,7 @@ class ExactRows {
     stream.attend(limited_pass(measured, limits.const_data_ptr<int32_t>()));
   }
 
-  // Records the errors of the chunk with these rows, of which the output is final.
+  // Records the errors of the chunk with these rows, whose output is final.
   void record(const AttendForwardParams& call, const RowRange& rows) const {
     const RecordErrorsParams params{.out = call.out,
                                     .exact = heads_view(exact_),
@@ -125,32 +125,14 @@ class ExactRows {
   at::Tensor exact_;
 };
 
-// The lists where the kernels read them.
-RecallLists on_device(const RecallLists& lists, const at::Tensor& q) {
-  if (!lists.offsets.defined()) return {};
-  const auto bring = [&](const at::Tensor& list) {
-    return list.to(q.device(), list.scalar_type(), /*non_blocking=*/true).contiguous();
-  };
-  return {.offsets = bring(lists.offsets),
-          .positions = bring(lists.positions),
-          .visible_from = bring(lists.visible_from)};
-}
-
 at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
-  if (!has_attention_kernel(request.query, request.value)) {
-    return composite::chunked_sparse_attention(request);
-  }
+  if (!has_attention_kernel(request)) return composite::chunked_sparse_attention(request);
   const c10::cuda::CUDAGuard guard(request.query.device());
-  const auto q = with_aligned_rows(request.query);
-  const auto k = with_aligned_rows(request.key);
-  const auto v = with_aligned_rows(request.value);
-  const int64_t length = request.length();
-  auto out = empty_heads(q.size(0), q.size(1), length, v.size(3), q);
-  const auto lse = at::empty({q.size(0), q.size(1), length}, q.options().dtype(at::kFloat));
-  const auto sinks = float_sinks(request.sinks);
-  const AttendForwardParams call =
-      attention_call(q, k, v, out, lse, request.scale(), sinks, request.softcap);
-  AttentionStream stream(q);
+  const AttentionArguments x = request.with_rows(&with_aligned_rows);
+  auto out = x.empty_out();
+  const auto lse = x.empty_lse();
+  const AttendForwardParams call = attention_call(x, out, lse);
+  AttentionStream stream(out);
   float* const scores = request.scores.mutable_data_ptr<float>();
   const int64_t scores_stride = request.scores.size(2);
 
@@ -163,13 +145,15 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
 
   // Phase 2: chunk after chunk, each from the scores that the ones before it left.
   if (request.selects()) {
-    const RecallLists lists = on_device(request.recall, q);
+    const RecallLists lists = converted(request.recall, [&](const at::Tensor& list) {
+      return list.to(out.device(), list.scalar_type(), /*non_blocking=*/true).contiguous();
+    });
     const RecallView recall = request.recall_view(lists);
     const auto memory_lse = at::empty_like(lse);
     float* const of_memory = memory_lse.mutable_data_ptr<float>();
     MemorySets sets(request);
     std::optional<ExactRows> exact;
-    if (request.settings.error_rows > 0) exact.emplace(request, call, q, stream);
+    if (request.settings.error_rows > 0) exact.emplace(request, call, x.query, stream);
     int64_t previous_begin = request.last_chunk_begin;
     for_each_chunk(request, [&](const RowRange& rows) {
       if (const int64_t begin = rows.position(); begin > 0) {
@@ -194,9 +178,7 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   }
 
   if (const int64_t tail = request.tail(); tail > 0) {
-    out.narrow(2, length - tail, tail)
-        .copy_(dense_attention_cuda(q.narrow(2, length - tail, tail), k, v, request.softmax_scale,
-                                    request.sinks, request.softcap));
+    out.narrow(2, x.length() - tail, tail).copy_(dense_attention_cuda(x.last_rows(tail)));
   }
   return out;
 }

@@ -15,7 +15,7 @@
 
 namespace h2o_prefill::column_sums {
 
-// What one block works on. Rows and keys of a causal chunk are counted from where it begins.
+// One block's work. Rows and keys of a causal chunk are counted from where it begins.
 struct Part {
   int batch;
   int kv_head;

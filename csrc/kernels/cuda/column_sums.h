@@ -18,7 +18,7 @@ namespace h2o_prefill {
 //   j
 //             and 0 where there is none, or sums[b, h, memory[b, h, j]] grows by it if scatter_add.
 //
-// The sum of a KV head is that of its query heads' sums, or their maximum if reduce_max. The order
+// A KV head's sum adds its query heads' sums, or is their maximum if reduce_max. The order
 // of additions depends on shapes and usual_width only: results are the same to the bit, on any GPU.
 struct ColumnSumsParams {
   HeadsView query;   // [B, Hq, Tq, D]

@@ -8,7 +8,7 @@
 
 namespace h2o_prefill::column_sums {
 
-// What the launch computes once for all blocks. A block works on key tile `tile` of a chunk (a
+// The launch computes this once for all blocks. A block works on key tile `tile` of a chunk (a
 // memory set is one chunk) for some query heads of a KV head and some rows of the chunk: all of
 // them, or one head and split_rows rows, and its sums go to params.partial. Blocks are numbered so
 // that the key tiles of a chunk that the most rows see go first.
@@ -45,7 +45,6 @@ inline bool is_empty(const ColumnSumsParams& p) {
 }
 
 inline Grid divide(const ColumnSumsParams& p, const TileSizes& sizes, bool may_share) {
-  const auto divide_up = [](int64_t n, int64_t by) { return (n + by - 1) / by; };
   const int64_t columns = columns_of(p);
   const int64_t chunk =
       !p.gathered && p.causal.chunk_size < columns ? p.causal.chunk_size : columns;

@@ -14,8 +14,7 @@ cudaError_t launch_grid(void (*kernel)(Grid), int threads, int shared_bytes, con
   const cudaError_t error = launch(kernel, dim3(static_cast<unsigned>(grid.blocks())),
                                    dim3(threads), shared_bytes, stream, grid, /*overlapped=*/true);
   if (error != cudaSuccess || !grid.shares_tiles()) return error;
-  const int64_t blocks =
-      grid.units * tile::divide_up<int64_t>(columns_of(grid.params), kReduceThreads);
+  const int64_t blocks = grid.units * divide_up<int64_t>(columns_of(grid.params), kReduceThreads);
   return launch(&reduce_partial_kernel<kGathered>, dim3(static_cast<unsigned>(blocks)),
                 dim3(kReduceThreads), 0, stream, grid, /*overlapped=*/true);
 }

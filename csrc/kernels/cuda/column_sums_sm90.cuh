@@ -46,7 +46,7 @@ struct Shape {
 template <bool kGathered>
 __device__ __forceinline__ int count_tiles(const Part& part, const int32_t* set) {
   if (part.first_row >= part.end_row || (kGathered && set[part.first_key] < 0)) return 0;
-  return (part.end_head - part.first_head) * tile::divide_up(part.end_row - part.first_row, kRows);
+  return (part.end_head - part.first_head) * divide_up(part.end_row - part.first_row, kRows);
 }
 
 // The first warpgroup.

@@ -18,9 +18,9 @@ struct CudaKernels {
   cudaError_t (*column_sums)(const ColumnSumsParams&, cudaStream_t);
 };
 
-// The kernels for the current device, chosen once per device: on compute capability 9.0 those of
-// sm_90a for the problems that they support, if the library holds code for it; elsewhere, and with
-// H2O_PREFILL_CUDA_SM90=0 in the environment, those of sm_80.
+// The kernels for the current device, chosen once per device: sm_90a on compute capability 9.0, for
+// the problems that they support, if the library holds code for it; sm_80 elsewhere, and with
+// H2O_PREFILL_CUDA_SM90=0 in the environment.
 const CudaKernels& cuda_kernels();
 
 }  // namespace h2o_prefill

@@ -1,11 +1,12 @@
-// The operators dense_attention and sliding_window_attention, for other CUDA kernels.
+// Exact attention, for other CUDA kernels.
 #pragma once
 
-#include "h2o_prefill/ops.h"
+#include "common/attention.h"
 
 namespace h2o_prefill {
 
-decltype(dense_attention) dense_attention_cuda;
-decltype(sliding_window_attention) sliding_window_attention_cuda;
+at::Tensor dense_attention_cuda(const AttentionArguments& x);
+std::tuple<at::Tensor, at::Tensor> sliding_window_attention_cuda(const AttentionArguments& x,
+                                                                 int64_t window);
 
 }  // namespace h2o_prefill

@@ -1,5 +1,5 @@
 // Choosing among the kernels that are compiled: by dtype, by the head dim that tiles are padded to,
-// by the kind of keys. What has no kernel is cudaErrorInvalidValue.
+// by the kind of keys. cudaErrorInvalidValue: there is no kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// What the forward kernels of all instruction sets share: their row tiles, masks, softmax, and how
+// Shared by the forward kernels of all instruction sets: their row tiles, masks, softmax, and how
 // results are stored.
 //
 // The softmax is the online softmax in base 2. The accumulators are rescaled only when a row's
@@ -12,8 +12,8 @@
 
 namespace h2o_prefill::attend {
 
-// What the launch computes once for all blocks. Row tiles are numbered so that heads, which share
-// keys in L2, are neighbours, and those of a chunk with the most keys go first.
+// The launch computes this once for all blocks. Row tiles are numbered so that heads, which share
+// keys in L2, are neighbours, and the tiles of a chunk with the most keys go first.
 struct ForwardGrid {
   AttendForwardParams params;  // scale_log2 > 0
   uint32_t heads;              // batch rows times query heads, or groups of these in one tile
@@ -33,8 +33,8 @@ inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows,
   const int64_t chunk_size = params.gathered ? 0 : params.causal.chunk_size;
   const int64_t chunk_rows = chunk_size && chunk_size < rows ? chunk_size : rows;
   const int64_t heads = params.query.batch * params.query.heads / tile_heads;
-  const int64_t chunks = tile::divide_up(rows, chunk_rows);
-  const int64_t tiles = tile::divide_up(chunk_rows, tile_rows);
+  const int64_t chunks = divide_up(rows, chunk_rows);
+  const int64_t tiles = divide_up(chunk_rows, tile_rows);
   if (heads * chunks * tiles > INT32_MAX) return {};
   return {params,
           static_cast<uint32_t>(heads),
@@ -44,7 +44,7 @@ inline ForwardGrid grid_of(const AttendForwardParams& params, int64_t tile_rows,
           false};
 }
 
-// Counts the head's sink in what finishes a row: the weight of its products, and its lse.
+// Counts the head's sink in a row's end: the weight of its products, and its lse.
 __device__ __forceinline__ void add_sink(const AttendForwardParams& p, int head, float& weight,
                                          float& lse) {
   if (!p.sinks) return;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void add_sink(const AttendForwardParams& p, int head,
   lse = with_sink.lse;
 }
 
-// Whether tiles of tile_rows rows have those of two heads, and so of fewer blocks that recall keys.
+// Whether tiles of tile_rows rows take rows of two heads, so that they span fewer recall blocks.
 inline bool shares_lists(const AttendForwardParams& params, int64_t tile_rows) {
   return params.recall.offsets && params.recall.block < tile_rows &&
          params.query.heads / params.key.heads % 2 == 0;
@@ -225,7 +225,7 @@ __device__ __forceinline__ uint16_t* result_rows(const AttendForwardParams& p, c
   return tile::row_pointer<uint16_t>(p.out, rows.batch, rows.head, rows.first + warp_row);
 }
 
-// Begins to copy what the output holds of a warp's rows to its tile, for store_result().
+// Begins to copy a warp's rows of the output to its tile, for store_result().
 template <int kUnits, int kWarpRows>
 __device__ __forceinline__ void load_result(const AttendForwardParams& p, const RowTile& tile_rows,
                                             uint16_t* warp_tile, int warp_row) {

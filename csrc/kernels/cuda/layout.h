@@ -1,7 +1,7 @@
 // Where things lie: units of 16 bytes in shared tiles, and matrix elements in the registers of a
 // warp. Plain functions of integers, so that the host can test them.
 //
-// Fragments are those of mma m16n8k16: a[16, 16], b[16, 8] and c[16, 8]. Element i of a lane is,
+// Fragments belong to mma m16n8k16: a[16, 16], b[16, 8] and c[16, 8]. Element i of a lane is,
 // for a and b, half i % 2 of register i / 2 and, for c, register i.
 #pragma once
 
@@ -38,10 +38,6 @@ H2O_LAYOUT int accumulator_column(int lane, int i) { return 2 * (lane % 4) + i %
 // The row and unit that a lane names to ldmatrix_x4 for a[16, 16] stored by rows.
 H2O_LAYOUT int load_a_row(int lane) { return lane % 16; }
 H2O_LAYOUT int load_a_unit(int lane) { return lane / 16; }
-
-// The same for a[16, 16] stored by columns, as values are for V^T K, by ldmatrix_x4_transposed.
-H2O_LAYOUT int load_a_transposed_row(int lane) { return lane % 8 + lane / 16 * 8; }
-H2O_LAYOUT int load_a_transposed_unit(int lane) { return lane / 8 % 2; }
 
 // The same for two b fragments, registers {b0, b1} of columns 0..7 and then of columns 8..15,
 // stored by columns: row n of the tile is column n of b, as keys are for Q K^T.

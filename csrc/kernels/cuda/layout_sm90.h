@@ -22,8 +22,8 @@ namespace h2o_prefill::layout_sm90 {
 
 constexpr int kWarpgroupThreads = 128;
 
-// What an address is XORed with, as descriptors name it: nothing, or its bits from 7 on, 1 to 3 of
-// them, to the bits from 4 on. Rows of 16, 32, 64 or 128 bytes are free of bank conflicts then.
+// The operand of an address's XOR, as descriptors name it: nothing, or 1 to 3 of its bits from 7
+// on, moved to bit 4. Rows of 16, 32, 64 or 128 bytes are free of bank conflicts then.
 enum class Swizzle : uint32_t { kNone = 0, k128Bytes = 1, k64Bytes = 2, k32Bytes = 3 };
 
 constexpr int kSlabColumns = 64;
@@ -50,7 +50,7 @@ H2O_LAYOUT uint64_t slab_descriptor(uint32_t address) {
   return make_descriptor(address, layout::kUnitBytes, kSlabGroupBytes, Swizzle::k128Bytes);
 }
 
-// What to add to the descriptor of the first columns of slabs with `rows` rows for columns
+// Offset from the descriptor of the first columns of slabs with `rows` rows for columns
 // [16 step, 16 step + 16).
 H2O_LAYOUT uint64_t descriptor_step(int step, int rows) {
   constexpr int kSteps = kSlabColumns / 16;
@@ -66,12 +66,12 @@ H2O_LAYOUT uint64_t slab_rows_descriptor(uint32_t address, int rows) {
                          Swizzle::k128Bytes);
 }
 
-// What to add to it for rows [16 step, 16 step + 16).
+// Offset from it for rows [16 step, 16 step + 16).
 H2O_LAYOUT uint64_t descriptor_row_step(int step) {
   return static_cast<uint64_t>(step * 16 * kSlabRowBytes) >> 4;
 }
 
-// Index of a unit in slabs with `rows` rows: that of layout::swizzle() within a slab.
+// Index of a unit in slabs with `rows` rows; within a slab layout::swizzle() gives it.
 H2O_LAYOUT int slab_unit(int row, int unit, int rows) {
   return unit / kSlabUnits * rows * kSlabUnits +
          layout::swizzle(row, unit % kSlabUnits, kSlabUnits);

@@ -1,5 +1,5 @@
-// What the kernels of sm_90a share: a block of three warpgroups, of which the first one copies
-// tiles into rings of buffers and the other two multiply them, 64 rows of the result each.
+// The kernels of sm_90a share a block of three warpgroups: the first one copies tiles into rings of
+// buffers, the other two multiply them, 64 rows of the result each.
 //
 // A buffer has two barriers: `full` ends a phase when a tile has come, `empty` when it has been
 // used. The multiplying warpgroups issue their products by turns, so that one is at its
@@ -21,7 +21,7 @@ static_assert(kWarpgroupThreads == tile::kThreads);  // tile::load() is by the f
 constexpr int kGroupRows = 64;  // of a product of one warpgroup
 constexpr int kBlockRows = kConsumers * kGroupRows;
 
-// Of a thread's 168 registers, what copying does not need goes to the accumulators.
+// Copying needs few of a thread's 168 registers; the rest goes to the accumulators.
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * 168);
@@ -29,7 +29,7 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kCons
 constexpr int kAlignment = layout_sm90::kSlabGroupBytes;
 constexpr int kMaxSharedBytes = 227 * 1024;
 
-// What shared memory the block asks for to have a `Shared` at a multiple of kAlignment.
+// The block asks for so much shared memory to have a `Shared` at a multiple of kAlignment.
 template <typename Shared>
 constexpr int shared_bytes() {
   static_assert(sizeof(Shared) + kAlignment <= kMaxSharedBytes);
@@ -110,7 +110,7 @@ struct Turns {
   __device__ __forceinline__ void give() const {
     ptx::named_barrier_arrive(2 - group, kBothGroups);
   }
-  // After the last give(), of which one is left to the first warpgroup.
+  // After the last give(); one is left to the first warpgroup.
   __device__ __forceinline__ void end() const {
     if (group == 0) wait();
   }

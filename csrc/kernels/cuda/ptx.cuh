@@ -18,7 +18,7 @@ __device__ __forceinline__ T* dynamic_shared() {
   return reinterpret_cast<T*>(h2o_dynamic_shared);
 }
 
-// Waits until the launches before this one on its stream have ended and what they wrote can be
+// Waits until the launches before this one on its stream have ended and their writes can be
 // read, and lets the blocks of the next one start. Called by all threads of a kernel that is
 // launched `overlapped`, before they touch global memory; nothing happens below 9.0.
 __device__ __forceinline__ void wait_for_earlier_launches() {

@@ -1,4 +1,4 @@
-// PTX instructions of sm_90a that the kernels use, one function each, beside those of ptx.cuh.
+// PTX instructions of sm_90a that the kernels use, one function each, beside ptx.cuh.
 //
 // They exist for sm_90a alone: a kernel's body stands between
 //   #if defined(__CUDA_ARCH_FEAT_SM90_ALL) and #endif
@@ -12,8 +12,8 @@
 namespace h2o_prefill::ptx {
 
 // A barrier in shared memory. Its phases are numbered from 0; a phase ends when `count` arrivals
-// have come, and the next one begins. What was done before an arrival is visible to whoever has
-// waited for the end of its phase.
+// have come, and the next one begins. A thread that has waited for the end of a
+// phase sees all writes before its arrivals.
 using Mbarrier = uint64_t;
 
 // Executed by one thread, before a block barrier.
@@ -78,8 +78,8 @@ __device__ __forceinline__ void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(registers));
 }
 
-// wgmma reads shared memory through another proxy than loads, stores and cp_async_* use. Makes what
-// this thread knows to be written by those visible to the wgmma instructions that it issues.
+// wgmma reads shared memory through another proxy than loads, stores and cp_async_* use. Makes
+// their writes that this thread knows of visible to the wgmma instructions that it issues.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
@@ -109,8 +109,8 @@ __device__ __forceinline__ void fence_accumulators(float (&c)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// The same for an operand that lies in registers: before the product is issued, so that what was
-// computed is there, and after the wait, so that nothing else takes the registers before.
+// The same for an operand that lies in registers: before the product is issued, so that the
+// values are there, and after the wait, so that nothing else takes the registers before.
 template <int n>
 __device__ __forceinline__ void fence_operand(uint32_t (&a)[n]) {
 #pragma unroll

@@ -47,13 +47,13 @@ struct Candidates {
   }
 };
 
-// Counts of the whole CTA from those of its warps; one barrier a sum().
+// Sums the counts of a CTA's warps; one barrier a sum().
 template <int kWarps>
 class CtaCounter {
  public:
   __device__ __forceinline__ explicit CtaCounter(WarpCounts* shared) : shared_(shared) {}
 
-  // Adds the counts of all warps. before: those of the warps below this thread's alone.
+  // Adds the counts of all warps. before: of the warps below this thread's alone.
   __device__ __forceinline__ void sum(uint32_t (&counts)[3], uint32_t (&before)[3]) {
     WarpCounts* buffer = shared_ + buffer_ * kWarps;
     buffer_ ^= 1;
@@ -150,12 +150,12 @@ __global__ void __launch_bounds__(kThreads, 1)
           reached = counts[d];
         }
       }
-      if (reached == heavy) break;  // what is at or above the prefix is the answer
+      if (reached == heavy) break;  // keys at or above the prefix are the answer
     }
     if (prefix > 0) threshold = prefix;
   }
 
-  // What is above the threshold is taken, and of what is on it the first that there is room for.
+  // Takes keys above the threshold, and the first of those on it that there is room for.
   uint32_t above = 0;
   for_each_row([&](uint32_t key, int32_t) { above += count_lanes(key > threshold); });
   counts[0] = above;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   for (int64_t i = thread; i < sink_end; i += kThreads) selected[i] = static_cast<int32_t>(i);
   const uint32_t lower_lanes = (1U << (threadIdx.x % 32)) - 1U;
-  int64_t end = sink_end;  // of what is written
+  int64_t end = sink_end;  // of the written members
   int64_t ties = 0;        // seen in earlier rows
   if (heavy > 0) {
     for_each_row([&](uint32_t key, int32_t position) {

@@ -1,4 +1,4 @@
-// Tiles of rows in shared memory: loading them from tensors, and what one warp multiplies.
+// Tiles of rows in shared memory: loading them from tensors, and the products of one warp.
 //
 // A tile of kRows rows of kUnits units (layout.h) is row-major and swizzled. Row numbers that are
 // added to a lane's own row are multiples of 8, so that the swizzle depends on the lane alone and a
@@ -20,13 +20,8 @@ struct alignas(layout::kUnitBytes) Unit {
   uint32_t words[4];
 };
 
-template <typename Int>
-__host__ __device__ __forceinline__ constexpr Int divide_up(Int n, Int by) {
-  return (n + by - 1) / by;
-}
-
-// x itself, as a value that the compiler knows nothing about. What is computed from it inside of a
-// loop is computed there: the registers that it would take to keep all addresses are accumulators.
+// x itself, as a value that the compiler knows nothing about, so that a loop computes addresses
+// from it anew: the registers that it would take to keep them are accumulators.
 __device__ __forceinline__ int recomputed(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -39,8 +34,8 @@ __device__ __forceinline__ T* row_pointer(const HeadsView& view, int64_t b, int6
          t * view.stride_row;
 }
 
-// Whether a position, as lists have it, is one of the tensor's rows: -1 is none, and neither is
-// what a caller should not have listed.
+// Whether a position, as lists have it, is one of the tensor's rows: -1 is none, and neither is a
+// position that a caller should not have listed.
 __device__ __forceinline__ bool is_row_of(const HeadsView& view, int32_t position) {
   return static_cast<uint32_t>(position) < static_cast<uint32_t>(view.length);
 }

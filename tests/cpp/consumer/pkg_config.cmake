@@ -1,4 +1,4 @@
-# cmake -P: main.cpp, compiled, linked and run with what pkg-config says of the package.
+# cmake -P: main.cpp, compiled, linked and run with the flags that pkg-config gives.
 if(NOT PKG_CONFIG)
   message("pkg-config is needed")
   return()

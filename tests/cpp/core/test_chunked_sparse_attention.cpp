@@ -86,7 +86,7 @@ TEST(ChunkedSparseAttention, CallWithoutTokensChangesNothing) {
   EXPECT_EQ(prompt.cache->length(0), 40);
 }
 
-// What a failed call must leave as it was.
+// The state that a failed call must leave as it was.
 class Snapshot {
  public:
   explicit Snapshot(const Prompt& prompt)

@@ -56,7 +56,7 @@ bool counts_freed_blocks() {
   return tunables == nullptr || std::string(tunables).find("tcache_count=0") == std::string::npos;
 }
 
-// Runs prompts of random lengths and compares what is held after some and after all of them.
+// Runs prompts of random lengths and compares the held memory after some and after all of them.
 void expect_nothing_stays(const std::function<void(int64_t length)>& run) {
   if (counts_freed_blocks()) GTEST_SKIP() << "needs GLIBC_TUNABLES=glibc.malloc.tcache_count=0";
   std::mt19937 random(7);
@@ -119,7 +119,7 @@ TEST_F(ContextLeaks, OneContextThatIsReset) {
   });
 }
 
-// The measure sees what it has to see.
+// The measure sees a leak.
 TEST(Leaks, AStateThatStaysIsFound) {
   const Held before = held();
   std::vector<at::Tensor> kept;

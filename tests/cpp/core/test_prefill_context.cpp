@@ -26,7 +26,7 @@ PrefillContext new_context(const PrefillConfig& config = recalling_config()) {
   return {kContextLayers, /*max_tokens=*/90, config};
 }
 
-// A prompt's tokens and what each layer makes of them.
+// A prompt's tokens, and every layer's queries, keys and values.
 struct LayeredPrompt {
   explicit LayeredPrompt(int64_t length)
       : ids(at::arange(length).remainder(11).expand({2, length})) {
@@ -154,7 +154,7 @@ TEST(PrefillContext, TruncateAndReset) {
   auto context = new_context(), straight = new_context();
   prompt.run(context, 0, 70);
   prompt.run(straight, 0, 70);
-  prompt.run(context, 80, 85);  // dense: leaves no trace in what stays
+  prompt.run(context, 80, 85);  // dense: leaves no trace
   context.truncate(70);
   EXPECT_EQ(context.length(), 70);
   EXPECT_TRUE(same(context.token_ids(), prompt.ids.slice(1, 0, 70)));

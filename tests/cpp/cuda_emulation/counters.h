@@ -1,4 +1,4 @@
-// What tests of the emulation count and set.
+// Counters and settings for tests of the emulation.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@ namespace cuda_emulation {
 // the same group of 4 banks.
 inline int64_t ldmatrix_conflicts = 0;
 
-// The most shared memory that a block may have. As it is, that of 8.6, 8.9 and 12.0, which every
-// architecture from sm_80 has; kernels for 9.0 alone are run with 227 KB.
+// The most shared memory that a block may have. As it is, the limit of 8.6, 8.9 and 12.0, which
+// every architecture from sm_80 has; kernels for 9.0 alone are run with 227 KB.
 constexpr size_t kMaxSharedBytes = 99 * 1024;
 constexpr size_t kMaxSharedBytesOfHopper = 227 * 1024;
 inline size_t max_shared_bytes = kMaxSharedBytes;

@@ -1,4 +1,5 @@
-// What kernels use of the CUDA language, for a host compiler: g++ -include cuda_emulation/cuda.h.
+// The parts of the CUDA language that kernels use, for a host compiler: g++ -include
+// cuda_emulation/cuda.h.
 //
 // Shared memory, tensor cores and asynchronous copies are in kernels/cuda/ptx.cuh beside this file,
 // which stands in for the header of that name, as launch.cuh and cuda_runtime_api.h do: this folder
@@ -13,7 +14,7 @@
 #include "cuda_emulation/scheduler.h"
 #include "cuda_emulation/warp.h"
 
-// What sm_90a alone has is emulated too.
+// Instructions of sm_90a alone are emulated too.
 #define __CUDA_ARCH_FEAT_SM90_ALL
 
 // Called as a linker finds it, so that another function of its name can take its place.

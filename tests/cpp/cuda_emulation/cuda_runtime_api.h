@@ -1,4 +1,5 @@
-// What the kernels' launchers use of the CUDA runtime. Everything has happened when a call returns.
+// The parts of the CUDA runtime that the kernels' launchers use. Everything has happened when a
+// call returns.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +24,7 @@ struct cudaFuncAttributes {
   int numRegs;
 };
 
-// The device has what sm_90a has.
+// The device has the instructions of sm_90a.
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;

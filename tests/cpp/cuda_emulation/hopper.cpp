@@ -13,7 +13,7 @@ namespace {
 constexpr uint16_t kMagic = 0xBA44;
 constexpr int kNamedBarriers = 16;
 
-// What the 8 bytes of an mbarrier are.
+// The 8 bytes of an mbarrier.
 struct Mbarrier {
   uint16_t magic;
   uint16_t phase;  // that it is in
@@ -75,7 +75,7 @@ void named_barrier(const char* name, int number, int threads, bool wait, Site si
   if (wait) races::acquire(order);
 }
 
-// What orders a phase of an mbarrier, by its parity.
+// The order of a phase of an mbarrier, by its parity.
 const void* order_of(const uint64_t* address, uint32_t phase) {
   return reinterpret_cast<const char*>(address) + 4 * (phase % 2);
 }

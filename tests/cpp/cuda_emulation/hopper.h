@@ -1,5 +1,5 @@
-// What sm_90a adds: barriers in shared memory, barriers of some warps, and matrix products that a
-// warpgroup issues and waits for.
+// Instructions of sm_90a: barriers in shared memory, barriers of some warps, and matrix products
+// that a warpgroup issues and waits for.
 //
 // Undefined on the hardware and stopped here: a barrier that was not initialised, a product issued
 // without the fences that it needs, operands or accumulators that change before the wait, operands

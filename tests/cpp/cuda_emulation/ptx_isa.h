@@ -1,5 +1,5 @@
-// What translated PTX calls (see ptx_to_cpp.py): instructions that take part in the emulation, and
-// arithmetic that C++ has not.
+// The functions that translated PTX calls (see ptx_to_cpp.py): instructions that take part in the
+// emulation, and arithmetic that C++ has not.
 //
 // Products of warpgroups are finished when they are issued: whether a kernel waits for them is
 // tested on its sources (hopper.h) and on its machine code.

@@ -1,5 +1,5 @@
-// What ThreadSanitizer is told where the tests are built with it: emulated threads are its fibers,
-// and what they wait for orders their accesses. Nothing happens elsewhere.
+// Tells ThreadSanitizer, where the tests are built with it, that emulated threads are fibers and
+// that their waits order their accesses. Nothing happens elsewhere.
 //
 // An object that orders is used for one round of arrivals and then for the next but one: a thread
 // that leaves late must not be ordered after arrivals of the next round.
@@ -21,7 +21,7 @@ namespace cuda_emulation::races {
 
 #if defined(H2O_THREAD_SANITIZER)
 
-// What the running thread did before release() comes before what one does after acquire().
+// Accesses of the running thread before release() come before a thread's accesses after acquire().
 inline void release(const void* order) { __tsan_release(const_cast<void*>(order)); }
 inline void acquire(const void* order) { __tsan_acquire(const_cast<void*>(order)); }
 

@@ -7,7 +7,7 @@
 // random. Lanes of a warp always run in a random order. A missing barrier shows with one of a few
 // seeds.
 //
-// Stricter than the hardware, to find what is undefined there: all threads of a block, none of
+// Stricter than the hardware, to find undefined behaviour: all threads of a block, none of
 // which has ended, meet at the same __syncthreads(); all 32 lanes of a warp at the same collective.
 // Anything else stops the program with a message that names who waits where.
 #pragma once
@@ -45,8 +45,8 @@ void set_seed(uint64_t seed);
 // Runs body() once a thread. Blocks are whole warps.
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 
-// The block's shared memory: exactly what was asked for, all bytes 0xFF at first, which are NaN in
-// every floating-point format and -1 in integers.
+// The block's shared memory: exactly as large as asked for, all bytes 0xFF at first, which are NaN
+// in every floating-point format and -1 in integers.
 void* shared_memory();
 
 // __syncthreads().

@@ -12,7 +12,7 @@ namespace {
 
 using h2o_prefill::DType;
 
-// A signalling NaN: what is computed from it is another NaN.
+// A signalling NaN: arithmetic on it gives another NaN.
 constexpr uint32_t kUnderWay = 0x7FA0DEADU;
 constexpr uint32_t kUnitBytes = 16;
 constexpr uint32_t kRowBytes = 128;

@@ -109,7 +109,7 @@ inline std::vector<int32_t> late_limits(int64_t rows, int64_t count) {
 // blocked, packed or merged. A double holds the exponential of any logit that a test makes.
 struct Answer {
   std::vector<double> out;                  // [rows, value_dim]
-  std::vector<double> weight;               // the same with |value|: what errors are measured by
+  std::vector<double> weight;               // the same with |value|: the measure of errors
   std::vector<double> lse;                  // [rows]
   std::vector<std::vector<double>> colsum;  // [sets][count]
 };
@@ -137,8 +137,8 @@ inline std::vector<double> exponentials(const Problem& problem, const std::vecto
   return result;
 }
 
-// One softmax a row over what it sees in all sets; column sums by one softmax a row and set. The
-// sink is in the denominators of both.
+// One softmax a row over its visible keys in all sets; column sums by one softmax a row and set.
+// The sink is in the denominators of both.
 inline Answer solve(const Problem& problem) {
   const int64_t rows = problem.spec.rows, dim = problem.spec.value_dim;
   Answer answer;

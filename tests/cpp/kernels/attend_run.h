@@ -1,4 +1,4 @@
-// Runs the kernels of one instruction set on a problem, and compares what they give with the
+// Runs the kernels of one instruction set on a problem, and compares their results with the
 // answer.
 #pragma once
 
@@ -41,7 +41,7 @@ inline PackArgs pack_args(const ProblemSet& set, const Rows& rows, float* packed
   return args;
 }
 
-// What column sums are added to.
+// Column sums before a run.
 inline double colsum_before(int64_t j) { return 0.5 + static_cast<double>(j % 7) / 8; }
 
 struct Outcome {
@@ -131,9 +131,9 @@ std::string difference(const char* what, int64_t n, const Got& got, const Expect
   return difference(what, n, got, expected, [&](int64_t i) { return relative(expected(i)); });
 }
 
-// What is wrong in a run, in words; empty if nothing is. Values are at most 1. Probabilities that
-// are multiplied as bfloat16 are rounded to it. Column sums are added to what was there; those that
-// are not wanted stay.
+// The mistakes of a run, in words; empty if there are none. Values are at most 1. Probabilities
+// that are multiplied as bfloat16 are rounded to it. Column sums are added to what was there; those
+// that are not wanted stay.
 inline std::string mistakes(const CpuKernels& kernels, const Problem& problem, const Answer& answer,
                             const Outcome& run) {
   const ProblemSpec& spec = problem.spec;

@@ -54,7 +54,7 @@ ProblemSpec usual(const std::string& name, DType dtype, std::vector<SetSpec> set
   return {name, dtype, dtype, 70, 64, 80, usual_scale(64), std::move(sets)};
 }
 
-// Checks it in every dtype, changed in what a test is about.
+// Checks it in every dtype, with a test's changes.
 void check_usual(
     const std::string& name, const std::vector<SetSpec>& sets,
     const std::function<void(ProblemSpec&)>& change = [](ProblemSpec&) {}) {
@@ -89,7 +89,7 @@ void test_shapes() {
   }
 }
 
-// Whole tiles and what is left over of one, for any height of tiles.
+// Whole tiles and a part of one, for any height of tiles.
 void test_row_counts() {
   for (int64_t rows = 1; rows <= 40; ++rows) {
     check_usual("row counts", {{45, causal_limits(rows, 45)}},
@@ -119,7 +119,7 @@ void test_sets() {
 }
 
 // Windows shorter than a vector, a panel and a block of rows, and longer: over the rows' own keys,
-// and over earlier ones, of which the last rows may see none.
+// and over earlier ones; the last rows may see none of these.
 void test_windows() {
   for (const int32_t window : {1, 5, 16, 31, 32, 50, 200}) {
     SetSpec own = causal(300), earlier{130};

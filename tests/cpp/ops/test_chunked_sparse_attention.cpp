@@ -42,10 +42,6 @@ struct State : LayerState {
   at::Tensor out;
 };
 
-State state_of(const at::Tensor& scores, const at::Tensor& memory, int64_t last_chunk_begin = 0) {
-  return {{scores, memory, last_chunk_begin}, {}};
-}
-
 State run(const Qkv& x, const State& from = {}, const Options& o = {}) {
   const auto [out, state] = chunked_sparse_attention(x.q, x.k, x.v, from, o.settings(), o.recall,
                                                      std::nullopt, o.sinks, o.softcap);
@@ -218,35 +214,6 @@ TEST(ChunkedSparseAttentionOp, RecalledKeysAreSeenOnceAndOffTheChain) {
   const auto first = run(x.call(0, 40));
   o.recall = recalled(tokens, 40, o.recall_block, 2);
   expect_close(run(x.call(40, 90), first, o), expected(x.call(40, 90), expected(x.call(0, 40)), o));
-}
-
-TEST(ChunkedSparseAttentionOp, WrongArguments) {
-  const auto x = random_qkv(40);
-  const auto scores = at::zeros({2, 2, 20});
-  const auto memory = at::full({2, 2, 8}, -1, at::kInt);
-  const auto second = x.call(20, 40);
-  EXPECT_VALUE_ERROR_WITH(run({x.q, x.k.slice(2, 0, 30), x.v.slice(2, 0, 30)}),
-                          "at least as long as q (40), got 30");
-  EXPECT_VALUE_ERROR_WITH(run(second, state_of(at::zeros({2, 2, 41}), memory)),
-                          "scores must not be longer than k (40)");
-  EXPECT_VALUE_ERROR_WITH(run(second, state_of(scores.to(at::kDouble), memory)),
-                          "scores must be float32, got float64");
-  EXPECT_VALUE_ERROR_WITH(run(second, state_of(scores, memory.to(at::kLong))),
-                          "memory must be int32, got int64");
-  EXPECT_VALUE_ERROR_WITH(run(second, state_of(scores, memory, 21)),
-                          "last_chunk_begin must be in [0, 20]");
-  Options o;
-  o.budgets = {-3, 1, 1};
-  EXPECT_VALUE_ERROR(run(x, {}, o), "local_window must be >= 0, got -3");
-  o = {};
-  o.gqa_reduce = "mean";
-  EXPECT_VALUE_ERROR(run(x, {}, o), "gqa_reduce must be \"sum\" or \"max\", got \"mean\"");
-  o = {};
-  o.recall_block = 6;
-  o.recall = recalled(at::zeros({2, 40}, at::kLong), 0, 8, 1);
-  EXPECT_VALUE_ERROR(run(x, {}, o), "chunk_size must be a multiple of recall_block, got 16 and 6");
-  o.recall_block = 16;
-  EXPECT_VALUE_ERROR_WITH(run(x, {}, o), "recall_offsets must have");
 }
 
 }  // namespace

@@ -54,16 +54,5 @@ TEST(MemoryAttention, IgnoresWhatItIsNotToldToRead) {
   EXPECT_TRUE(same(std::get<2>(poisoned), std::get<2>(expected)));
 }
 
-TEST(MemoryAttention, WrongArguments) {
-  const auto x = random_qkv(kLength);
-  const auto indices = ragged_sets();
-  EXPECT_VALUE_ERROR_WITH(memory_attention(x.q, x.k, x.v, indices.to(at::kLong)),
-                          "indices must be int32, got int64");
-  EXPECT_VALUE_ERROR_WITH(memory_attention(x.q, x.k, x.v, indices[0]),
-                          "indices must have 3 dimensions");
-  EXPECT_VALUE_ERROR_WITH(memory_attention(x.q, x.k, x.v, indices.slice(1, 0, 1)),
-                          "indices must have the KV heads (2)");
-}
-
 }  // namespace
 }  // namespace h2o_prefill::testing

@@ -47,18 +47,5 @@ TEST(SelectMemory, EmptyChunkKeepsTheMemory) {
       same(call(at::empty({1, 1, 0}), no_memory(), 0, 0, {1, 2, 0}), positions({-1, -1, -1})));
 }
 
-TEST(SelectMemory, WrongArguments) {
-  const auto scores = at::ones({1, 2, 8});
-  const auto memory = positions({1, 2}, 1, 2);
-  EXPECT_VALUE_ERROR(call(scores, memory, 5, 4, {1, 1, 0}),
-                     "chunk_end must be >= chunk_begin (5), got 4");
-  EXPECT_VALUE_ERROR_WITH(call(scores.to(at::kInt), memory, 0, 8, {1, 1, 0}),
-                          "scores must be float32");
-  EXPECT_VALUE_ERROR_WITH(call(scores, memory.to(at::kLong), 0, 8, {1, 1, 0}),
-                          "memory must be int32");
-  EXPECT_VALUE_ERROR_WITH(call(scores, memory.slice(1, 0, 1), 0, 8, {1, 1, 0}),
-                          "memory must have the KV heads");
-}
-
 }  // namespace
 }  // namespace h2o_prefill::testing

@@ -1,6 +1,6 @@
-// The tokenizer in the folder H2O_TEST_TOKENIZER against what Python says, which H2O_TEST_TEXTS
-// has: texts with their token ids and what those decode to, and the ids of two chat messages.
-// test_tokenizers.py writes both and runs these.
+// The tokenizer in the folder H2O_TEST_TOKENIZER against Python's, whose results H2O_TEST_TEXTS
+// has: texts with their token ids and the text that these decode to, and the ids of two chat
+// messages. test_tokenizers.py writes both and runs these.
 #include <gtest/gtest.h>
 #include <h2o_prefill/tokenizer.h>
 #include <torch/serialize.h>

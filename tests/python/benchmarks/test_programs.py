@@ -202,7 +202,7 @@ def test_what_the_rows_of_recall_say(run: Run) -> None:
 def test_linear_attention_beside_other_forms(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import linear
 
-    monkeypatch.setattr(linear, "find_fla", lambda on_gpu: None)
+    monkeypatch.setattr(linear, "find_fla", lambda: None)
     done, report = run("linear linear", "--dtype", "float32", "--shape", "smollm2")
     assert done.stderr.count("flash-linear-attention is left out") == 1
     sweep = [row for row in report["results"] if "swept" in row]
@@ -239,7 +239,7 @@ def test_baselines_give_what_the_operators_give() -> None:
     q, k, v = Case(SHAPES["smollm2"], torch.float32).qkv(128)
     expected, _, _ = ops.chunkwise_linear_attention(q, k, v)
     found = [linear.masked_square(q, k, v), linear.cumulative_sums(q, k, v)]
-    if fla := linear.find_fla(on_gpu=False):
+    if fla := linear.find_fla():
         found.append(linear.flash_linear_attention(fla, q, k, v)())
     for out in found:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)

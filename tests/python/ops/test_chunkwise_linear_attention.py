@@ -11,6 +11,7 @@ from op_testing import (
     make_qkv,
     widened,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_prefill import ops
 from h2o_prefill.eval.timing import peak_bytes
@@ -43,11 +44,8 @@ def check(*arguments, **options):
     expected = oracle.chunkwise_linear_attention(*widened(arguments), **options)
     peer = oracle.chunkwise_linear_attention(*arguments, **options)
     assert actual[0].dtype == arguments[0].dtype
-    q = arguments[0]
     for name, a, e, p in zip(NAMES, actual, expected, peer, strict=True):
-        # Tensor cores take features and decayed values that are rounded to 16 bits.
-        dtype = q.dtype if q.is_cuda and q.dtype.itemsize == 2 else a.dtype
-        assert_close_to_reference(a.to(dtype), e, p.to(dtype), name)
+        assert_close_to_reference(a, e, p, name)
     return actual
 
 
@@ -140,6 +138,42 @@ def test_memory_is_that_of_a_state_and_linear_with_a_gradient(threads):
         torch.autograd.grad(out, given, out)
 
     assert peak_bytes(differentiate) < 16 * out_bytes
+
+
+class LargestOfCalls(TorchDispatchMode):
+    """The most elements of a tensor that any call of ATen returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_cuda_runs_the_composite_without_a_square_of_the_length(backward):
+    def largest(length):
+        q, k, v = make_qkv(Shape(1, 2, 1, length, 8, 8))
+        # The kernel that the dispatcher has for CUDA, which is composite: tensors may be anywhere.
+        cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+        given = [q, k, v, make_decay(k), None, None]
+        options = ["elu+1", CHUNK, True, False, True, None]
+        with LargestOfCalls() as calls:
+            if backward:
+                torch.ops.h2o_prefill.chunkwise_linear_attention_backward.default.redispatch(
+                    cuda, *given, torch.ones_like(q), None, None, *options
+                )
+            else:
+                torch.ops.h2o_prefill.chunkwise_linear_attention.default.redispatch(
+                    cuda, *given, *options
+                )
+        return calls.elements
+
+    assert 0 < largest(1024) < 1024**2 / 8
+    assert largest(2048) == 2 * largest(1024)
 
 
 def test_a_decay_of_minus_infinity_forgets(device):

@@ -42,9 +42,8 @@ def every_operator(dtype, head_dim=64, value_dim=64):
     colsum = torch.rand(1, 2, 33, device="cuda")
     # Every call writes at the same position.
     position = torch.tensor([40, 0])
-    # Linear attention over more than one piece.
-    linear = make_qkv(Shape(1, 4, 2, 20 * S + 5, head_dim, value_dim), dtype, "cuda")
-    decay = -torch.rand(1, 2, 20 * S + 5, device="cuda")
+    linear = make_qkv(Shape(1, 4, 2, 2 * S + 5, head_dim, value_dim), dtype, "cuda")
+    decay = -torch.rand(1, 2, 2 * S + 5, device="cuda")
     cache_key, cache_value = long_k.clone(), long_v.clone()
 
     def prefill_in_place():

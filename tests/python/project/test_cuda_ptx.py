@@ -31,7 +31,6 @@ def programs() -> Path:
     ("program", "tests"),
     [
         ("attention", "*"),
-        ("linear_attention", "*"),
         ("select_memory", "*"),
         # Whose kernels measure errors.
         ("cuda_operators", "*.BudgetsOfAHeadAndThoseThatErrorsDouble"),

@@ -29,7 +29,7 @@ struct Kernels {
 inline const Kernels* tested = nullptr;
 
 inline constexpr float kUntouched = 4321.0F;
-inline constexpr float kBefore = 0.5F;  // what column sums hold before a call
+inline constexpr float kBefore = 0.5F;  // column sums before a call
 
 // One call of the forward kernel: out, lse and memory_lse of all its rows, at first NaN and
 // kUntouched.
@@ -203,7 +203,7 @@ struct RecallCase {
 };
 
 // Calls as the whole-prefill op runs them: causal chunks, then each chunk over its memory set and
-// what it recalls, merged.
+// its recalled keys, merged.
 class RecallCalls {
  public:
   explicit RecallCalls(const RecallCase& x)

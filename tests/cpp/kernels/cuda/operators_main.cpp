@@ -1,6 +1,6 @@
 // Runs the tests of the operators over the CUDA operators and the emulated kernels. Fresh tensors
-// hold NaN, so that what nothing wrote is seen. With the argument --hopper, and
-// without H2O_PREFILL_CUDA_SM90=0 in the environment, the kernels are those of sm_90a.
+// hold NaN, so that unwritten memory is seen. With the argument --hopper, and
+// without H2O_PREFILL_CUDA_SM90=0 in the environment, the kernels for sm_90a run.
 #include <ATen/Context.h>
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
-// The forward and column-sum kernels on the emulation against attention in float64: those for every
-// GPU, and those of sm_90a. The emulation has so few multiprocessors that a block of the latter
-// takes several tiles of rows.
+// The forward and column-sum kernels on the emulation against attention in float64: for every GPU,
+// and for sm_90a. The emulation has so few multiprocessors that a block for sm_90a takes several
+// tiles of rows.
 #include <gtest/gtest.h>
 
 #include <ostream>
@@ -131,7 +131,7 @@ TEST_P(Attention, SinksAndSoftcaps) {
   }
 }
 
-// Rows before and after the range keep what they had, and all where no lse is wanted.
+// Rows before and after the range stay as they were, and so do all where no lse is wanted.
 TEST_P(Attention, RowRangeWithLseAndWithout) {
   for (const DType dtype : kernels.dtypes) {
     for (const bool wants_lse : {true, false}) {

@@ -1,4 +1,4 @@
-// The emulation of CUDA: what correct kernels may rely on, and that mistakes in kernels show.
+// The emulation of CUDA: correct kernels get their results, and mistakes in kernels show.
 #include "cuda_emulation/cuda.h"
 
 #include <gtest/gtest.h>
@@ -62,7 +62,7 @@ struct Params {
 
 using Kernel = void (*)(Params);
 
-// Runs one warp, each lane of which writes to `width` numbers of the result.
+// Runs one warp; each lane writes to `width` numbers of the result.
 std::vector<uint32_t> run_warp(Kernel kernel, int width) {
   const std::vector<uint32_t> in(32 * 16, 7);
   std::vector<uint32_t> out(32 * width);
@@ -143,7 +143,7 @@ TEST(Emulation, LaunchesObeyTheLimitsOfTheHardware) {
   EXPECT_EQ(runs, 2048U);
 }
 
-// Mistakes that give wrong results. Thread i of 64 finds what thread i + shift was given.
+// Mistakes that give wrong results. Thread i of 64 finds thread i + shift's number.
 
 constexpr unsigned int kThreads = 64;
 

@@ -1,5 +1,5 @@
-// The emulation of what sm_90a adds, and layout_sm90.h: correct kernels get their results, and
-// mistakes stop the program or give wrong results.
+// The emulation of sm_90a's own instructions, and layout_sm90.h: correct kernels get their results,
+// and mistakes stop the program or give wrong results.
 #include "cuda_emulation/cuda.h"
 
 #include <gtest/gtest.h>

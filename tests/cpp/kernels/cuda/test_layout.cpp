@@ -1,4 +1,4 @@
-// layout.h against what the instructions do.
+// layout.h against the emulated instructions.
 #include "cuda_emulation/cuda.h"
 
 #include <gtest/gtest.h>
@@ -27,8 +27,7 @@ int in_order(int row, int unit, int units) { return row * units + unit; }
 struct ProductParams {
   const uint16_t* a;  // [16, dim]
   const uint16_t* b;  // [16, dim]
-  float* c;           // [16, 16] = a b^T, or a^T b of the first 16 columns
-  bool transposed;
+  float* c;           // [16, 16] = a b^T
   int dim;
   Place stored_at;
   Place looked_for_at;
@@ -54,16 +53,9 @@ __global__ void product_kernel(const ProductParams params) {
   float c[2][4] = {};
   uint32_t a[4];
   uint32_t b[4];
-  for (int unit = 0; unit < (params.transposed ? 2 : units); unit += 2) {
-    if (params.transposed) {
-      ptx::ldmatrix_x4_transposed(
-          a, at(a_tile, layout::load_a_transposed_row(lane), layout::load_a_transposed_unit(lane)));
-      ptx::ldmatrix_x4_transposed(
-          b, at(b_tile, layout::load_b_transposed_row(lane), layout::load_b_transposed_unit(lane)));
-    } else {
-      ptx::ldmatrix_x4(a, at(a_tile, layout::load_a_row(lane), unit + layout::load_a_unit(lane)));
-      ptx::ldmatrix_x4(b, at(b_tile, layout::load_b_row(lane), unit + layout::load_b_unit(lane)));
-    }
+  for (int unit = 0; unit < units; unit += 2) {
+    ptx::ldmatrix_x4(a, at(a_tile, layout::load_a_row(lane), unit + layout::load_a_unit(lane)));
+    ptx::ldmatrix_x4(b, at(b_tile, layout::load_b_row(lane), unit + layout::load_b_unit(lane)));
     ptx::mma_m16n8k16<dtype>(c[0], a, b[0], b[1]);
     ptx::mma_m16n8k16<dtype>(c[1], a, b[2], b[3]);
   }
@@ -79,7 +71,7 @@ class Swizzle : public ::testing::TestWithParam<int> {  // head_dim
 
   // Elements that differ from the product.
   template <DType dtype>
-  int wrong_products(Place stored_at, Place looked_for_at, bool transposed = false) const {
+  int wrong_products(Place stored_at, Place looked_for_at) const {
     const int dim = GetParam();
     const auto number = [](int i, int factor, int n) { return i * factor % n - n / 2; };
     std::vector<uint16_t> a, b;
@@ -88,18 +80,16 @@ class Swizzle : public ::testing::TestWithParam<int> {  // head_dim
       b.push_back(ptx::from_float<dtype>(static_cast<float>(number(i, 29, 19))));
     }
     std::vector<float> c(kTile * kTile);
-    const ProductParams params{a.data(), b.data(),  c.data(),     transposed,
-                               dim,      stored_at, looked_for_at};
+    const ProductParams params{a.data(), b.data(), c.data(), dim, stored_at, looked_for_at};
     EXPECT_EQ(
         launch(product_kernel<dtype>, 1, kWarp, 2 * a.size() * sizeof(uint16_t), nullptr, params),
         cudaSuccess);
     int wrong = 0;
     for (int i = 0; i < kTile * kTile; ++i) {
       int sum = 0;
-      for (int k = 0; k < (transposed ? kTile : dim); ++k) {
+      for (int k = 0; k < dim; ++k) {
         const int row = i / kTile, column = i % kTile;
-        sum += number(transposed ? k * dim + row : row * dim + k, 37, 23) *
-               number(transposed ? k * dim + column : column * dim + k, 29, 19);
+        sum += number(row * dim + k, 37, 23) * number(column * dim + k, 29, 19);
       }
       wrong += c[i] != static_cast<float>(sum);
     }
@@ -121,7 +111,6 @@ TEST_P(Swizzle, ProductsAreRightWithoutBankConflict) {
   cuda_emulation::ldmatrix_conflicts = 0;
   EXPECT_EQ(wrong_products<DType::kFloat16>(swizzle, swizzle), 0);
   EXPECT_EQ(wrong_products<DType::kBFloat16>(swizzle, swizzle), 0);
-  EXPECT_EQ(wrong_products<DType::kFloat16>(swizzle, swizzle, /*transposed=*/true), 0);
   EXPECT_EQ(cuda_emulation::ldmatrix_conflicts, 0);
 }
 
