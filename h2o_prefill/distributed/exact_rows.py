@@ -51,8 +51,8 @@ class ExactRows:
     ) -> Callable[[], Partial | None]:
         """Ask for the exact attention of the own rows to all ranges before.
 
-        `query` [B, Hq, T, D], `key` and `value` belong to this range; rows of later ranges attend to
-        them from now on. Returns a function that waits for the answer, None if there is nothing
+        `query` [B, Hq, T, D], `key` and `value` belong to this range; rows of later ranges attend
+        to them from now on. Returns a function that waits for the answer, None if nothing is
         before.
         """
         with self._offered:

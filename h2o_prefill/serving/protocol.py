@@ -170,7 +170,7 @@ class Answer:
     async def stream(
         self, piece: str | Finish, rest: AsyncIterator[str | Finish], usage: bool
     ) -> AsyncIterator[str]:
-        """Yield the server-sent events of pieces of text; the caller has the first piece already."""
+        """Yield the server-sent events of pieces of text; the first is known."""
         try:
             while isinstance(piece, str):
                 yield _event(self.body(piece, chunk=True))
