@@ -1,4 +1,4 @@
-"""The page MODELS.md: classes of transformers by what enabling does to them.
+"""The page classes.md: classes of transformers by what enabling does to them.
 
 `PYTHONPATH=tests python -m compatibility.page` writes it for the installed transformers.
 """
@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from h2o_prefill.hf.kinds import WINDOWED
 
-PAGE = Path(__file__).parents[2] / "MODELS.md"
+PAGE = Path(__file__).parent / "classes.md"
 HEADINGS = {
     "sparse": ("Sparse", "At least one layer is sparse when a prompt comes in one call."),
     "dense": ("Dense", "The model computes what it computes without h2o_prefill."),
@@ -31,14 +31,14 @@ HEADINGS = {
 def models_page(findings: Sequence[Finding]) -> str:
     """Return the page: a table for each result, a row for each reason."""
     parts = [
-        "# Which models are prefilled sparsely",
-        f"Classes of transformers {transformers.__version__} (torch {torch.__version__}): those of "
-        "the auto mappings for causal language models, encoder-decoders and composite models, fed "
+        "# Which classes are prefilled sparsely",
+        f"Classes of transformers {transformers.__version__} (torch {torch.__version__}), from the "
+        "auto mappings for causal language models, encoder-decoders and composite models, fed "
         "with text alone. `PYTHONPATH=tests python -m compatibility.page` examines each as a tiny "
         "random float32 model with its default config: enabled with memory sets that hold "
         f"everything, on {TOKENS} tokens in chunks of {CHUNK_SIZE}, its logits differ from the "
         f"stock model's by at most {TOLERANCE:g} of the largest, with every kind of cache and by "
-        "`generate`; with small memory sets they are finite, and those of the first chunk equal.",
+        "`generate`; with small memory sets they are finite, and equal in the first chunk.",
     ]
     for result, (heading, about) in HEADINGS.items():
         groups: dict[str, list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The projects of the C++ guide and of README build and run as they stand there."""
+"""The projects of the C++ guide build and run as they stand there."""
 
 import os
 import re
@@ -9,8 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def blocks_of(page, title):
-    section = re.search(rf"^## {title}\n(.*?)(^## |\Z)", (ROOT / page).read_text(), re.M | re.S)[1]
+def blocks_of(title):
+    section = re.search(
+        rf"^## {title}\n(.*?)(^## |\Z)", (ROOT / "docs/cpp.md").read_text(), re.M | re.S
+    )[1]
     found = re.findall(r"^```(\w+)\n(.*?)^```", section, re.M | re.S)
     return dict(reversed(found))  # the first of each language
 
@@ -31,14 +33,14 @@ def run(folder, blocks):
 
 
 def test_the_project_of_the_guide(tmp_path):
-    output = run(tmp_path, blocks_of("docs/cpp.md", "Build"))
+    output = run(tmp_path, blocks_of("Build"))
     assert re.search(r"^6001 tokens, \[1, 8, 1, 64\]$", output, re.M), output
 
 
-def test_the_chat_of_readme(tmp_path):
-    program = blocks_of("README.md", "Without Python")
-    assert program["cpp"].count("\n") <= 25
-    run(tmp_path, {**blocks_of("docs/cpp.md", "Programs without Python"), **program})
+def test_the_chat_of_the_guide(tmp_path):
+    blocks = blocks_of("Programs without Python")
+    assert blocks["cpp"].count("\n") <= 25
+    run(tmp_path, blocks)
     lost = subprocess.run([tmp_path / "build" / "chat"], capture_output=True, text=True)
     assert lost.returncode == 1
     assert re.fullmatch(r"error: there is no package model.pt2.*\n", lost.stderr), lost.stderr
