@@ -194,9 +194,6 @@ def draw_context(draw: Draw, longest: int = 200) -> Program:
     p = replace(p, dtype=draw.choice(["float32", "bfloat16", "float16"]))
     layers, capacity, length = draw.integer(1, 3), p["T"] + draw.integer(0, 9), 0
     config = draw_settings(draw, p["T"], layers, p["G"])
-    # Contexts take factors of a layer, or of its heads.
-    whole = {x[0] for x in config.wide if len(x) == 2}
-    config = config.replace(wide=[x for x in config.wide if len(x) == 2 or x[0] not in whole])
     context, scale = "PrefillContext", p.scale()
     steps = [
         Step("PrefillConfig", "parse", (config.to_string(),)),
