@@ -288,7 +288,7 @@ def test_python_refuses_the_same(package, ids, tmp_path):
     runner = PrefillPackage(package)
     with pytest.raises(ValueError, match="token_ids must have 2 dimensions"):
         runner.forward(ids[None])
-    with pytest.raises(ValueError, match="prompt and new tokens must be <= 256"):
+    with pytest.raises(ValueError, match="max_new_tokens must be <= 106, the room after"):
         runner.generate(ids, 200, print)
     assert runner.length == 0
     with pytest.raises(FileNotFoundError, match="no such file"):
