@@ -72,8 +72,9 @@ def test_calls_of_one_prompt_equal_eager_ones(
 ):
     model = build(name, implementation)
     caches = [CACHES[cache](model) for _ in range(3)]
-    windows = watch(monkeypatch, "sliding_window_attention", lambda q, k, v, window, *_: window)
-    with enable(model, strict=True, **RECALL) as handle:
+    # Not while a graph is made: it would guard what is seen.
+    with monkeypatch.context() as patch, enable(model, strict=True, **RECALL) as handle:
+        windows = watch(patch, "sliding_window_attention", lambda q, k, v, window, *_: window)
         eager = in_calls(model, caches[0], prompt, CALLS)
         expected = counts(handle)
     graphs = compiled(model)
