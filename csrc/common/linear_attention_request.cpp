@@ -134,4 +134,26 @@ void check_linear_attention_gradients(const LinearAttentionRequest& r,
   }
 }
 
+LinearAttentionRequest checked_linear_attention_request(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
+    const std::optional<at::Tensor>& initial_normalizer, std::string_view feature_map,
+    int64_t chunk_size, bool causal, bool diagonal_once, bool normalize,
+    std::optional<double> scale) {
+  LinearAttentionRequest request{q,
+                                 k,
+                                 v,
+                                 log_decay.value_or(at::Tensor()),
+                                 initial_state.value_or(at::Tensor()),
+                                 initial_normalizer.value_or(at::Tensor()),
+                                 feature_map_named(feature_map),
+                                 chunk_size,
+                                 causal,
+                                 diagonal_once,
+                                 normalize,
+                                 scale.value_or(1.0)};
+  request.check();
+  return request;
+}
+
 }  // namespace h2o_prefill

@@ -64,6 +64,15 @@ LinearAttentionResult attend_causally(
 void check_linear_attention_gradients(const LinearAttentionRequest& request,
                                       const LinearAttentionGradients& gradients);
 
+// The request of the arguments that both schemas begin with. Throws c10::ValueError as check()
+// does.
+LinearAttentionRequest checked_linear_attention_request(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& log_decay, const std::optional<at::Tensor>& initial_state,
+    const std::optional<at::Tensor>& initial_normalizer, std::string_view feature_map,
+    int64_t chunk_size, bool causal, bool diagonal_once, bool normalize,
+    std::optional<double> scale);
+
 // The adapters between the dispatcher and a device's implementation of the operators; the schemas
 // are in ops/.
 template <LinearAttentionResult (*attend)(const LinearAttentionRequest& request)>
@@ -73,19 +82,9 @@ LinearAttentionResult chunkwise_linear_attention_entry(
     const std::optional<at::Tensor>& initial_normalizer, std::string_view feature_map,
     int64_t chunk_size, bool causal, bool diagonal_once, bool normalize,
     std::optional<double> scale) {
-  const LinearAttentionRequest request{q,
-                                       k,
-                                       v,
-                                       log_decay.value_or(at::Tensor()),
-                                       initial_state.value_or(at::Tensor()),
-                                       initial_normalizer.value_or(at::Tensor()),
-                                       feature_map_named(feature_map),
-                                       chunk_size,
-                                       causal,
-                                       diagonal_once,
-                                       normalize,
-                                       scale.value_or(1.0)};
-  request.check();
+  const LinearAttentionRequest request = checked_linear_attention_request(
+      q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size, causal,
+      diagonal_once, normalize, scale);
   return attend(request);
 }
 
@@ -98,19 +97,9 @@ LinearAttentionInputGradients chunkwise_linear_attention_backward_entry(
     const std::optional<at::Tensor>& grad_state, const std::optional<at::Tensor>& grad_normalizer,
     std::string_view feature_map, int64_t chunk_size, bool causal, bool diagonal_once,
     bool normalize, std::optional<double> scale) {
-  const LinearAttentionRequest request{q,
-                                       k,
-                                       v,
-                                       log_decay.value_or(at::Tensor()),
-                                       initial_state.value_or(at::Tensor()),
-                                       initial_normalizer.value_or(at::Tensor()),
-                                       feature_map_named(feature_map),
-                                       chunk_size,
-                                       causal,
-                                       diagonal_once,
-                                       normalize,
-                                       scale.value_or(1.0)};
-  request.check();
+  const LinearAttentionRequest request = checked_linear_attention_request(
+      q, k, v, log_decay, initial_state, initial_normalizer, feature_map, chunk_size, causal,
+      diagonal_once, normalize, scale);
   const LinearAttentionGradients gradients{grad_out, grad_state.value_or(at::Tensor()),
                                            grad_normalizer.value_or(at::Tensor())};
   check_linear_attention_gradients(request, gradients);
