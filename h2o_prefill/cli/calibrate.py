@@ -22,9 +22,7 @@ def calibrate(
     cluster: options.ClusterOptions,
     context: options.ContextOption = 4096,
     windows: options.WindowsOption = "0:1",
-    budget: float = typer.Option(
-        1.1, help="Attention flops of the result, relative to those of --preset."
-    ),
+    budget: float = typer.Option(1.1, help="Attention flops of the result, relative to --preset."),
     preset: Annotated[
         str, options.preset_option("Settings to widen heads of", True)
     ] = DEFAULT_PRESET,

@@ -1,4 +1,4 @@
-"""`h2o-prefill generate`: continue a prompt, or those of a file, with sparse prefill."""
+"""`h2o-prefill generate`: continue a prompt, or each prompt of a file, with sparse prefill."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class PromptOptions:
         None,
         metavar="FILE",
         help="Session file: its text is continued if the file exists, and then it is written, "
-        "with the prompt and the answer. Model, settings and data type must be those of the "
-        "file.",
+        "with the prompt and the answer. Model, settings and data type must equal the "
+        "file's.",
     )
     draft_tokens: int | None = typer.Option(
         None,
@@ -155,7 +155,7 @@ def generate(
         help="Put the prompt into the model's chat template, or use it as it is.",
     ),
 ) -> None:
-    """Continue a prompt, or those of a file, after sparse prefill.
+    """Continue a prompt, or each prompt of a file, after sparse prefill.
 
     Prompts shorter than a chunk are prefilled densely. Decoding attends to the whole KV cache.
     The prompts of --input are answered in batches of similar length, here or on a Dask cluster. An

@@ -156,7 +156,7 @@ def run_ablation(
         package, which a column names, are kept: another folder measures their cells again.
     base : PrefillConfig or str, or a sequence of them, optional
         Settings of the fields that `axes` does not name, as `enable` takes them; each of several is
-        combined with all values. Default: those of `enable`.
+        combined with all values. Default: the settings that `enable` takes.
     datasets : sequence of str or Corpus
         Texts, or names that `load_text` knows.
     contexts : sequence of int

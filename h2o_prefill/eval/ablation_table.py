@@ -97,7 +97,7 @@ def short_value(value: Any) -> str:
 
 
 def varied_settings(frame: pd.DataFrame) -> list[str]:
-    """Return the settings that distinguish rows; those of recall only if it is on."""
+    """Return the settings that distinguish rows; fields of recall only if it is on."""
     with_recall = frame[frame["recall"] > 0]
     return [
         name

@@ -48,7 +48,7 @@ class AttentionMeasures:
 
     l1_error: Tensor  # fp32 [layers, Hq]: relative L1 error; NaN if the dense output is all zeros
     mass_recall: Tensor  # fp32 [layers, Hq]: dense softmax mass on visible keys, mean of the rows
-    mass_recall_lowest: Tensor  # fp32 [layers, Hq]: that of the row with the least
+    mass_recall_lowest: Tensor  # fp32 [layers, Hq]: of the row with the least
     l1_error_by_chunk: Tensor  # fp32 [chunks, layers, Hq]
     mass_recall_by_chunk: Tensor  # fp32 [chunks, layers, Hq]
     # int32 [chunks, layers, Hkv, K + L + H]: the set after each chunk, to which the next chunk
@@ -257,7 +257,7 @@ class LayerMeasures(NamedTuple):
     difference: Tensor  # fp64 [chunks, Hq]: sum |sparse - dense| of the outputs
     size: Tensor  # fp64 [chunks, Hq]: sum |dense|
     mass: Tensor  # fp64 [chunks, Hq]: dense softmax mass on visible keys, summed over rows
-    lowest_mass: Tensor  # fp64 [chunks, Hq]: that of the row with the least
+    lowest_mass: Tensor  # fp64 [chunks, Hq]: of the row with the least
     memory: Tensor  # int32 [chunks, Hkv, K + L + H]: the set after each chunk, -1 where absent
     pattern: Tensor  # fp32 [bins, Hq, bins]: dense mass of a bin's queries on a bin of keys
 
@@ -289,7 +289,7 @@ def measure_layer(
         end = min(begin + config.chunk_size, length)
         q, k, v = query[:, :, begin:end], key[:, :, :end], value[:, :, :end]
         lists = lists_of_rows(recalled, length, begin, end, config.recall_block)
-        # The dense tail is that of the prompt, not of the chunk. A copy would repeat warnings.
+        # The dense tail belongs to the prompt, not to the chunk. A copy would repeat warnings.
         tail = max(0, config.dense_tail - (length - end))
         call = config if tail == config.dense_tail else config.replace(dense_tail=tail)
         sparse, state = sparse_attention(q, k, v, state, call, lists, *options, layer, selector)

@@ -116,7 +116,7 @@ def sparse_dot_products(
 
 
 def memory_dot_products(num_tokens: int, chunk_size: int, memory_size: int) -> int:
-    """Count those of one head with its memory sets: s |M| for a chunk of s tokens, M filled."""
+    """Count the flops of one head with its memory sets: s |M| for a chunk of s tokens, M filled."""
     chunks = range(0, num_tokens, chunk_size)
     return sum(min(chunk_size, num_tokens - x) * min(memory_size, x) for x in chunks)
 

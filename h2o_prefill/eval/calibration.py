@@ -130,7 +130,7 @@ def calibrate_heads(
         Settings to widen heads of, as `enable` takes them. Default: the preset "recommended", not a
         profile, whose heads are wide already. They are measured without widening at run time.
     budget : float
-        Attention flops of the result relative to those of the settings as given, more than 1.
+        Attention flops of the result relative to the settings as given, more than 1.
     tokenizer : optional
         The model's tokenizer, needed where `dataset` is a text.
     context : int

@@ -77,7 +77,7 @@ class PerplexityResult:
     stderr_percent: float
     kl_mean: float  # mean KL(dense || sparse) of the next-token distributions, nats
     top1_agreement: float  # share of rows for which both runs have the same most likely token
-    # Query-key products of dense attention over those of the sparse one, in all windows.
+    # Query-key products of dense attention over sparse attention's, in all windows.
     attention_flops_ratio: float
     # By which errors have multiplied L and H, mean of chunks, KV heads and windows; None where
     # `error_rows` is 0.
@@ -139,7 +139,7 @@ def evaluate_perplexity(
         Tokens of a text; or a text, or the name of one that `load_text` knows, which need a
         tokenizer.
     chunk_config : PrefillConfig or str, optional
-        Settings of the sparse run, as `enable` takes them. Default: those of `enable`.
+        Settings of the sparse run, as `enable` takes them. Default: what `enable` takes.
     tokenizer : optional
         The model's. A model given by name brings its own.
     context : int
@@ -147,7 +147,7 @@ def evaluate_perplexity(
     windows : str
         A slice "begin:end" of the windows.
     protocol : {"gptq", "llamacpp"}
-        Which tokens are scored: all but the first of a window, or those of its second half.
+        Which tokens are scored: all but the first of a window, or its second half.
         "llamacpp" also replaces each window's first token by the BOS token, if the tokenizer adds
         one.
     key_tokens : bool

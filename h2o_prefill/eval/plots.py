@@ -215,7 +215,7 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _describe(row: pd.Series[Any]) -> str:
-    """Return the closest preset with its changes; those of recall have no effect without it."""
+    """Return the closest preset with its changes; without recall its fields have no effect."""
     texts = []
     for preset, config in PRESETS.items():
         changed = [n for n in FIELDS if short_value(row[n]) != short_value(getattr(config, n))]
@@ -226,7 +226,7 @@ def _describe(row: pd.Series[Any]) -> str:
 
 
 def plot_throughput(frame: pd.DataFrame, path: File, title: str = "") -> Figure:
-    """Draw tokens per second, dense and sparse, and their ratio beside that of attention flops."""
+    """Draw tokens per second, dense and sparse, and the ratios of seconds and attention flops."""
     figure, (rate, ratio) = new_figure(9.6, 4.2, 2)
     lengths, speedup = frame["seq_length"], frame["speedup"]
     for name, style in (("dense", DENSE), ("sparse", SPARSE)):

@@ -148,9 +148,9 @@ def evaluate_retrieval(
     haystack : Corpus or str
         A text, or the name of one that `load_text` knows.
     variants : mapping of str to PrefillConfig, optional
-        Names and settings of the sparse runs. Default: those of `enable`.
+        Names and settings of the sparse runs. Default: what `enable` takes.
     tokenizer : optional
-        The model's; default: that of a model given by name. If it has a chat template, prompts are
+        The model's; needed unless the model is a name. If it has a chat template, prompts are
         formatted with it.
     tasks : sequence of str
         Of "single", "multi_key" and "multi_value".
@@ -231,7 +231,7 @@ def evaluate_retrieval(
     )
 
 
-# Task, length, depth, and the number of the prompt among those of all three.
+# Task, length, depth, and the number of the prompt among their prompts.
 _Cell = tuple[str, int, float, int]
 
 
@@ -255,7 +255,7 @@ class _Setup:
 
 
 def _ask(held: LoadedModel, setup: _Setup, cell: _Cell) -> PromptOutcome:
-    """Answer a prompt after dense prefill and after that of each variant."""
+    """Answer a prompt after dense prefill and after the prefill of each variant."""
     task, length, depth, _ = cell
     network, tokenizer = held.network, held.tokenizer
     seed, (ids, new_tokens, answers, expected) = setup.build(tokenizer, cell)
@@ -280,7 +280,7 @@ def _ask(held: LoadedModel, setup: _Setup, cell: _Cell) -> PromptOutcome:
 def _answer_log_prob(model: Any, output: Any, prompt_tokens: int, expected: Tensor) -> float:
     """Return the mean log-probability per token of an answer after a prompt, in nats.
 
-    `output` is that of `generate` for the prompt; what it decoded is removed from its cache. The
+    `output` comes from `generate` for the prompt; what it decoded is removed from its cache. The
     tokens of the answer, int64 [1, A], attend densely, as decoded ones do.
     """
     from h2o_prefill.hf.cache import CACHE_NAMES, cache_argument

@@ -51,7 +51,7 @@ class Riddle(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Magic numbers of some keys, and a question for those of the first."""
+    """Magic numbers of some keys, and a question for the numbers of the first."""
 
     keys: int
     values: int  # of the first key; the others have one
@@ -137,7 +137,7 @@ class Haystack:
 class RetrievalPrompt(NamedTuple):
     """A prompt and what its answer must contain."""
 
-    input_ids: Tensor  # int64 [1, T]: all tokens but those of the answer, or a word less
+    input_ids: Tensor  # int64 [1, T]: all tokens before the answer, or a word less
     new_tokens: int  # tokens of the answer, at most
     answers: tuple[str, ...]
     expected: Tensor  # int64 [1, A]: the tokens of the answers, with commas between

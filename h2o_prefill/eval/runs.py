@@ -16,7 +16,7 @@ from h2o_prefill.presets import PRESETS
 def chosen_variants(
     model: Any, variants: Mapping[str, PrefillConfig] | None
 ) -> dict[str, PrefillConfig]:
-    """Return the settings to compare with dense prefill by name, by default those of `enable`."""
+    """Return the settings to compare with dense prefill by name, by default what `enable` takes."""
     if variants is None:
         from h2o_prefill.profile import settings_name
 

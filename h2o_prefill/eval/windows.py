@@ -51,7 +51,7 @@ def parse_windows(windows: str) -> tuple[int, int | None]:
 def select_windows(
     tokens: Tensor, context: int, windows: str, first: int | None = None
 ) -> tuple[range, Tensor]:
-    """Cut tokens [T] into windows, of which `first` replaces the first token; return a slice."""
+    """Cut tokens [T] into windows, whose first token `first` replaces; return a slice."""
     available = len(tokens) // context
     if available == 0:
         raise ValueError(

@@ -53,7 +53,7 @@ class LoadedModel:
 
 
 class ModelCluster:
-    """Workers of a Dask cluster, each of which loads the same model once.
+    """Workers of a Dask cluster; each loads the same model once.
 
     A worker runs one piece at a time, however many threads Dask gives it.
 
@@ -169,7 +169,7 @@ def _load(model: str, dtype: str, version: str, expected: str) -> LoadedModel:
     except (ValueError, OSError, ImportError) as error:
         raise ValueError(f"{host} cannot load the model: {error}") from error
     if model_digest(loaded.network) != expected:
-        raise ValueError(f"{host} must have the same model, has other weights as {model!r}")
+        raise ValueError(f"{host} must have the same model, has different weights from {model!r}")
     return loaded
 
 

@@ -165,7 +165,7 @@ def packaged_gguf() -> Path:
 
 
 def _scale_positions(config: Any, factor: float) -> None:
-    """Make a config that of a model with YaRN."""
+    """Change the config to a model with YaRN."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "default":

@@ -213,7 +213,7 @@ class ChunkedPrefillLayer(DynamicLayer):
     def share_with(self, others: list[ChunkedPrefillLayer]) -> None:
         """Lend the buffers of this branch to the other branches, which drop their shared buffers.
 
-        Nothing happens unless the rows of the first begin those of this one, to the bit.
+        Nothing happens unless this layer's rows begin with the rows of the first, to the bit.
         """
         mine, theirs, old = self._held(), others[0]._held(), others[0]._buffers
         length = theirs[0].shape[2]

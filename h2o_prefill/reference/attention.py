@@ -1,6 +1,6 @@
 """Attention inside a chunk, and its fusion with attention to the memory set.
 
-Attention inside a chunk is ordinary causal attention; only positions are those of the whole text.
+Attention inside a chunk is ordinary causal attention; positions are absolute.
 RoPE rotates a key by its absolute position, so later chunks use a cached key unchanged.
 
 A later chunk attends to two disjoint sets of keys, the memory set and itself. A softmax over both

@@ -7,7 +7,7 @@ A feature map phi replaces the softmax, so that the past of a token is one matri
 g_i <= 0 is the logarithm of a decay; without one it is 0. With the normalizer z_i = exp(g_i)
 z_{i-1} + phi(k_i) the output is phi(q_i) S_i / (phi(q_i) . z_i), an average of the values.
 
-Parameters, shapes and results are those of `h2o_prefill.ops.chunkwise_linear_attention`. float64 is
+Parameters, shapes and results as for `h2o_prefill.ops.chunkwise_linear_attention`. float64 is
 computed in float64, everything else in float32.
 """
 

@@ -147,7 +147,7 @@ def test_a_worker_with_another_model_or_version_is_refused(
         with pytest.raises(ValueError, match=r"must have h2o_prefill 9\.9, has 0\.0\.0"):
             run(workers)
     model.model.norm.weight.data[0] += 1
-    with pytest.raises(ValueError, match="must have the same model, has other weights as"):
+    with pytest.raises(ValueError, match="must have the same model, has different weights from"):
         run(workers)
 
 
