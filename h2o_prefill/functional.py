@@ -42,15 +42,18 @@ def attend_in_buffers(
     position: Tensor,
     options: LayerOptions,
     window: int | None = None,
+    checkpoints: Sequence[Tensor] = (),
 ) -> Tensor:
     """Call the operator that keeps a layer's state in place.
 
-    `added` are keys and values of the call; `buffers` are keys, values, scores, memory and errors.
+    `added` are keys and values of the call; `buffers` are keys, values, scores, memory and errors;
+    `checkpoints` are tensors like those of `Checkpoint`, with one more dimension in front.
     """
     keys, values, scores, memory, errors = buffers
     recall, layer, settings, logits = options
     held = query, *added, keys, values, scores, memory, position
-    return ops.prefill_attention_(*held, *recall, layer, settings, *logits, errors, window)
+    told: tuple[Any, ...] = (*recall, layer, settings, *logits, errors, window)
+    return ops.prefill_attention_(*held, *told, *checkpoints)
 
 
 def attend_functionally(

@@ -324,6 +324,9 @@ def prefill_attention_(
     softcap: float = 0.0,
     errors: Tensor | None = None,
     window: int | None = None,
+    checkpoint_memory: Tensor | None = None,
+    checkpoint_scores: Tensor | None = None,
+    checkpoint_errors: Tensor | None = None,
 ) -> Tensor:
     """Attend with one layer's queries of a call, and update its cache and state in place.
 
@@ -356,6 +359,10 @@ def prefill_attention_(
     window : int, optional
         Of a layer with a sliding window, at least 1: calls whose history is longer are exact, as
         `sliding_window_attention` computes them.
+    checkpoint_memory, checkpoint_scores, checkpoint_errors : Tensor, optional
+        int32 and float32 [C, B, Hkv, `PrefillConfig.memory_size` of the layer] and float32
+        [C, B, Hkv, 4], with C = T // S, contiguous, written by a sparse call: what the next chunk
+        needs after each S tokens of the call (`state.Checkpoint`).
 
     Returns
     -------

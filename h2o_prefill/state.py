@@ -129,6 +129,48 @@ class PrefillState:
         return self.map(torch.clone)
 
 
+@dataclass
+class Checkpoint:
+    """What the chunk after a multiple of the chunk size needs of the prompt before it.
+
+    Attributes
+    ----------
+    memory : Tensor
+        int32 [B, Hkv, any]: the next chunk's memory set, ascending, then -1.
+    scores : Tensor
+        float32, like `memory`: attention that its positions received so far, 0 where it is -1.
+    errors : Tensor
+        float32 [B, Hkv, 4], as `PrefillState.errors`.
+    """
+
+    memory: Tensor
+    scores: Tensor
+    errors: Tensor
+
+    def state(self, length: int) -> PrefillState:
+        """Return the state of a prompt of `length` tokens, at whose end this was taken.
+
+        Positions outside of the memory set are no candidates any more, and have score 0.
+        """
+        scores = self.scores.new_zeros(*self.memory.shape[:2], length)
+        scores.scatter_add_(2, self.memory.clamp(min=0).long(), self.scores)
+        return PrefillState(scores, self.memory.clone(), length, length, self.errors.clone())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Checkpoint:
+        """Return a checkpoint with every tensor changed."""
+        return Checkpoint(change(self.memory), change(self.scores), change(self.errors))
+
+
+def empty_checkpoints(count: int, state: PrefillState, size: int) -> list[Tensor]:
+    """Return tensors for the operators to write `count` checkpoints of a layer into.
+
+    `state` tells their kinds, and `size` is `PrefillConfig.memory_size` of the layer.
+    """
+    shape = count, *state.errors.shape[:2]
+    memory = state.memory.new_empty(*shape, size)
+    return [memory, state.scores.new_empty(*shape, size), state.errors.new_empty(*shape, 4)]
+
+
 def empty_state(key: Tensor) -> PrefillState:
     """Return the state of a layer with keys [B, Hkv, T, D] before its first sparse call."""
     kind = torch.float64 if key.dtype == torch.float64 else torch.float32

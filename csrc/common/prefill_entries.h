@@ -91,11 +91,17 @@ at::Tensor prefill_attention_in_place_entry(
     const std::optional<at::Tensor>& recall_positions,
     const std::optional<at::Tensor>& recall_visible_from, int64_t layer, std::string_view settings,
     std::optional<double> scale, const std::optional<at::Tensor>& sinks, double softcap,
-    const std::optional<at::Tensor>& errors, std::optional<int64_t> window) {
+    const std::optional<at::Tensor>& errors, std::optional<int64_t> window,
+    const std::optional<at::Tensor>& checkpoint_memory,
+    const std::optional<at::Tensor>& checkpoint_scores,
+    const std::optional<at::Tensor>& checkpoint_errors) {
   const PlacedCall call = place_call(
       {q, k, v, scale, sinks, softcap},
       {cache_key, cache_value, scores, memory, errors.value_or(at::Tensor())}, position,
-      recall_lists(recall_offsets, recall_positions, recall_visible_from), layer, settings, window);
+      recall_lists(recall_offsets, recall_positions, recall_visible_from), layer, settings, window,
+      {.memory = checkpoint_memory.value_or(at::Tensor()),
+       .scores = checkpoint_scores.value_or(at::Tensor()),
+       .errors = checkpoint_errors.value_or(at::Tensor())});
   const PrefillRequest& request = call.request;
   if (request.is_empty()) return request.empty_out();
   if (call.is_sparse) return attend(request);

@@ -166,6 +166,27 @@ void check_state_buffers(const PrefillRequest& request) {
                     "errors must be given and contiguous where the settings have error_rows");
 }
 
+void check_checkpoints(const PrefillRequest& request) {
+  const auto& [memory, scores, errors] = request.checkpoints;
+  if (!memory.defined() && !scores.defined() && !errors.defined()) return;
+  TORCH_CHECK_VALUE(memory.defined() && scores.defined() && errors.defined(),
+                    "checkpoint_memory, checkpoint_scores and checkpoint_errors must be given "
+                    "together");
+  const auto check = [&](const char* name, const at::Tensor& x, at::ScalarType dtype,
+                         int64_t width) {
+    const std::vector<int64_t> sizes{request.num_checkpoints(), request.key.size(0),
+                                     request.key.size(1), width};
+    TORCH_CHECK_VALUE(x.sizes() == sizes && x.is_contiguous(), name, " must be contiguous ", sizes,
+                      ", got shape ", x.sizes());
+    check_dtype(name, x, dtype);
+    check_device(name, x, request.query, "q");
+  };
+  const int64_t width = request.settings.memory_size();
+  check("checkpoint_memory", memory, at::kInt, width);
+  check("checkpoint_scores", scores, accumulate_type(request.query), width);
+  check("checkpoint_errors", errors, at::kFloat, kErrorFields);
+}
+
 // Whether rows of x [B, H, T, D] can be copied one by one, in the calling thread.
 bool has_few_plain_rows(const at::Tensor& x) {
   return x.is_cpu() && x.stride(3) == 1 && x.numel() <= at::internal::GRAIN_SIZE;
@@ -197,6 +218,18 @@ void write_rows(const at::Tensor& buffer, int64_t begin, const at::Tensor& x) {
 }
 
 }  // namespace
+
+void PrefillRequest::fill_checkpoint(int64_t number) const {
+  const auto sets = checkpoints.memory.select(0, number);
+  const auto received = scores.gather(2, sets.clamp_min(0).to(at::kLong));
+  checkpoints.scores.select(0, number).copy_(received.masked_fill(sets < 0, 0));
+  const auto measured = checkpoints.errors.select(0, number);
+  if (errors.defined()) {
+    measured.copy_(errors);
+  } else {
+    measured.zero_();
+  }
+}
 
 int64_t PrefillRequest::recall_blocks() const { return divide_up(length(), settings.recall_block); }
 
@@ -261,7 +294,8 @@ RecallView PrefillRequest::recall_view(const RecallLists& lists) const {
 
 PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers,
                       const at::Tensor& position, const RecallLists& recall, int64_t layer,
-                      std::string_view settings, std::optional<int64_t> window) {
+                      std::string_view settings, std::optional<int64_t> window,
+                      const Checkpoints& checkpoints) {
   check_at_least("layer", layer, 0);
   if (window) check_at_least("window", *window, 1);
   const auto config = read_settings(settings);
@@ -280,11 +314,13 @@ PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers
   call.request.memory = buffers.memory;
   call.request.errors = buffers.errors;
   call.request.last_chunk_begin = last_chunk_begin;
+  call.request.checkpoints = checkpoints;
   if (call.is_sparse) {
     call.request.settings = config->of_layer(layer);
     call.request.recall = recall;
     if (past > 0) call.request.start = buffers.memory;
     check_state_buffers(call.request);
+    check_checkpoints(call.request);
     call.request.check();
   }
   if (past == 0 && length > 0) {

@@ -39,6 +39,7 @@ struct PrefillRequest : AttentionArguments {
   // where the settings measure none.
   at::Tensor errors = {};
   int64_t last_chunk_begin = 0;
+  Checkpoints checkpoints = {};  // written, where they are defined
 
   RecallLists recall = {};
   PrefillConfig settings = {};  // of the layer
@@ -66,6 +67,22 @@ struct PrefillRequest : AttentionArguments {
   int64_t largest_step() const { return std::max(largest_chunk(), past() - last_chunk_begin); }
   // Whether any chunk has something before it, so that memory sets are selected.
   bool selects() const { return past() > 0 || length() > settings.chunk_size; }
+  int64_t num_checkpoints() const {
+    return checkpoints.memory.defined() ? length() / settings.chunk_size : 0;
+  }
+  bool ends_at_checkpoint() const {
+    return num_checkpoints() > 0 && length() % settings.chunk_size == 0;
+  }
+  // Calls write(memory) for the memory sets of the checkpoint at a row of the call, int32 [B, Hkv,
+  // memory_size()], and copies their scores and errors, if the caller wants one there.
+  template <typename Write>
+  void keep_checkpoint(int64_t row, const Write& write) const {
+    const int64_t number = row / settings.chunk_size - 1;
+    if (number < 0 || number >= num_checkpoints()) return;
+    write(checkpoints.memory.select(0, number));
+    fill_checkpoint(number);
+  }
+  void fill_checkpoint(int64_t number) const;
   // Queries at the end of the call that attend to every key.
   int64_t tail() const { return std::min(settings.dense_tail, length()); }
   bool recalls() const { return recall.offsets.defined(); }
@@ -112,7 +129,8 @@ inline bool fits_window(std::optional<int64_t> window, int64_t total) {
 // a dense call's tokens to 0. A call whose window hides some keys is dense.
 PlacedCall place_call(const AttentionArguments& x, const PrefillBuffers& buffers,
                       const at::Tensor& position, const RecallLists& recall, int64_t layer,
-                      std::string_view settings, std::optional<int64_t> window);
+                      std::string_view settings, std::optional<int64_t> window,
+                      const Checkpoints& checkpoints);
 
 // The position of prefill_attention_: int64 [2] on the CPU.
 struct Position {

@@ -29,14 +29,16 @@ at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at
                               PrefillBuffers& buffers, const at::Tensor& position, int64_t layer,
                               std::string_view settings, const RecallLists& recall,
                               std::optional<double> scale, const std::optional<at::Tensor>& sinks,
-                              double softcap, std::optional<int64_t> window) {
+                              double softcap, std::optional<int64_t> window,
+                              const Checkpoints& checkpoints) {
   static const auto op =
       find_op<decltype(prefill_attention_in_place_entry<nullptr, nullptr, nullptr>)>(
           "h2o_prefill::prefill_attention_");
   return op.call(q, k, v, buffers.key, buffers.value, buffers.scores, buffers.memory, position,
                  if_defined(recall.offsets), if_defined(recall.positions),
                  if_defined(recall.visible_from), layer, settings, scale, sinks, softcap,
-                 if_defined(buffers.errors), window);
+                 if_defined(buffers.errors), window, if_defined(checkpoints.memory),
+                 if_defined(checkpoints.scores), if_defined(checkpoints.errors));
 }
 
 TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
@@ -52,7 +54,8 @@ TORCH_LIBRARY_FRAGMENT(h2o_prefill, m) {
       "Tensor(b!) cache_value, Tensor(c!) scores, Tensor(d!) memory, Tensor position, "
       "Tensor? recall_offsets, Tensor? recall_positions, Tensor? recall_visible_from, int layer, "
       "str settings, float? scale=None, Tensor? sinks=None, float softcap=0.0, "
-      "Tensor(e!)? errors=None, int? window=None) -> Tensor");
+      "Tensor(e!)? errors=None, int? window=None, Tensor(f!)? checkpoint_memory=None, "
+      "Tensor(g!)? checkpoint_scores=None, Tensor(h!)? checkpoint_errors=None) -> Tensor");
 }
 
 }  // namespace h2o_prefill

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -131,15 +132,19 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
     ----------
     config : PretrainedConfig, optional
         The model's; without it every layer counts as full attention.
+    checkpoints : bool
+        Keep what `crop` needs to be exact at every multiple of the chunk size S: memory sets and
+        their scores, 2 to 5 % of the keys and values in bfloat16. Calls of compiled models and of
+        selection rules keep none.
     **kwargs
         Passed on to `DynamicCache`, as `offloading=True`.
     """
 
     _origin: Origin | None
 
-    def __init__(self, config: Any = None, **kwargs: Any) -> None:
+    def __init__(self, config: Any = None, checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
-        self._replace_layers()
+        self._replace_layers(checkpoints)
 
     @property
     def settings(self) -> str | None:
@@ -225,15 +230,33 @@ class ChunkedPrefillCache(KeepsTokenIds, DynamicCache):
         if room < 0:
             raise ValueError(f"room must be >= 0, got {room}")
         other = copy.copy(self)
-        other.layers = [_branch(layer, room) for layer in self.layers]
+        other.layers = [branch_of(layer, room) for layer in self.layers]
         other._token_ids = None if self._token_ids is None else list(self._token_ids)
         return other
 
-    def _replace_layers(self) -> None:
+    def checkpoint_before(self, length: int) -> int:
+        """Return the last length, up to this one, to which `crop` is exact, 0 if there is none.
+
+        Cropped to it (`cache.crop(checkpoint - cache.get_seq_length())` from transformers 5.24 on),
+        the cache goes on, to the bit, as one that was never longer. Without `checkpoints`, and
+        where layers are neither full attention nor always dense, the end of the prefill is the only
+        such length.
+        """
+        total = length_of(self) or 0
+        exact, before, layers = min(length, total), -1, list[Any](self.layers)
+        if not all(type(layer) is ChunkedPrefillLayer for layer in layers):
+            return exact if exact == total else 0
+        while exact != before:
+            before = exact
+            exact = min((layer.exact_before(exact) for layer in layers), default=0)
+        return exact
+
+    def _replace_layers(self, checkpoints: bool = False) -> None:
         self._origin = None
-        self.layers[:] = [prefill_layer_for(layer) for layer in self.layers]
+        self.layers[:] = [prefill_layer_for(layer, checkpoints) for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
-            self.layer_class_to_replicate = ChunkedPrefillLayer
+            made: Any = functools.partial(ChunkedPrefillLayer, checkpoints)
+            self.layer_class_to_replicate = made
         self._token_ids = []
 
 
@@ -255,28 +278,7 @@ def leave_shared(cache: Any) -> None:
             layer.leave_shared()
 
 
-def packed_copy(
-    cache: ChunkedPrefillCache, beginnings: Sequence[ChunkedPrefillCache]
-) -> ChunkedPrefillCache:
-    """Return a copy of a cache with room for few more tokens.
-
-    `beginnings` are caches of beginnings of its text, the longest first: from now on they share its
-    keys and values, if the text was prefilled on from them.
-    """
-    other = cache.copy(room=0)
-    for number, layer in enumerate(other.layers):
-        begun: list[Any] = [one.layers[number] for one in beginnings]
-        if isinstance(layer, ChunkedPrefillLayer):
-            layer.pack()
-            if begun and type(layer) is ChunkedPrefillLayer:
-                layer.share_with(begun)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            for name in ("keys", "values"):  # Views of all rows of the last call.
-                setattr(layer, name, getattr(layer, name).clone())
-    return other
-
-
-def _branch(layer: Any, room: int) -> Any:
+def branch_of(layer: Any, room: int) -> Any:
     if type(layer) is ChunkedPrefillLayer:
         return layer.branch(room)
     # Layers with a window make new tensors, others change theirs in place.

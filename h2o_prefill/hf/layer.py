@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from h2o_prefill.config import PrefillConfig
 from h2o_prefill.functional import LayerOptions, attend_functionally, attend_in_buffers
-from h2o_prefill.state import PrefillState, empty_state
+from h2o_prefill.state import Checkpoint, PrefillState, empty_checkpoints, empty_state
 
 # Older versions of transformers have other caches for hybrid models: those keep no state.
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
@@ -70,11 +70,14 @@ class ChunkedPrefillLayer(DynamicLayer):
     """Keys and values of one layer, with the scores and memory set of its prefill.
 
     Keys, values and scores lie in buffers that grow by doubling: a decoded token copies no history.
-    `keys` and `values` are views of what is in use.
+    `keys` and `values` are views of what is in use. `checkpoints` holds what the next chunk needs
+    at multiples of the chunk size S, by position, as long as all calls began at one of them. There,
+    `crop` gives the state of a prompt that was never longer.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__()
+        self.checkpoints: dict[int, Checkpoint] | None = {} if checkpoints else None
         self.padded = False
         self.traced: list[Tensor] | None = None
         self._state: PrefillState | None = None
@@ -133,13 +136,19 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Attend sparsely with tokens that `update` has just appended, and keep the state."""
         new = query.shape[2]
         past = total - new
-        held = self._held()
+        held = self.rows()
         keys, values = self._room_for(self.get_seq_length(), *held)
         scores, state = self._place_state(query, keys.shape[2], config.of_layer(options.layer))
         added = keys[:, :, past:total], values[:, :, past:total]
         position = torch.tensor([past, state.last_chunk_begin])
         buffers = keys, values, scores, state.memory, state.errors
-        out = attend_in_buffers(query, added, buffers, position, options)
+        kept: list[Tensor] = []
+        if self.checkpoints is not None and (past == 0 or past in self.checkpoints):
+            size = config.of_layer(options.layer).memory_size
+            kept = empty_checkpoints(new // config.chunk_size, state, size)
+        out = attend_in_buffers(query, added, buffers, position, options, checkpoints=kept)
+        for number, one in enumerate(zip(*kept, strict=True), 1):
+            self._keep(past + number * config.chunk_size, Checkpoint(*one))
         begin = config.last_chunk_begin(past, new)
         self._state = PrefillState(scores[..., :total], state.memory, total, begin, state.errors)
         return out
@@ -149,11 +158,17 @@ class ChunkedPrefillLayer(DynamicLayer):
 
         `candidates` counts the tokens after the query's.
         """
-        keys, values = self._held()
+        keys, values = self.rows()
         total = keys.shape[2] - candidates
         held = keys[:, :, :total], values[:, :, :total]
         out, *self.traced = attend_functionally(query, *held, self._state, options)
         return out
+
+    def exact_before(self, length: int) -> int:
+        """Return the last length up to this one to which `crop` is exact."""
+        if self._state is None or length >= self._state.length:
+            return length
+        return max((p for p in self.checkpoints or () if p <= length), default=0)
 
     @property
     def errors(self) -> Tensor | None:
@@ -171,20 +186,25 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Return whether keys and values are those that `update` returned."""
         return key is self.keys and value is self.values
 
-    def begin_after(self, key: Tensor, value: Tensor, state: PrefillState | None, new: int) -> None:
-        """Fill an empty layer with rows and their state, with room for `new` more tokens."""
-        self.lazy_initialization(key, value)
-        past = key.shape[2]
-        buffers = self._room_for(past + new, key, value)
-        for buffer, rows in zip(buffers, (key, value), strict=True):
-            buffer[:, :, :past] = rows
+    def begin_after(
+        self, pieces: Sequence[tuple[Tensor, Tensor]], state: PrefillState | None, new: int
+    ) -> None:
+        """Fill an empty layer with keys and values, in pieces, and their state.
+
+        There is room for `new` more tokens.
+        """
+        self.lazy_initialization(*pieces[0])
+        past = sum(key.shape[2] for key, _ in pieces)
+        buffers = self._room_for(past + new, *pieces[0])
+        for buffer, rows in zip(buffers, zip(*pieces, strict=True), strict=True):
+            torch.cat(rows, dim=2, out=buffer[:, :, :past])
         self._use(past)
         self.state = state
 
     def leave_inference_mode(self) -> None:
         """Copy buffers that inference mode made and that may not change in place outside of it."""
         if self._is_backed() and self._buffers is not None and not _is_writable(self._buffers[0]):
-            self._room_for(self.get_seq_length(), *self._held())
+            self._room_for(self.get_seq_length(), *self.rows())
             self._map_state(torch.clone)
 
     def branch(self, room: int) -> ChunkedPrefillLayer:
@@ -195,44 +215,27 @@ class ChunkedPrefillLayer(DynamicLayer):
         """
         with _sharing:
             if length := self.get_seq_length():
-                self._room_for(length + room, *self._held(), claims=False)
+                self._room_for(length + room, *self.rows(), claims=False)
                 self._share(length)
             other = copy.copy(self)
             if not length:
                 other._views = other._shared = None  # a buffer without tokens is not shared
             other.state = None if self._state is None else self._state.clone()
+            if self.checkpoints is not None:
+                other.checkpoints = dict(self.checkpoints)
             return other
 
-    def pack(self) -> None:
-        """Leave buffers that have room for more than a few other tokens."""
-        size = self.get_seq_length() * 9 // 8
-        if self._is_backed() and self._buffers is not None and self._buffers[0].shape[2] > size:
-            self._move(size, *self._held())
-            self._map_state(torch.clone)
-
-    def share_with(self, others: list[ChunkedPrefillLayer]) -> None:
-        """Lend the buffers of this branch to the other branches, which drop their shared buffers.
-
-        Nothing happens unless this layer's rows begin with the rows of the first, to the bit.
-        """
-        mine, theirs, old = self._held(), others[0]._held(), others[0]._buffers
-        length = theirs[0].shape[2]
-        if old is self._buffers or not all(
-            x.equal(y[:, :, :length]) for x, y in zip(theirs, mine, strict=True)
-        ):
-            return
-        with _sharing:
-            self._share(self.get_seq_length())
-            for other in others:
-                if other._buffers is old:
-                    other._buffers, other._shared = self._buffers, self._shared
-                    other._use(other.get_seq_length())
+    def leave_buffers(self) -> None:
+        """Copy keys, values and state out of buffers that have room for more tokens."""
+        self.keys, self.values = (x.clone() for x in self.rows())
+        self._buffers = self._views = self._shared = None
+        self._map_state(torch.clone)
 
     def leave_shared(self) -> None:
         """Copy buffers that other layers share."""
         if self._shared is not None:
             self._views = None
-            self._room_for(self.get_seq_length(), *self._held())
+            self._room_for(self.get_seq_length(), *self.rows())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, from the state too."""
@@ -248,6 +251,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         self.is_initialized = False
         self.padded = False
         self.state = None
+        self.checkpoints = None if self.checkpoints is None else {}
         self._buffers = self._views = self._shared = None
         super().reset()
 
@@ -276,7 +280,7 @@ class ChunkedPrefillLayer(DynamicLayer):
         """Return whether keys and values are views of the buffers."""
         return self._views is not None and self.holds(*self._views)
 
-    def _held(self) -> tuple[Tensor, Tensor]:
+    def rows(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, which the layer has."""
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
@@ -337,10 +341,10 @@ class ChunkedPrefillLayer(DynamicLayer):
         self, query: Tensor, capacity: int, config: PrefillConfig
     ) -> tuple[Tensor, PrefillState]:
         """Return scores with room for `capacity` and the state, both to be changed in place."""
-        batch, heads = self._held()[0].shape[:2]
+        batch, heads = self.rows()[0].shape[:2]
         state = self._state
         if state is None:
-            state = empty_state(self._held()[0])
+            state = empty_state(self.rows()[0])
         kept = self._scores
         if kept is not None and kept.shape[2] >= capacity and _is_writable(kept):
             scores = kept
@@ -366,6 +370,11 @@ class ChunkedPrefillLayer(DynamicLayer):
         state = self._state
         if state is None or length >= state.length:
             return
+        if self.checkpoints is not None:
+            self.checkpoints = {p: x for p, x in self.checkpoints.items() if p <= length}
+            if length in self.checkpoints:
+                self.state = self.checkpoints[length].state(length)
+                return
         if self._scores is not None and _is_writable(self._scores):
             self._scores[..., length : state.length] = 0
         else:
@@ -377,6 +386,19 @@ class ChunkedPrefillLayer(DynamicLayer):
     def _map_state(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._state is not None:
             self.state = self._state.map(change)
+        if self.checkpoints is not None:
+            self.checkpoints = {p: x.map(change) for p, x in self.checkpoints.items()}
+
+    def _keep(self, length: int, checkpoint: Checkpoint) -> None:
+        """Keep a copy of a checkpoint, as wide as its largest set."""
+        assert self.checkpoints is not None
+        width = int((checkpoint.memory >= 0).sum(-1).max())
+        narrow = checkpoint.memory[..., :width], checkpoint.scores[..., :width]
+        self.checkpoints[length] = Checkpoint(*narrow, checkpoint.errors).map(_packed)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _is_writable(tensor: Tensor) -> bool:
@@ -387,10 +409,10 @@ def _is_writable(tensor: Tensor) -> bool:
     return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
-def prefill_layer_for(layer: Any) -> Any:
+def prefill_layer_for(layer: Any, checkpoints: bool = False) -> Any:
     """Return a layer that keeps the state of sparse prefill in the place of one that is empty."""
     if type(layer) is DynamicLayer:
-        return ChunkedPrefillLayer()
+        return ChunkedPrefillLayer(checkpoints)
     if type(layer) is HybridLayer:
         return ChunkedPrefillHybridLayer(layer.number_of_states)
     return layer

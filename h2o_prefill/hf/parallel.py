@@ -228,7 +228,7 @@ class ShardedLayer(DynamicLayer):
         if not self.is_prefilled:
             config = None if self.is_whole else self.config
             self.past = self.sequence.past_of(self.number, key_states, value_states, config)
-            self.rows.begin_after(self.past.keys, self.past.values, self.past.state, new)
+            self.rows.begin_after([(self.past.keys, self.past.values)], self.past.state, new)
         if not self.is_prefilled or self.sequence.ranks.is_last:
             self.rows.update(key_states, value_states)
         self.total += new

@@ -1,33 +1,95 @@
-"""Texts that were prefilled, for prompts that begin with them."""
+"""Prompts that were prefilled, for prompts that begin as they do."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from h2o_prefill.hf.cache import ChunkedPrefillCache, packed_copy
+from h2o_prefill.config import PrefillConfig
+from h2o_prefill.hf.cache import ChunkedPrefillCache, branch_of
 from h2o_prefill.hf.kinds import enabled_of
+from h2o_prefill.hf.layer import ChunkedPrefillLayer
 from h2o_prefill.identity import CHANGED, Origin
-from h2o_prefill.session_file import settings_fields
-from h2o_prefill.state import PrefillState
+from h2o_prefill.session_file import settings_fields, settings_text
+from h2o_prefill.state import Checkpoint, PrefillState
+
+# Tokens that a found cache has room for, beyond its own and the rest of the prompt.
+_ROOM = 256
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Consecutive tokens of prompts, after those of the pieces above it in a tree."""
+
+    ids: Tensor  # int64 [n]
+    end: int  # tokens of the prompt up to the last of them
+    parent: _Piece | None
+    # A whole chunk, whose end any prompt may go on from; else the end of a text.
+    is_chunk: bool
+    # For each layer its keys and values [1, Hkv, n, D], and what `crop` or the cache has at `end`;
+    # or the whole layer, where it is of another kind.
+    layers: list[Any] = field(default_factory=list)
+    below: list[_Piece] = field(default_factory=list)
+    used: int = 0
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no layer has a state."""
+        return all(isinstance(part, tuple) and part[1] is None for part in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        storages: dict[int, int] = {}
+        whole = (vars(part) for part in self.layers if not isinstance(part, tuple))
+        left: list[Any] = [self.ids, self.layers, *whole]
+        while left:
+            value = left.pop()
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            elif isinstance(value, (list, tuple)):
+                left += value
+            elif isinstance(value, (dict, PrefillState, Checkpoint)):
+                left += (value if isinstance(value, dict) else vars(value)).values()
+        return sum(storages.values())
+
+    def path(self) -> list[_Piece]:
+        """Return the pieces down to this one."""
+        above = [] if self.parent is None else self.parent.path()
+        return [*above, self] if self.end else []
+
+    def begins(self, ids: Tensor) -> bool:
+        """Return whether the tokens of a prompt after those above, int64 [n], begin with these."""
+        return ids[: self.ids.shape[0]].equal(self.ids)
+
+    def all(self) -> Iterator[_Piece]:
+        """Yield all pieces below this one."""
+        for piece in self.below:
+            yield piece
+            yield from piece.all()
 
 
 class PrefixCache:
-    """Caches of texts; a prompt that begins with a stored text prefills only its other tokens.
+    """What prompts have prefilled; a prompt that begins as one of them prefills only the rest.
 
-    A text is reused as a whole, for the scores of a part of it would have what later queries added.
-    The prompt then has the result of two calls on one cache, the text and the rest: a rest of less
-    than a chunk is dense, where it would be sparse as the end of one long call. Texts that continue
-    each other, such as the turns of a chat, share keys and values. May be used by several threads.
+    The longest common beginning is reused, in whole chunks. The result equals two calls on one
+    cache, the first chunks and the rest: a rest of less than a chunk is dense, where it would be
+    sparse as the end of one call. A prompt that goes on after the last token of a text, as the next
+    turn of a chat, reuses all of that text. Prompts share the keys and values of common chunks. May
+    be used by several threads.
 
     Parameters
     ----------
     max_bytes : int
-        Most bytes of keys, values, states and token ids of all texts; above it, those that were
-        used least recently are removed.
+        Most bytes of keys, values, states and token ids; above it, what was used least recently is
+        removed.
 
     Raises
     ------
@@ -39,18 +101,14 @@ class PrefixCache:
         if max_bytes < 0:
             raise ValueError(f"max_bytes must be >= 0, got {max_bytes}")
         self.max_bytes = max_bytes
-        # Token ids [1, n] and the cache of them, the most recently used one last.
-        self._held: list[tuple[Tensor, ChunkedPrefillCache]] = []
+        self._roots: list[tuple[Origin, _Piece]] = []
+        self._nbytes = self._clock = 0
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keys, values, states and token ids of all texts occupy, shared ones once."""
-        with self._lock:
-            return _bytes_of(self._held)
+        """Bytes that keys, values, states and token ids occupy, shared ones once."""
+        return self._nbytes
 
     def find(self, model: Any, input_ids: Tensor) -> ChunkedPrefillCache:
         """Return a cache for a prompt, which may hold the beginning of it.
@@ -66,37 +124,46 @@ class PrefixCache:
         Returns
         -------
         ChunkedPrefillCache
-            A copy of the longest stored text that the prompt begins with and goes on after, of this
-            model, its weights, active adapters, settings, selection rule and tokenizer; without
-            one, an empty cache.
+            A cache of at most T - 1 tokens that were prefilled with this model, its weights, active
+            adapters, settings, selection rule and tokenizer; without any, an empty one. It keeps
+            checkpoints, so that `add` can store its chunks.
         """
         if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must be [1, T] with T >= 1, got {list(input_ids.shape)}")
+        cache = ChunkedPrefillCache(config=model.config, checkpoints=True)
         enabled = enabled_of(model.config)
         if enabled is None:
-            return ChunkedPrefillCache(config=model.config)
-        settings = settings_fields(enabled.config)
-        now = Origin(weakref.ref(model), settings, enabled.marks(model))
+            return cache
+        now = Origin(weakref.ref(model), settings_fields(enabled.config), enabled.marks(model))
+        ids = input_ids[0].cpu().long()
         with self._lock:
-            fitting = [
-                number
-                for number, (text, cache) in enumerate(self._held)
-                if cache._origin == now and _begins(input_ids, text)
+            found = self._root(now)
+            # At least one token is left to prefill. Chunks of a dense call have no scores.
+            length, sparse = ids.shape[0], ids.shape[0] >= enabled.config.sparse_from
+            ends = [
+                x
+                for x in _matching(found, ids)
+                if x.end < length and not (sparse and x.is_chunk and x.is_dense)
             ]
-            if not fitting:
-                return ChunkedPrefillCache(config=model.config)
-            longest = max(fitting, key=lambda number: self._held[number][0].shape[1])
-            self._held.append(self._held.pop(longest))
-            return self._held[-1][1].copy(room=0)
+            last = max(ends, key=lambda piece: piece.end, default=found)
+            self._use(last)
+        if last.end:
+            cache._origin = now
+            cache._token_ids = [input_ids[:, : last.end].long()]
+            _fill(cache, last.path(), length - last.end + _ROOM)
+        return cache
 
     def add(self, cache: ChunkedPrefillCache) -> None:
         """Store the text that a cache holds now; the cache may go on.
 
+        Its chunks serve any prompt that begins with them if the cache keeps checkpoints, as one of
+        `find` does; else the text is reused as a whole.
+
         Raises ValueError unless it holds one row of known token ids and was used by an enabled
         model, in all calls with the same settings, weights, adapters, rule and tokenizer.
         """
-        ids, origin = cache.token_ids, cache._origin
-        if ids is None or ids.shape[0] != 1 or origin is None:
+        known, origin = cache.token_ids, cache._origin
+        if known is None or known.shape[0] != 1 or origin is None:
             raise ValueError(
                 "cache must hold one row of known token ids, and have been used by an enabled model"
             )
@@ -105,41 +172,130 @@ class PrefixCache:
                 f"cache must be of one state of its model, whose {CHANGED[origin.changed]} changed "
                 "since it was filled"
             )
+        ids = known[0].cpu()
+        chunk = PrefillConfig.parse(settings_text(origin.settings)).chunk_size
         with self._lock:
-            self._held = [
-                (text, held)
-                for text, held in self._held
-                if not (held._origin == origin and text.equal(ids))
-            ]
-            begun = [x for x in self._held if x[1]._origin == origin and _begins(ids, x[0])]
-            begun.sort(key=lambda x: x[0].shape[1], reverse=True)
-            self._held.append((ids, packed_copy(cache, [held for _, held in begun])))
-            while self._held and _bytes_of(self._held) > self.max_bytes:
-                del self._held[0]
+            last = self._root(origin)
+            end = last.end + chunk
+            while end <= ids.shape[0] and cache.checkpoint_before(end) == end:
+                if not all(_is_checkpointed(layer, end) for layer in cache.layers):
+                    break
+                last = self._down(last, cache, ids, end, is_chunk=True)
+                end += chunk
+            while last.end < ids.shape[0]:
+                held = [x for x in last.below if not x.is_chunk and x.begins(ids[last.end :])]
+                same = next((x for x in held if _has_rows_of(x, cache)), None)
+                if same is None and (other := [x for x in held if x.end == ids.shape[0]]):
+                    self._remove(other[0])  # the same tokens by other calls
+                last = same or self._down(last, cache, ids, ids.shape[0], is_chunk=False)
+            self._use(last)
+            self._shrink()
 
     def clear(self) -> None:
         """Remove all texts."""
         with self._lock:
-            self._held.clear()
+            self._roots.clear()
+            self._nbytes = 0
+
+    def _root(self, origin: Origin) -> _Piece:
+        for known, root in self._roots:
+            if known == origin:
+                return root
+        root = _Piece(torch.empty(0, dtype=torch.int64), 0, None, is_chunk=True)
+        self._roots.append((origin, root))
+        return root
+
+    def _down(
+        self, last: _Piece, cache: ChunkedPrefillCache, ids: Tensor, end: int, is_chunk: bool
+    ) -> _Piece:
+        """Return the piece below one that ends at `end`, a new one if there is none."""
+        new = ids[last.end : end].clone()
+        for piece in last.below if is_chunk else ():
+            if piece.is_chunk and piece.ids.equal(new):
+                return piece
+        made = _Piece(new, end, last, is_chunk)
+        made.layers = [_part_of(layer, last.end, end, is_chunk) for layer in cache.layers]
+        last.below.append(made)
+        self._nbytes += made.nbytes
+        return made
+
+    def _use(self, last: _Piece) -> None:
+        self._clock += 1
+        for piece in last.path():
+            piece.used = self._clock
+
+    def _remove(self, piece: _Piece) -> None:
+        assert piece.parent is not None
+        piece.parent.below.remove(piece)
+        self._nbytes -= piece.nbytes + sum(x.nbytes for x in piece.all())
+
+    def _shrink(self) -> None:
+        while self._nbytes > self.max_bytes:
+            leaves = (x for _, root in self._roots for x in root.all() if not x.below)
+            self._remove(min(leaves, key=lambda piece: piece.used))
 
 
-def _begins(ids: Tensor, text: Tensor) -> bool:
-    """Return whether ids [1, T] begin with a stored text, and go on after it."""
-    length = text.shape[1]
-    return length < ids.shape[1] and bool(ids[:, :length].to(text).equal(text))
+def _matching(root: _Piece, ids: Tensor) -> Iterator[_Piece]:
+    """Yield the pieces that a prompt, int64 [T], begins with."""
+    for piece in root.below:
+        if piece.begins(ids[root.end :]):
+            yield piece
+            yield from _matching(piece, ids)
 
 
-def _bytes_of(held: list[tuple[Tensor, ChunkedPrefillCache]]) -> int:
-    """Return the bytes of the storages of all tensors that texts and the layers of caches have."""
-    storages: dict[int, int] = {}
-    left: list[Any] = [(text, cache._token_ids, *map(vars, cache.layers)) for text, cache in held]
-    while left:
-        value = left.pop()
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, (list, tuple)):
-            left += value
-        elif isinstance(value, (dict, PrefillState)):
-            left += (value if isinstance(value, dict) else vars(value)).values()
-    return sum(storages.values())
+def _is_checkpointed(layer: Any, end: int) -> bool:
+    if type(layer) is not ChunkedPrefillLayer:
+        return False
+    return layer.state is None or end in (layer.checkpoints or ())
+
+
+def _part_of(layer: Any, begin: int, end: int, is_chunk: bool) -> Any:
+    """Return what a piece keeps of a layer."""
+    if type(layer) is not ChunkedPrefillLayer or not layer.get_seq_length():
+        return _packed(layer)
+    rows = tuple(x[:, :, begin:end].clone() for x in layer.rows())
+    if layer.state is None:
+        return rows, None
+    return rows, layer.checkpoints[end] if is_chunk and layer.checkpoints else layer.state.clone()
+
+
+def _packed(layer: Any) -> Any:
+    """Return a copy of a whole layer, without room for more tokens."""
+    made = branch_of(layer, room=0)
+    if isinstance(layer, ChunkedPrefillLayer) and layer.get_seq_length():
+        made.leave_buffers()
+    elif type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
+        for name in ("keys", "values"):  # Views of all rows of the last call.
+            setattr(made, name, getattr(layer, name).clone())
+    return made
+
+
+def _has_rows_of(piece: _Piece, cache: ChunkedPrefillCache) -> bool:
+    """Return whether a piece has the keys and values of a cache, to the bit."""
+    layers: list[Any] = cache.layers
+    for layer, part in zip(layers, piece.layers, strict=True):
+        if not isinstance(part, tuple):
+            return False
+        begin = piece.end - piece.ids.shape[0]
+        if not all(
+            x.equal(y[:, :, begin : piece.end]) for x, y in zip(part[0], layer.rows(), strict=True)
+        ):
+            return False
+    return True
+
+
+def _fill(cache: ChunkedPrefillCache, path: list[_Piece], new: int) -> None:
+    """Give an empty cache the tokens of pieces, with room for `new` more."""
+    last, layers = path[-1], list[Any](cache.layers)
+    for number, part in enumerate(last.layers):
+        if not isinstance(part, tuple):
+            cache.layers[number] = branch_of(part, room=0)
+            continue
+        layer, state = layers[number], part[1]
+        if isinstance(state, Checkpoint):
+            state = state.state(last.end)
+        elif state is not None:
+            state = state.clone()
+        layer.begin_after([piece.layers[number][0] for piece in path], state, new)
+        kept = ((piece.end, piece.layers[number][1]) for piece in path)
+        layer.checkpoints = {end: x for end, x in kept if isinstance(x, Checkpoint)}

@@ -136,22 +136,31 @@ struct PrefillBuffers {
   at::Tensor errors = {};
 };
 
+// What the chunk after each multiple of the chunk size S needs of the prompt before it, for one
+// layer and a call of T tokens: checkpoint i, of T / S, is the state after the call's first (i + 1)
+// S tokens. The next memory set is memory[i], int32 [B, Hkv, memory_size()], -1 where absent;
+// scores[i], like the scores of the buffers, has what its positions received so far; errors[i] is
+// fp32 [B, Hkv, kErrorFields]. All contiguous, allocated by the caller.
+struct Checkpoints {
+  at::Tensor memory = {};  // undefined: none are kept
+  at::Tensor scores = {};
+  at::Tensor errors = {};
+};
+
 // One layer's attention of one call, in place: writes k [B, Hkv, T, D] and v [B, Hkv, T, Dv] of the
 // call's tokens into the buffers, attends with q [B, Hq, T, D], sparsely or densely as the settings
 // say, and updates scores and memory. position: int64 [2] on the CPU, the tokens before the call
 // and where the last sparse chunk began (0 and 0 at first), the same for all layers of a model;
 // advance_position_() moves it past a call. settings and recall: as above; a dense call
 // ignores recall. window: of a layer with a sliding window, >= 1; calls whose history is longer are
-// exact, as sliding_window_attention() computes them. Returns [B, Hq, T, Dv]. A call that throws
-// because of its arguments changes nothing.
-H2O_API at::Tensor prefill_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      PrefillBuffers& buffers, const at::Tensor& position,
-                                      int64_t layer, std::string_view settings,
-                                      const RecallLists& recall = {},
-                                      std::optional<double> scale = std::nullopt,
-                                      const std::optional<at::Tensor>& sinks = std::nullopt,
-                                      double softcap = 0.0,
-                                      std::optional<int64_t> window = std::nullopt);
+// exact, as sliding_window_attention() computes them. checkpoints: written by a sparse call.
+// Returns [B, Hq, T, Dv]. A call that throws because of its arguments changes nothing.
+H2O_API at::Tensor prefill_attention_(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, PrefillBuffers& buffers,
+    const at::Tensor& position, int64_t layer, std::string_view settings,
+    const RecallLists& recall = {}, std::optional<double> scale = std::nullopt,
+    const std::optional<at::Tensor>& sinks = std::nullopt, double softcap = 0.0,
+    std::optional<int64_t> window = std::nullopt, const Checkpoints& checkpoints = {});
 
 // Advances a position past a call of num_tokens tokens.
 H2O_API void advance_position_(at::Tensor& position, int64_t num_tokens, std::string_view settings);

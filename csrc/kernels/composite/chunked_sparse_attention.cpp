@@ -87,6 +87,13 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
       .sinks = request.sinks, .softcap = request.softcap, .reduce_max = request.reduce_max()};
 
   int64_t previous_begin = request.last_chunk_begin;
+  const auto select = [&](int64_t row) {
+    sets = select_sets(request.scores, sets, previous_begin, past + row, request.budget(),
+                       request.factors(), request.most_members());
+    request.keep_checkpoint(row, [&](const at::Tensor& memory) {
+      memory.fill_(-1).narrow(2, 0, sets.size(2)).copy_(sets);
+    });
+  };
   for (int64_t row = 0; row < length; row += request.settings.chunk_size) {
     const int64_t rows = std::min(request.settings.chunk_size, length - row);
     const int64_t begin = past + row;
@@ -95,8 +102,7 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
                            causal_mask(rows, q), request.scale(), options);
     request.scores.narrow(2, begin, rows).copy_(attended.colsum);
     if (begin > 0) {
-      sets = select_sets(request.scores, sets, previous_begin, begin, request.budget(),
-                         request.factors(), request.most_members());
+      select(row);
       const auto present = sets >= 0;
       const auto remembered =
           attend(queries, h2o_prefill::gather_rows(k, sets), h2o_prefill::gather_rows(v, sets),
@@ -114,6 +120,7 @@ at::Tensor chunked_sparse_attention(const PrefillRequest& request) {
   }
   request.memory.fill_(-1);
   if (request.selects()) request.memory.narrow(2, 0, sets.size(2)).copy_(sets);
+  if (request.ends_at_checkpoint()) select(length);
   if (const int64_t tail = request.tail(); tail > 0) {
     out.narrow(2, length - tail, tail).copy_(composite::dense_attention(request.last_rows(tail)));
   }

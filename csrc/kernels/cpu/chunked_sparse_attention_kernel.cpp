@@ -27,7 +27,7 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
 
   Workspace workspace;
   std::optional<MemorySetUpdater> updater;
-  if (request.selects()) updater.emplace(request, workspace);
+  if (request.selects() || request.num_checkpoints() > 0) updater.emplace(request, workspace);
   AttendChunkArgs call = attention_call(x, out, /*lse=*/nullptr);
   call.reduce_max = request.reduce_max();
   call.recall = request.recall_view(recall);
@@ -36,7 +36,7 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
                      {.rows = largest, .keys = {largest, updater ? updater->max_members() : 0}},
                      workspace);
   std::optional<ErrorRows> errors;
-  if (updater && request.settings.error_rows > 0) errors.emplace(request, workspace);
+  if (request.selects() && request.settings.error_rows > 0) errors.emplace(request, workspace);
   const auto lse = workspace.add<float>(call.query.batch * call.query.heads * length);
   workspace.allocate();
   call.lse = workspace.get(lse);
@@ -45,24 +45,29 @@ at::Tensor chunked_sparse_attention_cpu(const PrefillRequest& request) {
   float* const scores = request.scores.mutable_data_ptr<float>();
   int64_t previous_begin = request.last_chunk_begin;
   if (errors) errors->attend(call);
+  const auto select = [&](int64_t row) {
+    updater->select(previous_begin, request.past() + row);
+    request.keep_checkpoint(row, [&](const at::Tensor& sets) { updater->write_sets(sets); });
+  };
   for_each_chunk(request, [&](const RowRange& rows) {
     const int64_t begin = rows.position();
     const ColumnSums chunk_sums{.data = scores + begin, .stride = scores_stride};
     if (begin == 0) {
       attend.run(chunk_pass(call, rows, chunk_sums));
     } else {
-      updater->select(previous_begin, begin);
+      select(rows.begin);
       attend.run(chunk_and_memory_pass(call, rows, chunk_sums, updater->sets(), updater->sums()));
       updater->accumulate();
       if (errors) errors->measure(call, rows);
     }
     previous_begin = begin;
   });
-  if (updater) {
-    updater->finish();
+  if (request.selects()) {
+    updater->write_sets(request.memory);
   } else {
     std::fill_n(request.memory.mutable_data_ptr<int32_t>(), request.memory.numel(), -1);
   }
+  if (request.ends_at_checkpoint()) select(length);
   if (const int64_t tail = request.tail(); tail > 0) {
     out.narrow(2, length - tail, tail).copy_(dense_attention_cpu(x.last_rows(tail)));
   }

@@ -63,12 +63,12 @@ void MemorySetUpdater::accumulate() const {
                 request_.scores.mutable_data_ptr<float>(), request_.scores.size(2));
 }
 
-void MemorySetUpdater::finish() const {
+void MemorySetUpdater::write_sets(const at::Tensor& memory) const {
   const MemorySetView last = sets();
-  const int64_t stride = request_.memory.size(2);
-  int32_t* const memory = request_.memory.mutable_data_ptr<int32_t>();
+  const int64_t stride = memory.size(2);
+  int32_t* const first = memory.mutable_data_ptr<int32_t>();
   for (int64_t unit = 0; unit < request_.units(); ++unit) {
-    int32_t* const set = memory + unit * stride;
+    int32_t* const set = first + unit * stride;
     const int32_t* const members = last.of_unit(unit);
     int32_t* const end = std::copy_n(members, last.count(unit), set);
     std::fill(end, set + stride, -1);

@@ -25,8 +25,8 @@ class MemorySetUpdater {
   // Adds the column sums to the scores of the sets.
   void accumulate() const;
 
-  // Writes the sets of the last select() to the request's memory.
-  void finish() const;
+  // Writes the sets of the last select() to memory, int32 [B, Hkv, any], followed by -1.
+  void write_sets(const at::Tensor& memory) const;
 
   // The most members of a set.
   int64_t max_members() const { return width_; }

@@ -37,8 +37,9 @@ class MemorySets {
     if (request.start.defined() && request.past() > 0) sets_ = request.start.contiguous();
   }
 
-  // Selects the sets for the chunk that begins at chunk_end.
-  void select(int64_t chunk_begin, int64_t chunk_end) {
+  // Selects the sets for the chunk that begins at a row of the call.
+  void select(int64_t chunk_begin, int64_t row) {
+    const int64_t chunk_end = request_.past() + row;
     const SelectMemoryParams params{
         .units = request_.units(),
         .from = {.positions = sets_.defined() ? sets_.const_data_ptr<int32_t>() : nullptr,
@@ -58,6 +59,7 @@ class MemorySets {
     C10_CUDA_CHECK(launch_select_memory(params, c10::cuda::getCurrentCUDAStream()));
     sets_ = std::exchange(next_, std::move(spare_));
     spare_ = sets_;
+    request_.keep_checkpoint(row, [&](const at::Tensor& memory) { memory.copy_(sets_); });
   }
 
   MemorySetView view() const {
@@ -144,6 +146,9 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
   stream.sum_columns(sums);
 
   // Phase 2: chunk after chunk, each from the scores that the ones before it left.
+  int64_t previous_begin = request.last_chunk_begin;
+  std::optional<MemorySets> sets;
+  if (request.selects() || request.ends_at_checkpoint()) sets.emplace(request);
   if (request.selects()) {
     const RecallLists lists = converted(request.recall, [&](const at::Tensor& list) {
       return list.to(out.device(), list.scalar_type(), /*non_blocking=*/true).contiguous();
@@ -151,14 +156,12 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
     const RecallView recall = request.recall_view(lists);
     const auto memory_lse = at::empty_like(lse);
     float* const of_memory = memory_lse.mutable_data_ptr<float>();
-    MemorySets sets(request);
     std::optional<ExactRows> exact;
     if (request.settings.error_rows > 0) exact.emplace(request, call, x.query, stream);
-    int64_t previous_begin = request.last_chunk_begin;
     for_each_chunk(request, [&](const RowRange& rows) {
-      if (const int64_t begin = rows.position(); begin > 0) {
-        sets.select(previous_begin, begin);
-        auto phase2 = memory_pass(call, rows, sets.view());
+      if (rows.position() > 0) {
+        sets->select(previous_begin, rows.begin);
+        auto phase2 = memory_pass(call, rows, sets->view());
         phase2.recall = recall;
         phase2.memory_lse = of_memory;
         phase2.merge_with_out = true;
@@ -172,11 +175,12 @@ at::Tensor chunked_sparse_attention_cuda(const PrefillRequest& request) {
       }
       previous_begin = rows.position();
     });
-    sets.finish();
+    sets->finish();
   } else {
     request.memory.fill_(-1);
   }
 
+  if (request.ends_at_checkpoint()) sets->select(previous_begin, x.length());
   if (const int64_t tail = request.tail(); tail > 0) {
     out.narrow(2, x.length() - tail, tail).copy_(dense_attention_cuda(x.last_rows(tail)));
   }
