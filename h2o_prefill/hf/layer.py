@@ -143,7 +143,9 @@ class ChunkedPrefillLayer(DynamicLayer):
         position = torch.tensor([past, state.last_chunk_begin])
         buffers = keys, values, scores, state.memory, state.errors
         kept: list[Tensor] = []
-        if self.checkpoints is not None and (past == 0 or past in self.checkpoints):
+        # With a dense tail, what follows it depends on where this call ends.
+        keeps = self.checkpoints is not None and config.dense_tail == 0
+        if keeps and (past == 0 or past in (self.checkpoints or ())):
             size = config.of_layer(options.layer).memory_size
             kept = empty_checkpoints(new // config.chunk_size, state, size)
         out = attend_in_buffers(query, added, buffers, position, options, checkpoints=kept)

@@ -289,14 +289,19 @@ def _rope_by_length(model: PreTrainedModel, length: int) -> str | None:
     return kind if length > trained else None
 
 
+def call_tokens(chunks_per_call: int, config: PrefillConfig) -> int:
+    """Return the tokens of a call of so many chunks, or of as many as a sparse call needs."""
+    least = max(config.sparse_from, 2)
+    return max(chunks_per_call, -(-least // config.chunk_size)) * config.chunk_size
+
+
 def _call_sizes(length: int, chunks_per_call: int, config: PrefillConfig) -> list[int]:
     """Cut a length into calls of whole chunks, each of them sparse where one call would be.
 
     So none is shorter than `min_prefill`, nor a single token, which is a decoding call; a rest that
     is joins the last one.
     """
-    least = max(config.sparse_from, 2)
-    step = max(chunks_per_call, -(-least // config.chunk_size)) * config.chunk_size
+    least, step = max(config.sparse_from, 2), call_tokens(chunks_per_call, config)
     sizes = [step] * (length // step)
     rest = length % step
     if rest and sizes and rest < least:

@@ -16,6 +16,7 @@ from h2o_prefill.config import PrefillConfig
 from h2o_prefill.hf.cache import ChunkedPrefillCache, branch_of
 from h2o_prefill.hf.kinds import enabled_of
 from h2o_prefill.hf.layer import ChunkedPrefillLayer
+from h2o_prefill.hf.prefill import call_tokens, chunked_prefill
 from h2o_prefill.identity import CHANGED, Origin
 from h2o_prefill.session_file import settings_fields, settings_text
 from h2o_prefill.state import Checkpoint, PrefillState
@@ -38,11 +39,6 @@ class _Piece:
     layers: list[Any] = field(default_factory=list)
     below: list[_Piece] = field(default_factory=list)
     used: int = 0
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether no layer has a state."""
-        return all(isinstance(part, tuple) and part[1] is None for part in self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -77,13 +73,12 @@ class _Piece:
 
 
 class PrefixCache:
-    """What prompts have prefilled; a prompt that begins as one of them prefills only the rest.
+    """Prefilled prompts; a prompt that begins as one of them prefills only the rest.
 
-    The longest common beginning is reused, in whole chunks. The result equals two calls on one
-    cache, the first chunks and the rest: a rest of less than a chunk is dense, where it would be
-    sparse as the end of one call. A prompt that goes on after the last token of a text, as the next
-    turn of a chat, reuses all of that text. Prompts share the keys and values of common chunks. May
-    be used by several threads.
+    The longest common beginning is reused in whole chunks, so that results, to the bit, do not
+    depend on what the cache holds. A prompt that goes on after the last token of a stored text, as
+    the next turn of a chat does, reuses all of that text. Prompts share the keys and values of
+    common chunks. May be used by several threads.
 
     Parameters
     ----------
@@ -110,54 +105,60 @@ class PrefixCache:
         """Bytes that keys, values, states and token ids occupy, shared ones once."""
         return self._nbytes
 
-    def find(self, model: Any, input_ids: Tensor) -> ChunkedPrefillCache:
-        """Return a cache for a prompt, which may hold the beginning of it.
+    def prefill(self, model: Any, input_ids: Tensor) -> tuple[ChunkedPrefillCache, int]:
+        """Prefill all chunks of a prompt but the last, and store them.
+
+        Chunks go through the model one by one, as products of linear layers depend in their last
+        bits on the number of tokens of a call. The rest is left to the caller: `generate` takes the
+        whole prompt and the cache. A rest shorter than `min_prefill` attends densely. With
+        `dense_tail` all of the prompt is left, and whole texts alone are reused.
 
         Parameters
         ----------
         model : PreTrainedModel
-            The model, enabled as it will be for the prompt.
+            The model. One that is not enabled prefills nothing.
         input_ids : Tensor
-            int64 [1, T], the whole prompt; `generate` gets all of it, other calls the tokens from
-            `cache.get_seq_length()` on.
+            int64 [1, T], the whole prompt.
 
         Returns
         -------
         ChunkedPrefillCache
-            A cache of at most T - 1 tokens that were prefilled with this model, its weights, active
-            adapters, settings, selection rule and tokenizer; without any, an empty one. It keeps
-            checkpoints, so that `add` can store its chunks.
+            A cache with the beginning of the prompt, at most T - 1 tokens, for `add` to store.
+        int
+            How many of its tokens were stored already: prefilled with this model, its weights,
+            active adapters, settings, selection rule and tokenizer.
         """
         if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must be [1, T] with T >= 1, got {list(input_ids.shape)}")
         cache = ChunkedPrefillCache(config=model.config, checkpoints=True)
         enabled = enabled_of(model.config)
         if enabled is None:
-            return cache
+            return cache, 0
         now = Origin(weakref.ref(model), settings_fields(enabled.config), enabled.marks(model))
-        ids = input_ids[0].cpu().long()
+        length, step = input_ids.shape[1], call_tokens(1, enabled.config)
         with self._lock:
             found = self._root(now)
-            # At least one token is left to prefill. Chunks of a dense call have no scores.
-            length, sparse = ids.shape[0], ids.shape[0] >= enabled.config.sparse_from
-            ends = [
-                x
-                for x in _matching(found, ids)
-                if x.end < length and not (sparse and x.is_chunk and x.is_dense)
-            ]
+            held = _matching(found, input_ids[0].cpu().long())
+            ends = [x for x in held if x.end < length and not (x.is_chunk and x.end % step)]
             last = max(ends, key=lambda piece: piece.end, default=found)
             self._use(last)
         if last.end:
             cache._origin = now
             cache._token_ids = [input_ids[:, : last.end].long()]
             _fill(cache, last.path(), length - last.end + _ROOM)
-        return cache
+        # What follows a dense tail depends on where its call ended.
+        end = 0 if enabled.config.dense_tail else (length - 1) // step * step
+        if last.is_chunk and last.end < end:
+            new = input_ids[:, last.end : end]
+            chunked_prefill(model, new, chunks_per_call=1, cache=cache)
+            self.add(cache)
+        return cache, last.end
 
     def add(self, cache: ChunkedPrefillCache) -> None:
         """Store the text that a cache holds now; the cache may go on.
 
         Its chunks serve any prompt that begins with them if the cache keeps checkpoints, as one of
-        `find` does; else the text is reused as a whole.
+        `prefill` does; else the text is reused as a whole.
 
         Raises ValueError unless it holds one row of known token ids and was used by an enabled
         model, in all calls with the same settings, weights, adapters, rule and tokenizer.
@@ -173,12 +174,13 @@ class PrefixCache:
                 "since it was filled"
             )
         ids = known[0].cpu()
-        chunk = PrefillConfig.parse(settings_text(origin.settings)).chunk_size
+        config = PrefillConfig.parse(settings_text(origin.settings))
+        chunk = config.chunk_size
         with self._lock:
             last = self._root(origin)
             end = last.end + chunk
             while end <= ids.shape[0] and cache.checkpoint_before(end) == end:
-                if not all(_is_checkpointed(layer, end) for layer in cache.layers):
+                if not _is_checkpointed(cache, end, config.exact):
                     break
                 last = self._down(last, cache, ids, end, is_chunk=True)
                 end += chunk
@@ -243,10 +245,13 @@ def _matching(root: _Piece, ids: Tensor) -> Iterator[_Piece]:
             yield from _matching(piece, ids)
 
 
-def _is_checkpointed(layer: Any, end: int) -> bool:
-    if type(layer) is not ChunkedPrefillLayer:
+def _is_checkpointed(cache: ChunkedPrefillCache, end: int, exact: bool) -> bool:
+    """Return whether sparse calls, or dense ones of `exact` settings, have prefilled so far."""
+    layers: list[Any] = cache.layers
+    if not all(type(layer) is ChunkedPrefillLayer for layer in layers):
         return False
-    return layer.state is None or end in (layer.checkpoints or ())
+    sparse = [layer for layer in layers if layer.state is not None]
+    return (exact or bool(sparse)) and all(end in (layer.checkpoints or ()) for layer in sparse)
 
 
 def _part_of(layer: Any, begin: int, end: int, is_chunk: bool) -> Any:

@@ -172,14 +172,14 @@ class Worker:
 
     def _generate(self, job: Job) -> Finish:
         ids, cached = torch.tensor([job.ids]), 0
-        cache, options = None, {}
+        cache, options, begin = None, {}, time.perf_counter()
         if job.config is not None:
-            cache = self._prefixes.find(self.model, ids)
-            cached, options = int(cache.get_seq_length()), cache_argument(self.model, cache)
+            cache, cached = self._prefixes.prefill(self.model, ids)
+            options = cache_argument(self.model, cache)
         if job.sampling is not None:
             torch.manual_seed(job.sampling.seed)
             options |= job.sampling.options()
-        text, first, begin = _Text(job, self.tokenizer), 0.0, time.perf_counter()
+        text, first = _Text(job, self.tokenizer), 0.0
 
         def keep() -> None:
             if cache is not None and self._prefixes.max_bytes:

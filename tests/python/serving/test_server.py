@@ -23,7 +23,8 @@ pytest.importorskip("transformers")
 
 from soak.serve_load import Load, read_metrics  # noqa: E402
 
-from h2o_prefill import PrefillConfig, enable  # noqa: E402
+from h2o_prefill import PrefillConfig, PrefixCache, enable  # noqa: E402
+from h2o_prefill.hf.cache import cache_argument  # noqa: E402
 from h2o_prefill.serving import app as app_module  # noqa: E402
 from h2o_prefill.serving import server as server_module  # noqa: E402
 from h2o_prefill.serving.app import create_app  # noqa: E402
@@ -89,13 +90,16 @@ class Served:
             time.sleep(0.01)
 
     def generate(self, settings: str) -> list[int]:
-        """Return what the model itself answers to `PROMPT`."""
+        """Return what the model itself answers to `PROMPT`, its last chunk in a call of its own."""
         ids = torch.tensor([PROMPT])
         options: Any = {"max_new_tokens": 12, "do_sample": False}
         sparse: Any = contextlib.nullcontext()
         if settings != "dense":
             sparse = enable(self.model, settings, tokenizer=self.tokenizer)
         with sparse:
+            if settings != "dense":
+                cache, _ = PrefixCache(0).prefill(self.model, ids)
+                options |= cache_argument(self.model, cache)
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return out[0, len(PROMPT) :].tolist()
 
