@@ -101,6 +101,8 @@ class PrefillPackage:
     ----------
     path : path
         The .pt2 file.
+    checkpoints : bool
+        Whether sparse calls keep what later ones need at their end, for an exact `truncate`.
 
     Attributes
     ----------
@@ -115,21 +117,18 @@ class PrefillPackage:
         another CPU.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, checkpoints: bool = False) -> None:
         path = Path(path).expanduser()
         if not path.is_file():
             raise FileNotFoundError(f"package: no such file: {str(path)!r}")
         self.path = path
         self.info = read_info(path)
-        self._session = torch.classes.h2o_prefill.PackageSession(str(path))
+        self._session = torch.classes.h2o_prefill.PackageSession(str(path), checkpoints)
         self._state = self._session.state()
 
     @property
     def position(self) -> Tensor:
-        """int64 [2], as `ops.prefill_attention_` takes it; the first entry is `length`.
-
-        To undo later tokens, write a copy back into it.
-        """
+        """int64 [2], as `ops.prefill_attention_` takes it; the first entry is `length`."""
         return self._state[1]
 
     @property
@@ -149,7 +148,25 @@ class PrefillPackage:
 
     def reset(self) -> None:
         """Start a new text; the contents of the buffers are ignored."""
-        self.position.zero_()
+        self._session.truncate(0)
+
+    def truncate(self, length: int) -> None:
+        """Remove the tokens after the first `length`.
+
+        At a `checkpoint_before` the text goes on, to the bit, as one that was never longer.
+        Elsewhere what removed queries added to the scores of earlier tokens stays.
+        """
+        with native_errors():
+            self._session.truncate(length)
+
+    def checkpoint_before(self, length: int) -> int:
+        """Return the last length, up to this one, to which `truncate` is exact.
+
+        With `checkpoints` that is the end of a sparse call (`generate` prefills four chunks in
+        each), without only a length after the last one; 0 if there is none.
+        """
+        with native_errors():
+            return int(self._session.checkpoint_before(length))
 
     def save(self, path: str | Path) -> None:
         """Write the text so far into a session file, as `ChunkedPrefillCache.save` does.

@@ -375,12 +375,14 @@ void register_attention(torch::Library& m) {
 
 void register_context(torch::Library& m) {
   auto cls = m.class_<PrefillContext>("PrefillContext");
-  cls.def(torch::init([](int64_t num_layers, int64_t max_tokens, const Config& config) {
-            return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->config);
-          }),
+  cls.def(torch::init(
+              [](int64_t num_layers, int64_t max_tokens, const Config& config, bool checkpoints) {
+                return c10::make_intrusive<PrefillContext>(num_layers, max_tokens, config->config,
+                                                           checkpoints);
+              }),
           "The state of one prompt: settings, keys and values, scores and memory sets, token "
           "ids and the keys that they recall.",
-          {arg("num_layers"), arg("max_tokens"), arg("config")})
+          {arg("num_layers"), arg("max_tokens"), arg("config"), arg("checkpoints") = false})
       .def("set_token_text", &PrefillContext::set_token_text,
            "Set the text of the vocabulary, int32 [vocabulary, any], that calls recall by too.",
            {arg("token_text")})
@@ -398,6 +400,8 @@ void register_context(torch::Library& m) {
            {arg("layer"), arg("query"), arg("key"), arg("value"),
             arg("scale") = std::optional<double>(), arg("window") = std::optional<int64_t>()})
       .def("length", &PrefillContext::length, "Return the tokens that all layers hold.")
+      .def("checkpoint_before", &PrefillContext::checkpoint_before,
+           "Return the last length, up to this one, to which truncate is exact.", {arg("length")})
       .def("truncate", &PrefillContext::truncate,
            "Drop all tokens after the first `length`; undo a call that not all layers attended in.",
            {arg("length")})

@@ -48,8 +48,8 @@ void register_sampler(torch::Library& m) {
 }
 
 struct PackageSessionHolder : torch::CustomClassHolder {
-  explicit PackageSessionHolder(const std::string& path)
-      : session(std::make_shared<const Package>(path)) {}
+  PackageSessionHolder(const std::string& path, bool checkpoints)
+      : session(std::make_shared<const Package>(path), checkpoints) {}
   PackageSession session;
 };
 
@@ -82,10 +82,16 @@ void register_package_session(torch::Library& m) {
           "tokens", [](const Answering& self) { return self->answer.tokens(); },
           "Return the tokens of the answer so far.");
   m.class_<PackageSessionHolder>("PackageSession")
-      .def(torch::init([](const std::string& path) {
-             return c10::make_intrusive<PackageSessionHolder>(path);
+      .def(torch::init([](const std::string& path, bool checkpoints) {
+             return c10::make_intrusive<PackageSessionHolder>(path, checkpoints);
            }),
-           "A package that h2o-prefill export wrote, and one text of it.", {arg("path")})
+           "A package that h2o-prefill export wrote, and one text of it.",
+           {arg("path"), arg("checkpoints") = false})
+      .def("checkpoint_before",
+           [](const Self& self, int64_t length) { return self->session.checkpoint_before(length); },
+           "Return the last length, up to this one, to which truncate is exact.", {arg("length")})
+      .def("truncate", [](const Self& self, int64_t length) { self->session.truncate(length); },
+           "Remove the tokens after the first `length`.", {arg("length")})
       .def("forward",
            [](const Self& self, const at::Tensor& token_ids, const at::Tensor& rows) {
              return self->session.forward(token_ids, rows);

@@ -79,12 +79,15 @@ at::Tensor ChunkedSparseAttention::forward(int64_t layer, const at::Tensor& quer
   const auto position = at::empty({2}, at::kLong);
   position.mutable_data_ptr<int64_t>()[0] = past;
   position.mutable_data_ptr<int64_t>()[1] = tracker->last_chunk_begin(layer);
+  const int64_t chunks = sparse ? length / config_.chunk_size : 0;
+  const Checkpoints kept = tracker->reserve_checkpoints(layer, past, chunks);
   auto out =
       prefill_attention_(query, key, value, buffers, position, layer, settings_, recall, scale,
-                         /*sinks=*/std::nullopt, /*softcap=*/0.0, window);
+                         /*sinks=*/std::nullopt, /*softcap=*/0.0, window, kept);
   cache->commit(layer, length);
   if (sparse) {
     tracker->commit(layer, past + length, config_.last_chunk_begin(past, length));
+    tracker->keep_checkpoints(layer, past, config_.chunk_size, kept);
   }
   return out;
 }

@@ -7,11 +7,13 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "common/checks.h"
 #include "common/config_fields.h"
 #include "common/rules.h"
 #include "common/tensors.h"
+#include "core/checkpoint.h"
 #include "core/state_header.h"
 #include "h2o_prefill/ops.h"
 
@@ -40,8 +42,11 @@ MemorySetTracker::MemorySetTracker(int64_t num_layers, int64_t local_window, int
                                                  .heavy_budget = heavy_budget,
                                                  .sink_tokens = sink_tokens}) {}
 
-MemorySetTracker::MemorySetTracker(int64_t num_layers, const PrefillConfig& config)
-    : sink_tokens_(config.sink_tokens) {
+MemorySetTracker::MemorySetTracker(int64_t num_layers, const PrefillConfig& config,
+                                   bool checkpoints)
+    : sink_tokens_(config.sink_tokens),
+      // What follows a dense tail depends on where its call ended.
+      keeps_checkpoints_(checkpoints && config.dense_tail == 0) {
   check_num_layers(num_layers);
   config.check();
   for (int64_t i = 0; i < num_layers; ++i) {
@@ -157,6 +162,11 @@ void MemorySetTracker::clear(int64_t layer) {
 }
 
 void MemorySetTracker::update(int64_t layer, const LayerState& given) {
+  rewind(layer, given);
+  layers_[layer].checkpoints.clear();
+}
+
+void MemorySetTracker::rewind(int64_t layer, const LayerState& given) {
   const auto& [scores, memory, last_chunk_begin, errors] = given;
   layer_at(layer);
   if (!scores.defined() && !memory.defined()) {
@@ -182,6 +192,7 @@ void MemorySetTracker::update(int64_t layer, const LayerState& given) {
   state.has_scores = true;
   state.length = scores.size(2);
   state.last_chunk_begin = last_chunk_begin;
+  state.checkpoints.erase(state.checkpoints.upper_bound(state.length), state.checkpoints.end());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> MemorySetTracker::reserve(int64_t layer,
@@ -225,15 +236,56 @@ void MemorySetTracker::truncate_layer(int64_t layer, int64_t length) {
     clear(layer);
     return;
   }
-  state.scores.narrow(2, length, state.length - length).zero_();
-  state.length = length;
-  if (length <= state.last_chunk_begin) {
-    state.memory.fill_(-1);
-    state.last_chunk_begin = 0;
+  StateBuffers buffers{state.scores, state.memory, state.errors};
+  auto& kept = state.checkpoints;
+  if (const auto found = kept.find(length); found != kept.end()) {
+    const auto& [memory, scores, errors] = found->second;
+    restore_(buffers, length, {.memory = memory, .scores = scores, .errors = errors});
+    state.last_chunk_begin = length;
   } else {
-    // A set that was built for the chunk after the last one holds positions of the last one.
-    state.memory.masked_fill_(state.memory.ge(length), -1);
+    state.last_chunk_begin = cut_(buffers, length, state.length, state.last_chunk_begin);
   }
+  state.length = length;
+  kept.erase(kept.upper_bound(length), kept.end());
+}
+
+Checkpoints MemorySetTracker::reserve_checkpoints(int64_t layer, int64_t past,
+                                                  int64_t count) const {
+  const Layer& state = layer_at(layer);
+  const bool follows = past == 0 || state.checkpoints.contains(past);
+  if (!keeps_checkpoints_ || count == 0 || !follows) return {};
+  const StateGuard guard;
+  const auto like = [&](const at::Tensor& x, int64_t fields) {
+    return at::empty({count, x.size(0), x.size(1), fields}, x.options());
+  };
+  return {.memory = like(state.memory, state.memory_size),
+          .scores = like(state.scores, state.memory_size),
+          .errors = like(state.errors, kErrorFields)};
+}
+
+void MemorySetTracker::keep_checkpoints(int64_t layer, int64_t past, int64_t chunk_size,
+                                        const Checkpoints& kept) {
+  layer_at(layer);
+  const int64_t count = kept.memory.defined() ? kept.memory.size(0) : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    layers_[layer].checkpoints.insert_or_assign(
+        past + (i + 1) * chunk_size,
+        Checkpoints{.memory = kept.memory[i], .scores = kept.scores[i], .errors = kept.errors[i]});
+  }
+}
+
+int64_t MemorySetTracker::checkpoint_before(int64_t length) const {
+  check_at_least("length", length, 0);
+  const auto of_layer = [&](const Layer& layer) {
+    if (!layer.has_scores || length >= layer.length) return length;
+    const auto after = layer.checkpoints.upper_bound(length);
+    return after == layer.checkpoints.begin() ? 0 : std::prev(after)->first;
+  };
+  for (int64_t before = -1; length != before;) {
+    before = length;
+    for (const Layer& layer : layers_) length = std::min(length, of_layer(layer));
+  }
+  return length;
 }
 
 void MemorySetTracker::reset() { truncate(0); }

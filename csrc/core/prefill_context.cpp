@@ -45,7 +45,8 @@ std::string to_text(const at::Tensor& bytes) {
 
 }  // namespace
 
-PrefillContext::PrefillContext(int64_t num_layers, int64_t max_tokens, PrefillConfig config)
+PrefillContext::PrefillContext(int64_t num_layers, int64_t max_tokens, PrefillConfig config,
+                               bool checkpoints)
     : attention_(std::move(config)) {
   check_at_least("num_layers", num_layers, 1);
   check_at_least("max_tokens", max_tokens, 1);
@@ -57,7 +58,7 @@ PrefillContext::PrefillContext(int64_t num_layers, int64_t max_tokens, PrefillCo
   }
   cache_ = c10::make_intrusive<ChunkedKVCache>(num_layers, std::min(kInitialCapacity, max_tokens),
                                                max_tokens);
-  tracker_ = c10::make_intrusive<MemorySetTracker>(num_layers, this->config());
+  tracker_ = c10::make_intrusive<MemorySetTracker>(num_layers, this->config(), checkpoints);
 }
 
 int64_t PrefillContext::length() const {
@@ -93,7 +94,7 @@ void PrefillContext::begin_call(int64_t num_tokens, std::optional<int64_t> batch
 
 void PrefillContext::undo(int64_t layer) {
   auto& before = call_->layers[layer];
-  if (before) tracker_->update(layer, *before);
+  if (before) tracker_->rewind(layer, *before);
   before.reset();
 }
 
@@ -184,6 +185,10 @@ void PrefillContext::truncate(int64_t length) {
   ids_length_ = std::min(ids_length_, length);
   if (length == 0) ids_known_ = true;
   call_.reset();
+}
+
+int64_t PrefillContext::checkpoint_before(int64_t length) const {
+  return tracker_->checkpoint_before(std::min(length, this->length()));
 }
 
 void PrefillContext::reset() { truncate(0); }

@@ -6,8 +6,10 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "common/rules.h"
+#include "core/checkpoint.h"
 #include "h2o_prefill/session_file.h"
 
 namespace h2o_prefill {
@@ -23,6 +25,11 @@ constexpr int64_t kChunksOfCall = 4;
 // A layer's tensor up to the first tokens; memory set and errors are of all.
 at::Tensor used(const at::Tensor* of_layer, size_t i, int64_t tokens) {
   return i < 3 ? of_layer[i].narrow(2, 0, tokens) : of_layer[i];
+}
+
+StateBuffers state_of(const std::vector<at::Tensor>& state, int64_t layer) {
+  const at::Tensor* const of_layer = &state[kFirstLayer + layer * kOfLayer];
+  return {of_layer[2], of_layer[3], of_layer[4]};
 }
 
 bool ends_with(const std::vector<int64_t>& tokens, const std::vector<int64_t>& sequence) {
@@ -42,14 +49,60 @@ int64_t find_continuation(const int64_t* ids, int64_t length) {
 
 }  // namespace
 
-PackageSession::PackageSession(std::shared_ptr<const Package> package)
-    : package_(std::move(package)), state_(package_->new_state()) {}
+PackageSession::PackageSession(std::shared_ptr<const Package> package, bool checkpoints)
+    : package_(std::move(package)),
+      state_(package_->new_state()),
+      keeps_checkpoints_(checkpoints) {}
+
+PackageSession::~PackageSession() = default;
 
 int64_t PackageSession::length() const { return package_->length(state_); }
 
 at::Tensor PackageSession::token_ids() const { return state_[kIds].narrow(1, 0, length()); }
 
-void PackageSession::reset() { state_[kPosition].zero_(); }
+int64_t PackageSession::last_chunk_begin() const {
+  return state_[kPosition].const_data_ptr<int64_t>()[1];
+}
+
+void PackageSession::place(int64_t length, int64_t last_chunk_begin) {
+  state_[kPosition].copy_(at::tensor({length, last_chunk_begin}, at::kLong));
+  scored_ = std::min(scored_, length);
+  checkpoints_.erase(checkpoints_.upper_bound(length), checkpoints_.end());
+}
+
+void PackageSession::reset() { place(0, 0); }
+
+int64_t PackageSession::checkpoint_before(int64_t length) const {
+  check_at_least("length", length, 0);
+  length = std::min(length, this->length());
+  if (length >= scored_) return length;
+  const auto after = checkpoints_.upper_bound(length);
+  return after == checkpoints_.begin() ? 0 : std::prev(after)->first;
+}
+
+void PackageSession::truncate(int64_t length) {
+  check_at_least("length", length, 0);
+  const int64_t all = this->length();
+  if (length >= all) return;
+  int64_t begin = last_chunk_begin();
+  if (length == 0) {
+    begin = 0;
+  } else if (length < scored_) {
+    const auto found = checkpoints_.find(length);
+    const bool exact = found != checkpoints_.end();
+    const int64_t before = begin;
+    for (int64_t layer = 0; layer < package_->info().layers; ++layer) {
+      StateBuffers state = state_of(state_, layer);
+      if (exact) {
+        begin = found->second[layer].last_chunk_begin;
+        restore_(state, length, found->second[layer]);
+      } else {
+        begin = cut_(state, length, all, before);
+      }
+    }
+  }
+  place(length, begin);
+}
 
 void PackageSession::check(const at::Tensor& token_ids) const {
   package_->check(token_ids, length());
@@ -59,14 +112,31 @@ void PackageSession::check_cancelled() {
   if (cancelled_.exchange(false)) throw Cancelled();
 }
 
+at::Tensor PackageSession::run(const at::Tensor& token_ids, const at::Tensor& rows) {
+  const int64_t past = length();
+  auto logits = package_->run(token_ids, rows, state_);
+  // Callers may have moved the position.
+  scored_ = std::min(scored_, past);
+  checkpoints_.erase(checkpoints_.upper_bound(past), checkpoints_.end());
+  if (!package_->info().settings.is_sparse_call(past, token_ids.size(1))) return logits;
+  scored_ = length();
+  if (keeps_checkpoints_) {
+    std::vector<Checkpoint>& kept = checkpoints_[scored_];
+    for (int64_t layer = 0; layer < package_->info().layers; ++layer) {
+      kept.push_back(checkpoint_of(state_of(state_, layer), scored_, last_chunk_begin()));
+    }
+  }
+  return logits;
+}
+
 at::Tensor PackageSession::forward(const at::Tensor& token_ids, const at::Tensor& rows) {
-  return package_->run(token_ids, rows, state_);
+  return run(token_ids, rows);
 }
 
 at::Tensor PackageSession::forward(const at::Tensor& token_ids, Rows rows) {
   check(token_ids);
   const int64_t tokens = token_ids.size(1);
-  return package_->run(token_ids, at::arange(rows == Rows::kLast ? tokens - 1 : 0, tokens), state_);
+  return run(token_ids, at::arange(rows == Rows::kLast ? tokens - 1 : 0, tokens));
 }
 
 at::Tensor PackageSession::forward_densely(const at::Tensor& token_ids, Rows rows) {
@@ -168,7 +238,9 @@ std::vector<int64_t> PackageSession::generate(const at::Tensor& token_ids,
 }
 
 std::unique_ptr<PackageSession> PackageSession::branch() const {
-  auto other = std::make_unique<PackageSession>(package_);
+  auto other = std::make_unique<PackageSession>(package_, keeps_checkpoints_);
+  other->scored_ = scored_;
+  other->checkpoints_ = checkpoints_;  // never written to
   const int64_t tokens = length();
   other->state_[kIds].narrow(1, 0, tokens).copy_(token_ids());
   other->state_[kPosition].copy_(state_[kPosition]);
@@ -187,7 +259,7 @@ void PackageSession::save(const std::string& path) const {
   SessionFile saved{
       .model = info.model_hash, .settings = info.settings.to_fields(), .length = tokens};
   saved.tensors["token_ids"] = token_ids();
-  const int64_t begin = state_[kPosition].const_data_ptr<int64_t>()[1];
+  const int64_t begin = last_chunk_begin();
   std::vector<int64_t> begins;
   for (int64_t layer = 0; layer < info.layers; ++layer) {
     const at::Tensor* of_layer = &state_[kFirstLayer + layer * kOfLayer];
@@ -241,7 +313,9 @@ void PackageSession::load(const std::string& path, bool verify) {
     }
   }
   state_[kIds].narrow(1, 0, tokens).copy_(tensors.at("token_ids"));
-  state_[kPosition].copy_(at::tensor({tokens, begin}, at::kLong));
+  checkpoints_.clear();
+  place(tokens, begin);
+  scored_ = tokens;
 }
 
 }  // namespace h2o_prefill

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/custom_class.h>
 
+#include <map>
 #include <vector>
 
 #include "h2o_prefill/config.h"
@@ -27,8 +28,10 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   MemorySetTracker(int64_t num_layers, int64_t local_window, int64_t heavy_budget,
                    int64_t sink_tokens);
 
-  // The budgets of a config, whose wide layers have larger sets.
-  MemorySetTracker(int64_t num_layers, const PrefillConfig& config);
+  // The budgets of a config, whose wide layers have larger sets. checkpoints: whether sparse calls
+  // keep what the next chunk needs at each multiple of the chunk size, so that truncate() to it is
+  // exact.
+  MemorySetTracker(int64_t num_layers, const PrefillConfig& config, bool checkpoints = false);
 
   // Sets the scores of a new chunk to the column sums of its phase 1: colsum fp32 [B, Hkv, T] for
   // positions [chunk_begin, chunk_begin + T), which have no score yet. Positions between the
@@ -68,8 +71,10 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   LayerState state(int64_t layer) const;
 
   // Replaces the state of a layer by a copy of a result of chunked_sparse_attention or state();
-  // undefined tensors make it a layer without scores.
+  // undefined tensors make it a layer without scores. rewind: to a state that it had, whose
+  // checkpoints stay.
   void update(int64_t layer, const LayerState& state);
+  void rewind(int64_t layer, const LayerState& state);
 
   // The buffers of a layer, scores [B, Hkv, capacity or more], memory and errors, for a call of
   // prefill_attention_() with keys like `key`; commit() counts the tokens of a sparse call.
@@ -77,16 +82,28 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
                                                          int64_t capacity);
   void commit(int64_t layer, int64_t length, int64_t last_chunk_begin);
 
-  // Removes the tokens after the first `length`, of all layers or of one. The scores of the others
-  // stay as they are: the share of removed queries cannot be separated. If the cut lies before the
-  // last chunk, the memory set is emptied, and every remaining token is a candidate again.
+  // Where the next `count` checkpoints of a layer go, for a call of prefill_attention_() after
+  // `past` tokens, which have a checkpoint or none of which is there; undefined tensors if none are
+  // kept. keep_checkpoints() takes them after the call.
+  Checkpoints reserve_checkpoints(int64_t layer, int64_t past, int64_t count) const;
+  void keep_checkpoints(int64_t layer, int64_t past, int64_t chunk_size, const Checkpoints& kept);
+
+  // The last length up to this one to which truncate() is exact: later calls give, to the bit, what
+  // they give after a prompt that was never longer. That is a checkpoint, any length after the last
+  // sparse call, or 0.
+  int64_t checkpoint_before(int64_t length) const;
+
+  // Removes the tokens after the first `length`, of all layers or of one. If that is no checkpoint,
+  // the scores of the others stay as they are: the share of removed queries cannot be separated. If
+  // the cut lies before the last chunk, the memory set is emptied, and every remaining token is a
+  // candidate again.
   void truncate(int64_t length);
   void truncate_layer(int64_t layer, int64_t length);
 
   // Clears every layer.
   void reset();
 
-  // The pickled form: plain tensors. Both directions copy.
+  // The pickled form: plain tensors, without checkpoints. Both directions copy.
   std::vector<at::Tensor> state_tensors() const;
   static c10::intrusive_ptr<MemorySetTracker> from_tensors(const std::vector<at::Tensor>& tensors);
 
@@ -101,6 +118,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
     bool has_scores = false;  // buffers alone are no state
     int64_t length = 0;
     int64_t last_chunk_begin = 0;
+    std::map<int64_t, Checkpoints> checkpoints = {};  // by length; tensors [B, Hkv, ...]
   };
 
   const Layer& layer_at(int64_t layer) const;
@@ -111,6 +129,7 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   void grow(int64_t layer, const at::Tensor& x, at::ScalarType type, int64_t length);
 
   int64_t sink_tokens_;
+  bool keeps_checkpoints_ = false;
   std::vector<Layer> layers_;
 };
 

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -23,6 +24,8 @@
 #include "h2o_prefill/sampler.h"
 
 namespace h2o_prefill {
+
+struct Checkpoint;
 
 // prefill() and generate() throw it after cancel().
 class H2O_API Cancelled : public std::runtime_error {
@@ -49,7 +52,9 @@ struct GenerateOptions {
 // is for one thread at a time, but for cancel().
 class H2O_API PackageSession {
  public:
-  explicit PackageSession(std::shared_ptr<const Package> package);
+  // checkpoints: whether sparse calls keep what later ones need at their end.
+  explicit PackageSession(std::shared_ptr<const Package> package, bool checkpoints = false);
+  ~PackageSession();
 
   const Package& package() const { return *package_; }
 
@@ -59,6 +64,15 @@ class H2O_API PackageSession {
 
   // Removes all tokens.
   void reset();
+
+  // Removes the tokens after the first `length`. Exact at a checkpoint; elsewhere scores of earlier
+  // tokens keep the share of removed queries.
+  void truncate(int64_t length);
+
+  // The last length, up to this one and the tokens that are there, to which truncate() is exact:
+  // later calls give, to the bit, what they give after a text that was never longer. That is the
+  // end of a sparse call, any length after the last one, or 0.
+  int64_t checkpoint_before(int64_t length) const;
 
   // Continues the text by token_ids, int64 [1, T]. Returns logits [1 or T, vocabulary]. Throws
   // c10::ValueError if there are no tokens, some are out of the vocabulary, or there is no room for
@@ -108,8 +122,16 @@ class H2O_API PackageSession {
   at::Tensor prefill_some(const at::Tensor& token_ids, int64_t* done);
   at::Tensor with_draft(int64_t token, int64_t most);
 
+  // Runs a call, and keeps a checkpoint if it was sparse.
+  at::Tensor run(const at::Tensor& token_ids, const at::Tensor& rows);
+  int64_t last_chunk_begin() const;
+  void place(int64_t length, int64_t last_chunk_begin);
+
   std::shared_ptr<const Package> package_;
   std::vector<at::Tensor> state_;
+  bool keeps_checkpoints_;
+  std::map<int64_t, std::vector<Checkpoint>> checkpoints_;  // by length, of each layer
+  int64_t scored_ = 0;  // tokens up to the end of the last sparse call
   std::atomic<bool> cancelled_ = false;
 };
 

@@ -32,9 +32,11 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
  public:
   // num_layers: attention layers of the model. max_tokens: the largest length of a prompt with
   // its generated tokens; buffers begin small and grow by doubling up to it. Throws if the
-  // settings are not valid.
+  // settings are not valid. checkpoints: whether sparse calls keep what the next chunk needs at
+  // each multiple of the chunk size, 2 to 3 % of 16-bit keys and values.
   PrefillContext(int64_t num_layers, int64_t max_tokens,
-                 PrefillConfig config = PrefillConfig::preset("recommended"));
+                 PrefillConfig config = PrefillConfig::preset("recommended"),
+                 bool checkpoints = false);
 
   // Sets the text of the vocabulary, int32 [vocabulary, any], as lexical_recall() takes it: where
   // the settings have recall_characters, the next calls recall by it too. It is no part of the
@@ -63,9 +65,12 @@ class H2O_API PrefillContext : public torch::CustomClassHolder {
 
   // Removes the tokens after the first `length`. A call that some layers have not attended in is
   // undone first: scores, memory sets and ids are again what they were before its begin(), to the
-  // bit. The share of a complete call in the scores of earlier tokens stays (see
-  // MemorySetTracker::truncate).
+  // bit. Exact at a checkpoint; elsewhere the share of a complete call in the scores of earlier
+  // tokens stays (see MemorySetTracker::truncate).
   void truncate(int64_t length);
+
+  // The last length, up to this one and the tokens that are there, to which truncate() is exact.
+  int64_t checkpoint_before(int64_t length) const;
 
   // Starts a new prompt; the buffers of keys and values stay allocated.
   void reset();

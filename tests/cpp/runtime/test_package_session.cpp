@@ -110,6 +110,38 @@ TEST(PackageSession, DraftsChangeNoAnswer) {
   EXPECT_REFUSED(answer_of(session, ids, {.draft_tokens = -1}), "draft_tokens must be >= 0");
 }
 
+TEST(PackageSession, GoesBackToItsCheckpoints) {
+  const auto package = package_of_tests();
+  PackageSession session(package, /*checkpoints=*/true), plain(package);
+  const auto ids = prompt_of(3), rest = prompt_of(8).narrow(1, 0, 60);
+  const auto next = [&](PackageSession& one) {
+    return at::cat({one.forward(rest), one.forward(rest.narrow(1, 0, 1))});
+  };
+  answer_of(session, ids);  // calls end at 64, 128 and 150
+  answer_of(plain, ids);
+  EXPECT_EQ(session.checkpoint_before(155), 155);
+  EXPECT_EQ(plain.checkpoint_before(155), 155);
+  EXPECT_EQ(plain.checkpoint_before(149), 0);
+  EXPECT_EQ(session.checkpoint_before(500), session.length());
+  for (const int64_t length : {150, 128, 64}) {
+    EXPECT_EQ(session.checkpoint_before(length + (length == 150 ? 0 : 20)), length);
+    session.truncate(length);
+    EXPECT_EQ(session.length(), length);
+    EXPECT_EQ(session.checkpoint_before(length - 1), length == 150 ? 128 : length == 128 ? 64 : 0);
+    PackageSession alone(package);
+    alone.prefill(ids.narrow(1, 0, length));
+    const auto branch = session.branch();
+    EXPECT_TRUE(next(*branch).equal(next(alone)));
+    EXPECT_EQ(branch->checkpoint_before(length + 10), length);
+  }
+  session.truncate(20);
+  EXPECT_TRUE(session.token_ids().equal(ids.narrow(1, 0, 20)));
+  next(session);
+  session.truncate(0);
+  EXPECT_EQ(session.length(), 0);
+  EXPECT_REFUSED(session.truncate(-1), "length must be >= 0");
+}
+
 TEST(PackageSession, SamplesByItsSeed) {
   PackageSession session(package_of_tests());
   std::vector<Tokens> answers;

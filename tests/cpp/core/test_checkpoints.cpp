@@ -1,0 +1,96 @@
+// At its checkpoints a context goes back to the prompt that was never longer.
+#include <gtest/gtest.h>
+
+#include "h2o_prefill/prefill_context.h"
+#include "testing.h"
+
+namespace h2o_prefill::testing {
+namespace {
+
+constexpr int64_t kLayers = 2, kTokens = 110;
+
+PrefillContext new_context(const std::string& more, bool checkpoints) {
+  return {kLayers, /*max_tokens=*/200,
+          PrefillConfig::parse("recommended,chunk_size=16,local_window=3,heavy_budget=4,"
+                               "recall_block=8,wide=1x2+0.1x3" +
+                               more),
+          checkpoints};
+}
+
+at::Tensor run(PrefillContext& context, const std::vector<Qkv>& layers, int64_t begin,
+               int64_t end) {
+  context.begin(at::arange(begin, end).remainder(11).expand({2, end - begin}));
+  std::vector<at::Tensor> outs;
+  for (int64_t layer = 0; layer < kLayers; ++layer) {
+    const Qkv x = layers[layer].tokens(begin, end);
+    outs.push_back(context.attend(layer, x.q, x.k, x.v));
+  }
+  return at::stack(outs);
+}
+
+std::vector<Qkv> random_layers() { return {random_qkv(kTokens), random_qkv(kTokens)}; }
+
+class Checkpointed : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(Checkpointed, TruncateIsExact) {
+  const auto layers = random_layers();
+  auto context = new_context(GetParam(), true);
+  run(context, layers, 0, 70);
+  run(context, layers, 70, 71);  // decoded
+  EXPECT_EQ(context.checkpoint_before(71), 71);
+  EXPECT_EQ(context.checkpoint_before(500), 71);
+  for (const auto& [length, expected] :
+       {std::pair<int64_t, int64_t>{70, 70}, {69, 64}, {64, 64}, {63, 48}, {16, 16}, {15, 0}}) {
+    EXPECT_EQ(context.checkpoint_before(length), expected);
+  }
+  for (const int64_t length : {64, 48, 16}) {
+    context.truncate(length);
+    EXPECT_EQ(context.checkpoint_before(length + 5), length);
+    auto alone = new_context(GetParam(), true);
+    run(alone, layers, 0, length);
+    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{length, length + 32},
+                                     {length + 32, length + 33},
+                                     {length + 33, kTokens - 10}}) {
+      if (begin < end)
+        EXPECT_TRUE(same(run(context, layers, begin, end), run(alone, layers, begin, end)));
+    }
+    // The last call did not begin at a checkpoint.
+    EXPECT_EQ(context.checkpoint_before(kTokens - 11), length + 32);
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      EXPECT_TRUE(same(context.tracker()->indices(layer), alone.tracker()->indices(layer)));
+      EXPECT_TRUE(same(context.tracker()->errors(layer), alone.tracker()->errors(layer)));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Settings, Checkpointed,
+                         ::testing::Values("", ",error_rows=4,error_threshold=0.01", ",recall=0"));
+
+TEST(Checkpoints, AnInterruptedCallLeavesThem) {
+  const auto layers = random_layers();
+  auto context = new_context("", true);
+  run(context, layers, 0, 64);
+  context.begin(at::arange(32).expand({2, 32}));
+  const Qkv x = layers[0].tokens(64, 96);
+  context.attend(0, x.q, x.k, x.v);
+  context.truncate(64);
+  EXPECT_EQ(context.checkpoint_before(40), 32);
+  run(context, layers, 64, 96);
+  EXPECT_EQ(context.checkpoint_before(95), 80);
+}
+
+TEST(Checkpoints, NoneAreKeptUnlessAskedFor) {
+  const auto layers = random_layers();
+  auto context = new_context("", false), tail = new_context(",dense_tail=4", true);
+  for (PrefillContext* one : {&context, &tail}) {
+    run(*one, layers, 0, 64);
+    EXPECT_EQ(one->checkpoint_before(63), 0);
+    EXPECT_EQ(one->checkpoint_before(64), 64);
+    one->truncate(40);
+    EXPECT_EQ(one->length(), 40);
+  }
+  EXPECT_VALUE_ERROR_WITH(context.checkpoint_before(-1), "length must be >= 0");
+}
+
+}  // namespace
+}  // namespace h2o_prefill::testing
