@@ -14,6 +14,7 @@ set(H2O_HOST_SOURCES
     common/prefill_request.cpp
     common/rules.cpp
     common/tensors.cpp
+    core/checkpoint.cpp
     core/chunk_manager.cpp
     core/chunked_kv_cache.cpp
     core/chunked_sparse_attention.cpp

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_prefill._atomic_write import first_line, native_errors
 from h2o_prefill.config import PrefillConfig
-from h2o_prefill.state import PrefillState
+from h2o_prefill.state import Checkpoint, PrefillState
 
 _Settings = torch.classes.h2o_prefill.PrefillConfig
 _File = torch.classes.h2o_prefill.SessionFile
@@ -25,11 +25,15 @@ _File = torch.classes.h2o_prefill.SessionFile
 
 @dataclass(frozen=True)
 class SessionLayer:
-    """Keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] of a layer, and its state, if it has one."""
+    """Keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] of a layer, and its state, if it has one.
+
+    `checkpoints` has tensors [C, B, Hkv, ...]: checkpoint i is of (i + 1) chunks.
+    """
 
     key: Tensor
     value: Tensor
     state: PrefillState | None
+    checkpoints: Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,9 @@ class SessionFile:
                 tensors[f"layers.{number}.scores"] = scores
                 tensors[f"layers.{number}.memory"] = layer.state.memory
                 tensors[f"layers.{number}.errors"] = layer.state.errors
+            if layer.checkpoints is not None:
+                for name, tensor in vars(layer.checkpoints).items():
+                    tensors[f"layers.{number}.checkpoint_{name}"] = tensor
         return tensors
 
 
@@ -121,14 +128,17 @@ def settings_text(fields: str) -> str:
 
 
 def _layer(tensors: dict[str, Tensor], number: int, length: int, begin: int) -> SessionLayer:
-    """Return a layer of a file that was read; its state is a copy."""
-    prefix, state = f"layers.{number}.", None
+    """Return a layer of a file that was read; state and checkpoints are copies."""
+    prefix, state, checkpoints = f"layers.{number}.", None, None
+    names = "memory", "scores", "errors"
     if prefix + "scores" in tensors:
         scores, memory, errors = (
             tensors[prefix + name].clone() for name in ("scores", "memory", "errors")
         )
         state = PrefillState(scores, memory, length, begin, errors)
-    return SessionLayer(tensors[prefix + "key"], tensors[prefix + "value"], state)
+    if prefix + "checkpoint_memory" in tensors:
+        checkpoints = Checkpoint(*(tensors[f"{prefix}checkpoint_{x}"].clone() for x in names))
+    return SessionLayer(tensors[prefix + "key"], tensors[prefix + "value"], state, checkpoints)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 #include "h2o_prefill/memory_set_tracker.h"
 
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
@@ -263,14 +265,32 @@ Checkpoints MemorySetTracker::reserve_checkpoints(int64_t layer, int64_t past,
           .errors = like(state.errors, kErrorFields)};
 }
 
+Checkpoints MemorySetTracker::checkpoints(int64_t layer) const {
+  std::vector<at::Tensor> memory, scores, errors;
+  for (const auto& [length, x] : layer_at(layer).checkpoints) {
+    memory.push_back(x.memory);
+    scores.push_back(x.scores);
+    errors.push_back(x.errors);
+  }
+  if (memory.empty()) return {};
+  const auto sets = at::stack(memory);
+  const int64_t width = sets.ge(0).sum(-1).max().item<int64_t>();
+  return {.memory = sets.narrow(3, 0, width),
+          .scores = at::stack(scores).narrow(3, 0, width),
+          .errors = at::stack(errors)};
+}
+
 void MemorySetTracker::keep_checkpoints(int64_t layer, int64_t past, int64_t chunk_size,
                                         const Checkpoints& kept) {
-  layer_at(layer);
-  const int64_t count = kept.memory.defined() ? kept.memory.size(0) : 0;
-  for (int64_t i = 0; i < count; ++i) {
+  const int64_t size = memory_size(layer);
+  if (!keeps_checkpoints_ || !kept.memory.defined()) return;
+  const int64_t more = size - kept.memory.size(3);
+  const auto memory = at::constant_pad_nd(kept.memory, {0, more}, -1);
+  const auto scores = at::constant_pad_nd(kept.scores, {0, more});
+  for (int64_t i = 0; i < memory.size(0); ++i) {
     layers_[layer].checkpoints.insert_or_assign(
         past + (i + 1) * chunk_size,
-        Checkpoints{.memory = kept.memory[i], .scores = kept.scores[i], .errors = kept.errors[i]});
+        Checkpoints{.memory = memory[i], .scores = scores[i], .errors = kept.errors[i]});
   }
 }
 

@@ -218,6 +218,11 @@ void PrefillContext::save(const std::string& path, const std::string& model) con
     session.tensors[prefix + "scores"] = at::constant_pad_nd(scores, {0, tokens - scores.size(2)});
     session.tensors[prefix + "memory"] = tracker_->indices(layer);
     session.tensors[prefix + "errors"] = tracker_->errors(layer);
+    const Checkpoints kept = tracker_->checkpoints(layer);
+    if (!kept.memory.defined()) continue;
+    session.tensors[prefix + "checkpoint_memory"] = kept.memory;
+    session.tensors[prefix + "checkpoint_scores"] = kept.scores;
+    session.tensors[prefix + "checkpoint_errors"] = kept.errors;
   }
   session.tensors["last_chunk_begin"] = at::tensor(begins, at::kLong);
   if (token_ids().defined()) session.tensors["token_ids"] = token_ids();
@@ -244,6 +249,11 @@ void PrefillContext::load(const std::string& path, const std::string& model, boo
                              .memory = tensors.at(prefix + "memory"),
                              .last_chunk_begin = begins[layer].item<int64_t>(),
                              .errors = tensors.at(prefix + "errors")});
+    if (tensors.count(prefix + "checkpoint_memory") == 0) continue;
+    tracker_->keep_checkpoints(layer, 0, config().chunk_size,
+                               {.memory = tensors.at(prefix + "checkpoint_memory").clone(),
+                                .scores = tensors.at(prefix + "checkpoint_scores").clone(),
+                                .errors = tensors.at(prefix + "checkpoint_errors").clone()});
   }
   ids_known_ = tensors.count("token_ids") > 0;
   if (!ids_known_) return;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "common/atomic_file.h"
+#include "common/checks.h"
 #include "common/checksum.h"
 #include "common/rules.h"
 #include "core/safetensors.h"
@@ -82,7 +83,8 @@ void check_session(const SessionFile& session) {
   const int64_t layers = begins.size(0);
   TORCH_CHECK_VALUE(layers >= 1 && layers <= static_cast<int64_t>(expected.left() / 2),
                     "last_chunk_begin must be of all layers, got ", layers);
-  MemorySetTracker tracker(layers, PrefillConfig::parse(session.settings));
+  const auto config = PrefillConfig::parse(session.settings);
+  MemorySetTracker tracker(layers, config);
   const auto first = session.tensors.find(session_prefix(0) + "key");
   TORCH_CHECK_VALUE(first != session.tensors.end(), "layers.0.key must be there");
   const at::ScalarType dtype = first->second.scalar_type();
@@ -112,6 +114,20 @@ void check_session(const SessionFile& session) {
         "scores of layer ", layer, " must be finite and >= 0");
     tracker.update(
         layer, {.scores = scores, .memory = memory, .last_chunk_begin = begin, .errors = errors});
+    if (!expected.has(prefix + "checkpoint_memory")) continue;
+    const auto sets =
+        expected.take(prefix + "checkpoint_memory", at::kInt, {kAnySize, batch, heads, kAnySize});
+    const int64_t count = sets.size(0), width = sets.size(3);
+    const auto kept =
+        expected.take(prefix + "checkpoint_scores", wide, {count, batch, heads, width});
+    expected.take(prefix + "checkpoint_errors", at::kFloat, {count, batch, heads, kErrorFields});
+    TORCH_CHECK_VALUE(count * config.chunk_size <= session.length &&
+                          width <= tracker.memory_size(layer) &&
+                          at::isfinite(kept).all().item<bool>(),
+                      "checkpoints of layer ", layer, " must be finite, of chunks of the text");
+    for (int64_t i = 0; i < count; ++i) {
+      check_memory_sets("checkpoint_memory", sets[i], kept[i], (i + 1) * config.chunk_size);
+    }
   }
   if (expected.has("token_ids")) expected.take("token_ids", at::kLong, {batch, session.length});
   expected.check_end();

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -42,15 +43,27 @@ from h2o_prefill.identity import (
     old_model_hash,
 )
 from h2o_prefill.session_file import SessionFile, SessionLayer, settings_fields, settings_text
-from h2o_prefill.state import PrefillState, no_errors
+from h2o_prefill.state import (
+    PrefillState,
+    no_errors,
+    stacked_checkpoints,
+    unstacked_checkpoints,
+)
 
 # What models call their cache: from transformers 5.24 on, before, and a few models before.
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
 
 
+def argument_names(model: nn.Module) -> list[str]:
+    """Return what a model can be called with; a `PeftModel` passes on what the one inside takes."""
+    models = (model, *(x for x in model.modules() if isinstance(x, PreTrainedModel)))
+    names = [list(inspect.signature(x.forward).parameters) for x in models]
+    return next((x for x in names if not set(CACHE_NAMES).isdisjoint(x)), names[0])
+
+
 def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
     """Return a cache as the keyword argument that a model takes it by."""
-    names = inspect.signature(model.forward).parameters
+    names = argument_names(model)
     return {next(name for name in CACHE_NAMES if name in names): cache}
 
 
@@ -470,7 +483,9 @@ def session_of(layers: list[Any], token_ids: Tensor | None, origin: Origin | Non
         if getattr(layer, "padded", False):
             raise ValueError("cache must not be of a padded batch")
         state = _in_width(getattr(layer, "state", None), config.of_layer(number).memory_size)
-        held.append(SessionLayer(layer.keys, layer.values, state))
+        kept = getattr(layer, "checkpoints", None) or {}
+        checkpoints = stacked_checkpoints(kept, config.chunk_size)
+        held.append(SessionLayer(layer.keys, layer.values, state, checkpoints))
     return SessionFile(model_text(model, origin.marks), origin.settings, length, token_ids, held)
 
 
@@ -502,6 +517,9 @@ def fill(layers: list[Any], session: SessionFile, model: Any) -> Origin:
         layer.keys, layer.values = key, value
         if isinstance(layer, ChunkedPrefillLayer):
             layer.state = held.state
+            if held.checkpoints is not None:
+                chunk_size = PrefillConfig.parse(session.settings).chunk_size
+                layer.checkpoints = unstacked_checkpoints(held.checkpoints, chunk_size)
         else:
             layer.cumulative_length = session.length
     return Origin(weakref.ref(model), session.settings, marks)

@@ -88,6 +88,10 @@ class H2O_API MemorySetTracker : public torch::CustomClassHolder {
   Checkpoints reserve_checkpoints(int64_t layer, int64_t past, int64_t count) const;
   void keep_checkpoints(int64_t layer, int64_t past, int64_t chunk_size, const Checkpoints& kept);
 
+  // All checkpoints of a layer, as keep_checkpoints() takes them for a past of 0, as wide as the
+  // largest set; undefined tensors if there are none.
+  Checkpoints checkpoints(int64_t layer) const;
+
   // The last length up to this one to which truncate() is exact: later calls give, to the bit, what
   // they give after a prompt that was never longer. That is a checkpoint, any length after the last
   // sparse call, or 0.

@@ -146,3 +146,12 @@ def test_a_compiled_package_with_int8_weights(build, prompt, tmp_path):
     for piece in prompt.split(CALLS, dim=1):
         rows = torch.tensor([piece.shape[1] - 1])
         assert_close(package.forward(piece), graph.module()(piece, rows, *state), 1e-3)
+    first, second = prompt.split((64, prompt.shape[1] - 64), dim=1)
+    package = PrefillPackage(path, checkpoints=True)
+    package.forward(first)
+    expected = package.forward(second)
+    assert package.checkpoint_before(100) == 64
+    package.truncate(64)
+    assert package.length == 64 and torch.equal(package.forward(second), expected)
+    with pytest.raises(ValueError, match="length must be >= 0, got -1"):
+        package.truncate(-1)

@@ -320,3 +320,36 @@ def test_with_a_dense_tail_whole_texts_are_reused(llama, make_ids):
         prefixes.add(cache)
         assert prefixes.prefill(llama, ids)[1] == 100
         assert prefixes.prefill(llama, ids[:, :99])[1] == 0
+
+
+@pytest.mark.parametrize("settings", [CHUNKS, CHUNKS + ",error_threshold=0.01,dense_layers=1"])
+def test_session_files_hold_checkpoints(llama, make_ids, tmp_path, settings):
+    ids, other, path = make_ids(1, 100), make_ids(1, 40), tmp_path / "a.session"
+    with enable(llama, settings):
+        cache = kept(llama)
+        in_chunks(llama, cache, ids)
+        cache.save(path)
+        loaded = ChunkedPrefillCache.load(path, llama)
+        again = tmp_path / "b.session"
+        loaded.save(again)
+        assert again.read_bytes() == path.read_bytes()
+        for one in (cache, loaded):
+            assert one.checkpoint_before(90) == 80
+            one.crop(48 - 100)
+            in_chunks(llama, one, other)
+        assert same_state(cache, loaded)
+        assert loaded.checkpoint_before(87) == 80
+        prefixes = PrefixCache(ROOM)
+        prefixes.add(ChunkedPrefillCache.load(path, llama))
+        assert prefixes.prefill(llama, torch.cat([ids[:, :70], other], dim=1))[1] == 64
+
+
+def test_checkpoints_of_two_chunk_sizes_are_not_saved(llama, make_ids, tmp_path):
+    ids, path = make_ids(1, 96), tmp_path / "a.session"
+    cache = kept(llama)
+    for length, settings in ((64, CHUNKS), (32, CHUNKS.replace("chunk_size=16", "chunk_size=32"))):
+        with enable(llama, settings):
+            llama(ids[:, :length], past_key_values=cache)
+    assert cache.checkpoint_before(90) == 64
+    cache.save(path)
+    assert ChunkedPrefillCache.load(path, llama).checkpoint_before(90) == 0
