@@ -6,6 +6,7 @@ set(H2O_HOST_SOURCES
     bindings/register_classes.cpp
     bindings/register_runtime.cpp
     common/atomic_file.cpp
+    common/checkpoint.cpp
     common/checks.cpp
     common/checksum.cpp
     common/config.cpp
@@ -14,7 +15,6 @@ set(H2O_HOST_SOURCES
     common/prefill_request.cpp
     common/rules.cpp
     common/tensors.cpp
-    core/checkpoint.cpp
     core/chunk_manager.cpp
     core/chunked_kv_cache.cpp
     core/chunked_sparse_attention.cpp

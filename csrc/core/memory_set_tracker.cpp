@@ -11,11 +11,11 @@
 #include <algorithm>
 #include <iterator>
 
+#include "common/checkpoint.h"
 #include "common/checks.h"
 #include "common/config_fields.h"
 #include "common/rules.h"
 #include "common/tensors.h"
-#include "core/checkpoint.h"
 #include "core/state_header.h"
 #include "h2o_prefill/ops.h"
 

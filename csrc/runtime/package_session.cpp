@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <iterator>
 
+#include "common/checkpoint.h"
 #include "common/rules.h"
-#include "core/checkpoint.h"
 #include "h2o_prefill/session_file.h"
 
 namespace h2o_prefill {

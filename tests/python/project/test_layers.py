@@ -47,6 +47,7 @@ ALLOWED = {
     r"core/": (*ATEN, "common/", "core/", "h2o_prefill/"),
     r"runtime/": (
         *ATEN,
+        "common/checkpoint.h",
         "common/rules.h",
         "h2o_prefill/",
         "sys/utsname.h",

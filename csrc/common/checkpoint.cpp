@@ -1,4 +1,4 @@
-#include "core/checkpoint.h"
+#include "common/checkpoint.h"
 
 #include "h2o_prefill/ops.h"
 
